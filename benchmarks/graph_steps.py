@@ -13,7 +13,7 @@ import onnxruntime
 from batches import TOKEN_ID
 from numpy.typing import NDArray
 
-from genserve.backends.onnx_session import SPIN_US, num_cores, register_kernels
+from genserve.backends.onnx_session import register_kernels, session_options
 from genserve.textmodel.runtimes.onnx_logits import cache_dtype
 
 __all__ = ["GraphSteps", "model_path", "open_session"]
@@ -85,9 +85,7 @@ def model_path(repository: Path, model: str) -> Path:
 
 def open_session(path: Path, *, profile: Path | None = None) -> Any:
     """A session with the server's options; it writes what its operators take into files named `profile`..."""
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = num_cores()
-    options.add_session_config_entry("session.intra_op.spin_duration_us", str(SPIN_US))
+    options = session_options()
     register_kernels(options)
     if profile is not None:
         options.enable_profiling, options.profile_file_prefix = True, str(profile)

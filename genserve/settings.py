@@ -42,7 +42,7 @@ class Flag:
     minimum: float | None = None
     maximum: float | None = None
     show_default: bool = True
-    validate: Callable[[Any], object] = bool
+    validate: Callable[[Any], object] | None = None
     grpc_argument: str = ""
 
 
@@ -72,7 +72,7 @@ def _compile(pattern: str) -> None:
     try:
         re.compile(pattern)
     except re.error as error:
-        raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
+        raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,78 +80,80 @@ class ServerSettings:
     """The settings of one server; `genserve serve` fills them from flags and GENSERVE_* variables."""
 
     model_repository: tuple[Path, ...] = _flag(
-        (Path("model_repository"),), None, "Folder that holds models; may be given again.",
+        (Path("model_repository"),), None, "Folder of models; repeatable.",
         "--model-repository", "--model-store",
     )  # fmt: skip
     model_control_mode: Literal["none", "poll", "explicit"] = _flag(
         "none", _MODELS,
-        "none loads every model at the start; poll also follows changes on disk; explicit loads what "
-        "--load-model names, and what the load and unload calls of KServe ask for.",
+        "none loads every model at the start; poll also follows changes on disk; explicit loads the models "
+        "of --load-model, and then those of KServe's load and unload calls.",
     )
     load_model: tuple[str, ...] = _flag(
-        (), _MODELS, "Load this model at the start, not all; may be given again. * is all of them."
+        (), _MODELS, "Load this model at the start instead of all; repeatable. * means all."
     )
     repository_poll_s: float = _flag(
-        15.0, _MODELS, "How often poll looks at the disk, seconds.", "--repository-poll-secs", minimum=0.1
+        15.0, _MODELS,
+        "Interval at which poll scans the disk, seconds.", "--repository-poll-secs", minimum=0.1,
     )
     exit_on_error: bool = _flag(
-        True, _MODELS, "End if a model cannot be loaded at the start; else serve the others."
+        True, _MODELS, "Exit if a model cannot be loaded at the start; otherwise serve the others."
     )
     strict_readiness: bool = _flag(
-        True, _MODELS, "Be ready only while every model is; else as soon as all were tried."
+        True, _MODELS, "Be ready only while every model is ready; otherwise as soon as all loads have ended."
     )
     strict_model_config: bool = _flag(
         False, _MODELS,
-        "Take config.pbtxt as it is; else what it leaves out is read from the model's file.",
+        "Do not complete config.pbtxt with the fields that can be read from the model file.",
         "--disable-auto-complete-config", "--strict-model-config",
     )
     strict_placement: bool = _flag(
         False, _MODELS,
-        "Refuse a model for a GPU where there is none; else it runs on the CPU, with a warning.",
+        "Refuse a GPU model on a machine without a GPU; otherwise it runs on the CPU, with a warning.",
     )
     strict_repository_paths: bool = _flag(
         False, _MODELS,
-        "Refuse a model if a link in its folder leads out of the repository; else it is followed.",
+        "Refuse a model with a link that leads out of the repository; otherwise links are followed.",
     )
     model_config_name: str = _flag(
-        "", _MODELS, "Read configs/NAME.pbtxt in place of config.pbtxt, where a model has it."
+        "", _MODELS, "Read configs/NAME.pbtxt instead of config.pbtxt, if a model has it."
     )
     backend_directory: Path | None = _flag(
-        None, _MODELS, "Folder with backends in Python, each NAME/model.py."
+        None, _MODELS, "Folder of Python backends, each NAME/model.py."
     )
     backend_config: tuple[str, ...] = _flag(
         (), _MODELS,
         "BACKEND,SETTING=VALUE, or SETTING=VALUE for all backends, such as "
-        "onnxruntime,default-max-batch-size=8; may be given again.",
+        "onnxruntime,default-max-batch-size=8; repeatable.",
     )
     load_threads: int = _flag(
-        4, _MODELS, "Models that load at once when the server starts.", "--model-load-thread-count", minimum=1
+        4, _MODELS,
+        "Models that are loaded concurrently at the start.", "--model-load-thread-count", minimum=1,
     )
     cache_config: str = _flag(
         "", _MODELS,
-        "local,size=BYTES: keep answers of models whose config enables response_cache.",
+        "local,size=BYTES: cache the responses of models whose config enables response_cache.",
         validate=_cache_config_bytes,
     )
-    response_cache_byte_size: int = _flag(0, _MODELS, "The same as --cache-config local,size=.", minimum=0)
+    response_cache_byte_size: int = _flag(0, _MODELS, "Same as --cache-config local,size=.", minimum=0)
     rate_limit: Literal["off", "execution_count"] = _flag(
         "off", _MODELS, "execution_count: an instance runs only while it holds its group's resources."
     )
     rate_limit_resources: tuple[str, ...] = _flag(
         (), _MODELS,
-        "NAME:COUNT or NAME:COUNT:DEVICE, how much there is; may be given again.",
+        "Available resources, NAME:COUNT or NAME:COUNT:DEVICE; repeatable.",
         "--rate-limit-resource",
     )
-    max_queue: int = _flag(256, _MODELS, "Requests that may wait, per generation model.", minimum=0)
+    max_queue: int = _flag(256, _MODELS, "Queue limit in requests, per text model.", minimum=0)
     max_queue_tokens: int | None = _flag(
         None, _MODELS,
-        "Tokens of the prompts that may wait, per generation model; 0: any number. By default 4 times "
-        "what the KV cache holds.",
+        "Queue limit in prompt tokens, per text model; 0: no limit. Default: 4 times the tokens that fit "
+        "into the KV cache.",
         minimum=0, show_default=False,
     )
     max_queue_wait_s: float = _flag(
         10.0, _MODELS,
-        "Seconds a request may wait for its first step; 0 means no limit. A request that has waited "
-        "longer, or is expected to, is refused with status 429.",
+        "Queue limit in seconds until a request's first step; 0: no limit. A request that has waited longer, "
+        "or is expected to, is refused with status 429.",
         minimum=0,
     )
     host: str = _flag(
@@ -161,131 +163,139 @@ class ServerSettings:
     )
     http_port: int = _port(8000)
     reuse_http_port: bool = _flag(
-        False, _PORTS, "Share the port with other servers that say so too; the system spreads connections."
+        False, _PORTS,
+        "Share the port with other servers that set this flag; the system distributes connections.",
     )
-    allow_grpc: bool = _flag(True, _PORTS, "Serve KServe v2 over gRPC, too.")
-    grpc_host: str = _flag("", _PORTS, "Another address for gRPC than --host.", "--grpc-address")
+    allow_grpc: bool = _flag(True, _PORTS, "Serve KServe v2 over gRPC.")
+    grpc_host: str = _flag("", _PORTS, "Address for gRPC, if it differs from --host.", "--grpc-address")
     grpc_port: int = _port(8001)
-    reuse_grpc_port: bool = _flag(False, _PORTS, "The same for the port of gRPC.")
+    reuse_grpc_port: bool = _flag(False, _PORTS, "Same for the gRPC port.")
     grpc_infer_response_compression_level: Literal["none", "low", "medium", "high"] = _flag(
         "none", _GRPC,
-        "How far responses are compressed for clients that can read that.",
+        "Compression of responses, for clients that support it.",
         grpc_argument="grpc.default_compression_level",
     )
     grpc_keepalive_time: int | None = _grpc(
-        "grpc.keepalive_time_ms", "Between two pings of a connection, ms.", minimum=1
+        "grpc.keepalive_time_ms", "Interval between pings of a connection, ms.", minimum=1
     )
     grpc_keepalive_timeout: int | None = _grpc(
-        "grpc.keepalive_timeout_ms", "A ping unanswered for so long closes it, ms.", minimum=1
+        "grpc.keepalive_timeout_ms", "Time to wait for the answer to a ping, ms.", minimum=1
     )
     grpc_keepalive_permit_without_calls: bool = _flag(
-        False, _GRPC, "Send pings between calls, too.", grpc_argument="grpc.keepalive_permit_without_calls"
+        False, _GRPC, "Send pings without active calls.", grpc_argument="grpc.keepalive_permit_without_calls"
     )
     grpc_http2_max_pings_without_data: int | None = _grpc(
-        "grpc.http2.max_pings_without_data", "Pings sent while there is no data; 0: any number."
+        "grpc.http2.max_pings_without_data", "Number of pings without data; 0: no limit."
     )
     grpc_http2_min_recv_ping_interval_without_data: int | None = _grpc(
         "grpc.http2.min_ping_interval_without_data_ms",
-        "Pings of a client that come faster while there is no data are bad, ms.",
+        "Minimum interval of a client's pings without data; a faster one is a strike, ms.",
     )
     grpc_http2_max_ping_strikes: int | None = _grpc(
-        "grpc.http2.max_ping_strikes", "Bad pings that close a connection; 0: any number is fine."
+        "grpc.http2.max_ping_strikes", "Ping strikes that close a connection; 0: no limit."
     )
     grpc_max_connection_age: int | None = _grpc(
-        "grpc.max_connection_age_ms", "A connection is closed after this, ms.", minimum=1
+        "grpc.max_connection_age_ms", "Maximum age of a connection, ms.", minimum=1
     )
     grpc_max_connection_age_grace: int | None = _grpc(
-        "grpc.max_connection_age_grace_ms", "Calls that run may end in this time after that, ms."
+        "grpc.max_connection_age_grace_ms", "Additional time for active calls at that age, ms."
     )
     allow_metrics: bool = _flag(
-        True, _PORTS, "Serve /metrics on a port of its own; it is on the HTTP port in any case."
+        True, _PORTS, "Serve /metrics on a separate port; the HTTP port always has it."
     )
-    metrics_host: str = _flag("", _PORTS, "Another address for metrics than --host.", "--metrics-address")
+    metrics_host: str = _flag(
+        "", _PORTS, "Address for metrics, if it differs from --host.", "--metrics-address"
+    )
     metrics_port: int = _port(8002)
     trace_config: tuple[str, ...] = _flag(
         (), _CLIENTS,
         "triton,file=PATH, level=TIMESTAMPS, level=TENSORS, rate=N, count=N or triton,log-frequency=N: "
-        "record every Nth KServe request; may be given again.",
+        "record every Nth KServe request; repeatable.",
     )
     metrics_config: tuple[str, ...] = _flag(
         (), _CLIENTS,
-        "counter_latencies=false or histogram_latencies=true: which latencies /metrics tells; may be "
-        "given again.",
+        "counter_latencies=false or histogram_latencies=true: kinds of latencies in /metrics; repeatable.",
     )
     allow_cpu_metrics: bool = _flag(
-        True, _CLIENTS, "Tell of the machine's processors and memory in /metrics."
+        True, _CLIENTS, "Report CPU and memory usage of the machine in /metrics."
     )
     metrics_interval_ms: float = _flag(
         2000.0, _CLIENTS,
-        "The least time over which the use of processors is measured, milliseconds.",
+        "Minimum interval over which CPU usage is measured, milliseconds.",
         minimum=0,
     )
     server_id: str = _flag("genserve", _CLIENTS, "The server's name in the metadata of KServe.", "--id")
     allowed_hosts: tuple[str, ...] = _flag(
         (), _ACCESS,
-        "Answer to this host name too, beside localhost and IP addresses; may be given again. "
-        "*.example.com takes all names below it, * every name.",
+        "Accept requests for this host name, in addition to localhost and IP addresses; repeatable. "
+        "*.example.com accepts all subdomains, * every name.",
         "--allowed-host",
     )
     allowed_origins: tuple[str, ...] = _flag(
         (), _ACCESS,
-        "Let web pages of this origin call the server (CORS), such as https://example.com; may be given "
-        "again. * lets all.",
+        "Allow web pages of this origin to call the server (CORS), such as https://example.com; repeatable. "
+        "* allows all.",
         "--allowed-origin",
     )
     allow_unauthenticated: bool = _flag(
-        False, _ACCESS, "Listen on addresses that other machines reach, without an API key."
+        False, _ACCESS, "Allow addresses that other machines can reach without an API key."
     )
-    allow_unauthenticated_metrics: bool = _flag(False, _ACCESS, "Ask for no API key on the metrics port.")
+    allow_unauthenticated_metrics: bool = _flag(
+        False, _ACCESS, "Do not require the API key on the metrics port."
+    )
     allow_uploaded_code: bool = _flag(
-        False, _ACCESS, "Let load calls bring files that run as code in the server: model.py, TorchScript."
+        False, _ACCESS,
+        "Allow load calls to upload files that run as code in the server: model.py, TorchScript.",
     )
     ssl_certfile: Path | None = _flag(
-        None, _ACCESS, "PEM file with the server's certificate; all ports speak TLS then."
+        None, _ACCESS, "PEM file with the server's certificate; enables TLS on all ports."
     )
-    ssl_keyfile: Path | None = _flag(None, _ACCESS, "PEM file with its key, if not in the same file.")
+    ssl_keyfile: Path | None = _flag(
+        None, _ACCESS, "PEM file with the private key, if it is not in the same file."
+    )
     ssl_ca_certs: Path | None = _flag(
-        None, _ACCESS, "PEM file with certificates: clients must show one that these have signed."
+        None, _ACCESS,
+        "PEM file with CA certificates: clients need a certificate that one of these has signed.",
     )
     allow_client_shm: bool = _flag(
         False, _CLIENTS,
-        "Let clients on this machine pass tensors in shared memory; they are trusted with it.",
+        "Allow clients on this machine to pass tensors in shared memory; they must be trusted.",
     )
     http_restricted_api: tuple[str, ...] = _flag(
         (), _ACCESS,
-        "PART,PART:HEADER=VALUE: answer these parts of the protocol only with this header; may be given "
-        "again. Parts: health, metadata, inference, shared-memory, model-config, model-repository, "
+        "PART,PART:HEADER=VALUE: require this header for these parts of the protocol; repeatable. "
+        "Parts: health, metadata, inference, shared-memory, model-config, model-repository, "
         "statistics, trace, logging.",
     )
     grpc_restricted_protocol: tuple[str, ...] = _flag(
-        (), _ACCESS, "The same for gRPC, with the metadata triton-grpc-protocol-HEADER."
+        (), _ACCESS, "Same for gRPC, with the metadata triton-grpc-protocol-HEADER."
     )
     http_header_forward_pattern: str = _flag(
         "", _CLIENTS,
-        "Regular expression: headers in whose name it is found reach models as parameters.",
+        "Regular expression: headers with a matching name are passed to models as parameters.",
         validate=_compile,
     )
     grpc_header_forward_pattern: str = _flag(
-        "", _CLIENTS, "The same for metadata of gRPC.", validate=_compile
+        "", _CLIENTS, "Same for the metadata of gRPC.", validate=_compile
     )
     http_max_input_size: int = _flag(
-        64 * 2**20, _CLIENTS, "Of the JSON of one KServe request, bytes.", minimum=1
+        64 * 2**20, _CLIENTS, "Maximum size of the JSON of one KServe request, bytes.", minimum=1
     )
     drain_s: float = _flag(
         30.0, _CLIENTS,
-        "Time for answers to end after SIGTERM, and for requests to a model before it is unloaded.",
+        "Seconds for active requests to end after SIGTERM, and before a model is unloaded.",
         "--drain-s", "--exit-timeout-secs", minimum=0,
     )
     log_verbose: int = _flag(
         0, _LOG,
-        "1 also logs inferences, health checks, the reasons for refusals, and what models log as verbose.",
+        "1 also logs inferences, health checks, reasons of refusals, and verbose lines of models.",
         minimum=0,
     )
     log_info: bool = _flag(True, _LOG, "Log requests, loads and unloads.")
     log_warning: bool = _flag(True, _LOG, "Log warnings, and requests that are refused or fail.")
     log_error: bool = _flag(True, _LOG, "Log errors.")
-    log_format: Literal["default", "ISO8601"] = _flag("default", _LOG, "ISO8601 writes universal time.")
-    log_file: Path | None = _flag(None, _LOG, "Append the log to this file, not to stderr.")
+    log_format: Literal["default", "ISO8601"] = _flag("default", _LOG, "ISO8601 writes times in UTC.")
+    log_file: Path | None = _flag(None, _LOG, "Append the log to this file instead of stderr.")
 
     # Without a flag.
     api_key: str | None = None          # printable ASCII, from GENSERVE_API_KEY; None: requests need no key

@@ -17,7 +17,7 @@ def inference(on_response=lambda response, final: None, **inputs) -> Inference:
     return Inference(request=InferenceRequest(model_name="m", inputs=inputs), on_response=on_response)
 
 
-def test_who_waits_for_the_end_is_told_though_the_requester_fails():
+def test_callbacks_of_the_end_run_even_if_the_requester_raises():
     def fail(response, final):
         raise ValueError("no place")
 
@@ -28,7 +28,7 @@ def test_who_waits_for_the_end_is_told_though_the_requester_fails():
     assert ended == [one]
 
 
-def test_one_that_has_ended_cannot_be_cancelled_any_more():
+def test_an_ended_inference_cannot_be_cancelled():
     one, cancelled = inference(), []
     one.when_cancelled(lambda: cancelled.append("before"))
     one.send(None, final=True)
@@ -37,7 +37,7 @@ def test_one_that_has_ended_cannot_be_cancelled_any_more():
     assert (cancelled, one.cancelled) == ([], False)
 
 
-def test_what_it_held_is_gone_without_a_garbage_collection():
+def test_an_inference_is_freed_without_a_garbage_collection():
     gc.disable()
     try:
         array = np.zeros(1_000_000, np.float32)
@@ -54,7 +54,7 @@ def test_what_it_held_is_gone_without_a_garbage_collection():
         gc.enable()
 
 
-def test_a_backlog_is_clear_once_nothing_waits_in_it() -> None:
+def test_a_backlog_calls_back_when_it_is_empty() -> None:
     backlog, told = Backlog(), []
     one, two = inference(), inference()
     backlog.when_clear(lambda: told.append("at once"))
@@ -68,7 +68,7 @@ def test_a_backlog_is_clear_once_nothing_waits_in_it() -> None:
     assert told == ["at once", "later"]
 
 
-def test_a_backlog_that_is_lifted_holds_up_nobody_any_more() -> None:
+def test_a_lifted_backlog_blocks_nobody() -> None:
     backlog, told = Backlog(), []
     one = inference()
     backlog.add(one)

@@ -34,7 +34,8 @@ def test_paths_become_relative_to_the_repository_or_their_last_part(tmp_path: Pa
     redact_repositories([root])
     tmp = tempfile.gettempdir()
     names = {"root": root, "tmp": tmp, "last_of_tmp": Path(tmp).name}
-    assert redacted_text(text.format(packages=sysconfig.get_path("purelib"), **names)) == redacted.format(**names)
+    expected = redacted.format(**names)
+    assert redacted_text(text.format(packages=sysconfig.get_path("purelib"), **names)) == expected
 
 
 def test_a_linked_repository_is_known_by_both_paths(tmp_path: Path) -> None:

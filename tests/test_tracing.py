@@ -113,7 +113,7 @@ def in_order(names: list[str], *wanted: str) -> bool:
     return all(name in rest for name in wanted)
 
 
-def test_a_request_over_http_leaves_its_times_and_tensors(repository, tmp_path):
+def test_a_request_over_http_is_traced_with_timestamps_and_tensors(repository, tmp_path):
     with serving(repository, tmp_path / "t.json", *ALL) as server:
         add(server, request_id="one")
     [trace] = traces(tmp_path / "t.json").values()
@@ -130,7 +130,7 @@ def test_a_request_over_http_leaves_its_times_and_tensors(repository, tmp_path):
     ]
 
 
-def test_a_request_over_grpc_leaves_the_times_of_grpc(repository, tmp_path):
+def test_a_request_over_grpc_is_traced_with_the_timestamps_of_grpc(repository, tmp_path):
     with (
         serving(repository, tmp_path / "t.json", "level=TIMESTAMPS", "rate=1") as server,
         triton_grpc.InferenceServerClient(server.grpc_url) as client,
@@ -143,7 +143,7 @@ def test_a_request_over_grpc_leaves_the_times_of_grpc(repository, tmp_path):
     assert trace.tensors == []
 
 
-def test_each_response_of_a_stream_leaves_its_times(repository, tmp_path):
+def test_each_response_of_a_stream_is_traced(repository, tmp_path):
     answers: queue.Queue[Any] = queue.Queue()
     with serving(repository, tmp_path / "t.json", "level=TIMESTAMPS", "rate=1") as server:
         with triton_grpc.InferenceServerClient(server.grpc_url) as client:
@@ -161,7 +161,7 @@ def test_each_response_of_a_stream_leaves_its_times(repository, tmp_path):
     assert by_http.names[-1] == "HTTP_SEND_END"
 
 
-def test_the_steps_of_an_ensemble_are_parts_of_it_and_compute_in_its_place(repository, tmp_path):
+def test_the_steps_of_an_ensemble_have_its_span_as_parent(repository, tmp_path):
     with serving(repository, tmp_path / "t.json", "level=TIMESTAMPS", "rate=1") as server:
         add(server, "ensemble_linear", request_id="e")
     whole, *steps = traces(tmp_path / "t.json").values()
@@ -174,7 +174,7 @@ def test_the_steps_of_an_ensemble_are_parts_of_it_and_compute_in_its_place(repos
 
 
 @pytest.mark.parametrize("parameters", ["", IN_PROCESS], ids=["in the server", "in a process of its own"])
-def test_what_a_model_asks_with_its_trace_is_part_of_it(tmp_path, parameters):
+def test_a_bls_call_with_a_trace_is_part_of_it(tmp_path, parameters):
     copy_models(("add_sub",), tmp_path / "models")
     version = tmp_path / "models" / "caller" / "1"
     version.mkdir(parents=True)
@@ -189,7 +189,7 @@ def test_what_a_model_asks_with_its_trace_is_part_of_it(tmp_path, parameters):
     assert part.head["parent_id"] == whole.head["id"]
 
 
-def test_a_request_id_that_is_no_unicode_stops_neither_traces_nor_the_server(tmp_path):
+def test_an_invalid_request_id_stops_neither_traces_nor_the_server(tmp_path):
     copy_models(("add_sub",), tmp_path / "models")
     version = tmp_path / "models" / "caller" / "1"
     version.mkdir(parents=True)
@@ -203,7 +203,7 @@ def test_a_request_id_that_is_no_unicode_stops_neither_traces_nor_the_server(tmp
     assert [head.get("request_id") for head in heads] == [None, "?", "next"]
 
 
-def test_a_failure_is_traced_and_what_no_model_has_taken_is_not(repository, tmp_path):
+def test_a_failure_is_traced_unless_no_model_has_accepted_the_request(repository, tmp_path):
     with serving(repository, tmp_path / "t.json", *ALL) as server:
         for tensor in ("MODE", "NONE"):
             asked = {"inputs": [{"name": tensor, "shape": [1], "datatype": "BYTES", "data": ['a "b"']}]}
@@ -226,7 +226,7 @@ def test_strings_are_written_as_csv(repository, tmp_path):
     assert trace.tensors[0] == ("TENSOR_QUEUE_INPUT", "X", '"a ""b""","ü,c"', "2", "BYTES")
 
 
-def test_every_nth_request_is_traced_so_often_as_there_is_a_count(repository, tmp_path):
+def test_every_nth_request_is_traced_up_to_the_count(repository, tmp_path):
     with serving(repository, tmp_path / "t.json", "level=TIMESTAMPS", "rate=2", "count=3") as server:
         client = triton.InferenceServerClient(server.url.removeprefix("http://"))
         for number in range(1, 11):
@@ -238,7 +238,7 @@ def test_every_nth_request_is_traced_so_often_as_there_is_a_count(repository, tm
     assert [trace.head["request_id"] for trace in traces(tmp_path / "t.json.0").values()] == ["2", "4", "6"]
 
 
-def test_what_is_refused_does_not_use_up_the_count(repository, tmp_path):
+def test_a_rejected_request_does_not_use_the_count(repository, tmp_path):
     with serving(repository, tmp_path / "t.json", "level=TIMESTAMPS", "rate=1", "count=1") as server:
         for _ in range(3):
             assert httpx2.post(f"{server.url}/v2/models/nobody/infer", json={}).status_code == 404
@@ -246,7 +246,7 @@ def test_what_is_refused_does_not_use_up_the_count(repository, tmp_path):
     assert [trace.head["request_id"] for trace in traces(tmp_path / "t.json.0").values()] == ["mine"]
 
 
-def test_with_a_log_frequency_so_many_traces_are_in_each_file(repository, tmp_path):
+def test_a_log_frequency_sets_the_traces_per_file(repository, tmp_path):
     words = ("level=TIMESTAMPS", "rate=1", "triton,log-frequency=2")
     with serving(repository, tmp_path / "t.json", *words) as server:
         for _ in range(5):
@@ -259,7 +259,7 @@ def settings(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def test_what_clients_set_takes_effect_while_the_server_runs(repository, tmp_path, settings):
+def test_trace_settings_of_clients_take_effect_immediately(repository, tmp_path, settings):
     file = tmp_path / "t.json"
     with serving(repository, file, "rate=1") as server:
         module = {"http": triton, "grpc": triton_grpc}[settings]
@@ -280,7 +280,7 @@ def test_what_clients_set_takes_effect_while_the_server_runs(repository, tmp_pat
     assert [trace.head["request_id"] for trace in traces(tmp_path / "t.json.0").values()] == ["counted"]
 
 
-def test_a_text_leaves_the_time_of_its_first_token(tiny_repository, tmp_path):
+def test_the_first_token_of_a_text_is_traced(tiny_repository, tmp_path):
     with serving(tiny_repository, tmp_path / "t.json", "level=TIMESTAMPS", "rate=1") as server:
         [name] = server.server.services.repository.generation_names
         asked = {"text_input": "a b", "max_tokens": 4}
@@ -290,7 +290,7 @@ def test_a_text_leaves_the_time_of_its_first_token(tiny_repository, tmp_path):
     assert trace.names.count("FIRST_TOKEN") == 1
 
 
-def test_whoever_takes_the_file_away_gets_the_next_traces_in_a_new_one(repository, tmp_path):
+def test_a_removed_file_is_begun_again(repository, tmp_path):
     with serving(repository, tmp_path / "t.json", "level=TIMESTAMPS", "rate=1") as server:
         add(server, request_id="old")
         wait_for(tmp_path / "t.json").rename(tmp_path / "old.json")
@@ -299,7 +299,7 @@ def test_whoever_takes_the_file_away_gets_the_next_traces_in_a_new_one(repositor
         assert [trace.head["request_id"] for trace in traces(tmp_path / file).values()] == [name]
 
 
-def test_a_file_cannot_be_cut_short_by_a_killed_server(repository, tmp_path):
+def test_a_killed_server_leaves_a_valid_file(repository, tmp_path):
     file = tmp_path / "t.json"
     command = [sys.executable, "-m", "genserve", "serve", f"--model-repository={repository}"]
     command += ["--http-port=0", "--grpc-port=0", "--metrics-port=0", f"--trace-config=triton,file={file}"]
@@ -352,7 +352,7 @@ def put(file: TraceFile, *, model: Any = "m", request_id: str = "", text: str = 
 
 
 @pytest.mark.parametrize("bad", [{"request_id": "\ud800"}, {"text": "\ud800"}])
-def test_text_that_is_no_unicode_is_replaced(tmp_path, bad):
+def test_invalid_unicode_is_replaced(tmp_path, bad):
     file = TraceFile(tmp_path / "t.json")
     put(file, **bad)
     put(file, request_id="next")
@@ -380,7 +380,7 @@ def test_nothing_is_written_after_the_context(tmp_path):
     assert [trace.head["request_id"] for trace in traces(file.path).values()] == ["in time"]
 
 
-def test_tensors_that_wait_for_the_disk_are_bounded(tmp_path, caplog):
+def test_the_size_of_queued_tensors_is_limited(tmp_path, caplog):
     file = TraceFile(tmp_path / "t.json")
     put(file, text="a" * (2**28 + 1))
     put(file, request_id="next")

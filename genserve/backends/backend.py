@@ -1,13 +1,15 @@
-"""Backend: the interface of a backend, and what the built-in ones share."""
+"""Backend: the interface of backends, which one runs a model, and how it reads the model's parameters."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol, cast
 
+from genserve.config.backends import BUILT_IN, ENTRY_POINTS, known_backends
 from genserve.config.model_config import ModelConfig
 from genserve.config.parameter_rules import byte_size
 from genserve.errors import RepositoryError, Status
@@ -17,10 +19,10 @@ from genserve.inference import Inference, InferenceServer
 __all__ = [
     "Backend",
     "ModelSource",
-    "PerDevice",
     "Placement",
     "boolean_parameter",
     "bytes_parameter",
+    "find_backend",
     "integer_parameter",
     "model_file",
 ]
@@ -28,26 +30,26 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
-    """One version of a model, as a backend is given it."""
+    """One version of a model, as passed to its backend."""
 
     config: ModelConfig
     version: int
     path: Path                  # the folder of the model
     folder: Path                # the folder of the version
-    server: InferenceServer                  # to all models, for BLS
-    metrics: Metrics            # where a model's own metrics go
+    server: InferenceServer     # runs all models, for BLS
+    metrics: Metrics            # registry of custom metrics
 
     @property
     def name(self) -> str:
-        """Of the model."""
+        """The name of the model."""
         return self.config.name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Which instance of a model this is, and where it runs."""
+    """An instance of a model and its device."""
 
-    name: str                   # "m_0", "m_1_0": of the group, and the number in it
+    name: str                   # "m_0", "m_1_0": <model>_<group>_<number>
     kind: str                   # "CPU", "GPU", "MODEL"
     device_id: int = 0
 
@@ -55,102 +57,121 @@ class Placement:
 class Backend(Protocol):
     """One instance of one version of a model. A backend is a class with these five methods.
 
-    An entry point of the group `genserve.backends` makes a class known by the name that config.pbtxt uses. It
-    may also have two that are called from any thread: `is_ready(self) -> bool`; and `abort(self) -> bool`, to
-    make an `execute` return that has taken longer than an unload waits, which says whether it can do that.
+    An entry point of the group `genserve.backends` registers a class under the name that config.pbtxt uses.
+    The class may have two more methods, called from any thread: `is_ready(self) -> bool`; and `abort(self) ->
+    bool`, which makes a running `execute` return when an unload has timed out, and returns whether it can.
     """
 
     @classmethod
     def auto_complete(cls, message: Any, *, path: Path, version: int, default_max_batch_size: int) -> None:
-        """Fill in what the config does not say and the model's file does.
+        """Fill in fields that the config leaves out, from the model's file.
 
         Args:
             message: the `inference.ModelConfig`, changed in place.
             path: the folder of the model.
             version: the highest version that will be served.
-            default_max_batch_size: of an ONNX model that can batch and whose config does not set one; other
-                backends have no use for it.
+            default_max_batch_size: for an ONNX model that can batch and whose config sets none; other
+                backends ignore it.
 
         Raises:
-            RepositoryError: config and file contradict each other.
+            RepositoryError: the config contradicts the file.
         """
 
     @classmethod
     def load(cls, source: ModelSource) -> Any:
-        """Load what all instances of the version share (weights, a session); may return None.
+        """Load the objects that all instances of the version share (weights, a session); may be None.
 
         Raises:
             RepositoryError: the model cannot be loaded.
         """
 
     def __init__(self, source: ModelSource, shared: Any, placement: Placement) -> None:
-        """Start the instance, on the thread that will also execute and close it.
+        """Start an instance, on the thread that will also execute and close it.
 
         Raises:
-            Exception: any; the load fails with it.
+            Exception: any; the load of the model fails with it.
         """
 
     def execute(self, batch: Sequence[Inference]) -> None:
-        """Answer each inference of a batch, now or, if decoupled, later and from any thread.
+        """Respond to each inference of a batch; if decoupled, also later and from any thread.
 
         Raises:
-            Exception: any; whatever of the batch has not ended is failed with it.
+            Exception: any; the unfinished inferences of the batch fail with it.
         """
 
     def close(self) -> None:
-        """Let go of everything; nothing is executed any more."""
+        """Free all resources; nothing is executed afterwards."""
+
+
+def find_backend(name: str, *, backend_directory: Path | None = None) -> type[Backend]:
+    """Return the class that runs the models of `backend: "<name>"`; it is imported when first needed.
+
+    The class is a built-in backend, an entry point of the group `genserve.backends`, or Triton's python
+    backend with `<backend_directory>/<name>/model.py` in place of the model.py of each model.
+
+    Args:
+        name: as in config.pbtxt.
+        backend_directory: of python-based backends.
+
+    Raises:
+        RepositoryError: there is no such backend, or it cannot be imported.
+    """
+    if name in BUILT_IN:
+        return _load(EntryPoint(name=name, value=BUILT_IN[name].implementation, group=ENTRY_POINTS))
+    for entry_point in entry_points(group=ENTRY_POINTS, name=name):
+        return _load(entry_point)
+    known = known_backends([backend_directory] if backend_directory else [])
+    if backend_directory is not None and name in known:     # an unknown name may lead out of the folder
+        python_based = import_module("genserve.backends.python.python_backend").python_based
+        return cast("type[Backend]", python_based(backend_directory / name))
+    raise RepositoryError(
+        f"unable to find backend library for backend '{name}', "
+        "try specifying runtime on the model configuration.",
+        remedy=f"known backends: {', '.join(known)}",
+    )
+
+
+def _load(entry_point: EntryPoint) -> type[Backend]:
+    try:
+        return cast("type[Backend]", entry_point.load())
+    except Exception as error:  # a module of another package may raise anything
+        raise RepositoryError(
+            f"backend '{entry_point.name}' cannot be imported from {entry_point.value}: "
+            f"{type(error).__name__}: {error}",
+            remedy="reinstall the package of the backend",
+        ) from error
 
 
 def model_file(folder: Path, *, filename: str, default: str, model: str) -> Path:
-    """Return the file, or the folder, that a version of a model is loaded from.
+    """Return the file or folder that a version of a model is loaded from.
 
     Args:
         folder: of the version.
-        filename: `default_model_filename` of the config; empty: the backend's default.
-        default: what the backend looks for.
-        model: its name, for the error.
+        filename: `default_model_filename` of the config, or empty.
+        default: the file name of the backend.
+        model: the name of the model, for the error.
 
     Raises:
-        RepositoryError: there is none; in Triton's words.
+        RepositoryError: it does not exist; in Triton's words.
     """
     path = folder / (filename or default)
     if not path.exists():
         raise RepositoryError(
             f"unable to find '{path}' for model instance '{model}'",
             status=Status.UNAVAILABLE,
-            remedy="put the file there, or name it by `default_model_filename` in config.pbtxt",
+            remedy="put the file there, or set `default_model_filename` in config.pbtxt",
         )
     return path
-
-
-T = TypeVar("T")
-
-
-class PerDevice(Generic[T]):
-    """Opens a thing once on each device, when the first instance there starts. Safe from any thread."""
-
-    def __init__(self, open_on: Callable[[Placement], T]) -> None:
-        self._open_on = open_on
-        self._opening = threading.Lock()
-        self._things: dict[tuple[str, int], T] = {}
-
-    def of(self, placement: Placement) -> T:
-        """Return the thing of the device of an instance; raises what opening it raises."""
-        device = (placement.kind, placement.device_id if placement.kind == "GPU" else 0)
-        with self._opening:
-            if device not in self._things:
-                self._things[device] = self._open_on(placement)
-            return self._things[device]
 
 
 _BOOLEANS = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}
 
 
 def boolean_parameter(parameters: Mapping[str, str], key: str, *, default: bool) -> bool:
-    """Return a parameter that is written true, on, 1, false, off or 0, in any case of letters.
+    """Return a boolean parameter: true, on, 1, false, off or 0, in any case.
 
     Raises:
-        RepositoryError: it is written in another way; in Triton's words.
+        RepositoryError: it has another value; in Triton's words.
     """
     if key not in parameters:
         return default
@@ -158,16 +179,16 @@ def boolean_parameter(parameters: Mapping[str, str], key: str, *, default: bool)
     if value is None:
         raise RepositoryError(
             f"failed to convert '{parameters[key]}' to boolean",
-            remedy=f"write true or false for the parameter {key} in config.pbtxt",
+            remedy=f"set the parameter {key} in config.pbtxt to true or false",
         )
     return value
 
 
 def bytes_parameter(parameters: Mapping[str, str], key: str) -> int | None:
-    """Return a parameter that is an amount of memory, such as 2GiB; None if it is not there.
+    """Return a parameter with a number of bytes, such as 2GiB; None if it is not set.
 
     Raises:
-        RepositoryError: it is something else.
+        RepositoryError: it has another value.
     """
     if key not in parameters:
         return None
@@ -175,21 +196,21 @@ def bytes_parameter(parameters: Mapping[str, str], key: str) -> int | None:
     if value is None:
         raise RepositoryError(
             f"failed to convert '{parameters[key]}' to bytes",
-            remedy=f"write an amount such as 2GiB for the parameter {key} in config.pbtxt",
+            remedy=f"set the parameter {key} in config.pbtxt to a number of bytes such as 2GiB",
         )
     return value
 
 
 def integer_parameter(parameters: Mapping[str, str], key: str, *, default: int) -> int:
-    """Return a parameter that is a whole number.
+    """Return an integer parameter.
 
     Raises:
-        RepositoryError: it is not; in Triton's words.
+        RepositoryError: it has another value; in Triton's words.
     """
     try:
         return int(parameters.get(key, default))
     except ValueError as error:
         raise RepositoryError(
             f"failed to convert '{parameters[key]}' to integral number",
-            remedy=f"write a whole number for the parameter {key} in config.pbtxt",
+            remedy=f"set the parameter {key} in config.pbtxt to an integer",
         ) from error

@@ -1,4 +1,4 @@
-"""Libraries: imports of large optional packages, one thread at a time.
+"""Libraries: imports ONNX Runtime, PyTorch and TensorFlow when a model needs them, one thread at a time.
 
 Python locks each module separately. If one thread imports a package from its top and another thread a part
 of it (`import torch`, `from torch.utils.dlpack import ...`), each waits for a lock of the other, and Python
@@ -7,33 +7,103 @@ gives one of them a partially initialized module. Models in separate processes n
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
+from importlib.metadata import distributions
+from types import ModuleType
 
-__all__ = ["importing"]
+from genserve.errors import MissingDependency
 
+__all__ = ["import_onnxruntime", "import_tensorflow", "import_torch", "importing"]
+
+logger = logging.getLogger(__name__)
 
 _LOCK = threading.RLock()
-# Code that is imported may wait for a thread that imports in its turn: then both have to go on.
-_PATIENCE_S = 10.0
+# Code that is being imported may wait for a thread that imports something itself: then both must continue.
+_LOCK_TIMEOUT_S = 10.0
 
 
 @contextmanager
 def importing(name: str) -> Iterator[None]:
-    """Hold off the imports of other threads while this one imports a module that is not there yet."""
-    if _is_there(name):
+    """Block imports by other threads while this one imports a module that is not yet imported."""
+    if _is_imported(name):
         yield
         return
-    held = _LOCK.acquire(timeout=_PATIENCE_S)
+    locked = _LOCK.acquire(timeout=_LOCK_TIMEOUT_S)
     try:
         yield
     finally:
-        if held:
+        if locked:
             _LOCK.release()
 
 
-def _is_there(name: str) -> bool:
+def import_onnxruntime() -> ModuleType:
+    """Import ONNX Runtime.
+
+    Raises:
+        MissingDependency: it is not installed.
+    """
+    onnxruntime = _import(
+        "onnxruntime",
+        needed_for="serving an ONNX model needs ONNX Runtime",
+        remedy="pip install 'genserve[cpu]', or 'genserve[gpu]' on a machine with a GPU, never both",
+    )
+    _warn_of_two_packages()
+    return onnxruntime
+
+
+def import_torch() -> ModuleType:
+    """Import PyTorch.
+
+    Raises:
+        MissingDependency: it is not installed.
+    """
+    return _import(
+        "torch", needed_for="serving a TorchScript model needs PyTorch", remedy="pip install torch"
+    )
+
+
+def import_tensorflow() -> ModuleType:
+    """Import TensorFlow.
+
+    Raises:
+        MissingDependency: it is not installed.
+    """
+    return _import(
+        "tensorflow",
+        needed_for="serving a SavedModel needs TensorFlow",
+        remedy="pip install 'genserve[tensorflow]'",
+    )
+
+
+def _import(name: str, *, needed_for: str, remedy: str) -> ModuleType:
+    try:
+        with importing(name):
+            return import_module(name)
+    except ModuleNotFoundError as error:
+        raise MissingDependency(needed_for, remedy=remedy) from error
+    except ImportError as error:  # it is installed and broken
+        raise MissingDependency(f"{needed_for}: {error}", remedy=remedy) from error
+
+
+def _is_imported(name: str) -> bool:
     spec = getattr(sys.modules.get(name), "__spec__", None)
     return spec is not None and not getattr(spec, "_initializing", False)
+
+
+@cache
+def _warn_of_two_packages() -> None:
+    """Warn, once, if both packages are installed: each has overwritten files of the other."""
+    packages = ("onnxruntime", "onnxruntime-gpu")
+    if all(any(distributions(name=package)) for package in packages):
+        logger.warning(
+            "both %s are installed, into the same folder: which of them runs is undefined "
+            "(`pip uninstall %s`, then `pip install 'genserve[cpu]'` or `'genserve[gpu]'`)",
+            " and ".join(packages),
+            " ".join(packages),
+        )

@@ -1,17 +1,18 @@
-"""ONNX signature: the inputs and outputs of a graph, beside those of its config."""
+"""ONNX signature: the inputs and outputs of a graph, and the validation of a config against them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from genserve.config.model_config import Control, ModelConfig, TensorSpec
 from genserve.errors import RepositoryError
+from genserve.shapes import fits, shape_text
 from genserve.tensor import DataType
 
-__all__ = ["GraphTensor", "OnnxSignature", "says_all"]
+__all__ = ["GraphTensor", "OnnxSignature", "has_signature"]
 
 _DATA_TYPES = {
     "bool": DataType.BOOL, "uint8": DataType.UINT8, "uint16": DataType.UINT16, "uint32": DataType.UINT32,
@@ -26,23 +27,25 @@ class GraphTensor:
     """An input or output of a graph."""
 
     name: str
-    element: str                # "float", as ONNX Runtime calls it
+    element: str                # ONNX Runtime's name of the type: "float"
     shape: tuple[int, ...]      # -1: any size; empty: a scalar, or unknown
 
     @property
     def data_type(self) -> DataType:
-        """Of the elements.
+        """The data type of the elements.
 
         Raises:
-            RepositoryError: the protocol has none for it.
+            RepositoryError: KServe has no such type.
         """
         if self.element not in _DATA_TYPES:
-            raise RepositoryError(f"tensor '{self.name}' of the graph is of {self.element}: KServe has none")
+            raise RepositoryError(
+                f"tensor '{self.name}' of the graph has type {self.element}, which KServe does not support"
+            )
         return _DATA_TYPES[self.element]
 
     @classmethod
     def of(cls, argument: Any) -> GraphTensor:
-        """Read an `onnxruntime.NodeArg`."""
+        """Make the tensor of an `onnxruntime.NodeArg`."""
         shape = tuple(size if isinstance(size, int) and size >= 0 else -1 for size in argument.shape)
         return cls(
             name=argument.name, element=argument.type.removeprefix("tensor(").rstrip(")"), shape=shape
@@ -50,11 +53,11 @@ class GraphTensor:
 
 
 class OnnxSignature:
-    """What a graph takes and gives.
+    """The inputs and outputs of a graph.
 
     Attributes:
-        inputs: by name, in the graph's order; without those that have a value of their own.
-        initializers: inputs that have a value of their own: they may be given and need not.
+        inputs: required inputs by name, in the graph's order.
+        initializers: optional inputs by name: they have a default value.
         outputs: by name, in the graph's order.
     """
 
@@ -69,16 +72,16 @@ class OnnxSignature:
     def complete(self, message: Any, *, default_max_batch_size: int) -> None:
         """Fill in the inputs, outputs and batching that an `inference.ModelConfig` leaves out.
 
-        Nothing happens where inputs and outputs are both given.
+        A config with inputs and outputs is not changed.
 
         Args:
             message: changed in place.
-            default_max_batch_size: of a graph that can batch, where the config says nothing.
+            default_max_batch_size: for a graph that can batch, if the config sets none.
 
         Raises:
-            RepositoryError: it says that the model batches, and the graph does not; in Triton's words.
+            RepositoryError: the config batches and the graph cannot; in Triton's words.
         """
-        if says_all(message):
+        if has_signature(message):
             return
         self._complete_batching(message, default_max_batch_size)
         if not message.input:
@@ -87,13 +90,11 @@ class OnnxSignature:
             _complete_tensors(message.output, self.outputs.values(), has_batch=message.max_batch_size > 0)
 
     def check(self, config: ModelConfig) -> None:
-        """Compare with a config.
-
-        The dims of outputs may differ: the answers show what they are.
+        """Validate a config. The dims of outputs are not compared: responses have the graph's shapes.
 
         Raises:
-            RepositoryError: the model cannot be run by it; in Triton's words. `field` is the input or output
-                of the config at fault, if it is one: `input[0]`.
+            RepositoryError: the graph cannot be run with the config; in Triton's words. `field` is the wrong
+                input or output of the config, if it is one: `input[0]`.
         """
         self._check_count(config)
         for index, spec in enumerate(config.inputs):
@@ -106,7 +107,7 @@ class OnnxSignature:
             for control in config.sequence_batching.controls:
                 self._check_control(control, config)
             for state in config.sequence_batching.states:
-                self._output(state.output_name, state.data_type, config, what="output state")
+                self._output(state.output_name, state.data_type, config, kind="output state")
 
     def _complete_batching(self, message: Any, default_max_batch_size: int) -> None:
         tensors = (*self.inputs.values(), *self.outputs.values())
@@ -115,7 +116,7 @@ class OnnxSignature:
                 raise RepositoryError(
                     f"autofill failed for model '{message.name}': model does not support batching while "
                     "non-zero max_batch_size is specified",
-                    remedy="leave max_batch_size out, or export the graph with a variable first dimension",
+                    remedy="remove max_batch_size, or export the graph with a variable first dimension",
                 )
             return
         message.max_batch_size = message.max_batch_size or default_max_batch_size
@@ -131,7 +132,7 @@ class OnnxSignature:
             raise RepositoryError(
                 f"unable to load model '{config.name}', configuration expects {expected} inputs, "
                 f"model provides {len(self.inputs)}",
-                remedy=f"inputs of the graph: {', '.join(self.inputs)}",
+                remedy=f"the inputs of the graph are {', '.join(self.inputs)}",
             )
 
     def _check_input(self, spec: TensorSpec, config: ModelConfig) -> None:
@@ -144,7 +145,7 @@ class OnnxSignature:
         if tensor is None:
             allowed = ", ".join(sorted(self.inputs | self.initializers))
             raise RepositoryError(f"unexpected inference input '{spec.name}', allowed inputs are: {allowed}")
-        _check_type(tensor, spec.data_type, what="input", model=config.name)
+        _check_type(tensor, spec.data_type, kind="input", model=config.name)
         if spec.allow_ragged_batch:
             _check_ragged(tensor, model=config.name)
         elif tensor.shape:
@@ -153,16 +154,16 @@ class OnnxSignature:
             _check_scalar(tensor, spec, config)
 
     def _check_output(self, spec: TensorSpec, config: ModelConfig) -> None:
-        tensor = self._output(spec.name, spec.data_type, config, what="output")
+        tensor = self._output(spec.name, spec.data_type, config, kind="output")
         scattered = any(spec.name in batch_output.target_names for batch_output in config.batch_outputs)
         if tensor.shape and config.max_batch_size and not scattered:
             _check_batch_dimension(tensor, model=config.name)
 
-    def _output(self, name: str, data_type: str, config: ModelConfig, *, what: str) -> GraphTensor:
+    def _output(self, name: str, data_type: str, config: ModelConfig, *, kind: str) -> GraphTensor:
         if name not in self.outputs:
             allowed = ", ".join(sorted(self.outputs))
             raise RepositoryError(f"unexpected inference output '{name}', allowed outputs are: {allowed}")
-        _check_type(self.outputs[name], data_type, what=what, model=config.name)
+        _check_type(self.outputs[name], data_type, kind=kind, model=config.name)
         return self.outputs[name]
 
     def _check_control(self, control: Control, config: ModelConfig) -> None:
@@ -171,12 +172,12 @@ class OnnxSignature:
             raise RepositoryError(
                 f"configuration specified sequence control '{control.name}', "
                 "but model does not provide that input",
-                remedy=f"inputs of the graph: {', '.join(self.inputs)}",
+                remedy=f"the inputs of the graph are {', '.join(self.inputs)}",
             )
         where = f"unable to load model '{config.name}', sequence control '{control.name}'"
         dims = tensor.shape[1:] if config.max_batch_size else tensor.shape
         if dims != (1,):
-            raise RepositoryError(f"{where} in model has dims {_text(dims)} but dims [1] is expected")
+            raise RepositoryError(f"{where} in model has dims {shape_text(dims)} but dims [1] is expected")
         if tensor.data_type.config_name != control.data_type:
             raise RepositoryError(
                 f"{where}, the model expects data-type {tensor.element.upper()} "
@@ -184,14 +185,14 @@ class OnnxSignature:
             )
 
 
-def says_all(message: Any) -> bool:
-    """Whether an `inference.ModelConfig` needs no graph to be complete."""
+def has_signature(message: Any) -> bool:
+    """Whether an `inference.ModelConfig` has inputs and outputs."""
     return bool((message.input or message.batch_input) and message.output)
 
 
 @contextmanager
 def _at(field: str) -> Iterator[None]:
-    """Have errors name a field of the config."""
+    """Set the `field` of errors."""
     try:
         yield
     except RepositoryError as error:
@@ -208,15 +209,15 @@ def _complete_tensors(specs: Any, tensors: Any, *, has_batch: bool) -> None:
         dims = tensor.shape[1:] if has_batch else tensor.shape
         spec.dims.extend(dims or (1,))
         if not dims and has_batch:
-            spec.reshape.SetInParent()      # to no dimensions: one number for each row
+            spec.reshape.SetInParent()      # to no dimensions: one number per row
 
 
-def _check_type(tensor: GraphTensor, expected: str, *, what: str, model: str) -> None:
+def _check_type(tensor: GraphTensor, expected: str, *, kind: str, model: str) -> None:
     if tensor.data_type.config_name != expected:
         raise RepositoryError(
-            f"unable to load model '{model}', configuration expects datatype {expected} for {what} "
+            f"unable to load model '{model}', configuration expects datatype {expected} for {kind} "
             f"'{tensor.name}', model provides TYPE_{tensor.data_type.name}",
-            remedy=f"write data_type: {tensor.data_type.config_name} for it",
+            remedy=f"set its data_type to {tensor.data_type.config_name}",
         )
 
 
@@ -224,24 +225,23 @@ def _check_ragged(tensor: GraphTensor, *, model: str) -> None:
     if tensor.shape != (-1,):
         raise RepositoryError(
             f"unable to load model '{model}', configuration expects model provides input with shape [-1]  "
-            f"for ragged input '{tensor.name}', model provides {_text(tensor.shape)}",
-            remedy="all requests of a batch arrive flat, one after the other, in an input of one dimension",
+            f"for ragged input '{tensor.name}', model provides {shape_text(tensor.shape)}",
+            remedy="a ragged input must have one dimension, which concatenates the requests of a batch",
         )
 
 
 def _check_scalar(tensor: GraphTensor, spec: TensorSpec, config: ModelConfig) -> None:
-    dims = spec.dims if spec.reshape is None else spec.reshape
-    if any(dim != 1 for dim in dims):
+    if any(dim != 1 for dim in spec.model_dims):
         raise RepositoryError(
             f"unable to load model '{config.name}', scalar tensor '{tensor.name}', should only provide 1 in "
             "the model configuration when the model doesn't support batching. "
-            f"Model configuration provided: {_text(dims)}."
+            f"Model configuration provided: {shape_text(spec.model_dims)}."
         )
 
 
 def _check_dims(tensor: GraphTensor, spec: TensorSpec, config: ModelConfig) -> None:
-    dims = spec.dims if spec.reshape is None else spec.reshape
-    whole, extra = tuple(dims), ""
+    dims = spec.model_dims
+    whole, extra = dims, ""
     if config.max_batch_size:
         _check_batch_dimension(tensor, model=config.name)
         whole = (-1, *dims)
@@ -249,12 +249,13 @@ def _check_dims(tensor: GraphTensor, spec: TensorSpec, config: ModelConfig) -> N
             "an initial batch dimension because max_batch_size > 0 followed by the explicit tensor shape, "
             "making complete "
         )
-    if not _fits(tensor.shape, whole):
+    if not fits(whole, tensor.shape):
         raise RepositoryError(
             f"model '{config.name}', tensor '{tensor.name}': "
-            f"the model expects {len(tensor.shape)} dimensions (shape {_text(tensor.shape)}) "
-            f"but the model configuration specifies {len(whole)} dimensions ({extra}shape {_text(whole)})",
-            remedy=f"write dims: {list(tensor.shape[len(whole) - len(dims) :])}",
+            f"the model expects {len(tensor.shape)} dimensions (shape {shape_text(tensor.shape)}) "
+            f"but the model configuration specifies {len(whole)} dimensions ({extra}"
+            f"shape {shape_text(whole)})",
+            remedy=f"set dims to {list(tensor.shape[len(whole) - len(dims) :])}",
         )
 
 
@@ -263,15 +264,7 @@ def _check_batch_dimension(tensor: GraphTensor, *, model: str) -> None:
         raise RepositoryError(
             f"model '{model}', tensor '{tensor.name}': for the model to support batching the shape should "
             "have at least 1 dimension and the first dimension must be -1; "
-            f"but shape expected by the model is {_text(tensor.shape)}",
-            remedy="set max_batch_size to 0 and give the whole shape in dims, "
+            f"but shape expected by the model is {shape_text(tensor.shape)}",
+            remedy="set max_batch_size to 0 and write the complete shape in dims, "
             "or export the graph with a variable first dimension",
         )
-
-
-def _fits(shape: Sequence[int], dims: Sequence[int]) -> bool:
-    return len(shape) == len(dims) and all(size in (-1, dim) for size, dim in zip(shape, dims, strict=True))
-
-
-def _text(shape: Sequence[int]) -> str:
-    return f"[{','.join(map(str, shape))}]"

@@ -14,30 +14,24 @@ from typing import Any
 import numpy as np
 
 from genserve.backends.backend import (
-    ModelSource,
-    PerDevice,
     Placement,
     boolean_parameter,
     integer_parameter,
-    model_file,
 )
-from genserve.backends.batch_runner import Batches
-from genserve.backends.libraries import importing
-from genserve.backends.string_tensors import string_tensor, texts
+from genserve.backends.libraries import import_torch
+from genserve.backends.network_backend import NetworkBackend
+from genserve.backends.string_tensors import decode_strings, string_tensor
 from genserve.config.model_config import ModelConfig
-from genserve.errors import InferenceError, MissingDependency, RepositoryError, Status
-from genserve.inference import Inference
+from genserve.errors import InferenceError, RepositoryError, Status
 from genserve.tensor import DataType, Tensor
 
 __all__ = [
     "PyTorchBackend",
     "TorchModule",
-    "TorchVersion",
     "argument_indexes",
     "open_module",
     "output_indexes",
     "set_threads",
-    "torch_library",
 ]
 
 
@@ -45,24 +39,24 @@ logger = logging.getLogger(__name__)
 
 
 def argument_indexes(config: ModelConfig, arguments: Sequence[str]) -> dict[str, int]:
-    """Return the position of each input, computed inputs, controls and states included.
+    """Return the argument position of each input, including batch inputs, controls and states.
 
-    If all inputs have the names of arguments, these say it. Else, if all end in `__<index>`, the index does.
-    Else they are in the order of the config. Controls and states are always called `<name>__<index>`.
+    Inputs are matched by argument name, else by the `__<index>` at the end of all names, else by their order
+    in the config. Controls and states always have the form `<name>__<index>`.
 
     Args:
         config: of the model.
-        arguments: names of `forward`'s arguments, without `self`.
+        arguments: argument names of `forward`, without `self`.
 
     Raises:
-        RepositoryError: the inputs are not the arguments, or a state or control has no index; in Triton's
-            words where it has any.
+        RepositoryError: the inputs do not match the arguments, or a state or control has no index; in
+            Triton's words where it has any.
 
     Source: Triton's pytorch_backend, naming convention of inputs.
     """
     computed = [name for batch_input in config.batch_inputs for name in batch_input.target_names]
     names = [*(spec.name for spec in config.inputs), *computed]
-    indexes = _indexes(names, known=arguments, what="input", config=config)
+    indexes = _indexes(names, known=arguments, kind="input", config=config)
     if config.sequence_batching is not None:
         for control in config.sequence_batching.controls:
             indexes[control.name] = _control_index(control.name)
@@ -73,19 +67,19 @@ def argument_indexes(config: ModelConfig, arguments: Sequence[str]) -> dict[str,
 
 
 def output_indexes(config: ModelConfig) -> dict[str, int]:
-    """Return the position of each output, states included: by `__<index>`, else in the config's order.
+    """Return the result position of each output and state: by `__<index>`, else by the config's order.
 
     Raises:
         RepositoryError: a state has no index; in Triton's words.
     """
-    indexes = _indexes([spec.name for spec in config.outputs], known=(), what="output", config=config)
+    indexes = _indexes([spec.name for spec in config.outputs], known=(), kind="output", config=config)
     if config.sequence_batching is not None:
         for state in config.sequence_batching.states:
             indexes[state.output_name] = _state_index(state.output_name, config)
     return indexes
 
 
-def _indexes(names: Sequence[str], *, known: Sequence[str], what: str, config: ModelConfig) -> dict[str, int]:
+def _indexes(names: Sequence[str], *, known: Sequence[str], kind: str, config: ModelConfig) -> dict[str, int]:
     if known and all(name in known for name in names):
         return {name: known.index(name) for name in names}
     indexes = {name: index for name in names if (index := _index(name)) is not None}
@@ -98,10 +92,10 @@ def _indexes(names: Sequence[str], *, known: Sequence[str], what: str, config: M
         )
     if len(names) > 1:
         logger.warning(
-            "model %s: its %ss are neither called as the module's, nor <name>__<index>: "
-            "they are taken in the order of config.pbtxt",
+            "model %s: its %ss match neither the names of the module nor <name>__<index>; "
+            "they are used in the order of config.pbtxt",
             config.name,
-            what,
+            kind,
         )
     return {name: index for index, name in enumerate(names)}
 
@@ -129,7 +123,7 @@ def _state_index(name: str, config: ModelConfig) -> int:
 
 
 def _check_arguments(indexes: dict[str, int], arguments: Sequence[str], config: ModelConfig) -> None:
-    remedy = f"`forward` takes {', '.join(arguments) or 'nothing'}"
+    remedy = f"the arguments of `forward` are {', '.join(arguments) or 'nothing'}"
     if len(indexes) != len(arguments):
         raise RepositoryError(
             f"unable to load model '{config.name}', configuration expects {len(indexes)} inputs, "
@@ -138,32 +132,16 @@ def _check_arguments(indexes: dict[str, int], arguments: Sequence[str], config: 
         )
     if sorted(indexes.values()) != list(range(len(arguments))):
         raise RepositoryError(
-            f"inputs of model '{config.name}' have the indexes "
+            f"the inputs of model '{config.name}' have the indexes "
             f"{', '.join(f'{index} ({name})' for name, index in indexes.items())}; "
-            f"each of 0 to {len(arguments) - 1} is needed once",
+            f"each index from 0 to {len(arguments) - 1} must occur once",
             remedy=remedy,
         )
 
 
-def torch_library() -> ModuleType:
-    """Import torch.
-
-    Raises:
-        MissingDependency: it is not installed.
-    """
-    try:
-        with importing("torch"):
-            import torch
-    except ModuleNotFoundError as error:
-        raise MissingDependency(
-            "serving a TorchScript model needs PyTorch", remedy="pip install torch"
-        ) from error
-    return torch
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Modes:
-    """How torch runs a module; the parameters of the config that say so."""
+    """How torch runs a module, by the parameters of its config."""
 
     inference: bool
     optimized: bool
@@ -181,20 +159,20 @@ class _Modes:
 
 
 class TorchModule:
-    """A TorchScript module on one device. Several threads may run it at a time."""
+    """A TorchScript module on one device; a `Network`."""
 
     def __init__(self, path: Path, *, config: ModelConfig, device: str | None) -> None:
         """Load it.
 
         Args:
             path: the file.
-            config: which inputs and outputs it has.
-            device: "cpu", "cuda:0"; None: the module places its weights itself, and its inputs.
+            config: of the model.
+            device: "cpu", "cuda:0"; None: the module places its weights and inputs itself.
 
         Raises:
-            RepositoryError: the file cannot be loaded, or does not fit the config; in Triton's words.
+            RepositoryError: the file cannot be loaded, or does not match the config; in Triton's words.
         """
-        self._torch = torch = torch_library()
+        self._torch = torch = import_torch()
         self._modes = _Modes.of(config.parameters)
         self._device = device or "cpu"
         self._module = _load(path, torch, device=device, model=config.name)
@@ -205,19 +183,19 @@ class TorchModule:
         )
         self._outputs = output_indexes(config)
         _check_strings(config)
-        # In a request's own memory nothing may be written.
+        # In-place operators must not write into the memory of a request.
         self._copies_inputs = any(kind.endswith("_") for kind in _operations(self._module.inlined_graph))
-        self._own_memory = {
+        self._weight_pointers = {
             tensor.untyped_storage().data_ptr()
             for tensor in (*self._module.parameters(), *self._module.buffers())
         }
         self._data_types = _data_types(torch)
 
     def run(self, inputs: Mapping[str, Tensor], outputs: Sequence[str]) -> dict[str, Tensor]:
-        """Run it. Inputs are read where they are; outputs are views of torch's own memory.
+        """Run it. Inputs are not copied; outputs are views of torch's memory.
 
         Raises:
-            InferenceError: the module fails, or does not give such an output; in Triton's words.
+            InferenceError: the module fails, or does not return such an output; in Triton's words.
         """
         with ExitStack() as stack:
             self._enter_modes(stack)
@@ -225,7 +203,7 @@ class TorchModule:
                 results = self._call({name: self._to_torch(tensor) for name, tensor in inputs.items()})
             except InferenceError:
                 raise
-            except Exception as error:  # whatever the module raises
+            except Exception as error:  # the module may raise anything
                 raise InferenceError(f"PyTorch execute failure: {error}", status=Status.INTERNAL) from error
             if self._modes.cache_cleaning and self._device != "cpu":
                 self._torch.cuda.empty_cache()
@@ -252,9 +230,9 @@ class TorchModule:
 
     def _to_torch(self, tensor: Tensor) -> Any:
         if tensor.data_type is DataType.BYTES:
-            return texts(tensor)
+            return decode_strings(tensor)
         torch, data = self._torch, tensor.data
-        # By DLPack and not by `from_numpy`, which warns of memory that is read-only, as that of a body is.
+        # Not `from_numpy`, which warns about read-only memory such as the body of a request.
         value = data if isinstance(data, torch.Tensor) else torch.from_dlpack(data)
         if tensor.data_type is DataType.BF16 and isinstance(data, np.ndarray):
             value = value.view(torch.bfloat16)
@@ -278,14 +256,15 @@ class TorchModule:
             raise InferenceError(f"output '{name}' must be of type Tensor or List[str].")
         if value.dim() == 0:
             raise InferenceError(
-                f"output '{name}' is a scalar which is not supported.", remedy="return it with a dimension"
+                f"output '{name}' is a scalar which is not supported.",
+                remedy="return a tensor with at least one dimension",
             )
         value = value.detach().contiguous()
-        if value.untyped_storage().data_ptr() in self._own_memory:
-            value = value.clone()       # the next run may change it before this answer is sent
+        if value.untyped_storage().data_ptr() in self._weight_pointers:
+            value = value.clone()       # the next run may change it before the response is sent
         data_type = self._data_types.get(value.dtype)
         if data_type is None:
-            raise InferenceError(f"output '{name}' is of {value.dtype}, which KServe lacks")
+            raise InferenceError(f"output '{name}' has dtype {value.dtype}, which KServe does not support")
         in_numpy = value.device.type == "cpu" and data_type is not DataType.BF16
         return Tensor(name, value.numpy() if in_numpy else value, data_type=data_type)
 
@@ -293,19 +272,19 @@ class TorchModule:
 def _load(path: Path, torch: ModuleType, *, device: str | None, model: str) -> Any:
     try:
         with warnings.catch_warnings():
-            # torch recommends torch.export to those who write models; those who serve them get what they get.
+            # torch recommends torch.export, which is up to the author of the model.
             warnings.simplefilter("ignore", DeprecationWarning)
             return torch.jit.load(str(path), map_location=device).eval()
-    except Exception as error:  # torch raises RuntimeError, ValueError, pickle's errors
+    except Exception as error:  # RuntimeError, ValueError, errors of pickle
         raise RepositoryError(
             f"failed to load model '{model}': {error}",
             status=Status.INTERNAL,
-            remedy=f"write {path.name} by torch.jit.save of a scripted or traced module",
+            remedy=f"write {path.name} with torch.jit.save of a scripted or traced module",
         ) from error
 
 
 def _arguments(module: Any) -> list[tuple[str, str]]:
-    """Return name and kind of each argument of `forward`."""
+    """Return the name and the type of each argument of `forward`."""
     arguments = [(argument.name, argument.type) for argument in module.forward.schema.arguments]
     arguments = [(name, type_) for name, type_ in arguments if type_.kind() != "ClassType"]     # self
     for _, type_ in arguments:
@@ -320,13 +299,12 @@ def _arguments(module: Any) -> list[tuple[str, str]]:
 
 def _check_strings(config: ModelConfig) -> None:
     specs = [(spec, "input") for spec in config.inputs] + [(spec, "output") for spec in config.outputs]
-    for spec, what in specs:
-        dims = spec.dims if spec.reshape is None else spec.reshape
-        if spec.data_type == "TYPE_STRING" and len(dims) + (config.max_batch_size > 0) > 1:
+    for spec, kind in specs:
+        if spec.data_type == "TYPE_STRING" and len(spec.model_dims) + (config.max_batch_size > 0) > 1:
             raise RepositoryError(
-                f"Triton only supports 1 dimensional List of String as {what} for '{spec.name}' "
+                f"Triton only supports 1 dimensional List of String as {kind} for '{spec.name}' "
                 f"for model '{config.name}'",
-                remedy="where the model batches, write dims: [ 1 ] reshape: { shape: [ ] }",
+                remedy="if the model batches, write dims: [ 1 ] reshape: { shape: [ ] }",
             )
 
 
@@ -347,28 +325,15 @@ def _data_types(torch: ModuleType) -> dict[Any, DataType]:
     }
 
 
+class PyTorchBackend(NetworkBackend):
+    """`Backend` of `backend: "pytorch"` and `platform: "pytorch_libtorch"`."""
 
+    default_file = "model.pt"
 
-
-class TorchVersion:
-    """What the instances of a version share.
-
-    Attributes:
-        batches: around the runs.
-        modules: one on each device.
-    """
-
-    def __init__(self, source: ModelSource) -> None:
-        config = source.config
-        self.batches = Batches(config)
-        self.modules = PerDevice(self._open)
-        self._config = config
-        self._path = model_file(
-            source.folder, filename=config.default_model_filename, default="model.pt", model=config.name
-        )
-
-    def _open(self, placement: Placement) -> TorchModule:
-        return open_module(self._path, config=self._config, placement=placement)
+    @classmethod
+    def open_network(cls, path: Path, config: ModelConfig, placement: Placement) -> TorchModule:
+        """See `NetworkBackend.open_network`."""
+        return open_module(path, config=config, placement=placement)
 
 
 def open_module(path: Path, *, config: ModelConfig, placement: Placement) -> TorchModule:
@@ -376,7 +341,7 @@ def open_module(path: Path, *, config: ModelConfig, placement: Placement) -> Tor
 
     Raises:
         MissingDependency: PyTorch is not installed.
-        RepositoryError: the file cannot be loaded, or does not fit the config.
+        RepositoryError: the file cannot be loaded, or does not match the config.
     """
     set_threads(config.parameters)
     return TorchModule(path, config=config, device=_device(placement, model=config.name))
@@ -385,50 +350,28 @@ def open_module(path: Path, *, config: ModelConfig, placement: Placement) -> Tor
 def _device(placement: Placement, *, model: str) -> str | None:
     if placement.kind == "MODEL":
         return None
-    if placement.kind == "GPU" and torch_library().cuda.is_available():
+    if placement.kind == "GPU" and import_torch().cuda.is_available():
         return f"cuda:{placement.device_id}"
     if placement.kind == "GPU":
         logger.warning(
-            "model %s: %s runs on the CPU: this PyTorch was built without CUDA, or sees no GPU",
+            "model %s: %s runs on the CPU, because PyTorch was built without CUDA or finds no GPU",
             model,
             placement.name,
         )
     return "cpu"
 
 
-class PyTorchBackend:
-    """`Backend` of `backend: "pytorch"` and `platform: "pytorch_libtorch"`."""
-
-    @classmethod
-    def auto_complete(cls, message: Any, *, path: Path, version: int, default_max_batch_size: int) -> None:
-        """See `Backend.auto_complete`. TorchScript does not say the types and shapes of its tensors."""
-
-    @classmethod
-    def load(cls, source: ModelSource) -> TorchVersion:
-        """See `Backend.load`. A module is loaded as the first instance on its device starts."""
-        return TorchVersion(source)
-
-    def __init__(self, source: ModelSource, shared: TorchVersion, placement: Placement) -> None:
-        self._batches = shared.batches
-        self._module = shared.modules.of(placement)
-
-    def execute(self, batch: Sequence[Inference]) -> None:
-        """See `Backend.execute`."""
-        self._batches.execute(batch, run=self._module.run)
-
-    def close(self) -> None:
-        """See `Backend.close`. The module ends with the last one who holds it."""
-
-
 def set_threads(parameters: Mapping[str, str]) -> None:
-    """Set how many threads torch uses, in the whole process, by the parameters of Triton's backend."""
+    """Set the number of threads of torch, for the whole process, by the parameters of Triton's backend."""
     intra = integer_parameter(parameters, "INTRA_OP_THREAD_COUNT", default=0)
     inter = integer_parameter(parameters, "INTER_OP_THREAD_COUNT", default=0)
-    torch = torch_library()
+    torch = import_torch()
     if intra > 0:
         torch.set_num_threads(intra)
     if inter > 0 and inter != torch.get_num_interop_threads():
         try:
             torch.set_num_interop_threads(inter)
         except RuntimeError as error:
-            logger.warning("INTER_OP_THREAD_COUNT comes too late, torch has begun to work: %s", error)
+            logger.warning(
+                "INTER_OP_THREAD_COUNT is ignored, because torch has already started its threads: %s", error
+            )

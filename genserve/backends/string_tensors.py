@@ -9,11 +9,11 @@ import numpy as np
 from genserve.errors import InferenceError
 from genserve.tensor import DataType, Tensor
 
-__all__ = ["string_tensor", "texts"]
+__all__ = ["decode_strings", "string_tensor"]
 
 
-def texts(tensor: Tensor) -> list[str]:
-    """Return the elements of a tensor of BYTES, row-major, as text.
+def decode_strings(tensor: Tensor) -> list[str]:
+    """Return the elements of a BYTES tensor, row-major, as str.
 
     Raises:
         InferenceError: an element is not UTF-8.
@@ -27,12 +27,12 @@ def texts(tensor: Tensor) -> list[str]:
         raise InferenceError(
             f"inference input '{tensor.name}' has an element that is not UTF-8: {error}",
             field=tensor.name,
-            remedy="this model takes text; other bytes are sent as UINT8",
+            remedy="the model takes text; send other bytes as UINT8",
         ) from error
 
 
 def string_tensor(name: str, elements: Iterable[str], *, shape: Sequence[int]) -> Tensor:
-    """Return a tensor of BYTES from texts in row-major order."""
+    """Return a BYTES tensor with the given strings in row-major order."""
     encoded = [element.encode() for element in elements]
     array = np.empty(len(encoded), dtype=object)
     array[:] = encoded

@@ -9,12 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from genserve.backends.backend import ModelSource, Placement, model_file
-from genserve.backends.batch_runner import Batches
-from genserve.backends.libraries import importing
+from genserve.backends.backend import ModelSource, model_file
+from genserve.backends.libraries import import_tensorflow
+from genserve.backends.network_backend import NetworkBackend, NetworkVersion
 from genserve.config.model_config import ModelConfig
-from genserve.errors import InferenceError, MissingDependency, RepositoryError, Status
-from genserve.inference import Inference
+from genserve.errors import InferenceError, RepositoryError, Status
 from genserve.tensor import DataType, Tensor
 
 __all__ = ["SavedModel", "TensorFlowBackend"]
@@ -25,29 +24,24 @@ DEFAULT_SIGNATURE = "serving_default"
 
 
 class SavedModel:
-    """A signature of a SavedModel. Several threads may run it at a time.
-
-    Attributes:
-        batches: around the runs.
-    """
+    """A signature of a SavedModel; a `Network`."""
 
     def __init__(self, path: Path, config: ModelConfig) -> None:
         """Load it.
 
         Raises:
             MissingDependency: TensorFlow is not installed.
-            RepositoryError: the folder cannot be loaded, or its signature does not fit the config.
+            RepositoryError: the folder cannot be loaded, or its signature does not match the config.
         """
-        self.batches = Batches(config)
-        self._tensorflow = _tensorflow()
+        self._tensorflow = import_tensorflow()
         name = config.parameters.get("TF_SIGNATURE_DEF", DEFAULT_SIGNATURE)
         try:
-            self._model = self._tensorflow.saved_model.load(str(path))     # keeps the variables alive
+            self._model = self._tensorflow.saved_model.load(str(path))     # owns the variables
             self._signature = self._model.signatures[name]
         except KeyError as error:
             raise RepositoryError(
                 f"unable to load model '{config.name}', there is no signature '{name}'",
-                remedy=f"signatures of the model: {', '.join(self._model.signatures)}",
+                remedy=f"the model has the signatures {', '.join(self._model.signatures)}",
             ) from error
         except Exception as error:  # TensorFlow's exceptions share no base class
             raise RepositoryError(
@@ -71,58 +65,36 @@ class SavedModel:
         return {name: _from_tensorflow(name, results[name].numpy()) for name in outputs}
 
 
-class TensorFlowBackend:
+class TensorFlowBackend(NetworkBackend):
     """`Backend` of `backend: "tensorflow"` and `platform: "tensorflow_savedmodel"`."""
 
-    @classmethod
-    def auto_complete(cls, message: Any, *, path: Path, version: int, default_max_batch_size: int) -> None:
-        """See `Backend.auto_complete`. Not done: inputs and outputs are to be written."""
+    default_file = "model.savedmodel"
 
     @classmethod
-    def load(cls, source: ModelSource) -> SavedModel:
-        """See `Backend.load`."""
+    def load(cls, source: ModelSource) -> NetworkVersion:
+        """See `Backend.load`. TensorFlow places the model itself: all instances share one."""
         accelerators = source.config.message.optimization.execution_accelerators
         for accelerator in accelerators.gpu_execution_accelerator:
             logger.warning(
-                "model %s runs without the accelerator %s: TensorFlow does not take it at load any more",
+                "model %s runs without the accelerator %s, which TensorFlow no longer supports at load",
                 source.name,
                 accelerator.name,
             )
         path = model_file(
             source.folder,
             filename=source.config.default_model_filename,
-            default="model.savedmodel",
+            default=cls.default_file,
             model=source.name,
         )
-        return SavedModel(path, source.config)
-
-    def __init__(self, source: ModelSource, shared: SavedModel, placement: Placement) -> None:
-        self._model = shared
-
-    def execute(self, batch: Sequence[Inference]) -> None:
-        """See `Backend.execute`."""
-        self._model.batches.execute(batch, run=self._model.run)
-
-    def close(self) -> None:
-        """See `Backend.close`. The model ends with the last one who holds it."""
+        model = SavedModel(path, source.config)
+        return NetworkVersion(lambda _: model, config=source.config)
 
 
-def _tensorflow() -> Any:
-    try:
-        with importing("tensorflow"):
-            import tensorflow
-    except ImportError as error:
-        raise MissingDependency(
-            "serving a SavedModel needs TensorFlow", remedy="pip install 'genserve[tensorflow]'"
-        ) from error
-    return tensorflow
-
-
-def _check_names(what: str, names: Sequence[str], known: Mapping[str, Any]) -> None:
+def _check_names(kind: str, names: Sequence[str], known: Mapping[str, Any]) -> None:
     for name in names:
         if name not in known:
             raise RepositoryError(
-                f"unexpected inference {what} '{name}', allowed {what}s are: {', '.join(sorted(known))}"
+                f"unexpected inference {kind} '{name}', allowed {kind}s are: {', '.join(sorted(known))}"
             )
 
 

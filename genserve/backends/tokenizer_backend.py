@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from genserve.backends.backend import ModelSource, Placement
-from genserve.backends.string_tensors import texts
+from genserve.backends.string_tensors import decode_strings
 from genserve.errors import InferenceError
 from genserve.inference import Inference, InferenceResponse
 from genserve.tensor import Tensor
@@ -18,11 +18,11 @@ __all__ = ["TokenizerBackend"]
 
 
 class TokenizerBackend:
-    """A tokenizer stage: `text_input` [batch, 1] to `input_ids` [batch, n]; a `Backend`."""
+    """A `Backend` that encodes texts: `text_input` [batch, 1] to `input_ids` [batch, num_tokens]."""
 
     @classmethod
     def auto_complete(cls, message: Any, *, path: Any, version: int, default_max_batch_size: int) -> None:
-        """Do nothing: the config says it all."""
+        """Do nothing: the file does not describe the tensors."""
 
     @classmethod
     def load(cls, source: ModelSource) -> Tokenizer:
@@ -33,17 +33,21 @@ class TokenizerBackend:
         self._tokenizer = shared
 
     def execute(self, batch: Sequence[Inference]) -> None:
-        """Encode the texts of each inference."""
+        """Encode the texts of each inference.
+
+        Raises:
+            InferenceError: the texts of one request have different numbers of tokens.
+        """
         for inference in batch:
-            rows = [self._tokenizer.encode(text) for text in texts(inference.inputs["text_input"])]
+            rows = [self._tokenizer.encode(text) for text in decode_strings(inference.inputs["text_input"])]
             if len({len(row) for row in rows}) > 1:
                 raise InferenceError(
                     f"the texts of one request to '{inference.model_name}' have different numbers of tokens",
-                    remedy="send each text as a request of its own",
+                    remedy="send each text in a separate request",
                 )
             output = Tensor("input_ids", np.array(rows, dtype=np.int64))
             inference.send(InferenceResponse(outputs=(output,)), final=True)
 
     def close(self) -> None:
-        """End the process of its chat template; an ensemble of the same tokenizer starts another."""
+        """End the process that renders the chat template; other users of the tokenizer start another."""
         self._tokenizer.close()

@@ -20,28 +20,28 @@ _HEADINGS = ("at once", "tokens/s", "first token, ms: p50", "p95", "between toke
 
 def bench(
     model: Annotated[
-        str | None, typer.Argument(envvar="GENSERVE_MODEL", help="Default: the only one of the server.")
+        str | None, typer.Argument(envvar="GENSERVE_MODEL", help="Default: the only model of the server.")
     ] = None,
     url: Annotated[
-        str, typer.Option(envvar="GENSERVE_BASE_URL", help="Of the server; its key is GENSERVE_API_KEY.")
+        str, typer.Option(envvar="GENSERVE_BASE_URL", help="URL of the server; the key is GENSERVE_API_KEY.")
     ] = "http://127.0.0.1:8000",
     api: Annotated[
         Literal["chat", "generate", "completions"],
-        typer.Option(help="OpenAI's chat, TGI's /generate_stream, OpenAI's older completions."),
+        typer.Option(help="OpenAI chat, TGI /generate_stream, or OpenAI completions."),
     ] = "chat",
     concurrency: Annotated[
-        list[int], typer.Option(min=1, help="Requests at once; may be given again.")
+        list[int], typer.Option(min=1, help="Concurrent requests; repeatable.")
     ] = [1, 8, 32],  # noqa: B006  # typer copies it
-    prompt_words: Annotated[int, typer.Option(min=1, help="A word is about a token.")] = 40,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Of each answer.")] = 128,
+    prompt_words: Annotated[int, typer.Option(min=1, help="Words per prompt, about one token each.")] = 40,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer.")] = 128,
     seed: Annotated[
-        int | None, typer.Option(help="Of the prompts. By default others each time: no prefix cache helps.")
+        int | None, typer.Option(help="Seed of the prompts. Default: random, so the prefix cache has none.")
     ] = None,
-    waves: Annotated[int, typer.Option(min=1, help="Requests one after the other on each connection.")] = 4,
+    waves: Annotated[int, typer.Option(min=1, help="Consecutive requests per connection.")] = 4,
 ) -> None:
-    """Load a running server with streaming requests: tokens per second, and waiting times in milliseconds.
+    """Measure a running server with streaming requests: tokens per second, and latencies in milliseconds.
 
-    All prompts differ. The client shares the cores of the machine that it runs on with a server there.
+    All prompts differ. On the server's machine, the client competes with it for the cores.
     """
     from rich.table import Table
 

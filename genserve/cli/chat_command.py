@@ -28,7 +28,7 @@ def chat(
     model_repository: ModelRepository = DEFAULT_REPOSITORY,
     url: Url = None,
     system: Annotated[
-        str | None, typer.Option(envvar="GENSERVE_SYSTEM", help="What the model is told before all else.")
+        str | None, typer.Option(envvar="GENSERVE_SYSTEM", help="The system prompt.")
     ] = None,
     temperature: Temperature = 0.7,
     max_tokens: MaxTokens = None,

@@ -19,20 +19,20 @@ __all__ = ["check"]
 
 def check(
     repository: Annotated[
-        list[Path] | None, typer.Argument(help="Folders that hold models.", show_default=False)
+        list[Path] | None, typer.Argument(help="Folders of models.", show_default=False)
     ] = None,
     model_repository: ModelRepositories = [DEFAULT_REPOSITORY],  # noqa: B006  # typer copies it
     model_config_name: Annotated[
-        str, typer.Option(help="Read configs/NAME.pbtxt in place of config.pbtxt, where a model has it.")
+        str, typer.Option(help="Read configs/NAME.pbtxt instead of config.pbtxt, if a model has it.")
     ] = "",
     backend_directory: Annotated[
         list[Path] | None,
-        typer.Option(help="Folder with backends in Python, each NAME/model.py; may be given again."),
+        typer.Option(help="Folder of Python backends, each NAME/model.py; repeatable."),
     ] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Let warnings fail, too.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a list of objects, one per fault.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Treat warnings as errors.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the diagnostics as a JSON list.")] = False,
 ) -> None:
-    """List every fault of every model of a repository. The exit code is 1 if one of them is an error."""
+    """List the errors and warnings of all models of a repository. Exit with 1 if there is an error."""
     from genserve.config.diagnostics import Severity
     from genserve.repository.model_validation import repository_diagnostics
 

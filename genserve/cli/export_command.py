@@ -29,7 +29,7 @@ def export(
             help="A Hugging Face folder, a .gguf file, or ORG/NAME on the hub.", show_default=False
         ),
     ],
-    name: Annotated[str, typer.Option(help="Of the model in the repository.", show_default=False)],
+    name: Annotated[str, typer.Option(help="Name of the model in the repository.", show_default=False)],
     model_repository: ModelRepository = DEFAULT_REPOSITORY,
     file_format: FileFormat = "onnx",
     precision: Precision = None,
@@ -37,7 +37,7 @@ def export(
     beside: Beside = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Turn a checkpoint into a model of the repository, and compare it with its source."""
+    """Convert a checkpoint to a model of the repository, and compare it with its source."""
     from genserve.cli.console import ConsoleProgress
     from genserve.export import export_model
 
@@ -85,7 +85,7 @@ def pull(
     beside: Beside = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Download a model and make it ready to be served; nothing is done if it is there."""
+    """Download a model and export it to the repository, unless it is already there."""
     from genserve.cli.console import ConsoleProgress
     from genserve.export import pull as pull_model
 

@@ -34,10 +34,10 @@ __all__ = [
 DEFAULT_REPOSITORY = Path("model_repository")
 
 ModelArgument = Annotated[
-    str | None, typer.Argument(envvar="GENSERVE_MODEL", help="Default: the only one there, or smollm2.")
+    str | None, typer.Argument(envvar="GENSERVE_MODEL", help="Default: the only text model, or smollm2.")
 ]
 ModelRepository = Annotated[
-    Path, typer.Option(envvar="GENSERVE_MODEL_REPOSITORY", help="Folder that holds the models.")
+    Path, typer.Option(envvar="GENSERVE_MODEL_REPOSITORY", help="Folder of the models.")
 ]
 ModelRepositories = Annotated[
     list[Path],
@@ -45,21 +45,21 @@ ModelRepositories = Annotated[
         "--model-repository",
         "--model-store",
         envvar="GENSERVE_MODEL_REPOSITORY",
-        help="Folder that holds models; may be given again.",
+        help="Folder of models; repeatable.",
     ),
 ]
 Url = Annotated[
     str | None,
     typer.Option(
         envvar="GENSERVE_BASE_URL",
-        help="Ask the server at this URL, with the key GENSERVE_API_KEY; else no server is needed.",
+        help="Use the server at this URL, with the key in GENSERVE_API_KEY, instead of the repository.",
     ),
 ]
 MaxTokens = Annotated[
-    int | None, typer.Option(envvar="GENSERVE_MAX_TOKENS", help="The longest answer, in tokens.")
+    int | None, typer.Option(envvar="GENSERVE_MAX_TOKENS", help="Maximum length of an answer, in tokens.")
 ]
 Temperature = Annotated[
-    float, typer.Option(envvar="GENSERVE_TEMPERATURE", help="0 always takes the likeliest token.")
+    float, typer.Option(envvar="GENSERVE_TEMPERATURE", help="0: always the likeliest token.")
 ]
 Seed = Annotated[
     int | None, typer.Option(envvar="GENSERVE_SEED", help="The same seed gives the same text.")
@@ -69,37 +69,40 @@ Set = Annotated[
     typer.Option(
         "--set",
         metavar="NAME=VALUE",
-        help="Any other sampling parameter, such as repetition_penalty=1.2; may be given again. Lists and "
-        "the like are JSON. docs/sampling.md has them all.",
+        help="Any other sampling parameter, such as repetition_penalty=1.2; repeatable. Lists and objects "
+        "are JSON. docs/sampling.md lists the parameters.",
     ),
 ]
 Precision = Annotated[
     Literal["int8", "int4", "fp16", "fp32"] | None,
-    typer.Option(envvar="GENSERVE_PRECISION", help="Of the weights; usually int8, in TorchScript fp32."),
+    typer.Option(
+        envvar="GENSERVE_PRECISION",
+        help="Precision of the weights. Default: usually int8; fp32 for TorchScript.",
+    ),
 ]
 KvCache = Annotated[
     Literal["float", "int8"],
     typer.Option(
-        help="Keys and values: fp16 (of an fp32 export fp32), or in int8, which takes half of the memory."
+        help="Keys and values in fp16 (fp32 in an fp32 export), or in int8 with half of the memory."
     ),
 ]
 FileFormat = Annotated[
     Literal["onnx", "torchscript"],
-    typer.Option("--format", help="Of the graph: ONNX is the faster; TorchScript runs in torch."),
+    typer.Option("--format", help="Format of the graph; ONNX is faster, TorchScript runs in torch."),
 ]
 Beside = Annotated[
     str | None,
     typer.Option(
         metavar="FOLDER",
-        help="Add the graph to a model that is there, in a folder beside its own; `genserve tune` chooses.",
+        help="Add the graph to an existing model, in this subfolder; `genserve tune` chooses a graph.",
     ),
 ]
 Overwrite = Annotated[
     bool,
     typer.Option(
         "--overwrite",
-        help="Replace the weights and their configs, and delete graphs beside them; "
-        "with --beside: replace that graph alone.",
+        help="Replace the weights and configs, and delete additional graphs; with --beside: replace only "
+        "that graph.",
     ),
 ]
 

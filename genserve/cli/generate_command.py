@@ -25,28 +25,28 @@ __all__ = ["generate"]
 
 
 def generate(
-    prompt: Annotated[str, typer.Argument(help="The text to go on from; - reads it from stdin.")] = "-",
+    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from stdin.")] = "-",
     model: Annotated[
-        str | None, typer.Option(envvar="GENSERVE_MODEL", help="Default: the only one there, or smollm2.")
+        str | None, typer.Option(envvar="GENSERVE_MODEL", help="Default: the only text model, or smollm2.")
     ] = None,
     model_repository: ModelRepository = DEFAULT_REPOSITORY,
     url: Url = None,
     max_tokens: MaxTokens = 128,
     temperature: Temperature = 0.0,
     top_k: Annotated[
-        int, typer.Option(envvar="GENSERVE_TOP_K", help="Pick among the k likeliest tokens; 0: all.")
+        int, typer.Option(envvar="GENSERVE_TOP_K", help="Sample from the k likeliest tokens; 0: from all.")
     ] = 0,
     top_p: Annotated[
-        float, typer.Option(envvar="GENSERVE_TOP_P", help="Pick among the likeliest with this share.")
+        float, typer.Option(envvar="GENSERVE_TOP_P", help="Sample from tokens of this total probability.")
     ] = 1.0,
     stop: Annotated[
-        list[str] | None, typer.Option(help="End before this text; may be given again.")
+        list[str] | None, typer.Option(help="End the text before this string; repeatable.")
     ] = None,
     seed: Seed = None,
     set_: Set = [],  # noqa: B006  # typer copies it
     json_: Annotated[bool, typer.Option("--json", help="Print the whole answer as one JSON object.")] = False,
 ) -> None:
-    """Go on from a prompt, and print the text as it comes."""
+    """Complete a prompt, and print the text as it streams."""
     from genserve.cli.console import make_console, read_text, write_text
     from genserve.cli.model_access import open_model
 

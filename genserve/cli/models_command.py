@@ -8,7 +8,7 @@ __all__ = ["models"]
 
 
 def models(model_repository: ModelRepository = DEFAULT_REPOSITORY, url: Url = None) -> None:
-    """List the generation models of a repository, or of a server."""
+    """List the text models of a repository, or the models of a server."""
     if url:
         _print_remote(url)
         return

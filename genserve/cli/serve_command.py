@@ -24,9 +24,10 @@ __all__ = ["print_startup_banner", "serve"]
 def serve(**options: Any) -> None:
     """Serve the models of a repository over HTTP and gRPC.
 
-    Flags have tritonserver's names where they mean the same; switches may be written --switch=false.
-    Set GENSERVE_API_KEY to ask clients for a key; addresses that other machines reach need one.
+    Flags that tritonserver has too have its names; switches may be written --switch=false.
+    Set GENSERVE_API_KEY to require a key; addresses that other machines can reach need one.
     """
+    settings = _server_settings(options)
     # The imported packages make 86,000 objects that live as long as the process. To collect garbage among
     # them takes a twentieth of the start, and each later full collection delays every answer by 0.1 s.
     gc.disable()
@@ -37,15 +38,16 @@ def serve(**options: Any) -> None:
     # Requests leave few reference cycles; looking for them after every 700 objects costs 7 % of an inference.
     gc.set_threshold(10_000, 10, 10)
 
-    run_server(_server_settings(options), on_ready=print_startup_banner, on_stuck=_exit_process)
+    run_server(settings, on_ready=print_startup_banner, on_stuck=_exit_process)
 
 
 def _server_settings(options: Mapping[str, Any]) -> ServerSettings:
     """Return the settings of a command line; raises BadParameter for a value that is not allowed."""
     for setting in _SETTINGS:
-        flag: Flag = setting.metadata["flag"]
+        validate = setting.metadata["flag"].validate
         try:
-            flag.validate(options[setting.name])
+            if validate is not None:
+                validate(options[setting.name])
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint=_names(setting)[0]) from error
     values: dict[str, Any] = {

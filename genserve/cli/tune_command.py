@@ -31,37 +31,37 @@ def tune(
     model_repository: ModelRepository = DEFAULT_REPOSITORY,
     objective: Annotated[
         Literal["throughput", "latency"],
-        typer.Option(help="Most tokens per second, or the soonest next token of a request that is alone."),
+        typer.Option(help="Most tokens per second, or the shortest time between tokens of a single request."),
     ] = "throughput",
     max_inter_token_ms: Annotated[
-        float, typer.Option(min=0, help="No request shall wait longer for its next token.")
+        float, typer.Option(min=0, help="Upper bound of the time between two tokens.")
     ] = 100,
     batch_size: Annotated[
-        list[int] | None, typer.Option(min=1, help="To try; may be given again. Default: 1, 2, 4 ... 64.")
+        list[int] | None, typer.Option(min=1, help="Size to measure; repeatable. Default: 1, 2, 4 ... 64.")
     ] = None,
     threads: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="To try; may be given again. Default: all cores, half, a quarter."),
+        typer.Option(min=1, help="Number to measure; repeatable. Default: all cores, half, a quarter."),
     ] = None,
     context: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="Tokens before the next one; may be given again. Default: 64 and 512."),
+        typer.Option(min=1, help="Tokens in the KV cache; repeatable. Default: 64 and 512."),
     ] = None,
     min_top1_agreement: Annotated[
         float,
-        typer.Option(min=0, max=1, help="Of another graph with its source; with less it is not chosen."),
+        typer.Option(min=0, max=1, help="Minimum agreement of another graph with its source."),
     ] = 0.9,
     budget_seconds: Annotated[
-        float, typer.Option(min=0, help="How long to measure; each setting has its turn at least once.")
+        float, typer.Option(min=0, help="Time to measure; every setting is measured at least once.")
     ] = 60,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw what was measured into this .png, .svg or .pdf.")
+        Path | None, typer.Option(help="Plot the measurements to this .png, .svg or .pdf.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the changes, write nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the changes, do not write them.")] = False,
 ) -> None:
-    """Measure batch sizes, threads and graphs of a model here, and write the best into its config.pbtxt.
+    """Measure batch sizes, threads and graphs of a model on this machine, and write the best to config.pbtxt.
 
-    Ctrl-C ends the measuring: what is known by then is shown, and nothing is written.
+    Ctrl-C ends the measurement: the results so far are shown, and nothing is written.
     """
     from genserve.cli.model_access import choose_model
     from genserve.tuning.best_setting import Goal, Objective

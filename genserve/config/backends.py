@@ -16,6 +16,7 @@ __all__ = [
     "DEFAULT_MAX_BATCH_SIZE",
     "ENTRY_POINTS",
     "BackendConfig",
+    "BuiltInBackend",
     "ModelFormat",
     "deduce_backend",
     "known_backends",
@@ -52,19 +53,42 @@ class ModelFormat:
     file_name: str          # in the folder of a version, unless `default_model_filename` names another
 
 
-# The backends that come with genserve, in the order in which Triton looks for their files.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltInBackend:
+    """A backend that comes with genserve."""
+
+    implementation: str     # "module:class" of its `Backend`, imported when a model needs it
+    formats: tuple[ModelFormat, ...]
+
+
+# In the order in which Triton looks for their files.
 BUILT_IN = {
-    "tensorflow": (
-        ModelFormat(platform="tensorflow_savedmodel", file_name="model.savedmodel"),
-        ModelFormat(platform="tensorflow_graphdef", file_name="model.graphdef"),
+    "tensorflow": BuiltInBackend(
+        implementation="genserve.backends.tensorflow:TensorFlowBackend",
+        formats=(
+            ModelFormat(platform="tensorflow_savedmodel", file_name="model.savedmodel"),
+            ModelFormat(platform="tensorflow_graphdef", file_name="model.graphdef"),
+        ),
     ),
-    "onnxruntime": (ModelFormat(platform="onnxruntime_onnx", file_name="model.onnx"),),
-    "pytorch": (
-        ModelFormat(platform="pytorch_libtorch", file_name="model.pt"),
-        ModelFormat(platform="libtorch", file_name="model.pt"),
+    "onnxruntime": BuiltInBackend(
+        implementation="genserve.backends.onnxruntime:OnnxRuntimeBackend",
+        formats=(ModelFormat(platform="onnxruntime_onnx", file_name="model.onnx"),),
     ),
-    "python": (ModelFormat(file_name="model.py"),),
-    "tokenizer": (ModelFormat(file_name="tokenizer.json"),),
+    "pytorch": BuiltInBackend(
+        implementation="genserve.backends.pytorch:PyTorchBackend",
+        formats=(
+            ModelFormat(platform="pytorch_libtorch", file_name="model.pt"),
+            ModelFormat(platform="libtorch", file_name="model.pt"),
+        ),
+    ),
+    "python": BuiltInBackend(
+        implementation="genserve.backends.python.python_backend:PythonBackend",
+        formats=(ModelFormat(file_name="model.py"),),
+    ),
+    "tokenizer": BuiltInBackend(
+        implementation="genserve.backends.tokenizer_backend:TokenizerBackend",
+        formats=(ModelFormat(file_name="tokenizer.json"),),
+    ),
 }
 
 
@@ -101,7 +125,7 @@ def deduce_backend(message: Any, model_folder: Path) -> None:
         message.backend = _suffix(model_folder.name)
         message.default_model_filename = f"model.{message.backend}"
     if message.backend in BUILT_IN:
-        form = _format(message, BUILT_IN[message.backend], files=files)
+        form = _format(message, BUILT_IN[message.backend].formats, files=files)
         message.platform = message.platform or form.platform
         message.default_model_filename = message.default_model_filename or form.file_name
 
@@ -114,10 +138,10 @@ def _files(model_folder: Path) -> set[str]:
 
 def _backend(message: Any, *, files: set[str]) -> str:
     is_unnamed = not message.platform and not message.default_model_filename
-    for backend, formats in BUILT_IN.items():
-        for form in formats:
+    for name, backend in BUILT_IN.items():
+        for form in backend.formats:
             if _is_named(form, message) or (is_unnamed and form.file_name in files):
-                return backend
+                return name
     return ""
 
 

@@ -164,7 +164,8 @@ def _backend(config: ValidationContext) -> Iterator[Diagnostic]:
 
 def _platforms(backend: str, platform: str) -> list[str]:
     """The valid platforms of a backend: its own, or any if it has none."""
-    return [form.platform for form in BUILT_IN.get(backend, ()) if form.platform] or [platform]
+    formats = BUILT_IN[backend].formats if backend in BUILT_IN else ()
+    return [form.platform for form in formats if form.platform] or [platform]
 
 
 def _platform_remedy(platform: str) -> str:
@@ -172,13 +173,14 @@ def _platform_remedy(platform: str) -> str:
         return f'write `backend: "{platform}"` instead'
     if platform.startswith("tensorrt"):
         return _BACKEND_REMEDIES["tensorrt"]
-    known = ["ensemble", *(form.platform for forms in BUILT_IN.values() for form in forms if form.platform)]
+    formats = [form for built_in in BUILT_IN.values() for form in built_in.formats]
+    known = ["ensemble", *(form.platform for form in formats if form.platform)]
     return f"{nearest(platform, known=known)}; or write `backend` instead: {', '.join(BUILT_IN)}"
 
 
 def _backend_remedy(backend: str, *, known: tuple[str, ...]) -> str:
-    for name, formats in BUILT_IN.items():
-        if any(form.platform == backend for form in formats):
+    for name, built_in in BUILT_IN.items():
+        if any(form.platform == backend for form in built_in.formats):
             return f'write `backend: "{name}"`, or `platform: "{backend}"`, instead'
     return _BACKEND_REMEDIES.get(backend) or nearest(backend, known=known)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from genserve.backends.onnx_session import onnxruntime_module
+from genserve.backends.libraries import import_onnxruntime
 from genserve.errors import ExportError
 from genserve.export.export_options import CacheType, ExportReport, FileFormat, Form, Precision, Progress
 from genserve.export.model_folders import Stages, install, install_beside, staging_folder, writing_into
@@ -62,7 +62,7 @@ def export_model(
         from genserve.export.source_model import run_source
 
         if file_format == "onnx":
-            onnxruntime_module()    # runs the graph beside its source; better missed now than then
+            import_onnxruntime()    # runs the graph beside its source; better missed now than then
     path = locate(source)  # outside of a stage: the hub shows its own bars
     with progress.stage("reading the checkpoint"):
         checkpoint = read_checkpoint(path, source=Path(source).resolve().name)

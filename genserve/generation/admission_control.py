@@ -1,4 +1,4 @@
-"""Admission control: whether a request may wait for an engine, and when one that may not should come back."""
+"""Admission control: accepts or rejects requests for an engine, and says when to retry a rejected one."""
 
 from __future__ import annotations
 
@@ -11,45 +11,43 @@ from genserve.generation_metrics import GenerationMetrics
 
 __all__ = ["AdmissionControl", "QueueLimits", "RejectionReason"]
 
-_LONGEST_RETRY_AFTER_S = 60.0       # more than that the official clients do not wait
-_SHORTEST_RETRY_AFTER_S = 0.1
-# What a refused client is told before the engine has shown how fast it is.
-_UNKNOWN_RETRY_AFTER_S = 1.0
-# For so long after the engine was full, its speed is taken for what it still is.
-_MEASUREMENT_LASTS_S = 60.0
+_MAX_RETRY_AFTER_S = 60.0       # the official clients do not wait longer
+_MIN_RETRY_AFTER_S = 0.1
+_UNKNOWN_RETRY_AFTER_S = 1.0    # as long as the throughput is not known
+_MEASUREMENT_LASTS_S = 60.0     # the throughput of an engine counts as known for this time after it was full
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueLimits:
-    """How much may wait for an engine, and for how long."""
+    """How many requests may wait for an engine, and how long."""
 
-    max_requests: int                   # beside those that run
-    max_tokens: int | None = None       # of the prompts that wait for their first step; None: any number
-    max_wait_s: float | None = None     # for the first step; None: for ever
+    max_requests: int                   # in addition to the running ones
+    max_tokens: int | None = None       # of the prompts that wait for their first step; None: no limit
+    max_wait_s: float | None = None     # for the first step; None: no limit
 
 
 class RejectionReason(StrEnum):
-    """Why a request was refused; the label of `genserve_admission_rejections_total`."""
+    """Why a request was rejected; the label of `genserve_admission_rejections_total`."""
 
     MAX_QUEUE = "max_queue"
     MAX_QUEUE_TOKENS = "max_queue_tokens"
-    PREDICTED_WAIT = "predicted_wait"   # refused at once, since it would wait too long
-    QUEUE_TIMEOUT = "queue_timeout"     # has in fact waited too long
+    PREDICTED_WAIT = "predicted_wait"   # on arrival, because it would wait too long
+    QUEUE_TIMEOUT = "queue_timeout"     # later, because it has waited too long
 
 
 class AdmissionControl:
-    """Counts what waits for one engine, measures its throughput, and refuses what is too much.
+    """Counts the requests that wait for one engine, measures its throughput, and applies the limits.
 
-    Its caller holds a lock; times are those of the engine's clock.
+    Its caller holds a lock; times are those of the engine's clock. Requests are counted by the *places* that
+    they need in a forward, one for each sequence or beam.
 
-    Throughput is measured only while the engine is *full*, that is, from the moment a request finds no free
-    place or blocks until the queue is empty: step time divided by the number of places that were taken. Free
-    places are about to be taken by what waits, so that nobody is refused for it, and light load does not
-    show how fast the engine can be.
+    Throughput is step time divided by the number of places that were taken. It is measured only while the
+    engine is *full*: from the moment a request finds no free place or blocks until the queue is empty. Under
+    light load, places are free, and the measurement would not show how fast the engine can be.
 
     Attributes:
-        limits: what is held to.
-        num_accepted: places that those need who have not ended, so many beams for a beam search.
+        limits: of the queue.
+        num_accepted: places of all requests that have not ended.
         num_tokens: of the prompts that wait for their first step.
     """
 
@@ -64,10 +62,10 @@ class AdmissionControl:
         self._waiting: Counter[int] = Counter()
         self._full = False
         self._full_s = 0.0                          # total time the engine has been full
-        self._last_full_s = 0.0                     # when it was last
+        self._last_full_s = 0.0                     # when it was full last
         # `_full_s` at each start. Answers of one length end together, so one round of them is too few.
         self._started_s: deque[float] = deque([0.0], maxlen=4 * max_num_seqs + 1)
-        self._promised_s = 0.0                      # when the last one that was refused should be back
+        self._retry_at_s = 0.0                      # when the last rejected request should be retried
 
     @property
     def capacity(self) -> int:
@@ -76,30 +74,34 @@ class AdmissionControl:
 
     @property
     def num_preparing(self) -> int:
-        """Places of those whose prompts are being prepared."""
+        """Places of requests whose prompts are being prepared."""
         return self._preparing.total()
 
     def check(self, count: int, *, num_tokens: int, priority: int, now_s: float) -> None:
-        """Raise Overloaded if so many, with so many prompt tokens together, may not wait now.
+        """Raise Overloaded if a request may not wait now.
 
-        The limits on requests and tokens are for all that wait, the one on time for those in front of a
-        request of this priority. A prompt that is longer than all that may wait is taken when none waits,
-        and no prediction refuses a request that would be the only one to wait: how long it does shows how
-        fast the engine is now.
+        A prompt that is longer than the limit is accepted while no other prompt waits. No prediction rejects
+        a request that would be the only one to wait, because its wait shows how fast the engine is now.
+
+        Args:
+            count: places that it needs.
+            num_tokens: of its prompts.
+            priority: of the request; only requests in front of it count for the predicted wait.
+            now_s: the time.
         """
         self.check_count(count, now_s=now_s)
         limit = self.limits.max_tokens
         if limit is not None and self.num_tokens and self.num_tokens + num_tokens > limit:
-            raise self.rejection(
+            raise self._rejection(
                 RejectionReason.MAX_QUEUE_TOKENS,
-                f"prompts of {self.num_tokens} tokens are waiting; with {num_tokens} more there would be "
-                f"more than the limit, {limit}",
+                f"prompts of {self.num_tokens} tokens are waiting; {num_tokens} more would exceed the limit, "
+                f"{limit}",
                 remedy="try again later, or raise --max-queue-tokens",
                 now_s=now_s,
             )
         wait_s = self._predicted_wait_s(priority, now_s=now_s)
         if self.limits.max_wait_s is not None and wait_s > self.limits.max_wait_s:
-            raise self.rejection(
+            raise self._rejection(
                 RejectionReason.PREDICTED_WAIT,
                 f"a request would wait about {wait_s:.0f} s now; the limit is {self.limits.max_wait_s:g} s",
                 remedy="try again later, or raise --max-queue-wait-s",
@@ -107,28 +109,37 @@ class AdmissionControl:
             )
 
     def check_count(self, count: int, *, now_s: float) -> None:
-        """Raise Overloaded if so many may not wait now, whatever they are."""
+        """Raise Overloaded if `count` more places exceed the capacity."""
         taken = self.num_accepted + self.num_preparing
         if taken + count > self.capacity:
             requests = "1 request is" if taken == 1 else f"{taken} requests are"
-            raise self.rejection(
+            raise self._rejection(
                 RejectionReason.MAX_QUEUE,
                 f"{requests} running or waiting; the limit is {self.capacity}",
                 remedy="try again later, or raise --max-queue",
                 now_s=now_s,
             )
 
-    def rejection(self, reason: RejectionReason, message: str, *, remedy: str, now_s: float) -> Overloaded:
-        """Return the error of a request that is refused, and count it.
+    def timeout(self, *, now_s: float) -> Overloaded:
+        """Return the error of a request that has waited for `max_wait_s`, and count it."""
+        return self._rejection(
+            RejectionReason.QUEUE_TIMEOUT,
+            f"the request has waited for {self.limits.max_wait_s:g} s, which is the limit",
+            remedy="try again later, or raise --max-queue-wait-s",
+            now_s=now_s,
+        )
 
-        Those that are refused are told to come back one after the other, twice as fast as places become free,
-        and before all that may wait has been served: however wrong the guess is, the line does not run dry.
+    def _rejection(self, reason: RejectionReason, message: str, *, remedy: str, now_s: float) -> Overloaded:
+        """Return the error of a rejected request, and count it.
+
+        Rejected requests get increasing retry times, twice as dense as places become free, and no later than
+        the longest wait in the queue. So the queue does not run empty even if the estimate is wrong.
         """
         self._metrics.rejected(reason.value)
         seconds = self._seconds_per_place(now_s) or _UNKNOWN_RETRY_AFTER_S
-        longest_s = min(self.limits.max_wait_s or _LONGEST_RETRY_AFTER_S, _LONGEST_RETRY_AFTER_S)
-        self._promised_s = min(max(now_s, self._promised_s) + seconds / 2, now_s + longest_s)
-        retry_after_s = max(_SHORTEST_RETRY_AFTER_S, self._promised_s - now_s)
+        max_s = min(self.limits.max_wait_s or _MAX_RETRY_AFTER_S, _MAX_RETRY_AFTER_S)
+        self._retry_at_s = min(max(now_s, self._retry_at_s) + seconds / 2, now_s + max_s)
+        retry_after_s = max(_MIN_RETRY_AFTER_S, self._retry_at_s - now_s)
         return Overloaded(message, retry_after_s=retry_after_s, remedy=remedy)
 
     def reserve(self, count: int, *, priority: int) -> None:
@@ -136,39 +147,39 @@ class AdmissionControl:
         self._preparing[priority] += count
 
     def release(self, count: int, *, priority: int) -> None:
-        """Take back what `reserve` counted."""
+        """Undo `reserve`."""
         _subtract(self._preparing, priority, count)
 
     def accept(self, num_seqs: int) -> None:
-        """Count what may run now, or wait."""
+        """Count an accepted request."""
         self.num_accepted += num_seqs
 
     def leave(self, num_seqs: int) -> None:
-        """Take back what `accept` counted: it has ended."""
+        """Undo `accept`: the request has ended."""
         self.num_accepted -= num_seqs
 
     def wait(self, num_seqs: int, *, num_tokens: int, priority: int) -> None:
-        """Count one that was accepted among those that wait for their first step."""
+        """Count an accepted sequence that waits for its first step."""
         self.num_tokens += num_tokens
         self._waiting[priority] += num_seqs
 
     def start(self, num_seqs: int, *, num_tokens: int, priority: int) -> None:
-        """Take back what `wait` counted: it has begun, or it ended before."""
+        """Undo `wait`: the sequence had its first step, or ended before."""
         self.num_tokens -= num_tokens
         _subtract(self._waiting, priority, num_seqs)
         if not self._waiting:
-            self._full = False  # all may have left, and then there is no step to say so
+            self._full = False  # if all requests have left, no step will note it
 
     def note_step(
         self, seconds: float, *, num_started: int, full: bool, num_waiting: int, now_s: float
     ) -> None:
-        """Note how long a step took, what began with it, and how many waited then.
+        """Note a step.
 
         Args:
-            seconds: that it took.
-            num_started: places of those that had their first step, as `wait` counted them.
-            full: the first of those that waited found no place, or too few blocks.
-            num_waiting: how many waited.
+            seconds: how long it took.
+            num_started: places of the sequences that had their first step, as `wait` counted them.
+            full: whether the first waiting request found no place, or too few blocks.
+            num_waiting: requests in the scheduler's queue.
             now_s: when it ended.
         """
         was_full = self._full
@@ -182,16 +193,16 @@ class AdmissionControl:
     def _predicted_wait_s(self, priority: int, *, now_s: float) -> float:
         seconds = self._seconds_per_place(now_s)
         num_waiting = self._waiting.total()
-        # Where blocks are short, free places are no help.
+        # Where blocks are short, free places do not help.
         num_free = 0 if self._full else self._max_num_seqs - (self.num_accepted - num_waiting)
         if seconds is None or num_waiting + self.num_preparing <= num_free:
             return 0.0
-        line = [*self._waiting.items(), *self._preparing.items()]
-        ahead = sum(count for other, count in line if other <= priority)
+        queue = [*self._waiting.items(), *self._preparing.items()]
+        ahead = sum(count for other, count in queue if other <= priority)
         return max(0, ahead + 1 - num_free) * seconds
 
     def _seconds_per_place(self, now_s: float) -> float | None:
-        """Return how long the line of a full engine takes to get on by one; None: not known now."""
+        """Return how long a full engine takes to free one place; None: not known now."""
         num_started = len(self._started_s) - 1
         if num_started < self._max_num_seqs or self._is_outdated(now_s):
             return None

@@ -22,6 +22,7 @@ from genserve.generation.beam_rules import (
     best_candidates,
     log_softmax,
 )
+from genserve.generation.delta_builder import AnswerText
 from genserve.generation.engine_request import BeamReorder, LogitsConsumer, Request, TokenSequence
 from genserve.generation.logits_model import FloatArray
 from genserve.sampling.logits_edits import apply_edits, join_edits
@@ -37,15 +38,8 @@ _LogprobsOf: TypeAlias = Callable[[int, int], list[TokenLogprob]]
 _Copy: TypeAlias = tuple["Beam", "Beam"]
 
 
-class BeamText(Protocol):
+class BeamText(AnswerText, Protocol):
     """The text of a beam, read only for its stop strings."""
-
-    @property
-    def stop(self) -> str | None:
-        """The stop string that has ended the text; None while it continues."""
-
-    def push(self, token_id: int) -> str:
-        """Add a token."""
 
     def fork(self) -> BeamText:
         """Return an independent copy."""
@@ -65,7 +59,8 @@ class Beam(Request):
     def __init__(
         self, search: BeamSearch, prompt_token_ids: Sequence[int], *, text: BeamText | None
     ) -> None:
-        super().__init__(prompt_token_ids)
+        first = search.answers[0]
+        super().__init__(prompt_token_ids, cache_salt=first.cache_salt, priority=first.priority)
         self.search = search
         self.text = text
         self.logprobs: list[TokenLogprob] = []
@@ -75,16 +70,6 @@ class Beam(Request):
     def answer(self) -> list[int]:
         """Its tokens behind the prompt."""
         return self.token_ids[self.num_prompt_tokens :]
-
-    @property
-    def cache_salt(self) -> str | None:
-        """That of the request."""
-        return self.search.answers[0].cache_salt
-
-    @property
-    def priority(self) -> int:
-        """That of the request."""
-        return self.search.answers[0].priority
 
     @property
     def lead(self) -> Beam:

@@ -58,22 +58,30 @@ class Request:
         num_computed_tokens: how many of them are in the KV cache; written by the engine.
         num_cached_tokens: how many of the prompt were cached when it was first scheduled; likewise.
         num_preemptions: how often it was preempted.
+        cache_salt: only requests with the same salt share blocks.
+        priority: of waiting requests, those with the lowest value are scheduled first.
     """
 
     __slots__ = (
+        "cache_salt",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_preemptions",
         "num_prompt_tokens",
+        "priority",
         "token_ids",
     )
 
-    def __init__(self, token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, token_ids: Sequence[int], *, cache_salt: str | None = None, priority: int = 0
+    ) -> None:
         self.token_ids = list(token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
+        self.cache_salt = cache_salt
+        self.priority = priority
 
     @property
     def num_pending(self) -> int:
@@ -86,11 +94,6 @@ class Request:
         return len(self.token_ids) - 1
 
     @property
-    def cache_salt(self) -> str | None:
-        """Only requests with the same salt share blocks."""
-        return None
-
-    @property
     def always_shares_blocks(self) -> bool:
         """Whether it shares blocks even if the prefix cache is off."""
         return False
@@ -99,11 +102,6 @@ class Request:
     def skip_reading_prefix_cache(self) -> bool:
         """Whether it must compute its whole prompt, because it needs logits behind those tokens too."""
         return False
-
-    @property
-    def priority(self) -> int:
-        """Of waiting requests, those with the lowest value are scheduled first."""
-        return 0
 
     @property
     def max_draft_tokens(self) -> int:
@@ -228,7 +226,7 @@ class SequenceSearch(Protocol):
 
     @property
     def answers(self) -> Sequence[TokenSequence]:
-        """What the caller reads."""
+        """The sequences that the caller reads."""
 
     @property
     def beams(self) -> Sequence[Request]:
@@ -246,7 +244,7 @@ class SequenceSearch(Protocol):
 
 
 class Awaited(Enum):
-    """What a decoding loop waits for; both come from the same forward."""
+    """The value that a decoding loop waits for; both kinds come from the same forward."""
 
     TOKEN = auto()      # a token, sampled together with those of the other sequences
     LOGITS = auto()     # the row of logits itself
@@ -309,7 +307,7 @@ class TokenSequence(Request):
         grammar: StructuredOutputGrammar | None = None,
         begins_thought: bool = False,
     ) -> None:
-        super().__init__(prompt_token_ids)
+        super().__init__(prompt_token_ids, cache_salt=params.cache_salt, priority=params.priority)
         self.params = params
         self.finish_reason: FinishReason | None = None
         self.stop_reason: StopReason | None = None
@@ -351,16 +349,6 @@ class TokenSequence(Request):
         return 0 if self.finish_reason is not None else len(self.token_ids) - self.num_computed_tokens
 
     @property
-    def cache_salt(self) -> str | None:
-        """That of the request."""
-        return self.params.cache_salt
-
-    @property
-    def priority(self) -> int:
-        """That of the request."""
-        return self.params.priority
-
-    @property
     def logits_start(self) -> int:
         """The last token, or the first one of the prompt behind which a token is to be scored."""
         return self._num_scored if self._num_scored < self._num_to_score else len(self.token_ids) - 1
@@ -372,7 +360,7 @@ class TokenSequence(Request):
 
     @property
     def max_draft_tokens(self) -> int:
-        """As many as the answer can still have, less the one that is sampled behind them."""
+        """The tokens that the answer can still have, less the one that is sampled behind the draft."""
         return self._max_length - len(self.token_ids) - 1
 
     @property

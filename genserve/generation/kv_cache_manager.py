@@ -53,7 +53,7 @@ class KVCacheManager:
         Args:
             num_blocks: of the model's KV cache.
             block_size: tokens of a block.
-            prefix_cache: whether requests share blocks; those that `always_share_blocks` do in any case.
+            prefix_cache: whether requests share blocks; logits requests do in any case.
         """
         self.block_size = block_size
         self.copies: list[tuple[int, int]] = []
@@ -191,7 +191,7 @@ class KVCacheManager:
             held[block] += 1
         assert held == self._ref_counts, "a block is counted for requests that do not hold it"
         free = [block for block, count in enumerate(held) if not count]
-        assert sorted(self._free) == free, "the free queue is not the blocks that nobody holds"
+        assert sorted(self._free) == free, "the free queue differs from the blocks that no request holds"
         self._prefix_cache.check_integrity()
         for request, table in self._tables.items():
             assert len(set(table.block_ids)) == len(table.block_ids), "a request holds a block twice"

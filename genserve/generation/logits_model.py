@@ -1,4 +1,4 @@
-"""Logits model: all that the engine asks of a model, a forward over sequences in a paged KV cache."""
+"""Logits model: the interface of a model to the engine, a forward over sequences in a paged KV cache."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ IndexArray = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBatch:
-    """The tokens of one forward: T tokens of B sequences, those of a sequence together and in order.
+    """The tokens of one forward: T tokens of B sequences, grouped by sequence and in order.
 
-    A sequence has one token or many, behind any number of computed ones: a prompt, a chunk of one, a decode
-    and a decode with drafted tokens are the same thing. The arrays are C-contiguous; they belong to the
+    A sequence has one or more tokens behind any number of computed ones. Prompts, chunks of prompts, decodes
+    and decodes with drafted tokens differ in nothing else. The arrays are C-contiguous; they belong to the
     caller, who may overwrite them after the forward.
     """
 
     token_ids: TokenArray               # [T]
     positions: TokenArray               # [T], of each token in its sequence
-    query_start_loc: IndexArray         # [B + 1]: sequence b has the tokens query_start_loc[b] up to [b + 1]
+    query_start_loc: IndexArray         # [B + 1]: sequence b has tokens query_start_loc[b] to [b + 1] - 1
     num_computed_tokens: IndexArray     # [B]: how many tokens of each are in the KV cache already
-    block_table: IndexArray             # [B, max_blocks]: block ids in order, and void behind the last
-    logits_indices: TokenArray          # [R]: the tokens behind which logits are wanted, ascending
+    block_table: IndexArray             # [B, max_blocks]: block ids in order; undefined behind the last
+    logits_indices: TokenArray          # [R]: the tokens behind which logits are needed, ascending
 
     @classmethod
     def of(
@@ -68,11 +68,11 @@ class LogitsModel(Protocol):
 
     @property
     def max_num_seqs(self) -> int:
-        """How many sequences can share a forward."""
+        """The most sequences in one forward."""
 
     @property
     def max_length(self) -> int:
-        """How many tokens one sequence has at the most, prompt and answer together."""
+        """The most tokens of one sequence, prompt and answer together."""
 
     @property
     def vocab_size(self) -> int:
@@ -90,9 +90,9 @@ class LogitsModel(Protocol):
         """Run the tokens, and write their keys and values into the blocks of their sequences.
 
         Returns:
-            [R, vocab_size] float32: the logits behind the tokens that are asked for, none in a chunk of a
-            prompt; a view of a buffer that the next forward overwrites.
+            [R, vocab_size] float32: the logits behind the tokens of `logits_indices`; a view of a buffer that
+            the next forward overwrites.
         """
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy the keys and values of whole blocks, of each pair (source, target), in this order."""
+        """Copy the keys and values of whole blocks, for each pair (source, target), in this order."""

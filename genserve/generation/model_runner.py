@@ -1,4 +1,4 @@
-"""Model runner: turns what is scheduled into the arrays of a forward, and runs the model."""
+"""Model runner: builds the arrays of a scheduled forward, and runs the model."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ __all__ = ["ModelRunner"]
 
 
 class ModelRunner:
-    """Runs steps in arrays that stay where they are. Belongs to the engine's thread.
+    """Runs steps with arrays that are allocated once. Belongs to the engine's thread.
 
-    A row of the block table is written where its request or its blocks have changed since the last step.
+    A row of the block table is only written if its request or its blocks have changed since the last step.
     """
 
     def __init__(
         self, model: LogitsModel, kv_cache_manager: KVCacheManager, *, max_num_batched_tokens: int
     ) -> None:
-        """Take the arrays.
+        """Allocate the arrays.
 
         Args:
             model: computes the logits.
-            kv_cache_manager: says which blocks a request has.
+            kv_cache_manager: has the block tables of the requests.
             max_num_batched_tokens: of a step.
         """
         self._model = model
@@ -38,15 +38,15 @@ class ModelRunner:
         self._num_computed = np.zeros(num_seqs, dtype=np.int32)
         self._block_table = np.zeros((num_seqs, -(-model.max_length // model.block_size)), dtype=np.int32)
         self._counting = np.arange(max_num_batched_tokens + 1, dtype=np.int64)
-        # Of the rows of the block table: whose they are, and how much of that was written.
+        # For each row of the block table: the table that was written there, its `num_rewrites` and length.
         self._tables: list[BlockTable | None] = [None] * num_seqs
-        self._num_written = [(0, 0)] * num_seqs
+        self._written = [(0, 0)] * num_seqs
 
     def run(self, output: SchedulerOutput) -> tuple[LogitsArray, Sequence[int]]:
         """Run a step.
 
         Returns:
-            The logits, and for each request how many of their rows are its own, in this order.
+            The logits, and how many of their rows each request has, in the order of the requests.
         """
         if self._kv.copies:
             self._model.copy_blocks(self._kv.copies)
@@ -62,16 +62,16 @@ class ModelRunner:
     def _write_block_table(self, output: SchedulerOutput) -> None:
         for row, request in enumerate(output.requests):
             table = self._kv.table(request)
-            num_rewrites, num_blocks = self._num_written[row]
+            num_rewrites, num_blocks = self._written[row]
             if self._tables[row] is not table or num_rewrites != table.num_rewrites:
                 self._tables[row], num_blocks = table, 0
             elif num_blocks == len(table.block_ids):
                 continue
             self._block_table[row, num_blocks : len(table.block_ids)] = table.block_ids[num_blocks:]
-            self._num_written[row] = (table.num_rewrites, len(table.block_ids))
+            self._written[row] = (table.num_rewrites, len(table.block_ids))
 
     def _decodes(self, output: SchedulerOutput) -> ForwardBatch:
-        """Return the forward of a step in which each request has one token."""
+        """Return the batch of a step in which each request has one token."""
         num_seqs = len(output.requests)
         self._token_ids[:num_seqs] = [request.token_ids[-1] for request in output.requests]
         self._positions[:num_seqs] = self._num_computed[:num_seqs]
@@ -79,7 +79,7 @@ class ModelRunner:
         return self._batch(num_seqs, num_seqs, self._counting[:num_seqs])
 
     def _mixed(self, output: SchedulerOutput) -> tuple[ForwardBatch, list[int]]:
-        """Return the forward of any other step, and how many rows of logits each request gets."""
+        """Return the batch of any other step, and how many rows of logits each request gets."""
         token_ids: list[int] = []
         positions: list[int] = []
         starts = [0]

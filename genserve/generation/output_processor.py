@@ -134,7 +134,7 @@ class OutputProcessor:
         self._searching: dict[SequenceSearch, dict[Request, int]] = {}
 
     def process(self, output: SchedulerOutput, logits: LogitsArray, num_rows: Sequence[int]) -> StepOutputs:
-        """Note what a step has computed, and continue every request without pending tokens.
+        """Count the computed tokens, and continue every request that has no more pending ones.
 
         Args:
             output: the step.

@@ -10,7 +10,7 @@ from typing import Protocol, Self, TypeAlias
 
 from genserve.completion import Delta
 from genserve.errors import Closed, GenserveError, ModelNotReady, Overloaded
-from genserve.generation.admission_control import AdmissionControl, RejectionReason
+from genserve.generation.admission_control import AdmissionControl
 from genserve.generation.engine_request import LogitsRequest, Request, TokenSequence
 
 __all__ = ["Arrivals", "OutputSink", "RequestInbox", "RequestOutput", "RequestState", "Reservation"]
@@ -84,7 +84,7 @@ class Reservation:
         self._inbox.check_reserved(self)
 
     def release(self) -> None:
-        """Give the places back; a second call does nothing."""
+        """Free the places; a second call does nothing."""
         self._inbox.release(self)
 
     def __enter__(self) -> Self:
@@ -159,7 +159,7 @@ class RequestInbox:
         with self._changed:
             self._check_open()
             if limit_s is not None and reservation.queued and now_s - reservation.arrived_s > limit_s:
-                raise self._timeout(limit_s, now_s=now_s)
+                raise self._admission.timeout(now_s=now_s)
 
     def release(self, reservation: Reservation) -> None:
         """See `Reservation.release`."""
@@ -306,7 +306,7 @@ class RequestInbox:
         """Return the errors of requests that have waited too long for their first step.
 
         Args:
-            accepted: the sequences that the engine has; those that arrived since wait for the next call.
+            accepted: the sequences that the engine has; later arrivals are left for the next call.
         """
         limit_s, now_s = self._admission.limits.max_wait_s, self._clock()
         if limit_s is None or now_s - self._oldest_s <= limit_s:
@@ -323,20 +323,12 @@ class RequestInbox:
                     self._oldest_s = min(self._oldest_s, submission.arrived_s)
                     continue
                 if id(submission) not in errors:
-                    errors[id(submission)] = self._timeout(limit_s, now_s=now_s)
+                    errors[id(submission)] = self._admission.timeout(now_s=now_s)
                 overdue.append((sequence, errors[id(submission)]))
         return overdue
 
-    def _timeout(self, limit_s: float, *, now_s: float) -> Overloaded:
-        return self._admission.rejection(
-            RejectionReason.QUEUE_TIMEOUT,
-            f"the request has waited for {limit_s:g} s, which is the limit",
-            remedy="try again later, or raise --max-queue-wait-s",
-            now_s=now_s,
-        )
-
     def _leave_queue(self, request: Request) -> None:
-        """Take a sequence out of those that wait for their first step."""
+        """Take a sequence out of the queue for its first step."""
         state = self._waiting.pop(request, None)
         if state is not None:
             priority = state.sequence.priority

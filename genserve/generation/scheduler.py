@@ -30,7 +30,7 @@ _MEASURED_TOKENS = 8    # of prompts: fewer in a step cost little each, and say 
 
 _PROMPT_SHARE = 0.9         # of the tokens that double a step, for each prompt
 _MIN_PROMPT_TOKENS = 8      # for each prompt of a step that also decodes
-_LONGEST_SHARE = 4          # the longest prompt gets at least one in so many of the prompts' tokens
+_LONGEST_SHARE = 4          # the longest prompt gets at least this fraction (1/4) of the prompts' tokens
 _MAX_UNFINISHED = 2         # prompts that a step leaves unfinished, before others may begin
 _MAX_SCORED_ROWS = 64       # rows of logits of a step that prompts need for prompt_logprobs
 _DRAFT_MARGIN = 1.25        # a draft must be worth this many times what it costs
@@ -236,7 +236,7 @@ class Scheduler:
         assert len(self._ranks) == len(self._waiting) + len(self._running), "a request waits and runs"
         assert sum(lead.num_seqs for lead in self._running) <= self._max_num_seqs, "too many run"
         for lead in self._running:
-            assert all(request.num_pending >= 1 for request in lead.group), "one has nothing to compute"
+            assert all(r.num_pending >= 1 for r in lead.group), "a running request has nothing to compute"
         self._kv.check_integrity()
 
     def _schedule_running(self, output: SchedulerOutput, prompts: list[Request]) -> None:

@@ -33,17 +33,16 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-# Where a processor acts: before all rules of the request, or after those that change single logits and
-# before temperature.
+# When a processor is called: before the request's own rules, or after its penalties and before temperature.
 HOOKS = ("pre", "post_penalty")
 
 
 class Vocabulary(Protocol):
-    """What a plug-in may ask of the model's tokenizer."""
+    """The part of the model's tokenizer that plug-ins may use."""
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """Each of them ends an answer."""
+        """The ids that end an answer."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of a text."""
@@ -54,39 +53,39 @@ class Vocabulary(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PluginContext:
-    """What a plug-in is told when it is made, besides its arguments."""
+    """The first argument of a plug-in's factory; the arguments of the request follow it."""
 
     tokenizer: Vocabulary
     vocab_size: int                         # the length of a row of logits
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
-    seed: int                               # of the sequence: draw by it, and a text can be had again
+    seed: int                               # of the sequence; draws that use it are reproducible
 
 
 class LogitsProcessor(Protocol):
-    """Changes the logits before a token is picked; its attribute `hook` says when, `pre` where it has none.
+    """Changes the logits before a token is sampled; its attribute `hook` says when, by default `pre`.
 
-    Called once for each token that `sample()` picks.
+    Called once for each token that `sample()` returns.
     """
 
     def __call__(self, token_ids: Sequence[int], logits: LogitsArray) -> LogitsArray | None:
-        """Change `logits` in place, or return others.
+        """Change `logits` in place, or return new ones.
 
         Args:
             token_ids: prompt and answer; read only.
-            logits: [vocab_size] float32, of numpy, or of torch where the model runs on a GPU.
+            logits: [vocab_size] float32, of numpy, or of torch if the model runs on a GPU.
         """
 
 
 class StopRule(Protocol):
-    """Ends the answer; called after each token that does not end it by itself."""
+    """Ends the answer; called after each token that does not end it anyway."""
 
     def __call__(self, token_ids: Sequence[int], text: str) -> bool:
         """Return whether the answer ends here.
 
         Args:
             token_ids: prompt and answer, the new token included; read only.
-            text: what the token has added to the text; may be empty.
+            text: the text that the token has added; may be empty.
         """
 
 
@@ -94,18 +93,18 @@ class OutputParser(Protocol):
     """Rewrites the text of an answer while it streams."""
 
     def push(self, text: str) -> str:
-        """Take the next piece of text; return what is now sure of the text to show."""
+        """Add a piece of text; return the text that can be shown now."""
 
     def flush(self) -> str:
-        """Return the rest; called once, at the end."""
+        """Return the rest of the text; called once, at the end."""
 
 
 class SequencePlugins:
     """The plug-ins of one token sequence. Belongs to the engine's thread.
 
     Attributes:
-        failure: what a processor has raised; its row is NaN since.
-        stop_rules: by name, in their order.
+        failure: the error of a processor that failed; its row has been NaN since.
+        stop_rules: names and rules, in the order in which they are called.
     """
 
     __slots__ = ("_processors", "failure", "stop_rules")
@@ -116,7 +115,7 @@ class SequencePlugins:
         processors: Sequence[tuple[str, LogitsProcessor]] = (),
         stop_rules: Sequence[tuple[str, StopRule]] = (),
     ) -> None:
-        """Take the named plug-ins, in their order."""
+        """Store the named plug-ins, in the order in which they are called."""
         self._processors = {
             hook: [(name, p) for name, p in processors if getattr(p, "hook", HOOKS[0]) == hook]
             for hook in HOOKS
@@ -130,12 +129,12 @@ class SequencePlugins:
         return any(self._processors.values())
 
     def edits(self, hook: str, token_ids: Sequence[int], *, row: int) -> tuple[RowEdit, ...]:
-        """Return what is done to the logits after these tokens, which lie in row `row`, at one hook."""
+        """Return the edits of one hook to the logits behind `token_ids`, row `row` of the step's."""
         processors = self._processors[hook]
         return (RowEdit(row=row, apply=partial(self._process, processors, token_ids)),) if processors else ()
 
     def stopped_by(self, token_ids: Sequence[int], text: str) -> str | None:
-        """Return the first rule that ends the answer after these tokens, the last of which added `text`.
+        """Return the name of the first rule that ends the answer behind `token_ids`; None: none does.
 
         Raises:
             ModelFailed: a rule raised.
@@ -153,7 +152,7 @@ class SequencePlugins:
             try:
                 with plugin_call("logits processor", name):
                     _replace(row, processor(token_ids, row), name=name)
-            except GenserveError as error:  # the other rows have done nothing
+            except GenserveError as error:  # fails this request only: its row becomes NaN
                 self.failure = self.failure or error
                 row[:] = float("nan")
                 return
@@ -161,10 +160,10 @@ class SequencePlugins:
 
 @contextmanager
 def plugin_call(kind: str, name: str) -> Iterator[None]:
-    """Name the plug-in in whatever it raises.
+    """Convert an exception of a plug-in.
 
     Raises:
-        ModelFailed: it raised.
+        ModelFailed: it raised; the message has its kind and name.
     """
     try:
         yield
@@ -190,40 +189,40 @@ def _replace(row: LogitsArray, processed: Any, *, name: str) -> None:
 
 
 class ThinkingBudget:
-    """Picks the end tag where the budget is used up; a `LogitsProcessor` of one token sequence.
+    """Forces the end tag of a thought once its budget is used up; a `LogitsProcessor` of one token sequence.
 
-    A text may think several times; each time has the whole budget.
+    Each thought of an answer has the whole budget.
     """
 
-    hook = "post_penalty"   # no rule of the request forbids the end
+    hook = "post_penalty"   # behind all rules of the request, so none of them can forbid the end tag
 
     def __init__(
         self, *, num_tokens: int, start_id: int, end_id: int, num_prompt_tokens: int, begun: bool
     ) -> None:
-        """Begin before the first token.
+        """Start before the first token.
 
         Args:
             num_tokens: the budget, 0 or more.
             start_id: of the tag that begins a thought.
             end_id: of the tag that ends it.
-            num_prompt_tokens: what follows them is the answer.
-            begun: the prompt ends within a thought, of which its own tokens do not count.
+            num_prompt_tokens: tokens before the answer.
+            begun: whether the prompt ends within a thought; its tokens there do not use up the budget.
         """
         self._num_tokens = num_tokens
         self._start_id = start_id
         self._end_id = end_id
         self._num_read = num_prompt_tokens
-        # How many tokens there were before the thought, its tag included.
-        self._began = num_prompt_tokens if begun else None
+        # Index of the first token of the current thought, behind its tag.
+        self._thought_start = num_prompt_tokens if begun else None
 
     def __call__(self, token_ids: Sequence[int], logits: LogitsArray) -> None:
-        """Forbid all but the end tag, or nothing."""
+        """Forbid every token but the end tag if the budget is used up."""
         for position in range(self._num_read, len(token_ids)):
             if token_ids[position] == self._start_id:
-                self._began = position + 1
+                self._thought_start = position + 1
             elif token_ids[position] == self._end_id:
-                self._began = None
+                self._thought_start = None
         self._num_read = len(token_ids)
-        if self._began is not None and len(token_ids) - self._began >= self._num_tokens:
+        if self._thought_start is not None and len(token_ids) - self._thought_start >= self._num_tokens:
             logits[:] = float("-inf")
             logits[self._end_id] = 0.0

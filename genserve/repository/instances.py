@@ -10,8 +10,8 @@ from genserve.backends.backend import Backend, Placement
 from genserve.config.model_config import InstanceGroup
 from genserve.inference import Inference
 from genserve.inference_statistics import ModelStatistics
-from genserve.schedulers.model_instance import Instance
-from genserve.schedulers.queue_scheduler import Scheduler
+from genserve.schedulers.model_instance import ModelInstance
+from genserve.schedulers.queue_scheduler import QueueScheduler
 from genserve.schedulers.rate_limiter import ResourcePermit
 
 __all__ = ["Instances", "group_placements"]
@@ -29,7 +29,7 @@ class Instances:
         start: Callable[[Placement], Backend],
         *,
         placements: Sequence[Placement],
-        scheduler: Scheduler,
+        scheduler: QueueScheduler,
         statistics: ModelStatistics,
         exit_timeout_s: float,
         permits: Sequence[ResourcePermit] = (),
@@ -51,7 +51,7 @@ class Instances:
         self._exit_timeout_s = exit_timeout_s
         self._permits = permits
         self._instances = [
-            Instance(
+            ModelInstance(
                 lambda placement=placement: start(placement),  # type: ignore[misc]
                 number=number,
                 placement=placement,
@@ -101,7 +101,7 @@ class Instances:
                 self._permits[number].withdraw()
 
 
-def _ended(instance: Instance, *, until_s: float) -> bool:
+def _ended(instance: ModelInstance, *, until_s: float) -> bool:
     if instance.join(max(0.0, until_s - time.monotonic())):
         return True
     return instance.abort() and instance.join(_ABORTED_WITHIN_S)

@@ -7,7 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from genserve.config.backends import DEFAULT_MAX_BATCH_SIZE
-from genserve.schedulers.rate_limiter import Capacity
+from genserve.schedulers.rate_limiter import ResourceCapacity
 
 __all__ = ["ControlMode", "RepositoryOptions"]
 
@@ -39,5 +39,7 @@ class RepositoryOptions:
     max_queue_tokens: int | None = 0        # of their prompts; None: 4 times what the KV cache holds; 0: any
     max_queue_wait_s: float = 0.0           # that a request may wait for its first step; 0: for ever
     histogram_latencies: bool = False       # the time to the first response is measured
-    rate_limiter: bool = False              # instances share the resources that their groups name
-    resources: tuple[Capacity, ...] = ()    # of the rate limiter; empty: what one instance needs at most
+    rate_limiter: bool = False  # instances share the resources that their groups name
+    resources: tuple[
+        ResourceCapacity, ...
+    ] = ()  # of the rate limiter; empty: what one instance needs at most

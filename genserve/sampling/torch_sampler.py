@@ -23,7 +23,7 @@ __all__ = ["TORCH_OPS", "sample_on_device"]
 
 
 def sample_on_device(logits: torch.Tensor, metadata: SamplingMetadata) -> SamplerOutput:
-    """Sample one token per row; see `sampling.sampler.sample_rows`.
+    """Sample one token per row; see `sampler.sample_on_host`.
 
     Only ids, flags and log-probabilities come back from the device, in one copy; nothing else waits for it.
     """

@@ -13,28 +13,27 @@ from functools import partial
 from genserve.config.model_config import DynamicBatching, ModelConfig, QueuePolicy
 from genserve.errors import InferenceError, Status
 from genserve.inference import Inference, InferenceResponse, OnResponse, with_request_id
-from genserve.schedulers.request_queue import ANY_INSTANCE, NOTHING_TO_DO, Plan, Refusal
+from genserve.schedulers.request_queue import ANY_INSTANCE, NO_BATCH, BatchPlan, Rejection
 
-__all__ = ["BatchRules", "DynamicQueue", "Entry", "ResponseOrder", "alike", "plan_batch"]
+__all__ = ["BatchRules", "DynamicQueue", "QueuedRequest", "ResponseOrder", "batch_key", "plan_batch"]
 
-
-# Requests of one batch have the same.
-Alike = Callable[[Inference], Hashable]
+# Requests with equal keys can share a batch.
+BatchKey = Callable[[Inference], Hashable]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRules:
-    """When a batch is complete."""
+    """When a batch is complete. Rows are the sum of the batch sizes of the requests."""
 
-    max_rows: int                                       # 1 where the model does not batch
-    preferred_rows: frozenset[int] = frozenset()        # sizes that run at once; empty: any
-    max_delay_ns: int = 0                               # how long the oldest waits for a better batch
+    max_rows: int                                       # 1 if the model does not batch
+    preferred_rows: frozenset[int] = frozenset()        # sizes that run immediately; empty: any
+    max_delay_ns: int = 0                               # how long the oldest request waits for a larger batch
 
     @classmethod
     def of(
         cls, *, max_batch_size: int, preferred_batch_sizes: Iterable[int], max_queue_delay_us: int
     ) -> BatchRules:
-        """Read them from a config; without preferred sizes the largest is preferred."""
+        """Make the rules of a config; without preferred sizes the largest one is preferred."""
         max_rows = max(1, max_batch_size)
         return cls(
             max_rows=max_rows,
@@ -44,28 +43,28 @@ class BatchRules:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Entry:
-    """One request that waits."""
+class QueuedRequest:
+    """A waiting request."""
 
     inference: Inference
     added_ns: int
-    alike: Hashable = None
+    batch_key: Hashable = None
     expires_ns: int | None = None
 
 
-def alike(config: ModelConfig) -> Alike:
-    """Return what requests must have in common to share a batch.
+def batch_key(config: ModelConfig) -> BatchKey:
+    """Return the function that computes the batch key of a request.
 
-    The shapes of the inputs that may vary and are not ragged; if some are optional, which there are; and the
-    shapes of the states that their sequences have come to.
+    The key holds the shapes of the inputs of variable shape that are not ragged, the names of the inputs if
+    some are optional, and the current shapes of the implicit states of its sequence.
     """
-    of_inputs = _alike_inputs(config)
+    input_key = _input_key(config)
     if config.sequence_batching is None or not config.sequence_batching.states:
-        return of_inputs
-    return lambda sent: (of_inputs(sent), tuple(state.shape for state in (sent.states or {}).values()))
+        return input_key
+    return lambda sent: (input_key(sent), tuple(state.shape for state in (sent.states or {}).values()))
 
 
-def _alike_inputs(config: ModelConfig) -> Alike:
+def _input_key(config: ModelConfig) -> BatchKey:
     enforced = [spec.name for spec in config.inputs if -1 in spec.dims and not spec.allow_ragged_batch]
     first = 1 if config.max_batch_size else 0  # the batch dimension may differ
     if any(spec.optional for spec in config.inputs):
@@ -75,13 +74,13 @@ def _alike_inputs(config: ModelConfig) -> Alike:
     return lambda sent: None
 
 
-def plan_batch(entries: Iterable[Entry], rules: BatchRules, *, now_ns: int) -> Plan:
-    """Walk the queue from its head until a request does not fit; nobody is passed over.
+def plan_batch(entries: Iterable[QueuedRequest], rules: BatchRules, *, now_ns: int) -> BatchPlan:
+    """Form the batch at the head of the queue, without skipping a request.
 
-    A preferred size that was reached runs at once, the largest of them; so does what cannot grow. Anything
-    else waits until the delay of its oldest request is over, and then all of it runs.
+    The largest preferred size that was reached runs immediately, and so does a batch that cannot grow. Any
+    other batch runs when the delay of its oldest request is over.
     """
-    batch: list[Entry] = []
+    batch: list[QueuedRequest] = []
     rows = num_preferred = 0
     largest = max(rules.preferred_rows, default=0)
     is_full = False
@@ -90,7 +89,7 @@ def plan_batch(entries: Iterable[Entry], rules: BatchRules, *, now_ns: int) -> P
             rows_then = rows + entry.inference.batch_size
             if rows_then > largest and not num_preferred:
                 num_preferred = len(batch)
-            if rows_then > rules.max_rows or entry.alike != batch[0].alike:
+            if rows_then > rules.max_rows or entry.batch_key != batch[0].batch_key:
                 is_full = True
                 break
         batch.append(entry)
@@ -98,27 +97,27 @@ def plan_batch(entries: Iterable[Entry], rules: BatchRules, *, now_ns: int) -> P
         if rows in rules.preferred_rows:
             num_preferred = len(batch)
     if not batch:
-        return NOTHING_TO_DO
+        return NO_BATCH
     due_ns = min(entry.added_ns for entry in batch) + rules.max_delay_ns
     is_late = rules.max_delay_ns > 0 and now_ns >= due_ns
     if num_preferred and not is_late:
-        return Plan(_inferences(batch[:num_preferred]))
+        return BatchPlan(_inferences(batch[:num_preferred]))
     if is_full or is_late or rows >= largest or not rules.max_delay_ns:
-        return Plan(_inferences(batch))
-    return Plan(until_ns=due_ns)
+        return BatchPlan(_inferences(batch))
+    return BatchPlan(until_ns=due_ns)
 
 
-def _inferences(entries: Sequence[Entry]) -> tuple[Inference, ...]:
+def _inferences(entries: Sequence[QueuedRequest]) -> tuple[Inference, ...]:
     return tuple(entry.inference for entry in entries)
 
 
 def _shapes(inference: Inference, names: Sequence[str], *, first: int) -> tuple[tuple[int, ...] | None, ...]:
-    inputs = inference.request.inputs  # as sent: controls come and go
+    inputs = inference.request.inputs  # as sent: without the controls, which vary
     return tuple(inputs[name].shape[first:] if name in inputs else None for name in names)
 
 
 class _Turn:
-    """The responses of one request that have not left yet."""
+    """The responses of one request that have not been passed on."""
 
     def __init__(self, on_response: OnResponse) -> None:
         self.on_response = on_response
@@ -126,9 +125,9 @@ class _Turn:
 
 
 class ResponseOrder:
-    """Holds responses back until those of all earlier requests have left; safe from any thread.
+    """Passes responses on in the order in which the requests were executed; safe from any thread.
 
-    The responses of one request are passed on as they come, once it is first.
+    The responses of the oldest unfinished request are passed on as they arrive, all others are held back.
     """
 
     def __init__(self) -> None:
@@ -137,7 +136,7 @@ class ResponseOrder:
         self._is_passing_on = False
 
     def enter(self, inference: Inference) -> None:
-        """Give an inference the last place; from now on its responses go through here."""
+        """Append an inference, and intercept its responses."""
         turn = _Turn(inference.on_response)
         with self._lock:
             self._turns.append(turn)
@@ -147,7 +146,7 @@ class ResponseOrder:
         with self._lock:
             turn.responses.append((response, final))
             if self._is_passing_on:
-                return  # whoever does it now finds this one too; so there is no lock around the callbacks
+                return  # the thread that passes on finds this response too; callbacks run without the lock
             self._is_passing_on = True
         for on_response, passed, is_final in self._due():
             on_response(passed, is_final)
@@ -166,20 +165,20 @@ class ResponseOrder:
 
 
 class DynamicQueue:
-    """A queue that forms batches; the `Queue` protocol.
+    """A `Queue` that forms batches.
 
-    In it stand the levels of priority in order, and in each level those in time before those that are late.
+    It is ordered by priority level, and in a level the requests that have timed out come last.
     """
 
-    def __init__(self, config: DynamicBatching, *, max_batch_size: int, alike: Alike) -> None:
+    def __init__(self, config: DynamicBatching, *, max_batch_size: int, batch_key: BatchKey) -> None:
         """Make a queue.
 
         Args:
-            config: how to batch.
+            config: of the batcher.
             max_batch_size: of the model; 0: each request runs alone.
-            alike: what the requests of one batch must have in common.
+            batch_key: computes the key that the requests of a batch share.
         """
-        self._alike = alike
+        self._batch_key = batch_key
         self._rules = BatchRules.of(
             max_batch_size=max_batch_size,
             preferred_batch_sizes=config.preferred_batch_sizes,
@@ -187,29 +186,29 @@ class DynamicQueue:
         )
         self._order = ResponseOrder() if config.preserve_ordering else None
         policies = config.priority_queue_policy
-        # Without levels there is one, which all are in.
+        # Without priorities there is one level, 0.
         self._default_level = config.default_priority_level if config.priority_levels else 0
         numbers = range(1, config.priority_levels + 1) if config.priority_levels else range(1)
         self._levels = {
             number: _Level(policies.get(number, config.default_queue_policy)) for number in numbers
         }
         self._level_of: dict[Inference, _Level] = {}
-        self._expiries: list[tuple[int, int, Inference]] = []  # a heap; some do not wait any more
+        self._expiries: list[tuple[int, int, Inference]] = []  # a heap; may contain inferences that have left
         self._count = itertools.count()
 
     def __len__(self) -> int:
-        """Inferences that wait."""
+        """Number of waiting inferences."""
         return len(self._level_of)
 
     @property
     def expires_ns(self) -> int | None:
-        """When the next request is late."""
+        """When the next request times out."""
         while self._expiries and not self._is_waiting(self._expiries[0][2]):
             heapq.heappop(self._expiries)
         return self._expiries[0][0] if self._expiries else None
 
     def add(self, inference: Inference, *, now_ns: int) -> int:
-        """Queue an inference at its priority.
+        """Append an inference to the level of its priority.
 
         Raises:
             InferenceError: the level is full.
@@ -219,9 +218,9 @@ class DynamicQueue:
             raise InferenceError(
                 with_request_id("Exceeds maximum queue size", inference.request.id),
                 status=Status.UNAVAILABLE,
-                remedy=f"{len(level)} requests wait, as many as max_queue_size allows; try again later",
+                remedy=f"{len(level)} requests are waiting, the limit set by max_queue_size; try again later",
             )
-        entry = Entry(inference=inference, added_ns=now_ns, alike=self._alike(inference))
+        entry = QueuedRequest(inference=inference, added_ns=now_ns, batch_key=self._batch_key(inference))
         timeout_us = level.timeout_us(inference)
         if timeout_us:
             entry.expires_ns = now_ns + timeout_us * 1000
@@ -230,33 +229,33 @@ class DynamicQueue:
         self._level_of[inference] = level
         return ANY_INSTANCE
 
-    def plan(self, instance: int, *, now_ns: int) -> Plan:
+    def plan(self, instance: int, *, now_ns: int) -> BatchPlan:
         """Return the batch at the head of the queue, if it is complete."""
         return plan_batch(self._entries(), self._rules, now_ns=now_ns)
 
     def start(self, instance: int, batch: Sequence[Inference], *, now_ns: int) -> tuple[Inference, ...]:
-        """Take a batch out."""
+        """Remove a planned batch."""
         for inference in batch:
             self._level_of.pop(inference).remove(inference)
             if self._order is not None:
                 self._order.enter(inference)
         return tuple(batch)
 
-    def done(self, instance: int, batch: Sequence[Inference], *, now_ns: int) -> list[Refusal]:
-        """Nothing follows an execution."""
+    def done(self, instance: int, batch: Sequence[Inference], *, now_ns: int) -> list[Rejection]:
+        """Do nothing."""
         return []
 
-    def cancel(self, inference: Inference, *, now_ns: int) -> list[Refusal]:
-        """Take it out, if it waits."""
+    def cancel(self, inference: Inference, *, now_ns: int) -> list[Rejection]:
+        """Remove an inference if it is still waiting."""
         level = self._level_of.pop(inference, None)
         if level is None:
             return []
         level.remove(inference)
-        return [Refusal(inference, None)]
+        return [Rejection(inference, None)]
 
-    def expire(self, *, now_ns: int) -> list[Refusal]:
-        """Take out what is late, or move it behind its level, as the policy says."""
-        refused: list[Refusal] = []
+    def expire(self, *, now_ns: int) -> list[Rejection]:
+        """Reject the requests that have timed out, or move them to the end of their level, by its policy."""
+        rejected: list[Rejection] = []
         while (expires_ns := self.expires_ns) is not None and expires_ns <= now_ns:
             inference = heapq.heappop(self._expiries)[2]
             level = self._level_of[inference]
@@ -264,11 +263,11 @@ class DynamicQueue:
                 level.late[inference] = level.in_time.pop(inference)
             else:
                 self._level_of.pop(inference).remove(inference)
-                refused.append(Refusal(inference, _timeout()))
-        return refused
+                rejected.append(Rejection(inference, _timeout()))
+        return rejected
 
     def abandon(self, instance: int, *, now_ns: int) -> list[Inference]:
-        """Any instance executes anything."""
+        """Remove everything if the last instance has died: any instance executes any inference."""
         lost = list(self._level_of) if instance == ANY_INSTANCE else []
         for inference in lost:
             self._level_of.pop(inference).remove(inference)
@@ -278,7 +277,7 @@ class DynamicQueue:
         priority = inference.request.priority
         return self._levels[priority if priority in self._levels else self._default_level]
 
-    def _entries(self) -> Iterator[Entry]:
+    def _entries(self) -> Iterator[QueuedRequest]:
         for level in self._levels.values():
             yield from level.in_time.values()
             yield from level.late.values()
@@ -293,8 +292,8 @@ class _Level:
 
     def __init__(self, policy: QueuePolicy) -> None:
         self.policy = policy
-        self.in_time: OrderedDict[Inference, Entry] = OrderedDict()
-        self.late: OrderedDict[Inference, Entry] = OrderedDict()
+        self.in_time: OrderedDict[Inference, QueuedRequest] = OrderedDict()
+        self.late: OrderedDict[Inference, QueuedRequest] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self.in_time) + len(self.late)
@@ -304,14 +303,14 @@ class _Level:
         return 0 < self.policy.max_queue_size <= len(self)
 
     def timeout_us(self, inference: Inference) -> int:
-        """Return how long a request may wait; 0: for ever. A request can only shorten it."""
+        """Return the timeout of a request, 0: none. A request can only shorten that of its level."""
         default_us, own_us = self.policy.default_timeout_us, inference.request.timeout_us
         if self.policy.allow_timeout_override and 0 < own_us < default_us:
             return own_us
         return default_us
 
     def remove(self, inference: Inference) -> None:
-        """Take it out."""
+        """Remove an inference."""
         if self.in_time.pop(inference, None) is None:
             del self.late[inference]
 
@@ -320,5 +319,5 @@ def _timeout() -> InferenceError:
     return InferenceError(
         "Request timeout expired",
         status=Status.UNAVAILABLE,
-        remedy="it waited for longer than its queue policy allows; add instances, or allow more time",
+        remedy="it waited longer than its queue policy allows; add instances or raise the timeout",
     )

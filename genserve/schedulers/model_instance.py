@@ -12,23 +12,24 @@ from genserve.backends.backend import Backend, Placement
 from genserve.errors import GenserveError, InferenceError, Status
 from genserve.inference import CURRENT_EXECUTOR, Executor, Inference
 from genserve.inference_statistics import ModelStatistics
-from genserve.schedulers.queue_scheduler import Scheduler
+from genserve.schedulers.queue_scheduler import QueueScheduler
 
-__all__ = ["Instance"]
+__all__ = ["ModelInstance"]
 
 
 logger = logging.getLogger(__name__)
 
 
-class Instance:
-    """One instance on a thread of its own: Python models may be bound to their thread.
+class ModelInstance:
+    """One instance on a dedicated thread, since Python models may be bound to their thread.
 
-    Whatever it takes ends, or is in the hands of the model. If it dies, what waits for it fails.
+    Each inference that it takes ends, or is held by the model. If it dies, the inferences that wait for it
+    fail.
 
     Attributes:
         placement: its name, kind and device.
-        executor: what it does now.
-        started: done once the backend has started; the exception is the backend's.
+        executor: its current batch.
+        started: done when the backend has started; has the exception of a backend that fails to.
     """
 
     def __init__(
@@ -37,10 +38,10 @@ class Instance:
         *,
         number: int,
         placement: Placement,
-        scheduler: Scheduler,
+        scheduler: QueueScheduler,
         statistics: ModelStatistics,
     ) -> None:
-        """Begin to start the instance; `started` tells when it is."""
+        """Start the thread, which starts the backend; see `started`."""
         self.placement = placement
         self.executor = Executor(name=placement.name)
         self.started: Future[None] = Future()
@@ -54,24 +55,24 @@ class Instance:
 
     @property
     def alive(self) -> bool:
-        """Whether its thread runs."""
+        """Whether its thread is running."""
         return self._thread.is_alive()
 
     @property
     def ready(self) -> bool:
-        """Whether it runs, and its backend does not say that it is not ready."""
+        """Whether it is running and its backend does not report that it is not ready."""
         if self._backend is None or not self.alive:
             return False
         is_ready = getattr(self._backend, "is_ready", None)
         return is_ready is None or bool(is_ready())
 
     def join(self, timeout_s: float | None = None) -> bool:
-        """Wait until it has closed, after its scheduler was; False: it has not in this time."""
+        """Wait until it has closed, after its scheduler has; return False on timeout."""
         self._thread.join(timeout_s)
         return not self.alive
 
     def abort(self) -> bool:
-        """Have the backend break off what it executes; False: it cannot, or executes nothing."""
+        """Have the backend abort the current batch; return False if it cannot, or executes nothing."""
         abort = getattr(self._backend, "abort", None)
         return abort is not None and bool(self.executor.executing) and bool(abort())
 
@@ -87,7 +88,7 @@ class Instance:
         try:
             while (batch := self._scheduler.take(self._number)) is not None:
                 self._execute(backend, batch)
-                del batch  # not kept alive while it waits for the next one
+                del batch  # do not keep it alive while waiting for the next one
         except BaseException as error:
             logger.exception("instance %s died", self.placement.name)
             self._scheduler.abandon(self._number, _death(error, self.placement.name))
@@ -126,5 +127,5 @@ def _death(error: BaseException, name: str) -> InferenceError:
     return InferenceError(
         f"instance {name} died: {type(error).__name__}: {error}",
         status=Status.UNAVAILABLE,
-        remedy="the server's log has the reason; load the model again",
+        remedy="see the server's log for the reason, and load the model again",
     )

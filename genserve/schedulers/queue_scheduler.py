@@ -11,26 +11,60 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from genserve.config.model_config import ModelConfig
 from genserve.errors import GenserveError
 from genserve.inference import Inference
-from genserve.schedulers.dynamic_batcher import DynamicQueue, alike
-from genserve.schedulers.request_queue import ANY_INSTANCE, DirectQueue, Plan, Queue, Refusal, stopping
+from genserve.schedulers.dynamic_batcher import DynamicQueue, batch_key
+from genserve.schedulers.rate_limiter import ResourcePermit
+from genserve.schedulers.request_queue import (
+    ANY_INSTANCE,
+    BatchPlan,
+    DirectQueue,
+    Queue,
+    Rejection,
+    stopping_error,
+)
 from genserve.schedulers.sequence_batcher import SequenceQueue
 from genserve.wakeup import Wakeup
 
-__all__ = ["Permit", "QueueScheduler", "Scheduler", "Timer", "make_scheduler"]
-
+__all__ = ["QueueScheduler", "Timer", "make_scheduler"]
 
 logger = logging.getLogger(__name__)
 
 
-class Timer:
-    """Calls back at given times, from a thread of its own that starts with the first call.
+def make_scheduler(
+    config: ModelConfig, *, num_instances: int, path: Path, permits: Sequence[ResourcePermit] = ()
+) -> QueueScheduler:
+    """Make the scheduler of one version of a model.
 
-    What a callback refers to is kept until then; one that is no longer needed should do nothing.
+    Args:
+        config: of the model, normalised.
+        num_instances: instances that will take batches, numbered from 0.
+        path: the folder of the model, for the files of initial states.
+        permits: of the rate limiter, one per instance; empty: no limit.
+
+    Raises:
+        RepositoryError: the file of an initial state cannot be read, or is too short.
+    """
+    queue = _make_queue(config, num_instances=num_instances, path=path)
+    return QueueScheduler(queue, num_instances=num_instances, permits=permits)
+
+
+def _make_queue(config: ModelConfig, *, num_instances: int, path: Path) -> Queue:
+    if config.sequence_batching is not None:
+        return SequenceQueue(config, num_instances=num_instances, path=path)
+    if config.dynamic_batching is not None:
+        return DynamicQueue(
+            config.dynamic_batching, max_batch_size=config.max_batch_size, batch_key=batch_key(config)
+        )
+    return DirectQueue()
+
+
+class Timer:
+    """Calls back at given times, from a dedicated thread that starts with the first call.
+
+    A callback cannot be cancelled, and keeps its arguments alive until then.
     """
 
     def __init__(self) -> None:
@@ -40,7 +74,7 @@ class Timer:
         self._thread: threading.Thread | None = None
 
     def call_at(self, when_ns: int, callback: Callable[[], None]) -> None:
-        """Call back once it is `when_ns` by `time.monotonic_ns()`. The callback must not block."""
+        """Call back at `when_ns` of `time.monotonic_ns()`. The callback must not block."""
         with self._changed:
             heapq.heappush(self._calls, (when_ns, next(self._order), callback))
             if self._thread is None:
@@ -55,8 +89,8 @@ class Timer:
             try:
                 callback()
             except Exception:
-                logger.exception("a timed call failed")
-            del callback  # not kept alive until the next one is due
+                logger.exception("a timer callback failed")
+            del callback  # do not keep it alive until the next one is due
 
     def _next(self) -> Callable[[], None]:
         with self._changed:
@@ -70,83 +104,33 @@ class Timer:
                 self._changed.wait(remaining_ns / 1e9)
 
 
-class Scheduler(Protocol):
-    """Queues inferences; instances pull. There is no thread in between: one hand-over per batch.
-
-    `submit` and `close` are called from any thread, `take` and `done` by the thread of each instance.
-    A batch can grow until an instance is free, because it is formed when an instance asks for it.
-    """
-
-    @property
-    def num_waiting(self) -> int:
-        """Inferences accepted and not taken."""
-
-    def submit(self, inference: Inference) -> None:
-        """Queue an inference, whose request fits the model's config.
-
-        Raises:
-            InferenceError: the queue is full, the request breaks the rules of its sequence, or the model is
-                being unloaded.
-        """
-
-    def take(self, instance: int) -> Sequence[Inference] | None:
-        """Wait for the next batch for an instance, by number; None: closed.
-
-        What is cancelled or timed out while it waits is ended, and never in a batch. What is cancelled once
-        it is in one is executed: the model may ask whether it was.
-        """
-
-    def done(self, instance: int, batch: Sequence[Inference]) -> None:
-        """Note that `execute` has returned: an iterative request is queued again, a sequence goes on."""
-
-    def close(self) -> None:
-        """Accept no more, and fail what waits; from now on there is nothing to `take`."""
-
-    def abandon(self, instance: int, error: GenserveError) -> None:
-        """Note that an instance has died: what only it could have executed fails.
-
-        After the last one everything fails that waits, and nothing more is accepted.
-        """
-
-
-_TIMER = Timer()  # one thread for all models; it only wakes others
-
-
-class Permit(Protocol):
-    """What an instance must hold while it executes; see the rate limiter."""
-
-    def acquire(self) -> None:
-        """Wait for the next turn; what is held from the last is given back."""
-
-    def release(self) -> None:
-        """Give it back, if it is held."""
-
-    def executed(self) -> None:
-        """Note that the turn was used."""
+_TIMER = Timer()  # one thread for all models; it only wakes other threads
 
 
 class QueueScheduler:
-    """The `Scheduler` of any `Queue`. An instance without work sleeps on its own wakeup.
+    """Queues the inferences of one version of a model; its instances pull batches.
 
-    One lock, held for a plan at a time; requesters are always answered outside of it.
+    There is no scheduler thread: a batch can grow until an instance asks for it. An idle instance sleeps on
+    its own wakeup. One lock is held while a batch is planned; requesters are always answered outside of it.
+    `submit` and `close` are called from any thread, `take` and `done` by the thread of each instance.
     """
 
-    def __init__(self, queue: Queue, *, num_instances: int, permits: Sequence[Permit] = ()) -> None:
+    def __init__(self, queue: Queue, *, num_instances: int, permits: Sequence[ResourcePermit] = ()) -> None:
         """Make a scheduler.
 
         Args:
-            queue: what decides.
-            num_instances: how many instances will take from it, numbered from 0.
-            permits: one for each instance; empty: they need none.
+            queue: decides which requests run when.
+            num_instances: instances that will take batches, numbered from 0.
+            permits: of the rate limiter, one per instance; empty: no limit.
         """
         self._queue = queue
         self._permits = permits
         self._lock = threading.Lock()
         self._wakeups = [Wakeup() for _ in range(num_instances)]
-        self._asleep: list[int] = []  # the last to come is the first to be woken: it is still warm
+        self._asleep: list[int] = []  # a stack: the last to fall asleep has the warmest caches
         self._alive = set(range(num_instances))
         self._closed = False
-        self._armed_ns: int | None = None  # when the timer will look for what has expired
+        self._armed_ns: int | None = None  # when the timer calls `_expire`
 
     @property
     def num_waiting(self) -> int:
@@ -154,72 +138,84 @@ class QueueScheduler:
         return len(self._queue)
 
     def submit(self, inference: Inference) -> None:
-        """Queue an inference."""
+        """Queue an inference that has been validated against the model's config.
+
+        Raises:
+            InferenceError: the queue is full, the request violates the rules of its sequence, or the model is
+                being unloaded.
+        """
         with self._lock:
             if self._closed:
-                raise stopping(inference.request)
+                raise stopping_error(inference.request)
             instance = self._queue.add(inference, now_ns=time.monotonic_ns())
             self._arm()
-            wakeup = None if instance is None else self._woken(instance)
+            wakeup = None if instance is None else self._pop_sleeper(instance)
         inference.when_cancelled(partial(self._cancel, inference))
         if wakeup is not None:
-            wakeup.notify()  # last, since the woken thread runs immediately
+            wakeup.notify()  # last, since the other thread runs immediately
 
     def take(self, instance: int) -> Sequence[Inference] | None:
-        """Wait for the next batch."""
+        """Wait for the next batch of an instance; None: the scheduler is closed.
+
+        Inferences that are cancelled or time out while they wait are ended here. Once they are in a batch
+        they are executed even if cancelled; the model may ask whether they are.
+        """
         permit = self._permits[instance] if self._permits else None
-        is_held = permit is None
+        has_permit = permit is None
         while True:
-            refused: list[Refusal] = []
+            rejected: list[Rejection] = []
             batch: Sequence[Inference] = ()
             wakeup: Wakeup | None = None
             with self._lock:
                 now_ns = time.monotonic_ns()
                 if self._armed_ns is not None and now_ns >= self._armed_ns:
-                    refused = self._queue.expire(now_ns=now_ns)
+                    rejected = self._queue.expire(now_ns=now_ns)
                 plan = self._queue.plan(instance, now_ns=now_ns)
-                if plan.batch and is_held and not refused:
+                if plan.batch and has_permit and not rejected:
                     batch, wakeup = self._start(instance, plan, now_ns=now_ns)
-                is_over = self._closed and not self._queue
-                is_sleepy = not (refused or plan.batch or is_over)
-                if is_sleepy:
+                is_finished = self._closed and not self._queue
+                is_idle = not (rejected or plan.batch or is_finished)
+                if is_idle:
                     self._asleep.append(instance)
             if wakeup is not None:
                 wakeup.notify()
             if batch:
                 return batch
-            _tell(refused)
+            _send(rejected)
             if permit is not None and not plan.batch:
                 permit.release()
-                is_held = False
-            if is_over:
+                has_permit = False
+            if is_finished:
                 return None
-            if is_sleepy:
+            if is_idle:
                 self._sleep(instance, until_ns=plan.until_ns)
-            elif permit is not None and not is_held:
+            elif permit is not None and not has_permit:
                 permit.acquire()
-                is_held = True
+                has_permit = True
 
     def done(self, instance: int, batch: Sequence[Inference]) -> None:
-        """Note that an instance has executed a batch."""
+        """Note that `execute` has returned: iterative requests are queued again, sequences continue."""
         if self._permits:
-            self._permits[instance].executed()  # given back when the next is asked for
+            self._permits[instance].executed()  # released when the next one is requested
         with self._lock:
-            refused = self._queue.done(instance, batch, now_ns=time.monotonic_ns())
+            rejected = self._queue.done(instance, batch, now_ns=time.monotonic_ns())
             self._arm()
-        _tell(refused)
+        _send(rejected)
 
     def close(self) -> None:
-        """Accept no more, and fail what waits."""
+        """Reject new inferences and fail the waiting ones; afterwards `take` returns None."""
         with self._lock:
             self._closed = True
             lost = self._queue.abandon(ANY_INSTANCE, now_ns=time.monotonic_ns())
-            self._ring_all()
+            self._notify_all()
         for inference in lost:
-            inference.fail(stopping(inference.request))
+            inference.fail(stopping_error(inference.request))
 
     def abandon(self, instance: int, error: GenserveError) -> None:
-        """Fail what only this instance could have executed; without any left, everything that waits."""
+        """Note that an instance has died: fail the inferences that only it could execute.
+
+        When the last instance has died, all waiting inferences fail and new ones are rejected.
+        """
         if self._permits:
             self._permits[instance].release()
         with self._lock:
@@ -227,43 +223,43 @@ class QueueScheduler:
             self._alive.discard(instance)
             self._closed = self._closed or not self._alive
             lost = self._queue.abandon(instance if self._alive else ANY_INSTANCE, now_ns=now_ns)
-            self._ring_all()
+            self._notify_all()
         for inference in lost:
             inference.fail(error)
 
     def _start(
-        self, instance: int, plan: Plan, *, now_ns: int
+        self, instance: int, plan: BatchPlan, *, now_ns: int
     ) -> tuple[Sequence[Inference], Wakeup | None]:
-        """Return the batch, and the wakeup of the instance that should plan the rest."""
+        """Return the batch, and the wakeup of an instance that should plan the rest of the queue."""
         batch = self._queue.start(instance, plan.batch, now_ns=now_ns)
         self._arm()
         if self._queue:
-            return batch, self._woken(ANY_INSTANCE)
+            return batch, self._pop_sleeper(ANY_INSTANCE)
         if self._closed:
-            self._ring_all()
+            self._notify_all()
         return batch, None
 
     def _cancel(self, inference: Inference) -> None:
         with self._lock:
-            refused = self._queue.cancel(inference, now_ns=time.monotonic_ns())
-            if refused:
-                self._ring_all()  # another may have stood behind it
-        _tell(refused)
+            rejected = self._queue.cancel(inference, now_ns=time.monotonic_ns())
+            if rejected:
+                self._notify_all()  # a batch may have waited for it
+        _send(rejected)
 
     def _expire(self, due_ns: int) -> None:
         with self._lock:
             if self._armed_ns != due_ns:
-                return  # it has been armed for an earlier time since
+                return  # the timer has been armed for an earlier time since
             self._armed_ns = None
-            refused = self._queue.expire(now_ns=time.monotonic_ns())
+            rejected = self._queue.expire(now_ns=time.monotonic_ns())
             self._arm()
-            self._ring_all()
-        _tell(refused)
+            self._notify_all()
+        _send(rejected)
 
     def _arm(self) -> None:
         expires_ns = self._queue.expires_ns
         if expires_ns is None or (self._armed_ns is not None and self._armed_ns <= expires_ns):
-            return  # the timer looks earlier, and is armed again then
+            return  # the timer fires earlier, and is armed again then
         self._armed_ns = expires_ns
         _TIMER.call_at(expires_ns, partial(_expire, weakref.ref(self), expires_ns))
 
@@ -275,9 +271,9 @@ class QueueScheduler:
             if instance in self._asleep:
                 self._asleep.remove(instance)
                 return
-        wakeup.wait()  # it is being notified just now
+        wakeup.wait()  # another thread is about to notify
 
-    def _woken(self, instance: int) -> Wakeup | None:
+    def _pop_sleeper(self, instance: int) -> Wakeup | None:
         """Return the wakeup of a sleeping instance, to be notified outside of the lock; None: none sleeps."""
         if instance == ANY_INSTANCE:
             return self._wakeups[self._asleep.pop()] if self._asleep else None
@@ -286,45 +282,17 @@ class QueueScheduler:
         self._asleep.remove(instance)
         return self._wakeups[instance]
 
-    def _ring_all(self) -> None:
+    def _notify_all(self) -> None:
         while self._asleep:
             self._wakeups[self._asleep.pop()].notify()
 
 
-def _tell(refused: Sequence[Refusal]) -> None:
-    for refusal in refused:
-        refusal.tell()
+def _send(rejected: Sequence[Rejection]) -> None:
+    for rejection in rejected:
+        rejection.send()
 
 
 def _expire(scheduler: weakref.ref[QueueScheduler], due_ns: int) -> None:
     alive = scheduler()
     if alive is not None:
         alive._expire(due_ns)
-
-
-def make_scheduler(
-    config: ModelConfig, *, num_instances: int, path: Path, permits: Sequence[Permit] = ()
-) -> Scheduler:
-    """Make the scheduler of one version of a model.
-
-    Args:
-        config: of the model, normalised.
-        num_instances: how many instances will take from it, numbered from 0.
-        path: the folder of the model, for the files of initial states.
-        permits: what each instance must hold while it executes, from the rate limiter; empty: nothing.
-
-    Raises:
-        RepositoryError: a file of an initial state cannot be read, or is too short.
-    """
-    queue = _queue(config, num_instances=num_instances, path=path)
-    return QueueScheduler(queue, num_instances=num_instances, permits=permits)
-
-
-def _queue(config: ModelConfig, *, num_instances: int, path: Path) -> Queue:
-    if config.sequence_batching is not None:
-        return SequenceQueue(config, num_instances=num_instances, path=path)
-    if config.dynamic_batching is not None:
-        return DynamicQueue(
-            config.dynamic_batching, max_batch_size=config.max_batch_size, alike=alike(config)
-        )
-    return DirectQueue()

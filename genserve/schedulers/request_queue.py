@@ -13,30 +13,29 @@ from typing import NamedTuple, Protocol
 from genserve.errors import GenserveError, InferenceError, Status
 from genserve.inference import Inference, InferenceRequest, with_request_id
 
-__all__ = ["ANY_INSTANCE", "NOTHING_TO_DO", "DirectQueue", "Plan", "Queue", "Refusal", "stopping"]
-
+__all__ = ["ANY_INSTANCE", "NO_BATCH", "BatchPlan", "DirectQueue", "Queue", "Rejection", "stopping_error"]
 
 ANY_INSTANCE = -1
 
 
-class Plan(NamedTuple):
-    """What an instance may do now."""
+class BatchPlan(NamedTuple):
+    """The batch that an instance may execute now."""
 
-    batch: tuple[Inference, ...] = ()   # empty: nothing
-    until_ns: int | None = None         # then plan again, even if nothing has changed; None: no need to
-
-
-NOTHING_TO_DO = Plan()
+    batch: tuple[Inference, ...] = ()   # empty: none yet
+    until_ns: int | None = None         # when to plan again even if nothing has changed; None: never
 
 
-class Refusal(NamedTuple):
-    """An inference that leaves the queue without having run."""
+NO_BATCH = BatchPlan()
+
+
+class Rejection(NamedTuple):
+    """An inference that leaves the queue without being executed."""
 
     inference: Inference
     error: GenserveError | None         # None: it was cancelled
 
-    def tell(self) -> None:
-        """End the inference."""
+    def send(self) -> None:
+        """End the inference with the error."""
         if self.error is None:
             self.inference.fail_cancelled()
         else:
@@ -44,46 +43,100 @@ class Refusal(NamedTuple):
 
 
 class Queue(Protocol):
-    """The order of things of one scheduler. Times are those of `time.monotonic_ns()`.
+    """Decides which requests of one scheduler run when. Times are `time.monotonic_ns()`.
 
-    The caller ends what is refused, after it has let go of its lock: a requester may call back at once.
+    The caller sends the rejections after it has released its lock, since a requester may call back
+    immediately.
     """
 
     def __len__(self) -> int:
-        """Inferences that wait."""
+        """Number of waiting inferences."""
 
     @property
     def expires_ns(self) -> int | None:
-        """When `expire` has something to do; None: never, as things stand."""
+        """Time at which `expire` has to be called next; None: not while the queue stays as it is."""
 
     def add(self, inference: Inference, *, now_ns: int) -> int | None:
-        """Queue an inference; return the number of the instance that should plan now, ANY_INSTANCE, or None.
+        """Append an inference; return the instance that should plan now, ANY_INSTANCE, or None.
 
         Raises:
-            InferenceError: the queue is full, or the request breaks the rules of its sequence.
+            InferenceError: the queue is full, or the request violates the rules of its sequence.
         """
 
-    def plan(self, instance: int, *, now_ns: int) -> Plan:
-        """Return what an instance may execute now; changes nothing."""
+    def plan(self, instance: int, *, now_ns: int) -> BatchPlan:
+        """Return the batch that an instance may execute now; changes nothing."""
 
     def start(self, instance: int, batch: Sequence[Inference], *, now_ns: int) -> tuple[Inference, ...]:
-        """Take a planned batch out, for an instance; return what it executes."""
+        """Remove a planned batch from the queue; return the batch that the instance executes."""
 
-    def done(self, instance: int, batch: Sequence[Inference], *, now_ns: int) -> list[Refusal]:
-        """Note that an instance has executed what `start` gave it."""
+    def done(self, instance: int, batch: Sequence[Inference], *, now_ns: int) -> list[Rejection]:
+        """Note that an instance has executed the batch that `start` returned."""
 
-    def cancel(self, inference: Inference, *, now_ns: int) -> list[Refusal]:
-        """Take out an inference that was cancelled, and what has no sense without it, if it waits."""
+    def cancel(self, inference: Inference, *, now_ns: int) -> list[Rejection]:
+        """Remove a cancelled inference, and those that depend on it, if it is still waiting."""
 
-    def expire(self, *, now_ns: int) -> list[Refusal]:
-        """Take out what has waited for too long."""
+    def expire(self, *, now_ns: int) -> list[Rejection]:
+        """Remove the inferences that have waited too long."""
 
     def abandon(self, instance: int, *, now_ns: int) -> list[Inference]:
-        """Take out what only this instance could have executed: it is gone. ANY_INSTANCE: everything."""
+        """Remove the inferences that only this instance, which has died, could execute. ANY_INSTANCE: all."""
 
 
-def stopping(request: InferenceRequest) -> InferenceError:
-    """Return the error of a request that comes after `close`."""
+class DirectQueue:
+    """A `Queue` without batching."""
+
+    def __init__(self) -> None:
+        self._waiting: OrderedDict[Inference, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Number of waiting inferences."""
+        return len(self._waiting)
+
+    @property
+    def expires_ns(self) -> int | None:
+        """None: inferences do not expire."""
+        return None
+
+    def add(self, inference: Inference, *, now_ns: int) -> int:
+        """Append an inference; there is no limit."""
+        self._waiting[inference] = None
+        return ANY_INSTANCE
+
+    def plan(self, instance: int, *, now_ns: int) -> BatchPlan:
+        """Return the oldest inference."""
+        return BatchPlan((next(iter(self._waiting)),)) if self._waiting else NO_BATCH
+
+    def start(self, instance: int, batch: Sequence[Inference], *, now_ns: int) -> tuple[Inference, ...]:
+        """Remove the planned inference."""
+        for inference in batch:
+            del self._waiting[inference]
+        return tuple(batch)
+
+    def done(self, instance: int, batch: Sequence[Inference], *, now_ns: int) -> list[Rejection]:
+        """Do nothing."""
+        return []
+
+    def cancel(self, inference: Inference, *, now_ns: int) -> list[Rejection]:
+        """Remove an inference if it is still waiting."""
+        if inference not in self._waiting:
+            return []
+        del self._waiting[inference]
+        return [Rejection(inference, None)]
+
+    def expire(self, *, now_ns: int) -> list[Rejection]:
+        """Do nothing."""
+        return []
+
+    def abandon(self, instance: int, *, now_ns: int) -> list[Inference]:
+        """Remove everything if the last instance has died: any instance executes any inference."""
+        lost = list(self._waiting) if instance == ANY_INSTANCE else []
+        for inference in lost:
+            del self._waiting[inference]
+        return lost
+
+
+def stopping_error(request: InferenceRequest) -> InferenceError:
+    """Return the error of a request that arrives after `close`."""
     return InferenceError(
         with_request_id(
             "Server is stopping, scheduler for model has stopped accepting new inference requests", request.id
@@ -91,56 +144,3 @@ def stopping(request: InferenceRequest) -> InferenceError:
         status=Status.UNAVAILABLE,
         remedy="the model is being unloaded; try again once it is ready",
     )
-
-
-class DirectQueue:
-    """A queue without batching; the `Queue` protocol."""
-
-    def __init__(self) -> None:
-        self._waiting: OrderedDict[Inference, None] = OrderedDict()
-
-    def __len__(self) -> int:
-        """Inferences that wait."""
-        return len(self._waiting)
-
-    @property
-    def expires_ns(self) -> int | None:
-        """Nothing expires."""
-        return None
-
-    def add(self, inference: Inference, *, now_ns: int) -> int:
-        """Queue an inference, without a limit."""
-        self._waiting[inference] = None
-        return ANY_INSTANCE
-
-    def plan(self, instance: int, *, now_ns: int) -> Plan:
-        """Return the one that has waited longest."""
-        return Plan((next(iter(self._waiting)),)) if self._waiting else NOTHING_TO_DO
-
-    def start(self, instance: int, batch: Sequence[Inference], *, now_ns: int) -> tuple[Inference, ...]:
-        """Take it out."""
-        for inference in batch:
-            del self._waiting[inference]
-        return tuple(batch)
-
-    def done(self, instance: int, batch: Sequence[Inference], *, now_ns: int) -> list[Refusal]:
-        """Nothing follows an execution."""
-        return []
-
-    def cancel(self, inference: Inference, *, now_ns: int) -> list[Refusal]:
-        """Take it out, if it waits."""
-        if inference not in self._waiting:
-            return []
-        del self._waiting[inference]
-        return [Refusal(inference, None)]
-
-    def expire(self, *, now_ns: int) -> list[Refusal]:
-        """Nothing expires."""
-        return []
-
-    def abandon(self, instance: int, *, now_ns: int) -> list[Inference]:
-        """Any instance executes anything."""
-        lost = list(self._waiting) if instance == ANY_INSTANCE else []
-        for inference in lost:
-            del self._waiting[inference]
-        return lost

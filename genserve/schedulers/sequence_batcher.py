@@ -6,15 +6,15 @@ import dataclasses
 import heapq
 import itertools
 import logging
-from collections.abc import Sequence as Ordered
+from collections.abc import Sequence
 from pathlib import Path
 
 from genserve.config.model_config import ModelConfig, OldestStrategy, SequenceBatching
 from genserve.errors import InferenceError, Status
 from genserve.inference import Inference, InferenceRequest, RequestFlags
-from genserve.schedulers.dynamic_batcher import Entry, alike
-from genserve.schedulers.request_queue import ANY_INSTANCE, Plan, Refusal
-from genserve.schedulers.sequence_slots import DirectSlots, OldestSlots, Sequence, Slots
+from genserve.schedulers.dynamic_batcher import QueuedRequest, batch_key
+from genserve.schedulers.request_queue import ANY_INSTANCE, BatchPlan, Rejection
+from genserve.schedulers.sequence_slots import DirectSlots, OldestSlots, RequestSequence, Slots
 from genserve.schedulers.sequence_tensors import SequenceControls, SequenceStates
 
 __all__ = ["SequenceQueue"]
@@ -24,11 +24,11 @@ logger = logging.getLogger(__name__)
 
 
 class SequenceQueue:
-    """The `Queue` of a model of sequences.
+    """The `Queue` of a model with sequence batching.
 
-    A sequence gets a slot of an instance and keeps it until its END has run, or until nothing of it has
-    waited for `max_sequence_idle_us`. Without a free slot it waits, with all its requests, for the next one.
-    An iterative request is a sequence of its own: it is queued again until the model lets it go.
+    A sequence keeps a slot of an instance until its END has run, or until none of its requests has been
+    waiting for `max_sequence_idle_us`. If no slot is free, the sequence waits for one. An iterative request
+    is its own sequence, and is queued again until the model releases it.
     """
 
     def __init__(self, config: ModelConfig, *, num_instances: int, path: Path) -> None:
@@ -36,115 +36,106 @@ class SequenceQueue:
 
         Args:
             config: of the model, with `sequence_batching`.
-            num_instances: each has slots of its own.
+            num_instances: each has its own slots.
             path: of the model, for the files of initial states.
 
         Raises:
-            RepositoryError: a file of an initial state cannot be read, or is too short.
+            RepositoryError: the file of an initial state cannot be read, or is too short.
         """
         assert config.sequence_batching is not None
         self._config: SequenceBatching = config.sequence_batching
-        self._alike = alike(config)
+        self._batch_key = batch_key(config)
         self._controls = SequenceControls(self._config, max_batch_size=config.max_batch_size)
         self._states = SequenceStates(self._config.states, max_batch_size=config.max_batch_size, path=path)
         self._max_idle_ns = self._config.max_sequence_idle_us * 1000
         num_slots = _num_slots(config)
         self._slots = [self._make_slots(config, num_slots=num_slots) for _ in range(num_instances)]
         self._free = [(slot, instance) for slot in range(num_slots) for instance in range(num_instances)]
-        self._backlog: dict[Sequence, None] = {}            # sequences without a slot, in order
-        self._open: dict[int | str, Sequence] = {}          # those that take more requests, by a client's id
-        self._sequence_of: dict[Inference, Sequence] = {}   # of all that wait
-        self._running: dict[Inference, Sequence] = {}
-        self._watched: list[tuple[int, int, Sequence]] = []  # a heap, with each sequence once
-        self._count = itertools.count()
+        self._backlog: dict[RequestSequence, None] = {}  # sequences without a slot, in order
+        self._open: dict[int | str, RequestSequence] = {}  # sequences that accept requests, by id
+        self._sequence_of: dict[Inference, RequestSequence] = {}   # of each waiting request
+        self._running: dict[Inference, RequestSequence] = {}
+        self._deadlines = _Deadlines()
         self._next_id = itertools.count(1)
-        self._gone: set[int] = set()                        # instances that died
+        self._dead: set[int] = set()  # instances that have died
 
     def __len__(self) -> int:
-        """Inferences that wait."""
+        """Number of waiting inferences."""
         return len(self._sequence_of)
 
     @property
     def expires_ns(self) -> int | None:
-        """When the next sequence is idle for too long, or has waited too long for a slot."""
-        while self._watched:
-            watched_ns, _, sequence = self._watched[0]
-            if watched_ns == sequence.due_ns:
-                return watched_ns
-            heapq.heappop(self._watched)
-            sequence.watched_ns = None
-            self._watch(sequence, due_ns=sequence.due_ns)
-        return None
+        """When the next sequence has been idle, or has waited for a slot, for too long."""
+        return self._deadlines.next_ns
 
     def add(self, inference: Inference, *, now_ns: int) -> int | None:
-        """Queue an inference behind those of its sequence.
+        """Append an inference to its sequence.
 
         Raises:
-            InferenceError: it has no correlation id, more than one row, or neither starts a sequence nor
+            InferenceError: it has no correlation id or more than one row, or neither starts a sequence nor
                 belongs to one.
         """
-        is_alone = self._config.iterative and not inference.request.correlation_id
-        if is_alone:
+        is_single = self._config.iterative and not inference.request.correlation_id
+        if is_single:
             inference.request = self._numbered(inference.request)
         self._check(inference)
-        sequence = self._begin(inference.request) if is_alone else self._joined(inference.request)
+        sequence = self._begin(inference.request) if is_single else self._joined(inference.request)
         self._append(sequence, inference, now_ns=now_ns)
         return sequence.instance
 
-    def plan(self, instance: int, *, now_ns: int) -> Plan:
-        """Return what may run together on an instance."""
+    def plan(self, instance: int, *, now_ns: int) -> BatchPlan:
+        """Return the requests that may run together on an instance."""
         return self._slots[instance].plan(now_ns=now_ns)
 
-    def start(self, instance: int, batch: Ordered[Inference], *, now_ns: int) -> tuple[Inference, ...]:
-        """Take the batch out, and give it its controls and states."""
+    def start(self, instance: int, batch: Sequence[Inference], *, now_ns: int) -> tuple[Inference, ...]:
+        """Remove a planned batch, and add its controls and states to its inputs."""
         sequences = [self._sequence_of.pop(inference) for inference in batch]
         for inference, sequence in zip(batch, sequences, strict=True):
             sequence.waiting.popleft()
             sequence.running = inference
             self._running[inference] = sequence
             inference.inputs.update(self._controls.of(inference.request), **(inference.states or {}))
-            if not sequence.waiting and not sequence.is_over:
-                self._watch(sequence, due_ns=now_ns + self._max_idle_ns)
+            if not sequence.waiting and not sequence.is_finished:
+                self._deadlines.set(sequence, now_ns + self._max_idle_ns)
         return self._slots[instance].start(batch, sequences)
 
-    def done(self, instance: int, batch: Ordered[Inference], *, now_ns: int) -> list[Refusal]:
-        """Let the sequences go on, and the iterative requests that ask for it be queued again."""
-        refused: list[Refusal] = []
+    def done(self, instance: int, batch: Sequence[Inference], *, now_ns: int) -> list[Rejection]:
+        """Continue the sequences, and queue iterative requests again that the model has rescheduled."""
+        rejected: list[Rejection] = []
         for inference in batch:
             sequence = self._running.pop(inference, None)
             if sequence is None:
-                continue  # it has filled an empty slot
+                continue  # a null request in an empty slot
             sequence.running = None
             if self._config.iterative:
-                refused += self._iterate(sequence, inference, now_ns=now_ns)
-            self._go_on(sequence, now_ns=now_ns)
-        return refused
+                rejected += self._iterate(sequence, inference, now_ns=now_ns)
+            self._advance(sequence, now_ns=now_ns)
+        return rejected
 
-    def cancel(self, inference: Inference, *, now_ns: int) -> list[Refusal]:
-        """Take it out with all that follow it in its sequence, which is over; without a slot, all of it."""
+    def cancel(self, inference: Inference, *, now_ns: int) -> list[Rejection]:
+        """Remove a request and all later ones of its sequence, or the whole sequence if it has no slot."""
         sequence = self._sequence_of.get(inference)
         if sequence is None:
             return []
         first = 0 if sequence in self._backlog else _index(sequence, inference)
         return self._end(sequence, first=first, now_ns=now_ns)
 
-    def expire(self, *, now_ns: int) -> list[Refusal]:
-        """Let go of idle sequences, and take out those that have waited too long for a slot."""
-        refused: list[Refusal] = []
+    def expire(self, *, now_ns: int) -> list[Rejection]:
+        """End idle sequences, and reject those that have waited too long for a slot."""
+        rejected: list[Rejection] = []
         while (due_ns := self.expires_ns) is not None and due_ns <= now_ns:
-            sequence = heapq.heappop(self._watched)[2]
-            sequence.watched_ns = sequence.due_ns = None
-            late = self._end(sequence, first=0, now_ns=now_ns)  # nothing, if it was idle
-            refused += (Refusal(inference, _late_sequence()) for inference, _ in late)
-        return refused
+            sequence = self._deadlines.pop()
+            late = self._end(sequence, first=0, now_ns=now_ns)  # empty if it was idle
+            rejected += (Rejection(inference, _late_sequence()) for inference, _ in late)
+        return rejected
 
     def abandon(self, instance: int, *, now_ns: int) -> list[Inference]:
-        """Take out the sequences that have a slot of this instance."""
-        self._gone.update(range(len(self._slots)) if instance == ANY_INSTANCE else (instance,))
-        self._free = [(slot, owner) for slot, owner in self._free if owner not in self._gone]
+        """Remove the sequences with a slot of this instance, which has died."""
+        self._dead.update(range(len(self._slots)) if instance == ANY_INSTANCE else (instance,))
+        self._free = [(slot, owner) for slot, owner in self._free if owner not in self._dead]
         heapq.heapify(self._free)
         sequences = {*self._open.values(), *self._sequence_of.values(), *self._running.values()}
-        lost: list[Refusal] = []
+        lost: list[Rejection] = []
         for sequence in sequences:
             if instance in (ANY_INSTANCE, sequence.instance):
                 lost += self._end(sequence, first=0, now_ns=now_ns)
@@ -153,8 +144,8 @@ class SequenceQueue:
     def _make_slots(self, config: ModelConfig, *, num_slots: int) -> Slots:
         strategy = self._config.strategy
         if isinstance(strategy, OldestStrategy):
-            return OldestSlots(strategy, max_batch_size=config.max_batch_size, alike=self._alike)
-        return DirectSlots(strategy, num_slots=num_slots, controls=self._controls, alike=self._alike)
+            return OldestSlots(strategy, max_batch_size=config.max_batch_size, batch_key=self._batch_key)
+        return DirectSlots(strategy, num_slots=num_slots, controls=self._controls, batch_key=self._batch_key)
 
     def _check(self, inference: Inference) -> None:
         request = inference.request
@@ -171,12 +162,12 @@ class SequenceQueue:
         self._controls.check(request)
 
     def _numbered(self, request: InferenceRequest) -> InferenceRequest:
-        """Return a request as a sequence of its own; the model must not take it for one that a client has."""
+        """Return a request as its own sequence, with an id that no client uses."""
         number = next(number for number in self._next_id if number not in self._open)
         return dataclasses.replace(request, correlation_id=number, flags=RequestFlags.SEQUENCE_START)
 
-    def _joined(self, request: InferenceRequest) -> Sequence:
-        """Return the sequence that a client means; a new one, if there is none and the request starts it."""
+    def _joined(self, request: InferenceRequest) -> RequestSequence:
+        """Return the sequence of a request; a new one if it is not known and the request starts it."""
         sequence = self._open.get(request.correlation_id)
         if sequence is None:
             if RequestFlags.SEQUENCE_START not in request.flags:
@@ -191,54 +182,54 @@ class SequenceQueue:
             )
         return sequence
 
-    def _begin(self, request: InferenceRequest) -> Sequence:
-        sequence = Sequence(id=request.correlation_id)
+    def _begin(self, request: InferenceRequest) -> RequestSequence:
+        sequence = RequestSequence(id=request.correlation_id)
         if self._free:
             sequence.slot, sequence.instance = heapq.heappop(self._free)
         else:
             self._backlog[sequence] = None
         return sequence
 
-    def _append(self, sequence: Sequence, inference: Inference, *, now_ns: int) -> None:
-        sequence.waiting.append(Entry(inference=inference, added_ns=now_ns))
+    def _append(self, sequence: RequestSequence, inference: Inference, *, now_ns: int) -> None:
+        sequence.waiting.append(QueuedRequest(inference=inference, added_ns=now_ns))
         self._sequence_of[inference] = sequence
         if RequestFlags.SEQUENCE_END in inference.request.flags:
-            self._take_no_more(sequence)
+            self._stop_accepting(sequence)
         if sequence in self._backlog:
             if inference.request.timeout_us:
                 due_ns = now_ns + inference.request.timeout_us * 1000
-                self._watch(sequence, due_ns=min(due_ns, sequence.due_ns or due_ns))
+                self._deadlines.set(sequence, min(due_ns, sequence.due_ns or due_ns))
         else:
-            sequence.due_ns = None  # it is not idle
-            self._go_on(sequence, now_ns=now_ns)
+            sequence.due_ns = None  # not idle
+            self._advance(sequence, now_ns=now_ns)
 
-    def _iterate(self, sequence: Sequence, inference: Inference, *, now_ns: int) -> list[Refusal]:
+    def _iterate(self, sequence: RequestSequence, inference: Inference, *, now_ns: int) -> list[Rejection]:
         if not inference.reschedule or inference.ended:
             return self._end(sequence, first=0, now_ns=now_ns)
         inference.reschedule = False
         inference.request = dataclasses.replace(inference.request, flags=RequestFlags.NONE)
         if inference.cancelled:
-            return [Refusal(inference, None), *self._end(sequence, first=0, now_ns=now_ns)]
-        if sequence.is_over:
-            return [Refusal(inference, _no_start(inference.request))]
+            return [Rejection(inference, None), *self._end(sequence, first=0, now_ns=now_ns)]
+        if sequence.is_finished:
+            return [Rejection(inference, _no_start(inference.request))]
         self._append(sequence, inference, now_ns=now_ns)
         return []
 
-    def _go_on(self, sequence: Sequence, *, now_ns: int) -> None:
-        """Let the next request of a sequence run, or free its slot if there will be none."""
+    def _advance(self, sequence: RequestSequence, *, now_ns: int) -> None:
+        """Make the next request of a sequence ready to run, or free the slot of a sequence that has ended."""
         if sequence.running is not None or sequence.instance is None:
             return
         if sequence.waiting:
-            self._give_states(sequence)
+            self._attach_states(sequence)
             self._slots[sequence.instance].ready(sequence, now_ns=now_ns)
-        elif sequence.is_over:
-            if sequence.instance not in self._gone:
+        elif sequence.is_finished:
+            if sequence.instance not in self._dead:
                 heapq.heappush(self._free, (sequence.slot, sequence.instance))
             sequence.instance = None
             self._fill_slots(now_ns=now_ns)
 
-    def _give_states(self, sequence: Sequence) -> None:
-        """Give the first request its states, which say with whom it can share a batch."""
+    def _attach_states(self, sequence: RequestSequence) -> None:
+        """Attach the states to the first request; their shapes are part of its batch key."""
         inference = sequence.waiting[0].inference
         if inference.states is not None:
             return
@@ -252,35 +243,62 @@ class SequenceQueue:
             del self._backlog[sequence]
             sequence.slot, sequence.instance = heapq.heappop(self._free)
             sequence.due_ns = None
-            self._go_on(sequence, now_ns=now_ns)
+            self._advance(sequence, now_ns=now_ns)
 
-    def _end(self, sequence: Sequence, *, first: int, now_ns: int) -> list[Refusal]:
-        """Take out the requests of a sequence from one on; it is over after those before."""
-        self._take_no_more(sequence)
+    def _end(self, sequence: RequestSequence, *, first: int, now_ns: int) -> list[Rejection]:
+        """Remove the requests of a sequence from index `first` on, after which it ends."""
+        self._stop_accepting(sequence)
         self._backlog.pop(sequence, None)
         sequence.due_ns = None
         if first == 0 and sequence.waiting and sequence.instance is not None:
             self._slots[sequence.instance].withdraw(sequence)
-        refused = []
+        rejected = []
         while len(sequence.waiting) > first:
             inference = sequence.waiting.pop().inference
             del self._sequence_of[inference]
-            refused.append(Refusal(inference, None))
-        self._go_on(sequence, now_ns=now_ns)
-        return refused[::-1]
+            rejected.append(Rejection(inference, None))
+        self._advance(sequence, now_ns=now_ns)
+        return rejected[::-1]
 
-    def _take_no_more(self, sequence: Sequence) -> None:
-        sequence.is_over = True
+    def _stop_accepting(self, sequence: RequestSequence) -> None:
+        sequence.is_finished = True
         if self._open.get(sequence.id) is sequence:
             del self._open[sequence.id]
         if sequence.instance is not None:
             sequence.due_ns = None
 
-    def _watch(self, sequence: Sequence, *, due_ns: int | None) -> None:
+
+class _Deadlines:
+    """The sequences by their `due_ns`. A heap has each sequence once, perhaps earlier than it is due."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, RequestSequence]] = []
+        self._count = itertools.count()
+
+    def set(self, sequence: RequestSequence, due_ns: int | None) -> None:
+        """Set when a sequence is due; None: never."""
         sequence.due_ns = due_ns
-        if due_ns is not None and (sequence.watched_ns is None or due_ns < sequence.watched_ns):
-            sequence.watched_ns = due_ns
-            heapq.heappush(self._watched, (due_ns, next(self._count), sequence))
+        if due_ns is not None and (sequence.heap_ns is None or due_ns < sequence.heap_ns):
+            sequence.heap_ns = due_ns
+            heapq.heappush(self._heap, (due_ns, next(self._count), sequence))
+
+    @property
+    def next_ns(self) -> int | None:
+        """When the first sequence is due; None: there is none."""
+        while self._heap:
+            heap_ns, _, sequence = self._heap[0]
+            if heap_ns == sequence.due_ns:
+                return heap_ns
+            heapq.heappop(self._heap)
+            sequence.heap_ns = None
+            self.set(sequence, sequence.due_ns)
+        return None
+
+    def pop(self) -> RequestSequence:
+        """Remove the sequence that is due at `next_ns`."""
+        sequence = heapq.heappop(self._heap)[2]
+        sequence.heap_ns = sequence.due_ns = None
+        return sequence
 
 
 def _num_slots(config: ModelConfig) -> int:
@@ -290,7 +308,7 @@ def _num_slots(config: ModelConfig) -> int:
     return num_candidates or max(1, config.max_batch_size)
 
 
-def _index(sequence: Sequence, inference: Inference) -> int:
+def _index(sequence: RequestSequence, inference: Inference) -> int:
     return next(i for i, entry in enumerate(sequence.waiting) if entry.inference is inference)
 
 

@@ -23,40 +23,40 @@ __all__ = ["SequenceControls", "SequenceStates", "null_inference"]
 
 
 class SequenceStates:
-    """Makes the first states of sequences; the backend replaces them after each execution."""
+    """Makes the initial states of sequences; the backend replaces them after each execution."""
 
     def __init__(self, specs: Sequence[StateSpec], *, max_batch_size: int, path: Path) -> None:
         """Read the initial states.
 
         Args:
             specs: of the states.
-            max_batch_size: of the model; other than 0, states have a batch dimension of 1.
-            path: of the model, whose folder `initial_state` has the data files.
+            max_batch_size: of the model; unless it is 0, states have a batch dimension of 1.
+            path: of the model; its folder `initial_state` holds the data files.
 
         Raises:
             RepositoryError: a data file cannot be read, or is too short.
         """
         rows = (1,) if max_batch_size else ()
-        self._first = [_first(spec, rows=rows, path=path) for spec in specs]
+        self._initial = [_initial_state(spec, rows=rows, path=path) for spec in specs]
 
     def start(self) -> dict[str, Tensor] | None:
-        """Return the states of a new sequence, by the name of the input; its own, to be written into."""
-        if not self._first:
+        """Return new, writable initial states by input name; None: the model has no states."""
+        if not self._initial:
             return None
         return {
             tensor.name: Tensor(tensor.name, tensor.array.copy(), data_type=tensor.data_type)
-            for tensor in self._first
+            for tensor in self._initial
         }
 
 
-def _first(spec: StateSpec, *, rows: tuple[int, ...], path: Path) -> Tensor:
+def _initial_state(spec: StateSpec, *, rows: tuple[int, ...], path: Path) -> Tensor:
     initial = spec.initial_state
     data_type = DataType.from_config_name(spec.data_type)
     if initial is not None and initial.data_file:
         data = _read(initial, data_type=data_type, file=path / "initial_state" / initial.data_file)
         return Tensor(spec.input_name, data.array.reshape(rows + initial.dims), data_type=data_type)
     dims = spec.dims if initial is None else initial.dims
-    array = np.zeros(rows + tuple(max(dim, 1) for dim in dims), data_type.numpy)  # -1 starts as 1
+    array = np.zeros(rows + tuple(max(dim, 1) for dim in dims), data_type.numpy)  # -1 becomes 1
     if data_type is DataType.BYTES:
         array.fill(b"")
     return Tensor(spec.input_name, array, data_type=data_type)
@@ -69,14 +69,14 @@ def _read(initial: InitialState, *, data_type: DataType, file: Path) -> Tensor:
         raise RepositoryError(
             f"failed to open text file for read {file}: {error.strerror}",
             status=Status.INTERNAL,
-            remedy="put the file of `initial_state { data_file }` there",
+            remedy="put the file there, or correct `initial_state { data_file }` in config.pbtxt",
         ) from None
     num_bytes = math.prod(initial.dims) * data_type.itemsize
     if len(data) < num_bytes:
         raise RepositoryError(
             f"initial_state setting expects {num_bytes} bytes, but the data provided from "
             f"{initial.data_file}only has {len(data)} bytes.",
-            remedy=f"{file} must hold {data_type.name} elements for dims {list(initial.dims)}, row-major",
+            remedy=f"{file} must hold {data_type.name} elements of shape {list(initial.dims)}, row-major",
         )
     content = data if data_type is DataType.BYTES else data[:num_bytes]
     try:
@@ -86,9 +86,9 @@ def _read(initial: InitialState, *, data_type: DataType, file: Path) -> Tensor:
 
 
 class SequenceControls:
-    """Makes the control tensors of a model, of shape [1, 1] where it batches, else [1].
+    """Makes the control tensors of a model: of shape [1, 1] if it batches, else [1].
 
-    The model gets them as inputs like any other; it must not write into them.
+    They are passed as inputs and are read-only for the model.
     """
 
     def __init__(self, config: SequenceBatching, *, max_batch_size: int) -> None:
@@ -103,26 +103,26 @@ class SequenceControls:
         self._kinds = tuple(by_kind)
 
     def check(self, request: InferenceRequest) -> None:
-        """Check that the model can be told the correlation id of a request.
+        """Check that a correlation id has the type that the model expects.
 
         Raises:
-            InferenceError: it is a number and the model expects a string, or the other way round.
+            InferenceError: it is a number and the model expects a string, or vice versa.
         """
         if self._corrid is None:
             return
-        given = DataType.BYTES if isinstance(request.correlation_id, str) else DataType.UINT64
+        actual = DataType.BYTES if isinstance(request.correlation_id, str) else DataType.UINT64
         expected = DataType.from_config_name(self._corrid.data_type)
-        if (given is DataType.BYTES) != (expected is DataType.BYTES):
+        if (actual is DataType.BYTES) != (expected is DataType.BYTES):
             raise InferenceError(
                 with_request_id(
-                    f"sequence batching control '{self._corrid.name}' data-type is '{given.name}', "
+                    f"sequence batching control '{self._corrid.name}' data-type is '{actual.name}', "
                     f"but model '{request.model_name}' expects '{expected.name}'",
                     request.id,
                 )
             )
 
     def of(self, request: InferenceRequest) -> dict[str, Tensor]:
-        """Return the controls of a request that runs."""
+        """Return the controls of a request that is about to run."""
         return self._make(
             start=RequestFlags.SEQUENCE_START in request.flags,
             end=RequestFlags.SEQUENCE_END in request.flags,
@@ -132,7 +132,7 @@ class SequenceControls:
 
     @property
     def of_null(self) -> dict[str, Tensor]:
-        """The controls of what fills an empty slot: everything false, and no correlation id."""
+        """The controls of a null request: everything false, no correlation id."""
         return self._make(start=False, end=False, ready=False, correlation_id=0)
 
     def _make(
@@ -154,13 +154,13 @@ class SequenceControls:
         if data_type is DataType.BYTES:
             array = np.empty(self._shape, object)
             array.fill(correlation_id.encode() if isinstance(correlation_id, str) else b"")
-        else:  # a narrower type gets the low bits
+        else:  # a narrower type keeps the low bits
             array = np.full(self._shape, correlation_id, np.uint64).astype(data_type.numpy)
         return Tensor(control.name, array, data_type=data_type)
 
 
 def null_inference(like: Inference, *, controls: SequenceControls) -> Inference:
-    """Make what fills an empty slot of a batch: inputs as in `like`, all zeros; its responses go nowhere."""
+    """Return a null request for an empty slot: the inputs are those of `like`, filled with zeros."""
     request = like.request
     null = Inference(
         request=InferenceRequest(
@@ -168,7 +168,7 @@ def null_inference(like: Inference, *, controls: SequenceControls) -> Inference:
             model_version=request.model_version,
             inputs={name: _zeros(tensor) for name, tensor in like.inputs.items()},
         ),
-        on_response=_ignore,
+        on_response=_discard,
         batch_size=like.batch_size,
         model_name=like.model_name,
         model_version=like.model_version,
@@ -179,8 +179,8 @@ def null_inference(like: Inference, *, controls: SequenceControls) -> Inference:
     return null
 
 
-def _ignore(response: InferenceResponse | None, final: bool) -> None:  # noqa: FBT001
-    """Nobody asked."""
+def _discard(response: InferenceResponse | None, final: bool) -> None:  # noqa: FBT001
+    """Nobody waits for the responses to a null request."""
 
 
 def _zeros(tensor: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from genserve.errors import GenserveError, RepositoryError
 from genserve.generation_metrics import Metrics
 from genserve.repository.options import ControlMode, RepositoryOptions
 from genserve.repository.repository import Repository
-from genserve.schedulers.rate_limiter import Capacity
+from genserve.schedulers.rate_limiter import ResourceCapacity
 from genserve.server.access_control import AccessControl, address_of, require_safe_addresses
 from genserve.server.app import create_app
 from genserve.server.metrics_port import MetricsPort
@@ -347,9 +347,9 @@ def _repository_options(settings: ServerSettings) -> RepositoryOptions:
     )
 
 
-def _capacity(text: str) -> Capacity:
+def _capacity(text: str) -> ResourceCapacity:
     try:
-        return Capacity.parse(text)
+        return ResourceCapacity.parse(text)
     except ValueError as error:
         raise GenserveError(str(error), remedy="write for example --rate-limit-resource R1:4") from error
 

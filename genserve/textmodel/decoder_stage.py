@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from genserve.backends.python.model_context import CONTEXT_GLOBAL, Host
+from genserve.backends.python.model_context import CONTEXT_GLOBAL, ModelContext
 from genserve.backends.python.model_package import ModelPackage
 from genserve.errors import InferenceError, RepositoryError, Status
 from genserve.generation.engine_thread import EngineThread
@@ -69,10 +69,10 @@ def load_decoding(path: Path, *, name: str) -> Decoding:
     """
     if not path.is_file():
         raise RepositoryError(f"{path} is missing", remedy="`genserve pull` and `genserve export` write one")
-    host = Host(model=name, instance=name, folder=path.parent)
+    context = ModelContext(model=name, instance=name, folder=path.parent)
     folders = (path.parent, path.parent.parent)
-    file = ModelPackage(path, model=name, folders=folders, names={CONTEXT_GLOBAL: host})
-    host.package = file.package
+    file = ModelPackage(path, model=name, folders=folders, names={CONTEXT_GLOBAL: context})
+    context.package = file.package
     try:
         model = _model_of(file, path)
         plugins = plugins_of(model, path)

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Protocol, TypedDict
 
 from genserve.backends.backend import Placement, bytes_parameter, integer_parameter
-from genserve.backends.onnx_session import onnxruntime_module
+from genserve.backends.libraries import import_onnxruntime, import_torch
 from genserve.backends.onnxruntime import open_graph
-from genserve.backends.pytorch import open_module, set_threads, torch_library
+from genserve.backends.pytorch import open_module, set_threads
 from genserve.config.model_config import ModelConfig
 from genserve.generation.logits_model import LogitsModel
 from genserve.textmodel.logits_config import CacheKind, cache_kind, context_length, logits_file, read_parity
@@ -154,7 +154,7 @@ def gpu_obstacle(config: ModelConfig, folder: Path) -> GpuObstacle | None:
 
 
 def _onnxruntime_obstacle() -> GpuObstacle | None:
-    if "CUDAExecutionProvider" not in onnxruntime_module().get_available_providers():
+    if "CUDAExecutionProvider" not in import_onnxruntime().get_available_providers():
         return GpuObstacle(
             reason="the installed ONNX Runtime is the build for CPUs",
             remedy="`pip uninstall onnxruntime`, then `pip install 'genserve[gpu]'`",
@@ -163,7 +163,7 @@ def _onnxruntime_obstacle() -> GpuObstacle | None:
 
 
 def _torch_obstacle() -> GpuObstacle | None:
-    torch = torch_library()     # takes seconds, so only on machines with a GPU
+    torch = import_torch()     # takes seconds, so only on machines with a GPU
     if torch.cuda.is_available():
         return None
     return GpuObstacle(

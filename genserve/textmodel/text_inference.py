@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from genserve.backends.string_tensors import string_tensor, texts
+from genserve.backends.string_tensors import decode_strings, string_tensor
 from genserve.completion import Delta
 from genserve.config.model_config import ModelConfig
 from genserve.errors import Closed, GenserveError, InferenceError, InvalidRequest
@@ -18,7 +18,7 @@ from genserve.inference import Inference, InferenceResponse, Parameter
 from genserve.inference_statistics import ModelStatistics
 from genserve.log import CURRENT_REQUEST
 from genserve.sampling.sampling_params import (
-    SamplingOptions,
+    PARAMETERS,
     SamplingParams,
     sampling_params,
     without_refused_methods,
@@ -30,23 +30,10 @@ __all__ = ["INPUTS", "OUTPUT", "TextInference"]
 
 
 # The names of the established Triton repositories for language models, and ours.
-_PARAMETERS = {
-    "max_tokens": "max_tokens",
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "random_seed": "seed",
-    "repetition_penalty": "repetition_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "presence_penalty": "presence_penalty",
-    "min_tokens": "min_tokens",
-    "beam_width": "beam_width",
-    "length_penalty": "length_penalty",
-    "early_stopping": "early_stopping",
-}
+_PARAMETERS = {row.triton: name for name, row in PARAMETERS.items() if row.triton and row.item is None}
 # What they call the forms of an answer, and what `structured_outputs` does.
 _GUIDES = {"json": "json_object", "json_schema": "json", "regex": "regex", "ebnf_grammar": "grammar"}
-_WORDS = {"stop_words": "stop", "bad_words": "bad_words"}
+_WORDS = {row.triton: name for name, row in PARAMETERS.items() if row.triton and row.item is str}
 _TEXTS = _WORDS | dict.fromkeys(("guided_decoding_guide_type", "guided_decoding_guide"), "structured_outputs")
 # All that a text model reads, and what it gives; an ensemble may have other names for them.
 INPUTS = frozenset({"text_input", "stream", *_PARAMETERS, *_TEXTS})
@@ -127,7 +114,7 @@ class TextInference:
     def _submit(self, inference: Inference, reservation: Reservation) -> None:
         reservation.check()
         params = _params(inference.inputs, inference.request.parameters)
-        prompts = texts(inference.inputs["text_input"])
+        prompts = decode_strings(inference.inputs["text_input"])
         streaming = _scalar(inference.inputs, "stream", default=False)
         if streaming and len(prompts) > 1:
             raise InvalidRequest("a streamed request has one text_input", field="stream")
@@ -220,7 +207,7 @@ def _params(inputs: Mapping[str, Tensor], parameters: Mapping[str, Parameter]) -
     }
     for name, option in _WORDS.items():
         if name in inputs:
-            options[option] = [text for text in texts(inputs[name]) if text]
+            options[option] = [text for text in decode_strings(inputs[name]) if text]
     options |= {name: _parsed(name, parameters[name]) for name in _PLUGINS if name in parameters}
     without_refused_methods(parameters)
     _refuse_unread(parameters)
@@ -235,10 +222,9 @@ def _params(inputs: Mapping[str, Tensor], parameters: Mapping[str, Parameter]) -
 
 def _refuse_unread(parameters: Mapping[str, Parameter]) -> None:
     """Refuse what only tensors say, unless it asks for nothing; Triton passes over what nobody knows."""
-    names = {name: name for name in SamplingOptions.__annotations__} | _PARAMETERS | _TEXTS
-    default = SamplingParams()
+    names = {name: name for name in PARAMETERS} | _PARAMETERS | _TEXTS
     for name in names.keys() & parameters.keys() - _READ:
-        nothing = ("", 1) if name == "beam_width" else ("", getattr(default, names[name]))
+        nothing = ("", 1) if name == "beam_width" else ("", PARAMETERS[names[name]].default)
         if parameters[name] not in nothing:
             raise InvalidRequest(
                 f"{name} is not read from the parameters of a request",
@@ -265,7 +251,7 @@ def _form(inputs: Mapping[str, Tensor]) -> Mapping[str, Any] | None:
 
 def _text(inputs: Mapping[str, Tensor], name: str) -> str:
     """Return the text that an input has for every row of the batch; empty if it is not there."""
-    distinct = set(texts(inputs[name])) if name in inputs else {""}
+    distinct = set(decode_strings(inputs[name])) if name in inputs else {""}
     if len(distinct) > 1:
         raise InvalidRequest(f"the rows of one request have different values of {name}", field=name)
     return distinct.pop() if distinct else ""

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from genserve.backends.batch_runner import Batches
+from genserve.backends.network_backend import BatchRunner
 from genserve.errors import InferenceError
 from genserve.tensor import DataType, Tensor
 from tests.backends.inferences import ask, config_of
@@ -22,7 +22,7 @@ def run_batch(config, *asked, outputs):
         made = outputs(inputs) if callable(outputs) else outputs
         return {name: Tensor(name, made[name]) for name in names}
 
-    Batches(config).execute([one.inference for one in asked], run=run)
+    BatchRunner(config).execute([one.inference for one in asked], run=run)
     return seen, [one.outputs() for one in asked]
 
 

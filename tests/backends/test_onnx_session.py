@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from genserve.backends import onnx_session
-from genserve.backends.onnx_session import num_cores, onnxruntime_module, register_kernels
+from genserve.backends import libraries, onnx_session
+from genserve.backends.libraries import import_onnxruntime
+from genserve.backends.onnx_session import num_cores, register_kernels
 from genserve.errors import GenserveError, MissingDependency
 
 
@@ -30,10 +31,10 @@ def test_two_packages_in_one_folder_are_told_once(
         info.mkdir()
         (info / "METADATA").write_text(f"Name: {package.replace('_', '-')}\nVersion: 1.31.1\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    onnx_session._warn_of_two.cache_clear()
+    libraries._warn_of_two_packages.cache_clear()
     with caplog.at_level(logging.WARNING):
-        onnxruntime_module()
-        onnxruntime_module()
+        import_onnxruntime()
+        import_onnxruntime()
     [record] = caplog.records
     assert "both onnxruntime and onnxruntime-gpu are installed" in record.getMessage()
 
@@ -41,7 +42,7 @@ def test_two_packages_in_one_folder_are_told_once(
 def test_without_a_package_the_error_names_both_extras(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(MissingDependency) as caught:
-        onnxruntime_module()
+        import_onnxruntime()
     assert "genserve[cpu]" in caught.value.remedy
     assert "genserve[gpu]" in caught.value.remedy
 
@@ -52,5 +53,5 @@ def test_kernels_that_cannot_be_loaded_are_an_error_with_a_remedy(
     half = tmp_path / "libgenserve_avx2.so"
     half.write_bytes(b"\x7fELF")
     monkeypatch.setattr(onnx_session, "library_path", lambda: half)
-    with pytest.raises(GenserveError, match=r"does not take the kernels .*build them again"):
-        register_kernels(onnxruntime_module().SessionOptions())
+    with pytest.raises(GenserveError, match=r"cannot load the kernels .*build them again"):
+        register_kernels(import_onnxruntime().SessionOptions())

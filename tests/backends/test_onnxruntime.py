@@ -14,7 +14,7 @@ from genserve.backends.onnxruntime import OnnxRuntimeBackend
 from genserve.config.schema import new_model_config
 from genserve.errors import InferenceError, RepositoryError
 from genserve.inference_statistics import ModelStatistics
-from genserve.schedulers.model_instance import Instance
+from genserve.schedulers.model_instance import ModelInstance
 from genserve.schedulers.queue_scheduler import make_scheduler
 from genserve.tensor import DataType, Tensor
 from tests.backends.inferences import (
@@ -90,7 +90,7 @@ def test_a_batch_is_answered_as_onnx_runtime_answers_each_request_alone(tmp_path
 def test_an_accelerator_that_is_not_there_is_named(tmp_path, caplog):
     sentence_vectors_onnx(tmp_path / "1" / "model.onnx")
     started(OnnxRuntimeBackend, config_of(SENTENCES), tmp_path)
-    assert "tensorrt accelerates on a GPU; m_0 runs on the CPU" in caplog.text
+    assert "the accelerator tensorrt needs a GPU, but m_0 runs on the CPU" in caplog.text
 
 
 def test_an_instance_on_a_gpu_says_what_it_lacks_and_runs_on_the_cpu(tmp_path, caplog):
@@ -125,7 +125,7 @@ def test_inputs_are_read_and_outputs_are_left_where_they_are(tmp_path):
     one_node(tmp_path, "Relu")
     backend = started(OnnxRuntimeBackend, plain(), tmp_path)
     fed, made = [], []
-    run = backend._graph._session.run
+    run = backend._network._session.run
 
     class Spy:
         def run(self, names, feed, options):
@@ -133,7 +133,7 @@ def test_inputs_are_read_and_outputs_are_left_where_they_are(tmp_path):
             made.extend(run(names, feed, options))
             return made
 
-    backend._graph._session = Spy()
+    backend._network._session = Spy()
     x = np.ones((1, 5), dtype=np.float32)
     [answer] = answers(backend, ask({"x": x}))
     assert address(fed[0]) == address(x)
@@ -240,7 +240,7 @@ def test_instances_share_one_session(tmp_path):
     shared = OnnxRuntimeBackend.load(source)
     first = OnnxRuntimeBackend(source, shared, ON_CPU)
     second = OnnxRuntimeBackend(source, shared, Placement(name="m_1", kind="CPU"))
-    assert first._graph is second._graph
+    assert first._network is second._network
 
 
 def test_instances_run_at_the_same_time(tmp_path):
@@ -285,7 +285,7 @@ def test_parameters_become_session_options(tmp_path):
     )
     config = plain(more=more + "optimization { graph { level: -1 } }")
     backend = started(OnnxRuntimeBackend, config, tmp_path)
-    options = backend._graph._session.get_session_options()
+    options = backend._network._session.get_session_options()
     assert (options.intra_op_num_threads, options.inter_op_num_threads) == (3, 2)
     assert options.execution_mode == onnxruntime.ExecutionMode.ORT_PARALLEL
     assert options.graph_optimization_level == onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
@@ -323,7 +323,10 @@ def test_an_output_of_another_shape_than_its_dims_is_told_once(tmp_path, caplog)
         [answer] = answers(backend, ask({"x": np.ones((1, 5), dtype=np.float32)}))
         assert answer["y"].shape == (1, 5)
     [record] = caplog.records
-    assert "shape [1, 5] for output y, where config.pbtxt has [-1, -1, 4], the batch first" in record.message
+    assert (
+        "shape [1, 5] for output y, but config.pbtxt says [-1, -1, 4] (including the batch dimension)"
+        in record.message
+    )
 
 
 MISFITS = [
@@ -504,7 +507,7 @@ def test_sequences_keep_their_states_apart(tmp_path):
     )
     config = config_of(RUNNING_SUM)
     scheduler = make_scheduler(config, num_instances=1, path=tmp_path)
-    instance = Instance(
+    instance = ModelInstance(
         lambda: started(OnnxRuntimeBackend, config, tmp_path),
         number=0,
         placement=ON_CPU,

@@ -106,7 +106,7 @@ def test_two_outputs_are_told_apart_by_their_index_though_their_dims_are_wrong(t
     first, second = direct(file, ids)
     np.testing.assert_allclose(answer["output__0"], first.numpy(), rtol=1e-6)
     np.testing.assert_allclose(answer["output__1"], second.numpy(), rtol=1e-6)
-    told = "answers with shape [2, 3, 4] for output output__0, where config.pbtxt has [-1, -1, -1, 4]"
+    told = "returns shape [2, 3, 4] for output output__0, but config.pbtxt says [-1, -1, -1, 4]"
     assert told in caplog.text
 
 
@@ -303,7 +303,7 @@ def test_a_config_with_another_number_of_inputs_is_refused(tmp_path):
 
 def test_indexes_that_are_not_the_arguments_are_refused(tmp_path):
     message = load_error(tmp_path, plain(("X__1", "X__2")))
-    assert message.startswith("inputs of model 'm' have the indexes 1 (X__1), 2 (X__2)")
+    assert message.startswith("the inputs of model 'm' have the indexes 1 (X__1), 2 (X__2)")
 
 
 def test_strings_of_more_than_one_dimension_are_refused(tmp_path):
@@ -370,7 +370,7 @@ def test_instances_share_one_module(tmp_path):
     shared = PyTorchBackend.load(source)
     first = PyTorchBackend(source, shared, ON_CPU)
     second = PyTorchBackend(source, shared, Placement(name="m_1", kind="CPU"))
-    assert first._module is second._module
+    assert first._network is second._network
 
 
 def test_instances_run_at_the_same_time(tmp_path):

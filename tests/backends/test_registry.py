@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
+from genserve.backends.backend import find_backend
 from genserve.backends.onnxruntime import OnnxRuntimeBackend
 from genserve.backends.pytorch import PyTorchBackend
-from genserve.backends.registry import find_backend
 from genserve.backends.tensorflow import TensorFlowBackend
 from genserve.errors import RepositoryError
 
@@ -41,7 +41,7 @@ def test_the_backends_of_genserve_are_found_by_name(name, backend):
 
 
 def test_a_backend_is_imported_only_when_a_model_asks_for_it():
-    code = "import sys, genserve.backends.registry; print({'torch', 'onnxruntime'} & sys.modules.keys())"
+    code = "import sys, genserve.backends.backend; print({'torch', 'onnxruntime'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 

@@ -27,7 +27,7 @@ def changed_lines(before: str, after: str) -> list[str]:
     return [line for line in lines if line[:1] in "+-" and line[:3] not in ("+++", "---")]
 
 
-def test_an_exported_config_changes_in_the_lines_that_are_meant() -> None:
+def test_an_edit_of_an_exported_config_changes_only_its_lines() -> None:
     text = EXPORTED.read_text(encoding="utf-8")
     edited = edit_config(
         text,
@@ -80,7 +80,7 @@ def layouts(draw: st.DrawFn) -> str:
 
 
 @given(layouts(), st.integers(0, 512), st.text(max_size=8))
-def test_the_edited_text_says_what_is_meant_and_nothing_else(text: str, size: int, value: str) -> None:
+def test_the_edited_text_has_the_new_values_and_no_other_changes(text: str, size: int, value: str) -> None:
     wanted = parse_message(text)
     wanted.max_batch_size = size
     wanted.parameters["intra_op_thread_count"].string_value = value
@@ -95,23 +95,23 @@ def test_the_edited_text_says_what_is_meant_and_nothing_else(text: str, size: in
     assert edited.count("\r\n") in (0, edited.count("\n"))
 
 
-def test_what_is_already_so_stays_as_it_is_written() -> None:
+def test_an_equal_value_stays_as_it_is_written() -> None:
     text = "max_batch_size: 0x8 # as many\nparameters { key: 'k' value { string_value: '2' } }"
     assert edit_config(text, fields={"max_batch_size": 8}, parameters={"k": "2"}) == text
 
 
-def test_a_value_of_an_enumeration_is_written_as_its_name_wherever_it_stands() -> None:
+def test_an_enum_is_written_by_its_name() -> None:
     text = "input [ { data_type: TYPE_FP32 }, { data_type: TYPE_FP32 } ] input { data_type: TYPE_INT8 }"
     edited = edit_config(text, fields={"input[1].data_type": "TYPE_FP16", "input[2].data_type": "TYPE_FP16"})
     assert edited == text.replace("FP32 } ]", "FP16 } ]").replace("INT8", "FP16")
 
 
-def test_the_last_of_two_entries_of_a_key_is_the_one_that_counts() -> None:
+def test_the_last_of_two_entries_with_a_key_is_edited() -> None:
     text = "".join(f'parameters {{ key: "k" value {{ string_value: "{i}" }} }}\n' for i in range(2))
     assert edit_config(text, parameters={"k": "5"}) == text.replace('"1"', '"5"')
 
 
-def test_a_parameter_in_a_comment_is_left_there_if_it_is_not_alone_in_its_line() -> None:
+def test_a_parameter_in_a_longer_comment_stays_there() -> None:
     text = '# such as parameters [ { key: "k" value: { string_value: "2" } } ]\n'
     edited = edit_config(text, parameters={"k": "3"})
     assert edited == text + 'parameters [ { key: "k" value: { string_value: "3" } } ]\n'
@@ -123,6 +123,6 @@ def test_a_text_that_cannot_be_read_is_not_edited(text: str) -> None:
         edit_config(text, fields={"max_batch_size": 8})
 
 
-def test_a_field_within_another_that_is_not_written_is_not_added() -> None:
+def test_a_field_of_a_missing_message_is_not_added() -> None:
     with pytest.raises(RepositoryError, match="cannot be edited"):
         edit_config("", fields={"sequence_batching.oldest.max_candidate_sequences": 8})

@@ -1,4 +1,4 @@
-"""Defaults that depend on the machine; the others are compared with a real Triton in test_to_json.py."""
+"""Defaults that depend on the machine; the others are compared with a real Triton in test_config_json.py."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def normalised(text: str, *, gpus: int, strict: bool = False):
          [("KIND_GPU", 1, [0]), ("KIND_CPU", 2, [])]),
     ],
 )  # fmt: skip
-def test_instances_are_placed_on_what_there_is(text, gpus, groups):
+def test_instances_are_placed_on_available_devices(text, gpus, groups):
     assert normalised(text, gpus=gpus) == (groups, [])
 
 
@@ -49,12 +49,12 @@ def test_instances_are_placed_on_what_there_is(text, gpus, groups):
          "instance group g of model m specifies invalid or unsupported gpu id 3. Available GPUs: 0, 1"),
     ],
 )  # fmt: skip
-def test_gpus_that_are_missing_are_a_warning_or_if_that_is_asked_for_an_error(text, gpus, groups, told):
+def test_missing_gpus_are_a_warning_or_with_strict_placement_an_error(text, gpus, groups, told):
     assert normalised(text, gpus=gpus) == (groups, [f"warning: {told}"])
     assert normalised(text, gpus=gpus, strict=True) == (groups, [f"error: {told}"])
 
 
-def test_a_second_time_changes_nothing(tmp_path: Path):
+def test_normalising_twice_changes_nothing(tmp_path: Path):
     message = new_model_config()
     message.backend, message.max_batch_size = "python", 4
     message.sequence_batching.oldest.SetInParent()
@@ -64,6 +64,6 @@ def test_a_second_time_changes_nothing(tmp_path: Path):
     assert message.SerializeToString(deterministic=True) == once
 
 
-def test_a_model_that_nothing_tells_the_backend_of_is_refused():
+def test_a_model_whose_backend_cannot_be_deduced_is_rejected():
     with pytest.raises(RepositoryError, match=r"form 'model\.<backend_name>'"):
         normalise(new_model_config(), model_folder=Path("m"))

@@ -58,7 +58,7 @@ ensemble_scheduling {
 """
 
 
-def test_every_value_of_a_logits_stage_arrives() -> None:
+def test_every_value_of_a_logits_stage_is_read() -> None:
     config = parse_model_config(LOGITS, source=SOURCE)
     assert (config.name, config.backend, config.platform) == ("m", "onnxruntime", "onnxruntime_onnx")
     assert (config.max_batch_size, config.default_model_filename) == (32, "graph.onnx")
@@ -83,7 +83,7 @@ def test_every_value_of_a_logits_stage_arrives() -> None:
     assert config.parameters == {"max_sequence_length": "4096"}
 
 
-def test_every_value_of_an_ensemble_arrives_and_the_folder_names_it() -> None:
+def test_every_value_of_an_ensemble_is_read_and_its_folder_names_it() -> None:
     config = parse_model_config(ENSEMBLE, source=SOURCE)
     assert (config.name, config.platform, config.decoupled) == ("m", "ensemble", True)
     assert config.ensemble_steps == (
@@ -157,14 +157,14 @@ def test_a_version_policy_is_read_and_the_latest_version_is_the_default(text: st
         ),
     ],
 )
-def test_a_broken_config_is_told_with_its_place_and_a_remedy(text: str, message: str, remedy: str) -> None:
+def test_an_error_has_a_position_and_a_remedy(text: str, message: str, remedy: str) -> None:
     with pytest.raises(ConfigError) as raised:
         parse_model_config(text, source=SOURCE)
     assert raised.value.message == f"{SOURCE}:{message}"
     assert raised.value.remedy == remedy
 
 
-def test_the_older_name_of_iterative_sequences_is_read_and_moves_no_place() -> None:
+def test_the_old_name_of_iterative_sequences_is_read_without_moving_positions() -> None:
     text = 'backend: "python" sequence_batching { generative_sequence: true } nope: 1'
     with pytest.raises(ConfigError, match=f":1:{text.index('nope') + 1}: "):
         parse_model_config(text, source=SOURCE)
@@ -189,13 +189,13 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | No
         read_model_config(file)
 
 
-def test_what_a_config_says_cannot_be_changed() -> None:
+def test_the_values_of_a_config_are_frozen() -> None:
     config = parse_model_config(LOGITS, source=SOURCE)
     with pytest.raises(TypeError):
         config.parameters["max_sequence_length"] = "1"  # type: ignore[index]
 
 
-def test_the_schema_loads_without_grpc_and_stays_the_one_that_tritonclient_has() -> None:
+def test_the_schema_loads_without_grpc_and_is_the_one_of_tritonclient() -> None:
     program = (
         "import sys\n"
         "from genserve.config.schema import new_model_config\n"

@@ -1,4 +1,4 @@
-"""Drafts that know the answer, and err as often as they are told to."""
+"""Proposers that know the answer, and err at a given rate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GrammarCompiler that are tables of which ids may come next."""
+"""Grammars that are tables of the allowed ids."""
 
 from __future__ import annotations
 

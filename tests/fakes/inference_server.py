@@ -14,7 +14,7 @@ from genserve.config.schema import new_model_config
 from genserve.errors import InferenceError, Status
 from genserve.inference import Inference, InferenceResponse
 from genserve.inference_statistics import ModelStatistics
-from genserve.schedulers.model_instance import Instance
+from genserve.schedulers.model_instance import ModelInstance
 from genserve.schedulers.queue_scheduler import make_scheduler
 
 Execute = Callable[[Inference], None]
@@ -41,7 +41,7 @@ class FakeModel:
 
     def __post_init__(self) -> None:
         self.scheduler = make_scheduler(self.config, num_instances=1, path=Path("nowhere"))
-        self.instance = Instance(
+        self.instance = ModelInstance(
             lambda: self,
             number=0,
             placement=Placement(name=f"{self.name}_0", kind="CPU"),

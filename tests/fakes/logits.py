@@ -1,4 +1,4 @@
-"""A logits model over a real, tiny KV cache: what it answers depends on what lies in the blocks."""
+"""A logits model over a real, tiny KV cache: its logits depend on the contents of the blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VOCAB_SIZE = 64
 
 
 def logits_after(token_ids: Sequence[int]) -> FloatArray:
-    """The row that any correct engine must see after these tokens; another history, another row."""
+    """The row that any correct engine gets behind these tokens; different for every history."""
     return _row_after(tuple(token_ids))
 
 
@@ -36,7 +36,7 @@ def greedy_answer(prompt: Sequence[int], *, num_tokens: int) -> list[int]:
 
 
 class PagedLogits:
-    """Implements `LogitsModel`; what a token leaves in its block is itself, and a digest of all before it."""
+    """Implements `LogitsModel`; a block holds each token and a digest of all tokens before it."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class PagedLogits:
         self.vocab_size = VOCAB_SIZE
         self.forwards: list[tuple[int, ...]] = []   # tokens of each sequence, by forward
         self.copies: list[tuple[int, int]] = []
-        # By token id: one that makes the rows of its sequence "nan", or the forward "raise".
+        # By token id: "nan" for the rows of its sequence, or "raise" for the forward.
         self.poison: dict[int, str] = {}
         self.buffer: FloatArray = np.zeros((0, VOCAB_SIZE), dtype=np.float32)
         self._tokens = np.full((self.num_blocks, block_size), -1)

@@ -1,4 +1,4 @@
-"""Sampling metadata of many rows, neutral where nothing is said."""
+"""Sampling metadata of many rows, with neutral defaults."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def metadata_of(
     logprobs: Sequence[LogprobsRequest] = (),
     **columns: Any,
 ) -> SamplingMetadata:
-    """Of `num` rows that draw: a parameter, `seed` or `step` of all, or an array of one for each."""
+    """Metadata of `num` rows that draw; each parameter is one value for all rows, or an array."""
     seed, step = columns.pop("seed", 7), columns.pop("step", np.arange(num))
     params = [
         SamplingParams(**{"temperature": 1.0} | {name: _at(value, row) for name, value in columns.items()})
@@ -38,7 +38,7 @@ def metadata_of(
 
 
 def only(metadata: SamplingMetadata, index: int) -> SamplingMetadata:
-    """One of the rows that draw, by itself."""
+    """One of the rows."""
     return replace(
         metadata,
         drawing=[0],

@@ -70,7 +70,7 @@ def sequence_of(
 
 
 async def sample_loop(sequence: TokenSequence) -> None:
-    """What the shipped decoder stage does."""
+    """The loop of the shipped decoder stage."""
     while not sequence.finished:
         sequence.append(await sequence.sample())
 
@@ -86,7 +86,7 @@ def logits_request(
 
 
 class Clock:
-    """Stands still unless it is told to go on."""
+    """Stands still until a test moves it."""
 
     def __init__(self) -> None:
         self.now_s = 0.0

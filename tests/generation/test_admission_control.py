@@ -1,4 +1,4 @@
-"""Who is refused, and when they should come back; by a clock that the test moves."""
+"""Which requests are rejected, and when to retry them, by a clock that the test moves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def control(*, num_places: int = 2, **limits: float | None) -> AdmissionControl:
 
 
 def busy(admission: AdmissionControl) -> AdmissionControl:
-    """Fill its two places."""
+    """Take both places."""
     admission.accept(2)
     return admission
 
@@ -45,16 +45,16 @@ def step(
 
 @dataclass(eq=False, kw_only=True)
 class Request:
-    """What the simulated loop knows of one request."""
+    """A request of the simulated engine."""
 
     num_places: int
     num_tokens: int
     priority: int
-    num_steps: int      # that it runs for
+    num_steps: int      # until it ends
 
 
-class SimulatedLoop:
-    """A line and places, as the engine has them; each step takes the time that it is told."""
+class SimulatedEngine:
+    """A queue and places, like those of the engine; the caller says how long each step takes."""
 
     def __init__(self, *, num_places: int, **limits: float | None) -> None:
         self.admission = control(num_places=num_places, **limits)
@@ -69,7 +69,7 @@ class SimulatedLoop:
         return self._num_places - sum(request.num_places for request in self.running)
 
     def rejection(self, request: Request) -> Overloaded | None:
-        """Submit a request; returns why it was refused."""
+        """Submit a request; return the error if it was rejected."""
         sizes = {"num_tokens": request.num_tokens, "priority": request.priority}
         try:
             self.admission.check(request.num_places, now_s=self.now_s, **sizes)
@@ -97,7 +97,7 @@ class SimulatedLoop:
     def start(self, request: Request) -> None:
         self.admission.start(request.num_places, num_tokens=request.num_tokens, priority=request.priority)
 
-    def leave_line(self) -> None:
+    def leave_queue(self) -> None:
         request = self.waiting.pop()
         self.start(request)
         self.admission.leave(request.num_places)
@@ -128,23 +128,23 @@ class SimulatedLoop:
 
 
 def served(*, seconds: float = 2.0, **limits: float | None) -> AdmissionControl:
-    """Serve a line, one in each step; two long answers are left, which hold both places."""
-    loop = SimulatedLoop(num_places=2, **limits)
+    """Serve a queue, one request in each step; two long answers are left, which hold both places."""
+    engine = SimulatedEngine(num_places=2, **limits)
     for num_steps in (1, *[2] * 10, 99, 99):
-        loop.submit(num_steps=num_steps)
-    while loop.waiting:
-        loop.step(seconds)
-    assert loop.num_free == 0
-    return loop.admission
+        engine.submit(num_steps=num_steps)
+    while engine.waiting:
+        engine.step(seconds)
+    assert engine.num_free == 0
+    return engine.admission
 
 
 def serve_short_of_memory(admission: AdmissionControl) -> None:
-    """Let eight begin, each 2 s after the other, while one that was preempted finds no memory."""
+    """Start eight requests, 2 s apart, while a preempted one finds no blocks."""
     for _ in range(8):
         step(admission, 2.0)
 
 
-def test_prompts_beyond_the_limit_on_tokens_wait_elsewhere() -> None:
+def test_prompts_beyond_the_limit_on_tokens_are_rejected() -> None:
     admission = control(max_tokens=10)
     join(admission, num_tokens=6)
     join(admission, num_tokens=4)
@@ -155,14 +155,14 @@ def test_prompts_beyond_the_limit_on_tokens_wait_elsewhere() -> None:
     join(admission, num_tokens=6)
 
 
-def test_a_prompt_longer_than_all_that_may_wait_is_taken_where_none_waits() -> None:
+def test_a_prompt_longer_than_the_limit_is_accepted_if_no_other_waits() -> None:
     admission = control(max_tokens=10)
     join(admission, num_tokens=99)
     with pytest.raises(Overloaded):
         join(admission)
 
 
-def test_a_request_that_would_wait_too_long_is_refused_at_once() -> None:
+def test_a_request_that_would_wait_too_long_is_rejected_on_arrival() -> None:
     admission = served(max_wait_s=10)
     for _ in range(5):
         join(admission)     # the fifth waits for 10 s
@@ -170,7 +170,7 @@ def test_a_request_that_would_wait_too_long_is_refused_at_once() -> None:
         join(admission)
 
 
-def test_before_the_engine_was_full_nobody_is_refused_for_a_wait_that_is_not_known() -> None:
+def test_before_the_engine_was_full_no_request_is_rejected_for_its_wait() -> None:
     admission = control(max_wait_s=0.001)
     for _ in range(50):
         join(admission)
@@ -178,17 +178,17 @@ def test_before_the_engine_was_full_nobody_is_refused_for_a_wait_that_is_not_kno
     join(admission)
 
 
-def test_a_line_that_free_places_are_about_to_take_refuses_nobody() -> None:
+def test_a_queue_that_free_places_will_take_rejects_no_request() -> None:
     admission = control(num_places=4, max_wait_s=3)
     serve_short_of_memory(admission)
     step(admission, 2.0, full=False, num_waiting=0)
     for _ in range(5):
-        join(admission)     # the fifth has nobody in front of it but those that the places take
+        join(admission)     # only requests that free places will take are ahead of the fifth
     with pytest.raises(Overloaded, match="would wait about 4 s"):
         join(admission)
 
 
-def test_those_that_begin_together_count_until_nobody_waits() -> None:
+def test_requests_that_start_together_count_until_the_queue_is_empty() -> None:
     admission = busy(control(max_wait_s=10))
     for _ in range(4):
         step(admission, 8.0, num_started=0, num_waiting=9)
@@ -200,7 +200,7 @@ def test_those_that_begin_together_count_until_nobody_waits() -> None:
         join(admission)
 
 
-def test_where_blocks_are_short_free_places_are_no_help() -> None:
+def test_free_places_do_not_help_if_blocks_are_short() -> None:
     admission = control(num_places=4, max_wait_s=3)
     serve_short_of_memory(admission)
     join(admission)
@@ -216,7 +216,7 @@ def test_the_prediction_follows_an_engine_that_becomes_slower() -> None:
         join(admission)
 
 
-def test_those_of_lower_priority_are_no_line_for_one_of_higher() -> None:
+def test_requests_of_lower_priority_do_not_count_for_one_of_higher_priority() -> None:
     admission = served(max_wait_s=10)
     for _ in range(5):
         join(admission, priority=1)
@@ -225,22 +225,22 @@ def test_those_of_lower_priority_are_no_line_for_one_of_higher() -> None:
     join(admission, priority=0)
 
 
-def test_the_refused_are_told_to_come_back_one_after_the_other() -> None:
+def test_rejected_requests_get_increasing_retry_times() -> None:
     admission = served(max_wait_s=10)
     for _ in range(5):
         join(admission, now_s=50.0)
-    told = []
+    retry_after_s = []
     for _ in range(12):
         with pytest.raises(Overloaded) as refused:
             join(admission, now_s=50.0)
-        told.append(refused.value.retry_after_s)
-    assert told == pytest.approx([*range(1, 11), 10, 10])   # later the line might have run dry
+        retry_after_s.append(refused.value.retry_after_s)
+    assert retry_after_s == pytest.approx([*range(1, 11), 10, 10])   # later the queue might be empty
     with pytest.raises(Overloaded) as refused:
         join(admission, now_s=55.0)
     assert refused.value.retry_after_s == pytest.approx(6)
 
 
-def test_a_refusal_by_an_engine_that_nobody_knows_yet_says_half_a_second() -> None:
+def test_without_a_measurement_the_retry_time_is_half_a_second() -> None:
     admission = control(max_requests=0, num_places=1)
     join(admission)
     with pytest.raises(Overloaded, match="the limit is 1") as refused:
@@ -248,7 +248,7 @@ def test_a_refusal_by_an_engine_that_nobody_knows_yet_says_half_a_second() -> No
     assert refused.value.retry_after_s == pytest.approx(0.5)
 
 
-def test_a_line_that_everybody_has_left_is_forgotten() -> None:
+def test_a_queue_that_all_requests_left_is_forgotten() -> None:
     admission = control(num_places=4, max_wait_s=3)
     serve_short_of_memory(admission)
     join(admission)
@@ -259,10 +259,10 @@ def test_a_line_that_everybody_has_left_is_forgotten() -> None:
 
 
 @given(data=st.data(), num_places=st.integers(1, 4))
-def test_nobody_is_refused_for_time_where_nobody_waits_and_what_is_counted_returns_to_zero(
+def test_an_empty_queue_rejects_no_request_and_all_counts_return_to_zero(
     data: st.DataObject, num_places: int
 ) -> None:
-    loop = SimulatedLoop(num_places=num_places, max_requests=20, max_tokens=50, max_wait_s=10)
+    engine = SimulatedEngine(num_places=num_places, max_requests=20, max_tokens=50, max_wait_s=10)
     requests = st.builds(
         Request,
         num_places=st.integers(1, num_places),
@@ -273,67 +273,67 @@ def test_nobody_is_refused_for_time_where_nobody_waits_and_what_is_counted_retur
     for _ in range(data.draw(st.integers(0, 40))):
         match data.draw(st.sampled_from(("submit", "submit", "step", "step", "reserve", "release", "leave"))):
             case "submit":
-                refused = loop.rejection(data.draw(requests))
-                if not (loop.waiting or loop.preparing):
+                refused = engine.rejection(data.draw(requests))
+                if not (engine.waiting or engine.preparing):
                     assert refused is None
             case "step":
-                loop.step(data.draw(st.sampled_from((0.01, 1.0, 25.0, 100.0))))
+                engine.step(data.draw(st.sampled_from((0.01, 1.0, 25.0, 100.0))))
             case "reserve":
-                loop.reserve(1, priority=data.draw(st.integers(0, 2)))
-            case "release" if loop.preparing:
-                loop.release()
-            case "leave" if loop.waiting:
-                loop.leave_line()
-    while loop.preparing:
-        loop.release()
-    while loop.waiting or loop.running:
-        loop.step(1.0)
-    admission = loop.admission
+                engine.reserve(1, priority=data.draw(st.integers(0, 2)))
+            case "release" if engine.preparing:
+                engine.release()
+            case "leave" if engine.waiting:
+                engine.leave_queue()
+    while engine.preparing:
+        engine.release()
+    while engine.waiting or engine.running:
+        engine.step(1.0)
+    admission = engine.admission
     assert (admission.num_accepted, admission.num_tokens, admission.num_preparing) == (0, 0, 0)
-    admission.check(admission.capacity, num_tokens=99, priority=0, now_s=loop.now_s)
+    admission.check(admission.capacity, num_tokens=99, priority=0, now_s=engine.now_s)
 
 
-def one_slot_after_slow_answers() -> SimulatedLoop:
-    """Serve a burst of answers of 20 s, one after the other."""
-    loop = SimulatedLoop(num_places=1, max_wait_s=10)
+def one_slot_after_slow_answers() -> SimulatedEngine:
+    """Serve a burst of answers of 20 s, one at a time."""
+    engine = SimulatedEngine(num_places=1, max_wait_s=10)
     for _ in range(8):
-        loop.submit()
+        engine.submit()
     for _ in range(8):
-        loop.step(20.0)
-    return loop
+        engine.step(20.0)
+    return engine
 
 
 def test_after_a_burst_of_slow_answers_short_ones_show_how_fast_the_engine_is_now() -> None:
-    loop = one_slot_after_slow_answers()
-    told = []
+    engine = one_slot_after_slow_answers()
+    errors = []
     for _ in range(30):
         for _ in range(2):  # one runs, and one waits
-            told.append(loop.rejection(Request(num_places=1, num_tokens=1, priority=0, num_steps=1)))
-        loop.step(0.1)
-    assert told[0] is None
-    assert not any(told[-20:])
+            errors.append(engine.rejection(Request(num_places=1, num_tokens=1, priority=0, num_steps=1)))
+        engine.step(0.1)
+    assert errors[0] is None
+    assert not any(errors[-20:])
 
 
-def test_one_may_always_wait_behind_what_runs_for_long() -> None:
-    loop = one_slot_after_slow_answers()
-    loop.submit(num_steps=9)
-    loop.step(0.1)
-    loop.submit()
-    behind = loop.rejection(Request(num_places=1, num_tokens=1, priority=0, num_steps=1))
+def test_one_request_may_always_wait_behind_long_answers() -> None:
+    engine = one_slot_after_slow_answers()
+    engine.submit(num_steps=9)
+    engine.step(0.1)
+    engine.submit()
+    behind = engine.rejection(Request(num_places=1, num_tokens=1, priority=0, num_steps=1))
     assert behind is not None
     assert "would wait" in behind.message
 
 
-def test_what_was_measured_long_ago_refuses_nobody() -> None:
-    loop = one_slot_after_slow_answers()
-    loop.now_s += 100.0
+def test_an_old_measurement_rejects_no_request() -> None:
+    engine = one_slot_after_slow_answers()
+    engine.now_s += 100.0
     for _ in range(5):
-        loop.submit()
-    loop.step(0.1)  # full again, and fast
-    loop.submit()
+        engine.submit()
+    engine.step(0.1)  # full again, and fast
+    engine.submit()
 
 
-def test_places_of_what_is_being_prepared_are_taken() -> None:
+def test_places_of_requests_in_preparation_are_taken() -> None:
     admission = control(num_places=1, max_requests=1)
     admission.reserve(1, priority=0)
     join(admission)
@@ -343,7 +343,7 @@ def test_places_of_what_is_being_prepared_are_taken() -> None:
     admission.check_count(1, now_s=0.0)
 
 
-def test_what_is_being_prepared_is_in_front() -> None:
+def test_requests_in_preparation_count_for_the_predicted_wait() -> None:
     admission = served(max_wait_s=10)
     admission.reserve(5, priority=0)
     with pytest.raises(Overloaded, match="would wait about 12 s"):

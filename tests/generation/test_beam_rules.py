@@ -43,7 +43,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """So small products take several times as long where threads share them."""
+    """Matrix products this small are several times slower on several threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -112,7 +112,7 @@ def up_to_end(token_ids: list[int], eos: Sequence[int]) -> list[int]:
 
 
 def case_of(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Random options: ours, and transformers' names of them."""
+    """Random options by our names, and by those of transformers."""
     rng = random.Random(seed)
     width = rng.choice([2, 3, 4])
     ours: dict[str, Any] = {
@@ -142,8 +142,8 @@ def case_of(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", CONFIGS)
 @pytest.mark.parametrize("block", range(4))
-def test_the_answers_are_those_of_generate(kind, block):
-    """Twenty random requests, which all share their steps in ours; eos is likely to come early."""
+def test_the_answers_are_those_of_transformers_generate(kind, block):
+    """Twenty random requests, which share their steps; eos is likely to come early."""
     engine = engine_of(kind)
     cases = [case_of(1000 * block + i) for i in range(20)]
     rng = random.Random(block)
@@ -181,8 +181,8 @@ def test_log_softmax_is_torch_s_and_a_row_that_is_not_finite_becomes_nan():
     assert np.isnan(found[1:3]).all()
 
 
-def test_one_that_ends_below_the_width_is_no_answer_but_those_above_are():
-    """With two beams, only the first two candidates may become answers; the third stands by."""
+def test_a_candidate_that_ends_below_the_width_is_no_hypothesis():
+    """With two beams, only the first two candidates may become hypotheses; the third is a reserve."""
     rules = BeamRules(width=2, length_penalty=1.0, early_stopping=False, max_new_tokens=9)
     candidates = [Candidate(beam=0, token_id=i, score=-1.0 - i) for i in range(4)]
 
@@ -196,7 +196,7 @@ def test_one_that_ends_below_the_width_is_no_answer_but_those_above_are():
     assert not after.done
 
 
-def test_a_search_is_over_when_transformers_heuristic_says_so():
+def test_a_search_is_done_when_transformers_heuristic_says_so():
     rng = random.Random(0)
     verdicts = set()
     for _ in range(300):

@@ -1,4 +1,4 @@
-"""Beam searches in an engine: their company, their slots, and what is said before the end."""
+"""Beam searches in an engine: with other requests, their places, and what they stream."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def add(engine: Engine, group: BeamSearch) -> None:
 
 
 def run(engine: Engine) -> int:
-    """Run to the end; returns how many were preempted meanwhile."""
+    """Run to the end; return the number of preemptions."""
     num_preempted = 0
     while (result := engine.step()) is not None:
         engine.check_integrity()
@@ -48,7 +48,7 @@ def answers_of(group: BeamSearch) -> list[list[int]]:
 
 
 def alone(prompt, **options) -> list[list[int]]:
-    """The answers of a search that has an engine for itself."""
+    """The answers of a search that has the engine to itself."""
     engine, group = Engine(PagedLogits(max_num_seqs=8), decode=sample_loop), search_of(prompt, **options)
     add(engine, group)
     run(engine)
@@ -61,8 +61,8 @@ def random_prompt(rng: random.Random, longest: int = 20) -> list[int]:
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
 @pytest.mark.parametrize("seed", range(15))
-def test_company_arrivals_departures_and_short_memory_never_change_an_answer(seed, prefix_cache):
-    """Searches and ordinary sequences over few slots and a cache that cannot hold them all."""
+def test_other_requests_and_preemptions_never_change_an_answer(seed, prefix_cache):
+    """Searches and ordinary sequences over few places and a cache that cannot hold them all."""
     rng = random.Random(seed)
     model = PagedLogits(max_num_seqs=rng.choice([3, 4, 7, 8]), num_blocks=rng.choice([30, 40, 100]))
     engine = Engine(model, decode=sample_loop, max_num_batched_tokens=8, prefix_cache=prefix_cache)
@@ -103,7 +103,7 @@ def test_company_arrivals_departures_and_short_memory_never_change_an_answer(see
         assert other.token_ids[len(prompt) :] == greedy_answer(prompt, num_tokens=other.params.max_tokens)
 
 
-def test_searches_that_do_not_fit_beside_each_other_take_turns_and_come_to_the_same():
+def test_searches_that_do_not_fit_together_take_turns_with_the_same_answers():
     model = PagedLogits(max_num_seqs=6, max_length=32, block_size=4, num_blocks=12)
     engine = Engine(model, decode=sample_loop)
     groups = [search_of([i, 9, 9], max_tokens=13, max_length=32) for i in (1, 2)]
@@ -154,7 +154,7 @@ def test_a_search_waits_until_all_its_beams_have_a_place_and_is_not_overtaken():
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_groups_of_beams_are_those_of_a_plain_diverse_search(seed):
+def test_beam_groups_are_those_of_a_plain_diverse_search(seed):
     rng = random.Random(seed)
     num_groups, width = rng.choice([(2, 1), (3, 1), (2, 2), (3, 2)])
     prompt, penalty, num_tokens = random_prompt(rng), rng.choice([0.3, 1.0, 5.0]), rng.choice([1, 2, 6, 10])
@@ -177,7 +177,7 @@ def test_groups_of_beams_are_those_of_a_plain_diverse_search(seed):
 def plain_diverse_search(
     prompt, *, num_groups, width, penalty, length_penalty, ends, num_tokens
 ) -> list[list[int]]:
-    """Group after group, all that could follow in one sorted list; `width` answers end a group."""
+    """Group after group, all continuations in one sorted list; `width` answers end a group."""
     beams = [[(0.0, [])] for _ in range(num_groups)]
     finished: list[list[tuple[float, list[int]]]] = [[] for _ in range(num_groups)]
     for step in range(1, num_tokens + 1):
@@ -203,8 +203,8 @@ def plain_diverse_search(
     return [answer for _, answer in sorted(chain(*finished), reverse=True)]
 
 
-def test_what_streams_before_the_end_is_the_beginning_of_every_answer():
-    """Nothing is ever taken back: each delta only adds, and there are some before the last."""
+def test_tokens_streamed_before_the_end_are_a_prefix_of_every_answer():
+    """Deltas only append, and some come before the last."""
     num_early = 0
     for seed in range(30):
         prompt = random_prompt(random.Random(seed))
@@ -223,7 +223,7 @@ def test_what_streams_before_the_end_is_the_beginning_of_every_answer():
     assert num_early > 10
 
 
-def test_log_probabilities_are_those_of_the_winning_beam_before_any_rule():
+def test_logprobs_are_those_of_the_winning_beam_before_any_processor():
     engine = Engine(PagedLogits(), decode=sample_loop)
     group = search_of(
         [4, 5], n=2, max_tokens=8, logprobs=True, top_logprobs=2, repetition_penalty=1.5, eos_token_ids=[1]
@@ -242,7 +242,7 @@ def test_log_probabilities_are_those_of_the_winning_beam_before_any_rule():
 
 
 def test_a_stop_string_completes_an_answer_as_an_ending_token_does():
-    """A stop string of one token is the same as that token, but for the text."""
+    """A stop string of one token is the same as that stop token, except for the text."""
     by_token, by_text = (
         alone([8, 9], n=3, max_tokens=10, length_penalty=0.0, **stop)
         for stop in ({"stop_token_ids": (17,)}, {"stop_at": 17})
@@ -251,7 +251,7 @@ def test_a_stop_string_completes_an_answer_as_an_ending_token_does():
     assert any(17 in answer for answer in by_text)
 
 
-def test_a_candidate_of_a_search_with_stop_strings_costs_no_more_the_longer_its_answer_is():
+def test_the_cost_of_a_candidate_with_stop_strings_does_not_grow_with_its_answer():
     class Counting(IdText):
         def push(self, token_id):
             pushed.append(token_id)
@@ -268,8 +268,8 @@ def test_a_candidate_of_a_search_with_stop_strings_costs_no_more_the_longer_its_
     assert counts[1] - counts[0] <= 10 * (6 + 3), "six candidates and three beams in each step"
 
 
-def test_fewer_tokens_than_beams_leave_as_many_beams_as_there_can_be():
-    """Two tokens are allowed: at the first step there are two beams, then four, of which three go on."""
+def test_fewer_allowed_tokens_than_beams_leave_fewer_beams():
+    """Two tokens are allowed: the first step leaves two beams, the next four, of which three continue."""
     group_options = {"n": 3, "max_tokens": 4, "allowed_token_ids": (6, 7), "length_penalty": 0.0}
     answers = alone([1, 2], **group_options)
     scored = []
@@ -301,7 +301,7 @@ def test_rules_that_leave_no_token_fail_the_search_and_no_other():
     assert other.finish_reason is FinishReason.LENGTH
 
 
-def test_a_text_that_cannot_be_made_fails_its_search_and_no_other():
+def test_a_failing_detokenizer_fails_its_search_and_no_other():
     class Broken(IdText):
         def push(self, token_id):
             raise RuntimeError("no text")
@@ -318,7 +318,7 @@ def test_a_text_that_cannot_be_made_fails_its_search_and_no_other():
 
 
 @pytest.mark.parametrize("effect", ["nan", "raise"])
-def test_a_forward_that_fails_fails_all_answers_and_frees_all_blocks(effect):
+def test_a_failing_forward_fails_all_answers_and_frees_all_blocks(effect):
     model = PagedLogits()
     model.poison[5] = effect
     engine = Engine(model, decode=sample_loop)
@@ -331,7 +331,7 @@ def test_a_forward_that_fails_fails_all_answers_and_frees_all_blocks(effect):
     engine.check_integrity()
 
 
-def test_logits_on_another_device_come_to_the_same_answers():
+def test_logits_on_another_device_give_the_same_answers():
     class TorchLogits(PagedLogits):
         def forward(self, batch):
             return torch.from_numpy(super().forward(batch))
@@ -342,7 +342,7 @@ def test_logits_on_another_device_come_to_the_same_answers():
     assert answers_of(group) == alone([3, 4], n=2, max_tokens=8)
 
 
-def test_the_prompt_of_a_search_is_taken_from_the_cache_and_left_there():
+def test_the_prompt_of_a_search_is_read_from_the_prefix_cache_and_stays_there():
     engine = Engine(PagedLogits(max_num_seqs=8), decode=sample_loop)
     prompt = list(range(30))
     groups = [search_of(prompt, max_tokens=5) for _ in range(2)]
@@ -353,7 +353,7 @@ def test_the_prompt_of_a_search_is_taken_from_the_cache_and_left_there():
     assert answers_of(groups[0]) == answers_of(groups[1])
 
 
-def test_a_search_whose_time_is_over_gives_the_best_it_has():
+def test_an_expired_search_returns_its_best_hypotheses():
     clock = Clock()
     engine = Engine(PagedLogits(), decode=sample_loop, clock=clock)
     group = search_of([3, 4], n=2, max_tokens=20, deadline_s=5.0)
@@ -370,7 +370,7 @@ def test_a_search_whose_time_is_over_gives_the_best_it_has():
 
 @pytest.mark.parametrize("budget", [64, 68, 100, 128, 200, 256])
 @pytest.mark.parametrize("width", [2, 3, 4])
-def test_the_longest_search_that_is_let_in_comes_to_its_end(budget, width):
+def test_the_longest_accepted_search_finishes(budget, width):
     model = PagedLogits(max_num_seqs=4, max_length=64, block_size=4, num_blocks=budget // 4)
     engine = Engine(model, decode=sample_loop)
     longest = engine.max_tokens_per_sequence(width)

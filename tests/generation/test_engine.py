@@ -27,7 +27,7 @@ def answer(sequence: TokenSequence) -> list[int]:
     return sequence.token_ids[sequence.num_prompt_tokens :]
 
 
-def test_one_prompt_is_answered_as_by_a_loop_without_cache():
+def test_a_prompt_is_answered_as_by_a_loop_without_cache():
     engine = Engine(PagedLogits(), decode=sample_loop)
     sequence = sequence_of([5, 6, 7], max_tokens=10)
     engine.add(sequence)
@@ -38,8 +38,8 @@ def test_one_prompt_is_answered_as_by_a_loop_without_cache():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_company_arrivals_and_departures_never_change_an_answer(seed):
-    """Random prompts, lengths, arrival steps and cancellations, over few slots and small chunks."""
+def test_other_requests_never_change_an_answer(seed):
+    """Random prompts, lengths, arrival steps and cancellations, over few places and small chunks."""
     rng = random.Random(seed)
     model = PagedLogits(max_num_seqs=rng.choice([1, 2, 4]))
     engine = Engine(model, decode=sample_loop, max_num_batched_tokens=8)
@@ -71,7 +71,7 @@ def test_company_arrivals_and_departures_never_change_an_answer(seed):
         assert answer(sequence) == greedy_answer(prompt, num_tokens=sequence.params.max_tokens)
 
 
-def test_a_prompt_shares_the_forward_of_those_that_decode():
+def test_a_prompt_shares_the_forward_with_decodes():
     model = PagedLogits()
     engine = Engine(model, decode=sample_loop)
     engine.add(sequence_of([1, 2, 3], max_tokens=20))
@@ -82,7 +82,7 @@ def test_a_prompt_shares_the_forward_of_those_that_decode():
     assert model.forwards[4:7] == [(1,), (1, 2), (1, 1)]
 
 
-def test_prompts_that_arrive_together_are_computed_together_as_they_are():
+def test_prompts_that_arrive_together_are_computed_in_one_forward():
     model = PagedLogits()
     engine = Engine(model, decode=sample_loop)
     for prompt in ([1, 2, 3], [4], [5, 6]):
@@ -91,7 +91,7 @@ def test_prompts_that_arrive_together_are_computed_together_as_they_are():
     assert sorted(model.forwards[0]) == [1, 2, 3]
 
 
-def test_a_long_prompt_is_computed_in_chunks_and_others_decode_beside_them():
+def test_a_long_prompt_is_computed_in_chunks_while_others_decode():
     model = PagedLogits()
     engine = Engine(model, decode=sample_loop, max_num_batched_tokens=8)
     engine.add(sequence_of([1, 2], max_tokens=30))
@@ -102,7 +102,7 @@ def test_a_long_prompt_is_computed_in_chunks_and_others_decode_beside_them():
     assert model.forwards == [(2,), (1, 7), (1, 7), (1, 2), (1, 1)]
 
 
-def test_more_requests_than_share_a_forward_wait_and_are_served():
+def test_requests_beyond_max_num_seqs_wait_and_are_served():
     engine = Engine(PagedLogits(max_num_seqs=2), decode=sample_loop)
     sequences = [sequence_of([i], max_tokens=3) for i in range(5)]
     for sequence in sequences:
@@ -111,7 +111,7 @@ def test_more_requests_than_share_a_forward_wait_and_are_served():
     assert [answer(s) for s in sequences] == [greedy_answer([i], num_tokens=3) for i in range(5)]
 
 
-def test_the_lowest_priority_goes_first_and_equals_in_their_order():
+def test_requests_run_by_priority_and_then_by_arrival():
     engine = Engine(PagedLogits(max_num_seqs=1), decode=sample_loop)
     priorities = [1, 0, 2, -1, 0, 1]
     sequences = [sequence_of([i], max_tokens=2, priority=p) for i, p in enumerate(priorities)]
@@ -123,8 +123,8 @@ def test_the_lowest_priority_goes_first_and_equals_in_their_order():
     assert [sequences.index(s) for s in ended] == [3, 1, 4, 0, 5, 2]
 
 
-def test_one_that_was_preempted_goes_before_its_equals():
-    """Two fit into the cache as long as they are short; the younger waits again, a third one behind it."""
+def test_a_preempted_request_goes_before_others_of_its_priority():
+    """Two fit into the cache while they are short; then the younger is preempted, before a third one."""
     engine = Engine(PagedLogits(max_num_seqs=2, max_length=16, num_blocks=4), decode=sample_loop)
     sequences = [sequence_of([i], max_length=16, max_tokens=n) for i, n in enumerate([12, 12, 4])]
     for sequence in sequences:
@@ -137,7 +137,7 @@ def test_one_that_was_preempted_goes_before_its_equals():
     assert ended == sequences
 
 
-def test_a_cancelled_sequence_frees_its_place_at_once():
+def test_a_cancelled_sequence_frees_its_place():
     engine = Engine(PagedLogits(max_num_seqs=1), decode=sample_loop)
     first, second = sequence_of([1], max_tokens=50), sequence_of([2], max_tokens=3)
     engine.add(first)
@@ -163,7 +163,7 @@ def test_a_row_of_nan_fails_that_sequence_alone():
     assert answer(good) == greedy_answer([1], num_tokens=4)
 
 
-def test_a_forward_that_raises_fails_its_sequences_and_the_engine_goes_on():
+def test_a_failing_forward_fails_its_sequences_and_the_engine_continues():
     model = PagedLogits()
     model.poison[POISON] = "raise"
     engine = Engine(model, decode=sample_loop)
@@ -175,8 +175,8 @@ def test_a_forward_that_raises_fails_its_sequences_and_the_engine_goes_on():
     assert answer(later) == greedy_answer([1], num_tokens=4)
 
 
-def test_a_loop_of_ones_own_gets_the_logits_as_a_view_and_shares_the_forward():
-    """The second best token each time, beside a sequence that samples."""
+def test_a_custom_loop_gets_a_view_of_the_logits_and_shares_the_forward():
+    """Appends the second best token each time."""
     views = []
 
     async def second_best(sequence: TokenSequence) -> None:
@@ -277,7 +277,7 @@ def test_a_broken_loop_fails_its_own_sequence_with_the_reason(decode, words):
     assert answer(good) == greedy_answer([1], num_tokens=4)
 
 
-def test_logprobs_are_those_of_the_picked_tokens():
+def test_logprobs_are_those_of_the_sampled_tokens():
     engine = Engine(PagedLogits(), decode=sample_loop)
     sequence = sequence_of([5], max_tokens=3, logprobs=True)
     engine.add(sequence)
@@ -290,7 +290,7 @@ def test_logprobs_are_those_of_the_picked_tokens():
         history.append(token_id)
 
 
-def test_a_seed_gives_the_same_answer_alone_and_in_company():
+def test_a_seed_gives_the_same_answer_alone_and_with_other_requests():
     def one(company: int) -> list[int]:
         engine = Engine(PagedLogits(max_num_seqs=8), decode=sample_loop)
         for i in range(company):
@@ -304,7 +304,7 @@ def test_a_seed_gives_the_same_answer_alone_and_in_company():
     assert one(0) == one(5)
 
 
-def test_a_loop_may_begin_with_tokens_of_its_own():
+def test_a_loop_may_append_tokens_before_it_samples():
     async def forced(sequence: TokenSequence) -> None:
         sequence.append(11)
         await sample_loop(sequence)
@@ -360,7 +360,7 @@ def test_nothing_that_a_loop_does_ends_the_engine(decode):
     assert list(run(engine)) == [bad]
 
 
-def test_a_loop_that_raises_at_its_end_is_let_go():
+def test_a_loop_that_raises_while_it_is_closed_is_dropped():
     async def stubborn(sequence: TokenSequence) -> None:
         try:
             await sample_loop(sequence)
@@ -380,7 +380,7 @@ def test_a_loop_that_raises_at_its_end_is_let_go():
 
 
 def ask(engine: Engine, *histories: list[int]) -> list[np.ndarray]:
-    """Ask for the logits after each history, all at once, and run until there is nothing to do."""
+    """Submit a logits request for each history, and run until there is nothing to do."""
     requests = [logits_request(history) for history in histories]
     for request in requests:
         request.submitted_s = engine.clock()
@@ -398,7 +398,7 @@ def assert_logits(rows: list[np.ndarray], *histories: list[int]) -> None:
         np.testing.assert_array_equal(row, logits_after(history))
 
 
-def test_a_growing_list_of_ids_is_computed_one_token_at_a_time():
+def test_a_growing_logits_request_is_computed_one_token_at_a_time():
     model = PagedLogits()
     engine = Engine(model, decode=sample_loop)
     history = [5, 6, 7]
@@ -429,13 +429,13 @@ def test_loops_over_the_logits_share_their_steps_with_each_other_and_with_sequen
     assert answer(sequence) == greedy_answer([4], num_tokens=20)
 
 
-def test_the_row_belongs_to_the_receiver():
+def test_a_row_of_logits_belongs_to_its_receiver():
     model = PagedLogits()
     [row] = ask(Engine(model, decode=sample_loop), [1, 2])
     assert not np.shares_memory(row, model.buffer)
 
 
-def test_ids_that_branch_off_share_the_blocks_before_and_both_go_on():
+def test_logits_requests_with_a_common_prefix_share_its_blocks():
     model = PagedLogits()
     engine = Engine(model, decode=sample_loop)
     first, second = list(range(20)), [*range(18), 60, 61, 62]
@@ -445,7 +445,7 @@ def test_ids_that_branch_off_share_the_blocks_before_and_both_go_on():
     assert model.forwards == [(20,), (5,), (1, 1)]
 
 
-def test_ids_without_a_block_in_common_are_computed_from_the_first():
+def test_logits_requests_without_a_common_block_are_computed_whole():
     model = PagedLogits()
     engine = Engine(model, decode=sample_loop)
     ask(engine, [1, 2, 3, 4, 5])
@@ -453,7 +453,7 @@ def test_ids_without_a_block_in_common_are_computed_from_the_first():
     assert model.forwards == [(5,), (5,)]
 
 
-def test_the_same_ids_again_cost_one_token():
+def test_a_repeated_logits_request_computes_one_token():
     model = PagedLogits()
     engine = Engine(model, decode=sample_loop)
     for length in (3, 4):
@@ -462,7 +462,7 @@ def test_the_same_ids_again_cost_one_token():
     assert model.forwards == [(3,), (1,), (1,), (1,)]
 
 
-def test_the_least_recently_used_gives_way_when_there_are_more_than_blocks():
+def test_the_least_recently_used_blocks_are_evicted():
     model = PagedLogits(max_num_seqs=2, max_length=8, num_blocks=3)
     engine = Engine(model, decode=sample_loop, clock=Clock())
     for history in ([1, 2, 3], [4, 5, 6], [7, 8, 9]):
@@ -499,7 +499,7 @@ def test_a_loop_that_comes_back_goes_before_those_that_came_later():
     assert [request for request, _ in engine.step().answered] == [again]
 
 
-def test_as_many_ids_as_the_context_are_answered():
+def test_a_logits_request_of_the_context_length_is_answered():
     model = PagedLogits(max_length=8)
     full = list(range(8))
     engine = Engine(model, decode=sample_loop)
@@ -511,14 +511,14 @@ def test_as_many_ids_as_the_context_are_answered():
     assert_logits([rows[request] for request in requests], full, [9, 9])
 
 
-def test_logits_that_are_not_finite_are_given_as_they_are():
+def test_logits_requests_get_logits_that_are_not_finite_unchanged():
     model = PagedLogits()
     model.poison[POISON] = "nan"
     [row] = ask(Engine(model, decode=sample_loop), [POISON])
     assert np.isnan(row).all()
 
 
-def test_a_forward_that_raises_fails_the_requests_in_it_and_keeps_nothing_of_them():
+def test_a_failing_forward_fails_its_logits_requests_and_caches_nothing():
     model = PagedLogits()
     engine = Engine(model, decode=sample_loop)
     ask(engine, [1, 2])
@@ -543,8 +543,8 @@ def test_a_cancelled_request_is_never_answered():
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_loops_branches_sequences_departures_and_evictions_never_change_an_answer(seed):
-    """Random callers over few slots: each asks, goes on with one token or more, or begins anew."""
+def test_other_loops_and_evictions_never_change_an_answer(seed):
+    """Random loops over few places: each continues with one or more tokens, or starts again."""
     rng = random.Random(seed)
     clock = Clock()
     model = PagedLogits(max_num_seqs=rng.choice([1, 2, 3, 6]), max_length=48)
@@ -596,7 +596,7 @@ def test_loops_branches_sequences_departures_and_evictions_never_change_an_answe
         assert answer(sequence) == greedy_answer(prompt, num_tokens=sequence.params.max_tokens)
 
 
-def test_whoever_runs_ends_with_the_step_in_which_its_time_is_over():
+def test_a_running_sequence_ends_with_the_step_in_which_its_deadline_passes():
     clock = Clock()
     engine = Engine(PagedLogits(), decode=sample_loop, clock=clock)
     sequence, other = sequence_of([5, 6], deadline_s=2.5, max_tokens=9), sequence_of([7], max_tokens=9)
@@ -613,7 +613,7 @@ def test_whoever_runs_ends_with_the_step_in_which_its_time_is_over():
     assert answer(other) == greedy_answer([7], num_tokens=9)
 
 
-def test_whoever_waits_ends_when_its_time_is_over():
+def test_a_waiting_sequence_ends_when_its_deadline_passes():
     clock = Clock()
     engine = Engine(PagedLogits(max_num_seqs=1), decode=sample_loop, clock=clock)
     first, waiting = sequence_of([5, 6], max_tokens=5), sequence_of([7], deadline_s=1.5)
@@ -631,7 +631,7 @@ def test_whoever_waits_ends_when_its_time_is_over():
     assert answer(first) == greedy_answer([5, 6], num_tokens=5)
 
 
-def test_whoever_is_in_the_middle_of_its_prompt_ends_when_its_time_is_over():
+def test_a_sequence_ends_in_the_middle_of_its_prompt_when_its_deadline_passes():
     clock = Clock()
     engine = Engine(PagedLogits(), decode=sample_loop, clock=clock, max_num_batched_tokens=4)
     sequence = sequence_of(list(range(5, 25)), deadline_s=1.0)
@@ -644,7 +644,7 @@ def test_whoever_is_in_the_middle_of_its_prompt_ends_when_its_time_is_over():
     engine.check_integrity()
 
 
-def test_a_failed_forward_fails_whoever_is_late_as_well():
+def test_a_failing_forward_also_fails_expired_sequences():
     clock = Clock()
     engine = Engine(PagedLogits(), decode=failing_loop, clock=clock)
     sequence = sequence_of([5], deadline_s=0.0)

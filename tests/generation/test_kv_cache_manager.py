@@ -45,7 +45,7 @@ def test_full_blocks_are_shared_as_soon_as_they_are_computed():
     assert kv.table(second).block_ids[0] == kv.table(first).block_ids[0]
 
 
-def test_a_last_block_is_taken_over_by_who_goes_on_behind_it():
+def test_a_partly_filled_block_is_taken_over_by_a_request_that_continues_it():
     kv = manager()
     first = begin(kv, 1, 2, 3, 4, 5, 6)
     block_ids = list(kv.table(first).block_ids)
@@ -59,11 +59,11 @@ def test_a_last_block_is_taken_over_by_who_goes_on_behind_it():
 
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=3), max_size=8), st.data())
-def test_of_several_last_blocks_the_one_with_the_most_of_the_tokens_is_found(
+def test_the_partly_filled_block_with_the_longest_prefix_is_found(
     before: list[list[int]], data: st.DataObject
 ):
     kv = manager(40)
-    sequences = [begin(kv, *[7] * SIZE, *token_ids) for token_ids in before]    # none goes on from another
+    sequences = [begin(kv, *[7] * SIZE, *token_ids) for token_ids in before]    # none continues another
     for sequence in sequences:
         compute(kv, sequence)
     for sequence in sequences:
@@ -75,7 +75,7 @@ def test_of_several_last_blocks_the_one_with_the_most_of_the_tokens_is_found(
     assert kv.num_cached_tokens(sequence_of([*[7] * SIZE, *wanted])) == (SIZE if before else 0) + found
 
 
-def test_the_same_tokens_again_leave_the_last_one_to_be_computed():
+def test_of_repeated_tokens_the_last_one_is_computed():
     for token_ids in ([1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 4, 5]):
         kv = manager()
         first = begin(kv, *token_ids)
@@ -84,7 +84,7 @@ def test_the_same_tokens_again_leave_the_last_one_to_be_computed():
         assert begin(kv, *token_ids).num_computed_tokens == len(token_ids) - 1
 
 
-def test_other_salts_and_other_beginnings_share_nothing():
+def test_requests_with_other_salts_or_prefixes_share_nothing():
     kv = manager()
     compute(kv, begin(kv, 1, 2, 3, 4, 5, cache_salt="a"))
     assert begin(kv, 1, 2, 3, 4, 5).num_computed_tokens == 0
@@ -95,7 +95,7 @@ def test_other_salts_and_other_beginnings_share_nothing():
     assert begin(kv, 1, 2, 3, 4, 5).num_computed_tokens == 0
 
 
-def test_without_the_prefix_cache_logits_requests_share_among_each_other_alone():
+def test_without_prefix_cache_only_logits_requests_share_blocks():
     kv = manager(prefix_cache=False)
     compute(kv, begin(kv, 1, 2, 3, 4, 5))
     assert begin(kv, 1, 2, 3, 4, 5).num_computed_tokens == 0
@@ -109,7 +109,7 @@ def test_without_the_prefix_cache_logits_requests_share_among_each_other_alone()
     assert again.num_computed_tokens == 4
 
 
-def test_a_block_that_several_hold_is_copied_by_who_writes_first():
+def test_a_shared_block_is_copied_before_it_is_written():
     kv = manager()
     first = begin(kv, 1, 2, 3, 4, 5)
     compute(kv, first)
@@ -127,7 +127,7 @@ def test_a_block_that_several_hold_is_copied_by_who_writes_first():
     assert len(set(own)) == 3
 
 
-def test_too_few_blocks_are_said_and_nothing_is_taken():
+def test_too_few_blocks_allocate_nothing():
     kv = manager(2)
     assert not kv.allocate(sequence_of(range(9)), num_spare=0)
     assert not kv.allocate(sequence_of(range(8)), num_spare=1)
@@ -138,13 +138,13 @@ def test_too_few_blocks_are_said_and_nothing_is_taken():
 
 
 class Blocks(RuleBasedStateMachine):
-    """Requests of few tokens come, grow, branch off and leave; what two share must be the same tokens."""
+    """Short requests arrive, grow, fork and leave; shared blocks must hold the same tokens."""
 
     def __init__(self) -> None:
         super().__init__()
         self.kv = manager(12)
         self.running: list[TokenSequence] = []
-        self.contents: dict[tuple[int, int], tuple[int, ...]] = {}     # of each place, all tokens up to it
+        self.contents: dict[tuple[int, int], tuple[int, ...]] = {}     # for each place, all tokens up to it
 
     def write(self, sequence: TokenSequence, end: int) -> None:
         for source, target in self.kv.copies:

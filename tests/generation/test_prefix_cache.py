@@ -1,13 +1,74 @@
-"""What the engine computes, and what it finds in the cache: by the forwards that it runs."""
+"""The prefix cache by itself, and in an engine by the forwards that it runs."""
 
 from __future__ import annotations
 
+import pytest
+
 from genserve.generation.engine import Engine
 from genserve.generation.engine_request import TokenSequence
+from genserve.generation.prefix_cache import PrefixCache, block_key, root_key
 from tests.fakes.logits import PagedLogits, greedy_answer
 from tests.fakes.sequences import logits_request, sample_loop, sequence_of
 
+ROOT = root_key(None)
+FIRST = block_key(ROOT, [1, 2, 3, 4])
+
 STEM = [(7 * i) % 60 for i in range(40)]
+
+
+def test_a_block_is_found_by_its_key_until_it_is_evicted():
+    cache = PrefixCache()
+    cache.insert(7, FIRST)
+    assert (cache.find(FIRST), 7 in cache) == (7, True)
+    cache.evict(7)
+    cache.check_integrity()
+    assert (cache.find(FIRST), 7 in cache) == (None, False)
+    cache.evict(7)
+
+
+def test_of_two_blocks_with_one_key_the_first_stays_cached():
+    cache = PrefixCache()
+    cache.insert(7, FIRST)
+    cache.insert(8, FIRST)
+    cache.check_integrity()
+    assert cache.find(FIRST) == 7
+    assert 8 not in cache
+
+
+def test_keys_depend_on_the_tokens_all_blocks_before_and_the_salt():
+    tokens = [1, 2, 3, 4]
+    parents = [ROOT, root_key("a"), root_key("b"), FIRST, block_key(FIRST, tokens)]
+    keys = {block_key(parent, ids) for parent in parents for ids in (tokens, [1, 2, 3, 5])}
+    assert len(keys) == 2 * len(parents)
+    assert block_key(ROOT, tokens) == FIRST
+
+
+@pytest.mark.parametrize(
+    ("cached", "token_ids", "found"),
+    [
+        ([], [1, 2], None),
+        ([[1, 2]], [1, 2, 3], (2, 0)),
+        ([[1, 2]], [1, 2], (2, 0)),
+        ([[1, 2]], [1], None),                          # no prefix of it
+        ([[1, 2]], [1, 3], None),
+        ([[1], [1, 2], [1, 2, 3]], [1, 2, 9], (2, 1)),  # the longest one
+        ([[1], [1, 2, 3]], [1, 2, 9], (1, 0)),          # the nearest in order is no prefix
+        ([[1], [1, 2, 3], [1, 2, 4]], [1, 2, 9], (1, 0)),
+        ([[2], [1]], [2, 5], (1, 0)),
+        ([[5, 6], [5, 6]], [5, 6, 7], (2, 0)),          # the same tokens again are not cached again
+    ],
+)
+def test_the_longest_partly_filled_block_is_found(cached, token_ids, found):
+    cache = PrefixCache()
+    for block, ids in enumerate(cached):
+        cache.insert_partial(block, FIRST, ids)
+    cache.check_integrity()
+    assert cache.find_partial(FIRST, token_ids) == found
+    assert cache.find_partial(ROOT, token_ids) is None
+    for block in range(len(cached)):
+        cache.evict(block)
+        cache.check_integrity()
+    assert cache.find_partial(FIRST, token_ids) is None
 
 
 def run(engine: Engine, *sequences: TokenSequence) -> None:
@@ -26,7 +87,7 @@ def one(prompt: list[int], *, max_tokens: int = 1, cache_salt: str | None = None
     return sequence_of(prompt, max_length=200, max_tokens=max_tokens, cache_salt=cache_salt)
 
 
-def test_a_chat_goes_on_behind_its_last_computed_token():
+def test_a_chat_continues_behind_its_last_computed_token():
     model = PagedLogits(max_length=200)
     engine = Engine(model, decode=sample_loop)
     first = one(STEM, max_tokens=3)
@@ -38,7 +99,7 @@ def test_a_chat_goes_on_behind_its_last_computed_token():
     assert model.copies == []
 
 
-def test_what_branches_off_shares_whole_blocks_and_the_first_branch_is_still_there():
+def test_branches_share_whole_blocks_and_stay_cached():
     model = PagedLogits(max_length=200)
     engine = Engine(model, decode=sample_loop)
     run(engine, one([*STEM, 1, 2]))
@@ -47,7 +108,7 @@ def test_what_branches_off_shares_whole_blocks_and_the_first_branch_is_still_the
     assert model.forwards == [(42,), (2,), (1, 1)]
 
 
-def test_a_prompt_begins_with_what_another_one_that_still_runs_has_computed():
+def test_a_prompt_shares_computed_blocks_of_a_running_request():
     model = PagedLogits(max_length=200)
     engine = Engine(model, decode=sample_loop)
     engine.add(one([*STEM, 1], max_tokens=20))
@@ -56,7 +117,7 @@ def test_a_prompt_begins_with_what_another_one_that_still_runs_has_computed():
     assert model.forwards[:2] == [(41,), (1, 2)]
 
 
-def test_those_that_arrive_together_wait_for_the_first_that_computes_what_they_share():
+def test_prompts_that_arrive_together_wait_for_the_first_to_compute_their_prefix():
     model = PagedLogits(max_length=200)
     engine = Engine(model, decode=sample_loop)
     strangers = [one([50 + i] * 40) for i in range(2)]
@@ -64,7 +125,7 @@ def test_those_that_arrive_together_wait_for_the_first_that_computes_what_they_s
     assert model.forwards == [(40, 40, 41), (2,)]
 
 
-def test_they_do_not_wait_where_nothing_is_shared():
+def test_prompts_that_share_no_block_do_not_wait():
     for salts, prefix_cache in ((("a", "b"), True), ((None, None), False)):
         model = PagedLogits(max_length=200)
         engine = Engine(model, decode=sample_loop, prefix_cache=prefix_cache)
@@ -75,7 +136,7 @@ def test_they_do_not_wait_where_nothing_is_shared():
         assert [s.num_cached_tokens for s in sequences] == [0, 0]
 
 
-def test_loops_over_the_logits_keep_what_they_have_computed_though_the_prefix_cache_is_off():
+def test_loops_over_logits_share_blocks_though_the_prefix_cache_is_off():
     model = PagedLogits(max_length=200)
     engine = Engine(model, decode=sample_loop, prefix_cache=False)
     for length in (40, 41):
@@ -98,7 +159,7 @@ def test_short_prompts_do_not_wait_for_the_end_of_a_long_one():
     assert long.finished
 
 
-def test_what_was_used_last_is_kept_longest_and_the_beginning_longer_than_the_end():
+def test_the_least_recently_used_prefix_is_evicted_from_its_end():
     model = PagedLogits(max_length=48, block_size=4, num_blocks=20)
     engine = Engine(model, decode=sample_loop)
     old, recent, third = ([n] * 30 for n in (1, 2, 3))      # 8 blocks each
@@ -113,7 +174,7 @@ def test_what_was_used_last_is_kept_longest_and_the_beginning_longer_than_the_en
     assert cached == [30, 16]
 
 
-def test_the_youngest_gives_way_and_goes_on_behind_what_is_left_of_it():
+def test_the_youngest_is_preempted_and_continues_behind_its_cached_tokens():
     model = PagedLogits(max_num_seqs=2, max_length=48, block_size=4, num_blocks=16)
     engine = Engine(model, decode=sample_loop)
     older = sequence_of([1] * 10, max_length=48, max_tokens=36)
@@ -133,7 +194,7 @@ def test_the_youngest_gives_way_and_goes_on_behind_what_is_left_of_it():
         assert sequence.token_ids[10:] == expected
 
 
-def test_who_wants_logits_behind_every_token_of_its_prompt_takes_none_from_the_cache():
+def test_prompt_logprobs_skip_the_prefix_cache():
     model = PagedLogits(max_length=200)
     engine = Engine(model, decode=sample_loop)
     run(engine, one(STEM))
@@ -143,7 +204,7 @@ def test_who_wants_logits_behind_every_token_of_its_prompt_takes_none_from_the_c
     assert model.forwards == [(40,), (40,)]
 
 
-def test_a_long_scored_prompt_asks_for_a_bounded_number_of_rows_at_a_time():
+def test_a_long_prompt_with_prompt_logprobs_needs_few_rows_in_each_step():
     model = PagedLogits(max_length=400)
     engine = Engine(model, decode=sample_loop)
     run(engine, sequence_of([*STEM] * 4, max_length=400, max_tokens=1, prompt_logprobs=1))

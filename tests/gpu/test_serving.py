@@ -17,9 +17,10 @@ from genserve.export.checkpoint_reader import read_checkpoint
 from genserve.export.pulling import cache_folder, fetch_gguf
 from genserve.export.source_model import source_model
 from genserve.llm import LLM
+from genserve.repository import config_resolution
 from genserve.repository.options import RepositoryOptions
 from genserve.repository.repository import Repository
-from genserve.textmodel import logits_placement, logits_runtime
+from genserve.textmodel import logits_runtime
 from genserve.textmodel.runtimes.device_memory import DeviceMemory
 from tests.textmodel.test_text_inference import BLS_LOOP, LOOP_CONFIG, asked, greedy_ids, of, text
 
@@ -32,8 +33,8 @@ def on_device(device: str) -> Iterator[None]:
     """Where the tests themselves are tried, on the CPU, the GPU is told to be there."""
     with pytest.MonkeyPatch.context() as patch:
         if device == "cpu":
-            patch.setattr(logits_placement, "num_gpus", lambda: 1)
-            patch.setattr(logits_placement, "_obstacle", lambda *_: None)
+            patch.setattr(config_resolution, "num_gpus", lambda: 1)
+            patch.setattr(config_resolution, "gpu_obstacle", lambda *_: None)
             patch.setattr(logits_runtime, "_memory", lambda _: DeviceMemory("cpu"))
         yield
 

@@ -1,240 +1,536 @@
-"""Ensembles over real Python models, from clients of a real server."""
+"""The ensemble's graph, over a server of small functions that answer on a thread of their own."""
 
 from __future__ import annotations
 
 import queue
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 
 import numpy as np
 import pytest
-import tritonclient.grpc as client
 
-from tests.live import LiveServer
-from tests.models import write_model
+from genserve.config.model_config import EnsembleStep, ModelConfig, TensorSpec
+from genserve.errors import InferenceError, Status
+from genserve.inference import Backlog, Inference, InferenceRequest, InferenceResponse, OnResponse
+from genserve.inference_statistics import ModelStatistics
+from genserve.repository.ensemble import Ensemble, _Flow
+from genserve.repository.model_versions import ModelVersion
+from genserve.tensor import Tensor
 
-DECOUPLED = """
-    backend: "python"
-    input [ { name: "X" data_type: TYPE_FP32 dims: [ 1 ] } ]
-    output [ { name: "Y" data_type: TYPE_FP32 dims: [ 1 ] } ]
-    model_transaction_policy { decoupled: true }
-"""
-PLAIN = DECOUPLED.replace("model_transaction_policy { decoupled: true }", "")
-PROCESS = 'parameters { key: "EXECUTION" value { string_value: "process" } }'
-ENSEMBLE = """
-    platform: "ensemble"
-    input [ { name: "X" data_type: TYPE_FP32 dims: [ 1 ] } ]
-    output [ { name: "Y" data_type: TYPE_FP32 dims: [ 1 ] } ]
-    ensemble_scheduling {
-      max_inflight_requests: 2
-      step { model_name: "producer" model_version: -1
-        input_map { key: "X" value: "X" } output_map { key: "Y" value: "M" } }
-      step { model_name: "consumer" model_version: -1
-        input_map { key: "X" value: "M" } output_map { key: "Y" value: "Y" } }
-    }
-"""
-# Sends as many numbers as it is asked for, as fast as it may, and notes in a folder what it has sent.
-PRODUCER = """
-    from pathlib import Path
-    import numpy as np
-    import triton_python_backend_utils as pb_utils
-
-    class TritonPythonModel:
-        def initialize(self, args):
-            self.notes = Path(args["model_repository"]).parent.parent / "notes"
-
-        def execute(self, requests):
-            for request in requests:
-                self.answer(request, request.get_response_sender())
-
-        def answer(self, request, sender):
-            count = int(pb_utils.get_input_tensor_by_name(request, "X").as_numpy()[0])
-            for number in range(count):
-                tensor = pb_utils.Tensor("Y", np.array([number], np.float32))
-                sender.send(pb_utils.InferenceResponse([tensor]))
-                (self.notes / f"sent-{number}").touch()
-                if request.is_cancelled():
-                    (self.notes / "cancelled").touch()
-                    break
-            sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
-            (self.notes / "done").touch()
-"""
-ASYNC_PRODUCER = PRODUCER.replace("def execute", "async def execute")
-# Answers with how many the producer had sent when it began with each.
-CONSUMER = """
-    from pathlib import Path
-    import threading
-    import numpy as np
-    import triton_python_backend_utils as pb_utils
-
-    class TritonPythonModel:
-        def initialize(self, args):
-            self.notes = Path(args["model_repository"]).parent.parent / "notes"
-
-        def execute(self, requests):
-            assert len(requests) == 1
-            while not (self.notes / "sent-1").exists():
-                threading.Event().wait(0.001)
-            threading.Event().wait(0.002)
-            num_sent = len(list(self.notes.glob("sent-*")))
-            return [pb_utils.InferenceResponse([pb_utils.Tensor("Y", np.array([num_sent], np.float32))])]
-"""
-# Waits until the test lets it go on.
-HELD_CONSUMER = """
-    from pathlib import Path
-    import threading
-    import triton_python_backend_utils as pb_utils
-
-    class TritonPythonModel:
-        def initialize(self, args):
-            self.notes = Path(args["model_repository"]).parent.parent / "notes"
-
-        def execute(self, requests):
-            while not (self.notes / "go").exists():
-                threading.Event().wait(0.001)
-            if (self.notes / "fail").exists():
-                raise ValueError("no more")
-            return [pb_utils.InferenceResponse(
-                [pb_utils.Tensor("Y", pb_utils.get_input_tensor_by_name(request, "X").as_numpy())]
-            ) for request in requests]
-"""
-# Asks the producer, of which there is one instance, for one more number.
-CALLING_CONSUMER = """
-    import numpy as np
-    import triton_python_backend_utils as pb_utils
-
-    class TritonPythonModel:
-        def execute(self, requests):
-            [request] = requests
-            one = pb_utils.Tensor("X", np.array([1], np.float32))
-            call = pb_utils.InferenceRequest(
-                model_name="producer", inputs=[one], requested_output_names=["Y"]
-            )
-            for response in call.exec(decoupled=True):
-                assert not response.has_error(), response.error().message()
-            return [pb_utils.InferenceResponse(
-                [pb_utils.Tensor("Y", pb_utils.get_input_tensor_by_name(request, "X").as_numpy())]
-            )]
-"""
+Function = Callable[[dict[str, np.ndarray]], list[dict[str, np.ndarray]]]
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    (tmp_path / "notes").mkdir()
-    folder = tmp_path / "models"
-    (folder / "both" / "1").mkdir(parents=True)
-    (folder / "both" / "config.pbtxt").write_text(ENSEMBLE)
-    return folder
+class FunctionServer:
+    """A server to functions: from arrays to the responses of a model."""
+
+    def __init__(self, **functions: Function) -> None:
+        self.functions = functions
+        self.seen: list[InferenceRequest] = []
+        self.pool = ThreadPoolExecutor(4)
+
+    def submit(self, inference: Inference) -> None:
+        self.seen.append(inference.request)
+        if inference.request.model_name not in self.functions:
+            raise InferenceError("there is none", status=Status.NOT_FOUND)
+        self.pool.submit(self._run, inference)
+
+    def is_ready(self, name: str, version: int = -1) -> bool:
+        return name in self.functions
+
+    def _run(self, inference: Inference) -> None:
+        try:
+            function = self.functions[inference.request.model_name]
+            answers = function({name: tensor.array for name, tensor in inference.inputs.items()})
+        except InferenceError as error:
+            inference.fail(error)
+            return
+        if len(answers) == 1:
+            inference.send(_response(answers[0]), final=True)
+            return
+        for answer in answers:
+            inference.send(_response(answer), final=False)
+        inference.send(None, final=True)
 
 
-@contextmanager
-def served(root: Path, *, producer: str, consumer: str, more: str = "") -> Iterator[LiveServer]:
-    write_model(root, "producer", config=DECOUPLED + more, code=producer)
-    write_model(root, "consumer", config=PLAIN + more, code=consumer)
-    with LiveServer(root, drain_s=5) as server:
-        yield server
+class HeldServer:
+    """Models that answer when the test answers for them, except those in `takers`."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, list[Inference]] = {}
+        self.takers: dict[str, Callable[[Inference], None]] = {}
+
+    def submit(self, inference: Inference) -> None:
+        name = inference.request.model_name
+        self.takers.get(name, self.held.setdefault(name, []).append)(inference)
 
 
-class Stream:
-    """A stream of one request, over gRPC."""
-
-    def __init__(self, server: LiveServer, count: int) -> None:
-        self._arrived: queue.SimpleQueue[tuple[client.InferResult | None, Exception | None]]
-        self._arrived = queue.SimpleQueue()
-        self._client = client.InferenceServerClient(server.grpc_url)
-        self._client.start_stream(lambda result, error: self._arrived.put((result, error)))
-        x = client.InferInput("X", [1], "FP32")
-        x.set_data_from_numpy(np.array([count], np.float32))
-        self._client.async_stream_infer("both", [x], enable_empty_final_response=True)
-
-    def numbers(self) -> Iterator[float]:
-        """The answers until the last; raises an error that comes."""
-        while True:
-            result, error = self._arrived.get(timeout=60)
-            if error is not None:
-                raise error
-            assert result is not None
-            output = result.as_numpy("Y")
-            if output is not None:
-                yield float(output[0])
-            if result.get_response().parameters["triton_final_response"].bool_param:
-                self._client.stop_stream()
-                return
-
-    def leave(self) -> None:
-        self._client.stop_stream(cancel_requests=True)
+def _response(arrays: dict[str, np.ndarray]) -> InferenceResponse:
+    return InferenceResponse(outputs=tuple(Tensor(name, array) for name, array in arrays.items()))
 
 
-def wait_for(file: Path) -> None:
-    while not file.exists():
-        threading.Event().wait(0.001)
+def spec(name: str, *dims: int, optional: bool = False) -> TensorSpec:
+    return TensorSpec(name=name, data_type="TYPE_FP32", dims=dims or (-1,), optional=optional)
 
 
-KINDS = pytest.mark.parametrize(
-    ("producer", "more"),
-    [(PRODUCER, ""), (PRODUCER, PROCESS), (ASYNC_PRODUCER, ""), (ASYNC_PRODUCER, PROCESS)],
-    ids=["thread", "process", "coroutine", "coroutine in a process"],
-)
+def step(model: str, inputs: dict[str, str], outputs: dict[str, str]) -> EnsembleStep:
+    return EnsembleStep(
+        model_name=model,
+        model_version=-1,
+        input_map=MappingProxyType(inputs),
+        output_map=MappingProxyType(outputs),
+    )
 
 
-@KINDS
-def test_a_fast_step_waits_for_a_slow_one_that_has_a_limit(root, producer, more):
-    with served(root, producer=producer, consumer=CONSUMER, more=more) as server:
-        num_sent = list(Stream(server, 60).numbers())
-    assert len(num_sent) == 60
-    # When the consumer begins with one, so many have ended before, and two at most are with it.
-    assert all(sent <= ended + 2 for ended, sent in enumerate(num_sent))
+def served(
+    server: FunctionServer | HeldServer,
+    models: dict[str, ModelConfig],
+    *steps: EnsembleStep,
+    inputs=("x",),
+    outputs=("y",),
+    limit: int = 0,
+) -> ModelVersion:
+    config = ModelConfig(
+        name="e",
+        platform="ensemble",
+        inputs=tuple(spec(name, optional=name.endswith("?")) for name in inputs),
+        outputs=tuple(spec(name) for name in outputs),
+        ensemble_steps=steps,
+        max_inflight_requests=limit,
+    )
+    statistics = ModelStatistics()
+    graph = Ensemble(
+        config, server=server, config_of=lambda step: models[step.model_name], statistics=statistics
+    )
+    return ModelVersion(graph, config=config, version=1, statistics=statistics)
 
 
-@KINDS
-def test_a_client_that_leaves_sets_a_waiting_step_free(root, producer, more):
-    notes = root.parent / "notes"
-    with served(root, producer=producer, consumer=HELD_CONSUMER, more=more) as server:
-        stream = Stream(server, 1000)
-        wait_for(notes / "sent-1")
-        stream.leave()
-        wait_for(notes / "done")
-        assert (notes / "cancelled").exists()
-        (notes / "go").touch()
-        assert list(Stream(server, 4).numbers()) == [0, 1, 2, 3]
+def inference_of(on_response: OnResponse, **arrays: np.ndarray) -> Inference:
+    request = InferenceRequest(
+        model_name="e",
+        id="7",
+        inputs={name: Tensor(name, np.asarray(array, np.float32)) for name, array in arrays.items()},
+    )
+    return Inference(request=request, on_response=on_response)
 
 
-@KINDS
-def test_a_step_that_fails_sets_a_waiting_one_free(root, producer, more):
-    notes = root.parent / "notes"
-    with served(root, producer=producer, consumer=HELD_CONSUMER, more=more) as server:
-        stream = Stream(server, 1000)
-        wait_for(notes / "sent-1")
-        (notes / "fail").touch()
-        (notes / "go").touch()
-        with pytest.raises(client.InferenceServerException, match=r"in ensemble 'both', .*no more"):
-            list(stream.numbers())
-        stream.leave()      # the server would wait for it at its end
-        wait_for(notes / "done")
-        (notes / "fail").unlink()
-        assert list(Stream(server, 4).numbers()) == [0, 1, 2, 3]
+def ask(model: ModelVersion, **arrays: np.ndarray) -> list[InferenceResponse | None]:
+    """All that comes, in order; `None` stands for an end that came alone."""
+    arrived: queue.SimpleQueue[tuple[InferenceResponse | None, bool]] = queue.SimpleQueue()
+    model.submit(inference_of(lambda response, final: arrived.put((response, final)), **arrays))
+    responses = []
+    while True:
+        response, final = arrived.get(timeout=10)
+        responses.append(response)
+        if final:
+            return responses
 
 
-@KINDS
-def test_a_step_that_calls_the_one_that_waits_for_it_is_answered(root, producer, more, caplog):
-    with served(root, producer=producer, consumer=CALLING_CONSUMER, more=more) as server:
-        assert list(Stream(server, 8).numbers()) == list(range(8))
-    assert "not held up by max_inflight_requests" in caplog.text
+def values(responses: list[InferenceResponse | None], name: str = "y") -> list[list[float]]:
+    return [r.output(name).array.tolist() for r in responses if r is not None]
 
 
-def test_two_requests_share_the_limit(root):
-    notes = root.parent / "notes"
-    slots = "instance_group { count: 8 }"
-    with served(root, producer=PRODUCER, consumer=HELD_CONSUMER, more=slots) as server:
-        streams = [Stream(server, 20), Stream(server, 20)]
-        consumer = server.server.services.repository.find("consumer")
-        # Two numbers of one request, or one of each.
-        while consumer.num_pending < 2:
-            threading.Event().wait(0.001)
-        wait_for(notes / "sent-0")
-        assert consumer.num_pending == 2
-        (notes / "go").touch()
-        # Two run at a time: which of them ends first is chance.
-        assert [sorted(stream.numbers()) for stream in streams] == [list(range(20))] * 2
+def model(name: str, inputs=("a",), outputs=("b",), *, decoupled: bool = False) -> ModelConfig:
+    return ModelConfig(
+        name=name,
+        inputs=tuple(spec(n, optional=n.endswith("?")) for n in inputs),
+        outputs=tuple(spec(n) for n in outputs),
+        decoupled=decoupled,
+    )
+
+
+def test_steps_run_in_the_order_of_their_tensors_not_of_the_list():
+    server = FunctionServer(
+        double=lambda t: [{"b": t["a"] * 2}], increase=lambda t: [{"b": t["a"] + 1}]
+    )
+    ensemble = served(
+        server,
+        {"double": model("double"), "increase": model("increase")},
+        step("increase", {"a": "doubled"}, {"b": "y"}),
+        step("double", {"a": "x"}, {"b": "doubled"}),
+    )
+    [response] = ask(ensemble, x=[1, 2])
+    assert values([response]) == [[3, 5]]
+    assert [request.model_name for request in server.seen] == ["double", "increase"]
+    assert {request.id for request in server.seen} == {"7"}
+    assert ensemble.statistics.success.count == ensemble.statistics.inference_count == 1
+    assert ensemble.statistics.execution_count == 1
+
+
+def test_two_branches_meet_again():
+    server = FunctionServer(
+        double=lambda t: [{"b": t["a"] * 2}],
+        increase=lambda t: [{"b": t["a"] + 1}],
+        add=lambda t: [{"s": t["p"] + t["q"]}],
+    )
+    ensemble = served(
+        server,
+        {"double": model("double"), "increase": model("increase"), "add": model("add", ("p", "q"), ("s",))},
+        step("double", {"a": "x"}, {"b": "l"}),
+        step("increase", {"a": "x"}, {"b": "r"}),
+        step("add", {"p": "l", "q": "r"}, {"s": "y"}),
+    )
+    for number in range(50):
+        assert values(ask(ensemble, x=[number])) == [[number * 3 + 1]]
+
+
+def test_each_response_of_a_decoupled_step_runs_the_later_steps():
+    server = FunctionServer(
+        repeat=lambda t: [{"b": t["a"] + k} for k in range(3)],
+        slow=lambda t: [{"b": t["a"] * 100}],
+        add=lambda t: [{"s": t["p"] + t["q"]}],
+    )
+    ensemble = served(
+        server,
+        {
+            "repeat": model("repeat", decoupled=True),
+            "slow": model("slow"),
+            "add": model("add", ("p", "q"), ("s",)),
+        },
+        step("repeat", {"a": "x"}, {"b": "part"}),
+        step("slow", {"a": "x"}, {"b": "side"}),
+        step("add", {"p": "part", "q": "side"}, {"s": "y"}),
+    )
+    for _ in range(30):
+        responses = ask(ensemble, x=[1])
+        assert sorted(values(responses)) == [[101], [102], [103]]
+
+
+def test_a_decoupled_step_without_responses_ends_the_request_without_one():
+    server = FunctionServer(repeat=lambda t: [], increase=lambda t: [{"b": t["a"] + 1}])
+    ensemble = served(
+        server,
+        {"repeat": model("repeat", decoupled=True), "increase": model("increase")},
+        step("repeat", {"a": "x"}, {"b": "part"}),
+        step("increase", {"a": "part"}, {"b": "y"}),
+    )
+    assert ask(ensemble, x=[1]) == [None]
+
+
+def test_the_cost_of_a_response_does_not_grow_with_those_in_flight(monkeypatch):
+    server = HeldServer()
+    ensemble = served(
+        server,
+        {"repeat": model("repeat", decoupled=True), "hold": model("hold")},
+        step("repeat", {"a": "x"}, {"b": "part"}),
+        step("hold", {"a": "part"}, {"b": "y"}),
+    )
+    arrived = []
+    inference = inference_of(lambda response, final: arrived.append(final), x=[1])
+    ensemble.submit(inference)
+    looks = []
+    settled = _Flow.settled
+    monkeypatch.setattr(_Flow, "settled", property(lambda flow: looks.append(flow) or settled.fget(flow)))
+    costs = []
+    for number in range(50):
+        looks.clear()
+        server.held["repeat"][0].send(_response({"b": np.float32([number])}), final=False)
+        costs.append(len(looks))
+    assert len(inference.parts) == 51
+    for part in server.held["hold"]:
+        looks.clear()
+        part.send(_response({"b": np.float32([0])}), final=True)
+        costs.append(len(looks))
+    assert max(costs) < 20
+    assert inference.parts == server.held["repeat"]
+    server.held["repeat"][0].send(None, final=True)
+    assert arrived == [False] * 50 + [True]
+
+
+def test_nested_streams_end_with_the_last_response():
+    server = FunctionServer(
+        repeat=lambda t: [{"b": t["a"] * 10 + k} for k in range(3)],
+        increase=lambda t: [{"b": t["a"] + 1}],
+    )
+    ensemble = served(
+        server,
+        {"repeat": model("repeat", decoupled=True), "increase": model("increase")},
+        step("repeat", {"a": "x"}, {"b": "part"}),
+        step("repeat", {"a": "part"}, {"b": "smaller"}),
+        step("increase", {"a": "smaller"}, {"b": "y"}),
+    )
+    for _ in range(30):
+        responses = ask(ensemble, x=[0])
+        assert sorted(values(responses)) == [[10 * tens + ones + 1] for tens in range(3) for ones in range(3)]
+
+
+def test_no_step_starts_after_another_has_failed():
+    server = HeldServer()
+    ensemble = served(
+        server,
+        {"fail": model("fail"), "slow": model("slow"), "last": model("last")},
+        step("fail", {"a": "x"}, {"b": "z"}),
+        step("slow", {"a": "x"}, {"b": "m"}),
+        step("last", {"a": "m"}, {"b": "y"}),
+        outputs=("y", "z"),
+    )
+    arrived = []
+    ensemble.submit(inference_of(lambda response, final: arrived.append(response.error.message), x=[1]))
+    server.held["fail"][0].fail(InferenceError("no luck"))
+    server.held["slow"][0].send(_response({"b": np.float32([1])}), final=True)
+    assert arrived == ["in ensemble 'e', no luck"]
+    assert "last" not in server.held
+
+
+def test_an_error_names_the_ensemble_and_keeps_its_status():
+    def fail(tensors):
+        raise InferenceError("no luck", status=Status.UNAVAILABLE)
+
+    server = FunctionServer(fail=fail, increase=lambda t: [{"b": t["a"] + 1}])
+    ensemble = served(
+        server,
+        {"fail": model("fail"), "increase": model("increase")},
+        step("fail", {"a": "x"}, {"b": "m"}),
+        step("increase", {"a": "m"}, {"b": "y"}),
+    )
+    [response] = ask(ensemble, x=[1])
+    assert response.error.message == "in ensemble 'e', no luck"
+    assert response.error.status is Status.UNAVAILABLE
+    assert ensemble.statistics.fail.count == 1
+
+
+def test_a_missing_optional_tensor_skips_the_steps_that_need_it():
+    server = FunctionServer(
+        either=lambda t: [{"b": t["a"] + t.get("c?", 0)}], need=lambda t: [{"b": t["a"]}]
+    )
+    ensemble = served(
+        server,
+        {"either": model("either", ("a", "c?")), "need": model("need")},
+        step("need", {"a": "w?"}, {"b": "c"}),
+        step("either", {"a": "x", "c?": "c"}, {"b": "y"}),
+        inputs=("x", "w?"),
+    )
+    assert values(ask(ensemble, x=[1])) == [[1]]
+    assert [request.model_name for request in server.seen] == ["either"]
+    assert values(ask(ensemble, x=[1], **{"w?": [5]})) == [[6]]
+
+
+def test_a_missing_output_is_an_error():
+    server = FunctionServer(need=lambda t: [{"b": t["a"]}])
+    ensemble = served(
+        server,
+        {"need": model("need")},
+        step("need", {"a": "w?"}, {"b": "y"}),
+        inputs=("x", "w?"),
+    )
+    [response] = ask(ensemble, x=[1])
+    assert "unexpected deadlock, at least one output is not set" in response.error.message
+
+
+def test_a_rejected_step_fails_the_request_once():
+    server = FunctionServer(increase=lambda t: [{"b": t["a"] + 1}])
+    ensemble = served(
+        server,
+        {"increase": model("increase"), "nobody": model("nobody")},
+        step("increase", {"a": "x"}, {"b": "m"}),
+        step("nobody", {"a": "m"}, {"b": "y"}),
+    )
+    [response] = ask(ensemble, x=[1])
+    assert response.error.message == "in ensemble 'e', there is none"
+
+
+@pytest.mark.parametrize(("ensemble_dims", "model_batches"), [((2,), False), ((2,), True)])
+def test_a_batch_dimension_of_one_is_added_where_only_the_model_batches(ensemble_dims, model_batches):
+    server = FunctionServer(increase=lambda t: [{"b": t["a"] + 1}])
+    config = ModelConfig(
+        name="increase", inputs=(spec("a"),), outputs=(spec("b"),), max_batch_size=8 if model_batches else 0
+    )
+    ensemble = served(server, {"increase": config}, step("increase", {"a": "x"}, {"b": "y"}))
+    ask(ensemble, x=[1, 2])
+    assert server.seen[0].inputs["a"].shape == ((1, 2) if model_batches else (2,))
+
+
+class Limited:
+    """The steps "one" and "two", one after the other and with a limit, over a server that holds requests."""
+
+    def __init__(self, *, limit: int, decoupled: bool = False) -> None:
+        self.server = HeldServer()
+        self.ensemble = served(
+            self.server,
+            {"one": model("one", decoupled=decoupled), "two": model("two")},
+            step("one", {"a": "x"}, {"b": "m"}),
+            step("two", {"a": "m"}, {"b": "y"}),
+            limit=limit,
+        )
+
+    def ask(self, number: float = 0) -> tuple[Inference, list[InferenceResponse]]:
+        """Ask for something; returns what is asked, and where its responses come."""
+        arrived: list[InferenceResponse] = []
+        asked = inference_of(lambda response, _: arrived.append(response), x=[number])
+        self.ensemble.submit(asked)
+        return asked, arrived
+
+    def at(self, name: str) -> list[Inference]:
+        """What is at the model of a step, and has not ended."""
+        return [part for part in self.server.held.get(name, []) if not part.ended]
+
+
+def answer(part: Inference, number: float, *, final: bool = True) -> None:
+    part.send(_response({"b": np.asarray([number], np.float32)}), final=final)
+
+
+def test_a_step_has_no_more_requests_at_its_model_than_the_limit():
+    limited = Limited(limit=2)
+    arrived = [limited.ask(number)[1] for number in range(5)]
+    for number in range(5):
+        first, *others = limited.at("one")
+        assert len(others) == min(1, 4 - number)
+        answer(first, number)
+        answer(limited.at("two")[0], number)
+    assert [values(responses) for responses in arrived] == [[[number]] for number in range(5)]
+
+
+def test_a_request_leaves_its_step_when_its_later_requests_are_submitted():
+    limited = Limited(limit=1)
+    for number in range(4):
+        limited.ask(number)
+    answer(limited.at("one")[0], 0)
+    answer(limited.at("one")[0], 1)     # now "two" has one, and one that waits for it
+    assert (len(limited.at("one")), len(limited.at("two"))) == (0, 1)
+    answer(limited.at("two")[0], 0)
+    assert (len(limited.at("one")), len(limited.at("two"))) == (1, 1)
+
+
+def test_the_responses_of_a_decoupled_step_are_passed_on_in_order():
+    limited = Limited(limit=2, decoupled=True)
+    _, arrived = limited.ask()
+    (producer,) = limited.at("one")
+    for number in range(5):
+        answer(producer, number, final=False)
+    producer.send(None, final=True)
+    assert len(producer.backlog.waiting) == 3
+    while running := limited.at("two"):
+        assert len(running) <= 2
+        answer(running[0], running[0].inputs["a"].array[0])
+    assert values(arrived) == [[0], [1], [2], [3], [4]]
+    assert not producer.backlog.waiting
+
+
+def test_a_blocked_sender_is_called_back_when_a_place_is_free():
+    limited, told = Limited(limit=1, decoupled=True), []
+    limited.ask()
+    (producer,) = limited.at("one")
+    answer(producer, 0, final=False)
+    producer.backlog.when_clear(lambda: told.append("room"))
+    answer(producer, 1, final=False)
+    producer.backlog.when_clear(lambda: told.append("room again"))
+    assert told == ["room"]
+    answer(limited.at("two")[0], 0)
+    assert told == ["room", "room again"]
+
+
+def test_a_request_cancelled_in_the_queue_leaves_it():
+    limited = Limited(limit=1)
+    (first, _), (second, arrived) = limited.ask(), limited.ask()
+    second.cancel()
+    assert [response.error.status for response in arrived] == [Status.CANCELLED]
+    answer(limited.at("one")[0], 0)
+    assert limited.at("one") == []
+    assert not first.ended
+
+
+def test_an_error_unblocks_senders_and_frees_places():
+    limited = Limited(limit=1, decoupled=True)
+    _, arrived = limited.ask(1)
+    limited.ask(2)
+    (producer,) = limited.at("one")
+    for number in range(2000):          # a model that cannot be held up
+        answer(producer, number, final=False)
+    limited.at("two")[0].fail(InferenceError("no more"))
+    assert [response.error.message for response in arrived] == ["in ensemble 'e', no more"]
+    assert producer.cancelled
+    assert not producer.backlog.waiting
+    producer.fail_cancelled()
+    assert [part.inputs["a"].array.tolist() for part in limited.at("one")] == [[2]]
+
+
+def test_unloading_an_ensemble_fails_its_queued_requests():
+    limited = Limited(limit=1, decoupled=True)
+    _, arrived = limited.ask()
+    (producer,) = limited.at("one")
+    answer(producer, 0, final=False)
+    answer(producer, 1, final=False)
+    limited.ensemble.close(timeout_s=0)
+    assert "was unloaded" in arrived[0].error.message
+    assert not producer.backlog.waiting
+
+
+def test_a_queued_request_that_is_rejected_frees_its_place():
+    limited = Limited(limit=1)
+    arrived = [limited.ask(number)[1] for number in range(2000)][1:]
+    first = limited.at("one")[0]
+
+    def refuse(inference: Inference) -> None:
+        raise InferenceError("no more", status=Status.UNAVAILABLE)
+
+    limited.server.takers = {"one": refuse, "two": refuse}
+    answer(first, 0)
+    assert {response.error.message for [response] in arrived} == {"in ensemble 'e', no more"}
+
+
+def test_a_nested_ensemble_blocks_its_own_steps():
+    server = HeldServer()
+    configs = {name: model(name, decoupled=name != "two") for name in ("inner", "one", "two")}
+    inner = served(server, configs, step("one", {"a": "a"}, {"b": "b"}), inputs=("a",), outputs=("b",))
+    server.takers["inner"] = inner.submit
+    steps = (step("inner", {"a": "x"}, {"b": "m"}), step("two", {"a": "m"}, {"b": "y"}))
+    outer = served(server, configs, *steps, limit=1)
+    arrived: list[InferenceResponse] = []
+    outer.submit(inference_of(lambda response, _: arrived.append(response), x=[0]))
+    (producer,) = server.held["one"]
+    answer(producer, 0, final=False)
+    assert not producer.backlog.waiting
+    answer(producer, 1, final=False)
+    assert producer.backlog.waiting
+    answer(server.held["two"][0], 0)
+    assert not producer.backlog.waiting
+
+
+def test_an_immediate_answer_frees_its_place():
+    limited = Limited(limit=1)
+    arrived = [limited.ask()[1] for _ in range(2000)]
+    first = limited.at("one")[0]
+    limited.server.takers = dict.fromkeys(("one", "two"), lambda part: answer(part, 7))
+    answer(first, 7)
+    assert all(values(responses) == [[7]] for responses in arrived)
+
+
+def test_a_queued_request_knows_its_blockers():
+    class MovingBacklog(Backlog):
+        """Clears as soon as it has been read, as another thread may clear it."""
+
+        @property
+        def waiting(self):
+            waiting = super().waiting
+            self.lift()
+            return waiting
+
+    limited = Limited(limit=1)
+    for number in range(2):
+        limited.ask(number)
+    answer(limited.at("one")[0], 0)
+    (second,) = limited.at("one")
+    answer(second, 1)       # what has come of it waits for "two"
+    (waiting,) = second.backlog.waiting
+    third, _ = limited.ask(2)
+    second.backlog = MovingBacklog()
+    second.backlog.add(waiting)
+    assert third.parts[0].blocked_by() == [waiting]
+    assert third.parts[0].blocked_by() == [second]
+
+
+@pytest.mark.parametrize("limit", [0, 1])
+def test_a_request_that_a_model_cannot_take_fails_alone(limit):
+    def refuse_one(part):
+        if part.inputs["a"].array[0] == 1:
+            raise OSError("no room")
+        limited.server.held["two"].append(part)
+
+    limited = Limited(limit=limit)
+    limited.server.held["two"], limited.server.takers["two"] = [], refuse_one
+    arrived = [limited.ask(number)[1] for number in range(3)]
+    while running := limited.at("one") + limited.at("two"):
+        answer(running[0], running[0].inputs["a"].array[0])
+    (failed,) = arrived[1]
+    assert failed.error.message == "in ensemble 'e', OSError: no room"
+    assert [values(arrived[0]), values(arrived[2])] == [[[0]], [[2]]]

@@ -8,10 +8,10 @@ import pytest
 
 from genserve.repository.ensemble_steps import is_decoupled, text_stages
 from genserve.repository.index import scan
-from tests.repository.test_check import SHIPPED
+from tests.repository.test_model_validation import SHIPPED
 
 
-def test_the_stages_of_a_model_that_generates_text_are_found_by_their_backends(tmp_path):
+def test_the_stages_of_a_text_model_are_found_by_their_backends(tmp_path):
     entries = scan([shutil.copytree(SHIPPED, tmp_path / "r")])
     stages = text_stages(entries["smollm2"], entries)
     assert stages is not None
@@ -31,7 +31,7 @@ def test_the_stages_of_a_model_that_generates_text_are_found_by_their_backends(t
         ("smollm2/config.pbtxt", "step [", 'step [ { model_name: "smollm2_tokenizer" },'),
     ],
 )
-def test_other_ensembles_are_no_chain_of_stages(tmp_path, file, old, new):
+def test_other_ensembles_are_no_text_models(tmp_path, file, old, new):
     root = shutil.copytree(SHIPPED, tmp_path / "r")
     text = (root / file).read_text()
     assert old in text
@@ -45,7 +45,7 @@ def add(root, name, config):
     (root / name / "config.pbtxt").write_text(config)
 
 
-def test_an_ensemble_is_decoupled_if_one_of_its_steps_is_however_deep(tmp_path):
+def test_an_ensemble_is_decoupled_if_a_step_at_any_depth_is(tmp_path):
     def ensemble(of):
         return f'platform: "ensemble" ensemble_scheduling {{ step {{ model_name: "{of}" }} }}'
 

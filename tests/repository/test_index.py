@@ -20,7 +20,7 @@ from genserve.repository.index import fingerprint, links_out, scan, served_versi
         (SpecificVersions(versions=(3, 7, 1)), (1, 2, 3), (1, 3)),
     ],
 )
-def test_a_version_policy_chooses_among_the_versions_that_are_there(policy, there, served):
+def test_a_version_policy_selects_from_the_existing_versions(policy, there, served):
     assert served_versions(ModelConfig(name="m", version_policy=policy), there) == served
 
 
@@ -34,7 +34,7 @@ def test_a_version_policy_chooses_among_the_versions_that_are_there(policy, ther
         (SpecificVersions(versions=()), (1, 2)),
     ],
 )
-def test_a_policy_that_leaves_no_version_is_refused_in_tritons_words(policy, there):
+def test_a_policy_without_any_version_is_rejected_with_tritons_message(policy, there):
     with pytest.raises(RepositoryError) as raised:
         served_versions(ModelConfig(name="m", version_policy=policy), there)
     assert raised.value.message == (
@@ -69,14 +69,14 @@ def touch(path: Path) -> None:
         lambda model: (model / "labels.txt").write_text("a"),
     ],
 )
-def test_a_change_of_a_model_is_seen(model, change):
+def test_a_change_of_a_model_changes_its_fingerprint(model, change):
     before = fingerprint(model)
     assert fingerprint(model) == before
     change(model)
     assert fingerprint(model) != before
 
 
-def test_caches_and_hidden_files_are_no_change(model):
+def test_caches_and_hidden_files_do_not_change_the_fingerprint(model):
     before = fingerprint(model)
     (model / "1" / "__pycache__").mkdir()
     (model / "1" / "__pycache__" / "model.cpython-311.pyc").touch()
@@ -86,7 +86,7 @@ def test_caches_and_hidden_files_are_no_change(model):
     assert fingerprint(model) == before
 
 
-def test_a_link_to_nowhere_is_part_of_a_model(model):
+def test_a_broken_link_is_part_of_the_fingerprint(model):
     (model / "1" / "weights").symlink_to(model / "nowhere")
     assert ("1/weights", 0, -1) in fingerprint(model)
 
@@ -106,7 +106,7 @@ def test_the_models_of_all_roots_are_listed(tmp_path):
     assert list(scan([tmp_path / "one", tmp_path / "two"])) == ["a", "b"]
 
 
-def test_a_model_given_in_place_of_its_repository_is_told_from_one(tmp_path):
+def test_a_model_folder_is_not_accepted_as_a_repository(tmp_path):
     (tmp_path / "m" / "1").mkdir(parents=True)
     (tmp_path / "m" / "config.pbtxt").write_text("")
     with pytest.raises(RepositoryError, match="m is a model, not a repository") as caught:
@@ -115,7 +115,7 @@ def test_a_model_given_in_place_of_its_repository_is_told_from_one(tmp_path):
     assert list(scan([tmp_path])) == ["m"]
 
 
-def test_a_stray_config_beside_models_is_passed_over(tmp_path):
+def test_a_stray_config_next_to_models_is_ignored(tmp_path):
     (tmp_path / "m" / "1").mkdir(parents=True)
     (tmp_path / "config.pbtxt").write_text("")
     assert list(scan([tmp_path])) == ["m"]
@@ -139,7 +139,7 @@ def test_links_are_followed_wherever_they_lead(linked: Path, model: Path):
     assert not any(entry.error for entry in entries.values())
 
 
-def test_with_strict_paths_a_model_that_leads_out_is_an_error_and_is_not_read(linked: Path, model: Path):
+def test_with_strict_paths_a_model_with_links_outside_is_not_read(linked: Path, model: Path):
     (linked / "n").symlink_to(model)
     (linked / "o" / "1").mkdir(parents=True)
     (linked / "o" / "1" / "model.py").touch()
@@ -171,7 +171,7 @@ def test_with_strict_paths_a_model_that_leads_out_is_an_error_and_is_not_read(li
         ("1/.hidden", "/etc/passwd", ["1/.hidden"]),
     ],
 )
-def test_the_links_that_lead_out_are_found(tmp_path: Path, link: str, target: str, out: list[str]):
+def test_links_to_outside_are_found(tmp_path: Path, link: str, target: str, out: list[str]):
     root, other = tmp_path / "root", tmp_path / "other"
     for folder in (root / "m" / "1", root / ".data" / "1", other):
         folder.mkdir(parents=True)
@@ -187,7 +187,7 @@ def test_a_repository_that_is_a_link_itself_is_inside(tmp_path: Path, model: Pat
     assert scan([tmp_path / "link"], strict_paths=True)["m"].error is None
 
 
-def test_that_a_linked_folder_leads_elsewhere_now_is_seen(linked: Path, model: Path):
+def test_a_changed_link_changes_the_fingerprint(linked: Path, model: Path):
     before = fingerprint(linked / "m")
     (linked / "m" / "1").unlink()
     (model / "3").mkdir()
@@ -196,6 +196,6 @@ def test_that_a_linked_folder_leads_elsewhere_now_is_seen(linked: Path, model: P
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/x", "a\0b"])
-def test_the_name_of_a_config_is_no_path(tmp_path: Path, name: str):
+def test_the_name_of_a_config_must_not_be_a_path(tmp_path: Path, name: str):
     with pytest.raises(RepositoryError, match="is not the name of a config"):
         scan([tmp_path], config_name=name)

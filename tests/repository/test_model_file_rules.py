@@ -66,13 +66,13 @@ def load_error(root: Path, name: str = "m") -> str:
 
 
 @pytest.mark.parametrize("config", [ONNX, TORCH, 'backend: "onnxruntime"'])
-def test_a_model_whose_file_is_in_order_is_clean(tmp_path, config):
+def test_a_valid_model_file_has_no_diagnostics(tmp_path, config):
     model(tmp_path, config)
     assert repository_diagnostics([tmp_path]) == {"m": ()}
 
 
 @pytest.mark.parametrize("config", [ONNX, TORCH])
-def test_a_git_lfs_pointer_is_called_one(tmp_path, config):
+def test_a_git_lfs_pointer_is_reported(tmp_path, config):
     file = model(tmp_path, config)
     file.write_bytes(POINTER)
     found = diagnostic(tmp_path)
@@ -83,7 +83,7 @@ def test_a_git_lfs_pointer_is_called_one(tmp_path, config):
 
 
 @pytest.mark.parametrize("config", [ONNX, TORCH])
-def test_an_empty_file_is_called_empty(tmp_path, config):
+def test_an_empty_file_is_reported(tmp_path, config):
     file = model(tmp_path, config)
     file.write_bytes(b"")
     assert diagnostic(tmp_path).message == f"{file.name} is empty"
@@ -92,7 +92,7 @@ def test_an_empty_file_is_called_empty(tmp_path, config):
 
 @pytest.mark.parametrize("config", [ONNX, TORCH])
 @pytest.mark.parametrize("content", [b"garbage" * 400, None])
-def test_garbage_and_half_a_file_are_found(tmp_path, config, content):
+def test_damaged_files_are_reported(tmp_path, config, content):
     file = model(tmp_path, config)
     whole = file.read_bytes()
     file.write_bytes(content or whole[: len(whole) // 2])
@@ -103,7 +103,7 @@ def test_garbage_and_half_a_file_are_found(tmp_path, config, content):
 
 
 @pytest.mark.parametrize("config", [ONNX, TORCH])
-def test_a_damaged_model_hides_no_other(tmp_path, config):
+def test_other_models_are_checked_after_a_damaged_one(tmp_path, config):
     file = model(tmp_path, config)
     shutil.copytree(tmp_path / "m", tmp_path / "whole")
     whole = file.read_bytes()
@@ -122,7 +122,7 @@ def test_a_damaged_model_hides_no_other(tmp_path, config):
 
 
 @pytest.mark.parametrize(("name", "severity"), [("model.onnx", "error"), ("notes", "warning")])
-def test_a_file_that_cannot_be_read_is_found(tmp_path, name, severity):
+def test_an_unreadable_file_is_reported(tmp_path, name, severity):
     file = model(tmp_path, ONNX).with_name(name)
     file.unlink(missing_ok=True)
     file.symlink_to("/proc/self/mem")   # nobody can read its beginning, not even root
@@ -133,7 +133,7 @@ def test_a_file_that_cannot_be_read_is_found(tmp_path, name, severity):
 
 
 @pytest.mark.parametrize("field", ["ir_version", "opset"])
-def test_a_graph_that_is_too_new_for_the_runtime_is_found(tmp_path, field):
+def test_a_graph_too_new_for_the_runtime_is_reported(tmp_path, field):
     file = model(tmp_path, ONNX)
     graph = onnx.load(file)
     if field == "opset":
@@ -144,7 +144,7 @@ def test_a_graph_that_is_too_new_for_the_runtime_is_found(tmp_path, field):
     assert "onnx runtime error" in diagnostic(tmp_path).message
 
 
-def test_a_config_that_tells_of_another_graph_is_found_at_its_tensor(tmp_path):
+def test_a_config_of_another_graph_is_reported_at_its_tensor(tmp_path):
     model(tmp_path, ONNX.replace("name: \"x\" data_type: TYPE_FP32", "name: \"x\" data_type: TYPE_INT64"))
     found = diagnostic(tmp_path)
     assert found.where == f"{tmp_path}/m/config.pbtxt:2:1"
@@ -152,7 +152,7 @@ def test_a_config_that_tells_of_another_graph_is_found_at_its_tensor(tmp_path):
     assert found.message in load_error(tmp_path)
 
 
-def test_weights_saved_without_code_are_called_that(tmp_path):
+def test_weights_without_code_are_reported(tmp_path):
     file = model(tmp_path, TORCH)
     torch.save({"weight": torch.zeros(2)}, file)
     assert "it holds weights without code" in diagnostic(tmp_path).message
@@ -170,7 +170,7 @@ def test_check_opens_torchscript_without_torch(tmp_path):
     assert ran.stdout == "False\n"
 
 
-def test_a_saved_model_without_its_graph_is_found(tmp_path):
+def test_a_saved_model_without_its_graph_is_reported(tmp_path):
     (tmp_path / "m" / "1" / "model.savedmodel" / "variables").mkdir(parents=True)
     (tmp_path / "m" / "config.pbtxt").write_text(TORCH.replace("pytorch", "tensorflow"))
     assert "there is no saved_model.pb" in diagnostic(tmp_path).message
@@ -180,7 +180,7 @@ def test_a_saved_model_without_its_graph_is_found(tmp_path):
     ("file", "content"),
     [("tokenizer.json", b"{"), ("tokenizer.json", POINTER), ("tokenizer_config.json", b"[]")],
 )
-def test_a_broken_tokenizer_is_found(models, file, content):
+def test_a_broken_tokenizer_is_reported(models, file, content):
     (models / "tiny_tokenizer" / "1" / file).write_bytes(content)
     found = diagnostic(models, "tiny_tokenizer")
     assert file in found.message
@@ -188,7 +188,7 @@ def test_a_broken_tokenizer_is_found(models, file, content):
 
 
 @pytest.mark.parametrize("size", [0, 10, -100])
-def test_weights_beside_a_logits_graph_are_there_and_whole(models, size):
+def test_external_weights_of_a_logits_graph_must_be_complete(models, size):
     data = models / "tiny_logits" / "1" / "model.onnx.data"
     os.truncate(data, size if size >= 0 else data.stat().st_size + size)
     found = diagnostic(models, "tiny_logits")
@@ -201,7 +201,7 @@ def test_weights_beside_a_logits_graph_are_there_and_whole(models, size):
     assert "model.onnx.data is a Git LFS pointer" in load_error(models, "tiny")
 
 
-def test_a_graph_that_is_no_logits_graph_is_found(models):
+def test_a_graph_without_logits_is_reported(models):
     file = models / "tiny_logits" / "1" / "model.onnx"
     nodes = [("Identity", ["x"], ["y"], {})]
     save_onnx(file, nodes, inputs={"x": (FLOAT, ["n"])}, outputs={"y": (FLOAT, ["n"])})
@@ -209,7 +209,7 @@ def test_a_graph_that_is_no_logits_graph_is_found(models):
     assert "has no KV cache: its inputs are x" in load_error(models, "tiny")
 
 
-def test_a_longer_context_than_the_graph_has_is_refused_at_its_parameter(models):
+def test_a_context_longer_than_the_graphs_is_rejected_at_its_parameter(models):
     config = models / "tiny_logits" / "config.pbtxt"
     config.write_text(config.read_text().replace('string_value: "256"', f'string_value: "{2**40}"'))
     found = diagnostic(models, "tiny_logits")

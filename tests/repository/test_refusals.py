@@ -44,7 +44,7 @@ def errors(root: Path) -> dict[str, list[Diagnostic]]:
 
 
 @pytest.mark.parametrize("name", [name for name, model in RECORDED.items() if "message" in model])
-def test_what_triton_refuses_is_refused_in_its_words_with_a_remedy(name, root, errors):
+def test_a_config_that_triton_rejects_is_rejected_with_its_message_and_a_remedy(name, root, errors):
     # Triton tells some of these while it runs the model, with more words around them.
     message = RECORDED[name]["message"].replace("REPOSITORY", str(root))
     assert any(diagnostic.message in message for diagnostic in errors[name])
@@ -52,5 +52,5 @@ def test_what_triton_refuses_is_refused_in_its_words_with_a_remedy(name, root, e
 
 
 @pytest.mark.parametrize("name", [name for name, model in RECORDED.items() if "message" not in model])
-def test_what_triton_loads_has_no_error(name, errors):
+def test_a_config_that_triton_loads_has_no_error(name, errors):
     assert errors[name] == []

@@ -20,12 +20,12 @@ def loaded(root) -> Repository:
     return repository
 
 
-def test_models_are_listed_by_folder_and_hidden_folders_are_passed_over(copy):
+def test_models_are_listed_by_folder_without_hidden_ones(copy):
     (copy / ".half-written").mkdir()
     assert list(scan([copy])) == ["tiny", "tiny_decoder", "tiny_logits", "tiny_tokenizer"]
 
 
-def test_the_highest_version_is_the_one_that_counts(copy):
+def test_the_highest_version_is_served(copy):
     entry = scan([copy])["tiny_decoder"]
     for name in ("2", "10", "010", "x", "-3"):
         (entry.path / name).mkdir()
@@ -67,14 +67,14 @@ def test_a_config_that_cannot_be_read_is_listed_with_its_error(copy):
         ("tiny_decoder/1/model.py", "model.py is missing"),
     ],
 )
-def test_a_missing_file_is_named_with_what_brings_it(copy, missing, words):
+def test_a_missing_file_is_named_with_a_remedy(copy, missing, words):
     (copy / missing).unlink()
     error = loaded(copy).errors["tiny"]
     assert words in error.message
     assert error.remedy
 
 
-def test_an_ensemble_whose_decoder_has_no_loop_is_an_ordinary_one(copy):
+def test_an_ensemble_whose_decoder_has_no_loop_is_no_text_model(copy):
     (copy / "tiny_decoder" / "1" / "model.py").write_text("class TritonPythonModel: ...")
     repository = loaded(copy)
     assert repository.is_ready("tiny")
@@ -91,7 +91,7 @@ def test_a_bad_parameter_names_the_file(copy):
     assert "intra_op_thread_count" in loaded(copy).errors["tiny"].message
 
 
-def test_unknown_names_are_answered_with_the_known_ones(copy):
+def test_the_remedy_for_an_unknown_model_lists_the_known_ones(copy):
     repository = loaded(copy)
     with pytest.raises(ModelNotFound, match="tiny"):
         repository.get("nobody")
@@ -100,12 +100,12 @@ def test_unknown_names_are_answered_with_the_known_ones(copy):
     repository.close()
 
 
-def test_a_repository_that_is_not_there_is_named(tmp_path):
+def test_a_missing_repository_is_named(tmp_path):
     with pytest.raises(RepositoryError, match="genserve pull"):
         Repository([tmp_path / "none"])
 
 
-def test_a_model_that_was_not_to_be_loaded_is_not_ready_rather_than_unknown(copy):
+def test_a_model_that_is_not_loaded_is_not_ready_instead_of_unknown(copy):
     shutil.copytree(copy / "tiny", copy / "other")
     config = copy / "other" / "config.pbtxt"
     config.write_text(config.read_text().replace('name: "tiny"', 'name: "other"'))
@@ -125,7 +125,7 @@ def test_a_cache_that_cannot_be_reserved_is_an_error_of_that_model(copy):
     assert "cannot be reserved" in loaded(copy).errors["tiny"].message
 
 
-def test_what_a_loaded_model_says_in_vain_is_logged_once(copy, caplog):
+def test_the_warnings_of_a_loaded_model_are_logged_once(copy, caplog):
     path = copy / "tiny_logits" / "config.pbtxt"
     path.write_text(path.read_text() + 'runtime: "a"')
     repository = loaded(copy)
@@ -135,7 +135,7 @@ def test_what_a_loaded_model_says_in_vain_is_logged_once(copy, caplog):
     assert "runtime is ignored: the backend's own" in warning.getMessage()
 
 
-def test_a_model_that_would_be_served_wrongly_is_refused(copy):
+def test_a_model_that_would_answer_wrongly_is_rejected(copy):
     path = copy / "tiny_logits" / "config.pbtxt"
     path.write_text(path.read_text() + "version_policy { specific { versions: 7 } }")
     assert "at least one version must be available" in loaded(copy).errors["tiny"].message

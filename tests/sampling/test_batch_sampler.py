@@ -22,10 +22,9 @@ from transformers import (
 from genserve.generation.engine import Engine
 from genserve.generation.engine_request import TokenSequence
 from genserve.generation.speculation import Speculation
-from genserve.sampling.batch_sampler import sample, sampling_metadata
-from genserve.sampling.param_table import STAGES
-from genserve.sampling.sampler import SamplingMetadata, sample_rows
-from genserve.sampling.sampling_params import SamplingParams
+from genserve.sampling.batch_sampler import sample, sample_rows, sampling_metadata
+from genserve.sampling.sampler import SamplingMetadata
+from genserve.sampling.sampling_params import DRAW_PARAMETERS, PARAMETERS, STAGES
 from tests.fakes.drafts import Foreseen
 from tests.fakes.logits import PagedLogits
 from tests.fakes.sequences import sample_loop, sequence_of
@@ -252,5 +251,4 @@ def finish(engine: Engine, sequences: list[TokenSequence]) -> None:
 
 def test_all_that_decides_a_draw_is_tried():
     tried = {*KEEPING, *TEMPERATURE, *MIROSTAT, *EDITS, "samplers"}
-    assert {name for stage in STAGES.values() for name in stage} <= tried
-    assert tried <= set(SamplingParams.__slots__)
+    assert DRAW_PARAMETERS.keys() <= tried <= PARAMETERS.keys()

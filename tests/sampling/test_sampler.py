@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from genserve.sampling.param_table import acting
-from genserve.sampling.sampler import SamplingMetadata, sample_rows, uniforms
-from genserve.sampling.sampling_params import SamplingParams
-from genserve.sampling.staged_sampler import Stages
+from genserve.sampling.batch_sampler import sample_rows
+from genserve.sampling.sampler import SamplingMetadata, uniforms
+from genserve.sampling.sampling_params import SamplingParams, active
+from genserve.sampling.staged_sampler import DrawStages
 from tests.fakes.rows import metadata_of, only
 
 VOCAB_SIZE = 40_000  # more blocks than most top-k, so that they are at work
@@ -110,7 +110,7 @@ def test_a_row_that_goes_through_stages_has_the_token_of_the_kernels(size, sprea
     params = [SamplingParams(**{name: c[i].item() for name, c in columns.items()}) for i in range(num)]
     staged = replace(
         rows,
-        stages=[Stages(order=tuple(n for n in columns if any(acting(p, [n]))), params=p) for p in params],
+        stages=[DrawStages(order=tuple(n for n in columns if any(active(p, [n]))), params=p) for p in params],
         chances=[0.5] * num,
     )
     assert sample(logits, rows).tolist() == sample(logits, staged).tolist()

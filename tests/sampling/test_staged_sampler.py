@@ -20,9 +20,8 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from genserve.sampling.param_table import STAGES
-from genserve.sampling.sampling_params import SamplingParams
-from genserve.sampling.staged_sampler import NUMPY_OPS, Stages, apply_stages, stages_of
+from genserve.sampling.sampling_params import STAGES, SamplingParams
+from genserve.sampling.staged_sampler import NUMPY_OPS, DrawStages, apply_stages, stages_of
 from genserve.sampling.torch_sampler import TORCH_OPS
 from tests.llama_cpp import recorded
 
@@ -49,11 +48,11 @@ VALUES = {
 }
 
 
-def host(row: np.ndarray, stages: Stages, chance: float) -> np.ndarray:
+def host(row: np.ndarray, stages: DrawStages, chance: float) -> np.ndarray:
     return apply_stages(row[None], [stages], chances=[chance], ops=NUMPY_OPS)[0]
 
 
-def device(row: np.ndarray, stages: Stages, chance: float) -> np.ndarray:
+def device(row: np.ndarray, stages: DrawStages, chance: float) -> np.ndarray:
     return apply_stages(torch.from_numpy(row[None]), [stages], chances=[chance], ops=TORCH_OPS)[0].numpy()
 
 
@@ -66,7 +65,7 @@ def left_by(
     """The distribution of a row that a token is drawn from."""
     params = SamplingParams(**{"temperature": 1.0, **options})
     # One that needs none would go through the usual order, which others test.
-    stages = stages_of(params, spared_ids=tuple(spared)) or Stages(order=params.samplers, params=params)
+    stages = stages_of(params, spared_ids=tuple(spared)) or DrawStages(order=params.samplers, params=params)
     before = row.copy()
     left = place(row, stages, chance)
     np.testing.assert_array_equal(row, before)
@@ -117,7 +116,7 @@ def test_temperatures_xtc_and_orders_leave_what_llama_cpp_leaves(place):
 
 @pytest.mark.parametrize("place", PLACES)
 def test_mirostat_cuts_step_after_step_where_llama_cpp_does(place):
-    stages: dict[str, Stages | None] = {}
+    stages: dict[str, DrawStages | None] = {}
     for case in recorded("mirostat_mode"):
         options = json.dumps(case["options"])
         params = SamplingParams(temperature=1.0, **case["options"])

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from genserve.sampling.sampler import LogprobsRequest, SamplerOutput, SamplingMetadata, sample_rows
+from genserve.sampling.batch_sampler import sample_rows
+from genserve.sampling.sampler import LogprobsRequest, SamplerOutput, SamplingMetadata
 from genserve.sampling.torch_sampler import sample_on_device
 from tests.fakes.rows import metadata_of
 

@@ -97,8 +97,8 @@ class Desk:
         one.inference.cancel()
         return self.tell(self.queue.cancel(one.inference, now_ns=self.now_ns))
 
-    def tell(self, refused) -> list[Asked]:
-        """End what was refused."""
-        for refusal in refused:
-            refusal.tell()
-        return [self.asked_of(refusal.inference) for refusal in refused]
+    def tell(self, rejected) -> list[Asked]:
+        """End what was rejected."""
+        for rejection in rejected:
+            rejection.send()
+        return [self.asked_of(rejection.inference) for rejection in rejected]

@@ -7,7 +7,7 @@ import pytest
 from genserve.config.model_config import DynamicBatching, ModelConfig, QueuePolicy, TensorSpec
 from genserve.errors import InferenceError, Status
 from genserve.inference import InferenceResponse
-from genserve.schedulers.dynamic_batcher import DynamicQueue, alike
+from genserve.schedulers.dynamic_batcher import DynamicQueue, batch_key
 from tests.schedulers.inferences import MS, Asked, Desk, asked
 
 
@@ -17,7 +17,9 @@ def desk(*, max_batch_size=8, inputs=None, **batching) -> Desk:
         max_batch_size=max_batch_size,
         inputs=inputs or (TensorSpec(name="X", data_type="TYPE_FP32", dims=(-1,)),),
     )
-    return Desk(DynamicQueue(DynamicBatching(**batching), max_batch_size=max_batch_size, alike=alike(config)))
+    return Desk(
+        DynamicQueue(DynamicBatching(**batching), max_batch_size=max_batch_size, batch_key=batch_key(config))
+    )
 
 
 def sizes(desk: Desk) -> list[int]:

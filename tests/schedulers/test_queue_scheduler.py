@@ -13,7 +13,7 @@ from genserve.errors import InferenceError, Status
 from genserve.inference import Inference, InferenceRequest, InferenceResponse, RequestFlags
 from genserve.inference_statistics import ModelStatistics
 from genserve.schedulers.dynamic_batcher import DynamicQueue
-from genserve.schedulers.model_instance import Instance
+from genserve.schedulers.model_instance import ModelInstance
 from genserve.schedulers.queue_scheduler import QueueScheduler
 from genserve.schedulers.request_queue import DirectQueue
 from genserve.schedulers.sequence_batcher import SequenceQueue
@@ -72,7 +72,7 @@ def start():
     def start(scheduler, *models):
         for number, model in enumerate(models):
             placement = Placement(name=f"m_{number}", kind="CPU")
-            instance = Instance(
+            instance = ModelInstance(
                 lambda model=model: model,
                 number=number,
                 placement=placement,
@@ -96,7 +96,7 @@ def direct(num_instances=1) -> QueueScheduler:
 
 
 def dynamic(num_instances=1, **batching) -> QueueScheduler:
-    queue = DynamicQueue(DynamicBatching(**batching), max_batch_size=8, alike=lambda inference: None)
+    queue = DynamicQueue(DynamicBatching(**batching), max_batch_size=8, batch_key=lambda inference: None)
     return QueueScheduler(queue, num_instances=num_instances)
 
 

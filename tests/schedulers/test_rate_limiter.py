@@ -10,9 +10,9 @@ from genserve.config.model_config import Resource, ResourceClaim
 from genserve.errors import InferenceError, RepositoryError
 from genserve.inference import Executor, InferenceResponse
 from genserve.inference_statistics import ModelStatistics
-from genserve.schedulers.model_instance import Instance
+from genserve.schedulers.model_instance import ModelInstance
 from genserve.schedulers.queue_scheduler import QueueScheduler
-from genserve.schedulers.rate_limiter import Capacity, RateLimiter
+from genserve.schedulers.rate_limiter import RateLimiter, ResourceCapacity
 from genserve.schedulers.request_queue import DirectQueue
 from tests.schedulers.inferences import Asked
 
@@ -95,42 +95,49 @@ def test_one_that_was_away_does_not_take_all_turns():
 
 
 @pytest.mark.parametrize(
-    ("capacities", "needs", "device_id", "there"),
+    ("capacities", "needs", "device_id", "available"),
     [
-        ([Capacity(name="r", count=3)], claim(r=4), 0, 3),
-        ([Capacity(name="other", count=3)], claim(r=1), 0, 0),
-        ([Capacity(name="r", count=9, device_id=1)], claim(r=4), 0, 0),
-        ([Capacity(name="R", count=3, device_id=1)], claim(R=4), 0, 3),
+        ([ResourceCapacity(name="r", count=3)], claim(r=4), 0, 3),
+        ([ResourceCapacity(name="other", count=3)], claim(r=1), 0, 0),
+        ([ResourceCapacity(name="r", count=9, device_id=1)], claim(r=4), 0, 0),
+        ([ResourceCapacity(name="R", count=3, device_id=1)], claim(R=4), 0, 3),
     ],
 )
-def test_a_capacity_that_is_smaller_than_a_need_is_an_error_of_the_load(capacities, needs, device_id, there):
+def test_a_capacity_that_is_smaller_than_a_need_is_an_error_of_the_load(
+    capacities, needs, device_id, available
+):
     limiter = RateLimiter(capacities)
     (resource,) = needs.resources
     with pytest.raises(RepositoryError) as failure:
         limiter.register(needs, device_id=device_id)
     assert failure.value.message == (
-        f'Resource count for "{resource.name}" is limited to {there} which will prevent scheduling of one or '
-        f"more model instances, the minimum required count is {resource.count}"
+        f'Resource count for "{resource.name}" is limited to {available} which will prevent scheduling of '
+        f"one or more model instances, the minimum required count is {resource.count}"
     )
     limiter.register(claim(), device_id=0)
 
 
 @pytest.mark.parametrize(
     ("text", "capacity"),
-    [("r:3", Capacity(name="r", count=3)), ("r:3:1", Capacity(name="r", count=3, device_id=1))],
+    [
+        ("r:3", ResourceCapacity(name="r", count=3)),
+        ("r:3:1", ResourceCapacity(name="r", count=3, device_id=1)),
+    ],
 )
 def test_a_capacity_is_read_as_triton_writes_it(text, capacity):
-    assert Capacity.parse(text) == capacity
+    assert ResourceCapacity.parse(text) == capacity
 
 
 @pytest.mark.parametrize("text", ["r", "r:3:0:9", ":3", "r:x", "r:3:x", "r:-1", ""])
 def test_a_capacity_that_is_written_wrongly_is_refused(text):
     with pytest.raises(ValueError, match=r"option format is|Invalid option value"):
-        Capacity.parse(text)
+        ResourceCapacity.parse(text)
 
 
 def test_more_than_one_instance_needs_lets_several_run():
-    limiter = RateLimiter([Capacity(name="r", count=4), Capacity(name="r", count=6, device_id=1)])
+    limiter = RateLimiter(
+        [ResourceCapacity(name="r", count=4), ResourceCapacity(name="r", count=6, device_id=1)]
+    )
     assert [asks(limiter.register(claim(r=2), device_id=0)) for _ in range(3)] == [True, True, False]
     assert [asks(limiter.register(claim(r=2), device_id=1)) for _ in range(4)] == [True, True, True, False]
 
@@ -220,7 +227,7 @@ def test_busy_instances_of_two_models_take_turns_by_priority():
         for _ in range(90):
             scheduler.submit(Asked().inference)
         schedulers.append(scheduler)
-        instance = Instance(
+        instance = ModelInstance(
             lambda name=name: Noting(name),
             number=0,
             placement=Placement(name=name, kind="CPU"),
@@ -229,7 +236,7 @@ def test_busy_instances_of_two_models_take_turns_by_priority():
         )
         instance.started.result()
         running.append(instance)
-    while len(limiter._line) < 2:
+    while len(limiter._waiting) < 2:
         pass  # both have found work
     blocker.release()
     for _ in range(180):
@@ -243,7 +250,7 @@ def test_busy_instances_of_two_models_take_turns_by_priority():
 
 
 def test_it_tells_who_keeps_an_instance_from_its_resources():
-    limiter = RateLimiter([Capacity(name="r", count=2), Capacity(name="s", count=1)])
+    limiter = RateLimiter([ResourceCapacity(name="r", count=2), ResourceCapacity(name="s", count=1)])
     holder, first, second, other = (
         limiter.register(claim(**needs), device_id=0)
         for needs in ({"r": 1}, {"r": 2, "s": 1}, {"s": 1}, {"t": 0})

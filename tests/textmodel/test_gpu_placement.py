@@ -56,7 +56,7 @@ def machine(monkeypatch):
     def set_up(*, gpus: int, providers: tuple[str, ...] = (), cuda: bool = False) -> None:
         runtime = SimpleNamespace(get_available_providers=lambda: [*providers, "CPUExecutionProvider"])
         monkeypatch.setattr(config_resolution, "num_gpus", lambda: gpus)
-        monkeypatch.setattr(logits_runtime, "onnxruntime_module", lambda: runtime)
+        monkeypatch.setattr(logits_runtime, "import_onnxruntime", lambda: runtime)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
 
     return set_up

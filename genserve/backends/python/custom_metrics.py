@@ -17,7 +17,15 @@ from prometheus_client.utils import floatToGoString
 
 from genserve.generation_metrics import bare_family
 
-__all__ = ["Family", "Kind", "Measure", "Measures", "MetricFamilies", "RemoteFamilies", "Series"]
+__all__ = [
+    "CustomMetric",
+    "CustomMetricFamily",
+    "CustomMetrics",
+    "Measure",
+    "MetricKind",
+    "RemoteCustomMetrics",
+    "StubMetrics",
+]
 
 
 _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
@@ -25,29 +33,29 @@ _OTHER_TYPE = "Family name already exists with different type"
 _LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
 
 
-class Kind(Enum):
-    """What a metric counts; the value is Prometheus's word."""
+class MetricKind(Enum):
+    """The kind of a metric; the value is Prometheus's name."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
     HISTOGRAM = "histogram"
 
 
-class MetricFamilies(Collector):
-    """All families of one server; they live as long as a model holds them. Safe from any thread."""
+class CustomMetrics(Collector):
+    """All custom metrics of a server; a family lives as long as a model holds it. Safe from any thread."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        """Begin without families; none may take a name that the registry shows already."""
+        """Make a collector without metrics; names that the registry already has are rejected."""
         self._registry = registry
         self._lock = threading.Lock()
-        self._families: weakref.WeakValueDictionary[str, Family] = weakref.WeakValueDictionary()
+        self._families: weakref.WeakValueDictionary[str, CustomMetricFamily] = weakref.WeakValueDictionary()
 
-    def family(self, name: str, *, description: str, kind: Kind) -> Family:
-        """Return the family of a name, which another model may have made.
+    def family(self, name: str, *, description: str, kind: MetricKind) -> CustomMetricFamily:
+        """Return the family of a name, which is shared by all models.
 
         Raises:
-            ValueError: in Triton's words: no name for a metric, or that of a family of another kind, or of
-                one that is not a model's.
+            ValueError: in Triton's words: the name is invalid, or that of a family of another kind, or of a
+                metric of the server.
         """
         if not _NAME.fullmatch(name):
             raise ValueError("Invalid metric name")
@@ -56,52 +64,52 @@ class MetricFamilies(Collector):
         with self._lock:
             family = self._families.get(name)
             if family is None:
-                family = self._families[name] = Family(name, description=description, kind=kind)
+                family = self._families[name] = CustomMetricFamily(name, description=description, kind=kind)
         if family.kind is not kind:
             raise ValueError(_OTHER_TYPE)
         return family
 
     def _is_taken(self, name: str) -> bool:
-        """Whether the registry shows series of this name that are not of this family."""
+        """Whether the registry has a metric of the server with this name."""
         if self._registry is None or name in self._families:
             return False
         shown = any(
             name in (metric.name, *(sample.name for sample in metric.samples))
             for metric in self._registry.collect()
         )
-        return shown and name not in self._families  # which another thread may have made meanwhile
+        return shown and name not in self._families  # another thread may have made it meanwhile
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every family with its series."""
+        """Yield every family with its metrics."""
         with self._lock:
-            families = list(self._families.values())
-        return (family.metric() for family in families if family.has_series)
+            metrics = list(self._families.values())
+        return (family.collect() for family in metrics if family.has_metrics)
 
     def describe(self) -> Iterator[Metric]:
-        """Yield nothing: families come and go."""
+        """Return nothing: families come and go."""
         return iter(())
 
 
-class Family:
+class CustomMetricFamily:
     """Metrics of one name, by their labels."""
 
-    def __init__(self, name: str, *, description: str, kind: Kind) -> None:
+    def __init__(self, name: str, *, description: str, kind: MetricKind) -> None:
         self.name = name
         self.kind = kind
         self._description = description
         self._lock = threading.Lock()
-        self._series: dict[tuple[tuple[str, str], ...], Series] = {}
+        self._metrics: dict[tuple[tuple[str, str], ...], CustomMetric] = {}
 
     @property
-    def has_series(self) -> bool:
-        """Whether there is anything to show."""
-        return bool(self._series)
+    def has_metrics(self) -> bool:
+        """Whether it has metrics."""
+        return bool(self._metrics)
 
-    def series(self, labels: Mapping[str, str], *, buckets: Sequence[float] = ()) -> Series:
+    def metric(self, labels: Mapping[str, str], *, buckets: Sequence[float] = ()) -> CustomMetric:
         """Return the metric of some labels.
 
         Raises:
-            ValueError: in Triton's words: a label that is none, boundaries that do not ascend.
+            ValueError: in Triton's words: a label is invalid, or the boundaries are not ascending.
         """
         if not all(isinstance(text, str) for pair in labels.items() for text in pair):
             raise ValueError("attempt to access JSON non-string as string")
@@ -110,24 +118,24 @@ class Family:
         if any(upper <= lower for lower, upper in pairwise(buckets)):
             raise ValueError("Bucket Boundaries must be strictly sorted")
         with self._lock:
-            return self._series.setdefault(
-                tuple(sorted(labels.items())), Series(self.name, kind=self.kind, buckets=buckets)
+            return self._metrics.setdefault(
+                tuple(sorted(labels.items())), CustomMetric(self.name, kind=self.kind, buckets=buckets)
             )
 
-    def metric(self) -> Metric:
-        """Return what Prometheus is shown."""
+    def collect(self) -> Metric:
+        """Return the family in the form of prometheus_client."""
         metric = bare_family(self.name, self._description, self.kind.value)
         with self._lock:
-            series = list(self._series.items())
-        for labels, one in series:
-            one.add_samples(metric, dict(labels))
+            metrics = list(self._metrics.items())
+        for labels, custom_metric in metrics:
+            custom_metric.add_samples(metric, dict(labels))
         return metric
 
 
-class Series:
-    """One metric. Its methods say in Triton's words what its kind does not support."""
+class CustomMetric:
+    """One metric. Methods that its kind does not support raise ValueError in Triton's words."""
 
-    def __init__(self, name: str, *, kind: Kind, buckets: Sequence[float] = ()) -> None:
+    def __init__(self, name: str, *, kind: MetricKind, buckets: Sequence[float] = ()) -> None:
         self._name = name
         self._kind = kind
         self._lock = threading.Lock()
@@ -139,10 +147,10 @@ class Series:
         """Add to a counter or gauge.
 
         Raises:
-            ValueError: a histogram, or less than nothing to a counter.
+            ValueError: it is a histogram, or a counter and the value is negative.
         """
-        self._check("Increment", Kind.COUNTER, Kind.GAUGE)
-        if self._kind is Kind.COUNTER and value < 0:
+        self._check("Increment", MetricKind.COUNTER, MetricKind.GAUGE)
+        if self._kind is MetricKind.COUNTER and value < 0:
             raise ValueError(
                 "TRITONSERVER_METRIC_KIND_COUNTER can only be incremented monotonically by non-negative "
                 "values."
@@ -152,26 +160,26 @@ class Series:
 
     def set(self, value: float) -> None:
         """Set a gauge."""
-        self._check("Set", Kind.GAUGE)
+        self._check("Set", MetricKind.GAUGE)
         with self._lock:
             self._value = value
 
     def observe(self, value: float) -> None:
         """Count a value in a histogram."""
-        self._check("Observe", Kind.HISTOGRAM)
+        self._check("Observe", MetricKind.HISTOGRAM)
         with self._lock:
             self._value += value
             self._counts[bisect_left(self._buckets, value)] += 1
 
     def value(self) -> float:
-        """Return what a counter or gauge stands at."""
-        self._check("Value", Kind.COUNTER, Kind.GAUGE)
+        """Return the value of a counter or gauge."""
+        self._check("Value", MetricKind.COUNTER, MetricKind.GAUGE)
         return self._value
 
     def add_samples(self, metric: Metric, labels: dict[str, str]) -> None:
-        """Add what Prometheus is shown of it."""
+        """Add its samples to a metric of prometheus_client."""
         name = self._name
-        if self._kind is not Kind.HISTOGRAM:
+        if self._kind is not MetricKind.HISTOGRAM:
             metric.add_sample(name, labels, self._value)
             return
         with self._lock:
@@ -182,80 +190,81 @@ class Series:
             upper = floatToGoString(boundary)  # type: ignore[no-untyped-call]
             metric.add_sample(f"{name}_bucket", {**labels, "le": upper}, count)
 
-    def _check(self, verb: str, *kinds: Kind) -> None:
+    def _check(self, verb: str, *kinds: MetricKind) -> None:
         if self._kind not in kinds:
             raise ValueError(f"TRITONSERVER_METRIC_KIND_{self._kind.name} does not support {verb}")
 
 
-# Does something with a metric: name, description and kind of its family, its labels (None: only the family
-# is wanted), its buckets, the method of `Series` ("": none) and what it takes. Raises ValueError.
+# Calls a method of a metric in the server. Arguments: name, description and kind of the family, the labels
+# (None: make the family only), the buckets, the method of `CustomMetric` ("": none) and its arguments. Raises
+# ValueError.
 Measure: TypeAlias = Callable[..., Any]
 
 
-class Measures:
-    """In the server: what one process does to the families, which are held as long as it lives."""
+class StubMetrics:
+    """In the server: the custom metrics of one stub process, which are held as long as it lives."""
 
-    def __init__(self, families: MetricFamilies) -> None:
-        self._families = families
-        self._held: set[Family] = set()
+    def __init__(self, metrics: CustomMetrics) -> None:
+        self._families = metrics
+        self._held: set[CustomMetricFamily] = set()
 
     def measure(
         self,
-        family: tuple[str, str, Kind],
+        family: tuple[str, str, MetricKind],
         labels: Mapping[str, str] | None = None,
         buckets: Sequence[float] = (),
-        verb: str = "",
+        method: str = "",
         *values: float,
     ) -> Any:
-        """Be the `Measure` of the process."""
+        """Call a method of a metric; a `Measure`."""
         name, description, kind = family
         found = self._families.family(name, description=description, kind=kind)
         self._held.add(found)
-        series = None if labels is None else found.series(labels, buckets=buckets)
-        return getattr(series, verb)(*values) if verb else None
+        metric = None if labels is None else found.metric(labels, buckets=buckets)
+        return getattr(metric, method)(*values) if method else None
 
-    def forget(self) -> None:
-        """Let go of the families: the process is gone."""
+    def release(self) -> None:
+        """Release the families: the process is dead."""
         self._held.clear()
 
 
-class RemoteFamilies(MetricFamilies):
-    """In the process: families and series whose methods are called in the server."""
+class RemoteCustomMetrics(CustomMetrics):
+    """In the stub process: families and metrics whose methods are called in the server."""
 
     def __init__(self, measure: Measure) -> None:
         super().__init__()
         self._measure = measure
 
-    def family(self, name: str, *, description: str, kind: Kind) -> Family:
-        """Make a family in the server, or find it; raises ValueError."""
+    def family(self, name: str, *, description: str, kind: MetricKind) -> CustomMetricFamily:
+        """See `CustomMetrics.family`."""
         self._measure((name, description, kind))
-        return _RemoteFamily(self._measure, name, description=description, kind=kind)
+        return _RemoteMetricFamily(self._measure, name, description=description, kind=kind)
 
 
-class _RemoteFamily(Family):
-    def __init__(self, measure: Measure, name: str, *, description: str, kind: Kind) -> None:
+class _RemoteMetricFamily(CustomMetricFamily):
+    def __init__(self, measure: Measure, name: str, *, description: str, kind: MetricKind) -> None:
         super().__init__(name, description=description, kind=kind)
         self._measure = measure
 
-    def series(self, labels: Mapping[str, str], *, buckets: Sequence[float] = ()) -> Series:
+    def metric(self, labels: Mapping[str, str], *, buckets: Sequence[float] = ()) -> CustomMetric:
         where = ((self.name, self._description, self.kind), labels, buckets)
         self._measure(*where)
-        return _RemoteSeries(lambda verb, *values: self._measure(*where, verb, *values))
+        return _RemoteMetric(lambda method, *values: self._measure(*where, method, *values))
 
 
-class _RemoteSeries(Series):
-    def __init__(self, do: Callable[..., Any]) -> None:
-        self._do = do
+class _RemoteMetric(CustomMetric):
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
 
     def increment(self, value: float) -> None:
-        self._do("increment", value)
+        self._call("increment", value)
 
     def set(self, value: float) -> None:
-        self._do("set", value)
+        self._call("set", value)
 
     def observe(self, value: float) -> None:
-        self._do("observe", value)
+        self._call("observe", value)
 
     def value(self) -> float:
-        answer: float = self._do("value")
-        return answer
+        value: float = self._call("value")
+        return value

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from genserve.backends.python.custom_metrics import MetricFamilies
+from genserve.backends.python.custom_metrics import CustomMetrics
 from genserve.inference import Executor, InferenceServer
 
-__all__ = ["CONTEXT_GLOBAL", "CURRENT_CONTEXT", "Host", "Phase", "current_context"]
+__all__ = ["CONTEXT_GLOBAL", "CURRENT_CONTEXT", "ModelContext", "Phase", "current_context"]
 
 
 class Phase(Enum):
-    """Where in its life an instance is."""
+    """The phase in the life of an instance."""
 
     STARTING = "starting"
     RUNNING = "running"
@@ -23,21 +23,21 @@ class Phase(Enum):
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Host:
-    """One instance of a python model, for what its code calls.
+class ModelContext:
+    """One instance of a Python model, as seen by the functions that its code calls.
 
     Attributes:
-        model: its name.
-        instance: the name of the instance; empty while a config is completed, when there is none.
+        model: the name of the model.
+        instance: the name of the instance; empty while a config is completed.
         folder: of the version.
-        package: that its modules are in; empty before they are imported.
+        package: name of the package of its modules; empty before they are imported.
         server: runs all models; None while a config is completed.
-        families: of its own metrics; None: they are not supported.
-        decoupled: whether it answers by senders alone.
-        outputs: that its config declares; whoever asks for none asks for these.
-        executor: the instance, as requests see it; None: outside of a server.
-        cpu_inputs: whether inputs are brought to the CPU before it sees them.
-        phase: BLS is legal while it runs.
+        metrics: custom metrics of the server; None: not supported.
+        decoupled: whether it responds only through response senders.
+        outputs: of its config; returned to requests that name no outputs.
+        executor: the instance, as requests see it; None outside of a server.
+        cpu_inputs: whether inputs are copied to the CPU.
+        phase: BLS is allowed while it is RUNNING.
     """
 
     model: str
@@ -45,7 +45,7 @@ class Host:
     folder: Path
     package: str = ""
     server: InferenceServer | None = None
-    families: MetricFamilies | None = None
+    metrics: CustomMetrics | None = None
     decoupled: bool = False
     outputs: tuple[str, ...] = ()
     executor: Executor | None = None
@@ -54,24 +54,24 @@ class Host:
 
 
 # Set on the thread of the instance; asyncio tasks inherit it.
-CURRENT_CONTEXT: ContextVar[Host | None] = ContextVar("current_context", default=None)
+CURRENT_CONTEXT: ContextVar[ModelContext | None] = ContextVar("current_context", default=None)
 
-# The global by which each module of an instance knows its host.
-CONTEXT_GLOBAL = "__genserve_host__"
+# The global of each module of an instance that holds its context.
+CONTEXT_GLOBAL = "__genserve_context__"
 
 
-def current_context() -> Host | None:
-    """Return the host of the model that calls; None: no model does, as in a user's own test.
+def current_context() -> ModelContext | None:
+    """Return the context of the calling model; None outside of a server, as in a test of a model.py.
 
-    Threads that a model starts inherit no context, so the modules on the stack are asked in their place.
+    Threads that a model starts do not inherit it, so the globals of the modules on the stack are searched.
     """
-    host = CURRENT_CONTEXT.get()
-    if host is not None:
-        return host
+    context = CURRENT_CONTEXT.get()
+    if context is not None:
+        return context
     frame = sys._getframe(1)
     while frame is not None:
         found = frame.f_globals.get(CONTEXT_GLOBAL)
-        if isinstance(found, Host):
+        if isinstance(found, ModelContext):
             return found
         frame = frame.f_back  # type: ignore[assignment]
     return None

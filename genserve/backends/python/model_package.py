@@ -32,11 +32,11 @@ from genserve.backends.python.model_context import current_context
 __all__ = ["PRIVATE", "ModelPackage", "PublicModule", "PublicNames"]
 
 
-PRIVATE = "_genserve_"  # begins the packages of models
+PRIVATE = "_genserve_"  # prefix of the packages of models
 
 
 class PublicNames(MetaPathFinder, Loader):
-    """Finds what nobody else does, for the code of one model alone."""
+    """Finds modules by their public names, after all other finders, for the code of one model only."""
 
     def __init__(self, package: str) -> None:
         self._package = package
@@ -44,43 +44,43 @@ class PublicNames(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a stand-in for a module in the model's package; None: there is none."""
-        host = current_context()
-        if fullname.startswith(PRIVATE) or host is None or host.package != self._package:
+        """Return the spec of a proxy for a module in the model's package; None: there is no such module."""
+        context = current_context()
+        if fullname.startswith(PRIVATE) or context is None or context.package != self._package:
             return None
         try:
             spec = importlib.util.find_spec(f"{self._package}.{fullname}")
-        except ModuleNotFoundError:  # what it would be in is no package
+        except ModuleNotFoundError:  # its parent is not a package
             return None
         return None if spec is None else ModuleSpec(fullname, self, is_package=True)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return the stand-in."""
+        """Return the proxy."""
         return PublicModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Import what it stands for."""
+        """Import the module behind the proxy."""
         importlib.import_module(f"{self._package}.{module.__name__}")
 
     @staticmethod
     def forget() -> None:
-        """Drop all stand-ins; those that other models need come back when they ask."""
-        # By name: pairs are new tuples, for which garbage may be collected, and that may call this again.
+        """Remove all proxies; other models import theirs again."""
+        # By name: iterating over items allocates, and a garbage collection may call this function again.
         for name in list(sys.modules):
             if isinstance(sys.modules.get(name), PublicModule):
                 sys.modules.pop(name, None)
 
 
 class PublicModule(ModuleType):
-    """Stands in `sys.modules` for the modules of this name beside several models: each sees its own."""
+    """A proxy in `sys.modules` for the modules of one name of several models: each model sees its own."""
 
     def __getattr__(self, name: str) -> Any:
-        host = current_context()
+        context = current_context()
         foreign = f"module {self.__name__!r} has no attribute {name!r} outside of its model"
-        if host is None or not host.package:
+        if context is None or not context.package:
             raise AttributeError(foreign)
         try:
-            own = importlib.import_module(f"{host.package}.{self.__name__}")
+            own = importlib.import_module(f"{context.package}.{self.__name__}")
         except ModuleNotFoundError:
             raise AttributeError(foreign) from None
         return getattr(own, name)
@@ -88,33 +88,33 @@ class PublicModule(ModuleType):
 
 _Execute: TypeAlias = Callable[[ModuleType, CodeType], None]
 
-# `sys.meta_path` is replaced, not changed: an import on its way through it would pass over a finder.
+# `sys.meta_path` is replaced, not modified: a concurrent import that iterates over it could skip a finder.
 _META_PATH = threading.RLock()
-_numbers = itertools.count()  # a package of a reloaded model is another one
+_numbers = itertools.count()  # a reloaded model gets another package
 
 
 class ModelPackage:
-    """The modules of one instance of a model, in a package of their own.
+    """The modules of one instance of a model, in a private package.
 
-    Every import statement in them sees the modules of `folders` first, whatever other models call theirs:
-    `import helper` and `from .helper import x` are the same module. The standard library is never hidden.
-    Each import is of the text on disk: bytecode is neither read nor written. Who imports by name, as
-    `importlib.import_module` and pickles do, finds them last, and gets a stand-in.
+    Import statements in them search `folders` first, so that equal module names of several models do not
+    collide: `import helper` and `from .helper import x` are the same module. The standard library is never
+    shadowed. Modules are compiled from the source on disk; bytecode is neither read nor written. Imports by
+    name, by `importlib.import_module` or pickle, search `folders` last and return a proxy.
 
     Attributes:
-        package: its name.
+        package: the name of the package.
     """
 
     def __init__(
         self, path: Path, *, model: str, folders: Sequence[Path], names: Mapping[str, object]
     ) -> None:
-        """Make ready to import `path`; nothing is executed yet.
+        """Prepare the import of `path`; nothing is executed yet.
 
         Args:
             path: the model.py.
-            model: the name of the model; the package's name is made of it.
-            folders: where the modules beside it are looked for, in this order; usually its own is the first.
-            names: globals of each module.
+            model: the name of the model, part of the name of the package.
+            folders: searched for modules, in this order; usually that of `path` is the first.
+            names: globals added to each module.
         """
         self._path = path
         self._names = dict(names)
@@ -129,7 +129,7 @@ class ModelPackage:
         """Import the file.
 
         Raises:
-            Exception: what the file raises.
+            Exception: raised by the file.
         """
         package = ModuleType(self.package)
         package.__path__ = self._folders
@@ -140,7 +140,7 @@ class ModelPackage:
         return importlib.import_module(f"{self.package}.{self._path.stem}")
 
     def forget(self) -> None:
-        """Drop all its modules; the code goes when nothing holds it any more."""
+        """Remove all modules of the package; their code is freed when nothing refers to it."""
         with _META_PATH:
             ours = (self._finder, self._public_names)
             sys.meta_path = [finder for finder in sys.meta_path if finder not in ours]
@@ -162,7 +162,7 @@ class ModelPackage:
         fromlist: Sequence[str] | None = (),
         level: int = 0,
     ) -> Any:
-        """Stand in for `__import__` in the modules of the model."""
+        """Replace `__import__` in the modules of the model."""
         top = name.partition(".")[0]
         if level or not self._is_sibling(top):
             if isinstance(sys.modules.get(top), PublicModule):
@@ -171,7 +171,7 @@ class ModelPackage:
                 return builtins.__import__(name, globals, locals, fromlist or (), level)
         private = f"{self.package}.{name}"
         if isinstance(fromlist, list):
-            return importlib.import_module(name)  # unpickling, which then looks in `sys.modules`
+            return importlib.import_module(name)  # from pickle, which then reads `sys.modules`
         if fromlist:
             return builtins.__import__(private, globals, locals, fromlist, 0)
         importlib.import_module(private)
@@ -189,12 +189,12 @@ class ModelPackage:
         spec = self._finder.find_spec(f"{self.package}.{top}", self._folders)
         if spec is None:
             return False
-        # A folder without __init__.py may hold weights, and be called like the package that reads them.
+        # A folder without __init__.py may hold weights and have the name of the package that reads them.
         return spec.loader is not None or PathFinder.find_spec(top) is None
 
 
 class _Finder(MetaPathFinder):
-    """Finds the modules below one package."""
+    """Finds the modules of one package."""
 
     def __init__(self, package: str, execute: _Execute) -> None:
         self._prefix = f"{package}."
@@ -203,7 +203,7 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return where a module is; None: not in this package."""
+        """Return the spec of a module; None: it is not in this package."""
         if not fullname.startswith(self._prefix):
             return None
         portions: list[str] = []
@@ -226,7 +226,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Source(SourceFileLoader):
-    """Reads a module as it is on disk now, and has it executed."""
+    """Compiles a module from its source, without bytecode."""
 
     def __init__(self, execute: _Execute, fullname: str, path: str) -> None:
         super().__init__(fullname, path)

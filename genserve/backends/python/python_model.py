@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from genserve.backends.python.model_context import CONTEXT_GLOBAL, CURRENT_CONTEXT, Host, Phase
+from genserve.backends.python.model_context import CONTEXT_GLOBAL, CURRENT_CONTEXT, ModelContext, Phase
 from genserve.backends.python.model_package import ModelPackage
 from genserve.backends.python.pb_utils import InferenceRequest, InferenceResponse, ModelConfig
 from genserve.backends.python.pb_utils.pb_error import TritonModelException
@@ -26,49 +26,51 @@ __all__ = ["EventLoop", "PythonModel", "complete_config", "failure_text"]
 
 logger = logging.getLogger(__name__)
 
-_ENDS_WITHIN_S = 10.0
+_CLOSE_TIMEOUT_S = 10.0
 
 
 class EventLoop:
-    """A running asyncio event loop. What it was given sees the context of whoever gave it."""
+    """An asyncio event loop on its own thread. Coroutines run in the context of the caller of `submit`."""
 
-    def __init__(self, name: str, *, ends_within_s: float = _ENDS_WITHIN_S) -> None:
+    def __init__(self, name: str, *, close_timeout_s: float = _CLOSE_TIMEOUT_S) -> None:
         """Start the thread.
 
         Args:
-            name: of the instance it belongs to.
-            ends_within_s: how long `close` waits for what does not let itself be cancelled.
+            name: of the instance.
+            close_timeout_s: how long `close` waits for coroutines to be cancelled.
         """
-        self._ends_within_s = ends_within_s
+        self._close_timeout_s = close_timeout_s
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=f"asyncio-{name}", daemon=True)
         self._thread.start()
 
     def submit(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """Run a coroutine beside the others; from any other thread."""
+        """Schedule a coroutine, from another thread."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def close(self) -> None:
-        """Cancel what runs, and wait for its end: not for ever."""
+        """Cancel all coroutines, and wait for them until the timeout."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(self._ends_within_s)
+            self._thread.join(self._close_timeout_s)
         if self._thread.is_alive():
-            logger.error("%s: a coroutine refuses to be cancelled; it is left behind", self._thread.name)
+            logger.error(
+                "%s: a coroutine does not react to its cancellation and is abandoned", self._thread.name
+            )
 
     def _run(self) -> None:
-        # Runner would close the loop on its own; here `close` says when.
+        # The runner closes the loop when `close` has stopped it.
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             runner.get_loop().run_forever()
 
 
-_SHOWN = "genserve.backends.python.pb_utils.config"
+_SHOWN = "genserve.backends.python.pb_utils.pb_config"
 
 
 def failure_text(error: BaseException) -> str:
-    """Return `ValueError: boom`, and below it where, the innermost frame first.
+    """Return `ValueError: boom` and the traceback in Triton's form, the innermost frame first.
 
-    The frames are those of the model and of what it called; ours in front of them are left out.
+    Frames of genserve are left out.
     """
     text = str(error) or "<EMPTY MESSAGE>"
     frames = _frames(error)
@@ -80,11 +82,11 @@ def _frames(error: BaseException) -> list[traceback.FrameSummary]:
     step = error.__traceback__
     while step is not None and CONTEXT_GLOBAL not in step.tb_frame.f_globals:
         step = step.tb_next
-    return list(traceback.StackSummary.extract(_foreign(step)))
+    return list(traceback.StackSummary.extract(_model_frames(step)))
 
 
-def _foreign(step: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
-    """Yield the frames that are not ours. Those of pb_utils are C++ in Triton, and not shown, but for one."""
+def _model_frames(step: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
+    """Yield the frames outside of genserve, and of the only module of pb_utils that is Python in Triton."""
     while step is not None:
         name = step.tb_frame.f_globals.get("__name__", "")
         if not name.startswith("genserve.") or name == _SHOWN:
@@ -94,42 +96,42 @@ def _foreign(step: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
 
 
 
-_READY_WITHIN_S = 5.0
+_READY_TIMEOUT_S = 5.0
 
 
 class PythonModel:
-    """One object of a model's class. `execute` and `close` are called on the thread that made it."""
+    """One `TritonPythonModel`. `execute` and `close` are called on the thread that created it."""
 
     def __init__(
         self,
         path: Path,
         *,
         folders: Sequence[Path],
-        host: Host,
+        context: ModelContext,
         arguments: Mapping[str, str],
         iterative: bool = False,
     ) -> None:
-        """Import the file, make the object and call its `initialize`.
+        """Import the file, create the object and call its `initialize`.
 
         Args:
             path: the model.py.
-            folders: where the modules beside it are looked for.
-            host: what its code may reach.
+            folders: searched for other modules.
+            context: of the instance.
             arguments: of `initialize`.
-            iterative: whether it may ask for a request to be executed again.
+            iterative: whether it may reschedule requests.
 
         Raises:
-            InferenceError: INTERNAL; what the file or `initialize` raised, and where.
+            InferenceError: INTERNAL; the error of the file or `initialize`, with its traceback.
         """
-        self._host = host
+        self._context = context
         self._iterative = iterative
         self._loop: EventLoop | None = None
-        self._lock = threading.Lock()  # of the loop, which any thread may be the first to need
-        self._file = ModelPackage(path, model=host.model, folders=folders, names={CONTEXT_GLOBAL: host})
+        self._lock = threading.Lock()  # of the loop, which any thread may create
+        self._file = ModelPackage(path, model=context.model, folders=folders, names={CONTEXT_GLOBAL: context})
         self._path = path
-        host.package = self._file.package
-        CURRENT_CONTEXT.set(host)
-        # For `asyncio.get_event_loop()` in execute: in Triton it runs on a main thread, which has a loop.
+        context.package = self._file.package
+        CURRENT_CONTEXT.set(context)
+        # For `asyncio.get_event_loop()` in `execute`, which in Triton runs on a main thread with a loop.
         self._thread_loop = asyncio.new_event_loop()
         asyncio.set_event_loop(self._thread_loop)
         try:
@@ -137,20 +139,20 @@ class PythonModel:
             if hasattr(self._model, "initialize"):
                 self._model.initialize(dict(arguments))
         except (Exception, SystemExit) as error:
-            self._let_go()
+            self._release()
             raise _load_error(error) from error
-        host.phase = Phase.RUNNING
+        context.phase = Phase.RUNNING
 
     def execute(self, batch: Sequence[Inference]) -> None:
-        """Have the model answer a batch.
+        """Execute a batch.
 
         Raises:
-            InferenceError: INTERNAL; the model raised, or returned what it must not.
+            InferenceError: INTERNAL; the model raised, or returned an invalid value.
         """
-        requests = [InferenceRequest._of(inference, self._host) for inference in batch]
+        requests = [InferenceRequest._of(inference, self._context) for inference in batch]
         try:
             if not hasattr(self._model, "execute"):
-                raise _BrokenContract(f"Python model {self._path} does not implement `execute` method.")
+                raise _ContractError(f"Python model {self._path} does not implement `execute` method.")
             returned = self._model.execute(requests)
             if isinstance(returned, list) or not asyncio.iscoroutine(returned):
                 self._take_returned(returned, requests)
@@ -160,29 +162,29 @@ class PythonModel:
             raise self._failed(error, requests) from error
 
     @property
-    def says_ready(self) -> bool:
-        """Whether the model has something to say on whether it is ready."""
+    def has_ready_check(self) -> bool:
+        """Whether the model has a method `is_ready`."""
         return "is_ready" in dir(self._model)
 
     def is_ready(self) -> bool:
-        """Whether the model says that it is; one that has nothing to say is. From any thread."""
-        if self._host.phase is Phase.CLOSING:
+        """Whether the model's `is_ready`, if it has one, returns True. From any thread."""
+        if self._context.phase is Phase.CLOSING:
             return False
         try:
-            answer = self._model.is_ready() if self.says_ready else True
+            answer = self._model.is_ready() if self.has_ready_check else True
             if asyncio.iscoroutine(answer):
-                answer = self._awaited(answer, within_s=_READY_WITHIN_S)
+                answer = self._await(answer, timeout_s=_READY_TIMEOUT_S)
         except Exception:
-            logger.exception("is_ready of %s failed", self._host.instance)
+            logger.exception("is_ready of %s failed", self._context.instance)
             return False
         return answer is True
 
     def close(self) -> None:
-        """Call its `finalize`, and forget its code.
+        """Call its `finalize`, and remove its modules.
 
-        Modules refer to themselves: what they hold goes with the next garbage collection.
+        Modules are reference cycles, so their objects are freed by the next garbage collection.
         """
-        self._host.phase = Phase.CLOSING
+        self._context.phase = Phase.CLOSING
         with self._lock:
             loop = self._loop
         if loop is not None:
@@ -191,22 +193,22 @@ class PythonModel:
             if hasattr(self._model, "finalize"):
                 self._model.finalize()
         except (Exception, SystemExit):
-            logger.exception("finalize of %s failed", self._host.instance)
+            logger.exception("finalize of %s failed", self._context.instance)
         del self._model
-        self._let_go()
+        self._release()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         asyncio.set_event_loop(None)
         self._thread_loop.close()
         self._file.forget()
 
     def _run(self, coroutine: Coroutine[Any, Any, Any], requests: Sequence[InferenceRequest]) -> None:
-        if not self._host.decoupled:
+        if not self._context.decoupled:
             self._take_returned(self._event_loop().submit(coroutine).result(), requests)
             return
 
         def start() -> Future[Any]:
-            CURRENT_EXECUTOR.set(None)  # the instance does not wait for it
+            CURRENT_EXECUTOR.set(None)  # the instance does not wait for the coroutine
             return self._event_loop().submit(coroutine)
 
         def ended(future: Future[Any]) -> None:
@@ -218,41 +220,41 @@ class PythonModel:
 
         copy_context().run(start).add_done_callback(ended)
 
-    def _awaited(self, coroutine: Coroutine[Any, Any, Any], *, within_s: float) -> Any:
+    def _await(self, coroutine: Coroutine[Any, Any, Any], *, timeout_s: float) -> Any:
         future = self._event_loop().submit(coroutine)
         try:
-            return future.result(within_s)
+            return future.result(timeout_s)
         finally:
-            future.cancel()  # if it is not done in time
+            future.cancel()  # if it has timed out
 
     def _event_loop(self) -> EventLoop:
         with self._lock:
             if self._loop is None:
-                self._loop = EventLoop(self._host.instance)
+                self._loop = EventLoop(self._context.instance)
             return self._loop
 
     def _take_returned(self, returned: object, requests: Sequence[InferenceRequest]) -> None:
         responses = [None] * len(requests) if returned is None else self._checked(returned, requests)
         for request, response in zip(requests, responses, strict=True):
             if response is not None:
-                request._answer(response)
+                request._respond(response)
             elif request._inference is not None and request._inference.reschedule:
                 self._reschedule(request)
-            elif not self._host.decoupled and not request._may_be_answered():
-                request._fail(self._failed(_BrokenContract("execute has left a request unanswered."), ()))
+            elif not self._context.decoupled and not request._has_sender():
+                request._fail(self._failed(_ContractError("execute has left a request unanswered."), ()))
 
     def _checked(
         self, returned: object, requests: Sequence[InferenceRequest]
     ) -> list[InferenceResponse | None]:
-        if self._host.decoupled:
-            raise _BrokenContract(
-                f"Python model '{self._host.instance}' is using the decoupled mode and the execute function "
-                "must return None."
+        if self._context.decoupled:
+            raise _ContractError(
+                f"Python model '{self._context.instance}' is using the decoupled mode and the execute "
+                "function must return None."
             )
         if not isinstance(returned, list):
-            raise _BrokenContract(f"Expected a list in the execute return, found type '{type(returned)}'.")
+            raise _ContractError(f"Expected a list in the execute return, found type '{type(returned)}'.")
         if len(returned) != len(requests):
-            raise _BrokenContract(
+            raise _ContractError(
                 "Number of InferenceResponse objects do not match the number of InferenceRequest objects. "
                 f"InferenceRequest(s) size is:{len(requests)}, and InferenceResponse(s) size is:"
                 f"{len(returned)}\n"
@@ -264,7 +266,7 @@ class PythonModel:
 
     def _reschedule(self, request: InferenceRequest) -> None:
         if self._iterative:
-            request._hand_on()
+            request._release_sender()
             return
         request._fail(
             InferenceError(
@@ -275,43 +277,45 @@ class PythonModel:
         )
 
     def _failed(self, error: BaseException, requests: Sequence[InferenceRequest]) -> InferenceError:
-        logger.error("model %s failed", self._host.model, exc_info=error)
+        logger.error("model %s failed", self._context.model, exc_info=error)
         for request in requests:
             request._close()
-        text = str(error) if isinstance(error, _BrokenContract) else failure_text(error)
+        text = str(error) if isinstance(error, _ContractError) else failure_text(error)
         return InferenceError(
-            f"Failed to process the request(s) for model '{self._host.instance}', message: {text}",
+            f"Failed to process the request(s) for model '{self._context.instance}', message: {text}",
             status=Status.INTERNAL,
         )
 
 
-def complete_config(path: Path, *, folders: Sequence[Path], host: Host, config: str) -> dict[str, Any]:
-    """Return a config as the model's `auto_complete_config` completes it.
+def complete_config(
+    path: Path, *, folders: Sequence[Path], context: ModelContext, config: str
+) -> dict[str, Any]:
+    """Return a config completed by the model's `auto_complete_config`.
 
-    The file is imported for this alone, and forgotten.
+    The file is imported for this call only.
 
     Args:
         path: the model.py.
-        folders: where the modules beside it are looked for.
-        host: what its code may reach: it has no server.
+        folders: searched for other modules.
+        context: of the model, without a server.
         config: JSON.
 
     Raises:
-        InferenceError: INTERNAL; what the file or the function raised, and where.
+        InferenceError: INTERNAL; the error of the file or the function, with its traceback.
     """
-    file = ModelPackage(path, model=host.model, folders=folders, names={CONTEXT_GLOBAL: host})
-    host.package = file.package
+    file = ModelPackage(path, model=context.model, folders=folders, names={CONTEXT_GLOBAL: context})
+    context.package = file.package
 
     def complete() -> ModelConfig:
-        CURRENT_CONTEXT.set(host)
+        CURRENT_CONTEXT.set(context)
         completed: Any = ModelConfig(config)
         model = _model_class(file, path)
         if hasattr(model, "auto_complete_config"):
             completed = model.auto_complete_config(completed)
         if isinstance(completed, ModelConfig):
             return completed
-        raise _BrokenContract(
-            f"auto_complete_config function in model '{host.model}' must return a valid pb.ModelConfig "
+        raise _ContractError(
+            f"auto_complete_config function in model '{context.model}' must return a valid pb.ModelConfig "
             "object."
         )
 
@@ -323,8 +327,8 @@ def complete_config(path: Path, *, folders: Sequence[Path], host: Host, config: 
         file.forget()
 
 
-class _BrokenContract(Exception):
-    """A model did not do what the server expects; the text is Triton's, and has no place."""
+class _ContractError(Exception):
+    """A model violates the contract of the server; the text is Triton's, without a traceback."""
 
     def __init__(self, text: str, *, remedy: str = "") -> None:
         super().__init__(text)
@@ -333,11 +337,11 @@ class _BrokenContract(Exception):
 
 def _model_class(file: ModelPackage, path: Path) -> Any:
     if not path.is_file():
-        raise _BrokenContract(f"Python model file not found in '{path}'")
+        raise _ContractError(f"Python model file not found in '{path}'")
     module = file.load()
     if not hasattr(module, "TritonPythonModel"):
         name = f"{path.parent.name}.{path.stem}"
-        raise _BrokenContract(
+        raise _ContractError(
             f"AttributeError: module '{name}' has no attribute 'TritonPythonModel'",
             remedy=f"define `class TritonPythonModel` in {path}",
         )
@@ -345,33 +349,34 @@ def _model_class(file: ModelPackage, path: Path) -> Any:
 
 
 def _load_error(error: BaseException) -> GenserveError:
-    text = str(error) if isinstance(error, _BrokenContract) else failure_text(error)
+    text = str(error) if isinstance(error, _ContractError) else failure_text(error)
     return InferenceError(text, status=Status.INTERNAL, remedy=_load_remedy(error))
 
 
 def _load_remedy(error: BaseException) -> str:
     match error:
-        case _BrokenContract():
+        case _ContractError():
             return error.remedy
         case SyntaxError(filename=str()):
-            return f"mend line {error.lineno} of {error.filename}"
+            return f"correct line {error.lineno} of {error.filename}"
         case ModuleNotFoundError(name=str()):
-            return f"install what has {error.name!r} into {sys.prefix}, or put it beside the model.py"
+            where = f"into {sys.prefix}, or put the module into the model's folder"
+            return f"install the package of {error.name!r} {where}"
     return ""
 
 
 def _check_response(request: InferenceRequest, response: object) -> None:
     if request._inference is not None and request._inference.reschedule:
-        raise _BrokenContract(
+        raise _ContractError(
             "Expected a None object in the execute function return list for reschduled request, found type "
             f"'{type(response)}'."
         )
     if not isinstance(response, InferenceResponse):
-        raise _BrokenContract(
+        raise _ContractError(
             "Expected an 'InferenceResponse' object in the execute function return list, found type "
             f"'{type(response)}'."
         )
     try:
         request._check_answerable()
     except TritonModelException as error:
-        raise _BrokenContract(str(error)) from None
+        raise _ContractError(str(error)) from None

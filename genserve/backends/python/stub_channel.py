@@ -17,7 +17,7 @@ from genserve.tensor import Tensor
 
 __all__ = [
     "Channel",
-    "WritingThread",
+    "WriterThread",
     "portable_error",
     "portable_inference",
     "portable_request",
@@ -26,18 +26,18 @@ __all__ = [
 
 
 class Channel:
-    """A pipe with one reader and many writers; what is written after its end is lost."""
+    """A pipe with one reader and many writers; messages after its end are dropped."""
 
     def __init__(self, pipe: Connection[Any, Any]) -> None:
         self._pipe = pipe
         self._lock = threading.Lock()
 
     def send(self, message: tuple[Any, ...]) -> None:
-        """Send a message: its kind, and what belongs to it. Waits while the pipe is full."""
+        """Send a message: its kind, then its arguments. Blocks while the pipe is full."""
         self.write(ForkingPickler.dumps(message))
 
     def write(self, message: memoryview) -> None:
-        """Send what was pickled."""
+        """Send a pickled message."""
         with self._lock:
             try:
                 self._pipe.send_bytes(message)
@@ -45,15 +45,16 @@ class Channel:
                 return
 
     def receive(self, timeout_s: float | None = None) -> Any:
-        """Return the next message; None: there was none in time. Raises EOFError at the end."""
+        """Return the next message; None: timed out. Raises EOFError at the end."""
         return self._pipe.recv() if timeout_s is None or self._pipe.poll(timeout_s) else None
 
 
-class WritingThread:
-    """Writes into a channel for those who must not wait, in the order in which they send.
+class WriterThread:
+    """Writes to a channel in the order of `send`, on behalf of threads that must not block.
 
-    A process reads nothing while code of its model keeps the interpreter to itself, or while it is stopped;
-    and who cancels is the event loop, who answers a call is an instance of another model.
+    A stub process does not read while the code of its model holds the interpreter's lock, or while it is
+    stopped. Cancellations come from the event loop, and responses to BLS requests from instances of other
+    models.
     """
 
     def __init__(self, channel: Channel, *, name: str) -> None:
@@ -62,11 +63,11 @@ class WritingThread:
         threading.Thread(target=self._write, name=name, daemon=True).start()
 
     def send(self, message: tuple[Any, ...]) -> None:
-        """Send a message, some time; raises what makes it one that cannot be sent."""
+        """Queue a message; raises if it cannot be pickled."""
         self._messages.put(ForkingPickler.dumps(message))
 
     def end(self) -> None:
-        """End the thread, after what was sent before."""
+        """End the thread after the queued messages."""
         self._messages.put(None)
 
     def _write(self) -> None:
@@ -75,18 +76,18 @@ class WritingThread:
 
 
 def portable_inference(inference: Inference) -> InferenceRequest:
-    """Return the request with the inputs that the model gets, and what it may cause in its turn."""
+    """Return the request of an inference with the inputs that the model gets, and its span as the cause."""
     inputs = _portable_tensors(inference.inputs)
     return replace(portable_request(inference.request), inputs=inputs, cause=inference.span)
 
 
 def portable_request(request: InferenceRequest) -> InferenceRequest:
-    """Return a request that can be sent."""
+    """Return a request that can be pickled."""
     return replace(request, inputs=_portable_tensors(request.inputs), parameters=dict(request.parameters))
 
 
 def portable_response(response: InferenceResponse) -> InferenceResponse:
-    """Return a response that can be sent."""
+    """Return a response that can be pickled."""
     error = None if response.error is None else portable_error(response.error)
     outputs = _portable_tensors({tensor.name: tensor for tensor in response.outputs}).values()
     return InferenceResponse(outputs=tuple(outputs), parameters=dict(response.parameters), error=error)
@@ -100,5 +101,5 @@ def _portable_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def portable_error(error: GenserveError) -> InferenceError:
-    """Return an error that can be sent."""
+    """Return an error that can be pickled."""
     return inference_error(error_of(error))

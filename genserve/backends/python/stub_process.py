@@ -17,8 +17,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeAlias
 
-from genserve.backends.python.custom_metrics import RemoteFamilies
-from genserve.backends.python.model_context import Host
+from genserve.backends.python.custom_metrics import RemoteCustomMetrics
+from genserve.backends.python.model_context import ModelContext
 from genserve.backends.python.python_model import PythonModel
 from genserve.backends.python.stub_channel import Channel, portable_error, portable_request, portable_response
 from genserve.errors import GenserveError, InferenceError
@@ -30,15 +30,15 @@ __all__ = ["ModelSetup", "run_model"]
 logger = logging.getLogger(__name__)
 
 _TRACEBACKS = logging.Formatter()
-_ENDS_WITHIN_S = 30.0  # once the server is gone
+_EXIT_TIMEOUT_S = 30.0  # after the server has gone
 
-# The requests of a batch: the number of each, and whether there is to be room for each response to it.
-_Asked: TypeAlias = list[tuple[int, InferenceRequest, bool]]
+# The requests of a batch: number, request, and whether its model waits until the server can take a response.
+_Requests: TypeAlias = list[tuple[int, InferenceRequest, bool]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSetup:
-    """What a process needs to make a PythonModel."""
+    """The arguments of a PythonModel for a stub process."""
 
     path: Path
     folders: tuple[Path, ...]
@@ -46,60 +46,69 @@ class ModelSetup:
     iterative: bool
 
 
-def run_model(pipe: Connection[Any, Any], setup: ModelSetup, host: Host) -> None:
-    """Be the process: the model runs on the main thread."""
-    multiprocessing.current_process().daemon = False  # the model may start processes itself
-    for told_to_all in (signal.SIGINT, signal.SIGHUP):  # by a terminal; the server says when to stop
-        signal.signal(told_to_all, signal.SIG_IGN)
+def run_model(pipe: Connection[Any, Any], setup: ModelSetup, context: ModelContext) -> None:
+    """Run the stub process: the model runs on the main thread."""
+    multiprocessing.current_process().daemon = False  # so that the model may start processes
+    for number in (
+        signal.SIGINT,
+        signal.SIGHUP,
+    ):  # a terminal sends them to all processes; the server ends this one
+        signal.signal(number, signal.SIG_IGN)
     channel = Channel(pipe)
     logging.basicConfig(handlers=[_LogHandler(channel)])
-    # The server drops what nobody wants to read: its settings may change.
+    # The server filters by level, since its settings may change.
     logging.getLogger("genserve").setLevel(logging.DEBUG)
-    elsewhere = _Elsewhere(channel)
-    host.server = elsewhere.server
-    host.families = RemoteFamilies(elsewhere.server.measure)
-    threading.Thread(target=elsewhere.read, daemon=True).start()
+    connection = _ServerConnection(channel)
+    context.server = connection.server
+    context.metrics = RemoteCustomMetrics(connection.server.measure)
+    threading.Thread(target=connection.read, daemon=True).start()
     try:
         model = PythonModel(
-            setup.path, folders=setup.folders, host=host, arguments=setup.arguments, iterative=setup.iterative
+            setup.path,
+            folders=setup.folders,
+            context=context,
+            arguments=setup.arguments,
+            iterative=setup.iterative,
         )
     except GenserveError as failure:
         channel.send(("started", portable_error(failure), False))
         return
-    elsewhere.model = model
-    channel.send(("started", None, model.says_ready))
-    while (work := elsewhere.work.get()) is not None:
-        channel.send(("executed", *elsewhere.execute(model, *work)))
-        del work  # not kept alive while it waits for the next one
+    connection.model = model
+    channel.send(("started", None, model.has_ready_check))
+    while (work := connection.work.get()) is not None:
+        channel.send(("executed", *connection.execute(model, *work)))
+        del work  # do not keep it alive while waiting for the next one
     model.close()
 
 
-class _Elsewhere:
-    """The server, as its model's process sees it."""
+class _ServerConnection:
+    """Reads the messages of the server, and executes its batches."""
 
     def __init__(self, channel: Channel) -> None:
-        self.work: SimpleQueue[tuple[int, _Asked] | None] = SimpleQueue()
+        self.work: SimpleQueue[tuple[int, _Requests] | None] = SimpleQueue()
         self.server = _RemoteServer(channel)
         self.model: PythonModel | None = None
         self._channel = channel
         self._inferences: dict[int, Inference] = {}
 
     def execute(
-        self, model: PythonModel, number: int, asked: _Asked
+        self, model: PythonModel, number: int, requests: _Requests
     ) -> tuple[int, InferenceError | None, list[int]]:
-        """Execute a batch; return its number, what the model raised, and what is to be executed again."""
-        batch = [self._inference(*one) for one in asked]
+        """Execute a batch; return its number, the model's error, and the numbers of rescheduled requests."""
+        batch = [self._inference(*request) for request in requests]
         error: InferenceError | None = None
         try:
             model.execute(batch)
         except InferenceError as raised:
             error = portable_error(raised)
             for inference in batch:
-                inference.fail(error)  # whoever still has its sender can say no more
-        rescheduled = [of for (of, *_), inference in zip(asked, batch, strict=True) if inference.reschedule]
+                inference.fail(error)  # its sender may still be held
+        rescheduled = [
+            request[0] for request, inference in zip(requests, batch, strict=True) if inference.reschedule
+        ]
         return number, error, rescheduled
 
-    def _inference(self, number: int, request: InferenceRequest, needs_room: bool) -> Inference:  # noqa: FBT001
+    def _inference(self, number: int, request: InferenceRequest, has_backlog: bool) -> Inference:  # noqa: FBT001
         known = self._inferences.get(number)
         if known is not None:
             known.request, known.inputs, known.reschedule = request, dict(request.inputs), False
@@ -108,20 +117,20 @@ class _Elsewhere:
         def send(response: InferenceResponse | None, final: bool) -> None:  # noqa: FBT001
             if final:
                 self._inferences.pop(number, None)
-            if made.backlog is not None:
+            if inference.backlog is not None:
                 if final:
-                    made.backlog.lift()
+                    inference.backlog.lift()
                 else:
-                    made.backlog.add(made)  # until the server says "clear"
+                    inference.backlog.add(inference)  # until the server sends "clear"
             self._channel.send(("response", number, response and portable_response(response), final))
 
-        made = Inference(request=request, on_response=send, model_name=request.model_name)
-        made.backlog = Backlog() if needs_room else None
-        self._inferences[number] = made
-        return made
+        inference = Inference(request=request, on_response=send, model_name=request.model_name)
+        inference.backlog = Backlog() if has_backlog else None
+        self._inferences[number] = inference
+        return inference
 
     def read(self) -> None:
-        """Handle what the server says until it is gone; the process does not outlive it for long."""
+        """Handle the messages of the server; when it has gone, end the process, by force after a timeout."""
         while True:
             try:
                 message = self._channel.receive()
@@ -129,11 +138,11 @@ class _Elsewhere:
                 break
             try:
                 self._handle(message)
-            except Exception:  # it concerns one message: the others are waited for
+            except Exception:  # the next messages must be read
                 logger.exception("a message (%s) of the server failed", message[0])
         self.work.put(None)
-        time.sleep(_ENDS_WITHIN_S)
-        os._exit(1)  # the model is stuck, and nobody is left to kill it
+        time.sleep(_EXIT_TIMEOUT_S)
+        os._exit(1)  # the model is stuck
 
     def _handle(self, message: tuple[Any, ...]) -> None:
         match message:
@@ -151,17 +160,17 @@ class _Elsewhere:
             case ("reply", number, reply):
                 self.server.reply(number, reply)
             case ("is_ready", number):
-                threading.Thread(target=self._say_ready, args=[number], daemon=True).start()
+                threading.Thread(target=self._send_ready, args=[number], daemon=True).start()
             case ("close",):
                 self.work.put(None)
 
-    def _say_ready(self, number: int) -> None:
-        assert self.model is not None  # or it would not be asked
+    def _send_ready(self, number: int) -> None:
+        assert self.model is not None  # the server asks after "started"
         self._channel.send(("ready", number, self.model.is_ready()))
 
 
 class _RemoteServer(InferenceServer):
-    """The server, as seen from the process of a model."""
+    """The server of the server, from the process of a model."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -191,9 +200,9 @@ class _RemoteServer(InferenceServer):
     def is_decoupled(self, name: str, version: int = -1) -> bool:
         return bool(self._ask("is_decoupled", name, version))
 
-    def measure(self, *what: Any) -> Any:
+    def measure(self, *arguments: Any) -> Any:
         number = next(self._numbers)
-        return self._wait(number, ("measure", number, *what))
+        return self._wait(number, ("measure", number, *arguments))
 
     def answer(self, number: int, response: InferenceResponse | None, *, final: bool) -> None:
         inference = self._calls.pop(number, None) if final else self._calls.get(number)
@@ -208,17 +217,17 @@ class _RemoteServer(InferenceServer):
         return self._wait(number, ("ask", number, method, args, fields))
 
     def _wait(self, number: int, message: tuple[Any, ...]) -> Any:
-        replied: Future[Any] = Future()
-        self._replies[number] = replied
+        future: Future[Any] = Future()
+        self._replies[number] = future
         self._channel.send(message)
-        reply = replied.result()
+        reply = future.result()
         if isinstance(reply, (GenserveError, ValueError)):
             raise reply
         return reply
 
 
 class _LogHandler(logging.Handler):
-    """Lets the server log what is logged in the process: the message, and the traceback apart from it."""
+    """Sends log records to the server: the message, and separately the traceback."""
 
     def __init__(self, channel: Channel) -> None:
         super().__init__()

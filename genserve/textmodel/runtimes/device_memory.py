@@ -8,12 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from genserve.backends.onnx_session import Provider
+from genserve.backends.onnx_session import CPU_PROVIDER, Provider
 
 __all__ = ["DeviceMemory"]
 
-
-_CPU = Provider(name="CPUExecutionProvider", options={})
 
 
 class DeviceMemory:
@@ -35,7 +33,9 @@ class DeviceMemory:
         # Doubling what it takes, ONNX Runtime's habit, leaves no room beside a large cache.
         options = {"device_id": str(self.device_id), "arena_extend_strategy": "kSameAsRequested"}
         cuda = Provider(name="CUDAExecutionProvider", options=options)
-        self.providers: Sequence[Provider] = (cuda, _CPU) if self.device == "cuda" else (_CPU,)
+        self.providers: Sequence[Provider] = (
+            (cuda, CPU_PROVIDER) if self.device == "cuda" else (CPU_PROVIDER,)
+        )
 
     def free_bytes(self) -> int | None:
         """See `LogitsMemory.free_bytes`."""

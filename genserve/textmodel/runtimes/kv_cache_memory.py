@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from genserve.backends.onnx_session import Provider
+from genserve.backends.onnx_session import CPU_PROVIDER, Provider
 
 __all__ = [
     "HostMemory",
@@ -178,7 +178,7 @@ class HostMemory:
 
     device = "cpu"
     device_id = 0
-    providers: Sequence[Provider] = (Provider(name="CPUExecutionProvider", options={}),)
+    providers: Sequence[Provider] = (CPU_PROVIDER,)
     is_host = True
     is_lazy = True
     block_size = 16

@@ -14,13 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genserve.backends.onnx_session import (
-    SPIN_US,
+    CPU_PROVIDER,
     Provider,
-    num_cores,
-    onnxruntime_module,
-    preload_cuda,
+    create_session,
     register_kernels,
-    runtime_message,
+    session_options,
 )
 from genserve.errors import RepositoryError
 from genserve.generation.logits_model import ForwardBatch, IndexArray, LogitsArray
@@ -43,7 +41,6 @@ _INPUTS = (
 _OPERATORS = "1"    # the version of `genserve.kernels` that graphs are written for, and its layouts
 _MAKE_IT = "make it with `genserve export`"
 _ON_THE_CPU = "write `instance_group [ { kind: KIND_CPU } ]` into the logits stage's config.pbtxt"
-_CPU = "CPUExecutionProvider"
 _MARK = 3   # no key or value is this in all of its numbers
 _CACHE_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int8)": np.int8}
 
@@ -236,20 +233,14 @@ def _attention_metadata(batch: ForwardBatch) -> IndexArray:
 
 
 def _open(path: Path, *, num_threads: int | None, providers: Sequence[Provider]) -> Any:
-    onnxruntime = onnxruntime_module()
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = num_threads or num_cores()
-    options.add_session_config_entry("session.intra_op.spin_duration_us", str(SPIN_US))
-    if providers[0].name == _CPU:
+    options = session_options(num_threads=num_threads)
+    if providers[0] == CPU_PROVIDER:
         register_kernels(options)
-    preload_cuda(providers)
     try:
-        session = onnxruntime.InferenceSession(
-            str(path), options, providers=[(provider.name, dict(provider.options)) for provider in providers]
-        )
-    except Exception as error:  # onnxruntime's exceptions share no base class
-        raise _refusal(path, providers[0], str(error)) or RepositoryError(
-            f"{path} cannot be loaded: {runtime_message(error)}", remedy=EXPORT_AGAIN
+        session = create_session(path, options, providers)
+    except RepositoryError as error:
+        raise _refusal(path, providers[0], error.message) or RepositoryError(
+            f"{path} cannot be loaded: {error.message}", remedy=EXPORT_AGAIN
         ) from error
     if session.get_providers()[0] != providers[0].name:  # it falls back to the CPU by itself
         raise _not_started(path, providers[0])
@@ -258,7 +249,7 @@ def _open(path: Path, *, num_threads: int | None, providers: Sequence[Provider])
 
 def _refusal(path: Path, provider: Provider, message: str) -> RepositoryError | None:
     """Return what a failure to load a graph on a GPU means, if that is known."""
-    if provider.name == _CPU:
+    if provider == CPU_PROVIDER:
         return None
     if "genserve:" in message:  # in front of the name of an operator that is not registered
         return RepositoryError(

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from genserve.backends.pytorch import torch_library
+from genserve.backends.libraries import import_torch
 from genserve.errors import RepositoryError
 from genserve.generation.logits_model import ForwardBatch, LogitsArray
 from genserve.textmodel.runtimes.cached_logits import EXPORT_AGAIN, CachedLogits, part_of, resolve_max_length
@@ -50,7 +50,7 @@ class TorchLogits(CachedLogits):
             MissingDependency: PyTorch is not installed.
             RepositoryError: the file cannot be loaded, or is not such a module.
         """
-        self._torch = torch = torch_library()
+        self._torch = torch = import_torch()
         memory = memory or HostMemory()
         self._is_host = memory.is_host
         self._device = torch.device("cpu" if memory.is_host else f"{memory.device}:{memory.device_id}")

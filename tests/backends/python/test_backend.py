@@ -5,7 +5,7 @@ import re
 import pytest
 from google.protobuf import text_format
 
-from genserve.backends.python.pb_utils import config
+from genserve.backends.python.pb_utils import pb_config
 from genserve.backends.python.python_backend import PythonBackend, python_based
 from genserve.config.schema import new_model_config
 from genserve.errors import InferenceError, RepositoryError
@@ -84,7 +84,7 @@ def test_a_model_that_completes_nothing_is_not_imported_for_it(models):
 def test_a_model_that_cannot_complete_says_why(models, source, text):
     with pytest.raises(InferenceError) as raised:
         completed(models, source, "max_batch_size: 8")
-    message = re.sub(re.escape(config.__file__) + r"\(\d+\)", "CONFIG", raised.value.message)
+    message = re.sub(re.escape(pb_config.__file__) + r"\(\d+\)", "CONFIG", raised.value.message)
     assert message == text.format(path=models.root / "m" / "1" / "model.py", config="CONFIG")
 
 

@@ -270,7 +270,7 @@ RECURSE = """
                 return pb_utils.InferenceResponse(error=response.error())
             return answer(response.output_tensors()[0].as_numpy() + 1)
 """
-NO_INSTANCE = "every instance that could run the request waits"
+NO_INSTANCE = "deadlock: every instance that could run the request waits"
 
 
 def fails_fast(*answers):

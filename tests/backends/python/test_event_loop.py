@@ -16,11 +16,11 @@ def test_a_coroutine_that_refuses_to_be_cancelled_does_not_hold_up_the_close(cap
             with suppress(asyncio.CancelledError):
                 await asyncio.sleep(0.01)
 
-    loop = EventLoop("m_0", ends_within_s=0)
+    loop = EventLoop("m_0", close_timeout_s=0)
     loop.submit(refuse())
     assert started.wait(10)
     loop.close()
-    assert "asyncio-m_0: a coroutine refuses to be cancelled" in caplog.text
+    assert "asyncio-m_0: a coroutine does not react to its cancellation" in caplog.text
     [thread] = [thread for thread in threading.enumerate() if thread.name == "asyncio-m_0"]
     end.set()
     thread.join()

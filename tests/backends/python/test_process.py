@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from prometheus_client import generate_latest
 
-from genserve.backends.python.model_context import Host
+from genserve.backends.python.model_context import ModelContext
 from genserve.backends.python.stub import ModelProcess
 from genserve.backends.python.stub_process import ModelSetup
 from genserve.errors import InferenceError
@@ -365,7 +365,7 @@ def test_requests_of_a_batch_that_failed_are_forgotten_on_both_sides(models):
 def started(models, source, *, arguments, **limits):
     folder = models.write("m", source)
     setup = ModelSetup(path=folder / "model.py", folders=(folder,), arguments=arguments, iterative=False)
-    return ModelProcess(setup, host=Host(model="m", instance="m_0", folder=folder), **limits)
+    return ModelProcess(setup, context=ModelContext(model="m", instance="m_0", folder=folder), **limits)
 
 
 def test_a_model_may_be_closed_while_its_process_is_started_again(models):
@@ -408,7 +408,7 @@ def test_a_process_that_does_not_end_is_killed(models):
         def finalize(self):
             threading.Event().wait()
     """
-    model = started(models, source, arguments={}, ends_within_s=0)
+    model = started(models, source, arguments={}, close_timeout_s=0)
     [process] = multiprocessing.active_children()
     model.close()
     assert not process.is_alive()
@@ -472,7 +472,7 @@ def test_a_process_that_executes_without_an_end_is_killed_when_its_model_goes(mo
     models.stop("m")
     assert not stopped.is_alive()
     assert "is not healthy" in answer.error.message
-    assert "the process of m_0 executes without an end: killed" in caplog.text
+    assert "the process of m_0 does not finish its batch and is killed" in caplog.text
     assert "left behind" not in caplog.text
 
 

@@ -446,8 +446,11 @@ def test_a_syntax_error_is_told_without_frames(models):
 @pytest.mark.parametrize(
     ("source", "remedy"),
     [
-        ("def f(:", "mend line 19 of {path}"),
-        ("import nothere", f"install what has 'nothere' into {sys.prefix}, or put it beside the model.py"),
+        ("def f(:", "correct line 19 of {path}"),
+        (
+            "import nothere",
+            f"install the package of 'nothere' into {sys.prefix}, or put the module into the model's folder",
+        ),
         ("x = 1", "define `class TritonPythonModel` in {path}"),
         ("raise ValueError('none')", ""),
     ],

@@ -1,7 +1,7 @@
-"""pb_utils: the module `triton_python_backend_utils`, by which a model.py talks to the server.
+"""pb_utils: the module `triton_python_backend_utils`, the interface of a model.py to the server.
 
-Importing this package makes it importable by that name, and by `c_python_backend_utils`. The server does so
-when it loads the first model.py; do it yourself to run one in a test or under a debugger:
+Importing this package makes it importable by that name, and as `c_python_backend_utils`. The server imports
+it before it loads the first model.py. Import it explicitly to run a model.py in a test or under a debugger:
 
     import genserve.backends.python.pb_utils
     from my_repository.my_model.model import TritonPythonModel
@@ -16,7 +16,7 @@ import sys
 import numpy as np
 
 from genserve.backends.python.model_context import current_context
-from genserve.backends.python.pb_utils.config import (
+from genserve.backends.python.pb_utils.pb_config import (
     ModelConfig,
     get_input_config_by_name,
     get_output_config_by_name,
@@ -45,11 +45,12 @@ from genserve.backends.python.pb_utils.pb_server import (
 from genserve.backends.python.pb_utils.pb_tensor import (
     TRITON_STRING_TO_NUMPY,
     Tensor,
+    deserialize_bytes_tensor,
     numpy_to_triton_type,
+    serialize_byte_tensor,
     triton_string_to_numpy,
     triton_to_numpy_type,
 )
-from genserve.backends.python.pb_utils.strings import deserialize_bytes_tensor, serialize_byte_tensor
 
 __all__ = [
     "TRITONSERVER_MEMORY_CPU",
@@ -100,25 +101,25 @@ TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
 
 
 def get_input_tensor_by_name(inference_request: InferenceRequest, name: str) -> Tensor | None:
-    """Return an input of a request; None: it has none of this name."""
+    """Return an input of a request by name, or None."""
     return _named(inference_request.inputs(), name)
 
 
 def get_output_tensor_by_name(inference_response: InferenceResponse, name: str) -> Tensor | None:
-    """Return an output of a response; None: it has none of this name."""
+    """Return an output of a response by name, or None."""
     return _named(inference_response.output_tensors(), name)
 
 
 def get_model_dir() -> str:
-    """Return the folder of the version of the model that calls.
+    """Return the folder of the version of the calling model.
 
     Raises:
-        TritonModelException: no model of a server calls.
+        TritonModelException: the caller is not a model of a server.
     """
-    host = current_context()
-    if host is None:
-        raise TritonModelException("only a model that a server has loaded has a folder")
-    return str(host.folder)
+    context = current_context()
+    if context is None:
+        raise TritonModelException("get_model_dir must be called by a model that a server has loaded")
+    return str(context.folder)
 
 
 def _named(tensors: list[Tensor], name: str) -> Tensor | None:

@@ -10,28 +10,28 @@ from genserve.errors import GenserveError, InferenceError, Status, status_of
 __all__ = ["ErrorCode", "TritonError", "TritonModelException", "error_of", "inference_error", "text_argument"]
 
 
-def text_argument(given: str | bytes | bytearray, what: str) -> str:
-    """Return it as a str; what is no UTF-8 becomes U+FFFD.
+def text_argument(value: str | bytes | bytearray, name: str) -> str:
+    """Return a text argument as str; bytes that are not UTF-8 become U+FFFD.
 
-    Triton takes both wherever it takes a text, and its own BLS example hands an element of a string tensor on
-    as the model's name.
+    Triton accepts str and bytes for every text: its own BLS example passes an element of a string tensor as
+    the name of a model.
 
     Args:
-        given: the text.
-        what: what the message calls it, such as "a model name".
+        value: the text.
+        name: of the argument, for the error: "a model name".
 
     Raises:
-        TypeError: it is neither.
+        TypeError: it is neither str nor bytes.
     """
-    if isinstance(given, str):
-        return given
-    if isinstance(given, (bytes, bytearray)):
-        return given.decode(errors="replace")
-    raise TypeError(f"{what} is a str or bytes, got {type(given)}")
+    if isinstance(value, str):
+        return value
+    if isinstance(value, (bytes, bytearray)):
+        return value.decode(errors="replace")
+    raise TypeError(f"{name} is a str or bytes, got {type(value)}")
 
 
 class TritonModelException(Exception):
-    """Raised by a model, and by what it calls here."""
+    """Raised by models, and by the functions of pb_utils."""
 
 
 class ErrorCode(IntEnum):
@@ -48,7 +48,7 @@ class ErrorCode(IntEnum):
 
 
 class TritonError:
-    """An error to answer with: a message and a code, by which clients get their status."""
+    """An error to respond with: a message, and a code that determines the client's status."""
 
     UNKNOWN: ClassVar = ErrorCode.UNKNOWN
     INTERNAL: ClassVar = ErrorCode.INTERNAL
@@ -61,24 +61,24 @@ class TritonError:
 
     def __init__(self, message: str | bytes, code: ErrorCode = ErrorCode.INTERNAL) -> None:
         if not isinstance(code, ErrorCode):
-            raise TypeError("TritonError(message: str, code: one of TritonError's)")
+            raise TypeError("TritonError(message: str, code: a constant of TritonError)")
         self._message = text_argument(message, "the message of a TritonError")
         self._code = code
 
     def message(self) -> str:
-        """What went wrong."""
+        """Return the message."""
         return self._message
 
     def code(self) -> ErrorCode:
-        """Of which kind it is."""
+        """Return the code."""
         return self._code
 
 
 def error_of(error: GenserveError) -> TritonError:
-    """Return what a model is shown of an error of genserve's."""
+    """Return an error of genserve as a model sees it."""
     return TritonError(error.message, ErrorCode[status_of(error)])
 
 
 def inference_error(error: TritonError) -> InferenceError:
-    """Return the error that a model answers with."""
+    """Return an error of a model as genserve sends it."""
     return InferenceError(error.message(), status=Status[error.code().name])

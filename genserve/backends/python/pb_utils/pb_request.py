@@ -10,8 +10,8 @@ from enum import IntEnum
 from typing import Any, Literal, overload
 
 from genserve import inference as inner
-from genserve.backends.python.bls import Answers, answers_async, call, call_async
-from genserve.backends.python.model_context import Host, Phase, current_context
+from genserve.backends.python.bls import BlsResponses, bls_exec, bls_exec_async, bls_stream_async
+from genserve.backends.python.model_context import ModelContext, Phase, current_context
 from genserve.backends.python.pb_utils.pb_error import TritonModelException, text_argument
 from genserve.backends.python.pb_utils.pb_response import (
     FINAL,
@@ -24,6 +24,7 @@ from genserve.backends.python.pb_utils.pb_response import (
 from genserve.backends.python.pb_utils.pb_tensor import Tensor
 from genserve.errors import InferenceError
 from genserve.inference import CURRENT_EXECUTOR, Executor, Inference, InferenceServer, RequestFlags
+from genserve.tensor import Tensor as InnerTensor
 from genserve.tracing import Span
 
 __all__ = ["RESCHEDULE", "InferenceRequest", "InferenceTrace", "MemoryType", "PreferredMemory"]
@@ -33,14 +34,14 @@ RESCHEDULE = 2  # TRITONSERVER_REQUEST_RELEASE_RESCHEDULE
 
 
 class MemoryType(IntEnum):
-    """Where outputs may lie."""
+    """Memory of outputs."""
 
     TRITONSERVER_MEMORY_GPU = 0
     TRITONSERVER_MEMORY_CPU = 1
 
 
 class PreferredMemory:
-    """Where a model would like the outputs of a BLS call; they stay where the target made them."""
+    """The preferred memory of the outputs of a BLS request; ignored: they stay where the target made them."""
 
     def __init__(self, preferred_memory_type: MemoryType, preferred_device_id: int = 0) -> None:
         self._type = preferred_memory_type
@@ -48,7 +49,7 @@ class PreferredMemory:
 
 
 class InferenceTrace:
-    """The trace that a request belongs to; what is asked of other models with it is recorded too."""
+    """The trace of a request; BLS requests with it are recorded in the same trace."""
 
     __slots__ = ("_span",)
 
@@ -62,14 +63,14 @@ class InferenceTrace:
         return self
 
     def get_context(self) -> str | None:
-        """The OpenTelemetry context, as JSON; always None: traces are recorded in files alone."""
+        """Return the OpenTelemetry context as JSON; always None, since traces are only written to files."""
         return None
 
 
 class InferenceRequest:
-    """A request to this model, as `execute` gets it; or one to another, as a model makes it."""
+    """A request to this model, as passed to `execute`; or a BLS request to another model."""
 
-    __slots__ = ("_asked", "_flags", "_host", "_inference", "_inputs", "_requested", "_sender", "_trace")
+    __slots__ = ("_asked", "_context", "_flags", "_inference", "_inputs", "_requested", "_sender", "_trace")
 
     def __init__(
         self,
@@ -85,24 +86,24 @@ class InferenceRequest:
         trace: InferenceTrace | None = None,
         parameters: Mapping[str, inner.Parameter] | None = None,
     ) -> None:
-        """Make a request to another model. Names may be bytes, as the elements of a string tensor are.
+        """Make a BLS request. Names may be bytes, like the elements of a string tensor.
 
         Args:
             request_id: any text.
-            correlation_id: of its sequence; 0 or "": it is in none.
-            inputs: its tensors.
+            correlation_id: of its sequence; 0 or "": none.
+            inputs: input tensors.
             requested_output_names: empty: all outputs.
-            model_name: of the model to ask.
-            model_version: -1: the highest that is ready.
+            model_name: of the target model.
+            model_version: -1: the highest ready version.
             flags: TRITONSERVER_REQUEST_FLAG_SEQUENCE_START, _END.
-            timeout: in the queue, microseconds; 0: none.
-            preferred_memory: where the outputs should lie.
-            trace: that it belongs to.
+            timeout: in the queue, in microseconds; 0: none.
+            preferred_memory: of the outputs; ignored.
+            trace: of the request.
             parameters: booleans, integers and strings.
 
         Raises:
-            TypeError: inputs, requested_output_names or model_name is missing, or a name is no text.
-            TritonModelException: one of them has a None or an empty name in it, or a wrong type.
+            TypeError: inputs, requested_output_names or model_name is missing, or a name is not a text.
+            TritonModelException: an input is None or occurs twice, a name is empty, or a type is wrong.
         """
         if inputs is None or requested_output_names is None or model_name is None:
             raise TypeError("InferenceRequest needs inputs, requested_output_names and model_name")
@@ -110,22 +111,17 @@ class InferenceRequest:
             raise TritonModelException("Correlation ID must be integer or string")
         model_name, request_id = text_argument(model_name, "a model name"), text_argument(request_id, "an id")
         outputs = tuple(text_argument(name, "the name of an output") for name in requested_output_names)
-        of = f"for request with id '{request_id}' and model name '{model_name}' should not be empty."
+        empty = f"for request with id '{request_id}' and model name '{model_name}' should not be empty."
         if None in inputs:
-            raise TritonModelException(f"Input tensor {of}")
+            raise TritonModelException(f"Input tensor {empty}")
         if "" in outputs:
-            raise TritonModelException(f"Requested output name {of}")
+            raise TritonModelException(f"Requested output name {empty}")
         self._inputs: list[Tensor] | None = list(inputs)
-        tensors = {tensor._wrapped.name: tensor._wrapped for tensor in self._inputs}
-        if len(tensors) < len(self._inputs):
-            names = [tensor._wrapped.name for tensor in self._inputs]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise TritonModelException(f"input '{twice}' already exists in request")
         self._asked = inner.InferenceRequest(
             model_name=model_name,
             model_version=model_version,
             id=request_id,
-            inputs=tensors,
+            inputs=_by_name(self._inputs),
             requested_outputs=outputs,
             parameters=checked_parameters(parameters) if parameters else {},
             correlation_id=correlation_id,
@@ -138,81 +134,81 @@ class InferenceRequest:
         self._trace = trace
         self._inference: Inference | None = None
         self._sender: InferenceResponseSender | None = None
-        self._host = current_context()
+        self._context = current_context()
 
     @classmethod
-    def _of(cls, inference: Inference, host: Host) -> InferenceRequest:
+    def _of(cls, inference: Inference, context: ModelContext) -> InferenceRequest:
         self = cls.__new__(cls)
         self._inputs = None
         self._asked = inference.request
-        self._requested = inference.request.requested_outputs or host.outputs
+        self._requested = inference.request.requested_outputs or context.outputs
         self._flags = int(inference.request.flags)
         self._trace = None
         self._inference = inference
-        self._host = host
-        # Whoever drops a decoupled request before it has ended drops its sender too, which ends it.
-        self._sender = self._new_sender(decoupled=True) if host.decoupled else None
+        self._context = context
+        # A decoupled request that the model drops must end: its sender ends it when it is freed.
+        self._sender = self._new_sender(decoupled=True) if context.decoupled else None
         return self
 
     def inputs(self) -> list[Tensor]:
-        """The tensors; an optional one that was not sent is not among them."""
+        """Return the input tensors, without optional inputs that were not sent."""
         if self._inputs is None:
             tensors = self._asked.inputs if self._inference is None else self._inference.inputs
-            needs_cpu = self._host is not None and self._host.cpu_inputs
+            needs_cpu = self._context is not None and self._context.cpu_inputs
             self._inputs = [
                 Tensor._of(tensor.on_cpu() if needs_cpu else tensor) for tensor in tensors.values()
             ]
         return self._inputs
 
     def request_id(self) -> str:
-        """The id that the client gave it."""
+        """Return the id that the client chose."""
         return self._asked.id
 
     def correlation_id(self) -> int | str:
-        """Of its sequence, as it was sent; 0: it is in none."""
+        """Return the correlation id of its sequence; 0: none."""
         return self._asked.correlation_id
 
     def flags(self) -> int:
-        """Where it stands in its sequence: bits of TRITONSERVER_REQUEST_FLAG_SEQUENCE_START, _END."""
+        """Return its sequence flags: bits of TRITONSERVER_REQUEST_FLAG_SEQUENCE_START, _END."""
         return self._flags
 
     def set_flags(self, flags: int) -> None:
-        """Set where it stands in its sequence."""
+        """Set its sequence flags."""
         self._flags = flags
 
     def timeout(self) -> int:
-        """In the queue, microseconds; 0: none of its own."""
+        """Return its timeout in the queue, in microseconds; 0: that of the model."""
         return self._asked.timeout_us
 
     def parameters(self) -> str:
-        """Its parameters, as JSON."""
+        """Return its parameters as JSON."""
         if self._inference is None:
             return json.dumps(dict(self._asked.parameters))
         return parameters_json(self._asked.parameters)
 
     def requested_output_names(self) -> set[str]:
-        """The outputs that are asked for; of a request to another model, empty: all."""
+        """Return the names of the requested outputs; of a BLS request, empty: all."""
         return set(self._requested)
 
     def trace(self) -> InferenceTrace:
-        """The trace it belongs to."""
+        """Return its trace."""
         if self._trace is not None or self._inference is None:
             return self._trace or InferenceTrace()
         return InferenceTrace._of(self._inference.span or self._asked.cause)
 
     def is_cancelled(self) -> bool:
-        """Whether the client has left."""
+        """Whether the request has been cancelled."""
         return self._inference is not None and self._inference.cancelled
 
     def get_response_sender(self) -> InferenceResponseSender:
-        """By which it can be answered at any time; of a decoupled model, the only way."""
+        """Return its response sender, the only way to respond of a decoupled model."""
         if self._sender is None:
-            decoupled = self._host is not None and self._host.decoupled
+            decoupled = self._context is not None and self._context.decoupled
             self._sender = self._new_sender(decoupled=decoupled)
         return self._sender
 
     def set_release_flags(self, flags: int) -> None:
-        """Say what becomes of it after `execute`: TRITONSERVER_REQUEST_RELEASE_ALL or _RESCHEDULE."""
+        """Set whether `execute` ends it: TRITONSERVER_REQUEST_RELEASE_ALL, or reschedules it: _RESCHEDULE."""
         if self._inference is not None:
             self._inference.reschedule = flags == RESCHEDULE
 
@@ -221,39 +217,43 @@ class InferenceRequest:
     @overload
     def exec(self, decoupled: Literal[True]) -> ResponseIterator: ...
     def exec(self, decoupled: bool = False) -> InferenceResponse | ResponseIterator:  # noqa: FBT001, FBT002
-        """Ask the model and wait; failures are in the response.
+        """Send a BLS request and wait for the response, which also contains failures.
 
         Args:
-            decoupled: get an iterator of any number of responses.
+            decoupled: return an iterator of any number of responses.
 
         Raises:
-            TritonModelException: not called while the model executes.
+            TritonModelException: the model is not executing.
         """
-        server, executor = self._way_out()
+        server, executor = self._server_and_executor()
         if decoupled:
-            return ResponseIterator(Answers(self._to_ask(), server=server, executor=executor))
-        return InferenceResponse._of(call(self._to_ask(), server=server, executor=executor))
+            return ResponseIterator(BlsResponses(self._bls_request(), server=server, executor=executor))
+        return InferenceResponse._of(bls_exec(self._bls_request(), server=server, executor=executor))
 
     @overload
     def async_exec(self, decoupled: Literal[False] = ...) -> asyncio.Future[InferenceResponse]: ...
     @overload
     def async_exec(self, decoupled: Literal[True]) -> asyncio.Future[ResponseIterator]: ...
     def async_exec(self, decoupled: bool = False) -> asyncio.Future[Any]:  # noqa: FBT001, FBT002
-        """Ask the model; the answer is to be awaited. It is asked at once, awaited or not.
+        """Send a BLS request, whether the result is awaited or not; return a future of the response.
 
         Args:
-            decoupled: await an iterator of any number of responses; it is there with the first of them.
+            decoupled: the future is an iterator of any number of responses, done with the first of them.
 
         Raises:
-            TritonModelException: not called while the model executes.
+            TritonModelException: the model is not executing.
         """
-        server, executor = self._way_out()
+        server, executor = self._server_and_executor()
         if decoupled:
-            return answers_async(self._to_ask(), server=server, executor=executor, convert=ResponseIterator)
-        return call_async(self._to_ask(), server=server, executor=executor, convert=InferenceResponse._of)
+            return bls_stream_async(
+                self._bls_request(), server=server, executor=executor, convert=ResponseIterator
+            )
+        return bls_exec_async(
+            self._bls_request(), server=server, executor=executor, convert=InferenceResponse._of
+        )
 
-    def _answer(self, response: InferenceResponse) -> None:
-        """Answer a request to this model with what `execute` returned for it."""
+    def _respond(self, response: InferenceResponse) -> None:
+        """Send the response that `execute` returned for it."""
         if self._sender is not None:
             self._sender.send(response, FINAL)
         elif self._inference is not None:
@@ -266,16 +266,16 @@ class InferenceRequest:
         if self._sender is not None:
             self._sender._check_order(final=True, empty=False)
 
-    def _may_be_answered(self) -> bool:
-        """Whether someone has, or can still send, its last response."""
+    def _has_sender(self) -> bool:
+        """Whether a response sender has sent, or can still send, its final response."""
         return self._sender is not None
 
-    def _hand_on(self) -> None:
+    def _release_sender(self) -> None:
         if self._sender is not None:
-            self._sender._hand_on()
+            self._sender._release()
 
     def _close(self) -> None:
-        """Let its sender send nothing more."""
+        """Close its sender."""
         if self._sender is not None:
             self._sender._close()
 
@@ -284,26 +284,36 @@ class InferenceRequest:
         if self._inference is not None:
             self._inference.fail(error)
 
-    def _way_out(self) -> tuple[InferenceServer, Executor | None]:
-        """Return the server, and the instance that waits for its answer."""
-        host = self._host or current_context()
-        if host is None or host.server is None or host.phase is not Phase.RUNNING:
+    def _server_and_executor(self) -> tuple[InferenceServer, Executor | None]:
+        """Return the server to other models, and the instance that waits for what is asked there."""
+        context = self._context or current_context()
+        if context is None or context.server is None or context.phase is not Phase.RUNNING:
             raise TritonModelException("BLS is only supported during the 'execute' function.")
-        return host.server, _executor(host)
+        return context.server, _executor(context)
 
-    def _to_ask(self) -> inner.InferenceRequest:
+    def _bls_request(self) -> inner.InferenceRequest:
         if self._flags == self._asked.flags:
             return self._asked
         return replace(self._asked, flags=RequestFlags(self._flags))
 
 
-def _executor(host: Host) -> Executor | None:
-    """Return the instance that waits for what is asked now.
+def _executor(context: ModelContext) -> Executor | None:
+    """Return the instance that waits for a BLS request.
 
-    A thread that `execute` has started is waited for by it, as far as one can tell; but one of a decoupled
-    model goes on after `execute`.
+    A thread without an executor was started by the model. `execute` is assumed to wait for it, unless the
+    model is decoupled.
     """
     executor = CURRENT_EXECUTOR.get()
-    if executor is not None or host.decoupled:
+    if executor is not None or context.decoupled:
         return executor
-    return host.executor
+    return context.executor
+
+
+def _by_name(inputs: Sequence[Tensor]) -> dict[str, InnerTensor]:
+    tensors: dict[str, InnerTensor] = {}
+    for tensor in inputs:
+        name = tensor._wrapped.name
+        if name in tensors:
+            raise TritonModelException(f"input '{name}' already exists in request")
+        tensors[name] = tensor._wrapped
+    return tensors

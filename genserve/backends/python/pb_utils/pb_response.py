@@ -7,10 +7,10 @@ import logging
 import threading
 from _thread import start_new_thread
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from genserve import inference as inner
-from genserve.backends.python.bls import LOOK_EVERY_S, lift_if_circular
+from genserve.backends.python.bls import BlsResponses
+from genserve.backends.python.deadlock import CHECK_INTERVAL_S, lift_backlog_if_circular
 from genserve.backends.python.pb_utils.pb_error import (
     TritonError,
     TritonModelException,
@@ -20,9 +20,6 @@ from genserve.backends.python.pb_utils.pb_error import (
 from genserve.backends.python.pb_utils.pb_tensor import Tensor
 from genserve.errors import Closed, InferenceError, Status
 from genserve.inference import Backlog, Inference
-
-if TYPE_CHECKING:
-    from genserve.backends.python.bls import Answers
 
 __all__ = [
     "FINAL",
@@ -35,7 +32,7 @@ __all__ = [
 
 
 class InferenceResponse:
-    """Output tensors, or an error; if both are given, the error wins."""
+    """Output tensors, or an error, which takes precedence."""
 
     __slots__ = ("_error", "_parameters", "_tensors")
 
@@ -45,15 +42,15 @@ class InferenceResponse:
         error: TritonError | None = None,
         parameters: Mapping[str, inner.Parameter] | None = None,
     ) -> None:
-        """Answer.
+        """Make a response.
 
         Args:
-            output_tensors: those that were not asked for, or that the config does not declare, are left out.
-            error: in place of tensors.
+            output_tensors: tensors that were not requested, or are not in the config, are dropped.
+            error: sent in place of tensors.
             parameters: of the response: booleans, integers and strings.
 
         Raises:
-            TritonModelException: a tensor is None, or a parameter of another type.
+            TritonModelException: a tensor is None, or a parameter has another type.
         """
         self._tensors = list(output_tensors)
         for tensor in self._tensors:
@@ -81,58 +78,58 @@ class InferenceResponse:
         return inner.InferenceResponse(outputs=outputs, parameters=self._parameters)
 
     def output_tensors(self) -> list[Tensor]:
-        """The tensors; of an answer to a BLS call, none if it has an error."""
+        """Return the tensors; of a response to a BLS request, none if it has an error."""
         return self._tensors
 
     def has_error(self) -> bool:
-        """Whether it is an error."""
+        """Whether it has an error."""
         return self._error is not None
 
     def error(self) -> TritonError | None:
-        """The error."""
+        """Return the error, or None."""
         return self._error
 
     def parameters(self) -> str:
-        """The parameters of the response, as JSON."""
+        """Return the parameters of the response as JSON."""
         return parameters_json(self._parameters)
 
 
 class ResponseIterator:
-    """The responses of one BLS call, as they come; once all have come, they can be read again."""
+    """The responses to a BLS request as they arrive; after the last one they can be iterated again."""
 
-    def __init__(self, answers: Answers) -> None:
-        self._answers = answers
-        self._coming = map(InferenceResponse._of, answers)
-        self._come: list[InferenceResponse] = []
+    def __init__(self, responses: BlsResponses) -> None:
+        self._responses = responses
+        self._incoming = map(InferenceResponse._of, responses)
+        self._received: list[InferenceResponse] = []
         self._again: Iterator[InferenceResponse] | None = None
 
     def __iter__(self) -> ResponseIterator:
         if self._again is not None:
-            self._again = iter(self._come)
+            self._again = iter(self._received)
         return self
 
     def __next__(self) -> InferenceResponse:
         if self._again is not None:
             return next(self._again)
         try:
-            response = next(self._coming)
+            response = next(self._incoming)
         except StopIteration:
             self._again = iter(())
             raise
-        self._come.append(response)
+        self._received.append(response)
         return response
 
     def cancel(self) -> None:
-        """Tell the model that no more responses are wanted."""
-        self._answers.cancel()
+        """Cancel the request."""
+        self._responses.cancel()
 
 
 def checked_parameters(parameters: Mapping[str, inner.Parameter]) -> dict[str, inner.Parameter]:
-    """Return parameters as they may be sent.
+    """Return validated parameters.
 
     Raises:
-        TritonModelException: a key that is no string, a value that is not a boolean, integer or string, or
-            an integer that no protocol can send.
+        TritonModelException: a key is not a string, a value is not a boolean, integer or string, or an
+            integer does not fit in 64 bits.
     """
     for key, value in parameters.items():
         if not isinstance(key, str):
@@ -149,7 +146,7 @@ def checked_parameters(parameters: Mapping[str, inner.Parameter]) -> dict[str, i
 
 
 def parameters_json(parameters: Mapping[str, inner.Parameter]) -> str:
-    """Return parameters as models read them."""
+    """Return parameters as JSON, for models."""
     return json.dumps(dict(parameters), separators=(",", ":"), ensure_ascii=False) if parameters else "{}"
 
 
@@ -159,7 +156,7 @@ FINAL = 1  # TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 
 class InferenceResponseSender:
-    """Sends the responses to one request."""
+    """Sends the responses to one request, at any time and from any thread."""
 
     def __init__(self, inference: Inference | None, *, requested: Sequence[str], decoupled: bool) -> None:
         self._inference = inference
@@ -168,19 +165,20 @@ class InferenceResponseSender:
         self._lock = threading.Lock()
         self._num_sent = 0
         self._closed = False
-        self._handed_on = False
+        self._released = False
 
     def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
-        """Send a response, or end without one.
+        """Send a response, or end the request without one.
+
+        In a step of an ensemble with `max_inflight_requests`, it blocks until a later step can take the
+        response.
 
         Args:
-            response: None only with the final flag.
+            response: may only be None with the final flag.
             flags: TRITONSERVER_RESPONSE_COMPLETE_FINAL with or after the last response; else 0.
 
-        As a step of an ensemble with `max_inflight_requests` it waits until there is room for the response.
-
         Raises:
-            TritonModelException: the order is wrong, or the request has ended.
+            TritonModelException: a final response has been sent, or the request has ended.
         """
         if flags not in (0, FINAL):
             raise TritonModelException("Unable to send response. Unsupported flag provided.")
@@ -206,10 +204,10 @@ class InferenceResponseSender:
         except Closed as error:
             raise TritonModelException(error.message) from None
         if inference.backlog is not None and flags != FINAL:
-            _wait_for_room(inference, inference.backlog)
+            _wait_for_backlog(inference, inference.backlog)
 
     def is_cancelled(self) -> bool:
-        """Whether the client has left."""
+        """Whether the request has been cancelled."""
         return self._inference is not None and self._inference.cancelled
 
     def _check_order(self, *, final: bool, empty: bool) -> None:
@@ -229,27 +227,27 @@ class InferenceResponseSender:
     def _close(self) -> None:
         self._closed = True
 
-    def _hand_on(self) -> None:
-        """Leave the end of the request to its next execution."""
-        self._handed_on = True
+    def _release(self) -> None:
+        """Do not end the request when the sender is freed: the request is rescheduled."""
+        self._released = True
 
     def __del__(self) -> None:
         inference = self._inference
-        if inference is not None and not self._handed_on and not inference.ended:
-            # On a thread of its own: the garbage collector may run where locks are held.
+        if inference is not None and not self._released and not inference.ended:
+            # On another thread, since the garbage collector may run while locks are held.
             start_new_thread(_end_dropped, (inference,))
 
 
-def _wait_for_room(inference: Inference, backlog: Backlog) -> None:
+def _wait_for_backlog(inference: Inference, backlog: Backlog) -> None:
     clear = threading.Event()
     backlog.when_clear(clear.set)
-    while not clear.wait(LOOK_EVERY_S):
-        lift_if_circular(inference)
+    while not clear.wait(CHECK_INTERVAL_S):
+        lift_backlog_if_circular(inference)
 
 
 def _end_dropped(inference: Inference) -> None:
-    """End a request that nobody can answer any more; Triton leaves it open for ever."""
-    logger.warning("model %s dropped a sender without the final flag", inference.model_name)
+    """End a request whose sender was freed; Triton leaves it open for ever."""
+    logger.warning("model %s dropped a response sender without sending the final flag", inference.model_name)
     if not inference.num_responses:
         inference.fail(
             InferenceError(

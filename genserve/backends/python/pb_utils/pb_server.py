@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from typing import ClassVar, TypeVar
 
-from genserve.backends.python.custom_metrics import Kind, Series
-from genserve.backends.python.model_context import Host, current_context
+from genserve.backends.python.custom_metrics import CustomMetric, MetricKind
+from genserve.backends.python.model_context import ModelContext, current_context
 from genserve.backends.python.pb_utils.pb_error import TritonModelException, text_argument
 from genserve.errors import GenserveError
 from genserve.inference import InferenceServer
@@ -34,7 +34,7 @@ _LEVELS = {
 
 
 class Logger:
-    """Logs by the name `genserve.models.<model>`; used as it is, without an instance."""
+    """Logs to the logger `genserve.models.<model>`; has static methods only."""
 
     INFO: ClassVar = LogLevel.INFO
     WARNING: ClassVar = LogLevel.WARNING
@@ -63,15 +63,15 @@ class Logger:
 
     @staticmethod
     def log_verbose(message: str | bytes) -> None:
-        """Log at VERBOSE, which is shown only when asked for."""
+        """Log at VERBOSE, which is off by default."""
         _log(message, LogLevel.VERBOSE)
 
 
 def _log(message: str | bytes, level: LogLevel) -> None:
     text = text_argument(message, "a message")
-    host = current_context()
-    name = "genserve.models" if host is None else f"genserve.models.{host.model}"
-    # The place to show is the line of the model that logs: two calls up.
+    context = current_context()
+    name = "genserve.models" if context is None else f"genserve.models.{context.model}"
+    # Log the position of the caller in the model: two calls up.
     logging.getLogger(name).log(_LEVELS[level], "%s", text, stacklevel=3)
 
 
@@ -79,27 +79,27 @@ T = TypeVar("T")
 
 
 class MetricFamily:
-    """Metrics of one name in the server's /metrics; the same name is the same family, in every model."""
+    """Metrics of one name in the server's /metrics; models that use the same name share a family."""
 
-    COUNTER: ClassVar = Kind.COUNTER
-    GAUGE: ClassVar = Kind.GAUGE
-    HISTOGRAM: ClassVar = Kind.HISTOGRAM
+    COUNTER: ClassVar = MetricKind.COUNTER
+    GAUGE: ClassVar = MetricKind.GAUGE
+    HISTOGRAM: ClassVar = MetricKind.HISTOGRAM
 
-    def __init__(self, name: str, description: str, kind: Kind) -> None:
-        """Make a family, or find it.
+    def __init__(self, name: str, description: str, kind: MetricKind) -> None:
+        """Make or find a family.
 
         Raises:
-            TritonModelException: no name for a metric, or one of another kind; or no server runs the model.
+            TritonModelException: the name is invalid or that of another kind, or no server runs the model.
         """
-        host = current_context()
-        if host is None or host.families is None:
+        context = current_context()
+        if context is None or context.metrics is None:
             raise TritonModelException("Error when creating MetricFamily: metrics not supported")
-        self.instance = host.instance
-        families = host.families
-        self._family = _told(
+        self.instance = context.instance
+        metrics = context.metrics
+        self._family = _translated(
             "Error when creating MetricFamily",
             self.instance,
-            lambda: families.family(name, description=description, kind=kind),
+            lambda: metrics.family(name, description=description, kind=kind),
         )
 
     def Metric(  # noqa: N802  # Triton's name
@@ -108,61 +108,61 @@ class MetricFamily:
         """Return the metric of some labels.
 
         Args:
-            labels: by name.
-            buckets: of a histogram: the ascending upper bounds.
+            labels: values by name.
+            buckets: of a histogram: ascending upper bounds.
 
         Raises:
-            TritonModelException: wrong labels or buckets.
+            TritonModelException: the labels or buckets are invalid.
         """
         if labels is not None and not isinstance(labels, dict):
             raise TritonModelException("Failed to create metric. Labels must be a dictionary.")
         if buckets is not None and not isinstance(buckets, list):
             raise TritonModelException("Failed to create metric. Buckets must be a list.")
-        if buckets is not None and self._family.kind is not Kind.HISTOGRAM:
+        if buckets is not None and self._family.kind is not MetricKind.HISTOGRAM:
             raise TritonModelException("Failed to create metric. Unexpected buckets found.")
-        if buckets is None and self._family.kind is Kind.HISTOGRAM:
+        if buckets is None and self._family.kind is MetricKind.HISTOGRAM:
             raise TritonModelException("Failed to create metric. Missing required buckets.")
-        series = _told(
+        metric = _translated(
             "Error when creating Metric",
             self.instance,
-            lambda: self._family.series(labels or {}, buckets=buckets or ()),
+            lambda: self._family.metric(labels or {}, buckets=buckets or ()),
         )
-        return Metric(series, self)
+        return Metric(metric, self)
 
 
 class Metric:
     """One metric."""
 
-    def __init__(self, series: Series, family: MetricFamily) -> None:
-        self._series = series
-        self._family = family  # which is shown as long as one of its metrics is held
+    def __init__(self, metric: CustomMetric, family: MetricFamily) -> None:
+        self._metric = metric
+        self._family = family  # it is exposed while one of its metrics is alive
 
     def increment(self, value: float) -> None:
-        """Add to a counter or gauge; to a counter, not less than nothing."""
-        self._do("Failed to increment metric value", lambda: self._series.increment(value))
+        """Add to a counter or gauge; the value for a counter must not be negative."""
+        self._do("Failed to increment metric value", lambda: self._metric.increment(value))
 
     def set(self, value: float) -> None:
         """Set a gauge."""
-        self._do("Failed to set metric value", lambda: self._series.set(value))
+        self._do("Failed to set metric value", lambda: self._metric.set(value))
 
     def observe(self, value: float) -> None:
         """Count a value in a histogram."""
-        self._do("Failed to observe metric value", lambda: self._series.observe(value))
+        self._do("Failed to observe metric value", lambda: self._metric.observe(value))
 
     def value(self) -> float:
-        """Return what a counter or gauge stands at."""
-        return _told("Failed to get metric value", self._family.instance, self._series.value)
+        """Return the value of a counter or gauge."""
+        return _translated("Failed to get metric value", self._family.instance, self._metric.value)
 
-    def _do(self, what: str, act: Callable[[], None]) -> None:
-        _told(what, self._family.instance, act)
+    def _do(self, prefix: str, act: Callable[[], None]) -> None:
+        _translated(prefix, self._family.instance, act)
 
 
-def _told(what: str, instance: str, act: Callable[[], T]) -> T:
+def _translated(prefix: str, instance: str, act: Callable[[], T]) -> T:
     try:
         return act()
     except ValueError as error:
         raise TritonModelException(
-            f"{what}: Failed to process the request for model '{instance}', message: {error}"
+            f"{prefix}: Failed to process the request for model '{instance}', message: {error}"
         ) from error
 
 
@@ -173,8 +173,8 @@ def load_model(
 
     Args:
         model_name: of a model in the repository, or of a new one with `files`.
-        config: a JSON text in place of its config.pbtxt.
-        files: its files by `file:<version>/<name>`, in place of its folder.
+        config: JSON that replaces its config.pbtxt.
+        files: its files by `file:<version>/<name>`, which replace its folder.
 
     Raises:
         TritonModelException: it cannot be loaded, or the server does not allow it.
@@ -185,36 +185,36 @@ def load_model(
             f"failed to load model '{model_name}', files should be a dictionary of file paths and file "
             "contents"
         )
-    host, server = _here()
+    context, server = _context_and_server()
     by_path = files and {name.removeprefix("file:"): content for name, content in files.items()}
     try:
         server.load(model_name, config=config, files=by_path)
     except GenserveError as error:
-        raise _refused("Failed to load model", error.message, host) from error
+        raise _error("Failed to load model", error.message, context) from error
 
 
 def unload_model(model_name: str | bytes, unload_dependents: bool = False) -> None:  # noqa: FBT001, FBT002
-    """Begin to unload a model.
+    """Start to unload a model.
 
     Raises:
         TritonModelException: the server does not allow it.
     """
-    host, server = _here()
+    context, server = _context_and_server()
     try:
         server.unload(text_argument(model_name, "a model name"), dependents=unload_dependents)
     except GenserveError as error:
-        raise _refused("Failed to unload model", error.message, host) from error
+        raise _error("Failed to unload model", error.message, context) from error
 
 
 def is_model_ready(model_name: str | bytes, model_version: str | bytes = "") -> bool:
-    """Whether a model answers.
+    """Whether a model is ready.
 
     Raises:
-        TritonModelException: the version is no number.
+        TritonModelException: the version is not a number.
     """
     model_name = text_argument(model_name, "a model name")
     model_version = text_argument(model_version, "a version")
-    host, server = _here()
+    context, server = _context_and_server()
     details = ""
     try:
         version = int(model_version or -1)
@@ -225,18 +225,18 @@ def is_model_ready(model_name: str | bytes, model_version: str | bytes = "") -> 
             f"failed to get model version from specified version string '{model_version}'{details}, version "
             "should be an integral value > 0"
         )
-        raise _refused("Failed to check model readiness", text, host)
+        raise _error("Failed to check model readiness", text, context)
     return server.is_ready(model_name, version)
 
 
-def _here() -> tuple[Host, InferenceServer]:
-    host = current_context()
-    if host is None or host.server is None:
-        raise TritonModelException("other models are reached only from a model that a server has loaded")
-    return host, host.server
+def _context_and_server() -> tuple[ModelContext, InferenceServer]:
+    context = current_context()
+    if context is None or context.server is None:
+        raise TritonModelException("model control is only available to a model that a server has loaded")
+    return context, context.server
 
 
-def _refused(what: str, why: str, host: Host) -> TritonModelException:
+def _error(prefix: str, reason: str, context: ModelContext) -> TritonModelException:
     return TritonModelException(
-        f"{what}: Failed to process the request for model '{host.instance}', message: {why}"
+        f"{prefix}: Failed to process the request for model '{context.instance}', message: {reason}"
     )

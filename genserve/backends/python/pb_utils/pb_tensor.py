@@ -16,7 +16,9 @@ __all__ = [
     "TRITON_STRING_TO_NUMPY",
     "StringArray",
     "Tensor",
+    "deserialize_bytes_tensor",
     "numpy_to_triton_type",
+    "serialize_byte_tensor",
     "triton_string_to_numpy",
     "triton_to_numpy_type",
 ]
@@ -29,21 +31,21 @@ TRITON_STRING_TO_NUMPY: dict[str, Any] = {
 
 
 def triton_string_to_numpy(triton_type_string: str) -> Any:
-    """Return the numpy type of config.pbtxt's word: TYPE_FP32 is float32, TYPE_STRING is object.
+    """Return the numpy type of a data type of config.pbtxt: TYPE_FP32 is float32, TYPE_STRING is object.
 
     Raises:
-        KeyError: no such word, or TYPE_BF16, which numpy does not have.
+        KeyError: it is unknown, or TYPE_BF16, which numpy does not have.
     """
     return TRITON_STRING_TO_NUMPY[triton_type_string]
 
 
 def triton_to_numpy_type(data_type: int) -> Any:
-    """Return the numpy type of a number of `Tensor.triton_dtype`; None: it has none."""
+    """Return the numpy type of a `Tensor.triton_dtype`; None: numpy has no such type."""
     return next((one.numpy.type for one in DataType if one.number == data_type and one.name != "BF16"), None)
 
 
 def numpy_to_triton_type(data_type: Any) -> int | None:
-    """Return the number of a numpy type; None: the protocol has no such type."""
+    """Return the `Tensor.triton_dtype` of a numpy type; None: the protocol has no such type."""
     try:
         return DataType.of_numpy(np.dtype(data_type)).number
     except KeyError:
@@ -51,10 +53,10 @@ def numpy_to_triton_type(data_type: Any) -> int | None:
 
 
 class StringArray(np.ndarray[Any, np.dtype[np.object_]]):
-    """An array of `bytes` objects that the functions of `np.char` take as well.
+    """An array of `bytes` objects that the functions of `np.char` also accept.
 
-    Old releases of Triton made arrays of dtype `S`, and models of that time call `np.char.decode` on their
-    inputs, which refuses arrays of objects. Newer ones make objects, for `S` drops NUL bytes at the end.
+    Old releases of Triton passed arrays of dtype `S`, and old models call `np.char.decode` on them, which
+    rejects arrays of objects. Newer releases pass objects, since `S` drops trailing NUL bytes.
     """
 
     def __array_function__(
@@ -81,18 +83,18 @@ _BY_TORCH_NAME = {
 
 
 class Tensor:
-    """A named array. It is handed on by pointer: to the target of a BLS call, and back.
+    """A named array, passed by pointer to the target of a BLS request and back.
 
-    What a model writes into an array that it handed on is seen by whoever has it.
+    Writes into an array are visible to all models that have it.
     """
 
     __slots__ = ("_given", "_wrapped")
 
     def __init__(self, name: str | bytes, numpy_array: NDArray[Any]) -> None:
-        """Name a numpy array; one of strings holds `bytes` or `str`.
+        """Make a tensor of a numpy array; the elements of a string array are `bytes` or `str`.
 
         Raises:
-            TritonModelException: no name, or a dtype that the protocol does not have.
+            TritonModelException: the name is empty, or the protocol does not have the dtype.
         """
         name = _read_name(name)
         if not isinstance(numpy_array, np.ndarray):
@@ -112,23 +114,23 @@ class Tensor:
         return self
 
     def name(self) -> str:
-        """Of the input or output."""
+        """Return the name of the input or output."""
         return self._wrapped.name
 
     def shape(self) -> list[int]:
-        """Its sizes."""
+        """Return the shape."""
         return list(self._wrapped.shape)
 
     def triton_dtype(self) -> int:
-        """The number of its data type in Triton's enum."""
+        """Return the number of the data type in Triton's enum."""
         return self._wrapped.data_type.number
 
     def is_cpu(self) -> bool:
-        """Whether it lies in the memory of the CPU."""
+        """Whether it is in CPU memory."""
         return self._wrapped.is_cpu
 
     def as_numpy(self) -> NDArray[Any]:
-        """Return the array itself, writable; the elements of a string tensor are `bytes`.
+        """Return the array, writable and not copied; the elements of a string tensor are `bytes`.
 
         Raises:
             TritonModelException: it is on a GPU or of BF16, which numpy does not have.
@@ -147,7 +149,7 @@ class Tensor:
 
     def _writable(self) -> NDArray[Any]:
         array = self._wrapped.array
-        if not array.flags.writeable:  # the body of a request; models change their inputs in place
+        if not array.flags.writeable:  # the body of a request; models may modify their inputs
             array = array.copy()
             self._wrapped = inner.Tensor(self._wrapped.name, array, data_type=self._wrapped.data_type)
         return array
@@ -156,7 +158,7 @@ class Tensor:
         """Return a DLPack capsule of the same memory.
 
         Raises:
-            TritonModelException: a string tensor.
+            TritonModelException: it is a string tensor.
         """
         return self.__dlpack__()
 
@@ -178,20 +180,20 @@ class Tensor:
         array = self._writable()
         if data_type is not DataType.BF16:
             return array
-        import torch  # has the type that numpy lacks; whoever asks for it has torch as well
+        import torch  # numpy has no bfloat16; users of BF16 have torch
 
         return torch.from_numpy(array).view(torch.bfloat16)
 
     @staticmethod
     def from_dlpack(name: str | bytes, tensor: Any) -> Tensor:
-        """Name an array that another library made; its memory is shared.
+        """Make a tensor of an array of another library, sharing its memory.
 
         Args:
             name: of the tensor.
             tensor: a DLPack capsule, or an object with `__dlpack__` and `__dlpack_device__`.
 
         Raises:
-            TritonModelException: no name, not such an object, not contiguous.
+            TritonModelException: the name is empty, or the object is not such an array or not contiguous.
         """
         name = _read_name(name)
         if isinstance(tensor, Tensor):
@@ -199,15 +201,15 @@ class Tensor:
         return Tensor._of(_imported(name, tensor))
 
 
-def _read_name(given: str | bytes) -> str:
-    name = text_argument(given, "the name of a Tensor")
+def _read_name(name: str | bytes) -> str:
+    name = text_argument(name, "the name of a Tensor")
     if not name:
         raise TritonModelException("Tensor name cannot be an empty string.")
     return name
 
 
 def _as_held(array: NDArray[Any], data_type: DataType) -> NDArray[Any]:
-    """Return an array as tensors hold it: contiguous, strings as objects of `bytes`."""
+    """Return an array in the form of tensors: contiguous, strings as `bytes` objects."""
     if data_type is DataType.BYTES:
         return _of_bytes(array)
     return array if array.flags.c_contiguous else np.ascontiguousarray(array)
@@ -225,7 +227,7 @@ def _of_bytes(array: NDArray[Any]) -> NDArray[Any]:
 
 def _imported(name: str, tensor: Any) -> inner.Tensor:
     if type(tensor).__name__ == "PyCapsule":
-        import torch.utils.dlpack  # numpy reads capsules as read-only
+        import torch.utils.dlpack  # numpy imports capsules read-only
 
         return _of_torch(name, torch.utils.dlpack.from_dlpack(tensor))
     if not hasattr(tensor, "__dlpack__") or not hasattr(tensor, "__dlpack_device__"):
@@ -266,3 +268,27 @@ def _check_contiguous(*, contiguous: bool) -> None:
             "DLPack tensor is not contiguous. Only contiguous DLPack tensors that are stored in C-Order are "
             "supported."
         )
+
+
+def serialize_byte_tensor(input_tensor: NDArray[Any]) -> bytes | tuple[()] | None:
+    """Return the elements of an array of `bytes` or `str`, row-major, each after its length (uint32).
+
+    Returns:
+        `()` for an empty array, None for one that does not hold strings.
+    """
+    if input_tensor.size == 0:
+        return ()
+    if input_tensor.dtype.kind not in "OS":
+        return None
+    return bytes(inner.Tensor("", input_tensor, data_type=DataType.BYTES).to_bytes())
+
+
+def deserialize_bytes_tensor(encoded_tensor: bytes) -> NDArray[Any]:
+    """Return the elements of a buffer of `serialize_byte_tensor`: [n] `bytes` objects."""
+    elements: list[bytes] = []
+    position = 0
+    while position < len(encoded_tensor):
+        start = position + 4
+        position = start + int.from_bytes(encoded_tensor[position:start], "little")
+        elements.append(bytes(encoded_tensor[start:position]))
+    return np.array(elements, dtype=np.object_)

@@ -20,10 +20,10 @@ from genserve.repository.instances import Instances
 from genserve.repository.model_versions import ModelVersion
 from genserve.repository.response_cache import ResponseCache
 from genserve.schedulers.queue_scheduler import make_scheduler
-from genserve.schedulers.request_queue import stopping
+from genserve.schedulers.request_queue import stopping_error
 from genserve.tensor import Tensor
 from tests.models import CONFIG, ask, value, write_model
-from tests.repository.test_control import opened
+from tests.repository.test_model_lifecycle import opened
 
 
 def test_an_output_that_does_not_fit_its_reshape_is_an_error(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_an_output_that_does_not_fit_its_reshape_is_an_error(tmp_path: Path) -> 
         assert error.status is Status.INTERNAL
 
 
-def test_inputs_are_gone_without_a_garbage_collection(tmp_path: Path) -> None:
+def test_inputs_are_freed_without_a_garbage_collection(tmp_path: Path) -> None:
     write_model(tmp_path, "one")
     with opened(tmp_path, "one") as repository:
         gc.disable()
@@ -108,7 +108,7 @@ class Requester:
         return response.error
 
 
-def test_what_has_not_ended_when_an_unload_stops_waiting_fails_and_a_stuck_instance_is_left_behind(
+def test_an_unload_fails_late_requests_and_abandons_a_stuck_instance(
     tmp_path: Path, caplog
 ) -> None:
     model, statistics = Stuck(), ModelStatistics()
@@ -136,13 +136,13 @@ def test_what_has_not_ended_when_an_unload_stops_waiting_fails_and_a_stuck_insta
     assert model.num_executed == 1
 
 
-def test_a_request_that_meets_the_unload_is_told_once() -> None:
+def test_a_request_during_an_unload_fails_once() -> None:
     class Closing:
         """Refuses what comes, since the model was unloaded just before."""
 
         def submit(self, inference: Inference) -> None:
             served.close(timeout_s=0)
-            raise stopping(inference.request)
+            raise stopping_error(inference.request)
 
         def close(self) -> None:
             pass
@@ -153,7 +153,7 @@ def test_a_request_that_meets_the_unload_is_told_once() -> None:
     assert (statistics.fail.count, served.num_pending) == (1, 0)
 
 
-def test_a_request_that_the_cache_could_answer_is_told_of_the_unload_once() -> None:
+def test_a_cached_request_during_an_unload_fails_once() -> None:
     class Closing(ResponseCache):
         """Finds the answer as the model is unloaded."""
 
@@ -173,7 +173,7 @@ def test_a_request_that_the_cache_could_answer_is_told_of_the_unload_once() -> N
     assert served.num_pending == 0
 
 
-def test_a_request_that_its_runner_cannot_take_holds_up_no_unload() -> None:
+def test_a_request_that_its_runtime_rejects_does_not_block_an_unload() -> None:
     class Broken:
         def submit(self, inference: Inference) -> None:
             raise OSError("no room")

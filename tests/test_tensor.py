@@ -18,11 +18,11 @@ from genserve.tensor import DataType
         ("S3", "BYTES"),
     ],
 )
-def test_arrays_have_the_types_of_the_protocol(dtype, data_type):
+def test_arrays_have_the_data_types_of_kserve(dtype, data_type):
     assert DataType.of_numpy(np.dtype(dtype)) is DataType[data_type]
 
 
 @pytest.mark.parametrize("dtype", ["U3", "c8", "M8[s]", ">f4", ">i8"])
-def test_what_the_protocol_does_not_have_is_refused_and_so_is_the_other_byte_order(dtype):
+def test_other_data_types_and_byte_orders_are_rejected(dtype):
     with pytest.raises(KeyError):
         DataType.of_numpy(np.dtype(dtype))

@@ -1,4 +1,4 @@
-"""Sizes that nothing has room for: refused in a moment by check and by the load, in numbers."""
+"""Sizes beyond the memory are rejected, with numbers, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def load_error(root: Path, name: str) -> str:
          "priority_levels is 1000000000000"),
     ],
 )  # fmt: skip
-def test_a_size_that_nothing_has_room_for_is_refused_with_numbers(tmp_path, config, words):
+def test_a_size_beyond_the_memory_is_rejected_with_numbers(tmp_path, config, words):
     write_model(tmp_path, "m", config=config)
     [diagnostic] = errors(tmp_path, "m")
     assert words in diagnostic.message
@@ -79,7 +79,7 @@ def test_a_size_that_nothing_has_room_for_is_refused_with_numbers(tmp_path, conf
         CONFIG + "instance_group { count: 64 }",
     ],
 )
-def test_a_bound_that_takes_nothing_may_be_any(tmp_path, config):
+def test_a_limit_that_needs_no_memory_may_have_any_value(tmp_path, config):
     write_model(tmp_path, "m", config=config)
     assert errors(tmp_path, "m") == []
     repository = Repository([tmp_path])
@@ -96,14 +96,14 @@ def test_a_bound_that_takes_nothing_may_be_any(tmp_path, config):
         ("sequence_batching {", "instance_group { count: 1000000000 } sequence_batching {", "instances"),
     ],
 )
-def test_a_logits_stage_that_nothing_has_room_for_is_refused(models, old, new, words):
+def test_a_logits_stage_beyond_the_memory_is_rejected(models, old, new, words):
     change(models, old, new)
     first, *_ = errors(models, "tiny_logits")
     assert words in first.message
     assert first.message in load_error(models, "tiny")
 
 
-def test_a_context_of_a_graph_without_a_cache_is_bounded_by_memory(
+def test_the_context_of_a_graph_without_a_cache_is_limited_by_memory(
     tiny_repository, tiny_checkpoint, tmp_path
 ):
     config = WHOLE_CONFIG.replace('"128"', f'"{2**40}"')
@@ -115,7 +115,7 @@ def test_a_context_of_a_graph_without_a_cache_is_bounded_by_memory(
     assert diagnostic.message in load_error(tmp_path, "whole")
 
 
-def test_a_bound_of_the_cache_beyond_the_machine_is_a_warning(models):
+def test_a_kv_cache_limit_beyond_the_memory_is_a_warning(models):
     change(models, "sequence_batching {",
            'parameters { key: "kv_cache_bytes" value { string_value: "999999999GiB" } }\nsequence_batching {')
     [diagnostic] = repository_diagnostics([models])["tiny_logits"]
@@ -123,7 +123,7 @@ def test_a_bound_of_the_cache_beyond_the_machine_is_a_warning(models):
     assert f"this machine has {total_memory_bytes()} bytes" in diagnostic.message
 
 
-def test_a_config_that_a_client_brings_is_judged_alike(tmp_path):
+def test_the_config_of_a_load_request_has_the_same_limits(tmp_path):
     write_model(tmp_path, "m")
     config = json.dumps({"backend": "python", "instance_group": [{"count": 1000000000}]})
     with LiveServer(tmp_path, model_control_mode="explicit", load_model=("m",)) as server:

@@ -28,7 +28,7 @@ SALTS = (None, None, "a", "b")
 
 
 async def in_threes(sequence: TokenSequence) -> None:
-    """Appends two tokens of its own behind each of the model's."""
+    """Appends two fixed tokens after each sampled one."""
     while not sequence.finished:
         sequence.append(await sequence.sample())
         for token_id in (1, 2):
@@ -37,7 +37,7 @@ async def in_threes(sequence: TokenSequence) -> None:
 
 
 def plain_answer(sequence: TokenSequence, *, decode: DecodeFunction, **params: Any) -> list[int]:
-    """The answer of a plain loop without any engine, as far as the sequence's has come."""
+    """The answer of a plain loop without an engine, up to the length of the sequence."""
     prompt = sequence.token_ids[: sequence.num_prompt_tokens]
     plain = sequence_of(prompt, max_length=MAX_LENGTH, **params)
     while not plain.finished:
@@ -50,7 +50,7 @@ def plain_answer(sequence: TokenSequence, *, decode: DecodeFunction, **params: A
 
 
 class TimedLogits(PagedLogits):
-    """A forward takes five milliseconds, and a third of one for each token."""
+    """A forward takes 5 ms and 0.3 ms for each token."""
 
     def __init__(self, clock: Clock, **sizes: int) -> None:
         super().__init__(**sizes)
@@ -62,7 +62,7 @@ class TimedLogits(PagedLogits):
 
 
 class Schedule:
-    """One engine, and a crowd that comes and goes; every answer is compared with that of a plain loop."""
+    """One engine and requests that come and go; every answer is compared with that of a plain loop."""
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
@@ -187,7 +187,7 @@ class Schedule:
             self.arrive()
             self.leave()
             self.step()
-        self.clock.now_s += 10  # no place is kept for a loop any more
+        self.clock.now_s += 10  # no place is held for a loop any more
         while self.step():
             self.clock.now_s += 10
         assert not self.running
@@ -205,7 +205,7 @@ class Schedule:
 
 
 @pytest.mark.parametrize("first", range(0, NUM_SCHEDULES, 50))
-def test_no_schedule_changes_an_answer_loses_a_request_or_passes_the_budget(first):
+def test_no_schedule_changes_an_answer_or_loses_a_request_or_exceeds_the_budget(first):
     schedules = [Schedule(seed) for seed in range(first, first + 50)]
     for schedule in schedules:
         schedule.run(num_steps=25)

@@ -1,3 +1,5 @@
+"""Messages of Triton's schema as frozen values."""
+
 from __future__ import annotations
 
 from google.protobuf import text_format
@@ -36,7 +38,7 @@ def test_a_message_is_kept_and_an_empty_one_has_triton_s_defaults():
     assert config == ModelConfig(name="m")
 
 
-def test_tensors_with_all_that_may_be_said_of_them():
+def test_tensors_with_all_fields():
     config = read("""
         input { name: "a" data_type: TYPE_BF16 dims: [ 4, -1 ] reshape { shape: [ 2, 2, -1 ] }
                 allow_ragged_batch: true optional: true }
@@ -63,7 +65,7 @@ def test_tensors_with_all_that_may_be_said_of_them():
     )
 
 
-def test_dynamic_batching_with_its_queues():
+def test_dynamic_batching_with_queue_policies():
     config = read("""
         dynamic_batching {
           preferred_batch_size: [ 4, 8 ] max_queue_delay_microseconds: 100 preserve_ordering: true
@@ -115,7 +117,7 @@ def test_sequences_with_controls_and_states():
     )
 
 
-def test_sequences_whose_oldest_go_first():
+def test_sequences_with_the_oldest_strategy():
     batching = read("""
         sequence_batching {
           max_sequence_idle_microseconds: 9 iterative_sequence: true
@@ -126,7 +128,7 @@ def test_sequences_whose_oldest_go_first():
     assert batching == SequenceBatching(strategy=strategy, max_sequence_idle_us=9, iterative=True)
 
 
-def test_instance_groups_warmups_and_the_rest():
+def test_instance_groups_warmups_and_other_fields():
     config = read("""
         version_policy { }
         response_cache { enable: true }

@@ -6,13 +6,13 @@ from genserve.backends.python.source_rules import source_diagnostics
 from genserve.repository.model_validation import repository_diagnostics
 
 
-def faults_of(path, source):
+def diagnostics_of(path, source):
     path.write_bytes(source)
     return [(diagnostic.position, diagnostic.message) for diagnostic in source_diagnostics(path)]
 
 
 @pytest.mark.parametrize(
-    ("source", "place", "message"),
+    ("source", "position", "message"),
     [
         (b"class TritonPythonModel:\n    def execute(self)\n        pass\n", "2:22", "expected ':'"),
         (b"x = 1\n", "", "there is no class TritonPythonModel"),
@@ -20,8 +20,8 @@ def faults_of(path, source):
         (b"class TritonModel:\n    pass\n", "", "there is no class TritonPythonModel"),
     ],
 )
-def test_what_could_not_be_loaded_is_told_at_its_place(tmp_path, source, place, message):
-    assert faults_of(tmp_path / "model.py", source) == [(place, message)]
+def test_a_source_that_cannot_be_loaded_is_reported_with_a_position(tmp_path, source, position, message):
+    assert diagnostics_of(tmp_path / "model.py", source) == [(position, message)]
 
 
 @pytest.mark.parametrize(
@@ -37,11 +37,11 @@ def test_what_could_not_be_loaded_is_told_at_its_place(tmp_path, source, place, 
         "# -*- coding: latin-1 -*-\n# caf\xe9\nclass TritonPythonModel: pass".encode("latin-1"),
     ],
 )
-def test_whatever_may_make_the_class_is_let_pass(tmp_path, source):
-    assert faults_of(tmp_path / "model.py", source) == []
+def test_a_source_that_may_define_the_class_is_accepted(tmp_path, source):
+    assert diagnostics_of(tmp_path / "model.py", source) == []
 
 
-def test_a_repository_is_checked_in_the_versions_that_it_serves(tmp_path):
+def test_the_served_versions_are_checked(tmp_path):
     for version, source in ((1, "x ="), (2, "y =")):
         (tmp_path / "m" / str(version)).mkdir(parents=True)
         (tmp_path / "m" / str(version) / "model.py").write_text(source)

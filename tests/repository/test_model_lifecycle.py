@@ -21,7 +21,7 @@ from genserve.inference import Inference, InferenceRequest
 from genserve.repository.model_versions import ModelState
 from genserve.repository.options import ControlMode, RepositoryOptions
 from genserve.repository.repository import Repository
-from genserve.schedulers.rate_limiter import Capacity
+from genserve.schedulers.rate_limiter import ResourceCapacity
 from genserve.tensor import Tensor
 from tests.models import CONFIG, ask, value, write_model
 
@@ -73,7 +73,7 @@ def until(holds: Callable[[], bool]) -> None:
         assert not arrived.wait(0.01)
 
 
-def test_a_model_is_loaded_asked_and_unloaded(tmp_path: Path) -> None:
+def test_a_model_is_loaded_called_and_unloaded(tmp_path: Path) -> None:
     write_model(tmp_path, "one", number=1)
     with opened(tmp_path) as repository:
         assert index(repository) == {"one": (None, "")}
@@ -104,7 +104,7 @@ class TritonPythonModel:
 """
 
 
-def test_at_the_start_four_models_load_at_once(tmp_path: Path) -> None:
+def test_four_models_load_in_parallel_at_the_start(tmp_path: Path) -> None:
     names = ["one", "two", "three", "four"]
     for name in names:
         write_model(tmp_path, name, code=MEETING)
@@ -123,7 +123,7 @@ def test_an_unchanged_model_is_not_loaded_again(tmp_path: Path) -> None:
         assert value(ask(repository, "one", X=[1])) == [6]
 
 
-def test_a_reload_that_fails_leaves_the_old_version_serving(tmp_path: Path) -> None:
+def test_a_failed_reload_leaves_the_old_version_serving(tmp_path: Path) -> None:
     write_model(tmp_path, "one")
     with opened(tmp_path, "one") as repository:
         write_model(tmp_path, "one", code="raise ValueError('no weights')")
@@ -134,7 +134,7 @@ def test_a_reload_that_fails_leaves_the_old_version_serving(tmp_path: Path) -> N
         assert index(repository)["one"][0] == "READY"
 
 
-def test_a_first_load_that_fails_says_why_in_the_index(tmp_path: Path) -> None:
+def test_the_index_has_the_reason_of_a_failed_load(tmp_path: Path) -> None:
     code = """
         class TritonPythonModel:
             def initialize(self, args):
@@ -149,7 +149,7 @@ def test_a_first_load_that_fails_says_why_in_the_index(tmp_path: Path) -> None:
         assert reason.startswith("Internal: ValueError: no weights")
 
 
-def test_the_index_says_which_of_several_versions_cannot_be_loaded(tmp_path: Path) -> None:
+def test_the_index_shows_which_of_several_versions_failed(tmp_path: Path) -> None:
     config = CONFIG + "version_policy { all { } }"
     write_model(tmp_path, "one", version=1, config=config, code="raise ValueError('no')")
     write_model(tmp_path, "one", version=2, config=config)
@@ -161,7 +161,7 @@ def test_the_index_says_which_of_several_versions_cannot_be_loaded(tmp_path: Pat
         assert (second.version, second.state, second.reason) == (2, "UNAVAILABLE", "unloaded")
 
 
-def test_a_config_that_makes_no_sense_gives_the_model_no_version(tmp_path: Path) -> None:
+def test_an_invalid_config_gives_the_model_no_version(tmp_path: Path) -> None:
     write_model(tmp_path, "one", config=CONFIG + "max_batch_sise: 4")
     with opened(tmp_path) as repository:
         with pytest.raises(InferenceError, match="failed to load 'one', failed to poll") as caught:
@@ -180,7 +180,7 @@ def test_a_config_that_makes_no_sense_gives_the_model_no_version(tmp_path: Path)
         (CONFIG + 'default_model_filename: "m.zip"', "1/m.zip", "Unavailable: m.zip is missing"),
     ],
 )
-def test_the_word_for_a_missing_file_is_triton_s(tmp_path: Path, config: str, file: str, reason: str) -> None:
+def test_a_missing_file_has_tritons_status(tmp_path: Path, config: str, file: str, reason: str) -> None:
     folder = write_model(tmp_path, "one", config=config)
     (folder / file).unlink(missing_ok=True)
     with opened(tmp_path) as repository:
@@ -202,7 +202,7 @@ def test_an_onnx_file_that_cannot_be_read_is_an_internal_error(tmp_path: Path) -
         assert index(repository)["one"][1].startswith("Internal: onnx runtime error")
 
 
-def test_a_config_of_the_load_call_holds_until_the_next(tmp_path: Path) -> None:
+def test_the_config_of_a_load_request_holds_until_the_next(tmp_path: Path) -> None:
     write_model(tmp_path, "one", number=1)
     config = {
         "backend": "python",
@@ -217,7 +217,7 @@ def test_a_config_of_the_load_call_holds_until_the_next(tmp_path: Path) -> None:
         assert repository.find("one").config.max_batch_size == 0
 
 
-def test_an_ensemble_with_a_config_of_the_load_call_brings_the_models_of_its_steps(tmp_path: Path) -> None:
+def test_an_ensemble_loaded_with_a_config_loads_its_steps(tmp_path: Path) -> None:
     write_model(tmp_path, "one", number=1)
     write_model(tmp_path, "three", number=3)
     write_model(tmp_path, "both", config=ENSEMBLE.replace('"two"', '"one"'))
@@ -233,7 +233,7 @@ def test_an_ensemble_with_a_config_of_the_load_call_brings_the_models_of_its_ste
         assert value(ask(repository, "both", X=[1])) == [3]
 
 
-def test_polling_follows_what_changes_in_the_steps_of_an_ensemble(nested: Path) -> None:
+def test_polling_follows_changes_in_the_steps_of_an_ensemble(nested: Path) -> None:
     write_model(nested, "both", config=ENSEMBLE.replace('"two"', '"late"'))
     with opened(nested, mode=ControlMode.POLL, poll_s=0.02) as repository:
         assert "both contains models that are not available" in str(repository.errors["both"])
@@ -257,7 +257,7 @@ def test_polling_follows_what_changes_in_the_steps_of_an_ensemble(nested: Path) 
         ('"two"', '"outer"', "circular dependency between ensembles: both -> ... -> outer -> both"),
     ],
 )
-def test_an_ensemble_that_does_not_fit_its_steps_says_so_in_triton_s_words_and_the_old_one_goes_on(
+def test_an_ensemble_that_does_not_fit_its_steps_is_rejected_and_the_old_one_stays(
     nested: Path, old: str, new: str, why: str
 ) -> None:
     with opened(nested, "both") as repository:
@@ -270,7 +270,7 @@ def test_an_ensemble_that_does_not_fit_its_steps_says_so_in_triton_s_words_and_t
         assert value(ask(repository, "both", X=[1])) == [12]
 
 
-def test_an_unloaded_model_is_let_go_of_even_where_it_is_in_a_circle(tmp_path: Path) -> None:
+def test_an_unloaded_model_is_freed_even_in_a_reference_cycle(tmp_path: Path) -> None:
     code = (
         "import sys, weakref\n"
         "class TritonPythonModel:\n"
@@ -293,7 +293,7 @@ def test_an_unloaded_model_is_let_go_of_even_where_it_is_in_a_circle(tmp_path: P
         assert model() is None
 
 
-def test_a_version_that_gives_way_to_a_later_one_is_unloaded(tmp_path: Path) -> None:
+def test_a_version_replaced_by_a_later_one_is_unloaded(tmp_path: Path) -> None:
     write_model(tmp_path, "one", number=1)
     with opened(tmp_path, "one") as repository:
         write_model(tmp_path, "one", number=2, version=2)
@@ -321,19 +321,19 @@ LIMITED = "instance_group { count: %d kind: KIND_CPU rate_limiter { resources { 
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_call_to_a_model_that_needs_what_the_caller_holds_fails(tmp_path: Path, count: int) -> None:
+def test_a_call_to_a_model_that_needs_a_resource_of_the_caller_fails(tmp_path: Path, count: int) -> None:
     write_model(tmp_path, "one", code=CALLS, config=CONFIG + LIMITED % 1)
     write_model(tmp_path, "two", config=CONFIG + LIMITED % count)
     with opened(tmp_path, "one", "two", rate_limiter=True) as repository:
-        with pytest.raises(InferenceError, match="waits, directly or by way of other models"):
+        with pytest.raises(InferenceError, match="waits, directly or through other models"):
             value(ask(repository, "one", X=[1]))
         assert value(ask(repository, "two", X=[1])) == [2]
-    capacities = (Capacity(name="r", count=2),)
+    capacities = (ResourceCapacity(name="r", count=2),)
     with opened(tmp_path, "one", "two", rate_limiter=True, resources=capacities) as repository:
         assert value(ask(repository, "one", X=[1])) == [2]
 
 
-def test_nothing_is_lost_while_a_model_is_swapped_under_load(tmp_path: Path) -> None:
+def test_no_request_is_lost_while_a_model_is_reloaded_under_load(tmp_path: Path) -> None:
     write_model(tmp_path, "one", number=0)
     failures: list[BaseException] = []
     seen: set[float] = set()
@@ -361,7 +361,7 @@ def test_nothing_is_lost_while_a_model_is_swapped_under_load(tmp_path: Path) -> 
     assert seen == {0, 1, 2, 3, 4, 5}
 
 
-def test_polling_follows_what_changes_on_disk(tmp_path: Path) -> None:
+def test_polling_follows_changes_on_disk(tmp_path: Path) -> None:
     write_model(tmp_path, "one", number=1)
     with opened(tmp_path, mode=ControlMode.POLL, poll_s=0.02) as repository:
         assert value(ask(repository, "one", X=[1])) == [2]
@@ -387,7 +387,7 @@ def test_polling_follows_what_changes_on_disk(tmp_path: Path) -> None:
         ("version_policy { specific { versions: [1, 3] } }", [1, 3]),
     ],
 )
-def test_the_version_policy_says_what_answers(tmp_path: Path, policy: str, ready: list[int]) -> None:
+def test_the_version_policy_selects_the_versions(tmp_path: Path, policy: str, ready: list[int]) -> None:
     for version in (1, 2, 3):
         write_model(tmp_path, "one", number=version, version=version, config=CONFIG + policy)
     with opened(tmp_path, "one") as repository:
@@ -410,7 +410,7 @@ def nested(tmp_path: Path) -> Path:
     return root
 
 
-def test_an_ensemble_brings_its_models(nested: Path) -> None:
+def test_an_ensemble_loads_its_models(nested: Path) -> None:
     with opened(nested, "both") as repository:
         assert value(ask(repository, "both", X=[1])) == [12]
         repository.load("two")
@@ -420,7 +420,7 @@ def test_an_ensemble_brings_its_models(nested: Path) -> None:
         assert index(repository)["two"] == ("READY", "")
 
 
-def test_an_ensemble_is_away_while_a_model_of_its_steps_is(nested: Path) -> None:
+def test_an_ensemble_is_unloaded_while_a_model_of_its_steps_is(nested: Path) -> None:
     with opened(nested, "outer") as repository:
         assert value(ask(repository, "outer", X=[1])) == [12]
         repository.unload("two")
@@ -436,7 +436,7 @@ def test_an_ensemble_is_away_while_a_model_of_its_steps_is(nested: Path) -> None
         assert value(ask(repository, "outer", X=[1])) == [12]
 
 
-def test_an_ensemble_that_was_unloaded_itself_does_not_come_back_with_a_step(nested: Path) -> None:
+def test_an_unloaded_ensemble_does_not_return_with_a_step(nested: Path) -> None:
     with opened(nested, "outer") as repository:
         repository.unload("both")
         repository.unload("two")
@@ -446,14 +446,14 @@ def test_an_ensemble_that_was_unloaded_itself_does_not_come_back_with_a_step(nes
         assert value(ask(repository, "outer", X=[1])) == [12]
 
 
-def test_loading_an_ensemble_brings_a_step_back_that_was_unloaded(nested: Path) -> None:
+def test_loading_an_ensemble_loads_an_unloaded_step(nested: Path) -> None:
     with opened(nested, "both") as repository:
         repository.unload("one")
         repository.load("both")
         assert value(ask(repository, "both", X=[1])) == [12]
 
 
-def test_an_ensemble_without_a_step_says_why_and_comes_once_the_step_does(nested: Path) -> None:
+def test_an_ensemble_waits_for_a_missing_step_and_gives_the_reason(nested: Path) -> None:
     write_model(nested, "one", code="raise ValueError('no')")
     with opened(nested) as repository:
         with pytest.raises(InferenceError) as failure:
@@ -471,7 +471,7 @@ def test_an_ensemble_without_a_step_says_why_and_comes_once_the_step_does(nested
         assert value(ask(repository, "outer", X=[1])) == [12]
 
 
-def test_an_ensemble_says_which_step_has_a_config_that_cannot_be_used(nested: Path) -> None:
+def test_an_ensemble_names_the_step_with_an_invalid_config(nested: Path) -> None:
     write_model(nested, "one", config="nonsense: 3")
     with opened(nested) as repository, pytest.raises(InferenceError) as failure:
         repository.load("both")
@@ -482,7 +482,7 @@ def test_an_ensemble_says_which_step_has_a_config_that_cannot_be_used(nested: Pa
     assert "nonsense" in failure.value.remedy
 
 
-def test_an_ensemble_goes_and_comes_with_the_folder_of_a_step(nested: Path, tmp_path: Path) -> None:
+def test_an_ensemble_is_unloaded_and_loaded_with_the_folder_of_a_step(nested: Path, tmp_path: Path) -> None:
     with opened(nested, mode=ControlMode.POLL, poll_s=0.02) as repository:
         assert repository.is_ready("outer")
         (nested / "one").rename(tmp_path / "elsewhere")
@@ -492,7 +492,7 @@ def test_an_ensemble_goes_and_comes_with_the_folder_of_a_step(nested: Path, tmp_
         assert value(ask(repository, "outer", X=[1])) == [12]
 
 
-def test_files_of_the_load_call_take_the_place_of_the_folder(tmp_path: Path) -> None:
+def test_the_files_of_a_load_request_replace_the_folder(tmp_path: Path) -> None:
     folder = write_model(tmp_path, "one", number=1)
     code = (folder / "1" / "model.py").read_bytes().replace(b"x + 1", b"x + 100")
     config = {
@@ -509,7 +509,7 @@ def test_files_of_the_load_call_take_the_place_of_the_folder(tmp_path: Path) -> 
         assert value(ask(repository, "one", X=[1])) == [101]
 
 
-def test_a_config_of_the_load_call_is_not_kept(tmp_path: Path) -> None:
+def test_the_config_of_a_load_request_is_not_kept(tmp_path: Path) -> None:
     write_model(tmp_path, "one")
     text = '{"backend": "python", "max_batch_size": 4, "parameters": {"k": {"string_value": "v"}}, %s}'
     tensors = '"input": [{"name":"X","data_type":"TYPE_FP32","dims":[-1]}], "output": []'
@@ -521,7 +521,7 @@ def test_a_config_of_the_load_call_is_not_kept(tmp_path: Path) -> None:
         assert repository.find("one").config.max_batch_size == 0
 
 
-def test_unknown_models_are_told_in_tritons_words(tmp_path: Path) -> None:
+def test_unknown_models_have_tritons_message(tmp_path: Path) -> None:
     with opened(tmp_path) as repository:
         with pytest.raises(InferenceError, match="failed to load 'zzz', failed to poll") as caught:
             repository.load("zzz")
@@ -539,7 +539,7 @@ def test_the_response_cache_answers_without_the_model(tmp_path: Path) -> None:
         assert (statistics.inference_count, statistics.execution_count) == (2, 2)
 
 
-def test_the_state_is_that_of_all_models(tmp_path: Path) -> None:
+def test_the_state_is_the_worst_of_all_models(tmp_path: Path) -> None:
     write_model(tmp_path, "one")
     write_model(tmp_path, "bad", code="raise ValueError")
     with opened(tmp_path, mode=ControlMode.NONE) as repository:
@@ -548,7 +548,7 @@ def test_the_state_is_that_of_all_models(tmp_path: Path) -> None:
         assert value(ask(repository, "one", X=[1])) == [2]
 
 
-def test_an_answer_of_the_cache_is_of_the_code_that_is_loaded(tmp_path: Path) -> None:
+def test_a_cached_response_comes_from_the_loaded_code(tmp_path: Path) -> None:
     write_model(tmp_path, "one", number=1, config=CONFIG + "response_cache { enable: true }")
     with opened(tmp_path, "one", cache_bytes=2**20) as repository:
         assert value(ask(repository, "one", X=[1])) == [2]
@@ -557,7 +557,7 @@ def test_an_answer_of_the_cache_is_of_the_code_that_is_loaded(tmp_path: Path) ->
         assert value(ask(repository, "one", X=[1])) == [6]
 
 
-def test_a_version_that_another_has_replaced_is_not_ready_in_the_index(tmp_path: Path) -> None:
+def test_a_replaced_version_is_not_ready_in_the_index(tmp_path: Path) -> None:
     write_model(tmp_path, "one", version=1)
     with opened(tmp_path, "one") as repository:
         write_model(tmp_path, "one", version=2)
@@ -601,23 +601,23 @@ def test_a_load_before_the_unload_has_ended_leaves_the_model_ready(tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/tmp/one", "a\\b", "a\0b", ".hidden", "x" * 300])
-def test_a_name_that_no_model_can_have_is_refused(tmp_path: Path, name: str) -> None:
+def test_an_invalid_model_name_is_rejected(tmp_path: Path, name: str) -> None:
     with opened(tmp_path) as repository, pytest.raises(InferenceError, match="cannot be the name of a model"):
         repository.load(name, config="{}", files={"1/model.py": b""})
 
 
 @pytest.mark.parametrize("path", ["", ".", "../x", "/etc/x", "1/../../x", "a\0b", "x" * 300])
-def test_a_path_that_leads_elsewhere_is_refused(tmp_path: Path, path: str) -> None:
+def test_a_path_out_of_the_folder_is_rejected(tmp_path: Path, path: str) -> None:
     with opened(tmp_path) as repository, pytest.raises(InferenceError, match="outside of the model's folder"):
         repository.load("one", config="{}", files={path: b""})
 
 
-def test_paths_that_exclude_each_other_are_refused(tmp_path: Path) -> None:
+def test_conflicting_paths_are_rejected(tmp_path: Path) -> None:
     with opened(tmp_path) as repository, pytest.raises(InferenceError, match="cannot be written"):
         repository.load("one", config="{}", files={"a": b"", "a/b": b""})
 
 
-def test_the_files_of_a_load_call_go_with_their_model(
+def test_the_files_of_a_load_request_are_removed_with_their_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_model(tmp_path, "one")
@@ -647,7 +647,7 @@ def test_the_files_of_a_load_call_go_with_their_model(
         '"default_model_filename": "/etc/passwd"',
     ],
 )
-def test_a_config_of_a_load_call_names_no_files_elsewhere(tmp_path: Path, field: str) -> None:
+def test_the_config_of_a_load_request_names_no_files_elsewhere(tmp_path: Path, field: str) -> None:
     write_model(tmp_path, "one")
     with opened(tmp_path) as repository, pytest.raises(InferenceError) as caught:
         repository.load("one", config='{"backend": "python", "input": [], FIELD}'.replace("FIELD", field))
@@ -661,7 +661,7 @@ def test_a_label_file_that_is_missing_leaves_classes_without_labels(tmp_path: Pa
         assert value(ask(repository, "one", X=[1])) == [2]
 
 
-def test_a_broken_model_that_is_taken_away_is_no_error_any_more_and_may_come_back(tmp_path: Path) -> None:
+def test_a_removed_broken_model_is_no_error_and_may_return(tmp_path: Path) -> None:
     write_model(tmp_path, "one")
     broken = write_model(tmp_path, "bad", code="raise ValueError")
     with opened(tmp_path, mode=ControlMode.POLL, poll_s=0.02) as repository:
@@ -673,7 +673,7 @@ def test_a_broken_model_that_is_taken_away_is_no_error_any_more_and_may_come_bac
         until(lambda: repository.is_ready("bad"))
 
 
-def test_with_strict_paths_a_model_that_leads_out_is_not_loaded_and_one_that_serves_goes_on(
+def test_with_strict_paths_a_model_with_links_outside_is_not_loaded(
     tmp_path: Path,
 ) -> None:
     write_model(tmp_path / "elsewhere", "away", number=5)
@@ -693,7 +693,7 @@ def test_with_strict_paths_a_model_that_leads_out_is_not_loaded_and_one_that_ser
         assert value(ask(repository, "one", X=[1])) == value(ask(repository, "away", X=[1])) == [6.0]
 
 
-def test_with_strict_paths_polling_takes_up_no_model_that_leads_out_and_the_log_says_so(
+def test_with_strict_paths_polling_loads_no_model_with_links_outside(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_model(tmp_path / "elsewhere", "away")
@@ -706,7 +706,7 @@ def test_with_strict_paths_polling_takes_up_no_model_that_leads_out_and_the_log_
         assert repository.versions("one") == [1]
 
 
-def test_a_model_file_may_lie_in_a_folder_of_its_version(tmp_path: Path) -> None:
+def test_a_model_file_may_be_in_a_subfolder_of_its_version(tmp_path: Path) -> None:
     folder = write_model(tmp_path, "one", config=CONFIG + 'default_model_filename: "code/main.py"') / "1"
     (folder / "code").mkdir()
     text = (folder / "model.py").read_text().replace("x + 1", "x + beside.ONE + above.TWO")

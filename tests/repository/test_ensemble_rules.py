@@ -1,10 +1,10 @@
-"""The steps of an ensemble: places and remedies; Triton's own words are in test_refusals.py."""
+"""The steps of an ensemble: positions and remedies; Triton's own words are in test_refusals.py."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.repository.test_check import shipped_with_files, told
+from tests.repository.test_model_validation import reported, shipped_with_files
 
 OUTPUT_OF_LOGITS = 'output_map { key: "logits" value: "logits" }'
 
@@ -58,20 +58,20 @@ def step(backend_stage: str) -> str:
           "configs must agree; -1 fits any size"]),
     ],
 )  # fmt: skip
-def test_an_ensemble_that_does_not_hold_together_is_told_where(tmp_path, old, new, golden):
+def test_an_inconsistent_ensemble_is_reported_with_a_position(tmp_path, old, new, golden):
     root = shipped_with_files(tmp_path / "r")
     config = root / "smollm2" / "config.pbtxt"
     text = config.read_text()
     assert old in text
     config.write_text(text.replace(old, new, 1))
-    assert told(root) == [f"smollm2/config.pbtxt:{line}" for line in golden]
+    assert reported(root) == [f"smollm2/config.pbtxt:{line}" for line in golden]
 
 
-def test_a_stage_that_is_broken_is_told_with_the_stage_alone(tmp_path):
+def test_a_broken_stage_is_reported_for_the_stage_only(tmp_path):
     root = shipped_with_files(tmp_path / "r")
     (root / "smollm2_logits" / "config.pbtxt").write_text('backend: "onnxruntim"')
     (root / "smollm2_decoder" / "config.pbtxt").write_text("name: 5")
-    assert [line.partition(";")[0] for line in told(root)] == [
+    assert [line.partition(";")[0] for line in reported(root)] == [
         "smollm2_decoder/config.pbtxt:1:7: error: Expected string but found: '5'",
         "smollm2_logits/config.pbtxt:1:1: error: unable to find backend library for backend 'onnxruntim', "
         "try specifying runtime on the model configuration.",
@@ -98,9 +98,9 @@ def test_a_step_may_be_an_ensemble(tmp_path):
     (tmp_path / "model" / "1" / "model.py").write_text("class TritonPythonModel: ...")
     add(tmp_path, "inner", ensemble_of_ensembles("OUT").replace('"inner"', '"model"'))
     add(tmp_path, "outer", ensemble_of_ensembles("OUT"))
-    assert told(tmp_path) == []
+    assert reported(tmp_path) == []
     (tmp_path / "outer" / "config.pbtxt").write_text(ensemble_of_ensembles("NOPE"))
-    assert told(tmp_path) == [
+    assert reported(tmp_path) == [
         "outer/config.pbtxt:2:104: error: in ensemble outer, ensemble tensor OUT is mapped from non-existing "
         "output NOPE in model inner; known there: OUT"
     ]

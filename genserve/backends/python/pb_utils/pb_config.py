@@ -1,4 +1,4 @@
-"""Config: what a model may read of its config, and complete in it."""
+"""Model config as a model.py reads it, and completes it in `auto_complete_config`."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ __all__ = [
 
 
 def get_input_config_by_name(model_config: dict[str, Any], name: str) -> dict[str, Any] | None:
-    """Return the properties of an input in a parsed config; None: there is none of this name."""
+    """Return the properties of an input of a parsed config by name, or None."""
     return _named(model_config.get("input", []), name)
 
 
 def get_output_config_by_name(model_config: dict[str, Any], name: str) -> dict[str, Any] | None:
-    """Return the properties of an output in a parsed config; None: there is none of this name."""
+    """Return the properties of an output of a parsed config by name, or None."""
     return _named(model_config.get("output", []), name)
 
 
 def using_decoupled_model_transaction_policy(model_config: dict[str, Any]) -> bool:
-    """Whether a parsed config says that the model is decoupled."""
+    """Whether the model of a parsed config is decoupled."""
     return bool(model_config.get("model_transaction_policy", {}).get("decoupled", False))
 
 
 class ModelConfig:
-    """The config of a model that completes it: the argument of `auto_complete_config`."""
+    """The argument of `auto_complete_config`: a config that the model completes."""
 
     def __init__(self, model_config: str) -> None:
         self._model_config: dict[str, Any] = json.loads(model_config)
 
     def as_dict(self) -> dict[str, Any]:
-        """The config, by the names of config.pbtxt."""
+        """Return the config, with the field names of config.pbtxt."""
         return self._model_config
 
     def set_max_batch_size(self, max_batch_size: int) -> None:
-        """Set the largest batch.
+        """Set `max_batch_size`.
 
         Raises:
-            ValueError: config.pbtxt allows a larger one.
+            ValueError: config.pbtxt has a larger one.
         """
         configured = self._model_config["max_batch_size"]
         if configured > max_batch_size:
@@ -53,10 +53,10 @@ class ModelConfig:
         self._model_config["max_batch_size"] = max_batch_size
 
     def set_dynamic_batching(self) -> None:
-        """Batch dynamically, where no scheduler is configured.
+        """Enable dynamic batching.
 
         Raises:
-            ValueError: another one is.
+            ValueError: config.pbtxt has another scheduler.
         """
         for other in ("sequence_batching", "ensemble_scheduling"):
             if other in self._model_config:
@@ -67,35 +67,35 @@ class ModelConfig:
         self._model_config.setdefault("dynamic_batching", {})
 
     def add_input(self, input: dict[str, Any]) -> None:  # noqa: A002  # Triton's name
-        """Add an input, or fill in what config.pbtxt leaves open of it.
+        """Add an input, or complete an input of config.pbtxt.
 
         Args:
-            input: name, data_type ("TYPE_FP32"), dims, and optional.
+            input: the keys name, data_type ("TYPE_FP32"), dims, and optional.
 
         Raises:
-            ValueError: another key, a missing one, or not what config.pbtxt says.
+            ValueError: a key is unknown or missing, or a value contradicts config.pbtxt.
         """
         self._add("input", input, allowed=("name", "data_type", "dims", "optional"))
 
     def add_output(self, output: dict[str, Any]) -> None:
-        """Add an output, or fill in what config.pbtxt leaves open of it.
+        """Add an output, or complete an output of config.pbtxt.
 
         Args:
-            output: name, data_type ("TYPE_FP32") and dims.
+            output: the keys name, data_type ("TYPE_FP32") and dims.
 
         Raises:
-            ValueError: another key, a missing one, or not what config.pbtxt says.
+            ValueError: a key is unknown or missing, or a value contradicts config.pbtxt.
         """
         self._add("output", output, allowed=("name", "data_type", "dims"))
 
     def set_model_transaction_policy(self, transaction_policy_dict: dict[str, Any]) -> None:
-        """Say whether the model is decoupled.
+        """Set whether the model is decoupled.
 
         Args:
             transaction_policy_dict: `{"decoupled": bool}`.
 
         Raises:
-            ValueError: another key, or config.pbtxt says otherwise.
+            ValueError: a key is unknown, or the value contradicts config.pbtxt.
         """
         if set(transaction_policy_dict) - {"decoupled"}:
             raise ValueError(

@@ -1,3 +1,5 @@
+"""Amounts of memory in parameters."""
+
 from __future__ import annotations
 
 import pytest
@@ -21,5 +23,5 @@ def test_an_amount_of_memory_is_read_with_its_unit(text: str, num_bytes: int) ->
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "2 G i B", "2TiB", "1e9", "two", "9" * 400])
-def test_anything_else_is_none(text: str) -> None:
+def test_a_text_that_is_no_amount_gives_none(text: str) -> None:
     assert byte_size(text) is None

@@ -15,7 +15,7 @@ from tests.thinkers import END, copy_with_tags
 
 
 def forced(prompt, answer, *, begun, num_tokens, place=np.array):
-    """Whether nothing but the end tag could be picked, before each token of an answer and after the last."""
+    """Whether only the end tag was possible, before each token of an answer and after the last."""
     budget = ThinkingBudget(
         num_tokens=num_tokens, start_id=5, end_id=6, num_prompt_tokens=len(prompt), begun=begun
     )
@@ -41,7 +41,7 @@ def forced(prompt, answer, *, begun, num_tokens, place=np.array):
         (True, [1, 6, 1, 1], 2, "....."),
     ],
 )
-def test_the_end_tag_is_picked_when_the_budget_is_used_up(begun, answer, num_tokens, expected, place):
+def test_the_end_tag_is_forced_when_the_budget_is_used_up(begun, answer, num_tokens, expected, place):
     assert forced([1, 5, 1], answer, begun=begun, num_tokens=num_tokens, place=place) == expected
 
 
@@ -53,13 +53,13 @@ def test_the_end_tag_is_picked_when_the_budget_is_used_up(begun, answer, num_tok
         {"thinking_token_budget": 4, "use_beam_search": True, "beam_width": 2},
     ],
 )
-def test_a_budget_that_cannot_be_kept_is_refused(options):
+def test_an_invalid_budget_is_rejected(options):
     with pytest.raises(InvalidRequest) as raised:
         sampling_params(options)
     assert raised.value.field == "thinking_token_budget"
 
 
-def test_a_model_that_does_not_think_refuses_a_budget(tiny_repository):
+def test_a_model_that_does_not_think_rejects_a_budget(tiny_repository):
     with LLM(tiny_repository) as llm, pytest.raises(InvalidRequest, match="<think> and </think>") as raised:
         llm.generate("x", thinking_token_budget=4)
     assert raised.value.field == "thinking_token_budget"
@@ -71,7 +71,7 @@ def thinking_repository(tmp_path, tiny_repository):
 
 
 @pytest.mark.parametrize("greedy", [True, False])
-def test_an_answer_thinks_no_longer_than_its_budget_whatever_is_forbidden(thinking_repository, greedy):
+def test_a_thought_keeps_its_budget_whatever_the_request_forbids(thinking_repository, greedy):
     options = {"max_tokens": 12, "ignore_eos": True, "temperature": 0.0 if greedy else 1.0, "seed": 1}
     with LLM(thinking_repository) as llm:
         answer = llm.generate("why <think>", **options, thinking_token_budget=5, suppress_tokens=[END])
@@ -94,7 +94,7 @@ def test_an_answer_thinks_no_longer_than_its_budget_whatever_is_forbidden(thinki
         ([{"role": "user", "content": "why"}, {"role": "assistant", "content": "<think>hm"}], True),
     ],
 )
-def test_a_prompt_begins_a_thought_that_nothing_has_ended_no_turn_of_a_chat_either(
+def test_a_prompt_that_leaves_a_thought_open_begins_a_thought(
     thinking_repository, prompt, begun
 ):
     with LLM(thinking_repository) as llm:
@@ -105,7 +105,7 @@ def test_a_prompt_begins_a_thought_that_nothing_has_ended_no_turn_of_a_chat_eith
     assert (answer.token_ids == (END,)) == begun
 
 
-def test_it_is_vllms_name_on_the_wire(thinking_repository):
+def test_the_parameter_has_vllms_name(thinking_repository):
     body = {"model": "tiny", "prompt": "why <think>", "max_tokens": 4, "return_token_ids": True}
     body |= {"seed": 1, "ignore_eos": True}
     with LiveServer(thinking_repository) as server:

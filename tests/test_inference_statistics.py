@@ -13,7 +13,7 @@ from genserve.inference_statistics import LatencyHistogram
     st.lists(st.integers(1, 100), unique=True).map(sorted),
     st.lists(st.integers(0, 120), max_size=20),
 )
-def test_a_bucket_counts_all_that_took_at_most_so_long(bounds_ms: list[int], durations_ms: list[int]) -> None:
+def test_a_bucket_counts_all_durations_up_to_its_bound(bounds_ms: list[int], durations_ms: list[int]) -> None:
     histogram = LatencyHistogram(bounds_ms)
     for duration_ms in durations_ms:
         histogram.observe(duration_ms * 1_000_000)

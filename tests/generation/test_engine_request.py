@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from genserve.completion import FinishReason, Usage
-from genserve.errors import ModelFailed
+from genserve.errors import ContextLengthExceeded, InvalidRequest, ModelFailed
+from genserve.generation.engine_request import LogitsRequest
 from genserve.sampling.repetition_detection import RepetitionDetection
 from tests.fakes.logits import VOCAB_SIZE
 from tests.fakes.sequences import sequence_of
@@ -22,7 +24,7 @@ def test_the_end_of_sequence_token_is_counted_and_has_no_text():
     assert delta.usage == Usage(prompt_tokens=2, completion_tokens=2)
 
 
-def test_ignore_eos_goes_on_but_stop_token_ids_still_end():
+def test_ignore_eos_does_not_ignore_stop_token_ids():
     sequence = sequence_of([1], eos_token_ids=[3], ignore_eos=True, stop_token_ids=(4,))
     sequence.append(3)
     assert not sequence.finished
@@ -42,13 +44,13 @@ def test_a_stop_string_ends_with_its_own_reason():
 
 
 @pytest.mark.parametrize(("stop_token_ids", "stop_reason"), [((3,), None), ((4,), 4)])
-def test_the_end_of_the_sequence_has_no_name_and_a_stop_token_has_its_id(stop_token_ids, stop_reason):
+def test_the_stop_reason_of_a_stop_token_is_its_id(stop_token_ids, stop_reason):
     sequence = sequence_of([1], eos_token_ids=[3], stop_token_ids=stop_token_ids)
     sequence.append(stop_token_ids[0])
     assert sequence.take_delta().stop_reason == stop_reason
 
 
-def test_deltas_may_have_several_tokens_but_the_first_comes_at_once():
+def test_stream_interval_delays_all_deltas_but_the_first():
     sequence = sequence_of([1], stream_interval=3, max_tokens=6, logprobs=True)
     deltas = []
     for token_id in range(6):
@@ -58,7 +60,7 @@ def test_deltas_may_have_several_tokens_but_the_first_comes_at_once():
     assert found == [(0, (0,), "<0>", 1), (3, (1, 2, 3), "<1><2><3>", 3), (5, (4, 5), "<4><5>", 2)]
 
 
-def test_an_answer_that_goes_round_in_circles_ends():
+def test_repetition_detection_ends_an_answer():
     sequence = sequence_of([7, 8, 7, 8], repetition_detection=TWICE)
     for token_id in (7, 8, 7):
         sequence.append(token_id)
@@ -68,7 +70,7 @@ def test_an_answer_that_goes_round_in_circles_ends():
     assert sequence.stop_reason == "repetition_detected"
 
 
-def test_before_min_tokens_it_may_go_round_in_circles():
+def test_repetition_detection_waits_for_min_tokens():
     sequence = sequence_of([1], repetition_detection=TWICE, min_tokens=4)
     for token_id in (7, 7, 7):
         sequence.append(token_id)
@@ -77,7 +79,7 @@ def test_before_min_tokens_it_may_go_round_in_circles():
     assert sequence.finish_reason is FinishReason.REPETITION
 
 
-def test_the_text_of_a_stop_token_is_kept_where_that_is_asked_for():
+def test_include_stop_str_in_output_keeps_the_text_of_a_stop_token():
     sequence = sequence_of([1], stop_token_ids=(4,), include_stop_str_in_output=True)
     sequence.append(4)
     assert sequence.take_delta().text == "<4>"
@@ -92,7 +94,7 @@ def test_the_answer_ends_at_max_tokens_or_at_the_end_of_the_context(max_tokens, 
     assert sequence.finish_reason is FinishReason.LENGTH
 
 
-def test_deltas_come_once_and_join_to_the_answer():
+def test_deltas_join_to_the_answer():
     sequence = sequence_of([1], max_tokens=3)
     assert sequence.take_delta() is None
     sequence.append(5)
@@ -108,7 +110,7 @@ def test_deltas_come_once_and_join_to_the_answer():
 
 
 @pytest.mark.parametrize("token_id", [-1, VOCAB_SIZE])
-def test_an_id_outside_the_vocabulary_is_refused(token_id):
+def test_an_id_outside_the_vocabulary_is_rejected(token_id):
     with pytest.raises(ModelFailed, match="outside the vocabulary"):
         sequence_of([1]).append(token_id)
 
@@ -118,3 +120,34 @@ def test_nothing_is_appended_after_the_end():
     sequence.append(5)
     with pytest.raises(ModelFailed, match="has ended"):
         sequence.append(5)
+
+
+def request(token_ids) -> LogitsRequest:
+    return LogitsRequest(token_ids, on_logits=lambda _: None, vocab_size=10, max_length=4)
+
+
+@pytest.mark.parametrize("token_ids", [[1, 2, 9], (1, 2, 9), np.array([1, 2, 9], dtype=np.int32)])
+def test_ids_may_be_lists_and_arrays(token_ids):
+    assert request(token_ids).token_ids == [1, 2, 9]
+    assert type(request(token_ids).token_ids[0]) is int
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "words"),
+    [
+        ([], "no token ids"),
+        ([1, 10], "token id 10 is outside the vocabulary of 10"),
+        ([-1], "token id -1"),
+        ([1.0], "list of integers, not float64"),
+        ([[1, 2]], r"not int64 \[1, 2\]"),
+    ],
+)
+def test_invalid_ids_are_rejected(token_ids, words):
+    with pytest.raises(InvalidRequest, match=words):
+        request(token_ids)
+
+
+def test_more_ids_than_the_context_are_rejected():
+    assert request([1] * 4).num_pending == 4
+    with pytest.raises(ContextLengthExceeded, match="5 token ids are given; the model's context is 4"):
+        request([1] * 5)

@@ -1,4 +1,4 @@
-"""The rules of one config.pbtxt: places and remedies; Triton's own words are in test_refusals.py."""
+"""Rules of configs: the diagnostics of a config by itself, with position and remedy."""
 
 from __future__ import annotations
 
@@ -229,7 +229,9 @@ def faults_of(text: str, *, folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(("text", "golden"), CASES.values(), ids=CASES)
-def test_a_broken_config_is_told_fault_by_fault(text: str, golden: list[str], tmp_path: Path) -> None:
+def test_a_broken_config_has_a_diagnostic_for_each_error(
+    text: str, golden: list[str], tmp_path: Path
+) -> None:
     assert faults_of(text, folder=tmp_path) == golden
 
 
@@ -247,11 +249,11 @@ def test_a_broken_config_is_told_fault_by_fault(text: str, golden: list[str], tm
         PYTHON + "max_batch_size: 8 sequence_batching { oldest { max_candidate_sequences: 4 } }",
     ],
 )
-def test_a_good_config_has_no_faults(text: str, tmp_path: Path) -> None:
+def test_a_valid_config_has_no_diagnostics(text: str, tmp_path: Path) -> None:
     assert faults_of(text, folder=tmp_path) == []
 
 
-def test_a_python_model_may_say_itself_what_its_config_leaves_out(tmp_path: Path) -> None:
+def test_a_python_model_may_complete_its_config(tmp_path: Path) -> None:
     text = PYTHON + 'input { name: "a" }'
     assert len(faults_of(text, folder=tmp_path)) == 2
     (tmp_path / "m" / "1").mkdir()
@@ -259,12 +261,12 @@ def test_a_python_model_may_say_itself_what_its_config_leaves_out(tmp_path: Path
     assert faults_of(text, folder=tmp_path) == []
 
 
-def test_an_ensemble_says_all_itself(tmp_path: Path) -> None:
+def test_the_config_of_an_ensemble_is_not_completed(tmp_path: Path) -> None:
     text = 'platform: "ensemble" ensemble_scheduling { step { } } input { name: "a" }'
     assert [line.partition(":")[0] for line in faults_of(text, folder=tmp_path)] == ["1", "1"]
 
 
-def test_once_it_is_completed_nothing_may_be_missing(tmp_path: Path) -> None:
+def test_a_completed_config_must_have_every_field(tmp_path: Path) -> None:
     folder = tmp_path / "m"
     (folder / "1").mkdir(parents=True)
     (folder / "1" / "model.py").write_text("def auto_complete_config(config): ...")
@@ -275,7 +277,7 @@ def test_once_it_is_completed_nothing_may_be_missing(tmp_path: Path) -> None:
     ]
 
 
-def test_a_model_whose_files_say_all_needs_no_config(tmp_path: Path) -> None:
+def test_a_model_may_need_no_config(tmp_path: Path) -> None:
     (tmp_path / "m" / "1").mkdir(parents=True)
     (tmp_path / "m" / "1" / "model.py").touch()
     parsed = inspect_model_config(tmp_path / "m")
@@ -285,7 +287,7 @@ def test_a_model_whose_files_say_all_needs_no_config(tmp_path: Path) -> None:
     assert parsed.message == new_model_config()
 
 
-def test_another_config_is_taken_by_its_name_where_there_is_one(tmp_path: Path) -> None:
+def test_a_named_config_replaces_the_default_one_where_it_exists(tmp_path: Path) -> None:
     (tmp_path / "m" / "configs").mkdir(parents=True)
     (tmp_path / "m" / "config.pbtxt").write_text(PYTHON + "max_batch_size: 1")
     (tmp_path / "m" / "configs" / "big.pbtxt").write_text(PYTHON + "max_batch_size: 64")

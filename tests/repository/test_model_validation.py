@@ -1,4 +1,4 @@
-"""Checking models: their files and version folders; the rest is in test_wiring.py and tests/config."""
+"""Validation of files and version folders; see also test_ensemble_rules.py and tests/config."""
 
 from __future__ import annotations
 
@@ -51,20 +51,20 @@ def add(root: Path, *, config: str = 'backend: "python"', files: tuple[str, ...]
     (root / "m" / "config.pbtxt").write_text(config)
 
 
-def told(root: Path) -> list[str]:
-    """`place in the repository: severity: message; remedy` of each diagnostic."""
+def reported(root: Path) -> list[str]:
+    """`position: severity: message; remedy` of each diagnostic."""
     diagnostics = [each for of_model in repository_diagnostics([root]).values() for each in of_model]
     lines = [f"{each.where}: {each.severity.value}: {each.message}; {each.remedy}" for each in diagnostics]
     return [line.removeprefix(f"{root}/") for line in lines]
 
 
-def test_the_repository_of_the_sources_is_clean_with_the_files_that_are_pulled(tmp_path):
+def test_the_shipped_repository_has_no_errors_once_its_files_are_pulled(tmp_path):
     assert repository_diagnostics([shipped_with_files(tmp_path / "r")]) == dict.fromkeys(
         ("smollm2", "smollm2_decoder", "smollm2_logits", "smollm2_tokenizer"), ()
     )
 
 
-def test_an_exported_model_is_clean(tiny_repository):
+def test_an_exported_model_has_no_diagnostics(tiny_repository):
     assert set(repository_diagnostics([tiny_repository]).values()) == {()}
 
 
@@ -102,23 +102,23 @@ def test_an_exported_model_is_clean(tiny_repository):
         ('backend: "python" default_model_filename: "loop.py"', ("1/loop.py",), []),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_the_files_of_a_model_is_told(tmp_path, config, files, golden):
+def test_missing_files_and_wrong_folders_are_reported(tmp_path, config, files, golden):
     (tmp_path / "m").mkdir()
     add(tmp_path, config=config, files=files)
-    assert told(tmp_path) == golden
+    assert reported(tmp_path) == golden
 
 
-def test_a_folder_without_a_config_is_judged_by_its_files(tmp_path):
+def test_a_folder_without_a_config_is_validated_by_its_files(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "m" / "1").mkdir(parents=True)
     (tmp_path / "m" / "1" / "model.py").write_text("class TritonPythonModel: pass")
-    lines = told(tmp_path)
+    lines = reported(tmp_path)
     assert len(lines) == 2
     assert lines[0].startswith("empty/config.pbtxt: error: Invalid model name: Could not determine backend")
     assert lines[1].startswith("empty: error: at least one version must be available")
 
 
-def test_a_model_of_a_backend_of_ones_own_is_clean(tmp_path):
+def test_a_model_of_a_third_party_backend_has_no_diagnostics(tmp_path):
     backend = tmp_path / "backends" / "mine"
     backend.mkdir(parents=True)
     (backend / "model.py").touch()
@@ -129,7 +129,7 @@ def test_a_model_of_a_backend_of_ones_own_is_clean(tmp_path):
     assert "unable to find backend library for backend 'mine'" in diagnostic.message
 
 
-def test_a_model_of_two_repositories_is_refused(tmp_path):
+def test_a_model_in_two_repositories_is_rejected(tmp_path):
     for root in ("one", "two"):
         (tmp_path / root / "m").mkdir(parents=True)
         add(tmp_path / root)
@@ -165,25 +165,25 @@ def test_a_file_outside_of_the_models_folder_is_an_error_with_its_line(
     tmp_path, backend, field, folder, name
 ):
     add(tmp_path, config=f'backend: "{backend}"\n{field.format(name=name)}')
-    [line] = told(tmp_path)
-    place, _, error = line.partition(": error: ")
-    assert place.startswith("m/config.pbtxt:2:")
+    [line] = reported(tmp_path)
+    position, _, error = line.partition(": error: ")
+    assert position.startswith("m/config.pbtxt:2:")
     assert error == ELSEWHERE.format(name=name, folder=folder)
 
 
 @pytest.mark.parametrize("name", ["a" * 256, "a\\000b", ".", "1/" + "é" * 128])
-def test_a_name_that_no_file_can_have_is_an_error_of_its_model_alone(tmp_path, name):
+def test_an_invalid_file_name_is_an_error_of_its_model_only(tmp_path, name):
     add(tmp_path, config=f'backend: "python" default_model_filename: "{name}"')
     (tmp_path / "n" / "1").mkdir(parents=True)
     (tmp_path / "n" / "1" / "model.py").write_text("class TritonPythonModel: pass")
-    [line] = told(tmp_path)
+    [line] = reported(tmp_path)
     assert line.startswith("m/config.pbtxt:1:19: error: '")
 
 
 def test_a_model_file_outside_of_its_folder_is_not_read(tmp_path):
     (tmp_path / "outside.py").write_text("async def decode(self): (")
     add(tmp_path / "r", config='backend: "python" default_model_filename: "../../../outside.py"')
-    [line] = told(tmp_path / "r")
+    [line] = reported(tmp_path / "r")
     assert "outside.py' is not in the folder" in line
 
 
@@ -191,7 +191,7 @@ def test_a_link_that_leads_out_of_the_repository_is_a_warning(tmp_path):
     add(tmp_path / "r")
     for name in ("a", "b"):
         (tmp_path / "r" / "m" / "1" / name).symlink_to("/etc")
-    assert told(tmp_path / "r") == [
+    assert reported(tmp_path / "r") == [
         "m/1/a: warning: the link leads out of the model repository, and 1 more do; the server "
         "follows it, unless started with --strict-repository-paths"
     ]
