@@ -15,17 +15,9 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 
-from tests.live import LiveServer
+from tests.live import LiveServer, line_with, request_bytes, serving, slow_down, wait_until
 from tests.models import write_model
-from tests.server.test_api_server import (
-    LONG,
-    LONG_CHAT,
-    line_with,
-    request_bytes,
-    serving,
-    slow_down,
-    wait_until,
-)
+from tests.server.test_api_server import LONG, LONG_CHAT
 
 SPEAKS = """
 import triton_python_backend_utils as pb_utils

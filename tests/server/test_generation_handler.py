@@ -23,7 +23,7 @@ from genserve.server.services import Services
 from genserve.settings import ServerSettings
 from genserve.textmodel.text_model import TextModel
 from tests.live import LiveServer
-from tests.server.test_overload import gated
+from tests.server.gated import gated
 
 
 class Outdated(Repository):

@@ -30,7 +30,7 @@ from genserve.server.services import Services
 from genserve.tracing import Trace
 from genserve.version import __version__
 
-__all__ = ["Service"]
+__all__ = ["InferenceService"]
 
 
 # The methods have the protocol's names, which are not Python's.
@@ -38,7 +38,7 @@ __all__ = ["Service"]
 _GRPC_ERROR = ("triton_grpc_error", "true")     # metadata of a stream that ends at the first error
 
 
-class Service(Administration):
+class InferenceService(Administration):
     """KServe v2 and Triton's extensions over the models of one server; runs on its event loop."""
 
     def __init__(self, services: Services) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import grpc
 import pytest
 
+from tests.live import line_with, serving
 from tests.models import write_model
-from tests.server.test_api_server import line_with, serving
 
 MESSAGE_BYTES = 96 * 2**20
 CALLS = [
