@@ -1,4 +1,4 @@
-"""Build hook: a wheel, or an editable install, with the kernels compiled for the machine that makes it."""
+"""Build hook: compiles the kernels for the machine that builds a wheel or an editable install."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ ROOT = Path(__file__).parent
 
 
 class KernelsBuildHook(BuildHookInterface[Any]):
-    """Compiles the kernels into genserve/kernels/lib, and names the wheel by its platform.
+    """Compiles the kernels into genserve/kernels/lib, and sets the platform tag of the wheel.
 
-    The libraries are loaded by their path and know nothing of Python, so one wheel serves all its versions.
+    The libraries are loaded by path and independent of Python, so one wheel serves all its versions.
     """
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Run before hatchling collects the files of a wheel; `version` is `standard` or `editable`."""
+        """Build the kernels before hatchling collects files; `version` is `standard` or `editable`."""
         build = _kernels_build()
         try:
             libraries = build.build()
@@ -27,12 +27,12 @@ class KernelsBuildHook(BuildHookInterface[Any]):
             self.app.abort(str(error))
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{build.wheel_platform()}"
-        # Else they are left out: git does not know them. Others may lie beside them, of other machines.
+        # Ignored by git, so they must be listed. The folder may also have libraries of other machines.
         build_data["artifacts"] += [path.relative_to(ROOT).as_posix() for path in libraries]
 
 
 def _kernels_build() -> ModuleType:
-    """Load genserve/kernels/build.py alone: what genserve itself imports is not installed here."""
+    """Load only genserve/kernels/build.py, because the dependencies of genserve are not installed here."""
     spec = importlib.util.spec_from_file_location("kernels_build", ROOT / "genserve/kernels/build.py")
     if spec is None or spec.loader is None:
         msg = "genserve/kernels/build.py is missing"

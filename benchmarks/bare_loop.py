@@ -1,11 +1,11 @@
-"""Bare loop: the forward passes of one batch and nothing else, the ceiling of what a server can reach.
+"""Bare loop: the forward passes of one batch alone, the upper bound of a server's throughput.
 
-The logits stage by itself, on the device that its config names: one prefill of all rows, then one call per
-token with a constant token fed back. No sampling, no text, no network, no scheduling.
+The logits stage runs on the device of its config: one prefill of all rows, then one call per token with a
+constant token. There is no sampling, text, network or scheduling.
 
     python benchmarks/bare_loop.py --repository model_repository --model smollm2 --rows 32
 
-prints one JSON object, with the fields of `load.Measured` that it has.
+prints one JSON object with some fields of `genserve.cli.load_generator.LoadResult`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ __all__ = ["bare_forward_loop"]
 def bare_forward_loop(
     repository: Path, model: str, *, rows: int, prompt_tokens: int, new_tokens: int
 ) -> float:
-    """Seconds for so many tokens of each row, the prefill included."""
+    """Seconds to generate `new_tokens` per row, including the prefill."""
     stage = scan([repository])[f"{model}_logits"]
     logits = load_stage_logits(stage)
     work = {"rows": rows, "prompt_tokens": prompt_tokens}
-    _run(logits, **work, new_tokens=3)  # the first runs pay for memory and weight layout
+    _run(logits, **work, new_tokens=3)  # warms up memory and weight layouts
     started_s = time.perf_counter()
     _run(logits, **work, new_tokens=new_tokens)
     return time.perf_counter() - started_s
@@ -41,7 +41,7 @@ def _run(logits: LoadedLogits, *, rows: int, prompt_tokens: int, new_tokens: int
     length = prompt_tokens + new_tokens
     prompts = [[TOKEN_ID] * prompt_tokens] * rows
     logits.forward(forward_batch(logits, prompts, past=[0] * rows, length=length))
-    for past in range(prompt_tokens, length - 1):  # the prefill gave the first token
+    for past in range(prompt_tokens, length - 1):  # the prefill yields the first token
         logits.forward(forward_batch(logits, [[TOKEN_ID]] * rows, past=[past] * rows, length=length))
 
 

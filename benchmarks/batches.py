@@ -1,4 +1,4 @@
-"""Batches: the forwards that benchmarks time, over sequences whose blocks lie one behind the other."""
+"""Batches: forwards for benchmarks, over sequences with contiguous blocks."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from genserve.generation.logits_model import ForwardBatch, LogitsModel
 
 __all__ = ["TOKEN_ID", "forward_batch"]
 
-TOKEN_ID = 5  # any will do: its value does not change the cost
+TOKEN_ID = 5  # arbitrary; the cost does not depend on it
 
 
 def forward_batch(
     model: LogitsModel, token_ids: Sequence[Sequence[int]], *, past: Sequence[int], length: int
 ) -> ForwardBatch:
-    """Tokens of some sequences behind `past` ones each, of which the last has logits.
+    """New tokens of some sequences, with logits for the last token of each.
 
     Args:
-        model: that runs it.
+        model: runs the batch.
         token_ids: of each sequence.
-        past: of each sequence, how many tokens it has in the KV cache.
-        length: tokens that a sequence may come to have; it decides which blocks are whose.
+        past: the number of cached tokens of each sequence.
+        length: the maximum length of a sequence, which determines its blocks.
     """
     width = -(-length // model.block_size)
     block_table = np.arange(len(token_ids) * width).reshape(len(token_ids), width)

@@ -1,15 +1,15 @@
-"""BLS: what one call costs, and how fast the naive loop is, here and on a real Triton.
+"""BLS: the time of one call and the speed of the naive loop, compared with Triton.
 
     python benchmarks/bls.py --model-repository model_repository --triton tritonserver
 
-serves the same model.py files (`benchmarks/models`) by `genserve serve` and by a real Triton, in turn in each
-round, each alone on the machine:
+serves the same model.py files (`benchmarks/models`) with `genserve serve` and with Triton, alternately in
+each round, each alone on the machine:
 
-*   `caller` calls `trivial` a few thousand times by BLS and reports the median time of a call;
-*   `naive_loop` sends all its ids again for each token, greedy, at 1 request and at several at once.
+*   `caller` calls `trivial` a few thousand times through BLS and reports the median time of a call;
+*   `naive_loop` sends all its ids again for each token, greedy, at several concurrencies.
 
-The real Triton computes the logits with the same exported graph, by ONNX Runtime in a model.py. Without
-`--triton` the table has genserve alone.
+Triton computes the logits with the same exported graph, in a model.py with ONNX Runtime. Without `--triton`
+the table has only genserve.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from servers import genserve_server, triton_server
 
 from genserve.kernels import library_path
 
-# A real Triton keeps the tensors of all calls in shared memory until the request ends.
+# Triton keeps the tensors of all calls in shared memory until the request ends.
 CALLS_PER_REQUEST = 200
 CALL = "call, us"
 ATTEMPTS = 3
@@ -54,14 +54,14 @@ def main() -> None:
     for number in range(1, options.rounds + 1):
         for name, server in servers.items():
             measured[name].append(_round(server, options=options, seed=number))
-            print(f"round {number}, {name}: {_told(measured[name][-1])}", flush=True)
+            print(f"round {number}, {name}: {_listed(measured[name][-1])}", flush=True)
     _print_table({name: _medians(rounds) for name, rounds in measured.items()}, options=options)
     if options.json:
         options.json.write_text(json.dumps(measured, indent=2) + "\n")
 
 
 def _round(server: Server, *, options: argparse.Namespace, seed: int) -> dict[str, float]:
-    """All figures of one server, which runs alone meanwhile."""
+    """All figures of one server, while no other runs."""
     figures: dict[str, float] = {}
     for _ in range(ATTEMPTS):
         try:
@@ -70,12 +70,12 @@ def _round(server: Server, *, options: argparse.Namespace, seed: int) -> dict[st
                 _measure(url, figures, options=options, seed=seed)
                 return figures
         except OSError as error:
-            print(f"the server broke off ({error}): started again for what is missing", flush=True)
-    raise SystemExit(f"the server broke off {ATTEMPTS} times")
+            print(f"the connection was lost ({error}); restarting the server for the rest", flush=True)
+    raise SystemExit(f"the connection was lost {ATTEMPTS} times")
 
 
 def _measure(url: str, figures: dict[str, float], *, options: argparse.Namespace, seed: int) -> None:
-    """Fill in the figures that are not there yet."""
+    """Add the figures that are still missing."""
     if CALL not in figures:
         figures[CALL] = _call_us(url, count=options.calls)
     for concurrency in options.concurrency:
@@ -85,14 +85,14 @@ def _measure(url: str, figures: dict[str, float], *, options: argparse.Namespace
 
 
 def _call_us(url: str, *, count: int) -> float:
-    """The median time of one BLS call of a trivial model, microseconds."""
+    """The median time of one BLS call of a trivial model, in microseconds."""
     inputs = [_tensor("COUNT", np.array([CALLS_PER_REQUEST], np.int32))]
     seconds = [_infer(url, "caller", inputs) for _ in range(count // CALLS_PER_REQUEST)]
     return statistics.median(itertools.chain(*seconds)) * 1e6
 
 
 def _loops(url: str, *, concurrency: int, options: argparse.Namespace, seed: int) -> float:
-    """Tokens per second of so many naive loops at once."""
+    """Tokens per second of concurrent naive loops."""
     prompts = np.random.default_rng(seed).integers(100, 40_000, size=(concurrency, options.prompt_tokens))
 
     def generate(prompt: np.ndarray) -> int:
@@ -148,7 +148,7 @@ def _set_parameter(model: Path, key: str, value: str, *, was: str) -> None:
 
 
 def _infer(url: str, model: str, inputs: list[dict[str, Any]]) -> list[float]:
-    """Ask a model by JSON; return its one output."""
+    """Run a model with JSON inputs, and return its single output."""
     body = json.dumps({"inputs": inputs}).encode()
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(f"{url}/v2/models/{model}/infer", data=body, headers=headers)
@@ -171,7 +171,7 @@ def _medians(rounds: list[dict[str, float]]) -> dict[str, float]:
     return {name: statistics.median(figures[name] for figures in rounds) for name in rounds[0]}
 
 
-def _told(figures: dict[str, float]) -> str:
+def _listed(figures: dict[str, float]) -> str:
     return ", ".join(f"{name} {value:.1f}" for name, value in figures.items())
 
 
@@ -195,13 +195,13 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--model-repository", type=Path, default=Path("model_repository"))
     parser.add_argument("--model", default="smollm2", help="an exported generation model")
-    parser.add_argument("--triton", default="", help="the command that starts a real Triton")
+    parser.add_argument("--triton", default="", help="the command that starts Triton")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--prompt-tokens", type=int, default=40)
     parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--calls", type=int, default=2000, help="BLS calls of one round")
+    parser.add_argument("--calls", type=int, default=2000, help="number of BLS calls per round")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="write all figures there")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
     return parser.parse_args()
 
 

@@ -1,8 +1,8 @@
-"""Engine overhead: what a step takes beside the forward, with a model whose forward costs nothing.
+"""Engine overhead: the time of a step without the forward, with a model whose forward is free.
 
     python benchmarks/engine_overhead.py
 
-Prints the microseconds of a step, the median over many, for 1 and 32 greedy sequences and for 32 that sample.
+Prints the median microseconds of a step, for 1 and 32 greedy sequences and for 32 sampled ones.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SAMPLED = replace(GREEDY, temperature=0.8, top_k=50, top_p=0.95)
 
 
 class FreeModel:
-    """Implements `LogitsModel` by the same rows each time."""
+    """Implements `LogitsModel` with constant rows."""
 
     max_num_seqs = 32
     max_length = MAX_LENGTH
@@ -44,11 +44,11 @@ class FreeModel:
         return self._rows[: len(batch.logits_indices)]
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """There is nothing in the blocks."""
+        """Do nothing, because the blocks are empty."""
 
 
 class NoText:
-    """Implements `AnswerText`: what a text costs is not the engine's."""
+    """Implements `AnswerText` without any work."""
 
     stop = None
 
@@ -71,7 +71,7 @@ def _step(engine: Engine) -> StepResult:
 
 
 def step_microseconds(num_sequences: int, params: SamplingParams) -> float:
-    """Return the median time of a step in which each of so many sequences gets a token."""
+    """Return the median time of a step in which each sequence gets a token."""
     engine = Engine(FreeModel(), decode=decode)
     for seed in range(num_sequences):
         engine.add(

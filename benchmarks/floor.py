@@ -1,11 +1,11 @@
-"""Floor: the least time that a decode step could take here, what it takes, and what takes the rest.
+"""Floor: the lower bound of the time of a decode step on this machine, its actual time, and its profile.
 
     python benchmarks/floor.py --model-repository model_repository --model smollm2
 
-measures how fast memory is read and matrices are multiplied, counts the bytes and operations of the exported
-graph's steps (`operations.py`), times them (`graph_steps.py`), and lets ONNX Runtime's profiler say what each
-kind of operators takes. Prints tables in Markdown. The floor reads weights and cache from memory: where the
-cores' own caches hold a part of them, a step can be faster.
+measures memory bandwidth and the speed of matrix products, counts the bytes and operations of the exported
+graph's steps (`operations.py`), times them (`graph_steps.py`), and profiles them by kind of operator with
+ONNX Runtime. Prints tables in Markdown. The floor assumes that weights and cache are read from memory. A step
+can be faster if the processor's caches hold a part of them.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from report import markdown
 
 from genserve.backends.onnx_session import num_cores
 
-# Longer than any cache of the cores.
+# Larger than any cache of the processor.
 READ_BYTES = 1 << 30
 MATRIX = 2048
 FLOOR_HEADINGS = ("rows x context", "read, MB", "GOP", "floor, ms", "step, ms", "share", "tokens/s")
-MIN_SHARE = 0.01    # of any step; smaller operators are told together
+MIN_SHARE = 0.01    # of any step; operators below it are summed up
 
 
 class Size(NamedTuple):
-    """Of a decode step."""
+    """The size of a decode step."""
 
     rows: int
-    context: int    # tokens before it, of each row
+    context: int    # cached tokens per row
 
     def __str__(self) -> str:
         return f"{self.rows} x {self.context}"
@@ -51,8 +51,8 @@ def main() -> None:
     sizes = [Size(rows, context) for rows in options.rows for context in options.contexts]
     parts = read_parts(path)
     before, steps_s, after = _machine(), _steps_s(path, sizes, options=options), _machine()
-    machine = _best([before, after])  # it may have slow minutes
-    print(_told(machine, parts))
+    machine = _best([before, after])  # the machine may have slow minutes
+    print(_summary(machine, parts))
     rows = [_floor_row(size, parts, machine, step_s=min(steps_s[size])) for size in sizes]
     print(f"\n{markdown(FLOOR_HEADINGS, rows)}\n")
     profiles = {size: _profile(path, size, steps=options.steps) for size in sizes}
@@ -94,7 +94,7 @@ def _best(machines: list[Machine]) -> Machine:
 
 
 def _steps_s(path: Path, sizes: list[Size], *, options: argparse.Namespace) -> dict[Size, list[float]]:
-    """The median seconds of a step in each round; the sizes run in turns."""
+    """The median seconds of a step in each round; the sizes alternate."""
     session = open_session(path)
     steps_s: dict[Size, list[float]] = {size: [] for size in sizes}
     for _ in range(options.rounds):
@@ -103,14 +103,14 @@ def _steps_s(path: Path, sizes: list[Size], *, options: argparse.Namespace) -> d
                 session, path=path, rows=rows, max_length=max(options.contexts) + options.steps
             )
             for context in options.contexts:
-                graph.decode(past=context, steps=2)  # the first one sets up its buffers
+                graph.decode(past=context, steps=2)  # the first step allocates buffers
                 seconds = graph.decode(past=context, steps=options.steps)
                 steps_s[Size(rows, context)].append(statistics.median(seconds))
     return steps_s
 
 
 def _profile(path: Path, size: Size, *, steps: int) -> Mapping[str, float]:
-    """Seconds of one step by kind of operator, as the profiler counts them; it adds some for itself."""
+    """Seconds of one step by kind of operator, including some overhead of the profiler."""
     with tempfile.TemporaryDirectory() as folder:
         session = open_session(path, profile=Path(folder) / "profile")
         graph = GraphSteps(session, path=path, rows=size.rows, max_length=size.context + steps)
@@ -130,7 +130,7 @@ def _kind(node: Mapping[str, Any], *, vocab_size: int) -> str:
     return f"{node['op_name']} (head)" if is_head else str(node["op_name"])
 
 
-def _told(machine: Machine, parts: list[Part]) -> str:
+def _summary(machine: Machine, parts: list[Part]) -> str:
     rates = ", ".join(f"{kind} {rate / 1e9:.0f}" for kind, rate in machine.operations_per_s.items())
     weights = sum(part.weight_bytes for part in parts) / 1e6
     cache = sum(part.cache_bytes_per_token for part in parts) / 1e3
@@ -157,7 +157,7 @@ def _floor_row(size: Size, parts: list[Part], machine: Machine, *, step_s: float
 
 
 def _operator_table(profiles: Mapping[Size, Mapping[str, float]], steps_s: Mapping[Size, list[float]]) -> str:
-    """Milliseconds and shares, the profiler's own time taken off in proportion."""
+    """Milliseconds and shares, without the overhead of the profiler, which is distributed in proportion."""
     shares = {
         size: {kind: part_s / sum(seconds.values()) for kind, part_s in seconds.items()}
         for size, seconds in profiles.items()
@@ -203,7 +203,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--contexts", type=int, nargs="+", default=[64, 256, 768])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=20, help="of each size and round")
+    parser.add_argument("--steps", type=int, default=20, help="per size and round")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     return parser.parse_args()
 

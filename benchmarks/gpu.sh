@@ -1,12 +1,12 @@
 #!/bin/sh
-# GPU: checks and times genserve on this machine's GPU, in one command:
+# GPU: tests and measures genserve on this machine's GPU, with one command:
 #
-#     sh benchmarks/gpu.sh                        a tiny and the default model, some ten minutes
-#     MODEL=ORG/NAME sh benchmarks/gpu.sh         times another one of the Hugging Face hub
-#     GPU=1 RESULTS=folder sh benchmarks/gpu.sh   on the second GPU, results elsewhere than in gpu-results
+#     sh benchmarks/gpu.sh                        tiny models and the default model, about ten minutes
+#     MODEL=ORG/NAME sh benchmarks/gpu.sh         measures another model of the Hugging Face hub
+#     GPU=1 RESULTS=folder sh benchmarks/gpu.sh   uses the second GPU, and writes results to another folder
 #
-# It needs an NVIDIA driver and pip's index; RUNTIME=gpu of the Makefile brings the rest into .venv. At the end it
-# says in plain words what holds. Exit status: 0 all of it, 1 something does not, 2 there was nothing to run it on.
+# It needs an NVIDIA driver and pip's index; RUNTIME=gpu of the Makefile installs the rest into .venv. It ends with
+# a summary. Exit status: 0 all steps passed, 1 a step failed, 2 there is no GPU or no installation.
 set -u
 cd "$(dirname "$0")/.." || exit 2
 MODEL=${MODEL:-smollm2}
@@ -15,7 +15,7 @@ PYTHON=.venv/bin/python
 summary=
 failed=0
 
-# Usage: step WORDS LOG COMMAND...; tells whether the command went well, and remembers it for the summary.
+# Usage: step WORDS LOG COMMAND...; reports whether the command succeeded, and records it for the summary.
 step() {
     words=$1 log=$RESULTS/$2
     shift 2
@@ -41,7 +41,7 @@ finish() {
 }
 
 mkdir -p "$RESULTS" || exit 2
-nvidia-smi >"$RESULTS/nvidia-smi.txt" 2>&1 || { echo "there is no NVIDIA driver here: nvidia-smi fails"; exit 2; }
+nvidia-smi >"$RESULTS/nvidia-smi.txt" 2>&1 || { echo "there is no NVIDIA driver: nvidia-smi failed"; exit 2; }
 export CUDA_VISIBLE_DEVICES="${GPU:-0}"
 DEVICE=$(nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader -i "${GPU:-0}")
 echo "$DEVICE"
@@ -65,11 +65,11 @@ rm -rf "$MODELS"
 step "$MODEL is exported in fp16" export.log \
     "$PYTHON" -m genserve pull "$MODEL" --precision fp16 --model-repository "$MODELS" || finish 1
 NAME=$(basename "$MODELS"/*_logits _logits)
-# Not on the CPU in silence, if the GPU will not do: the group asks for it, and strict placement insists.
+# The group requests the GPU, and strict placement prevents a silent fallback to the CPU.
 echo 'instance_group [ { kind: KIND_GPU gpus: [ 0 ] } ]' >>"$MODELS/${NAME}_logits/config.pbtxt"
 export GENSERVE_STRICT_PLACEMENT=1
 
-step "it serves at 1, 8 and 32 streams, beside its bare forward" serving.log "$PYTHON" benchmarks/serving.py \
+step "it serves at 1, 8 and 32 streams, compared with its bare forward" serving.log "$PYTHON" benchmarks/serving.py \
     --model-repository "$MODELS" --model "$NAME" --concurrency 1 8 32 --prompt-words 40 600 \
     --prefix-words 600 --rounds 3 --json "$RESULTS/serving.json"
 

@@ -1,4 +1,4 @@
-"""Graph steps: decode steps of an exported graph and nothing around them, on the CPU."""
+"""Graph steps: decode steps of an exported graph alone, on the CPU."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ BLOCK_SIZE = 16
 
 
 class GraphSteps:
-    """A graph with a KV cache for `rows` sequences, in place: past is present."""
+    """A graph with a KV cache for `rows` sequences, written in place."""
 
     def __init__(self, session: Any, *, path: Path, rows: int, max_length: int) -> None:
         self._session, self._rows = session, rows
         self._width = math.ceil(max_length / BLOCK_SIZE)
         pasts = [i for i in session.get_inputs() if i.name.startswith("past_key_values.")]
-        # Written, unlike those of np.zeros, whose pages would all be one until something is written to them.
+        # np.full writes to the memory. All pages of np.zeros would share one until they are written to.
         self._cache = {
             past.name: np.full(
                 (rows * self._width, BLOCK_SIZE, *past.shape[2:]), 0, dtype=cache_dtype(past, path)
@@ -39,7 +39,7 @@ class GraphSteps:
         self._logits = np.empty((rows, vocab_size), dtype=np.float32)
 
     def decode(self, *, past: int, steps: int) -> list[float]:
-        """One token of each row, `steps` times, after `past` tokens; the seconds of each step."""
+        """Decode one token per row, `steps` times, after `past` tokens; returns the seconds of each step."""
         decode = self._inputs()
         binding = self._bind(decode)
         times_s = [time.perf_counter()]
@@ -51,7 +51,7 @@ class GraphSteps:
         return [after - before for before, after in pairwise(times_s)]
 
     def _inputs(self) -> dict[str, NDArray[Any]]:
-        """The graph's inputs for one token of every row; `decode` says after how many."""
+        """The graph's inputs for one token per row; `decode` sets the positions."""
         rows = self._rows
         return {
             "input_ids": np.full(rows, TOKEN_ID, dtype=np.int64),
@@ -84,7 +84,7 @@ def model_path(repository: Path, model: str) -> Path:
 
 
 def open_session(path: Path, *, profile: Path | None = None) -> Any:
-    """A session with the server's options; it writes what its operators take into files named `profile`..."""
+    """A session with the server's options; with `profile`, it writes a profile to files with this prefix."""
     options = session_options()
     register_kernels(options)
     if profile is not None:

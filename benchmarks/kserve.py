@@ -1,11 +1,11 @@
-"""KServe: inferences per second over HTTP and gRPC, here and on a real Triton with the same python model.
+"""KServe: inferences per second over HTTP and gRPC, compared with Triton and the same Python model.
 
     python benchmarks/kserve.py --triton tritonserver
 
-serves `benchmarks/models/echo` by `genserve serve` and by a real Triton, and lets `kserve_load.py` ask both
-in turn, in each round: 64 x 512 floats in binary, and a tiny tensor. A figure is the median of the rounds,
-the ratio the median of the rounds' ratios: machines have fast and slow minutes. Without `--triton` the table
-has genserve alone; `--triton-urls HTTP GRPC` asks one that runs already and serves `echo`.
+serves `benchmarks/models/echo` with `genserve serve` and with Triton, and sends requests to both alternately
+with `kserve_load.py`: 64 x 512 floats in binary, and a tiny tensor. A figure is the median of the rounds, the
+ratio the median of the rounds' ratios, because machines have fast and slow minutes. Without `--triton` the
+table has only genserve; `--triton-urls HTTP GRPC` uses a running Triton that serves `echo`.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def main() -> None:
                     for name, addresses in servers.items():
                         figure = _load(addresses[protocol], protocol, shape=shape, options=options)
                         rounds.setdefault(name, []).append(figure)
-                        told = f"round {number}, {protocol}, {shape}, {name}"
-                        print(f"{told}: {figure:.0f} requests/s", flush=True)
+                        case = f"round {number}, {protocol}, {shape}, {name}"
+                        print(f"{case}: {figure:.0f} requests/s", flush=True)
     _print_table(measured, options=options)
     if options.json:
         options.json.write_text(json.dumps(measured, indent=2) + "\n")
@@ -91,8 +91,8 @@ def _load(address: str, protocol: str, *, shape: str, options: argparse.Namespac
 
 def _print_table(measured: dict[str, Rounds], *, options: argparse.Namespace) -> None:
     table = Table(
-        title=f"KServe infer, requests/s, {options.concurrency} at once",
-        caption=f"median of {options.rounds} rounds on {num_cores()} cores; the client is on them too",
+        title=f"KServe infer, requests/s, concurrency {options.concurrency}",
+        caption=f"median of {options.rounds} rounds on {num_cores()} cores, shared with the client",
     )
     for heading in ("", *next(iter(measured.values())), "genserve / triton"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -111,13 +111,13 @@ def _ratio(rounds: Rounds) -> str:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--triton", help="the command of a real Triton, for instance `tritonserver`")
-    parser.add_argument("--triton-urls", nargs=2, metavar=("HTTP", "GRPC"), help="of one that runs already")
+    parser.add_argument("--triton", help="the command of Triton, for instance `tritonserver`")
+    parser.add_argument("--triton-urls", nargs=2, metavar=("HTTP", "GRPC"), help="of a running Triton")
     parser.add_argument("--protocol", choices=PROTOCOLS, nargs="+", default=PROTOCOLS)
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each load")
-    parser.add_argument("--json", type=Path, help="write the figures of all rounds here")
+    parser.add_argument("--seconds", type=float, default=3.0, help="per load")
+    parser.add_argument("--json", type=Path, help="write the figures of all rounds to this file")
     return parser.parse_args()
 
 

@@ -1,12 +1,11 @@
-"""KServe load: a closed loop of KServe v2 inferences over HTTP or gRPC, in a process of its own.
+"""KServe load: a closed loop of KServe v2 inferences over HTTP or gRPC, in a separate process.
 
-The client shares the cores with the server that it measures, so it does as little as can be: the request is
-written once and sent again and again, and of an answer only its end is looked for (HTTP), or it is left as
-the bytes it came in (gRPC).
+The client shares the cores with the measured server, so it does minimal work. It encodes the request once,
+searches HTTP responses only for their end, and leaves gRPC responses undecoded.
 
     python benchmarks/kserve_load.py --protocol http --address 127.0.0.1:8000 --shape 64 512
 
-prints one JSON object: requests per second, and the cores that the client itself took.
+prints one JSON object: requests per second, and the cores used by the client itself.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ INFER = "/inference.GRPCInferenceService/ModelInfer"
 
 
 class Progress:
-    """How many answers there were, and whether to ask on."""
+    """The number of answers so far, and whether to go on."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -38,14 +37,14 @@ class Progress:
 
 
 class HttpLoop(asyncio.Protocol):
-    """One kept-alive connection that asks again as soon as it is answered."""
+    """One kept-alive connection that sends the next request after each response."""
 
     def __init__(self, request: bytes, progress: Progress) -> None:
         self._request = request
         self._progress = progress
         self.ended = asyncio.get_running_loop().create_future()
         self._head = b""
-        self._missing = 0  # bytes of the answer that are still to come, once its head is read
+        self._missing = 0  # remaining bytes of the response, once its head is read
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
@@ -74,13 +73,13 @@ class HttpLoop(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._fail(f"the server closed a connection: {error}")
 
-    def _fail(self, what: str) -> None:
+    def _fail(self, message: str) -> None:
         if not self.ended.done():
-            self.ended.set_exception(RuntimeError(what))
+            self.ended.set_exception(RuntimeError(message))
 
 
 async def run_http(options: argparse.Namespace, progress: Progress) -> Callable[[], Awaitable[None]]:
-    """Begin, and return how to wait for the last answers."""
+    """Start the loops, and return a function that waits for the last responses."""
     x = np.random.default_rng(0).random(options.shape, np.float32)
     entry = {"name": "X", "shape": options.shape, "datatype": "FP32"}
     document = {
@@ -110,7 +109,7 @@ async def run_http(options: argparse.Namespace, progress: Progress) -> Callable[
 
 
 async def run_grpc(options: argparse.Namespace, progress: Progress) -> Callable[[], Awaitable[None]]:
-    """Begin, and return how to wait for the last answers."""
+    """Start the loops, and return a function that waits for the last responses."""
     x = np.random.default_rng(0).random(options.shape, np.float32)
     tensor = triton_grpc.service_pb2.ModelInferRequest.InferInputTensor(
         name="X", datatype="FP32", shape=options.shape

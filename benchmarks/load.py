@@ -1,4 +1,4 @@
-"""Load: `genserve.cli.load_generator`, in a process of its own.
+"""Load: runs `genserve.cli.load_generator` in a separate process.
 
     python benchmarks/load.py --port 8000 --model smollm2 --concurrency 32 --requests 64
 
@@ -21,13 +21,13 @@ def main() -> None:
     parser.add_argument("--api", choices=APIS, default="chat")
     parser.add_argument("--concurrency", type=int, default=1)
     parser.add_argument("--requests", dest="num_requests", type=int, default=4)
-    parser.add_argument("--answers", dest="num_answers", type=int, help="end with so many")
+    parser.add_argument("--answers", dest="num_answers", type=int, help="stop after this number of answers")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--prompt-words", type=int, default=32)
     parser.add_argument("--shared-words", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-keep-alive", dest="keep_alive", action="store_false")
-    parser.add_argument("--extra", type=json.loads, default={}, help="more fields of the body, as JSON")
+    parser.add_argument("--extra", type=json.loads, default={}, help="additional fields of the body, as JSON")
     measured = run_load(Load(**vars(parser.parse_args())))
     print(json.dumps({name: getattr(measured, name) for name in LoadResult.__slots__}))
 

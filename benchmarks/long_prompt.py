@@ -1,10 +1,10 @@
-"""Long prompt: what one that arrives costs the streams beside it, and what they cost it.
+"""Long prompt: the effects of a long prompt and running streams on each other's latencies.
 
     python benchmarks/long_prompt.py --model-repository model_repository
 
-starts `genserve serve`, and in each round asks for the first token of a prompt of 3,000 words, first alone
-and then beside eight streams. Prints the time to it, and the gaps between the streams' texts before it came
-and until it was answered, in milliseconds, medians of the rounds.
+starts `genserve serve`, and in each round requests the first token of a prompt of 3,000 words, first alone
+and then during eight streams. Prints the time to first token, and the inter-token latencies of the streams
+before and during the prompt, in milliseconds, medians of the rounds.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from servers import genserve_server
 from genserve import AsyncClient
 from genserve.cli.load_generator import random_prompts
 
-SETTLED_S = 2.0     # the streams have their prompts behind them
+SETTLED_S = 2.0     # after which the prompts of the streams are computed
 UNDISTURBED_S = 2.0
 HEADINGS = (
-    "first token alone", "beside streams", "ratio", "gap p99 before", "p99 beside", "ratio", "largest beside"
+    "first token alone", "during streams", "ratio", "gap p99 before", "p99 during", "ratio", "largest during"
 )
 
 
@@ -33,7 +33,7 @@ def main() -> None:
     options = _options()
     with genserve_server(options.model_repository) as server:
         rounds = asyncio.run(_rounds(f"http://127.0.0.1:{server.http}", options))
-    columns = zip(*rounds[1:], strict=True)     # the first one warms up
+    columns = zip(*rounds[1:], strict=True)     # the first round warms up
     print(markdown(HEADINGS, [[f"{statistics.median(column):.4g}" for column in columns]]))
 
 
@@ -51,15 +51,15 @@ async def _round(client: AsyncClient, number: int, options: argparse.Namespace) 
     streams = [asyncio.create_task(_stream(client, prompt, times)) for prompt, times in pairs]
     await asyncio.sleep(SETTLED_S + UNDISTURBED_S)
     began_s = time.perf_counter()
-    beside_s = await _first_token_s(client, other)
+    during_s = await _first_token_s(client, other)
     ended_s = time.perf_counter()
     for stream in streams:
         stream.cancel()
     await asyncio.gather(*streams, return_exceptions=True)
     before = _gaps(arrivals, since_s=began_s - UNDISTURBED_S, until_s=began_s)
     during = _gaps(arrivals, since_s=began_s, until_s=ended_s)
-    p99, beside = (statistics.quantiles(gaps, n=100)[-1] * 1e3 for gaps in (before, during))
-    return alone_s * 1e3, beside_s * 1e3, beside_s / alone_s, p99, beside, beside / p99, max(during) * 1e3
+    p99, slower = (statistics.quantiles(gaps, n=100)[-1] * 1e3 for gaps in (before, during))
+    return alone_s * 1e3, during_s * 1e3, during_s / alone_s, p99, slower, slower / p99, max(during) * 1e3
 
 
 async def _first_token_s(client: AsyncClient, prompt: str) -> float:

@@ -1,7 +1,7 @@
-"""Operations: the bytes that a step of a logits graph must read, and the arithmetic that it must do.
+"""Operations: the bytes that a step of a logits graph reads, and its arithmetic operations.
 
-Read from the graph's file; what is small against a step is left out: norms, activations, the rows of the
-embedding, what is written.
+They are read from the graph's file. Small contributions are left out: norms, activations, the rows of the
+embedding, and writes.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ HEAD = "head"
 LAYERS = "matrix products of the layers"
 ATTENTION = "attention"
 
-# Where the weights stand among the inputs. All of them are multiplied by each row once.
+# The input with the weights, which each row multiplies once.
 WEIGHTS = {"Gemm": 1, "Linear": 1, "MatMul": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What the hardware can do at best, measured."""
+    """The measured peak rates of the hardware."""
 
     bytes_per_s: float                      # read from memory
     operations_per_s: Mapping[str, float]   # of matrix products, by "float32" and "int8"
@@ -42,10 +42,10 @@ class Part:
     weight_bytes: int = 0                   # read once per step
     operations_per_row: int = 0
     cache_bytes_per_token: int = 0          # read once per row and token of its context
-    operations_per_token: int = 0           # for each row and token of its context
+    operations_per_token: int = 0           # per row and token of its context
 
     def floor_s(self, machine: Machine, *, rows: int, context: int) -> float:
-        """The longer one of reading and computing: no step takes less."""
+        """The lower bound of the time: the longer one of reading and computing."""
         tokens = rows * context
         num_bytes = self.weight_bytes + self.cache_bytes_per_token * tokens
         operations = self.operations_per_row * rows + self.operations_per_token * tokens
@@ -53,7 +53,7 @@ class Part:
 
 
 def read_parts(path: Path) -> list[Part]:
-    """The parts of a graph as `genserve export` makes it, in their order of this module's names."""
+    """The parts of a graph of `genserve export`: head, layers and attention."""
     graph = onnx.load(str(path), load_external_data=False).graph
     initializers = {tensor.name: tensor for tensor in graph.initializer}
     products = [_product(node, initializers) for node in graph.node if _has_weights(node, initializers)]
@@ -68,7 +68,7 @@ def _has_weights(node: Any, initializers: Mapping[str, Any]) -> bool:
 
 
 def _product(node: Any, initializers: Mapping[str, Any]) -> tuple[int, Part]:
-    """One product of rows with a matrix of weights, and the number of its columns."""
+    """The number of columns of a matrix of weights, and its product with rows."""
     attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
     weights = initializers[node.input[WEIGHTS[node.op_type]]]
     if node.op_type == "Linear":
@@ -96,7 +96,7 @@ def _bytes(tensor: Any) -> int:
 
 def _sum(name: str, parts: Iterable[Part]) -> Part:
     parts = list(parts)
-    # A graph may keep some products more exact than the others; the floor takes the faster ones.
+    # A graph may have some products in higher precision; the floor assumes the faster ones.
     arithmetic = "int8" if any(part.arithmetic == "int8" for part in parts) else "float32"
     return Part(
         name=name,
@@ -107,7 +107,7 @@ def _sum(name: str, parts: Iterable[Part]) -> Part:
 
 
 def _attention(graph: Any) -> Part:
-    """Keys and values of a token are read once for all heads that share them, and used once by each."""
+    """Attention: keys and values of a token are read once, and multiplied once per query head."""
     heads = 0
     for node in graph.node:
         if node.op_type == "PagedAttention":

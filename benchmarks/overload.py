@@ -1,14 +1,14 @@
-"""Overload: what more clients than slots still get, beside what as many clients as slots get.
+"""Overload: the throughput with more clients than slots, compared with as many clients as slots.
 
     python benchmarks/overload.py --model-repository model_repository --model smollm2
 
-starts `genserve serve` and loads it in turns: with as many streaming clients as it has slots, which is its
-capacity, and with many more. Each sends its next request when its answer is complete, and a refused one again
-when the server says (`retry-after-ms`). What counts are the tokens of answers until so many of these are
-complete; beside them stands how many of them a second of the server's processor time gave, which tells on a
-busy machine what the clock does not. A figure is the median of the rounds, a share that of their shares.
+starts `genserve serve` and loads it alternately with as many streaming clients as it has slots (its
+capacity), and with many more. Each client sends its next request when its answer is complete, and repeats a
+refused one after `retry-after-ms`. The figures are tokens per second until a number of answers is complete,
+and tokens per second of the server's CPU time, which is more reliable on a busy machine. A figure is the
+median of the rounds, a share the median of their shares.
 
-`--serve` hands a flag to the server: `--serve=--max-queue=0`.
+`--serve` passes a flag to the server: `--serve=--max-queue=0`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HEADINGS = (
     *("first token, ms: p50", "p99", "refusal, ms: p50", "p99"),
 )
 
-# So long the server has to hear that the clients of the load before have left.
+# The time for the server to notice that the clients of the previous load have left.
 SETTLE_S = 2
 
 
@@ -40,9 +40,10 @@ def main() -> None:
     rounds: dict[int, list[Figures]] = {clients: [] for clients in (options.slots, *options.clients)}
     repository, flags = options.model_repository, options.serve
     with genserve(repository, model=options.model, api=options.api, flags=flags) as target:
-        target.measure(_work(options, clients=max(rounds), number=0))   # warm-up; it learns how fast it is
+        # The warm-up also lets the server measure its speed.
+        target.measure(_work(options, clients=max(rounds), number=0))
         for number in range(1, options.rounds + 1):
-            # In the other order in every other round: a machine that slows down is fair to both.
+            # The order alternates, to be fair on a machine that slows down.
             for clients in sorted(rounds, reverse=number % 2 == 0):
                 rounds[clients].append(_measure(target, options, clients=clients, number=number))
     print(f"\n{_table(rounds, capacity=options.slots)}")
@@ -57,8 +58,8 @@ def main() -> None:
 def _measure(target: Target, options: argparse.Namespace, *, clients: int, number: int) -> Figures:
     time.sleep(SETTLE_S)
     figures = overload_figures(target.measure(_work(options, clients=clients, number=number)))
-    told = ", ".join(f"{key} {value:.3g}" for key, value in figures.items())
-    print(f"round {number}, {clients} clients: {told}", file=sys.stderr, flush=True)
+    summary = ", ".join(f"{key} {value:.3g}" for key, value in figures.items())
+    print(f"round {number}, {clients} clients: {summary}", file=sys.stderr, flush=True)
     return figures
 
 
@@ -66,7 +67,7 @@ def _work(options: argparse.Namespace, *, clients: int, number: int) -> Work:
     num_answers = options.waves * options.slots
     return Work(
         concurrency=clients,
-        num_requests=num_answers + clients,     # so that none of them runs out of requests before the end
+        num_requests=num_answers + clients,     # so that no client runs out of requests before the end
         num_answers=num_answers,
         new_tokens=options.new_tokens,
         prompt_words=options.prompt_words,
@@ -77,8 +78,8 @@ def _work(options: argparse.Namespace, *, clients: int, number: int) -> Work:
 def overload_figures(measured: Measured) -> Figures:
     """Summarise the fields of `genserve.cli.load_generator.LoadResult`; times in milliseconds."""
     first_s, refused_s = measured["first_text_s"], measured["refused_s"]
-    # A text is a token. Answers of more clients than slots do not end together: those that are cut off would
-    # be missing on one side of the comparison alone.
+    # A text is a token. With more clients than slots, answers do not end together, so that the tokens of
+    # unfinished ones would be missing only on one side of the comparison.
     num_tokens = sum(measured["new_tokens"]) + measured["unfinished_texts"]
     num_sent = len(first_s) + len(refused_s)
     figures = {
@@ -126,8 +127,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--waves", type=int, default=6, help="answers per slot and round")
-    parser.add_argument("--serve", action="append", default=[], metavar="FLAG", help="of `genserve serve`")
-    parser.add_argument("--seed", type=int, default=0, help="another one, other texts")
+    parser.add_argument("--serve", action="append", default=[], metavar="FLAG", help="for `genserve serve`")
+    parser.add_argument("--seed", type=int, default=0, help="another seed yields other texts")
     parser.add_argument("--json", type=Path, help="write every round to this file")
     return parser.parse_args()
 

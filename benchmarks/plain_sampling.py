@@ -1,4 +1,4 @@
-"""Plain sampling: the methods as one writes them in torch, for all rows at once, by sorting them."""
+"""Plain sampling: the methods in plain torch, vectorised over rows, by sorting."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def plain_pick(
     *,
     num_prompt_tokens: int,
 ) -> tuple[list[int], list[list[float]]]:
-    """One token of each row, and the log-probabilities that are asked for: its own, then the best.
+    """Sample one token per row, and return the requested log-probabilities: its own, then the best.
 
     Args:
         logits: [R, V] float32; overwritten.
         params: of all rows.
-        histories: the tokens of each row, prompt and answer, equally many.
-        num_prompt_tokens: so many of them are the prompt.
+        histories: the tokens of each row, prompt and answer, of equal lengths.
+        num_prompt_tokens: the number of prompt tokens in each.
     """
     raw = logits.log_softmax(dim=-1) if params.logprobs and params.logprobs_mode == "raw" else None
     logits = _penalised(logits, params, torch.tensor(histories), num_prompt_tokens=num_prompt_tokens)
@@ -38,8 +38,8 @@ def plain_pick(
     if not params.logprobs:
         return token_ids.tolist(), []
     levels = raw if raw is not None else logits.log_softmax(dim=-1)
-    told = [levels.gather(1, token_ids[:, None]), levels.topk(params.top_logprobs, dim=-1).values]
-    return token_ids.tolist(), torch.cat(told, dim=1).tolist()
+    logprobs = [levels.gather(1, token_ids[:, None]), levels.topk(params.top_logprobs, dim=-1).values]
+    return token_ids.tolist(), torch.cat(logprobs, dim=1).tolist()
 
 
 def _penalised(

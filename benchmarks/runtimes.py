@@ -1,12 +1,12 @@
-"""Runtimes: what a step costs in each form of one model, in turns.
+"""Runtimes: the time of a step in each format of one model, measured alternately.
 
     genserve export SOURCE --name onnx --precision fp32
     genserve export SOURCE --name torch --format torchscript
     OMP_NUM_THREADS=1 python benchmarks/runtimes.py --models onnx torch
 
-prints, by the number of rows, the CPU time of a prefill of 40 tokens and of a decode of one token, in
-milliseconds, medians of all rounds. With one thread that is what a step takes on a core of its own, whatever
-else the machine does; the configs have to say so: `intra_op_thread_count` "1", or `INTRA_OP_THREAD_COUNT`.
+prints, by the number of rows, the CPU milliseconds of a prefill of 40 tokens and of a decode of one token,
+medians of all rounds. With one thread this is the time of a step on an idle core, even on a busy machine. The
+configs must set one thread: `intra_op_thread_count` "1", or `INTRA_OP_THREAD_COUNT`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PROMPT_TOKENS, NEW_TOKENS = 40, 6
 
 
 def round_of(logits: LoadedLogits, rows: int) -> dict[str, list[float]]:
-    """CPU milliseconds of one prefill and of some decodes."""
+    """CPU milliseconds of a prefill and of several decodes."""
     length = PROMPT_TOKENS + NEW_TOKENS
     prefill = forward_batch(logits, [[TOKEN_ID] * PROMPT_TOKENS] * rows, past=[0] * rows, length=length)
     decodes = [
@@ -61,7 +61,7 @@ def main() -> None:
         for rows in options.rows:
             for model, logits in loaded.items():
                 for step, measured in round_of(logits, rows).items():
-                    if number:  # the first round pays for memory and weight layout
+                    if number:  # the first round warms up memory and weight layouts
                         times[rows, step, model] += measured
     for rows in options.rows:
         for step in ("prefill", "decode"):

@@ -1,12 +1,12 @@
-"""Sampling: what it takes to pick the tokens of a step, each method beside the same in plain torch.
+"""Sampling: the time to sample the tokens of a step, by method, compared with plain torch.
 
     python benchmarks/sampling.py --model-repository model_repository --model smollm2
 
-picks for 1, 8 and 32 token sequences by the engine's own `pick`, from rows of the model's logits over real
-text (peaked) and from normal noise (flat), and beside it in the same rounds by `plain_sampling.py`, which
-sorts; both with one thread, whose CPU time is told, since a short call waits long where others compute. Then
-each method by turns with decode steps of the model, as a server has them: its share of the step before it.
-Prints tables in Markdown, of medians; a ratio or share is that of the rounds.
+samples for 1, 8 and 32 token sequences with the engine's sampler, from rows of the model's logits over real
+text (peaked) and from normal noise (flat), and in the same rounds with `plain_sampling.py`, which sorts. Both
+run on one thread and are measured in CPU time, since a short call may wait long on a busy machine. Then each
+method alternates with decode steps of the model, as in a server, for its share of the preceding step. Prints
+tables of medians in Markdown; a ratio or share is the median of those of the rounds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from batches import forward_batch
 from plain_sampling import plain_pick
 from report import markdown, median, ratio
 
-from genserve.export.texts import CALIBRATION
+from genserve.export.source_model import read_text
 from genserve.generation.engine_request import TokenSequence
 from genserve.repository.index import scan
 from genserve.repository.model_loader import load_stage_logits
@@ -67,7 +67,7 @@ class Size(NamedTuple):
 
 
 class _NoText:
-    """Texts take their time elsewhere."""
+    """Implements `AnswerText` without any work."""
 
     stop: str | None = None
 
@@ -79,20 +79,21 @@ class _NoText:
 
 
 class Model:
-    """The logits stage, with so many rows that have read some of a text."""
+    """The logits stage, with rows that have read a part of a text."""
 
     def __init__(self, repository: Path, name: str, *, rows: int, prompt_tokens: int) -> None:
         index = scan([repository])
         stage = index[f"{name}_logits"]
         self._logits: LoadedLogits = load_stage_logits(stage)
-        text = Tokenizer.from_folder(index[f"{name}_tokenizer"].latest_version()).encode(CALIBRATION)
+        tokenizer = Tokenizer.from_folder(index[f"{name}_tokenizer"].latest_version())
+        text = tokenizer.encode(read_text("calibration"))
         lengths = range(prompt_tokens, prompt_tokens + rows)
         self.prompts = [(text * (1 + length // len(text)))[:length] for length in lengths]
         self._length = max(lengths) + 1
         self.rows = self._forward(self.prompts, past=[0] * rows).copy()
 
     def step(self) -> np.ndarray[Any, Any]:
-        """Decode one token of each row, always at the same places."""
+        """Decode one token of each row, always at the same positions."""
         last = [prompt[-1:] for prompt in self.prompts]
         return self._forward(last, past=[len(prompt) for prompt in self.prompts])
 
@@ -114,7 +115,7 @@ def main() -> None:
             for method in options.methods:
                 pairs[f"{method} | {size} | {kind}"] = _compare(method, logits, options=options)
     print(f"{markdown(HEADINGS, [_pair_row(m, size, pairs) for m in options.methods for size in sizes])}\n")
-    shares = {method: _beside_steps(method, model, options=options) for method in options.methods}
+    shares = {method: _between_steps(method, model, options=options) for method in options.methods}
     print(_share_table(shares, Size(*model.rows.shape)))
     if options.json:
         report = {"picks": pairs, "steps": shares, "vocab_size": model.rows.shape[1]}
@@ -122,7 +123,7 @@ def main() -> None:
 
 
 def _peaked(rows: np.ndarray[Any, Any], size: Size) -> np.ndarray[Any, Any]:
-    """Rows of a model; what a larger vocabulary has more is as unlikely as the lower half of theirs."""
+    """Rows of a model; additional tokens of a larger vocabulary have logits of the lower half."""
     rows = rows[: size.rows, : size.vocab_size]
     lower = np.sort(rows, axis=1)[:, : max(1, rows.shape[1] // 2)]
     more = np.random.default_rng(1).choice(lower, size.vocab_size - rows.shape[1], axis=1)
@@ -136,7 +137,7 @@ def _flat(size: Size) -> np.ndarray[Any, Any]:
 def _compare(
     method: str, logits: np.ndarray[Any, Any], *, options: argparse.Namespace
 ) -> list[dict[str, float]]:
-    """Microseconds of both in each round; the rounds are short, and both take turns in them."""
+    """Microseconds of both in each round; the rounds are short, and both alternate."""
     sequences = _sequences(method, len(logits), vocab_size=logits.shape[1], options=options)
     params, ours = sequences[0].params, logits.copy()
     rounds = []
@@ -153,11 +154,11 @@ def _compare(
         rounds.append({"ours_us": ours_s * 1e6, "plain_us": theirs_s * 1e6})
         for sequence, picked in zip(sequences, picks, strict=True):
             sequence.append(picked.token_id)
-    return rounds[1:]  # the first one pays for memory
+    return rounds[1:]  # the first round warms up memory
 
 
-def _beside_steps(method: str, model: Model, *, options: argparse.Namespace) -> list[dict[str, float]]:
-    """Milliseconds of a decode step, by the clock, and of the picking behind it, by turns."""
+def _between_steps(method: str, model: Model, *, options: argparse.Namespace) -> list[dict[str, float]]:
+    """Wall-clock milliseconds of a decode step, and CPU milliseconds of the sampling after it."""
     num_rows, vocab_size = model.rows.shape
     sequences = _sequences(method, num_rows, vocab_size=vocab_size, options=options)
     rounds = []
@@ -175,7 +176,7 @@ def _beside_steps(method: str, model: Model, *, options: argparse.Namespace) -> 
 
 
 def _sequences(method: str, num: int, *, vocab_size: int, options: argparse.Namespace) -> list[TokenSequence]:
-    """Token sequences with a prompt of random tokens; `seed` makes the rounds' draws the same in each run."""
+    """Token sequences with a prompt of random tokens; their seeds make the draws reproducible."""
     rng = np.random.default_rng(3)
     return [
         TokenSequence(
@@ -208,7 +209,7 @@ def _share_table(shares: Mapping[str, Sequence[Mapping[str, float]]], size: Size
         rows.append(
             (method, f"{median(rounds, 'pick_ms'):.2f}", f"{median(rounds, 'step_ms'):.0f}", f"{share:.1%}")
         )
-    return markdown((f"beside decode steps of {size}", "pick, ms", "step, ms", "share"), rows)
+    return markdown((f"with decode steps of {size}", "sample, ms", "step, ms", "share"), rows)
 
 
 def _options() -> argparse.Namespace:
@@ -219,7 +220,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--vocab-sizes", type=int, nargs="+", default=[49152, 250880])
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     parser.add_argument("--history", type=int, default=512, help="tokens of each sequence's prompt")
-    parser.add_argument("--prompt-tokens", type=int, default=64, help="that the model has read in a step")
+    parser.add_argument("--prompt-tokens", type=int, default=64, help="that the model has read before a step")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path)
     return parser.parse_args()

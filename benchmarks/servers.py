@@ -1,4 +1,4 @@
-"""Servers: genserve, a real Triton and others, each started with a block and ended with it."""
+"""Servers: genserve, Triton and others, each as a context manager."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def genserve_server(
 
 @contextmanager
 def triton_server(command: str, repository: Path) -> Iterator[Ports]:
-    """A real Triton, by a command to which the repository and the ports are added as Triton's flags.
+    """Triton on free ports, started by a command to which Triton's flags are appended.
 
-    The command is `tritonserver` in Triton's container; without one, the package nvidia-pytriton has the
-    program with the python backend.
+    The command is `tritonserver` in Triton's container. Without a container, the package nvidia-pytriton has
+    the program with the Python backend.
     """
     ports = _free_ports()
     program = [*shlex.split(command), f"--model-repository={repository}", *_flags(ports)]
@@ -60,7 +60,7 @@ def triton_server(command: str, repository: Path) -> Iterator[Ports]:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
+    """A free port of this machine."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
 
@@ -75,7 +75,7 @@ def _flags(ports: Ports) -> list[str]:
 
 @contextmanager
 def running(command: Sequence[str], *, ready_url: str) -> Iterator[int]:
-    """A server of any kind, its process id; it is ready when `ready_url` answers with a status below 400."""
+    """Run a server until the block ends; yields its process id when `ready_url` answers with a success."""
     with ExitStack() as stack:
         log = stack.enter_context(tempfile.TemporaryFile("w+"))
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=os.environ)

@@ -1,15 +1,16 @@
-"""Serving: tokens per second and latencies of a running server, beside the bare forward loop and its peers.
+"""Serving: throughput and latencies of a server, compared with the bare forward loop and other engines.
 
     python benchmarks/serving.py --model-repository model_repository --model smollm2
     python benchmarks/serving.py --peer llama-server:PROGRAM:MODEL.gguf --peer openvino:PYTHON:FOLDER
 
-starts `genserve serve` and each peer, and asks all of them for the same texts in turns: in each round each
-load goes to one after the other while the others are idle, because machines have fast and slow minutes. A
-figure of the tables is the median of the rounds, a ratio the median of the ratios within the rounds.
+starts `genserve serve` and each peer, and sends the same requests to all of them: in each round each load
+runs on one after the other while the others are idle, because machines have fast and slow minutes. A figure
+of the tables is the median of the rounds, a ratio the median of the ratios within the rounds.
 
-The texts go in as they are, without a chat template. Servers are asked over HTTP by `load.py`; `openvino`,
-`onnxruntime-genai` and `engine` (genserve's own, its model is a repository) are asked in their process
-(`peers/closed_loop.py`), without HTTP and without a client. docs/performance.md says how to get the peers.
+Prompts are sent without a chat template. `load.py` measures servers over HTTP. `openvino`,
+`onnxruntime-genai` and `engine` (that of genserve; its model is a repository) are measured in their
+processes (`peers/closed_loop.py`), without HTTP and client. docs/performance.md describes how to install the
+peers.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from targets import PEERS, Measured, Target, Work, bare_loop, genserve
 from genserve.backends.onnx_session import num_cores
 
 GENSERVE, BARE = "genserve", "bare forward"
-SERVING_HEADINGS = ("", "tokens/s", "genserve is", "first token, together", "first token", "between tokens")
+SERVING_HEADINGS = ("", "tokens/s", "speedup", "first token, together", "first token", "between tokens")
 PREFIX_HEADINGS = ("", "first time", "second time", "sooner")
 QUESTION_WORDS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """What is measured under one load."""
+    """The measurements of one load."""
 
     title: str
     work: Work
@@ -72,7 +73,7 @@ def _targets(options: argparse.Namespace, stack: ExitStack) -> Iterator[tuple[st
 
 def _serving(options: argparse.Namespace, words: int, concurrency: int) -> Table:
     return Table(
-        title=f"{concurrency} at once, prompts of {words} words, {options.new_tokens} new tokens",
+        title=f"concurrency {concurrency}, prompts of {words} words, {options.new_tokens} new tokens",
         work=Work(
             concurrency=concurrency,
             num_requests=max(4, options.waves * concurrency),
@@ -85,8 +86,8 @@ def _serving(options: argparse.Namespace, words: int, concurrency: int) -> Table
 
 def _prefix(words: int) -> Table:
     return Table(
-        title=f"Time to the first token of a prompt of {words} words and a question, and of the same words "
-        "with another question",
+        title=f"Time to first token of a prompt of {words} words and a question, and of the same words with "
+        "another question",
         work=Work(
             concurrency=1,
             num_requests=2,
@@ -99,16 +100,16 @@ def _prefix(words: int) -> Table:
 
 
 def _round(table: Table, targets: Mapping[str, Target], *, number: int, seed: int) -> None:
-    """Ask all targets in turn; each round begins with another one."""
-    # Texts that begin like those of another table would find their beginning in the engines' caches.
+    """Measure all targets one by one; each round starts with another one."""
+    # The texts of tables must differ from their start, or they would hit the engines' prefix caches.
     work = replace(table.work, seed=crc32(f"{seed} {number} {table.title}".encode()))
     ordered = list(targets.items())
     first = (number - 1) % len(ordered)
     for name, target in ordered[first:] + ordered[:first]:
         figures = table.figures(target.measure(work))
         table.rounds.setdefault(name, []).append(figures)
-        told = ", ".join(f"{key} {value:.1f}" for key, value in figures.items())
-        print(f"round {number}, {table.title}: {name}: {told}", file=sys.stderr, flush=True)
+        summary = ", ".join(f"{key} {value:.1f}" for key, value in figures.items())
+        print(f"round {number}, {table.title}: {name}: {summary}", file=sys.stderr, flush=True)
 
 
 def _serving_rows(table: Table) -> tuple[str, str]:
@@ -166,7 +167,7 @@ def _print(tables: list[tuple[str, str]], *, options: argparse.Namespace) -> Non
 def _peer(text: str) -> tuple[str, str, str]:
     kind, program, model = text.split(":")
     if kind not in PEERS:
-        raise argparse.ArgumentTypeError(f"{kind!r} is none of {', '.join(PEERS)}")
+        raise argparse.ArgumentTypeError(f"{kind!r} is not one of {', '.join(PEERS)}")
     return kind, program, model
 
 
@@ -184,11 +185,11 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--prompt-words", type=int, nargs="+", default=[40], help="a word is about a token")
-    parser.add_argument("--prefix-words", type=int, nargs="*", default=[], help="measure prefix reuse, too")
+    parser.add_argument("--prefix-words", type=int, nargs="*", default=[], help="also measure prefix reuse")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--waves", type=int, default=4, help="requests per connection and round")
     parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--seed", type=int, default=0, help="another one, other texts")
+    parser.add_argument("--seed", type=int, default=0, help="another seed yields other texts")
     parser.add_argument("--json", type=Path, help="write every round to this file")
     return parser.parse_args()
 

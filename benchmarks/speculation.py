@@ -1,11 +1,11 @@
-"""Speculation: tokens per second with prompt lookup and without, and whether the texts are the same.
+"""Speculation: tokens per second with and without prompt lookup, and whether the texts are the same.
 
     python benchmarks/speculation.py --model-repository model_repository --model smollm2
 
-loads the model twice, once as its config says and once with `speculation: "prompt_lookup"`, and asks both the
-same in turns: to edit a text, to summarise it, and for a story, which repeats nothing; alone and several at
-once. Prints a table in Markdown, of medians; a ratio is that of the rounds, whose two sides were measured
-within the same seconds.
+loads the model twice, with its own config and with `speculation: "prompt_lookup"`, and sends the same
+requests to both alternately: editing a text, summarising it, and a story, which repeats nothing, at several
+concurrencies. Prints a table of medians in Markdown. A ratio is the median of the ratios within the rounds,
+whose two sides were measured within the same seconds.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ TASKS = {
     "summarise": f"Summarise this text in a few sentences, in its own words:\n\n{TEXT}",
     "story": "Tell me a story of a fox who learns to swim.",
 }
-HEADINGS = ("task, at once", "plain, tokens/s", "prompt lookup", "ratio", "tokens per step", "same texts")
+HEADINGS = ("task, concurrency", "plain, tokens/s", "prompt lookup", "ratio", "tokens per step", "same texts")
 
 
 class Answers(NamedTuple):
-    """What one model said to all requests of a round."""
+    """The answers of one model to all requests of a round."""
 
     texts: list[str]
     num_tokens: int
@@ -68,7 +68,7 @@ def main() -> None:
 def _measure(
     plain: LLM, drafting: LLM, prompt: str, concurrency: int, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Ask both in turns; the first round warms up. Others begin the prompt with their number."""
+    """Measure both alternately, after a warm-up round. Concurrent prompts begin with their numbers."""
     prompts = [f"{number}. {prompt}" if number else prompt for number in range(concurrency)]
     same, rounds = True, []
     for number in range(options.rounds + 1):
@@ -100,7 +100,7 @@ def _ask(llm: LLM, prompts: list[str], options: argparse.Namespace) -> Answers:
 
 
 def _with_prompt_lookup(repository: Path, folder: Path, model: str) -> Path:
-    """A repository of the same files, whose logits stage speculates."""
+    """A copy of the repository whose logits stage speculates."""
     copy = folder / "models"
     shutil.copytree(repository, copy)
     config = copy / f"{model}_logits" / "config.pbtxt"

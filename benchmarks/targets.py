@@ -1,4 +1,4 @@
-"""Targets: what `serving.py` measures in turns, each started with a block and ended with it."""
+"""Targets: the servers and engines that `serving.py` compares, each as a context manager."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ Measured: TypeAlias = Mapping[str, Any]     # the fields of `genserve.cli.load_g
 HERE = Path(__file__).parent
 SLOTS = 32
 SLOT_TOKENS = 1024
-BATCH_TOKENS = 256  # of a step; without it transformers makes attention masks for 8192
+BATCH_TOKENS = 256  # per step; by default transformers allocates attention masks for 8192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Requests that all are asked alike; a word is about one token."""
+    """A load that is the same for all targets; a word is about one token."""
 
     concurrency: int
     num_requests: int
     new_tokens: int
     prompt_words: int
     shared_words: int = 0   # at the beginning of every prompt
-    seed: int = 0           # another seed, other texts
-    num_answers: int | None = None  # the load ends with so many; None: with all. Servers alone
+    seed: int = 0           # another seed yields other texts
+    num_answers: int | None = None  # ends the load (servers only); None: all requests are answered
 
 
 class Target(Protocol):
-    """A server or an engine, ready to be asked."""
+    """A running server or engine."""
 
     def measure(self, work: Work) -> Measured:
-        """Do the work and wait for its end."""
+        """Run the load to its end."""
 
 
 class _Server:
-    """Asked over HTTP by `load.py`, a process of its own."""
+    """A server, loaded over HTTP by the process `load.py`."""
 
     def __init__(
         self,
@@ -86,13 +86,13 @@ class _Server:
 
 
 def _cpu_s(pid: int) -> float:
-    """The processor time that a process has taken so far; Linux."""
+    """The CPU time of a process so far; Linux only."""
     user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 class _EngineProcess:
-    """A script of `peers/`, which answers a line with a line."""
+    """A script of `peers/`, which answers each line with a line."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
@@ -102,9 +102,9 @@ class _EngineProcess:
         prompts = random_prompts(
             work.num_requests, words=work.prompt_words, shared_words=work.shared_words, seed=work.seed
         )
-        asked = {"prompts": prompts, "concurrency": work.concurrency, "new_tokens": work.new_tokens}
+        load = {"prompts": prompts, "concurrency": work.concurrency, "new_tokens": work.new_tokens}
         assert self._process.stdin is not None
-        print(json.dumps(asked), file=self._process.stdin, flush=True)
+        print(json.dumps(load), file=self._process.stdin, flush=True)
         return self._answer()
 
     def _answer(self) -> dict[str, Any]:
@@ -117,7 +117,7 @@ class _EngineProcess:
 
 
 class _BareLoop:
-    """The forward of as many rows and nothing else."""
+    """The forward alone, with one row per concurrent request."""
 
     def __init__(self, repository: Path, *, model: str) -> None:
         self._flags = [f"--repository={repository}", f"--model={model}"]
@@ -141,14 +141,14 @@ def _run(script: str, *arguments: str) -> dict[str, Any]:
 def genserve(
     repository: Path, *, model: str, api: str = "generate", flags: Sequence[str] = ()
 ) -> Iterator[Target]:
-    """`genserve serve` over HTTP; where there is /proc, its processor time is `server_cpu_s`."""
+    """`genserve serve` over HTTP; on Linux, its CPU time is `server_cpu_s`."""
     with genserve_server(repository, flags=flags) as server:
         pid = server.pid if Path("/proc/self/stat").exists() else None
         yield _Server(server.http, model=model, api=api, extra={}, pid=pid)
 
 
 def bare_loop(repository: Path, *, model: str) -> Target:
-    """The forward of the exported graph alone: one batch of `concurrency` rows, and no latencies."""
+    """The forward of the exported graph alone, in one batch of `concurrency` rows, without latencies."""
     return _BareLoop(repository, model=model)
 
 
@@ -161,7 +161,7 @@ def _llama_server(program: str, model: str) -> Iterator[Target]:
     command += ["--ctx-size", str(SLOTS * SLOT_TOKENS)]
     extra = {"ignore_eos": True, "stream_options": {"include_usage": True}}
     with running(command, ready_url=f"http://127.0.0.1:{port}/health"):
-        # It promises to keep a connection, and closes it after a stream.
+        # It announces keep-alive, but closes the connection after a stream.
         yield _Server(port, model=model, api="completions", extra=extra, keep_alive=False)
 
 
@@ -172,7 +172,7 @@ def _transformers(program: str, model: str) -> Iterator[Target]:
     command = [program, "serve", model, "--continuous-batching", "--host=127.0.0.1", f"--port={port}"]
     command += ["--device=cpu", f"--cb-block-size={block_tokens}", f"--cb-max-batch-tokens={BATCH_TOKENS}"]
     command += [f"--cb-num-blocks={SLOTS * SLOT_TOKENS // block_tokens}"]
-    # It knows no ignore_eos; a token that does not exist never ends an answer.
+    # It has no ignore_eos; an eos token that does not exist never ends an answer.
     extra = {"generation_config": json.dumps({"do_sample": False, "eos_token_id": -1})}
     with running(command, ready_url=f"http://127.0.0.1:{port}/health"):
         yield _Server(port, model=model, api="completions", extra=extra)
@@ -187,7 +187,7 @@ def _genserve(program: str, repository: str) -> Iterator[Target]:
 
 
 def _engine(script: str) -> Callable[[str, str], AbstractContextManager[Target]]:
-    """An engine in a process of its own, by the Python that has it."""
+    """An engine in a separate process, run by the Python that has it installed."""
 
     @contextmanager
     def start(program: str, model: str) -> Iterator[Target]:
@@ -198,7 +198,7 @@ def _engine(script: str) -> Callable[[str, str], AbstractContextManager[Target]]
     return start
 
 
-# By kind: what starts one, given a program (a server, or the Python of an engine) and a model.
+# By kind: starts a peer from a program (a server, or the Python of an engine) and a model.
 PEERS: Mapping[str, Callable[[str, str], AbstractContextManager[Target]]] = MappingProxyType(
     {
         "llama-server": _llama_server,

@@ -1,6 +1,6 @@
 """Export a checkpoint to a model repository: `python scripts/export_onnx.py SOURCE --name NAME`.
 
-It is `genserve export`, with its options, for those who look for a script.
+The same as the command `genserve export`, with the same options.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Closed loop: requests to an engine in this process, as `load.py` sends them to a server.
+"""Closed loop: sends requests to an engine in this process, like `load.py` to a server.
 
-The engines beside this file are scripts that their own Python runs: each loads a model, reads one JSON
-object per line from standard input (the prompts, how many at once, how many tokens each), and writes what
-it measured. It needs nothing but the standard library.
+The engines in this folder are scripts, run by the Python that has them installed. Each loads a model, reads
+a load from each line of standard input (JSON: prompts, concurrency, new tokens), and writes the
+measurements. This file needs only the standard library.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ __all__ = ["Engine", "answer_standard_input", "closed_loop"]
 
 
 class Engine(Protocol):
-    """What is measured; it answers each request with exactly as many tokens as were asked for."""
+    """A measured engine; it generates exactly `new_tokens` tokens per request."""
 
     def add(self, number: int, prompt: str, *, new_tokens: int) -> int:
-        """Take a request, which the caller knows by a number; returns the tokens of its prompt."""
+        """Add a request, identified by a number; returns the number of its prompt tokens."""
 
     def step(self) -> Mapping[int, int]:
-        """Do some work, or wait for it; returns how many tokens came, by the number of the request."""
+        """Do or await some work; returns the number of new tokens by request number."""
 
 
 def closed_loop(
@@ -34,11 +34,11 @@ def closed_loop(
     """Keep `concurrency` requests in the engine until all are answered.
 
     Returns:
-        The fields of `load.Measured`.
+        Fields of `genserve.cli.load_generator.LoadResult`.
     """
     waiting = deque(enumerate(prompts))
-    missing: dict[int, int] = {}        # tokens still to come, of those in the engine
-    last_s: dict[int, float] = {}       # when it was sent, or its last token came
+    missing: dict[int, int] = {}        # remaining tokens of each running request
+    last_s: dict[int, float] = {}       # time of its last token, or of its start
     prompt_tokens: list[int] = []
     first_text_s: list[float] = []
     gaps_s: list[float] = []
@@ -69,11 +69,11 @@ def closed_loop(
 
 
 def answer_standard_input(engine: Engine) -> None:
-    """Run each load that comes in a line, and write what was measured in a line."""
-    # What the libraries print must not stand between the answers.
+    """Run the load of each line, and write its measurements in a line."""
+    # The output of libraries goes to stderr, so that it does not mix with the answers.
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)
-        print("{}", file=answers, flush=True)  # the model is loaded
+        print("{}", file=answers, flush=True)  # reports that the model is loaded
         for line in sys.stdin:
             load = json.loads(line)
             measured = closed_loop(

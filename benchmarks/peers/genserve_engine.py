@@ -1,4 +1,4 @@
-"""Genserve engine: the engine of `genserve serve` without its server, text to text, in this process.
+"""Genserve engine: the engine of `genserve serve` without its server, in this process.
 
     python benchmarks/peers/genserve_engine.py MODEL_REPOSITORY
 """
@@ -44,7 +44,7 @@ class GenserveEngine:
         return sequence.num_prompt_tokens
 
     def deliver(self, outputs: Sequence[RequestOutput]) -> None:
-        """Take over outputs from the engine's thread."""
+        """Receive outputs from the engine's thread."""
         self._delivered.put(outputs)
 
     def step(self) -> Mapping[int, int]:

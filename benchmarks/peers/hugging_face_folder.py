@@ -1,9 +1,9 @@
-"""Hugging Face folder: a checkpoint of any kind that `genserve export` reads, as other engines want it.
+"""Hugging Face folder: converts any checkpoint that `genserve export` reads for other engines.
 
     python benchmarks/peers/hugging_face_folder.py [SOURCE] FOLDER
 
-SOURCE is that of `genserve export`; without one it is the model of `genserve pull`. The weights are written
-as float32, as the exporter sees them, so that all engines start from the same numbers.
+SOURCE is that of `genserve export`, by default the model of `genserve pull smollm2`. The weights are written
+in float32, as the exporter reads them, so that all engines start from the same numbers.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ def main() -> None:
     source_model(checkpoint).save_pretrained(options.folder)
     for name, content in checkpoint.tokenizer_files.items():
         (options.folder / name).write_bytes(content)
-    _tell_older_readers(options.folder / "config.json")
-    _name_tokenizer(options.folder / "tokenizer_config.json")
+    _set_rope_theta(options.folder / "config.json")
+    _set_tokenizer_class(options.folder / "tokenizer_config.json")
 
 
-def _tell_older_readers(path: Path) -> None:
-    """Name the rotary base where transformers before 5 looks for it; they would take 10,000 otherwise."""
+def _set_rope_theta(path: Path) -> None:
+    """Set the field of transformers before version 5, which would assume 10,000."""
     config = json.loads(path.read_text())
     config |= {"rope_theta": config.get("rope_parameters", {}).get("rope_theta", 10_000.0)}
     path.write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _name_tokenizer(path: Path) -> None:
-    """Say that tokenizer.json is all; by the architecture's own class prompts would have other tokens."""
+def _set_tokenizer_class(path: Path) -> None:
+    """Select the class that only reads tokenizer.json; the architecture's own might encode differently."""
     config = json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
     path.write_text(json.dumps(config, indent=2) + "\n")
 

@@ -2,9 +2,8 @@
 
     PYTHON benchmarks/peers/onnxruntime_genai_engine.py FOLDER
 
-with a Python that has onnxruntime-genai, and a folder that its model builder made. On a CPU it batches
-statically: the requests of a batch begin and end together. Its continuous batching needs PagedAttention,
-which is for CUDA.
+with a Python that has onnxruntime-genai, and a folder of its model builder. On a CPU it batches statically,
+so that the requests of a batch start and end together. Its continuous batching needs PagedAttention on CUDA.
 """
 
 from __future__ import annotations

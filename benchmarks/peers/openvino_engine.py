@@ -2,7 +2,7 @@
 
     PYTHON benchmarks/peers/openvino_engine.py FOLDER
 
-with a Python that has openvino-genai, and a folder that `optimum-cli export openvino` made.
+with a Python that has openvino-genai, and a folder of `optimum-cli export openvino`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CACHE_GB = 2
 
 
 class OpenVinoEngine:
-    """One pipeline, prefix caching included; a step of it may prefill some requests and decode others."""
+    """A pipeline with prefix caching; a step may prefill some requests and decode others."""
 
     def __init__(self, folder: str) -> None:
         scheduler = openvino_genai.SchedulerConfig()

@@ -1,10 +1,10 @@
-"""OpenVINO quality: how far a model of `openvino_engine.py` is from the one that it was made of.
+"""OpenVINO quality: the distance of a model for `openvino_engine.py` from its source.
 
     PYTHON benchmarks/peers/openvino_quality.py FOLDER HUGGING_FACE_FOLDER TEXT_FILE
 
-with the Python that made the folder. The first half of the text's first tokens is a prefill, the others come
-one by one. Prints how often the likeliest token is the same, the mean Kullback-Leibler divergence in nats,
-and the ratio of the perplexities, all against transformers in float32.
+with the Python that made the folder. The first half of the tokens is prefilled, the others are decoded one
+by one. Prints the top-1 agreement, the mean Kullback-Leibler divergence in nats, and the ratio of
+perplexities, all compared with transformers in float32.
 """
 
 from __future__ import annotations

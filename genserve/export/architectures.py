@@ -1,4 +1,4 @@
-"""Architectures: which model family builds the graph of which architecture."""
+"""Architectures: the model family of each architecture in config.json."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 
 
 def architecture(config: Mapping[str, Any]) -> str:
-    """The architecture that config.json names; where it names none, that of its model type."""
+    """The architecture that config.json names, or else the usual one of its model type."""
     match config.get("architectures"):
         case [str(named), *_]:
             return named
@@ -47,5 +47,5 @@ def architecture(config: Mapping[str, Any]) -> str:
 
 
 def family_of(config: Mapping[str, Any]) -> Family | None:
-    """The family of that architecture; None: no family builds it."""
+    """The family of a config's architecture, or None."""
     return FAMILIES.get(architecture(config))

@@ -1,4 +1,4 @@
-"""Checkpoint: weights, configuration and tokenizer of a trained model, wherever they come from."""
+"""Checkpoint: weights, configuration and tokenizer of a trained model, from any source."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ FloatArray = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A model as its authors published it; the words are those of Hugging Face's folders."""
+    """A model as its authors published it, in the terms of a Hugging Face folder."""
 
-    source: str                             # the name of the folder or file, without its place
+    source: str                             # the name of the folder or file, without its path
     config: Mapping[str, Any]               # config.json
     tensor_names: frozenset[str]
-    load: Callable[[str], FloatArray]       # reads one tensor anew each time
+    load: Callable[[str], FloatArray]       # reads one tensor, again at each call
     tokenizer_files: Mapping[str, bytes]    # by file name: tokenizer.json, tokenizer_config.json ...
 
     def tensor(self, name: str) -> FloatArray:
@@ -35,6 +35,6 @@ class Checkpoint:
         if name not in self.tensor_names:
             raise ExportError(
                 f"{self.source} has no tensor {name!r}",
-                remedy="the checkpoint is incomplete, or not of the architecture that its config names",
+                remedy="the checkpoint is incomplete, or its config names another architecture",
             )
         return self.load(name)

@@ -18,29 +18,9 @@ from genserve.errors import ExportError
 from genserve.export.checkpoint import Checkpoint, FloatArray
 from genserve.export.gguf_checkpoint import read_gguf
 
-__all__ = ["download", "locate", "open_pickled", "read_checkpoint", "read_folder"]
+__all__ = ["locate", "read_checkpoint"]
 
-
-def open_pickled(files: Iterable[Path]) -> Mapping[str, torch.Tensor]:
-    """The tensors of some .bin files by name, mapped into memory and read when they are looked at.
-
-    Raises:
-        ExportError: a file is broken, has more than tensors in it, or is of before PyTorch 1.6.
-    """
-    tensors: dict[str, torch.Tensor] = {}
-    for path in files:
-        try:
-            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            if not all(isinstance(value, torch.Tensor) for value in loaded.values()):
-                raise TypeError("what is not a tensor is no weight")
-            tensors |= loaded
-        except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, AttributeError, TypeError) as error:
-            raise ExportError(
-                f"{path} is broken, or holds more than plain tensors, which could run code when it is read",
-                remedy="convert it to safetensors: transformers' from_pretrained(...).save_pretrained(...)",
-            ) from error
-    return tensors
-
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -52,12 +32,46 @@ _WANTED = ("config.json", "model*.safetensors", "model.safetensors.index.json", 
 _PICKLED = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
 
 
-def download(name: str) -> Path:
-    """Download what an export needs of ORG/NAME, with the hub's own progress bars and cache; the folder.
+def locate(source: str) -> Path:
+    """The folder or file of a checkpoint: the path `source`, or a download of ORG/NAME from the hub.
 
     Raises:
-        ExportError: the hub is out of reach, or has no such model for this caller.
+        ExportError: `source` is neither, or the download failed.
     """
+    path = Path(source).expanduser()
+    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+        return path
+    if not path.exists() and _HUB_NAME.fullmatch(source):
+        return _download(source)
+    raise ExportError(
+        f"{source!r} is not a checkpoint",
+        remedy="give a folder with config.json and *.safetensors, a .gguf file, or ORG/NAME on the hub",
+    )
+
+
+def read_checkpoint(path: Path, *, source: str) -> Checkpoint:
+    """Open the Hugging Face folder or the GGUF file at `path`; `source` is its name in messages.
+
+    A folder has config.json, tokenizer.json, and weights in safetensors or .bin, sharded or not.
+
+    Raises:
+        ExportError: a file is missing or broken.
+    """
+    if not path.is_dir():
+        return read_gguf(path, source=source)
+    config = _read_json(path / "config.json")
+    names, load = _tensors(path)
+    return Checkpoint(
+        source=source,
+        config=config,
+        tensor_names=frozenset(names),
+        load=load,
+        tokenizer_files=_tokenizer_files(path, config=config),
+    )
+
+
+def _download(name: str) -> Path:
+    """Download the files that an export needs, with the hub's own progress bars and cache; their folder."""
     try:
         folder = Path(snapshot_download(name, allow_patterns=_WANTED))
         if not any(folder.glob("*.safetensors")):
@@ -70,59 +84,43 @@ def download(name: str) -> Path:
     return folder
 
 
-def read_folder(folder: Path, *, source: str) -> Checkpoint:
-    """Open a folder with config.json, tokenizer.json, and weights in safetensors or .bin, sharded or not.
-
-    Raises:
-        ExportError: a file is missing or broken.
-    """
-    config = _read_json(folder / "config.json")
-    names, load = _tensors(folder)
-    return Checkpoint(
-        source=source,
-        config=config,
-        tensor_names=frozenset(names),
-        load=load,
-        tokenizer_files=_tokenizer_files(folder, config=config),
-    )
-
-
 def _tensors(folder: Path) -> tuple[Iterable[str], Callable[[str], FloatArray]]:
     index, path = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.exists():
-        return _safetensors(_places(index))
+        return _safetensors(_shards(index))
     if path.exists():
         with _open(path) as file:
             return _safetensors(dict.fromkeys(file.keys(), path))
     index, path = folder / "pytorch_model.bin.index.json", folder / "pytorch_model.bin"
     if index.exists() or path.exists():
-        tensors = open_pickled(set(_places(index).values()) if index.exists() else [path])
+        tensors = _open_pickled(set(_shards(index).values()) if index.exists() else [path])
         return tensors, lambda name: tensors[name].float().numpy()
-    raise ExportError(f"{folder} has no model.safetensors", remedy="is this the folder that has the weights?")
+    raise ExportError(f"{folder} has no model.safetensors", remedy="name the folder that has the weights")
 
 
-def _places(index: Path) -> dict[str, Path]:
-    places = _read_json(index).get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+def _shards(index: Path) -> dict[str, Path]:
+    """The file of each tensor."""
+    files = _read_json(index).get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
         raise ExportError(f"{index} has no weight_map", remedy="download the checkpoint again")
-    return {name: index.parent / file for name, file in places.items()}
+    return {name: index.parent / file for name, file in files.items()}
 
 
-def _safetensors(places: dict[str, Path]) -> tuple[Iterable[str], Callable[[str], FloatArray]]:
+def _safetensors(files: dict[str, Path]) -> tuple[Iterable[str], Callable[[str], FloatArray]]:
     def load(name: str) -> FloatArray:
-        with _open(places[name]) as file:
+        with _open(files[name]) as file:
             try:
                 array: FloatArray = file.get_tensor(name).float().numpy()
-            except SafetensorError as error:    # the index promises what the shard has not
-                raise _unreadable(places[name], error) from error
+            except SafetensorError as error:    # the index lists a tensor that the shard does not have
+                raise _unreadable(files[name], error) from error
             return array
 
-    return places, load
+    return files, load
 
 
 def _open(path: Path) -> Any:
     try:
-        # As torch tensors: numpy knows no bfloat16.
+        # As torch tensors, because numpy has no bfloat16.
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         raise _unreadable(path, error) from error
@@ -130,6 +128,23 @@ def _open(path: Path) -> Any:
 
 def _unreadable(path: Path, error: Exception) -> ExportError:
     return ExportError(f"{path} cannot be read: {_first_line(error)}", remedy="download the checkpoint again")
+
+
+def _open_pickled(files: Iterable[Path]) -> Mapping[str, torch.Tensor]:
+    """The tensors of PyTorch's .bin files by name, mapped into memory; pickled code is refused, not run."""
+    tensors: dict[str, torch.Tensor] = {}
+    for path in files:
+        try:
+            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            if not all(isinstance(value, torch.Tensor) for value in loaded.values()):
+                raise TypeError("not a tensor")
+            tensors |= loaded
+        except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, AttributeError, TypeError) as error:
+            raise ExportError(
+                f"{path} is broken, or holds more than plain tensors, which could run code when it is read",
+                remedy="convert it to safetensors: transformers' from_pretrained(...).save_pretrained(...)",
+            ) from error
+    return tensors
 
 
 def _tokenizer_files(folder: Path, *, config: dict[str, Any]) -> dict[str, bytes]:
@@ -156,45 +171,14 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         value: dict[str, Any] = json.loads(path.read_bytes())
         if not isinstance(value, dict):
-            raise ValueError("it is no JSON object")    # noqa: TRY004
+            raise ValueError("it is not a JSON object")    # noqa: TRY004
     except (OSError, ValueError) as error:
         raise ExportError(
             f"{path} cannot be read: {_first_line(error)}",
-            remedy="a checkpoint folder has it beside its weights; download it again",
+            remedy="a checkpoint folder has it next to its weights; download it again",
         ) from error
     return value
 
 
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-
-
-def locate(source: str) -> Path:
-    """The folder or file of a checkpoint: that of this path, or a download of ORG/NAME from the hub.
-
-    Raises:
-        ExportError: there is nothing of the kind at `source`, or the download failed.
-    """
-    path = Path(source).expanduser()
-    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
-        return path
-    if not path.exists() and _HUB_NAME.fullmatch(source):
-        return download(source)
-    raise ExportError(
-        f"{source!r} is no checkpoint",
-        remedy="give a folder with config.json and *.safetensors, a .gguf file, or ORG/NAME on the hub",
-    )
-
-
-def read_checkpoint(path: Path, *, source: str) -> Checkpoint:
-    """Open the Hugging Face folder or the GGUF file at `path`; `source` is its name for messages.
-
-    Raises:
-        ExportError: it cannot be read.
-    """
-    if path.is_dir():
-        return read_folder(path, source=source)
-    return read_gguf(path, source=source)

@@ -1,8 +1,9 @@
-"""Conversion: one checkpoint on its way to the files of its stages."""
+"""Conversion: writes the graph of a checkpoint, and compares it with its source."""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import filterfalse
@@ -17,28 +18,35 @@ from genserve.export.checkpoint import Checkpoint, FloatArray
 from genserve.export.decoder import Decoder
 from genserve.export.decoder_graph import write_decoder
 from genserve.export.decoder_module import write_torchscript
-from genserve.export.decoder_weights import parts_of
-from genserve.export.export_options import CacheType, Form, Precision, Progress
+from genserve.export.decoder_weights import tensor_sources
+from genserve.export.export_options import CacheType, ExportFormat, ExportReport, Precision, Progress
 from genserve.export.family import Family, Unsupported
 from genserve.export.layers import FusedLayers, StandardLayers
-from genserve.export.layout import StageFolders
-from genserve.export.model_folders import Stages
-from genserve.export.onnx_graph import Graph
-from genserve.export.precision import FORMATS, cache_numbers, require_cache, resolve_precision
-from genserve.export.smoothquant import can_be_smoothed, smoothed
-from genserve.export.source_model import Reference
+from genserve.export.layout import ModelLayout
+from genserve.export.model_folders import (
+    ModelFolders,
+    install,
+    install_beside,
+    staging_folder,
+    writing_into,
+)
+from genserve.export.onnx_graph import OnnxGraphBuilder
+from genserve.export.parity import Parity, check_parity
+from genserve.export.precision import SCHEMES, cache_dtype, require_cache, resolve_precision
+from genserve.export.smoothquant import is_smoothable, smooth
+from genserve.export.source_model import Reference, run_source
 from genserve.export.traced import TracedConversion
 
-__all__ = ["Conversion", "convert"]
+__all__ = ["Conversion", "convert", "write_model"]
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """What is to be written of a checkpoint that a family knows."""
+    """The conversion of a checkpoint of a known family."""
 
-    folders: StageFolders
+    layout: ModelLayout
     family: Family
     decoder: Decoder
 
@@ -47,69 +55,69 @@ class Conversion:
         cls,
         checkpoint: Checkpoint,
         *,
-        stages: Stages,
-        form: Form,
+        folders: ModelFolders,
+        export_format: ExportFormat,
         precision: Precision | None = None,
         kv_cache: CacheType = "float",
     ) -> Self:
         """Find the family of the checkpoint.
 
         Raises:
-            Unsupported: no family builds what the config names.
-            ExportError: the config makes no sense, or the form has no such precision or KV cache.
+            Unsupported: no family supports the architecture or an option of the config.
+            ExportError: the config is invalid, or the format does not support the precision or the KV cache.
         """
         family = family_of(checkpoint.config)
         if family is None:
             raise Unsupported(
-                f"it is of the architecture {architecture(checkpoint.config)}, which no family builds",
+                f"no family supports its architecture {architecture(checkpoint.config)}",
                 remedy=f"known architectures: {', '.join(sorted(FAMILIES))}",
             )
         decoder = family.decoder(checkpoint.config)
-        require_cache(kv_cache, form)
-        folders = StageFolders(
-            stages=stages,
-            form=form,
-            precision=resolve_precision(precision, form),
+        require_cache(kv_cache, export_format)
+        layout = ModelLayout(
+            folders=folders,
+            export_format=export_format,
+            precision=resolve_precision(precision, export_format),
             checkpoint=family.completed(checkpoint),
             dimensions=decoder.dimensions,
             kv_cache=kv_cache,
         )
-        return cls(folders=folders, family=family, decoder=decoder)
+        return cls(layout=layout, family=family, decoder=decoder)
 
     @property
     def norms(self) -> dict[str, str]:
-        """The norms whose activations are worth knowing: role to the name of transformers' module."""
-        parts = parts_of(self.family.names, num_layers=self.folders.dimensions.num_layers)
-        numbers = FORMATS[self.folders.precision]
+        """The norms to observe for smoothing: role to the name of the module in transformers."""
+        sources = tensor_sources(self.family.names, num_layers=self.layout.dimensions.num_layers)
+        scheme = SCHEMES[self.layout.precision]
         return {
-            role: part.name
-            for role, part in parts.items()
-            if can_be_smoothed(role) and (numbers.head if role == "norm" else numbers.normed) == "int8"
+            role: source.name
+            for role, source in sources.items()
+            if is_smoothable(role) and (scheme.head if role == "norm" else scheme.normed) == "int8"
         }
 
     def write_graph(self, folder: Path, *, reference: Reference, progress: Progress) -> Path:
         """Write the graph and its weights; returns their folder.
 
         Args:
-            folder: of all stages.
-            reference: of the source. Norms whose activations it has are smoothed.
-            progress: is shown the stages of the work.
+            folder: the parent of the stages' folders.
+            reference: the source's run. Norms whose activations it has are smoothed.
+            progress: displays the stages of the work.
 
         Raises:
-            ExportError: the checkpoint lacks a tensor, or has one that the family knows nothing of.
+            ExportError: the checkpoint lacks a tensor, or has one that the family does not know.
         """
-        folders = self.folders
-        version = folder / folders.stages.logits / "1"
+        layout = self.layout
+        version = folder / layout.folders.logits / "1"
         version.mkdir(parents=True, exist_ok=True)
-        num_layers = folders.dimensions.num_layers
-        with progress.stage(f"converting to {folders.precision}", total=num_layers) as advance:
+        num_layers = layout.dimensions.num_layers
+        with progress.stage(f"converting to {layout.precision}", total=num_layers) as advance:
             self._write(version, activations=reference.activations, advance=advance)
         return version
 
     def _write(
         self, version: Path, *, activations: Mapping[str, FloatArray], advance: Callable[[int], None]
     ) -> None:
-        folders, checkpoint = self.folders, self.folders.checkpoint
+        layout, checkpoint = self.layout, self.layout.checkpoint
         used: set[str] = set()
 
         def load(name: str) -> FloatArray:
@@ -117,65 +125,140 @@ class Conversion:
             return checkpoint.load(name)
 
         plain = self.family.weights(replace(checkpoint, load=load), self.decoder)
-        weights = smoothed(plain, activations)
-        metadata = folders.metadata(family=self.family.name)
-        if folders.form is Form.TORCHSCRIPT:
-            path = version / folders.form.file_name
-            write_torchscript(weights, self.decoder, path, precision=folders.precision, metadata=metadata)
-            advance(folders.dimensions.num_layers)
+        weights = smooth(plain, activations)
+        metadata = layout.metadata(family=self.family.name)
+        if layout.export_format is ExportFormat.TORCHSCRIPT:
+            path = version / layout.export_format.file_name
+            write_torchscript(weights, self.decoder, path, precision=layout.precision, metadata=metadata)
+            advance(layout.dimensions.num_layers)
         else:
-            numbers = FORMATS[folders.precision]
-            make_layers = FusedLayers if numbers.activations is np.float32 else StandardLayers
-            kv_cache = cache_numbers(folders.kv_cache, folders.precision)
-            with Graph(version) as graph:
-                layers = make_layers(graph, numbers)
+            scheme = SCHEMES[layout.precision]
+            make_layers = FusedLayers if scheme.activations is np.float32 else StandardLayers
+            kv_cache = cache_dtype(layout.kv_cache, layout.precision)
+            with OnnxGraphBuilder(version) as graph:
+                layers = make_layers(graph, scheme)
                 write_decoder(weights, self.decoder, layers, advance, kv_cache=kv_cache)
                 graph.save(metadata=metadata)
-        self._require_all(used)
+        self._require_no_others(used)
 
-    def _require_all(self, used: set[str]) -> None:
-        checkpoint = self.folders.checkpoint
+    def _require_no_others(self, used: set[str]) -> None:
+        checkpoint = self.layout.checkpoint
         unknown = sorted(filterfalse(self.family.may_ignore, checkpoint.tensor_names - used))
         if unknown:
             raise ExportError(
                 f"{checkpoint.source} has {len(unknown)} tensors that the family {self.family.name} "
                 f"does not know, {unknown[0]!r} first",
-                remedy="it is not the plain architecture that its config names; nothing was installed",
+                remedy="it is a variant of the architecture that its config names; nothing was installed",
             )
 
 
 def convert(
     checkpoint: Checkpoint,
     *,
-    stages: Stages,
-    form: Form,
+    folders: ModelFolders,
+    export_format: ExportFormat,
     precision: Precision | None = None,
     kv_cache: CacheType = "float",
 ) -> Conversion | TracedConversion:
-    """Return how a checkpoint is written: by its family, or traced where that has to be and can be.
+    """Choose the conversion of a checkpoint: by its family, or else traced.
 
     Raises:
-        ExportError: neither way; or the form has no such precision or KV cache.
+        ExportError: neither is possible, or the format does not support the precision or the KV cache.
     """
     try:
         return Conversion.of(
-            checkpoint, stages=stages, form=form, precision=precision, kv_cache=kv_cache
+            checkpoint, folders=folders, export_format=export_format, precision=precision, kv_cache=kv_cache
         )
     except Unsupported as error:
-        if form is not Form.ONNX:
+        if export_format is not ExportFormat.ONNX:
             raise ExportError(
-                f"{checkpoint.source}: {error.message}, and {form.words} is made of families alone",
+                f"{checkpoint.source}: {error.message}; {export_format.label} needs a known family",
                 remedy=f"export it to ONNX; {error.remedy}",
             ) from error
         logger.warning(
-            "%s: %s: its graph is traced from the code of transformers, and slower than one of ours",
+            "%s: %s. Its graph is traced from the code of transformers, and slower than a graph of ours",
             checkpoint.source,
             error.message,
         )
-    require_cache(kv_cache, Form.TRACED)
+    require_cache(kv_cache, ExportFormat.TRACED)
     family = family_of(checkpoint.config)
     return TracedConversion.of(
         checkpoint if family is None else family.completed(checkpoint),
-        stages=stages,
-        precision=resolve_precision(precision, Form.TRACED),
+        folders=folders,
+        precision=resolve_precision(precision, ExportFormat.TRACED),
     )
+
+
+def write_model(
+    conversion: Conversion | TracedConversion,
+    repository: Path,
+    *,
+    beside: str | None,
+    overwrite: bool,
+    progress: Progress,
+    started_s: float,
+) -> ExportReport:
+    """Write a model, compare it with its source, and install it.
+
+    Args:
+        conversion: of the checkpoint.
+        repository: see `export_model`.
+        beside: see `export_model`.
+        overwrite: see `export_model`.
+        progress: see `export_model`.
+        started_s: when the export began, by `time.perf_counter`.
+
+    Raises:
+        ExportError: the source cannot be run or converted, the graph is too far from it, or the repository
+            has a config of another model, or is not writable.
+    """
+    layout = conversion.layout
+    with writing_into(repository), staging_folder(repository, layout.folders) as staged:
+        if beside is not None or not overwrite:
+            layout.require_agreeing_config(repository, beside=beside is not None)
+        if beside is None:
+            layout.write(staged, repository=repository)
+        weights, parity = _write_checked(conversion, staged, progress=progress)
+        size_bytes = sum(path.stat().st_size for path in weights.glob(f"{layout.export_format.file_name}*"))
+        if beside is None:
+            install(staged, repository, layout.folders, overwrite=overwrite)
+        else:
+            install_beside(staged, repository, layout.folders, beside=beside)
+    return ExportReport(
+        name=layout.folders.ensemble,
+        precision=parity.precision,
+        kv_cache=parity.kv_cache,
+        seconds=time.perf_counter() - started_s,
+        largest_logit_difference=parity.largest_logit_difference,
+        top1_agreement=parity.top1_agreement,
+        perplexity_ratio=parity.perplexity_ratio,
+        divergence=parity.divergence,
+        size_bytes=size_bytes,
+        path=repository / layout.folders.ensemble,
+    )
+
+
+def _write_checked(
+    conversion: Conversion | TracedConversion, folder: Path, *, progress: Progress
+) -> tuple[Path, Parity]:
+    """Run the source, write the graph below `folder`, and compare both; returns the graph's folder."""
+    layout = conversion.layout
+    dimensions = layout.dimensions
+    with progress.stage("running the source", total=dimensions.num_layers) as advance:
+        reference = run_source(
+            layout.checkpoint,
+            context_length=dimensions.context_length,
+            norms=conversion.norms,
+            advance=advance,
+        )
+    version = conversion.write_graph(folder, reference=reference, progress=progress)
+    with progress.stage("comparing with the source"):
+        parity = check_parity(
+            reference,
+            version,
+            export_format=layout.export_format,
+            precision=layout.precision,
+            kv_cache=layout.kv_cache,
+            source=layout.checkpoint.source,
+        )
+    return version, parity

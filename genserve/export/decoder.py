@@ -1,4 +1,4 @@
-"""Decoder: what a decoder-only transformer computes, in sizes and choices, apart from its weights."""
+"""Decoder: the description of a decoder-only transformer, its sizes and options, apart from its weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dimensions:
-    """The sizes of a model that the stages around its graph need to know."""
+    """The sizes of a model that the configs of its stages need."""
 
     num_layers: int
     num_kv_heads: int
@@ -27,14 +27,14 @@ class Dimensions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rotary:
-    """Rotary positions: the first 2 * len(frequencies) numbers of a head turn, one half against the other."""
+    """Rotary positions: rotate the first 2 * len(frequencies) numbers of a head, paired by halves."""
 
     frequencies: tuple[float, ...]  # radians per position
     scale: float = 1.0              # of cosines and sines
 
     def tables(self, length: int) -> tuple[FloatArray, FloatArray]:
-        """Cosines and sines of the positions below `length`: each [length, len(frequencies)]."""
-        # The product in float32 as transformers has it, or high positions turn to other angles.
+        """Cosines and sines of the positions below `length`, each [length, len(frequencies)] float32."""
+        # The product is in float32 as in transformers, or the angles of high positions would differ.
         angles = np.outer(np.arange(length, dtype=np.float32), np.array(self.frequencies, np.float32))
         cosines, sines = np.cos(angles, dtype=np.float64), np.sin(angles, dtype=np.float64)
         return (self.scale * cosines).astype(np.float32), (self.scale * sines).astype(np.float32)
@@ -42,18 +42,18 @@ class Rotary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """In what the attention of one layer may differ from that of another."""
+    """The options of attention that may differ between layers."""
 
     rotary: Rotary | None = None
-    window: int | None = None  # tokens that are attended to, the newest included; None: all
+    window: int | None = None  # number of attended tokens, including the newest; None: all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoder:
     """A decoder: embeddings, layers of attention and MLP around a residual, a norm, a head.
 
-    Whether there are biases, gates, learned positions or norms of queries and keys is told by the roles that
-    its weights have (`DecoderWeights`).
+    Biases, gates, learned positions and norms of queries and keys are present if the weights have those roles
+    (`DecoderWeights`).
     """
 
     vocab_size: int
@@ -64,7 +64,7 @@ class Decoder:
     attentions: tuple[Attention, ...]       # one per layer
     attention_scale: float                  # of query x key
     attention_softcap: float | None = None  # scores s become cap * tanh(s / cap)
-    alibi: bool = False                     # scores fall with the distance, see `alibi_slopes`
+    alibi: bool = False                     # scores decrease with the distance, see `alibi_slopes`
     norm: Literal["rms", "layer"]
     norm_epsilon: float
     activation: Activation
@@ -74,8 +74,14 @@ class Decoder:
     tied: bool                              # the head is the embedding
 
     @property
+    def rotaries(self) -> tuple[Rotary, ...]:
+        """The distinct rotary positions of the layers, in order."""
+        rotaries = (attention.rotary for attention in self.attentions)
+        return tuple(dict.fromkeys(rotary for rotary in rotaries if rotary is not None))
+
+    @property
     def dimensions(self) -> Dimensions:
-        """What the stages around the graph need to know."""
+        """The sizes that the configs of the stages need."""
         return Dimensions(
             num_layers=len(self.attentions),
             num_kv_heads=self.num_kv_heads,
@@ -86,10 +92,10 @@ class Decoder:
 
 
 def alibi_slopes(num_heads: int) -> FloatArray:
-    """How much a head's score falls with each token of distance: [num_heads].
+    """The decrease of each head's score per token of distance: [num_heads] float32.
 
-    A geometric series where the number of heads is a power of two; else that of the power below, and every
-    second value of the one above.
+    A geometric series if the number of heads is a power of two; otherwise that of the power below, followed
+    by every second value of the series of the power above.
 
     Source: Press, Smith and Lewis, "Train Short, Test Long" (2022), and their code for other numbers.
     """

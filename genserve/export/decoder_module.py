@@ -20,20 +20,20 @@ __all__ = ["DecoderModule", "write_torchscript"]
 
 
 class _Batch(NamedTuple):
-    """T new tokens of B sequences, in the indices that attention takes."""
+    """T new tokens of B sequences, as indices for attention."""
 
-    slots: Tensor       # [T], where keys and values of a token go in a cache whose blocks are one line
-    all_slots: Tensor   # [B, L], where those of each sequence lie; the last is repeated in longer rows
-    queries: Tensor     # [B, S], the tokens of each sequence, and in longer rows tokens of others
-    rows: tuple[Tensor, Tensor]             # [T] each, where a token is in `queries`
+    slots: Tensor       # [T], the slots of the tokens' keys and values in the flattened cache
+    all_slots: Tensor   # [B, L], the slots of each sequence, padded with its last one
+    queries: Tensor     # [B, S], the tokens of each sequence, padded with tokens of others
+    rows: tuple[Tensor, Tensor]             # [T] each, the indices of the tokens in `queries`
     masks: Mapping[int | None, Tensor]      # by the window of an attention
 
 
 class DecoderModule(nn.Module):
-    """What `decoder_graph.py` writes in ONNX, in operators of torch; to be traced.
+    """The model that `decoder_graph.py` writes in ONNX, in operators of torch, for tracing.
 
-    Nothing in `forward` makes a tensor from nothing, since a trace would keep the device of the example:
-    positions come from a table among the weights.
+    `forward` derives all tensors from its inputs and weights, because a trace would keep the device of a new
+    one. Therefore a table of positions is a weight.
     """
 
     def __init__(self, weights: DecoderWeights, decoder: Decoder, *, dtype: torch.dtype) -> None:
@@ -48,14 +48,13 @@ class DecoderModule(nn.Module):
         self._tables: dict[Rotary, str] = {}
         for role in sorted(self._roles):
             self._keep(role, torch.from_numpy(weights.load(role)).to(dtype))
-        self._keep("places", torch.arange(decoder.context_length))
+        self._keep("arange", torch.arange(decoder.context_length))
         if decoder.alibi:
             self._keep("slopes", torch.from_numpy(alibi_slopes(decoder.num_heads)).to(dtype))
-        for attention in decoder.attentions:
-            if attention.rotary and attention.rotary not in self._tables:
-                tables = map(torch.from_numpy, attention.rotary.tables(decoder.context_length))
-                self._tables[attention.rotary] = f"rotary.{len(self._tables)}"
-                self._keep(self._tables[attention.rotary], torch.stack([*tables]).to(dtype))
+        for index, rotary in enumerate(decoder.rotaries):
+            self._tables[rotary] = f"rotary.{index}"
+            tables = map(torch.from_numpy, rotary.tables(decoder.context_length))
+            self._keep(self._tables[rotary], torch.stack([*tables]).to(dtype))
 
     def forward(
         self,
@@ -67,18 +66,17 @@ class DecoderModule(nn.Module):
         logits_indices: Tensor,
         past_key_values: Sequence[Tensor],
     ) -> Tensor:
-        """Run T new tokens of B sequences, and write their keys and values into the cache.
+        """Run T new tokens of B sequences, and append their keys and values to the cache.
 
         Args:
-            input_ids: [T] int64, those of a sequence together and in order.
+            input_ids: [T] int64, the tokens of a sequence contiguous and in order.
             position_ids: [T] int64, of each token in its sequence.
-            cumulative_sequence_length: [B + 1] int32, sequence b has the tokens from the b-th number up to
-                the next.
-            past_seqlens: [B] int32, how many tokens of each are in the cache.
-            block_table: [B, max_blocks] int32, the blocks of each, in order; what is behind the last is not
-                read.
-            logits_indices: [R] int64, which of the tokens reach the head.
-            past_key_values: the keys of each layer, then its values, [num_blocks, block_size, kv_heads,
+            cumulative_sequence_length: [B + 1] int32, sequence b has the tokens from entry b up to entry
+                b + 1.
+            past_seqlens: [B] int32, the number of cached tokens per sequence.
+            block_table: [B, max_blocks] int32, the blocks of each sequence, in order, with any padding.
+            logits_indices: [R] int64, the tokens that reach the head.
+            past_key_values: keys and values of each layer in turn, [num_blocks, block_size, kv_heads,
                 head_dim] each; modified.
 
         Returns:
@@ -103,7 +101,7 @@ class DecoderModule(nn.Module):
                 batch.masks[attention.window],
             )[batch.rows]
             if index + 1 == len(self._decoder.attentions):
-                # Past the last keys and values, only the tokens that reach the head matter.
+                # After the last keys and values, only the tokens that reach the head matter.
                 x, residual = x[logits_indices], residual[logits_indices]
             residual = self._after_attention(x, residual, layer)
         return self._logits(self._norm(residual, "norm"))
@@ -111,14 +109,14 @@ class DecoderModule(nn.Module):
     def _batch(
         self, positions: Tensor, starts: Tensor, past: Tensor, block_table: Tensor, *, block_size: int
     ) -> _Batch:
-        """Find where everything is; the arguments are those of `forward`, in int64."""
+        """Compute the indices of a batch; the arguments are those of `forward`, in int64."""
 
         def slots(sequences: Tensor, positions: Tensor) -> Tensor:
             return block_table[sequences, positions // block_size] * block_size + positions % block_size
 
         tokens, lengths = _counted(positions), starts.diff()
         sequence, ends = torch.searchsorted(starts[1:], tokens, right=True), past + lengths
-        offsets, keys = self._tensor("places")[: lengths.max()], self._tensor("places")[: ends.max()]
+        offsets, keys = self._tensor("arange")[: lengths.max()], self._tensor("arange")[: ends.max()]
         distances = keys - (past[:, None] + offsets)[..., None]
         return _Batch(
             slots=slots(sequence, positions),
@@ -140,14 +138,14 @@ class DecoderModule(nn.Module):
         return self._norm(x, "embedding.norm") if self._has("embedding.norm") else x
 
     def _mask(self, distances: Tensor, *, window: int | None) -> Tensor:
-        """What a score is masked by or, with ALiBi, what is added to it.
+        """The mask of the scores or, with ALiBi, their bias.
 
         Args:
-            distances: [B, 1, 1, S, L], of a key from a query; 0: it is its own.
+            distances: [B, 1, 1, S, L], the position of a key less that of the query.
             window: of the attention.
 
         Returns:
-            [B, 1, 1, S, L] bool; or [B, kv_heads, heads of each, S, L].
+            [B, 1, 1, S, L] bool, or a bias [B, kv_heads, heads per kv_head, S, L].
         """
         visible = distances <= 0
         if window is not None:
@@ -170,13 +168,13 @@ class DecoderModule(nn.Module):
             key = self._norm(key, f"{layer}.key_norm")
         if attention.rotary is not None:
             angles = self._tensor(self._tables[attention.rotary])[:, positions][..., None, :]
-            query, key = _turned(query, angles[0], angles[1]), _turned(key, angles[0], angles[1])
+            query, key = _rotated(query, angles[0], angles[1]), _rotated(key, angles[0], angles[1])
         return query, key, value
 
     def _attended(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
         """Attention of each sequence: [B, S, heads * head_dim].
 
-        The heads that share keys and values are computed as more rows of one head: nothing is repeated.
+        Heads that share keys and values are computed as more rows of one head, so nothing is repeated.
 
         Args:
             query: [B, S, heads, head_dim].
@@ -198,7 +196,7 @@ class DecoderModule(nn.Module):
         return torch.unflatten(heads, 2, (groups.size(2), -1)).flatten(1, 2).transpose(1, 2).flatten(2)
 
     def _after_attention(self, x: Tensor, residual: Tensor, layer: str) -> Tensor:
-        """The rest of a layer, to the new residual."""
+        """The rest of a layer, up to the new residual."""
         x = self._post_norm(self._linear(x, f"{layer}.attention.output"), f"{layer}.attention")
         if self._decoder.parallel:
             return residual + x + self._mlp(self._norm(residual, f"{layer}.mlp.norm"), f"{layer}.mlp")
@@ -207,10 +205,10 @@ class DecoderModule(nn.Module):
         return residual + self._post_norm(x, f"{layer}.mlp")
 
     def _mlp(self, x: Tensor, layer: str) -> Tensor:
-        raised = self._linear(x, f"{layer}.up")
+        up = self._linear(x, f"{layer}.up")
         if self._has(f"{layer}.gate"):
-            return self._linear(self._activated(self._linear(x, f"{layer}.gate")) * raised, f"{layer}.down")
-        return self._linear(self._activated(raised), f"{layer}.down")
+            return self._linear(self._activated(self._linear(x, f"{layer}.gate")) * up, f"{layer}.down")
+        return self._linear(self._activated(up), f"{layer}.down")
 
     def _activated(self, x: Tensor) -> Tensor:
         match self._decoder.activation:
@@ -255,17 +253,17 @@ class DecoderModule(nn.Module):
 
 
 def _counted(like: Tensor) -> Tensor:
-    """0, 1, 2, ...: as many as a tensor [n] of int64 has numbers, and on its device."""
+    """[0, 1, ..., n - 1] for a tensor [n] of int64, on its device."""
     return torch.ones_like(like).cumsum(0) - 1
 
 
 def _stored(new: Tensor, cache: Tensor, batch: _Batch) -> Tensor:
-    """Write the tokens' keys or values into a layer's cache, and return those of all tokens so far.
+    """Append the tokens' keys or values to a layer's cache, and return those of all tokens so far.
 
     Args:
         new: [T, kv_heads, head_dim].
         cache: [num_blocks, block_size, kv_heads, head_dim].
-        batch: says where they lie.
+        batch: has their slots.
 
     Returns:
         [B, L, kv_heads, head_dim].
@@ -275,18 +273,18 @@ def _stored(new: Tensor, cache: Tensor, batch: _Batch) -> Tensor:
     return slots[batch.all_slots]
 
 
-def _turned(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Turn the first numbers of each head, one half against the other.
+def _rotated(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Apply rotary positions to the first numbers of each head, paired by halves.
 
     Args:
         heads: [T, heads, head_dim].
-        cosines: [T, 1, n], where 2 * n numbers turn.
+        cosines: [T, 1, n], for 2 * n rotated numbers.
         sines: the same.
     """
     size = cosines.size(-1)
     first, second = heads[..., :size], heads[..., size : 2 * size]
-    turned = (first * cosines - second * sines, second * cosines + first * sines, heads[..., 2 * size :])
-    return torch.cat(turned, dim=-1)
+    rotated = (first * cosines - second * sines, second * cosines + first * sines, heads[..., 2 * size :])
+    return torch.cat(rotated, dim=-1)
 
 
 _TYPES = {"fp32": torch.float32, "fp16": torch.float16}
@@ -300,14 +298,14 @@ def write_torchscript(
     precision: Precision,
     metadata: Mapping[str, str],
 ) -> None:
-    """Write a decoder for `textmodel/runtimes/torchscript_logits.py`; the whole model is in memory.
+    """Write a decoder as a TorchScript file, with the whole model in memory.
 
     Args:
         weights: of the decoder.
-        decoder: what it computes.
+        decoder: its description.
         path: of the file.
         precision: "fp32" or "fp16".
-        metadata: kept in the file, with the sizes of the cache.
+        metadata: stored in the file, with the sizes of the cache.
 
     Raises:
         ExportError: the checkpoint lacks a tensor.
@@ -315,7 +313,7 @@ def write_torchscript(
     sizes = decoder.dimensions
     dtype = _TYPES[precision]
     module = DecoderModule(weights, decoder, dtype=dtype).eval()
-    # Two sequences of two and one tokens, the second behind two others.
+    # Two sequences of two tokens and one token; the second has two cached tokens.
     example = (
         torch.tensor([0, 0, 0]),
         torch.tensor([0, 1, 2]),
@@ -329,14 +327,14 @@ def write_torchscript(
         ],
     )
     with torch.no_grad(), warnings.catch_warnings():
-        # torch recommends torch.export, which has no file that other programs load without Python.
+        # torch recommends torch.export, whose files other programs cannot load without Python.
         warnings.simplefilter("ignore", DeprecationWarning)
         traced = torch.jit.trace(module, example, check_trace=False)  # type: ignore[no-untyped-call]
-        told = {
+        stored = {
             **metadata,
             "genserve.num_layers": str(sizes.num_layers),
             "genserve.num_kv_heads": str(sizes.num_kv_heads),
             "genserve.head_dim": str(sizes.head_dim),
             "genserve.vocab_size": str(sizes.vocab_size),
         }
-        torch.jit.save(traced, str(path), _extra_files={"genserve.json": json.dumps(told)})
+        torch.jit.save(traced, str(path), _extra_files={"genserve.json": json.dumps(stored)})

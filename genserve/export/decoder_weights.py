@@ -32,86 +32,85 @@ from genserve.export.decoder import Decoder
 
 __all__ = [
     "DecoderWeights",
-    "Names",
-    "Part",
-    "Take",
+    "PackedTensor",
+    "TensorMap",
+    "Unpack",
+    "add_one",
     "half",
     "interleaved",
     "packed",
-    "parts_of",
-    "plus_one",
-    "rows_from",
+    "skip_rows",
     "stacked",
+    "tensor_sources",
     "transposed",
     "transposed_stack",
 ]
 
-
-Take = Callable[[FloatArray, Decoder], FloatArray]
+# Turns a tensor of the checkpoint into that of a role: a weight [outputs, inputs], or a bias [outputs].
+Unpack = Callable[[FloatArray, Decoder], FloatArray]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """A role that a checkpoint keeps in another form than [outputs, inputs], or packed with others."""
+class PackedTensor:
+    """The source of a role that a checkpoint keeps in another layout, or packed with others."""
 
     name: str
-    take: Take  # of its weight and of its bias
+    unpack: Unpack  # of both weight and bias
 
 
-# Of a role, without .weight and .bias: the name in the checkpoint. `{}` is the layer in both.
-Names = Mapping[str, str | Part]
+# From a role to its source, both without .weight and .bias. `{}` is the layer in both.
+TensorMap = Mapping[str, str | PackedTensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderWeights:
-    """The tensors of a decoder; to fold something into them, replace `load`."""
+    """The tensors of a decoder; replace `load` to fold something into them."""
 
     roles: frozenset[str]               # with .weight or .bias
-    load: Callable[[str], FloatArray]   # the tensor of a role, read anew each time
+    load: Callable[[str], FloatArray]   # the tensor of a role, read again at each call
 
     def optional(self, role: str) -> FloatArray | None:
-        """The tensor of a role, if the decoder has it."""
+        """The tensor of a role, or None if the decoder does not have it."""
         return self.load(role) if role in self.roles else None
 
     @staticmethod
-    def of(checkpoint: Checkpoint, *, names: Names, decoder: Decoder) -> DecoderWeights:
-        """The tensors of a checkpoint: all the weights in `names`, and those biases that it has.
+    def of(checkpoint: Checkpoint, *, names: TensorMap, decoder: Decoder) -> DecoderWeights:
+        """The tensors of a checkpoint: a weight for each role in `names`, and its bias if there is one.
 
-        `load` raises ExportError for what the checkpoint lacks.
+        `load` raises ExportError for a tensor that the checkpoint lacks.
         """
-        parts = parts_of(names, num_layers=len(decoder.attentions))
-        places = {
-            f"{role}.{kind}": (f"{part.name}.{kind}", part.take)
-            for role, part in parts.items()
+        sources = {
+            f"{role}.{kind}": (f"{source.name}.{kind}", source.unpack)
+            for role, source in tensor_sources(names, num_layers=len(decoder.attentions)).items()
             for kind in ("weight", "bias")
-            if kind == "weight" or f"{part.name}.bias" in checkpoint.tensor_names
+            if kind == "weight" or f"{source.name}.bias" in checkpoint.tensor_names
         }
         if decoder.tied:
-            places["head.weight"] = places["embedding.weight"]
+            sources["head.weight"] = sources["embedding.weight"]
 
         def load(role: str) -> FloatArray:
-            name, take = places[role]
-            return take(checkpoint.tensor(name), decoder)
+            name, unpack = sources[role]
+            return unpack(checkpoint.tensor(name), decoder)
 
-        return DecoderWeights(roles=frozenset(places), load=load)
+        return DecoderWeights(roles=frozenset(sources), load=load)
 
 
-def parts_of(names: Names, *, num_layers: int) -> dict[str, Part]:
-    """Where a checkpoint keeps what: by role, both without .weight and .bias."""
+def tensor_sources(names: TensorMap, *, num_layers: int) -> dict[str, PackedTensor]:
+    """The source of each role of each layer, both without .weight and .bias."""
     return {
-        role.format(i): _part(place, layer=i)
-        for role, place in names.items()
-        for i in range(num_layers if "{}" in role else 1)
+        role.format(layer): _in_layer(source, layer=layer)
+        for role, source in names.items()
+        for layer in range(num_layers if "{}" in role else 1)
     }
 
 
-def _part(place: str | Part, *, layer: int) -> Part:
-    if isinstance(place, str):
-        return Part(name=place.format(layer), take=_as_it_is)
-    return Part(name=place.name.format(layer), take=place.take)
+def _in_layer(source: str | PackedTensor, *, layer: int) -> PackedTensor:
+    if isinstance(source, str):
+        return PackedTensor(name=source.format(layer), unpack=_unchanged)
+    return PackedTensor(name=source.name.format(layer), unpack=source.unpack)
 
 
-def _as_it_is(tensor: FloatArray, _decoder: Decoder) -> FloatArray:
+def _unchanged(tensor: FloatArray, _decoder: Decoder) -> FloatArray:
     return tensor
 
 
@@ -119,53 +118,56 @@ _Projection = Literal["query", "key", "value"]
 _PROJECTIONS: tuple[_Projection, ...] = ("query", "key", "value")
 
 
-def packed(name: str, how: Callable[[_Projection], Take]) -> Names:
+def packed(name: str, unpacking: Callable[[_Projection], Unpack]) -> TensorMap:
     """The roles of queries, keys and values that are one tensor in the checkpoint."""
-    return {f"layers.{{}}.attention.{part}": Part(name=name, take=how(part)) for part in _PROJECTIONS}
+    return {
+        f"layers.{{}}.attention.{projection}": PackedTensor(name=name, unpack=unpacking(projection))
+        for projection in _PROJECTIONS
+    }
 
 
-def stacked(projection: _Projection) -> Take:
-    """Take one of queries, keys and values that are stacked in this order, all heads of each together."""
+def stacked(projection: _Projection) -> Unpack:
+    """Unpack queries, keys or values from all heads of queries, then of keys, then of values."""
 
-    def take(tensor: FloatArray, decoder: Decoder) -> FloatArray:
+    def unpack(tensor: FloatArray, decoder: Decoder) -> FloatArray:
         queries, keys = decoder.num_heads * decoder.head_dim, decoder.num_kv_heads * decoder.head_dim
         start = {"query": 0, "key": queries, "value": queries + keys}[projection]
         return tensor[start : start + (queries if projection == "query" else keys)]
 
-    return take
+    return unpack
 
 
-def interleaved(projection: _Projection) -> Take:
-    """Take one of queries, keys and values that alternate head by head."""
+def interleaved(projection: _Projection) -> Unpack:
+    """Unpack queries, keys or values that alternate head by head."""
 
-    def take(tensor: FloatArray, decoder: Decoder) -> FloatArray:
+    def unpack(tensor: FloatArray, decoder: Decoder) -> FloatArray:
         heads = tensor.reshape(decoder.num_heads, 3, decoder.head_dim, *tensor.shape[1:])
         return heads[:, _PROJECTIONS.index(projection)].reshape(-1, *tensor.shape[1:])
 
-    return take
+    return unpack
 
 
 def transposed(tensor: FloatArray, _decoder: Decoder) -> FloatArray:
-    """Undo the order [inputs, outputs] of GPT-2's Conv1D."""
+    """Unpack GPT-2's Conv1D, whose weight is [inputs, outputs]."""
     return tensor.T
 
 
-def transposed_stack(projection: _Projection) -> Take:
-    """As `stacked`, in the order of GPT-2's Conv1D."""
-    take = stacked(projection)
-    return lambda tensor, decoder: take(tensor.T, decoder)
+def transposed_stack(projection: _Projection) -> Unpack:
+    """Unpack a stack, as `stacked`, in GPT-2's Conv1D."""
+    unpack = stacked(projection)
+    return lambda tensor, decoder: unpack(tensor.T, decoder)
 
 
-def half(index: Literal[0, 1]) -> Take:
-    """Take the upper (0) or the lower half of two layers of one size that are stacked."""
+def half(index: Literal[0, 1]) -> Unpack:
+    """Unpack the first (0) or the second of two stacked layers of one size."""
     return lambda tensor, _decoder: tensor.reshape(2, -1, *tensor.shape[1:])[index]
 
 
-def rows_from(first: int) -> Take:
-    """Leave out the rows below `first`."""
-    return lambda tensor, _decoder: tensor[first:]
+def skip_rows(count: int) -> Unpack:
+    """Leave out the first rows."""
+    return lambda tensor, _decoder: tensor[count:]
 
 
-def plus_one(tensor: FloatArray, _decoder: Decoder) -> FloatArray:
-    """Complete the weight of a norm that is stored as its difference from 1."""
+def add_one(tensor: FloatArray, _decoder: Decoder) -> FloatArray:
+    """Restore the weight of a norm that is stored as its difference from 1."""
     return tensor + np.float32(1)

@@ -9,62 +9,69 @@ from enum import Enum
 from pathlib import Path
 from typing import Literal, Protocol
 
-__all__ = ["CacheType", "ExportReport", "FileFormat", "Form", "Precision", "Progress", "SilentProgress"]
+__all__ = [
+    "CacheType",
+    "ExportFormat",
+    "ExportReport",
+    "FileFormat",
+    "Precision",
+    "Progress",
+    "SilentProgress",
+]
+
+Precision = Literal["int8", "int4", "fp16", "fp32"]
+CacheType = Literal["float", "int8"]            # of the KV cache; float: fp16, of an fp32 export fp32
+FileFormat = Literal["onnx", "torchscript"]     # of the logits model, as a user asks for it
 
 
-class Form(Enum):
-    """The kinds of files, and how each keeps its KV cache."""
+class ExportFormat(Enum):
+    """How a logits model is written; a traced one is what `FileFormat` "onnx" falls back to."""
 
-    ONNX = "onnx"                   # a graph of ours, its cache written in place
-    TORCHSCRIPT = "torchscript"     # a module of ours, the same
-    TRACED = "traced"               # what torch exports of transformers' own model; its cache grows by copies
+    ONNX = "onnx"                   # a graph of ours, which writes its KV cache in place
+    TORCHSCRIPT = "torchscript"     # a module of ours, which does the same
+    TRACED = "traced"               # torch's export of transformers' own model, which copies its KV cache
 
     @property
-    def words(self) -> str:
-        """What a person calls it."""
+    def label(self) -> str:
+        """The name of the format in messages."""
         return {"onnx": "an ONNX graph", "torchscript": "TorchScript", "traced": "a traced model"}[self.value]
 
     @property
     def file_name(self) -> str:
-        """Of the stage's file; weights may lie beside it, under names that begin so."""
-        return "model.pt" if self is Form.TORCHSCRIPT else "model.onnx"
+        """The name of the model file; the names of separate weight files start with it."""
+        return "model.pt" if self is ExportFormat.TORCHSCRIPT else "model.onnx"
 
 
 class Progress(Protocol):
-    """Where the stages of an export are shown."""
+    """Displays the stages of an export."""
 
     def stage(
         self, name: str, *, total: int | None = None
     ) -> AbstractContextManager[Callable[[int], None]]:
-        """Open a stage of `total` units of work (None: unknown); the value advances it by some units."""
+        """Open a stage of `total` units of work (None: unknown); its value advances it by n units."""
 
 
 class SilentProgress:
-    """Shows nothing."""
+    """Displays nothing."""
 
     @contextmanager
     def stage(self, name: str, *, total: int | None = None) -> Iterator[Callable[[int], None]]:
-        """Open a stage that nobody sees."""
+        """Open a stage that is not displayed."""
         del name, total
         yield lambda _units: None
 
 
-Precision = Literal["int8", "int4", "fp16", "fp32"]
-CacheType = Literal["float", "int8"]            # of the KV cache; float: fp16, of an fp32 export fp32
-FileFormat = Literal["onnx", "torchscript"]     # of the logits stage
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportReport:
-    """One model, exported, checked against its source, and installed."""
+    """A model that was exported, compared with its source, and installed."""
 
     name: str
     precision: Precision
     kv_cache: CacheType = "float"
     seconds: float
-    largest_logit_difference: float  # over all compared logits, absolute
-    top1_agreement: float            # share of positions where both models rank the same token first
-    perplexity_ratio: float          # of a fixed text: the export's over the source's
-    divergence: float                # Kullback-Leibler, from the source: nats per token
-    size_bytes: int                  # the graph and its weights
+    largest_logit_difference: float  # absolute, over all compared logits
+    top1_agreement: float            # share of positions at which both models rank the same token first
+    perplexity_ratio: float          # perplexity of the export over that of the source, on a fixed text
+    divergence: float                # Kullback-Leibler divergence from the source, nats per token
+    size_bytes: int                  # of the graph and its weights
     path: Path                       # the ensemble's folder

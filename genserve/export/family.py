@@ -16,12 +16,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from genserve.errors import ExportError
 from genserve.export.checkpoint import Checkpoint
 from genserve.export.decoder import Activation, Decoder, Rotary
-from genserve.export.decoder_weights import DecoderWeights, Names
+from genserve.export.decoder_weights import DecoderWeights, TensorMap
 
 __all__ = ["Family", "Unsupported", "read_activation", "read_rotary", "require", "rotary_limit"]
 
-
-# By transformers' names.
+# By the names in transformers.
 _ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     {
         "silu": "silu",
@@ -33,55 +32,55 @@ _ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     }
 )
 
-# What reading a config may raise: a field is missing, of another type, or a zero.
-_SENSELESS = (StrictDataclassError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+# Raised when a config lacks a field, or has one of another type, or a zero.
+_INVALID_CONFIG = (StrictDataclassError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
-# A checkpoint may have a copy of the embedding that is its head.
+# A checkpoint with a tied head may still have a copy of it.
 _HEAD = "lm_head.weight"
 
 
 class Unsupported(ExportError):
-    """A sound model, but none that a graph of the families computes."""
+    """The model is valid, but the graphs of the families cannot compute it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """All that the export knows of a family; one file in `families/`, and a line in `architectures.py`."""
+    """A model family: a table in `families/`, listed in `architectures.py`."""
 
     name: str
-    # Of the config as transformers completes it; refuses by name, with `require`, what it cannot tell.
+    # Takes the config as transformers completes it; refuses unsupported options with `require`.
     describe: Callable[[Any], Decoder]
-    names: Names
-    prefix: str                    # of all tensors but the head's; checkpoints without a head may lack it
-    ignored: tuple[str, ...] = ()  # ends of the names of tensors that are recomputed from the config
-    # Starts of names: as checkpoints have them, and as transformers has named its modules since.
+    names: TensorMap
+    prefix: str                    # of all tensors but the head's; checkpoints without a head may omit it
+    ignored: tuple[str, ...] = ()  # suffixes of tensors that are recomputed from the config
+    # Prefixes of tensors in checkpoints, and the names that transformers now gives those modules.
     renamed: Mapping[str, str] = field(default_factory=dict)
 
     def decoder(self, config: Mapping[str, Any]) -> Decoder:
-        """What the model with this config.json computes.
+        """The decoder of a config.json.
 
         Raises:
-            Unsupported: the config asks for what the graph has not.
-            ExportError: it makes no sense, or the weights are quantised.
+            Unsupported: the config has an option that the graph does not support.
+            ExportError: the config is invalid, or the weights are quantised.
         """
         if "quantization_config" in config:
             raise ExportError(
-                "the config has quantised weights, which cannot be read",
+                "the config has quantised weights, which are not supported",
                 remedy="known: float32, float16 and bfloat16",
             )
         try:
             _require_one_model(config)
             decoder = self.describe(AutoConfig.for_model(**config))
             _require_sizes(decoder)
-        except _SENSELESS as error:
+        except _INVALID_CONFIG as error:
             raise ExportError(
-                f"config.json is not that of a {self.name} model: {' '.join(str(error).split())}",
+                f"config.json does not describe a {self.name} model: {' '.join(str(error).split())}",
                 remedy="download the checkpoint again",
             ) from error
         return decoder
 
     def completed(self, checkpoint: Checkpoint) -> Checkpoint:
-        """The checkpoint with its tensors named as the modules of transformers are."""
+        """The checkpoint with its tensors renamed to the names of transformers' modules."""
         prefixed = any(name.startswith(self.prefix) for name in checkpoint.tensor_names)
         own = {self._module_name(name, prefixed=prefixed): name for name in checkpoint.tensor_names}
         return replace(
@@ -95,7 +94,7 @@ class Family:
         return name if prefixed or name.startswith(_HEAD) else f"{self.prefix}{name}"
 
     def may_ignore(self, name: str) -> bool:
-        """Whether a tensor that no role has asked for does no harm."""
+        """Whether the tensor, which no role uses, is redundant."""
         return name.endswith((*self.ignored, _HEAD))
 
     def weights(self, checkpoint: Checkpoint, decoder: Decoder) -> DecoderWeights:
@@ -104,20 +103,27 @@ class Family:
 
 
 def require(holds: bool, *, found: str, known: str) -> None:  # noqa: FBT001
-    """Refuse what a config asks for and the graph has not.
+    """Refuse an option of a config that the graph does not support.
+
+    Args:
+        holds: whether it is supported.
+        found: the option, for the message.
+        known: the supported values, for the remedy.
 
     Raises:
-        Unsupported: it does not hold; the message has what was found, the remedy what is known.
+        Unsupported: it is not supported.
     """
     if not holds:
-        raise Unsupported(f"the config has {found}, which the graph has not", remedy=f"known: {known}")
+        raise Unsupported(
+            f"the config has {found}, which the graph does not support", remedy=f"known: {known}"
+        )
 
 
 def read_activation(name: str) -> Activation:
     """The activation that a config names.
 
     Raises:
-        Unsupported: the graph does not have it.
+        Unsupported: the graph does not support it.
     """
     require(name in _ACTIVATIONS, found=f"the activation {name!r}", known=", ".join(_ACTIVATIONS))
     return _ACTIVATIONS[name]
@@ -128,18 +134,18 @@ def _require_one_model(config: Mapping[str, Any]) -> None:
     model = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
     named = config.get("architectures") or [model]
     if model not in named:
-        raise ValueError(f"model_type {kind!r} is {model}, not {named[0]}")
+        raise ValueError(f"model_type {kind!r} means {model}, not {named[0]}")
 
 
 def _require_sizes(decoder: Decoder) -> None:
     if decoder.context_length < 2:
-        raise ValueError(f"{decoder.context_length} tokens have no room for a prompt and an answer")
+        raise ValueError(f"a context of {decoder.context_length} tokens cannot hold a prompt and an answer")
     grouped = decoder.num_heads % decoder.num_kv_heads == 0
     found = f"num_key_value_heads {decoder.num_kv_heads}"
     require(grouped, found=found, known="divisors of num_attention_heads")
 
 
-# Those of transformers whose angles depend on the position alone, up to `rotary_limit` at least.
+# The types in transformers whose angles depend only on the position, at least up to `rotary_limit`.
 _TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "yarn")
 
 
@@ -148,11 +154,11 @@ def read_rotary(config: Any, *, num_dims: int, layer_type: str | None = None) ->
 
     Args:
         config: with `rope_parameters`.
-        num_dims: how many numbers of a head turn.
-        layer_type: whose parameters to take, where types of layers have their own.
+        num_dims: the rotary dimensions of a head.
+        layer_type: selects the parameters, if they differ between types of layers.
 
     Raises:
-        ExportError: the type of the angles is another one.
+        ExportError: the type of `rope_scaling` is not supported.
     """
     parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
     kind = parameters["rope_type"]
@@ -164,7 +170,7 @@ def read_rotary(config: Any, *, num_dims: int, layer_type: str | None = None) ->
 
 
 def rotary_limit(config: Any) -> int:
-    """How many tokens the angles are those of; in a longer text, longrope turns by others from its start."""
+    """The number of tokens with these angles; longrope applies others to all tokens of a longer text."""
     parameters, limit = config.rope_parameters, config.max_position_embeddings
     if parameters.get("rope_type") == "longrope":
         limit = parameters["original_max_position_embeddings"]
@@ -173,6 +179,6 @@ def rotary_limit(config: Any) -> int:
 
 
 def _frequencies(parameters: Mapping[str, Any], *, num_dims: int) -> tuple[float, ...]:
-    """Source: Su et al., "RoFormer" (2021); in float32 as transformers has it."""
+    """Inverse frequencies. Source: Su et al., "RoFormer" (2021); in float32 as in transformers."""
     exponents = torch.arange(0, num_dims, 2, dtype=torch.float) / num_dims
     return tuple((1.0 / parameters["rope_theta"] ** exponents).tolist())

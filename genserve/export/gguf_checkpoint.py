@@ -1,4 +1,4 @@
-"""GGUF checkpoint: a file of llama.cpp, with the config and the tensor names that Hugging Face gives it."""
+"""GGUF checkpoint: reads a file of llama.cpp with the config and tensor names of a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gguf import MODEL_ARCH_NAMES, GGUFReader, ReaderTensor, dequantize, get_ten
 from genserve.errors import ExportError
 from genserve.export.architectures import FAMILIES
 from genserve.export.checkpoint import Checkpoint, FloatArray
-from genserve.export.decoder_weights import parts_of
+from genserve.export.decoder_weights import tensor_sources
 from genserve.export.gguf_tokenizer import tokenizer_files
 
 __all__ = ["DIALECTS", "Dialect", "read_gguf"]
@@ -23,27 +23,27 @@ __all__ = ["DIALECTS", "Dialect", "read_gguf"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """How the files of one `general.architecture` are told in the words of Hugging Face."""
+    """The translation of one `general.architecture` into the terms of Hugging Face."""
 
     architecture: str                # as in config.json
-    fields: Mapping[str, str]        # key of config.json: key of the metadata, behind the architecture
-    fixed: Mapping[str, Any]         # of config.json
-    # Undoes what the converter did to the tensor of this name, in a model with this config.
+    fields: Mapping[str, str]        # key of config.json: key of the metadata, without the architecture
+    fixed: Mapping[str, Any]         # the other fields of config.json
+    # Undoes the converter's change to the tensor of this name, in a model with this config.
     undo: Callable[[FloatArray, str, Mapping[str, Any]], FloatArray]
 
 
-def _nothing(tensor: FloatArray, _name: str, _config: Mapping[str, Any]) -> FloatArray:
+def _unchanged(tensor: FloatArray, _name: str, _config: Mapping[str, Any]) -> FloatArray:
     return tensor
 
 
-def _halves_apart(tensor: FloatArray, name: str, config: Mapping[str, Any]) -> FloatArray:
-    """Undo the order of the rotary dimensions, which pairs neighbours where Llama pairs halves.
+def _rotary_halves(tensor: FloatArray, name: str, config: Mapping[str, Any]) -> FloatArray:
+    """Undo the permutation of rotary dimensions, which pairs neighbours where Llama pairs halves.
 
     Source: `LlamaModel.permute` of llama.cpp's convert_hf_to_gguf.py; this is its inverse.
     """
     heads = config["num_attention_heads"]
-    turning = {".q_proj.": heads, ".k_proj.": config.get("num_key_value_heads", heads)}
-    for part, count in turning.items():
+    rotary = {".q_proj.": heads, ".k_proj.": config.get("num_key_value_heads", heads)}
+    for part, count in rotary.items():
         if part in name:
             pairs = tensor.reshape(count, -1, 2, *tensor.shape[1:])
             return pairs.swapaxes(1, 2).reshape(tensor.shape)
@@ -80,19 +80,19 @@ DIALECTS: Mapping[str, Dialect] = MappingProxyType(
             architecture="LlamaForCausalLM",
             fields=_LLAMA_FIELDS | {"head_dim": "rope.dimension_count"},
             fixed={"model_type": "llama"},
-            undo=_halves_apart,
+            undo=_rotary_halves,
         ),
         "qwen2": Dialect(
             architecture="Qwen2ForCausalLM",
             fields=_LLAMA_FIELDS,
             fixed={"model_type": "qwen2"},
-            undo=_nothing,
+            undo=_unchanged,
         ),
         "qwen3": Dialect(
             architecture="Qwen3ForCausalLM",
             fields=_LLAMA_FIELDS | {"head_dim": "attention.key_length"},
             fixed={"model_type": "qwen3"},
-            undo=_nothing,
+            undo=_unchanged,
         ),
         "gpt2": Dialect(
             architecture="GPT2LMHeadModel",
@@ -104,7 +104,7 @@ DIALECTS: Mapping[str, Dialect] = MappingProxyType(
                 "n_head": "attention.head_count",
                 "layer_norm_epsilon": "attention.layer_norm_epsilon",
             },
-            # The converter writes the embedding again as head.
+            # The converter writes a tied head as another tensor.
             fixed={"model_type": "gpt2", "tie_word_embeddings": True},
             undo=_conv1d,
         ),
@@ -123,21 +123,22 @@ DIALECTS: Mapping[str, Dialect] = MappingProxyType(
     }
 )
 
-
-# What a file may leave out: transformers and llama.cpp take the same value then.
+# Optional in a file: transformers and llama.cpp have the same defaults.
 _OPTIONAL = ("attention.head_count_kv", "attention.key_length", "rope.dimension_count", "rope.freq_base")
 
 
 def read_gguf(path: Path, *, source: str) -> Checkpoint:
-    """Open a GGUF file of an architecture of `gguf_dialects.py`.
+    """Open a GGUF file of one of the architectures in `DIALECTS`; `source` is its name in messages.
 
     Raises:
-        ExportError: the file is broken, or of another architecture or rotary scaling.
+        ExportError: the file is broken, or its architecture or rotary scaling is not supported.
     """
     try:
         reader = GGUFReader(path)
     except (ValueError, OSError, IndexError) as error:
-        raise ExportError(f"{path} is no readable GGUF file: {error}", remedy="download it again") from error
+        raise ExportError(
+            f"{path} is not a readable GGUF file: {error}", remedy="download it again"
+        ) from error
     fields = {name: field for name, field in reader.fields.items() if not name.startswith("tokenizer.")}
     metadata = {name: field.contents() for name, field in fields.items()}
     tensors = {tensor.name: tensor for tensor in reader.tensors}
@@ -168,7 +169,7 @@ def _refuse_unknown(
     if architecture not in DIALECTS or scaling != "none" or "rope_freqs.weight" in tensors:
         what = "scaled rotary positions" if architecture in DIALECTS else f"architecture {architecture!r}"
         raise ExportError(
-            f"{source} has {what}, which is not read from GGUF files",
+            f"{source} has {what}, which is not supported in GGUF files",
             remedy="export from the original checkpoint folder (config.json and safetensors)",
         )
 
@@ -194,15 +195,15 @@ def _config(metadata: Mapping[str, Any], *, tensors: Mapping[str, ReaderTensor])
 def _by_hugging_face_names(
     metadata: Mapping[str, Any], *, tensors: Mapping[str, ReaderTensor]
 ) -> dict[str, ReaderTensor]:
-    """Name the tensors as a checkpoint folder does; those that it would not have keep their names."""
+    """Rename the tensors to the names in a Hugging Face folder; tensors without such a name keep theirs."""
     architecture, family = metadata["general.architecture"], FAMILIES[_dialect(metadata).architecture]
     num_layers = metadata[f"{architecture}.block_count"]
     [number] = [number for number, name in MODEL_ARCH_NAMES.items() if name == architecture]
     known, names = get_tensor_name_map(number, num_layers), {}
-    for part in parts_of(family.names, num_layers=num_layers).values():
-        # Of some architectures llama.cpp knows the names without their prefix only.
-        theirs = known.get_name(part.name) or known.get_name(part.name.removeprefix(family.prefix))
-        names[theirs] = part.name
+    for source in tensor_sources(family.names, num_layers=num_layers).values():
+        # llama.cpp knows the names of some architectures only without their prefix.
+        gguf_name = known.get_name(source.name) or known.get_name(source.name.removeprefix(family.prefix))
+        names[gguf_name] = source.name
     return {_renamed(name, names): tensor for name, tensor in tensors.items()}
 
 
@@ -215,6 +216,6 @@ def _load(
     tensors: Mapping[str, ReaderTensor], name: str, *, config: Mapping[str, Any], dialect: Dialect
 ) -> FloatArray:
     tensor = tensors[name]
-    # Writable, as torch wants it: what is float32 in the file comes as a view of the file.
+    # Writable, as torch requires: a float32 tensor would be a read-only view of the file.
     array: FloatArray = np.require(dequantize(tensor.data, tensor.tensor_type), np.float32, "W")
     return dialect.undo(array, name, config)

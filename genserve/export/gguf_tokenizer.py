@@ -1,4 +1,4 @@
-"""GGUF tokenizer: the vocabulary in a GGUF file written as Hugging Face's tokenizer files."""
+"""GGUF tokenizer: the tokenizer of a GGUF file, converted to Hugging Face's tokenizer files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
 
 
 def _words(pattern: str) -> pre_tokenizers.PreTokenizer:
-    """Words that a pattern matches, as bytes."""
+    """Split text into the matches of a pattern, then into bytes."""
     words = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     return pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
@@ -44,34 +44,34 @@ def tokenizer_files(fields: Mapping[str, ReaderField], *, source: str) -> dict[s
     """The tokenizer files of a checkpoint folder, by name, from the metadata of a GGUF file.
 
     Raises:
-        ExportError: not a byte-level BPE, or with a pre-tokenizer that is not in the table; or its parts are
-            missing, or do not belong together.
+        ExportError: the tokenizer is not a byte-level BPE with a known pre-tokenizer, or is incomplete or
+            inconsistent.
     """
     metadata = {name: field.contents() for name, field in fields.items() if name.startswith("tokenizer.")}
-    about = {name.removeprefix("tokenizer.ggml."): value for name, value in metadata.items()}
-    _refuse_unknown(about, source=source)
+    ggml = {name.removeprefix("tokenizer.ggml."): value for name, value in metadata.items()}
+    _require_supported(ggml, source=source)
     try:
-        tokenizer = _byte_level_bpe(about)
-        names = {kind: _token(about, f"{kind}_token_id") for kind in ("bos", "eos")}
-        names["pad"] = _token(about, "padding_token_id")
+        tokenizer = _byte_level_bpe(ggml)
+        names = {kind: _token(ggml, f"{kind}_token_id") for kind in ("bos", "eos")}
+        names["pad"] = _token(ggml, "padding_token_id")
     except Exception as error:  # the library raises bare Exception
         raise ExportError(
             f"the tokenizer of {source} is broken: {error}", remedy="download the file again"
         ) from error
-    add_bos = bool(about.get("add_bos_token", about.get("pre") == "llama-bpe"))
+    add_bos = bool(ggml.get("add_bos_token", ggml.get("pre") == "llama-bpe"))
     if add_bos and names["bos"]:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=[names["bos"], "$A"],
-            special_tokens=[(names["bos"], about["bos_token_id"])],
+            special_tokens=[(names["bos"], ggml["bos_token_id"])],
         )
-    ends = [about[key] for key in ("eos_token_id", "eot_token_id") if key in about]
+    ends = [ggml[key] for key in ("eos_token_id", "eot_token_id") if key in ggml]
     files = {
         "tokenizer.json": tokenizer.to_str().encode(),
         "tokenizer_config.json": _json(
             {f"{kind}_token": text for kind, text in names.items()} | {"add_bos_token": add_bos}
         ),
         "generation_config.json": _json(
-            {"bos_token_id": about.get("bos_token_id"), "eos_token_id": sorted(set(ends)) or None}
+            {"bos_token_id": ggml.get("bos_token_id"), "eos_token_id": sorted(set(ends)) or None}
         ),
     }
     if "tokenizer.chat_template" in metadata:
@@ -79,27 +79,27 @@ def tokenizer_files(fields: Mapping[str, ReaderField], *, source: str) -> dict[s
     return files
 
 
-def _refuse_unknown(about: Mapping[str, Any], *, source: str) -> None:
+def _require_supported(ggml: Mapping[str, Any], *, source: str) -> None:
     remedy = "export from the original checkpoint folder (config.json, safetensors, tokenizer.json)"
-    if about.get("model") != "gpt2":
+    if ggml.get("model") != "gpt2":
         raise ExportError(
-            f"{source} has a {about.get('model')!r} tokenizer; of GGUF only byte-level BPE (gpt2) is read",
+            f"{source} has a {ggml.get('model')!r} tokenizer; GGUF files need a byte-level BPE (gpt2)",
             remedy=remedy,
         )
-    if about.get("pre", "default") not in _PRE_TOKENIZERS:
+    if ggml.get("pre", "default") not in _PRE_TOKENIZERS:
         raise ExportError(
-            f"{source} splits words like {about['pre']!r}; known are {', '.join(sorted(_PRE_TOKENIZERS))}",
+            f"{source} has the pre-tokenizer {ggml['pre']!r}; known: {', '.join(sorted(_PRE_TOKENIZERS))}",
             remedy=remedy,
         )
     for key in ("tokens", "merges"):
-        if key not in about:
+        if key not in ggml:
             raise ExportError(f"{source} lacks 'tokenizer.ggml.{key}'", remedy="download the file again")
 
 
-def _byte_level_bpe(about: Mapping[str, Any]) -> Tokenizer:
-    tokens, merges = about["tokens"], [tuple(merge.split(" ")) for merge in about["merges"]]
-    pre = about.get("pre", "default")
-    # Llama 3 takes a word that is a token as it is, though no row of merges may lead to it.
+def _byte_level_bpe(ggml: Mapping[str, Any]) -> Tokenizer:
+    tokens, merges = ggml["tokens"], [tuple(merge.split(" ")) for merge in ggml["merges"]]
+    pre = ggml.get("pre", "default")
+    # Llama 3 encodes a word that is a token as that token, even if no sequence of merges leads to it.
     bpe = models.BPE(
         vocab={token: i for i, token in enumerate(tokens)}, merges=merges, ignore_merges=pre == "llama-bpe"
     )
@@ -108,15 +108,15 @@ def _byte_level_bpe(about: Mapping[str, Any]) -> Tokenizer:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = _PRE_TOKENIZERS[pre]
     tokenizer.decoder = decoders.ByteLevel()
-    types = about.get("token_type", [])
+    types = ggml.get("token_type", [])
     for kind, special in ((TokenType.CONTROL, True), (TokenType.USER_DEFINED, False)):
         texts = [token for token, found in zip(tokens, types, strict=False) if found == kind]
         tokenizer.add_tokens([AddedToken(text, special=special, normalized=False) for text in texts])
     return tokenizer
 
 
-def _token(about: Mapping[str, Any], key: str) -> str | None:
-    return about["tokens"][about[key]] if key in about else None
+def _token(ggml: Mapping[str, Any], key: str) -> str | None:
+    return ggml["tokens"][ggml[key]] if key in ggml else None
 
 
 def _json(value: dict[str, Any]) -> bytes:

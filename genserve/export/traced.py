@@ -1,4 +1,4 @@
-"""Traced: models that no family builds, by what torch makes of transformers' own code."""
+"""Traced: the graphs of models without a family, exported by torch from transformers' own code."""
 
 from __future__ import annotations
 
@@ -20,60 +20,59 @@ from genserve.errors import ExportError
 from genserve.export.architectures import FAMILIES, architecture
 from genserve.export.checkpoint import Checkpoint
 from genserve.export.decoder import Dimensions
-from genserve.export.export_options import Form, Precision, Progress
-from genserve.export.layout import StageFolders
-from genserve.export.model_folders import Stages
+from genserve.export.export_options import ExportFormat, Precision, Progress
+from genserve.export.layout import ModelLayout
+from genserve.export.model_folders import ModelFolders
 from genserve.export.source_model import Reference, source_model
 from genserve.textmodel.runtimes.growing_logits import GrowingLogits
 
 __all__ = ["TracedConversion"]
 
-_DEFAULT_CONTEXT = 2048  # tokens, of a config that does not say
+_DEFAULT_CONTEXT = 2048  # tokens, for configs that state none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedConversion:
-    """What is to be written, as `Conversion` is for the families; the whole model is in memory."""
+    """The conversion of a model without a family; loads the whole model into memory."""
 
     norms: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    folders: StageFolders
+    layout: ModelLayout
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, *, stages: Stages, precision: Precision) -> TracedConversion:
-        """Find the sizes of the model.
+    def of(cls, checkpoint: Checkpoint, *, folders: ModelFolders, precision: Precision) -> TracedConversion:
+        """Find the dimensions of the model.
 
         Raises:
-            ExportError: transformers has no such model, or one whose layers do not all have keys and values
-                of one size.
+            ExportError: transformers has no such model, or its layers have keys and values of several sizes.
         """
-        with _refusing(checkpoint):
+        with _as_export_error(checkpoint):
             dimensions = _dimensions(checkpoint)
-        folders = StageFolders(
-            stages=stages,
-            form=Form.TRACED,
+        layout = ModelLayout(
+            folders=folders,
+            export_format=ExportFormat.TRACED,
             precision=precision,
             checkpoint=checkpoint,
             dimensions=dimensions,
         )
-        return cls(folders=folders)
+        return cls(layout=layout)
 
     def write_graph(self, folder: Path, *, reference: Reference, progress: Progress) -> Path:
-        """Write the graph and its weights; returns their folder. It is in float32: the reference has no use.
+        """Write the graph and its weights, in float32; returns their folder. `reference` is not used.
 
         Raises:
-            ExportError: torch cannot export the model, or ONNX Runtime cannot run what it has exported.
+            ExportError: torch cannot export the model, or ONNX Runtime cannot run the exported graph.
         """
         del reference
-        checkpoint, dimensions = self.folders.checkpoint, self.folders.dimensions
-        version = folder / self.folders.stages.logits / "1"
+        checkpoint, dimensions = self.layout.checkpoint, self.layout.dimensions
+        version = folder / self.layout.folders.logits / "1"
         version.mkdir(parents=True, exist_ok=True)
-        path = version / Form.TRACED.file_name
+        path = version / ExportFormat.TRACED.file_name
         with progress.stage("tracing", total=dimensions.num_layers) as advance:
-            with _refusing(checkpoint), _quiet():
+            with _as_export_error(checkpoint), _quiet():
                 program = _export(source_model(checkpoint), dimensions)
-            program.model.metadata_props.update(self.folders.metadata(family="traced"))
+            program.model.metadata_props.update(self.layout.metadata(family="traced"))
             program.save(str(path), external_data=True)
-            with _refusing(checkpoint):
+            with _as_export_error(checkpoint):
                 GrowingLogits(path, max_num_seqs=1)  # ONNX Runtime lacks some operators that torch writes
             advance(dimensions.num_layers)
         return version
@@ -89,7 +88,7 @@ class _Cached(nn.Module):
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, past: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
-        # Without the config: then layers with a window keep all tokens, and a mask hides the older ones.
+        # Made without the config, so that layers with a window keep all tokens; a mask hides the older ones.
         cache = DynamicCache()
         for index in range(len(past) // 2):
             cache.update(past[2 * index], past[2 * index + 1], index)
@@ -108,12 +107,12 @@ def _tensors(cache: Any) -> list[Tensor]:
 
 
 def _dimensions(checkpoint: Checkpoint) -> Dimensions:
-    """Run the model on no data at all, and look at its cache."""
+    """Read the dimensions off the cache of a run without data (on torch's meta device)."""
     config = AutoConfig.for_model(**checkpoint.config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
         ids = torch.zeros((1, 2), dtype=torch.long)
-        # Without the mask some look for padding among the ids, and these have no values.
+        # Without the mask some models look for padding in the ids, which have no values here.
         mask = torch.ones_like(ids)
         output = model.eval()(ids, attention_mask=mask, past_key_values=DynamicCache(), use_cache=True)
     tensors = _tensors(output.past_key_values)
@@ -151,25 +150,25 @@ def _export(model: nn.Module, sizes: Dimensions) -> Any:
 
 
 @contextmanager
-def _refusing(checkpoint: Checkpoint) -> Iterator[None]:
-    """Turn what transformers and torch raise, which may be anything, into a refusal."""
+def _as_export_error(checkpoint: Checkpoint) -> Iterator[None]:
+    """Turn any exception of transformers or torch into an ExportError."""
     try:
         yield
     except ExportError:
         raise
     except Exception as error:
         name = architecture(checkpoint.config)
-        # transformers lists all the models that it knows.
+        # Shortened, because transformers lists all models that it knows.
         reason = shorten(str(error.__cause__ or error), width=200) or type(error).__name__
         raise ExportError(
-            f"{checkpoint.source} is of the architecture {name}, and cannot be traced: {reason}",
+            f"{checkpoint.source} has the architecture {name}, which cannot be traced: {reason}",
             remedy=f"known architectures: {', '.join(sorted(FAMILIES))}",
         ) from error
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep back what torch and transformers say to those who write models."""
+    """Silence the warnings of torch and transformers, which address authors of models."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)

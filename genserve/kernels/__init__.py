@@ -1,9 +1,9 @@
-"""Kernels: our operators for ONNX Runtime's CPU, one library for each instruction set; here one is chosen.
+"""Kernels: custom operators for ONNX Runtime on CPUs, in one library per instruction set.
 
     options = onnxruntime.SessionOptions()
     options.register_custom_ops_library(str(kernels.library_path()))
 
-docs/kernels.md describes the operators and their layouts; `packing` writes the weights.
+docs/kernels.md describes the operators and their layouts; `packing` packs the weights.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from genserve.kernels.build import LIBRARIES, library_name
 
 __all__ = ["instruction_set", "library_path"]
 
-# From the most wanted to the least.
+# From the most to the least preferred.
 INSTRUCTION_SETS = ("avx512vnni", "avxvnni", "avx2", "neon", "portable")
 
-REBUILD = "install a wheel of genserve for this platform, or build them: python genserve/kernels/build.py"
+REBUILD = "install a wheel of genserve for this platform, or build them with python genserve/kernels/build.py"
 
 
 def library_path() -> Path:
-    """Return the library of the best instruction set that this processor has.
+    """Return the library of the best instruction set of this processor.
 
-    The environment variable GENSERVE_KERNELS names another one.
+    The environment variable GENSERVE_KERNELS selects another one.
 
     Raises:
-        GenserveError: no kernels were built for this platform, or what was built cannot be loaded, or
-            GENSERVE_KERNELS names none that runs here.
+        GenserveError: no kernels are built for this platform, they cannot be loaded, or GENSERVE_KERNELS
+            is not an instruction set that runs here.
     """
     return _path_of(instruction_set())
 
@@ -49,7 +49,7 @@ def instruction_set() -> str:
 
 @functools.cache
 def _choose(wanted: str) -> str:
-    """Choose an instruction set: the wanted one, or the best where none is named."""
+    """Choose an instruction set: the wanted one, or else the best."""
     built = [name for name in INSTRUCTION_SETS if _path_of(name).exists()]
     if "portable" not in built:
         msg = f"genserve's kernels are not built for {sys.platform} on {platform.machine()}"
@@ -60,16 +60,16 @@ def _choose(wanted: str) -> str:
     if wanted in usable:
         return wanted
     if wanted not in INSTRUCTION_SETS:
-        what = f"GENSERVE_KERNELS is {wanted!r}, which is no instruction set"
+        msg = f"GENSERVE_KERNELS is {wanted!r}, which is not an instruction set"
     elif wanted not in built:
-        what = f"GENSERVE_KERNELS is {wanted}, for which no kernels are built on this machine"
+        msg = f"GENSERVE_KERNELS is {wanted}, for which no kernels are built on this machine"
     else:
-        what = f"GENSERVE_KERNELS is {wanted}, which this processor does not have"
-    raise GenserveError(what, remedy=f"take one of {', '.join(usable)}, or leave it out")
+        msg = f"GENSERVE_KERNELS is {wanted}, which this processor does not support"
+    raise GenserveError(msg, remedy=f"set it to one of {', '.join(usable)}, or unset it")
 
 
 def _path_of(name: str) -> Path:
-    """Return where the library of an instruction set is, if it was built."""
+    """Return the path of an instruction set's library, whether or not it was built."""
     return LIBRARIES / library_name(name)
 
 
@@ -78,5 +78,5 @@ def _portable() -> ctypes.CDLL:
     """Load the library that runs on any processor of this architecture."""
     try:
         return ctypes.CDLL(str(_path_of("portable")))
-    except OSError as error:  # built on another machine, or half of it is missing
+    except OSError as error:  # built for another machine, or incomplete
         raise GenserveError(f"genserve's kernels cannot be loaded: {error}", remedy=REBUILD) from error

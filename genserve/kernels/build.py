@@ -1,8 +1,8 @@
-"""Build: compile the kernels, one library for each instruction set, with the compiler that pip brings.
+"""Build: compiles the kernels, one library per instruction set.
 
     python genserve/kernels/build.py
 
-The compiler is clang, in the package ziglang. The build hook runs this where genserve is not installed.
+The compiler is clang, from the package ziglang. The build hook runs this file without genserve installed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["BuildError", "build", "compile_command", "library_name", "wheel_plat
 SOURCES = Path(__file__).parent / "src"
 LIBRARIES = Path(__file__).parent / "lib"
 
-# By machine: the instruction sets from the most wanted to the least, each with what the compiler calls it.
+# By architecture: the instruction sets, the most preferred first, and their names in the compiler.
 INSTRUCTION_SETS = {
     "x86_64": {
         "avx512vnni": "x86_64_v4+avx512vnni",
@@ -33,8 +33,8 @@ INSTRUCTION_SETS = {
     "aarch64": {"neon": "generic+v8_2a+dotprod", "portable": "generic"},
 }
 
-# -ffp-contract=off: only what is written as fma() is fused, so that all libraries give equal bits.
-# -nostdlib++: nothing of a C++ library is used, and none is built.
+# -ffp-contract=off: only fma() is fused, so that all libraries compute equal bits.
+# -nostdlib++: no C++ library is used or built.
 FLAGS = [
     *("-std=c++17", "-O3", "-g0", "-ffp-contract=off", "-fno-sanitize=undefined"),
     *("-fno-exceptions", "-fno-rtti", "-fno-threadsafe-statics", "-nostdlib++", "-fvisibility=hidden"),
@@ -47,18 +47,13 @@ class BuildError(RuntimeError):
 
 
 def _machine() -> str:
-    """Name this machine's architecture as the compiler does: `x86_64` or `aarch64`."""
+    """Return this machine's architecture in the compiler's terms: `x86_64` or `aarch64`."""
     name = platform.machine().lower()
     return {"amd64": "x86_64", "arm64": "aarch64"}.get(name, name)
 
 
 def _target() -> tuple[str, str]:
-    """Say what is compiled for.
-
-    Returns:
-        The compiler's name for this platform, with the oldest C library or system that a wheel runs on, and
-        the platform tag of that wheel.
-    """
+    """Return the compiler's target, with the oldest C library or system it supports, and the wheel's tag."""
     arch = _machine()
     if sys.platform == "win32":
         return f"{arch}-windows-gnu", sysconfig.get_platform().replace("-", "_")
@@ -71,39 +66,36 @@ def _target() -> tuple[str, str]:
 
 
 def wheel_platform() -> str:
-    """Name the platform in a wheel's file name, such as `manylinux_2_17_x86_64`."""
+    """Return the platform tag of a wheel, such as `manylinux_2_17_x86_64`."""
     return _target()[1]
 
 
 def library_name(instruction_set: str) -> str:
-    """Name the file of an instruction set's library on this platform."""
+    """Return the file name of an instruction set's library on this platform."""
     suffix = {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
     return f"libgenserve_{instruction_set}{suffix}"
 
 
 def compile_command(cpu: str, *, compile_for: str) -> list[str]:
-    """Begin a command of the compiler, for a CPU and a target as it names them; sources and output follow."""
+    """Return the start of a compiler command for a CPU and a target; sources and output follow."""
     return [sys.executable, "-m", "ziglang", "c++", *FLAGS, "-target", compile_for, f"-mcpu={cpu}"]
 
 
 def build(into: Path = LIBRARIES) -> list[Path]:
-    """Compile every library of this machine's architecture, as many at a time as there are cores.
+    """Compile the libraries of this machine's architecture in parallel, and return their paths.
 
     Args:
-        into: the folder of the libraries; it is made, and libraries in it are replaced.
-
-    Returns:
-        The libraries' paths.
+        into: the folder of the libraries, created if missing; libraries in it are replaced.
 
     Raises:
-        BuildError: the architecture is unknown, there is no compiler, it fails, or the folder cannot be
-            written.
+        BuildError: the architecture is unknown, the compiler is missing or fails, or the folder is not
+            writable.
     """
     sets = INSTRUCTION_SETS.get(_machine())
     if sets is None:
         msg = (
-            f"genserve has no kernels for {platform.machine()} ({sys.platform}): "
-            "it runs on x86-64 and aarch64, under Linux, macOS and Windows"
+            f"genserve has no kernels for {platform.machine()} ({sys.platform}); "
+            "it runs on x86-64 and aarch64, on Linux, macOS and Windows"
         )
         raise BuildError(msg)
     try:
@@ -112,14 +104,14 @@ def build(into: Path = LIBRARIES) -> list[Path]:
             return [*pool.map(lambda name: _compile_library(name, sets[name], into), sets)]
     except OSError as error:
         msg = (
-            f"genserve's kernels could not be written ({error}): make {into} writable, and under Windows "
-            "stop what has loaded them"
+            f"genserve's kernels could not be written ({error}): make {into} writable, and on Windows "
+            "stop the processes that have loaded them"
         )
         raise BuildError(msg) from error
 
 
 def _compile_library(instruction_set: str, cpu: str, into: Path) -> Path:
-    """Compile one library and put it into a folder, whole or not at all."""
+    """Compile one library, and put it into a folder atomically."""
     path = into / library_name(instruction_set)
     with tempfile.TemporaryDirectory() as scratch:
         made = Path(scratch) / path.name
@@ -139,17 +131,14 @@ def _compile_library(instruction_set: str, cpu: str, into: Path) -> Path:
                 "install a wheel (pip install --only-binary genserve genserve)"
             )
             raise BuildError(msg)
-        # It takes the old one's place at once: a process may have that loaded, and another may load it now.
-        with tempfile.TemporaryDirectory(prefix=".", dir=into) as beside:
-            shutil.copyfile(made, Path(beside) / path.name).replace(path)
+        # Replaced atomically: one process may have loaded the old library, another may load it now.
+        with tempfile.TemporaryDirectory(prefix=".", dir=into) as same_disk:
+            shutil.copyfile(made, Path(same_disk) / path.name).replace(path)
     return path
 
 
 def _compiler_has_cache() -> bool:
-    """Tell whether the compiler can write where it keeps what it compiles for all programs.
-
-    That is ZIG_GLOBAL_CACHE_DIR, or a folder of the user's, who may have none.
-    """
+    """Whether the compiler's global cache is writable: ZIG_GLOBAL_CACHE_DIR, or a folder of the user."""
     if sys.platform == "win32" or "ZIG_GLOBAL_CACHE_DIR" in os.environ:
         return True
     home = os.environ.get("XDG_CACHE_HOME") or os.environ.get("HOME")

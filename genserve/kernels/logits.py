@@ -1,4 +1,4 @@
-"""Logits: what is asked of rows of logits: the best ids, the log of the sum, or a token by a rule."""
+"""Logits: the kernels on rows of logits: the best ids, log-sum-exp, and sampling."""
 
 from __future__ import annotations
 
@@ -13,37 +13,35 @@ from genserve.kernels import instruction_set, library_path
 
 __all__ = ["SAMPLED_ROW", "SAMPLING_RULE", "LogitsScan", "sample_logits", "scan_logits"]
 
-# How one row is sampled: `uniform` in [0, 1) is the number that the draw inverts; top_p 1, top_k 0 and
-# log_min_p -inf keep all; at the temperature 0 the best token is taken.
+# The sampling of one row. The draw inverts `uniform`, a number in [0, 1). top_p 1, top_k 0 and log_min_p -inf
+# keep all tokens; the temperature 0 picks the best token.
 SAMPLING_RULE = np.dtype(
     [("uniform", "f8"), ("top_p", "f8"), ("top_k", "i8"), ("temperature", "f4"), ("log_min_p", "f4")]
 )
 
-# What was found: `best` is the largest logit, NaN where the row has one; where it is not finite, token_id is
-# void. Tokens with (logit - best) / temperature >= level could be drawn.
+# The result of one row. `best` is the largest logit, or NaN if the row has a NaN. token_id is valid only if
+# `best` is finite. The candidates of the draw were the tokens with (logit - best) / temperature >= level.
 SAMPLED_ROW = np.dtype([("token_id", "i8"), ("best", "f4"), ("level", "f4")])
 
 
 class LogitsScan(NamedTuple):
-    """What was found in rows of logits [R, V]."""
+    """The result of a scan of logits [R, V]."""
 
     token_ids: NDArray[np.int64]
-    """[R], the best; of equals the lowest."""
+    """[R], the best tokens; of equal ones the lowest id."""
 
     best: NDArray[np.float32]
-    """[R], its logit: NaN where the row has a NaN, and then the rest of the row's answers is void."""
+    """[R], their logits; NaN if the row has a NaN, and then its other results are undefined."""
 
     top_ids: NDArray[np.int64]
-    """[R, top_k], from the best on; of equals the lower first; -1 where fewer are above -inf."""
+    """[R, top_k], the best first, of equal ones the lower id; -1 if fewer tokens are above -inf."""
 
     log_sum_exp: NDArray[np.float64]
-    """[R], or [0] if it was not asked for; off by 1e-6 at most."""
+    """[R], or [0] if not requested; the error is at most 1e-6."""
 
 
 def scan_logits(logits: NDArray[np.float32], *, top_k: int = 0, log_sum_exp: bool = False) -> LogitsScan:
-    """Scan rows of logits [R, V], which are C-contiguous float32 and not modified.
-
-    It takes no lock of Python's.
+    """Scan rows of logits [R, V], C-contiguous float32; releases the GIL.
 
     Raises:
         ValueError: the logits have another layout, or top_k is not between 0 and V.
@@ -68,14 +66,14 @@ def scan_logits(logits: NDArray[np.float32], *, top_k: int = 0, log_sum_exp: boo
 
 
 def sample_logits(logits: NDArray[np.float32], rules: NDArray[np.void]) -> NDArray[np.void]:
-    """Pick a token for each row of logits [R, V], which are C-contiguous float32 and not modified.
+    """Sample a token for each row of logits [R, V], C-contiguous float32; releases the GIL.
 
-    Top-k comes first and keeps what equals the k-th value; top-p is a share of the k best, or of all; min-p a
-    share of the best one's probability. The draw inverts the cumulative distribution in order of ids. A row's
-    answer depends on its logits and its rule alone. It takes no lock of Python's.
+    Top-k comes first, and keeps all logits that equal the k-th. Top-p is a share of the probability of the
+    remaining tokens, min-p a share of the best token's probability. The draw inverts the cumulative
+    distribution in the order of ids. The result of a row depends only on its logits and its rule.
 
     Args:
-        logits: V is above 0.
+        logits: V > 0.
         rules: [R] SAMPLING_RULE.
 
     Returns:

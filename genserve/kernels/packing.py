@@ -1,4 +1,4 @@
-"""Packing: the layouts in which `genserve.Linear` reads its weights.
+"""Packing: quantizes weights, and packs them into the layouts of `genserve.Linear`.
 
 A weight [N, K] (N outputs, K inputs) becomes P = ceil(N / 32) panels of 32 outputs, padded with zeros:
 
@@ -8,11 +8,11 @@ A weight [N, K] (N outputs, K inputs) becomes P = ceil(N / 32) panels of 32 outp
     int4_block      uint8    [P, Kp/8, 32, 4]          float32 [P, Kp/32, 32]     Kp: K rounded up to 32
     float32         float32  [P, K, 32]                none
 
-Values of 8 bits, -127 to 127, are stored as q + 128. Of 4 bits, -8 to 7, as q + 8, two in a byte: byte b of
-group g has input 8g + b in its low half and 8g + 4 + b in its high half.
+8-bit values, -127 to 127, are stored as q + 128. 4-bit values, -8 to 7, are stored as q + 8, two in a byte:
+byte b of group g has input 8g + b in its low half and 8g + 4 + b in its high half.
 
-The weight of a gated layer is the rows of I gates and then of the I values that they let through, N = 2I; a
-panel holds 16 gates and then their 16 values, and P = ceil(I / 16). A bias [N] stays as it is, gates first.
+The weight of a gated layer has the rows of I gates followed by the rows of the I values that they scale,
+N = 2I. A panel has 16 gates followed by their 16 values, and P = ceil(I / 16). A bias [N] stays as it is.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ PANEL = 32
 
 T = TypeVar("T", bound=np.generic)
 
-# The inputs that share a scale, by format; None: all of an output's.
+# The number of inputs that share a scale; None: all inputs of an output.
 BLOCKS: dict[str, int | None] = {"int8": None, "int8_block": 64, "int4_block": 32}
 
 WeightFormat = Literal["int8", "int8_block", "int4_block"]
 
 
 class Quantized(NamedTuple):
-    """A weight in integers: weight[n, k] is about values[n, k] * scales[n, k // block]."""
+    """A quantized weight: weight[n, k] is about values[n, k] * scales[n, k // block]."""
 
     values: NDArray[np.int8]
     """[N, K]; -127 to 127, or -8 to 7 for int4_block."""
@@ -54,17 +54,17 @@ class Quantized(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """A weight as the operator reads it."""
+    """A weight in the operator's layout."""
 
     weight: NDArray[np.uint8]
     scales: NDArray[np.float32]
 
 
 def quantize(weight: NDArray[np.float32], weight_format: WeightFormat) -> Quantized:
-    """Round a weight [N, K] to integers, each block by its largest value.
+    """Quantize a weight [N, K], each block by its value of the largest magnitude.
 
-    Eight bits have a scale of largest / 127. With four, the value that is largest in size becomes -8,
-    whatever its sign: so all sixteen integers are used.
+    With 8 bits the scale is magnitude / 127. With 4 bits that value becomes -8 whatever its sign, so that all
+    sixteen integers are used.
     """
     outputs, inputs = weight.shape
     block = BLOCKS[weight_format] or inputs
@@ -86,12 +86,12 @@ def quantize(weight: NDArray[np.float32], weight_format: WeightFormat) -> Quanti
 
 
 def pack_quantized(quantized: Quantized, weight_format: WeightFormat, *, gated: bool = False) -> Packed:
-    """Lay out integers and their scales in panels.
+    """Pack a quantized weight and its scales into panels.
 
     Args:
         quantized: values [N, K] and scales [N, blocks]: 1 block, ceil(K / 64) or ceil(K / 32) by the format.
         weight_format: the operator's attribute.
-        gated: whether the rows are I gates and then the I values that they let through.
+        gated: whether the rows are I gates followed by the I values that they scale.
 
     Raises:
         ValueError: the scales have another shape.
@@ -120,15 +120,15 @@ def pack_quantized(quantized: Quantized, weight_format: WeightFormat, *, gated: 
 
 
 def pack_float32(weight: NDArray[np.float32], *, gated: bool = False) -> NDArray[np.float32]:
-    """Lay out a weight [N, K] in panels [P, K, 32]; `gated` as for `pack_quantized`."""
+    """Pack a weight [N, K] into panels [P, K, 32]; `gated` as for `pack_quantized`."""
     panels = _in_panels(weight.astype(np.float32, copy=False), gated=gated)
     return np.ascontiguousarray(panels.transpose(0, 2, 1))
 
 
 def _in_panels(rows: NDArray[T], *, gated: bool, fill: int = 0) -> NDArray[T]:
-    """Cut rows [N, columns] into panels [P, 32, columns]; the last one is filled up."""
+    """Cut rows [N, columns] into panels [P, 32, columns], the last one padded with `fill`."""
     if gated and len(rows) % 2:
-        msg = f"a gated layer has as many gates as values, so an even number of rows, not {len(rows)}"
+        msg = f"a gated layer needs an even number of rows, not {len(rows)}: as many gates as values"
         raise ValueError(msg)
     parts = np.split(rows, 2) if gated else [rows]
     height = PANEL // len(parts)

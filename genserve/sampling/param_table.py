@@ -13,9 +13,9 @@ from functools import cache
 from types import UnionType
 from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
-from genserve.errors import InvalidRequest
+from genserve.errors import require
 
-__all__ = ["Param", "Range", "is_number", "is_token_id", "param", "param_table", "require", "validate"]
+__all__ = ["Param", "Range", "is_number", "is_token_id", "param", "param_table", "validate"]
 
 # The table of docs/sampling.md that has the row.
 Section: TypeAlias = Literal["logits", "draw", "beams", "end", "text", "logprobs", "prompt"]
@@ -86,6 +86,18 @@ class Param:
     def item(self) -> Any:
         """The type of an item, of a list."""
         return get_args(self.hint)[0] if get_origin(self.hint) is tuple else None
+
+    @property
+    def triton_type(self) -> tuple[str, int]:
+        """The data type of the input tensor, as config.pbtxt has it, and its number of elements; -1: any."""
+        if self.item is str:
+            return "TYPE_STRING", -1
+        if bool in self.kinds:
+            return "TYPE_BOOL", 1
+        if float in self.kinds:
+            return "TYPE_FP32", 1
+        unsigned = self.range is not None and self.range.high == 2**64 - 1
+        return "TYPE_UINT64" if unsigned else "TYPE_INT32", 1
 
 
 def param(doc: str, *, default: Any, section: Section, **rules: Any) -> Any:
@@ -186,9 +198,3 @@ def is_number(value: object) -> bool:
 def is_token_id(value: object) -> bool:
     """Return whether a value can be a token id."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def require(holds: bool, field: str, rule: str) -> None:  # noqa: FBT001  # reads as a sentence
-    """Raise InvalidRequest with the message `field rule`, if it does not hold."""
-    if not holds:
-        raise InvalidRequest(f"{field} {rule}", field=field)

@@ -159,7 +159,7 @@ def _staged(metadata: SamplingMetadata) -> Iterator[tuple[int, int]]:
 
 
 def _draw_staged(row: FloatArray, metadata: SamplingMetadata, index: int) -> tuple[FloatArray, int]:
-    """Return what the stages of a row leave: [V], and the token drawn from it."""
+    """Return the logits that the stages of a row leave: [V], and the token drawn from them."""
     stages = metadata.stages[index]
     assert stages is not None
     left = apply_stages(row[None], [stages], chances=[metadata.chances[index]], ops=NUMPY_OPS)
@@ -169,7 +169,7 @@ def _draw_staged(row: FloatArray, metadata: SamplingMetadata, index: int) -> tup
 
 
 def _processed(row: FloatArray, *, rule: np.void, found: np.void) -> FloatArray:
-    """Return what a token of a row was drawn from: [V]; of the best token, the row."""
+    """Return the logits that the token of a row was sampled from: [V]."""
     if not rule["temperature"]:
         return row
     # A temperature near 0 scales tokens to -inf, as it should; rows that are not finite get NaNs.

@@ -8,17 +8,8 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal
 
-from genserve.errors import InvalidRequest
-from genserve.sampling.param_table import (
-    Param,
-    Range,
-    is_number,
-    is_token_id,
-    param,
-    param_table,
-    require,
-    validate,
-)
+from genserve.errors import InvalidRequest, require
+from genserve.sampling.param_table import Param, Range, is_number, is_token_id, param, param_table, validate
 from genserve.sampling.plugin_call import PluginCall, read_plugin_call, read_plugin_calls
 from genserve.sampling.repetition_detection import RepetitionDetection, repetition_detection
 from genserve.sampling.sampling_options import SamplingOptions
@@ -26,12 +17,14 @@ from genserve.sampling.structured_outputs import StructuredOutputs, structured_o
 
 __all__ = [
     "DRAW_PARAMETERS",
+    "EDIT_PARAMETERS",
     "MAX_BEST_OF",
     "MAX_STOP_STRINGS",
     "MAX_TOP_LOGPROBS",
     "PARAMETERS",
     "REFUSED",
     "STAGES",
+    "TRITON_TENSORS",
     "SamplingOptions",
     "SamplingParams",
     "active",
@@ -131,7 +124,7 @@ class _LogitsParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _DrawParams(_LogitsParams):
-    """The rows of the parameters of a draw: its stages in their default order, and what replaces them."""
+    """The rows of the parameters of a draw: the stages in their default order, and others."""
 
     temperature: float = _draw(
         "divides the logits. 0: the best token is taken, of equals the lowest id, and the rest of this "
@@ -278,11 +271,11 @@ class SamplingParams(_DrawParams):
         "end-of-sequence does not end the answer (for benchmarks)",
         default=False, excludes=("structured_outputs",),
     )
-    include_stop_str_in_output: bool = _end("the text includes what ended it", default=False)
+    include_stop_str_in_output: bool = _end("the text includes the stop that ended it", default=False)
 
     skip_special_tokens: bool = _text("the text omits special tokens", default=True)
     spaces_between_special_tokens: bool = _text(
-        "with special tokens: and what the tokenizer puts between them", default=True
+        "with special tokens: also the separators between them", default=True
     )
     stream_interval: int = _text(
         "how many tokens an event of a stream has; the first event comes with the first token",
@@ -322,7 +315,7 @@ class SamplingParams(_DrawParams):
 
     truncate_prompt_tokens: int | None = _prompt(
         "a longer prompt is truncated to this number of tokens; without it, it is refused",
-        default=None, range=Range(1, _INT_MAX, extra=-1, extra_means="what the context leaves"),
+        default=None, range=Range(1, _INT_MAX, extra=-1, extra_means="as many as the context has room for"),
         tgi="truncate",
     )
     truncation_side: Literal["left", "right"] = _prompt(
@@ -368,6 +361,14 @@ STAGES: Mapping[str, Mapping[str, Any]] = {
 DRAW_PARAMETERS: Mapping[str, Any] = {
     name: row.neutral for name, row in PARAMETERS.items() if row.stage is not None or row.draws
 }
+# The parameters that turn on an edit of the logits.
+EDIT_PARAMETERS = tuple(
+    name
+    for name, row in PARAMETERS.items()
+    if row.section == "logits" and not row.unused_without and name != "structured_outputs"
+)
+# The parameters that have an input tensor in Triton's repositories of language models, by its name.
+TRITON_TENSORS: Mapping[str, Param] = {row.triton: row for row in PARAMETERS.values() if row.triton}
 _TEXTS = tuple(name for name, row in PARAMETERS.items() if row.item is str)
 _IDS = tuple(name for name, row in PARAMETERS.items() if row.item is int)
 
@@ -381,7 +382,7 @@ def active(params: SamplingParams, stages: Iterable[str]) -> Iterator[str]:
 
 
 def _validate_together(params: SamplingParams) -> None:
-    """Validate what several parameters say together, and no single row can."""
+    """Validate combinations of parameters that no single row describes."""
     _validate_biases(params.logit_bias)
     allowed = set(params.allowed_token_ids) - set(params.suppress_tokens)
     require(bool(allowed) or not params.allowed_token_ids, "suppress_tokens", "leaves no allowed token")

@@ -188,7 +188,7 @@ def _temperature(rows: Array, batch: _Batch) -> Array:
 
 
 def _top_n_sigma(rows: Array, batch: _Batch) -> Array:
-    """Keep tokens within so many standard deviations of the best logit.
+    """Keep logits within a number of standard deviations of the best one.
 
     Source: Tang et al., "Top-nσ: Not All Logits Are You Need" (2024), over the logits that are not masked.
     """

@@ -33,32 +33,42 @@ __all__ = [
     "TemplateProcess",
 ]
 
-
 logger = logging.getLogger(__name__)
 
-# Stands at the end of a message that is continued; no character, so that no message has it.
+# Marks the end of a continued message; a code point that is not a character, so that no message contains it.
 _MARK = "\udfff"
 _REMEDY = "take the template from the model's original checkpoint"
 # The variables that a request does not set by name.
-_OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+_RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+
+MAX_CPU_S = 2.0             # to compile a template, or to render a chat, which takes some 0.1 ms
+MAX_RENDER_S = 10.0         # wall-clock time, for a busy machine
+MAX_START_S = 30.0
+MAX_BYTES = 2**29           # of the process, which starts with 26 MB
+# Limits of a prompt: the characters that a template writes itself, more than any needs, and how many times it
+# may repeat the content of a request. Tokenizing a million characters takes a second and 100 MB.
+MAX_OWN_CHARS = 2**18
+MAX_TIMES_SHOWN = 4
+# The environment variables that it gets; others may hold passwords and API keys.
+ENVIRONMENT = ("PATH", "TZ", "TZDIR", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
 
 
 class ChatTemplate:
-    """A Jinja template as `transformers.apply_chat_template` renders it, in a process of its own.
+    """A Jinja template, rendered as by `transformers.apply_chat_template`, in a separate process.
 
     Safe from any thread.
 
     Args:
         source: the template.
         special_tokens: the variables `bos_token`, `eos_token` and so on.
-        name: what the log calls the template: its file.
+        name: of its file, for the log.
 
     Attributes:
         source: the template.
-        variables: what a request may set beside the messages.
+        variables: the names that a request may set in addition to the messages.
 
     Raises:
-        RepositoryError: the template is no valid Jinja, or takes too much time or memory to compile.
+        RepositoryError: the template is not valid Jinja, or takes too much time or memory to compile.
     """
 
     def __init__(self, source: str, *, special_tokens: Mapping[str, str], name: str) -> None:
@@ -66,19 +76,19 @@ class ChatTemplate:
         self._name = name
         self._process = TemplateProcess(source, special_tokens=special_tokens)
         try:
-            self.variables = self._process.compile() - _OURS
+            self.variables = self._process.compile() - _RESERVED
         except TemplateFailed as error:
             place = "the chat template cannot be compiled: " if isinstance(error, TemplateExceeded) else ""
             raise RepositoryError(f"{name}: {place}{error}", remedy=_REMEDY) from None
 
     def render(self, chat: Chat) -> str:
-        """The prompt for the assistant's next turn, or for the rest of the last one.
+        """Render the prompt for the assistant's next turn, or for the rest of the last one.
 
         Raises:
-            InvalidRequest: the template refuses these messages, or drops the one that is to be continued:
-                `field` is `messages`; or it knows nothing of one of `chat.template_kwargs`.
-            ModelFailed: the template itself is at fault, or exceeded its limit on time, memory or output. The
-                log says why.
+            InvalidRequest: the template refuses these messages, or drops the message to continue (`field` is
+                `messages`); or it does not use one of `chat.template_kwargs`.
+            ModelFailed: the template is broken, or exceeded its limit on time, memory or output. The log has
+                the reason.
         """
         for name in chat.template_kwargs:
             self._require_variable(name)
@@ -89,7 +99,7 @@ class ChatTemplate:
         return _up_to_mark(rendered) if chat.continue_final_message else rendered
 
     def close(self) -> None:
-        """End the process, after the chat that it renders now; a later `render` starts another."""
+        """End the process after the chat that it renders now; a later `render` starts another."""
         self._process.close()
 
     def _require_variable(self, name: str) -> None:
@@ -114,61 +124,49 @@ class ChatTemplate:
                 f"the model's chat template refuses these messages: {error}", field="messages"
             ) from None
         except TemplateFailed as error:
-            logger.error("%s: the chat template failed: %s", self._name, error)  # noqa: TRY400  its words are all
+            logger.error("%s: the chat template failed: %s", self._name, error)  # noqa: TRY400  the message is complete
             limits = ": it exceeded its limit on time, memory or output"
             exceeded = limits if isinstance(error, TemplateExceeded) else ""
             raise ModelFailed(f"the chat template failed{exceeded}", remedy=f"{SEE_LOG}; {_REMEDY}") from None
-        except NotSerializable as error:    # of a caller in this process
+        except NotSerializable as error:    # only from a caller in this process
             field = "chat_template_kwargs"
             raise InvalidRequest(f"{field} must be JSON-serializable: {error}", field=field) from None
 
 
 def _up_to_mark(rendered: str) -> str:
-    """Return what stands before the end of the last message; as transformers finds it."""
+    """Return the prompt up to the end of the last message, determined as in transformers."""
     before, mark, after = rendered.rpartition(_MARK)
     if not mark:
         raise InvalidRequest(
             "the model's chat template leaves out the end of the last message", field="messages"
         )
-    if not after.startswith(" "):  # the template has trimmed the message
+    if not after.startswith(" "):  # the template trims messages
         before = before.rstrip()
-    return before.replace(_MARK + " ", "").replace(_MARK, "")  # where it shows the message twice
-
-
-MAX_CPU_S = 2.0             # to compile a template, or to render a chat, which takes some 0.1 ms
-MAX_RENDER_S = 10.0         # by the clock on the wall, of a machine that is busy
-MAX_START_S = 30.0
-MAX_BYTES = 2**29           # of the process, which begins with 26 MB
-# Of a prompt: what a template may write by itself, which is more than it ever says to a model, and how many
-# times it may show what the request says. To tokenize a million characters takes a second and 100 MB.
-MAX_OWN_CHARS = 2**18
-MAX_TIMES_SHOWN = 4
-# What it knows of this process's environment, which may hold passwords and API keys.
-ENVIRONMENT = ("PATH", "TZ", "TZDIR", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
+    return before.replace(_MARK + " ", "").replace(_MARK, "")  # it may show the message twice
 
 
 class TemplateFailed(Exception):
-    """The template raised, or is no Jinja; says why, for the log."""
+    """The template raised, or is not valid Jinja; the message is for the log."""
 
 
 class TemplateExceeded(TemplateFailed):
-    """It exceeded its limit on time, memory or output; or its process died, or answered nonsense."""
+    """It exceeded its limit on time, memory or output; or its process died, or sent an invalid answer."""
 
 
 class ChatRefused(Exception):
-    """The template does not take the chat; says why, for the client."""
+    """The template refused the chat; the message is for the client."""
 
 
 class NotSerializable(Exception):
-    """A variable of the template cannot be written as JSON; says why."""
+    """A variable of the template cannot be written as JSON."""
 
 
 class TemplateProcess:
-    """Compiles a template, and renders one chat after the other; safe from any thread.
+    """Compiles a template and renders chats one by one, in a sandboxed process; safe from any thread.
 
-    The process is started for the first call, and for the one after it has ended: because of `close`, of a
-    template that wanted too much, or by itself. It does not outlive this object, nor the process of this
-    object: it reads the end of its input, or has used up its CPU time.
+    The first call starts the process, and so does the next call after it ended: by `close`, because a
+    template exceeded its limits, or by itself. It outlives neither this object nor its process, because it
+    ends with its input, or when its CPU time is used up.
     """
 
     def __init__(
@@ -176,27 +174,28 @@ class TemplateProcess:
     ) -> None:
         self._max_cpu_s = max_cpu_s
         self._template = _json({"source": source, "special_tokens": dict(special_tokens)})
-        self._lock = threading.Lock()   # whoever has it uses the process
+        self._lock = threading.Lock()   # held while the process is used
         self._child: _Child | None = None
-        self._is_closed = False         # whoever uses the process ends it afterwards
+        self._is_closed = False         # the thread that uses the process ends it afterwards
         self._variables: frozenset[str] = frozenset()
 
     def compile(self) -> frozenset[str]:
         """Return the names of the variables that the template reads and does not set.
 
         Raises:
-            TemplateFailed: it does not compile, or not within its limits.
+            TemplateFailed: it does not compile.
+            TemplateExceeded: it does not compile within its limits.
         """
         with self._turn():
             return self._variables
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        """Return the prompt that the template makes of its variables, which are JSON.
+        """Render a prompt from variables, which must be JSON.
 
         Raises:
-            ChatRefused: the template called `raise_exception`, or the chat lacks what it needs.
-            TemplateFailed: it raised something else.
-            TemplateExceeded: it does not keep to its limits.
+            ChatRefused: the template called `raise_exception`, or the chat lacks a part that it needs.
+            TemplateFailed: it raised another exception.
+            TemplateExceeded: it exceeded its limits.
             NotSerializable: the variables cannot be written as JSON.
         """
         try:
@@ -209,12 +208,12 @@ class TemplateProcess:
             return str(child.ask(message, within_s=MAX_RENDER_S))
 
     def close(self) -> None:
-        """End the process, after the chat that it renders now; does not wait for that."""
+        """End the process after the chat that it renders now, without waiting for it."""
         self._is_closed = True
         self._end_if_closed()
 
     def _end_if_closed(self) -> None:
-        # Whoever has the lock meanwhile does this again when it has released it.
+        # A thread that holds the lock does this again after it has released it.
         if self._is_closed and self._lock.acquire(blocking=False):
             try:
                 self._is_closed = False
@@ -224,9 +223,9 @@ class TemplateProcess:
 
     @contextmanager
     def _turn(self) -> Iterator[_Child]:
-        """Wait for the process, which has compiled the template then.
+        """Wait for the process, and have it compile the template if it is new.
 
-        So do as many as the model has threads to prepare requests, each for `MAX_RENDER_S` at the most.
+        At most as many threads wait as the model has to prepare requests, each `MAX_RENDER_S` at most.
         """
         self._lock.acquire()
         try:
@@ -238,7 +237,7 @@ class TemplateProcess:
             if isinstance(error, TemplateExceeded):
                 self._end()
             raise
-        except BaseException:   # Ctrl-C: the answer is still to come
+        except BaseException:   # such as Ctrl-C, before the answer has come
             self._end()
             raise
         finally:
@@ -250,7 +249,7 @@ class TemplateProcess:
         try:
             child = self._child = _Child(max_cpu_s=self._max_cpu_s)
         except OSError as error:
-            raise TemplateExceeded(f"its process does not start: {error}") from None
+            raise TemplateExceeded(f"its process failed to start: {error}") from None
         self._finalizer = weakref.finalize(self, child.end)
         try:
             self._variables = frozenset(child.ask(self._template, within_s=MAX_START_S))
@@ -265,7 +264,7 @@ class TemplateProcess:
 
 
 class _Child:
-    """The process itself. One call at a time."""
+    """The process, for one call at a time."""
 
     def __init__(self, *, max_cpu_s: float) -> None:
         self._max_cpu_s = max_cpu_s
@@ -293,13 +292,13 @@ class _Child:
         return self._process.poll() is None
 
     def ask(self, message: bytes, *, within_s: float) -> Any:
-        """Return what the answer says; raises ChatRefused, TemplateFailed."""
+        """Send a message and return the value of its answer; raises ChatRefused, TemplateFailed."""
         deadline_s = time.monotonic() + within_s
         self._socket.settimeout(within_s)
         try:
             self._socket.sendall(len(message).to_bytes(8) + message)
             size = int.from_bytes(self._receive(8, deadline_s=deadline_s))
-            if size > MAX_BYTES:    # of memory, where it would have made this
+            if size > MAX_BYTES:    # more than its memory limit
                 raise ValueError(size)
             content = self._receive(size, deadline_s=deadline_s)
             kind, value = json.loads(content.decode(errors="surrogatepass"))
@@ -308,7 +307,7 @@ class _Child:
         except (OSError, EOFError):
             raise TemplateExceeded(self._death()) from None
         except (ValueError, TypeError, RecursionError):
-            raise TemplateExceeded("its process answers nonsense") from None
+            raise TemplateExceeded("its process sent an invalid answer") from None
         match kind:
             case "done":
                 return value
@@ -336,7 +335,7 @@ class _Child:
         return content
 
     def _death(self) -> str:
-        self._process.kill()    # or it has only closed its output
+        self._process.kill()    # it may only have closed its output
         status = self._process.wait()
         if status == -signal.SIGPROF:
             return f"it takes more than {self._max_cpu_s:g} s of CPU time"
@@ -344,5 +343,5 @@ class _Child:
 
 
 def _json(value: object) -> bytes:
-    # Halves of surrogate pairs stand for special tokens in a chat; escaped, two of them would become a pair.
+    # Lone surrogates stand in for special tokens in a chat; if escaped, two of them would become a pair.
     return json.dumps(value, ensure_ascii=False).encode(errors="surrogatepass")

@@ -21,12 +21,11 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
     from llguidance._lib import JsonCompileOptions
 
-__all__ = ["Grammar", "GrammarCompiler"]
-
+__all__ = ["GrammarCompiler", "GuidanceGrammar"]
 
 MAX_COMPILED = 16
-# Small models like to go on with spaces for ever where these are allowed without end. And what llguidance
-# does not know of a schema is refused, whatever the schema says of it.
+# Whitespace is bounded, because small models tend to repeat it forever where they may. Unsupported parts of a
+# schema are refused, even if it asks for leniency.
 JSON_OPTIONS: JsonCompileOptions = {
     "whitespace_pattern": r"[ \t\n\r]{1,32}",
     "lenient": False,
@@ -34,27 +33,27 @@ JSON_OPTIONS: JsonCompileOptions = {
 }
 
 
-class Grammar:
-    """Where one answer stands in its form; `generation.StructuredOutputGrammar`."""
+class GuidanceGrammar:
+    """The state of one answer in its grammar; implements `StructuredOutputGrammar`."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
 
     @property
     def complete(self) -> bool:
-        """Whether the form is there, and nothing may follow."""
+        """Whether the answer is complete, so that nothing may follow."""
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
     @property
     def failure(self) -> str:
-        """Why it lets no token follow any more, though it is not complete."""
+        """The reason why no token may follow although the answer is not complete."""
         return _failure(self._matcher)
 
     def fill(self, mask: NDArray[np.int32]) -> None:
-        """See `StructuredOutputGrammar`; of [W] words, which are contiguous.
+        """See `StructuredOutputGrammar`; `mask` is contiguous, [W] int32.
 
-        One call for each answer: llguidance's executor of many threads waits for the interpreter's lock each
-        time, which took 10 ms where another thread was busy, and this 2 us.
+        One call per answer takes 2 us. llguidance's parallel executor waits for the GIL at each call, which
+        took 10 ms while another thread was busy.
         """
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if self._matcher.is_error():
@@ -66,34 +65,34 @@ class Grammar:
 
 
 class GrammarCompiler:
-    """The forms of one model's answers, of which the latest stay compiled. Safe from any thread.
+    """Compiles structured outputs for one model, and caches the latest. Safe from any thread.
 
-    llguidance is imported, and given the vocabulary, when the first request asks for a form.
+    llguidance is imported, and gets the vocabulary, at the first request with structured outputs.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._compiled: OrderedDict[StructuredOutputs, LLMatcher] = OrderedDict()
-        self._lock = threading.Lock()           # of what is compiled
-        self._compiling = threading.Lock()      # one at a time: it is work beside that of the engine
+        self._lock = threading.Lock()           # of the cache
+        self._compiling = threading.Lock()      # one at a time, to leave time to the engine
 
-    def begin(self, outputs: StructuredOutputs) -> Grammar:
-        """Return the grammar of one more answer. Compiles it, if need be: keep that off an event loop.
+    def compile(self, outputs: StructuredOutputs) -> GuidanceGrammar:
+        """Return a grammar for one answer, compiled or copied from the cache; not for an event loop.
 
         Raises:
-            InvalidRequest: it does not compile, in the time and memory that it may take; says why.
+            InvalidRequest: it does not compile within its limits of time and memory.
         """
         matcher = self._copied(outputs)
         if matcher is None:
             with self._compiling:
                 matcher = self._copied(outputs) or self._compile(outputs)
-        return Grammar(matcher)
+        return GuidanceGrammar(matcher)
 
     def _copied(self, outputs: StructuredOutputs) -> LLMatcher | None:
-        """Return a copy of what is compiled already, if that is still good.
+        """Return a copy of the cached matcher, if there is one and it still works.
 
-        Copies share what their lexer has found out, and once this is too much all of them fail.
+        Copies share the states of their lexer, and all fail once these are too many.
         """
         with self._lock:
             compiled = self._compiled.get(outputs)
@@ -112,7 +111,7 @@ class GrammarCompiler:
 
         try:
             grammar = _source(outputs)
-        except (ValueError, RecursionError) as error:   # what is nested too deeply, too
+        except (ValueError, RecursionError) as error:   # RecursionError: nested too deeply
             raise _unusable(f"as it is: {error}") from None
         reason = compile_refusal(grammar) if outputs.form in ("json", "grammar", "structural_tag") else ""
         if not reason:
@@ -137,26 +136,26 @@ class GrammarCompiler:
                 "structured_outputs needs a model with an end-of-sequence token", field="structured_outputs"
             )
         try:
-            # Where a form leaves one text alone, llguidance tokenizes it: the name of a special token in it
-            # must not become that token, which its masks would then allow and its parser refuse.
+            # If only one text may follow, llguidance tokenizes it. The name of a special token in it must not
+            # become that token, which its masks would allow but its parser would refuse.
             tokenizer = self._tokenizer.as_plain_json()
             return LLTokenizer(tokenizer, n_vocab=self._vocab_size, eos_token=ending)
         except ValueError as error:
-            raise _unusable(f"with this model, whose tokenizer llguidance does not take: {error}") from None
+            raise _unusable(f"with this model: llguidance rejects its tokenizer: {error}") from None
 
 
 def _dead_end(matcher: LLMatcher) -> str:
-    """Return why not even a first token can follow; empty if one can."""
+    """The reason why not even a first token can follow; empty if one can."""
     if not matcher.is_error():
         matcher.compute_bitmask()
     if matcher.is_stopped() and not matcher.is_error():
-        return "it has no text but the empty one"
+        return "it allows only the empty text"
     return _failure(matcher)
 
 
 def _failure(matcher: LLMatcher) -> str:
     message = matcher.get_error().removesuffix("<non-verbose/>").strip()
-    return "no text has this form" if message == "NoExtensionBias" else message[:MAX_MESSAGE_CHARS]
+    return "no text matches it" if message == "NoExtensionBias" else message[:MAX_MESSAGE_CHARS]
 
 
 def _unusable(reason: str) -> InvalidRequest:
@@ -165,7 +164,7 @@ def _unusable(reason: str) -> InvalidRequest:
 
 
 def _source(outputs: StructuredOutputs) -> str:
-    """Return the form in llguidance's words; raises ValueError and RecursionError where it cannot be said."""
+    """Translate into llguidance's grammar; raises ValueError and RecursionError for invalid outputs."""
     from llguidance import LLMatcher, grammar_from, regex_to_lark
 
     match outputs.form:
@@ -174,7 +173,7 @@ def _source(outputs: StructuredOutputs) -> str:
         case "json_object":
             return LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=JSON_OPTIONS)
         case "regex":
-            # \d is the ten digits, and not those of all scripts.
+            # \d matches only ASCII digits.
             return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(outputs.text, 'd')}/")
         case "choice":
             choices = " | ".join(json.dumps(choice) for choice in json.loads(outputs.text))
@@ -188,7 +187,7 @@ def _source(outputs: StructuredOutputs) -> str:
 
 
 def _tags(*, structures: Sequence[Mapping[str, Any]], triggers: Sequence[str]) -> str:
-    """Return the grammar of any text in which a trigger is the beginning of one of the structures."""
+    """The grammar of any text in which each trigger begins one of the structures."""
     from llguidance import StructTag
 
     tags = [

@@ -1,7 +1,7 @@
-"""Grammar trial: whether a grammar compiles, found out by a process of its own, which may die of it.
+"""Grammar trial: compiles a grammar in a disposable process, to find out whether it can be compiled safely.
 
-llguidance bounds neither the time that the patterns of a JSON schema take, which is exponential in the
-worst case, nor the stack that deep rules take. So this file is run as a script too, with little around it.
+llguidance bounds neither the time for the patterns of a JSON schema, which is exponential in the worst case,
+nor the stack for deep rules. Therefore this file is also a script, with few imports.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from typing import Any
 
 __all__ = ["LIMITS", "compile_refusal"]
 
-
-# Of llguidance's parser, at which an answer fails. By its defaults one mask can take a second, during which
-# all other answers wait, and what it keeps hundreds of megabytes; with these some 10 ms and 25 MB.
+# Limits of llguidance's parser, at which an answer fails. With its defaults one mask can take a second, while
+# all other answers wait, and its state hundreds of megabytes; with these it takes some 10 ms and 25 MB.
 LIMITS: Mapping[str, Any] = {
     "initial_lexer_fuel": 100_000,
     "step_lexer_fuel": 100_000,
@@ -26,25 +25,25 @@ LIMITS: Mapping[str, Any] = {
     "verbose_errors": False,
 }
 MAX_CPU_S = 3
-MAX_WALL_S = 30         # of a machine that is busy
+MAX_WALL_S = 30         # for a busy machine
 MAX_BYTES = 2**31
-STACK_BYTES = 4 * 2**20     # less than the threads of a server have
+STACK_BYTES = 4 * 2**20     # less than a server's threads have
 MAX_MESSAGE_CHARS = 600
 
 
 def compile_refusal(grammar: str, *, max_cpu_s: int = MAX_CPU_S) -> str:
-    """Return why a grammar of llguidance does not compile, in time and memory; empty if it does."""
-    import llguidance  # where a first request needs it
+    """The reason why a grammar of llguidance does not compile within its limits; empty if it does."""
+    import llguidance  # lazily, for the first request that needs it
 
     packages = Path(llguidance.__file__).parents[1]
     command = [sys.executable, "-I", "-S", __file__, str(packages), str(max_cpu_s)]
     try:
         child = subprocess.run(command, input=grammar.encode(), capture_output=True, timeout=MAX_WALL_S)
     except subprocess.TimeoutExpired:
-        return f"it takes longer than {MAX_WALL_S} s to compile"
+        return f"compiling it takes longer than {MAX_WALL_S} s"
     if child.returncode == 0:
         return child.stdout.decode(errors="replace")
-    return f"it takes more than {max_cpu_s} s, or more memory than it may, to compile; or it nests too deeply"
+    return f"compiling it takes more than {max_cpu_s} s or too much memory, or it nests too deeply"
 
 
 def _report(grammar: str) -> None:
@@ -58,7 +57,7 @@ def _report(grammar: str) -> None:
 
 
 def _bound(*, max_cpu_s: int) -> None:
-    """Let this process have little, where the system can see to that."""
+    """Limit the time and memory of this process, where the system supports it."""
     try:
         import os
         import resource

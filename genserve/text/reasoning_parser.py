@@ -7,73 +7,74 @@ from enum import Enum, auto
 
 __all__ = ["START", "THINKING_TAGS", "ReasoningDelta", "ReasoningParser"]
 
-
-# Qwen's, DeepSeek's, SmolLM's.
+# The tags of Qwen, DeepSeek and SmolLM.
 THINKING_TAGS = START, END = ("<think>", "</think>")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningDelta:
-    """What a piece of text adds to either."""
+    """The reasoning and the content in a piece of text."""
 
     reasoning: str
     content: str
 
 
-class _Place(Enum):
+class _State(Enum):
     BEFORE = auto()     # a thought may begin
     INSIDE = auto()
-    BEHIND = auto()
+    AFTER = auto()
 
 
 class ReasoningParser:
-    """Reads the text of one answer, piece by piece; where it is cut changes nothing.
+    """Reads the text of one answer, piece by piece; the result does not depend on the cuts.
 
-    The reasoning is what stands between the tags at the beginning, without the blanks around it, and the
-    content what follows these. A text that begins otherwise is content as it is, tags and all.
+    The reasoning is the text between the tags at the beginning, without surrounding whitespace. The content
+    is the text after them. A text without a tag at its beginning is all content, including later tags.
+
+    Args:
+        begun: the prompt ends with the tag that begins the thought.
     """
 
     def __init__(self, *, begun: bool = False) -> None:
-        """Begin a text; `begun`: the prompt has the tag that begins the thought."""
-        self._place = _Place.INSIDE if begun else _Place.BEFORE
+        self._state = _State.INSIDE if begun else _State.BEFORE
         self._held = ""
-        self._blank = True      # of the reasoning, or the content behind it, nothing is out yet
+        self._strip_start = True    # of the reasoning, or of the content after it, nothing was returned yet
 
     def push(self, text: str, *, last: bool = False) -> ReasoningDelta:
-        """Take a piece; return what has become certain of both, which after the last one is all."""
+        """Take a piece, and return the reasoning and content that are certain; all, after the last piece."""
         self._held += text
-        if self._place is _Place.BEFORE:
-            self._begin(last=last)
-        reasoning = self._inside(last=last) if self._place is _Place.INSIDE else ""
-        return ReasoningDelta(reasoning=reasoning, content=self._behind())
+        if self._state is _State.BEFORE:
+            self._read_start(last=last)
+        reasoning = self._read_reasoning(last=last) if self._state is _State.INSIDE else ""
+        return ReasoningDelta(reasoning=reasoning, content=self._read_content())
 
-    def _begin(self, *, last: bool) -> None:
+    def _read_start(self, *, last: bool) -> None:
         text = self._held.lstrip()
         if text.startswith(START):
-            self._place, self._held = _Place.INSIDE, text.removeprefix(START)
+            self._state, self._held = _State.INSIDE, text.removeprefix(START)
         elif last or not START.startswith(text):
-            self._place, self._blank = _Place.BEHIND, False
+            self._state, self._strip_start = _State.AFTER, False
 
-    def _inside(self, *, last: bool) -> str:
+    def _read_reasoning(self, *, last: bool) -> str:
         before, tag, after = self._held.partition(END)
         if tag:
-            reasoning = self._trimmed(before.rstrip())
-            self._place, self._held, self._blank = _Place.BEHIND, after, True
+            reasoning = self._stripped(before.rstrip())
+            self._state, self._held, self._strip_start = _State.AFTER, after, True
             return reasoning
-        # What may be the beginning of the tag is held back, and so are the blanks before it.
+        # A possible beginning of the tag is held back, and so is the whitespace before it.
         num_tag = 0 if last else max(n for n in range(len(END)) if before.endswith(END[:n]))
-        sure = before[: len(before) - num_tag].rstrip()
-        self._held = before[len(sure) :]
-        return self._trimmed(sure)
+        certain = before[: len(before) - num_tag].rstrip()
+        self._held = before[len(certain) :]
+        return self._stripped(certain)
 
-    def _behind(self) -> str:
-        if self._place is not _Place.BEHIND:
+    def _read_content(self) -> str:
+        if self._state is not _State.AFTER:
             return ""
         content, self._held = self._held, ""
-        return self._trimmed(content)
+        return self._stripped(content)
 
-    def _trimmed(self, text: str) -> str:
-        """Leave out the blanks at the beginning."""
-        text = text.lstrip() if self._blank else text
-        self._blank = self._blank and not text
+    def _stripped(self, text: str) -> str:
+        """Remove whitespace at the start of the reasoning or the content."""
+        text = text.lstrip() if self._strip_start else text
+        self._strip_start = self._strip_start and not text
         return text

@@ -1,4 +1,4 @@
-"""Stop regex: a regular expression at whose first match a growing text has to end."""
+"""Stop regex: a regular expression whose first match ends a growing text."""
 
 from __future__ import annotations
 
@@ -15,50 +15,49 @@ if TYPE_CHECKING:
 __all__ = ["MAX_MATCH_CHARS", "StopRegex"]
 
 MAX_MATCH_CHARS = 256
-END_OF_TEXT = 256       # the token id behind those of the bytes
+END_OF_TEXT = 256       # the token id after those of the bytes
 
 
 class StopRegex:
     r"""Finds the match that is completed first in a text that arrives in pieces; a `StopFinder`.
 
-    The text ends at the first character with which some match is complete, so that `a+` ends it at the first
-    `a`; of the matches that end there the longest counts. What is longer than MAX_MATCH_CHARS is no match.
-    Where the text is cut into pieces changes nothing. A character costs constant time, whatever the
-    expression is: llguidance runs it by derivatives, without backtracking, and tells what may still become a
-    match.
+    The text ends at the first character that completes a match, so that `a+` ends it at the first `a`. Of the
+    matches that end there the longest counts; none is longer than MAX_MATCH_CHARS. The result does not depend
+    on how the text is cut into pieces. A character takes constant time for any expression, because llguidance
+    matches by derivatives, without backtracking, and knows which text may still become a match.
 
     Args:
-        pattern: in the syntax of Rust's regex crate, without what looks around (`^`, `$`, `\b`).
+        pattern: in the syntax of Rust's regex crate, without anchors (`^`, `$`, `\b`).
 
     Raises:
-        InvalidRequest: it is no such expression, or matches the empty text; `field` is `stop_regex`.
+        InvalidRequest: the pattern is invalid, or matches the empty text; `field` is `stop_regex`.
     """
 
     def __init__(self, pattern: str) -> None:
         self._pattern = pattern
         self._alone = _matcher(pattern, pattern)
-        _matcher(f".(?:{pattern}).", pattern)   # alone, it may have anchors, which would mean nothing
+        _matcher(f".(?:{pattern}).", pattern)   # refuses anchors, which are valid only in `_alone`
         self._behind_any_text = _matcher(f"(?s:.)*(?:{pattern})", pattern)
         if self._alone.is_accepting():
             raise _refused(pattern, "it matches the empty text")
         self._pending = ""      # the last characters that may still become part of a match
 
     def fork(self) -> StopRegex:
-        """Return one that has read the same; the two share the states that they come to."""
+        """Return an independent copy that has read the same; compiled states are shared."""
         fork = copy(self)
         fork._alone, fork._behind_any_text = self._alone.deep_copy(), self._behind_any_text.deep_copy()
         return fork
 
     @property
     def num_pending(self) -> int:
-        """How many of the last characters may still become part of a match."""
+        """The number of last characters that may still become part of a match."""
         return len(self._pending)
 
     def find(self, text: str) -> Stop | None:
-        """Read on; return the first match that `text` completes, behind which nothing is read.
+        """Read a piece, and return the first match that it completes; the rest is not read.
 
         Raises:
-            InvalidRequest: on this text the expression needs too much memory.
+            InvalidRequest: the expression needs too much memory for this text.
         """
         for end, char in enumerate(text, start=1):
             self._read(char)
@@ -68,7 +67,11 @@ class StopRegex:
         return None
 
     def skip(self, text: str) -> None:
-        """Read on; what `text` completes does not count. Raises what `find` raises."""
+        """Read a piece in which matches do not count.
+
+        Raises:
+            InvalidRequest: as `find`.
+        """
         for char in text:
             self._read(char)
         self._forget()
@@ -76,10 +79,10 @@ class StopRegex:
     def _read(self, char: str) -> None:
         self._pending += char
         if not self._behind_any_text.consume_tokens([*char.encode()]):
-            raise _refused(self._pattern, "on this text it needs too much memory")
+            raise _refused(self._pattern, "it needs too much memory for this text")
 
     def _match_length(self) -> int:
-        """Return how many of the last characters are a match; 0: the match is too long."""
+        """The number of last characters that are a match; 0: the match is too long."""
         for text in _endings(self._pending[-MAX_MATCH_CHARS:]):
             self._alone.reset()
             ids = [*text.encode()]
@@ -88,7 +91,7 @@ class StopRegex:
         return 0
 
     def _forget(self) -> None:
-        """Keep of the last characters what may still become part of a match."""
+        """Keep only the last characters that may still become part of a match."""
         self._alone.reset()
         self._pending = next(filter(self._may_begin, _endings(self._pending[1 - MAX_MATCH_CHARS :])), "")
 
@@ -119,7 +122,7 @@ def _bytes_as_tokens() -> LLTokenizer:
 
 
 class _Bytes:
-    """What llguidance asks of a tokenizer; its tokens are the bytes."""
+    """A tokenizer for llguidance whose tokens are the bytes."""
 
     eos_token_id = END_OF_TEXT
     bos_token_id = None
@@ -131,7 +134,7 @@ class _Bytes:
 
 
 def _reason(error: str) -> str:
-    """Return the line of llguidance's message that says what is wrong, without our additions."""
+    """The line of llguidance's message that states the error, without our additions."""
     lines = error.splitlines()
     line = next((line for line in lines if line.startswith("error: ")), lines[0])
     return line.removeprefix("error: ").split("(in regex): ")[-1].split(" in regex /")[0]
@@ -141,5 +144,5 @@ def _refused(pattern: str, reason: str) -> InvalidRequest:
     return InvalidRequest(
         f"stop_regex {pattern!r}: {reason}",
         field="stop_regex",
-        remedy="write it in the syntax of Rust's regex crate, without anchors and \\b",
+        remedy="use the syntax of Rust's regex crate, without anchors and \\b",
     )

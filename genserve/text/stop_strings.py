@@ -1,4 +1,4 @@
-"""Stop strings: the text of an answer as it grows, up to the first stop."""
+"""Stop strings: the text of an answer as it grows, up to its first stop."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ __all__ = ["Stop", "StopChecker", "StopFinder", "StopStrings"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
-    """What a piece of text has completed, and ends the text."""
+    """A stop that a piece of text completes."""
 
-    end: int                # characters of the piece up to its last one
-    length: int             # characters that it has itself; those before the piece came earlier
-    reason: str             # what it is called
+    end: int                # characters of the piece up to the end of the stop
+    length: int             # characters of the stop; it may begin in an earlier piece
+    reason: str             # the stop string or expression
 
 
 class StopFinder(Protocol):
-    """Looks for what ends a text that arrives in pieces."""
+    """Searches a text that arrives in pieces for stops."""
 
     def fork(self) -> StopFinder:
-        """Return one that has read the same; what took time to make is shared."""
+        """Return an independent copy that has read the same; compiled parts are shared."""
 
     @property
     def num_pending(self) -> int:
-        """How many of the last characters may still become part of a stop."""
+        """The number of last characters that may still become part of a stop."""
 
     def find(self, text: str) -> Stop | None:
-        """Read on; return the first stop that `text` completes, behind which nothing is read."""
+        """Read a piece, and return the first stop that it completes; the rest of the piece is not read."""
 
     def skip(self, text: str) -> None:
-        """Read on; what `text` completes does not count."""
+        """Read a piece in which stops do not count."""
 
 
 class StopChecker:
-    """The text of an answer: whole characters, never past a stop; `generation.AnswerText`.
+    """The output text of an answer: whole characters, never past a stop; the engine's `AnswerText`.
 
-    Of several stops that which is complete first ends the text, and of two that are complete with the same
-    character the longer one. Text that may still become part of a stop is held back.
+    The stop that is complete first ends the text; of stops that end at the same character, the longest. Text
+    that may still become part of a stop is held back.
 
     Args:
-        detokenizer: a fresh one.
-        finders: of what ends the text.
-        include_stop: the text has what ended it, and nothing is held back.
-        min_tokens: what is complete with so many tokens does not end it.
+        detokenizer: a new one.
+        finders: search for stops.
+        include_stop: the text includes the stop, and nothing is held back.
+        min_tokens: stops that are complete within this number of tokens do not count.
     """
 
     def __init__(
@@ -69,32 +69,32 @@ class StopChecker:
 
     @property
     def stop(self) -> str | None:
-        """What has ended the text; None as long as it goes on."""
+        """The stop that ended the text, or None."""
         return self._stop
 
     def fork(self) -> StopChecker:
-        """Return one with the same tokens, which goes on by itself."""
+        """Return an independent copy with the same tokens."""
         fork = copy(self)
         fork._detokenizer = self._detokenizer.fork()
         fork._finders = [finder.fork() for finder in self._finders]
         return fork
 
     def push(self, token_id: int) -> str:
-        """Take one more token; return the text that is now safe to show."""
+        """Append a token, and return the text that is now safe to show."""
         text = self._detokenizer.push(token_id)
         if not self._finders:
             return text
-        return self._read(text, may_end=self._is_long_enough())
+        return self._read(text, may_end=self._count_token())
 
     def flush(self) -> str:
-        """Return what was held back."""
+        """Return the text that was held back."""
         text = self._detokenizer.flush()
         if self._finders:
             text = self._read(text, may_end=self._num_tokens_left == 0)
         held, self._held = self._held, ""
         return text + held
 
-    def _is_long_enough(self) -> bool:
+    def _count_token(self) -> bool:
         """Count a token; return whether it may end the text."""
         if self._num_tokens_left == 0:
             return True
@@ -109,7 +109,7 @@ class StopChecker:
                 finder.skip(text)
         elif stop := self._first_stop(text):
             return self._end(text, stop)
-        num_held = 0 if self._include_stop else self._num_pending()
+        num_held = 0 if self._include_stop else max([finder.num_pending for finder in self._finders])
         if not (num_held or self._held):
             return text
         pending = self._held + text
@@ -130,15 +130,12 @@ class StopChecker:
                 first = stop
         return first
 
-    def _num_pending(self) -> int:
-        return max([finder.num_pending for finder in self._finders])
-
 
 class StopStrings:
     """Finds the first stop string that is completed in a text that arrives in pieces; a `StopFinder`.
 
-    Where the text is cut into pieces changes nothing. Of two stop strings that end at the same character the
-    longer one counts. Each character costs amortised constant time, whatever the stop strings are.
+    The result does not depend on how the text is cut into pieces. Of two stop strings that end at the same
+    character the longer one counts. Each character takes amortised constant time for any stop strings.
 
     Source: Aho and Corasick, "Efficient string matching" (CACM 18(6), 1975).
 
@@ -151,16 +148,16 @@ class StopStrings:
         self._root = self._node = _automaton(stops)
 
     def fork(self) -> StopStrings:
-        """Return one that has read the same, with the same automaton."""
+        """Return an independent copy that has read the same; the automaton is shared."""
         return copy(self)
 
     @property
     def num_pending(self) -> int:
-        """How many of the last characters may still grow into a stop string: less than the longest has."""
+        """The number of last characters that may still grow into a stop string."""
         return self._node.depth
 
     def find(self, text: str) -> Stop | None:
-        """Read on; return the first stop string that `text` completes, behind which nothing is read."""
+        """Read a piece, and return the first stop string that it completes; the rest is not read."""
         if self._node is self._root and self._starts.isdisjoint(text):
             return None
         for end, char in enumerate(text, start=1):
@@ -170,7 +167,7 @@ class StopStrings:
         return None
 
     def skip(self, text: str) -> None:
-        """Read on; what `text` completes does not count."""
+        """Read a piece in which stop strings do not count."""
         for char in text:
             self._node = self._node.after(char)
 
@@ -181,7 +178,7 @@ class _Node:
 
     depth: int                                              # its length
     match: str | None = None                                # the longest stop string that it ends with
-    fail: _Node | None = None                               # its longest proper suffix that is a prefix too
+    fail: _Node | None = None                               # its longest proper suffix that is also a prefix
     children: dict[str, _Node] = field(default_factory=dict)
 
     def after(self, char: str) -> _Node:
@@ -198,11 +195,11 @@ def _automaton(stops: tuple[str, ...]) -> _Node:
         for depth, char in enumerate(stop, start=1):
             node = node.children.setdefault(char, _Node(depth=depth))
         node.match = stop
-    shallow_first = deque([root])
-    while shallow_first:
-        node = shallow_first.popleft()
+    queue = deque([root])  # breadth first: shorter prefixes before longer ones
+    while queue:
+        node = queue.popleft()
         for char, child in node.children.items():
             child.fail = root if node.fail is None else node.fail.after(char)
             child.match = child.match or child.fail.match
-            shallow_first.append(child)
+            queue.append(child)
     return root

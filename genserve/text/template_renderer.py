@@ -1,12 +1,12 @@
-"""Template renderer: the program of a template process, which compiles one chat template and renders chats.
+"""Template renderer: the program of a separate process that compiles one chat template and renders chats.
 
-A template is a program that comes with a model. Jinja's sandbox bounds what it reaches, but neither its time
-nor its memory: so it runs here, where it can be ended. Of other packages this needs jinja2 alone, in the
-folders that the command line names behind the limits. `template_process.py` is the other end.
+A template is a program that comes with a model. Jinja's sandbox bounds its access, but neither its time nor
+its memory, so it runs in a process that can be killed. The only other package it needs is jinja2, in the
+folders that follow the limits on the command line. `chat_template.py` is the other end.
 
-Messages are 8 bytes of length, big-endian, and as many of JSON. The first describes the template, each later
-one a chat. Each is answered by a pair: `done` and the result, or a reason behind `refused` (the chat is at
-fault), `failed` (the template is) or `exceeded` (it wanted more than it may have).
+A message is its length in 8 bytes, big-endian, followed by JSON. The first describes the template, each later
+one a chat. An answer is a pair: `done` and the result, or a reason with `refused` (the chat is invalid),
+`failed` (the template is broken) or `exceeded` (the template exceeded a limit).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Answer: TypeAlias = tuple[str, Any]
 
 
 class Renderer:
-    """One template in a sandbox, with what `transformers.apply_chat_template` puts around it."""
+    """One template in a sandbox, with the environment of `transformers.apply_chat_template`."""
 
     def __init__(self) -> None:
         self._environment = ImmutableSandboxedEnvironment(
@@ -53,7 +53,7 @@ class Renderer:
         self._special_tokens: Mapping[str, str] = {}
 
     def answer(self, message: Mapping[str, Any]) -> Answer:
-        """Compile the template, and render a chat with each call after that; raises MemoryError."""
+        """Compile the template in the first call, render a chat in each later one; raises MemoryError."""
         return self._compile(**message) if self._template is None else self._render(self._template, **message)
 
     def _compile(self, source: str, special_tokens: Mapping[str, str]) -> Answer:
@@ -64,7 +64,7 @@ class Renderer:
             raise
         except TemplateSyntaxError as error:
             return "failed", f"line {error.lineno} of the chat template: {_reason(error)}"
-        except Exception as error:  # it nests too deeply, for one
+        except Exception as error:  # such as a RecursionError
             return "failed", f"the chat template cannot be compiled: {_reason(error)}"
         self._special_tokens = special_tokens
         return "done", sorted(named - self._environment.globals.keys() - special_tokens.keys())
@@ -76,10 +76,10 @@ class Renderer:
             raise
         except (_RefusedError, UndefinedError) as error:
             return "refused", _reason(error)
-        except Exception as error:  # anything may come out of it
+        except Exception as error:  # the template may raise anything
             return "failed", f"{type(error).__name__}: {_reason(error)}"
         if len(text) > max_chars:
-            return "exceeded", f"it writes {len(text)} characters where {max_chars} are the limit"
+            return "exceeded", f"it writes {len(text)} characters; the limit is {max_chars}"
         return "done", text
 
 
@@ -88,7 +88,7 @@ class _RefusedError(TemplateError):
 
 
 class _Missing(Undefined):
-    """What a chat lacks, by the name that the template has for it; Jinja would add the class of its owner."""
+    """A part that the chat lacks, by its name in the template; Jinja's message would name a Python class."""
 
     @property
     def _undefined_message(self) -> str:
@@ -96,7 +96,7 @@ class _Missing(Undefined):
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}` marks the assistant's words for training; here it is its content."""
+    """`{% generation %}` marks the assistant's text for training; here it renders its content."""
 
     tags = {"generation"}  # noqa: RUF012  the base class declares it so
 
@@ -106,7 +106,7 @@ class _GenerationBlock(Extension):
 
 
 def _to_json(value: Any, **options: Any) -> str:
-    # Jinja's own filter escapes for HTML, which no model was trained on.
+    # Jinja's own filter escapes HTML, on which no model was trained.
     return json.dumps(value, **{"ensure_ascii": False} | options)
 
 
@@ -119,12 +119,12 @@ def _strftime_now(form: str) -> str:
 
 
 def _reason(error: Exception) -> str:
-    # It may quote a chat, where lone surrogates stand for special tokens; no answer and no log can hold one.
+    # It may quote a chat, in which lone surrogates stand in for special tokens; logs cannot contain them.
     return str(error)[:MAX_REASON_CHARS].encode(errors="replace").decode()
 
 
 def _serve(asked: BinaryIO, answers: BinaryIO, *, max_cpu_s: float) -> None:
-    """Answer until nobody asks any more, or the memory is used up."""
+    """Answer until the input ends, or the memory is used up."""
     renderer: Renderer | None = Renderer()
     while renderer is not None:
         content = _read(asked, int.from_bytes(_read(asked, 8)))
@@ -150,14 +150,14 @@ def _json(answer: Answer) -> bytes:
 
 
 def _set_alarm(cpu_s: float) -> None:
-    """End this process unless this is called again before it has taken so much CPU time; 0: never."""
+    """End this process after this CPU time, unless this is called again before; 0: never."""
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
 
 
 def _bound(*, max_bytes: int) -> None:
-    """Let this process have little, as far as the system sees to that."""
-    for told_to_all in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):  # the server says when to stop
-        signal.signal(told_to_all, signal.SIG_IGN)
+    """Limit the memory of this process, and leave its end to the server."""
+    for group_signal in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        signal.signal(group_signal, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     for limit, size in ((resource.RLIMIT_AS, max_bytes), (resource.RLIMIT_CORE, 0)):
         with suppress(ValueError, OSError):

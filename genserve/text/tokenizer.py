@@ -21,135 +21,36 @@ from genserve.text.detokenizer import Detokenizer
 from genserve.text.reasoning_parser import START
 from genserve.text.tokenizer_files import TokenizerFiles, read_tokenizer_files
 
-__all__ = ["MARK", "RenamedSpecials", "Spellings", "TokenTexts", "Tokenizer"]
-
-
-# A code point that is no character: the new names have it, and no text may.
-MARK = "\ufdd0"
-
-
-class RenamedSpecials:
-    """Encodes a text in which special tokens stand beside text that looks like them.
-
-    A tokenizer finds special tokens by their names, and a switch of the library finds all or none. In the
-    copy each has another name, that no text has, and the same id; all else is the same: the rules for the
-    space around a token, for the beginning of a text, and for words that run across. Takes as long to make as
-    the tokenizer took to load.
-
-    Args:
-        backend: the tokenizer; not modified.
-        specials: the names of its special tokens, by id.
-    """
-
-    def __init__(self, backend: tokenizers.Tokenizer, specials: Mapping[int, str]) -> None:
-        self.names = {name: f"{MARK}{token_id}{MARK}" for token_id, name in specials.items()}
-        tokenizer = json.loads(backend.to_str())
-        for token in tokenizer["added_tokens"]:
-            token["content"] = self._renamed(token["content"])
-        self._rename_words(tokenizer["model"])
-        tokenizer["post_processor"] = None  # it adds tokens, by name; here nothing is added
-        self._backend = tokenizers.Tokenizer.from_str(json.dumps(tokenizer))
-
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of a text; a special token is one whose name in it is that in `names`."""
-        [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=False)
-        return list(encoding.ids)
-
-    def to_json(self) -> str:
-        """Return the copy as `tokenizers` writes it to tokenizer.json."""
-        return str(self._backend.to_str())
-
-    def _rename_words(self, model: dict[str, Any]) -> None:
-        """Rename those that are words of the model too, which could be found in a text by it."""
-        words = model["vocab"]
-        if isinstance(words, dict):
-            model["vocab"] = {self._renamed(word): token_id for word, token_id in words.items()}
-        else:
-            model["vocab"] = [[self._renamed(word), score] for word, score in words]
-        if model.get("unk_token") is not None:
-            model["unk_token"] = self._renamed(model["unk_token"])
-        if "merges" in model:
-            pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"])
-            model["merges"] = [pair for pair in pairs if self.names.keys().isdisjoint([*pair, "".join(pair)])]
-
-    def _renamed(self, word: str) -> str:
-        return self.names.get(word, word)
-
-
-MAX_KNOWN = 64
-
-
-class TokenTexts(Protocol):
-    """What spellings ask of a tokenizer."""
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a text."""
-        ...
-
-    def token_texts(self) -> list[str]:
-        """The text of each token of the vocabulary alone, by id; empty for a special one."""
-        ...
-
-
-class Spellings:
-    """Finds spellings by a look at the whole vocabulary, and keeps those of the latest texts.
-
-    A text may begin anywhere in a token, and end anywhere in one. Where it needs several, those after the
-    first are as the tokenizer writes the rest of it. Safe from any thread.
-    """
-
-    def __init__(self, tokenizer: TokenTexts) -> None:
-        self._tokenizer = tokenizer
-        self._known: dict[str, Sequence[Sequence[int]]] = {}
-
-    def of(self, text: str) -> Sequence[Sequence[int]]:
-        """Return each sequence of token ids that has the text and would not without its first or last one."""
-        found = self._known.get(text)
-        if found is None:
-            if len(self._known) >= MAX_KNOWN:
-                self._known.clear()
-            found = self._known[text] = tuple(self._spell(text))
-        return found
-
-    @cached_property
-    def _token_texts(self) -> list[str]:
-        return self._tokenizer.token_texts()
-
-    def _spell(self, text: str) -> Iterator[list[int]]:
-        begun = [text[:length] for length in range(1, len(text))]
-        rests = {part: self._tokenizer.encode(text[len(part) :], add_special_tokens=False) for part in begun}
-        for token_id, own in enumerate(self._token_texts):
-            if text in own:
-                yield [token_id]
-            elif own.endswith(tuple(begun)):
-                yield from ([token_id, *rest] for part, rest in rests.items() if own.endswith(part))
-
+__all__ = ["Spellings", "TokenTexts", "Tokenizer"]
 
 logger = logging.getLogger(__name__)
 
-# Stand-ins for special tokens that somebody wrote into a message: these code points are not characters,
-# so that no message and no template has one. The last is the chat template's own, the one before marks where
-# a message ends.
+# Code points that are not characters, so that no message and no template contains them. The mark is part of
+# the names of renamed special tokens. Surrogates stand in for special tokens that a message has as text; the
+# last but one marks the ends of messages, the last belongs to `chat_template.py`.
+MARK = "\ufdd0"
 SURROGATES = range(0xD800, 0xDFFE)
 _END_OF_MESSAGE = "\udffe"
 
-# By folder, and what its files are: a tokenizer stage and the ensembles that it is of share one.
+MAX_KNOWN_SPELLINGS = 64
+
+# By folder and its files: a tokenizer stage and its ensembles share one.
 _IN_USE: WeakValueDictionary[tuple[object, ...], Tokenizer] = WeakValueDictionary()
 
 
 class Tokenizer:
-    """The tokenizer of one model. Nothing changes after it is made: safe from any thread.
+    """The tokenizer of one model; immutable, so safe from any thread.
 
-    Texts go through the batch calls of `tokenizers` alone, because they release the GIL. A long text still
-    takes its time, so call `encode` and `encode_chat` off the event loop.
+    It uses only the batch calls of `tokenizers`, because they release the GIL. Long texts take long even so:
+    call `encode` and `encode_chat` off the event loop.
 
     Attributes:
-        vocab_size: number of tokens, the added ones included.
-        eos_token_ids: each of them ends a text; empty if the model has none.
-        bos_id: of the token that is put before a text; None: the model wants none.
+        vocab_size: number of tokens, including added ones.
+        eos_token_ids: the tokens that end a text; empty if the model has none.
+        bos_id: the token that is prepended to a text, or None.
         bos_token: text of the token that begins a text, or None.
         eos_token: text of the token that ends a text, or None.
-        chat_template: None for a model that does not chat.
+        chat_template: None for a model without chat.
     """
 
     def __init__(self, files: TokenizerFiles) -> None:
@@ -171,7 +72,7 @@ class Tokenizer:
 
     @staticmethod
     def from_folder(path: Path) -> Tokenizer:
-        """The tokenizer whose files lie in `path`; one that is in use is not read again while they stay.
+        """The tokenizer of the files in `path`, shared with its users as long as the files do not change.
 
         Raises:
             RepositoryError: a file is missing or broken; names it.
@@ -184,19 +85,19 @@ class Tokenizer:
         return tokenizer
 
     def has_vocabulary_of(self, other: Tokenizer) -> bool:
-        """Whether each token id means the same in both."""
+        """Whether both have the same vocabulary."""
         return bool(self._backend.get_vocab() == other._backend.get_vocab())
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a prompt. Text of special tokens in it means these tokens: the caller meant them.
+        """The ids of a prompt, in which the names of special tokens stand for these tokens.
 
         Args:
             text: any length.
-            add_special_tokens: begin with the model's bos token, if it wants one.
+            add_special_tokens: prepend the bos token, if the model has one to prepend.
 
         Raises:
             InvalidRequest: the text is not valid Unicode; `field` is "prompt".
-            ModelFailed: the tokenizer's files are at fault.
+            ModelFailed: the tokenizer's files are broken.
         """
         _refuse_surrogates(text, field="prompt")
         [ids] = self._encode([text], add_special_tokens=add_special_tokens)
@@ -205,19 +106,19 @@ class Tokenizer:
         return [self.bos_id, *ids]
 
     def encode_chat(self, chat: Chat) -> list[int]:
-        """The ids of the prompt for the assistant's next turn, by the model's chat template.
+        """The ids of the prompt for the assistant's next turn, rendered with the model's chat template.
 
-        Text of special tokens inside a message stays text: no message can end its own turn. (Tokens count as
-        special if tokenizer.json says so; `<think>` and its like usually do not.)
+        The name of a special token in a message stays text, so that no message can end its own turn. (Tokens
+        are special if tokenizer.json says so; `<think>` and the like usually are not.)
 
         Raises:
-            InvalidRequest: there is no template, it refuses the messages, or one is not valid Unicode.
-            ModelFailed: the template or the tokenizer is at fault.
+            InvalidRequest: there is no template, it refuses the messages, or a message is not valid Unicode.
+            ModelFailed: the template or the tokenizer is broken.
         """
         if self.chat_template is None:
             raise InvalidRequest(
                 "this model has no chat template",
-                remedy="send a prompt to /generate, or put chat_template.jinja into its tokenizer stage",
+                remedy="send a prompt to /generate, or add chat_template.jinja to its tokenizer stage",
                 field="messages",
             )
         for index, message in enumerate(chat.messages):
@@ -225,23 +126,27 @@ class Tokenizer:
             _refuse_surrogates(message.reasoning_content, field=f"messages[{index}].reasoning_content")
         texts = [text for message in chat.messages for text in (message.content, message.reasoning_content)]
         for name, value in chat.template_kwargs.items():
-            texts += _texts_in(value, field=f"chat_template_kwargs.{name}")
+            texts += _strings_in(value, field=f"chat_template_kwargs.{name}")
         written = sorted({special for text in texts for special in self._special_text.findall(text)})
         if len(written) > len(SURROGATES):
-            raise InvalidRequest("the messages hold too many special tokens", field="messages")
+            raise InvalidRequest("the messages contain too many special tokens", field="messages")
         stand_ins = dict(zip(written, map(chr, SURROGATES), strict=False))
         prompt = self.chat_template.render(self._with_stand_ins(chat, stand_ins))
         return self._encode_prompt(prompt, stands_for={char: text for text, char in stand_ins.items()})
 
-    def encode_behind_messages(self, chat: Chat) -> list[int]:
-        """The ids of what the template writes behind the last message: of its own words alone.
+    def encode_generation_prompt(self, chat: Chat) -> list[int]:
+        """The ids of the text that the template writes after the last message.
 
-        The assistant's message that is continued belongs to it, as the beginning of the answer. Renders the
-        chat, with marks where messages end. Raises what `encode_chat` raises.
+        A continued message of the assistant is included, as the beginning of the answer.
+
+        Raises:
+            InvalidRequest: as `encode_chat`.
+            ModelFailed: as `encode_chat`.
         """
         assert self.chat_template is not None  # or there is no prompt
 
-        broken = START[0] + _END_OF_MESSAGE + START[1:]     # a template may leave the end of a message out
+        # Rendered with marks where messages end. Tags are broken up, since a template may drop a mark.
+        broken = START[0] + _END_OF_MESSAGE + START[1:]
 
         def marked_text(text: str) -> str:
             return text.replace(START, broken) + _END_OF_MESSAGE
@@ -252,7 +157,7 @@ class Tokenizer:
 
         *before, last = chat.messages
         if chat.continue_final_message and last.role == "assistant":
-            # What looks like special tokens in it is text.
+            # The names of special tokens in it are text.
             last = replace(last, content=self._special_text.sub("", last.content))
         else:
             last = mark(last)
@@ -265,32 +170,32 @@ class Tokenizer:
             self.chat_template.close()
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of the ids, by default without special tokens; bytes that are no UTF-8 become U+FFFD."""
+        """The text of the ids, by default without special tokens; invalid UTF-8 becomes U+FFFD."""
         [text] = self._backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
         return str(text)
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token by its name in the vocabulary; None: it has none of this name."""
+        """The id of a token by its name in the vocabulary, or None."""
         token_id: int | None = self._backend.token_to_id(token)
         return token_id
 
     def token_texts(self) -> list[str]:
-        """The text of each token of the vocabulary alone, by id; empty for a special one."""
+        """The text of each single token of the vocabulary, by id; empty for special ones."""
         alone = [[token_id] for token_id in range(self.vocab_size)]
         return list(self._backend.decode_batch(alone, skip_special_tokens=True))
 
     def as_plain_json(self) -> str:
-        """The tokenizer.json of one to which the names of special tokens are ordinary text."""
+        """The tokenizer.json of a copy to which the names of special tokens are ordinary text."""
         return self._renamed_specials.to_json()
 
     def detokenizer(
         self, *, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
     ) -> Detokenizer:
-        """A fresh detokenizer for one token sequence.
+        """A new detokenizer for one token sequence.
 
         Args:
-            skip_special_tokens: they have no text.
-            spaces_between_special_tokens: what the decoder puts between two added tokens stays there.
+            skip_special_tokens: omit the text of special tokens.
+            spaces_between_special_tokens: keep the space that the decoder puts between two added tokens.
         """
         if skip_special_tokens:
             return Detokenizer(self)
@@ -302,7 +207,7 @@ class Tokenizer:
         return token_id in self._special or self.is_unknown(token_id)
 
     def is_unknown(self, token_id: int) -> bool:
-        """Whether the vocabulary has no such id."""
+        """Whether the id is not in the vocabulary."""
         return self._backend.id_to_token(token_id) is None
 
     def is_byte_fallback(self, token_id: int) -> bool:
@@ -315,12 +220,12 @@ class Tokenizer:
         return [encoding.ids for encoding in encodings]
 
     def _encode_prompt(self, prompt: str, *, stands_for: dict[str, str]) -> list[int]:
-        # The template writes its own bos token, so nothing is added, just as in transformers.
+        # The template writes its own bos token, so none is added, as in transformers.
         if not stands_for:
             return self._encode([prompt])[0]
         if MARK in prompt:
             raise InvalidRequest(
-                "the messages hold U+FDD0, which is no character, beside the name of a special token",
+                "the messages contain the name of a special token and U+FDD0, which is not a character",
                 field="messages",
             )
         renamed = self._special_text.sub(lambda match: self._renamed_specials.names[match[0]], prompt)
@@ -331,7 +236,7 @@ class Tokenizer:
 
     @cached_property
     def _renamed_specials(self) -> RenamedSpecials:
-        # Few messages hold the name of a special token: it is made for the first that does.
+        # Built lazily, because few messages contain the name of a special token.
         return RenamedSpecials(self._backend, self._special)
 
     def _with_stand_ins(self, chat: Chat, stand_ins: dict[str, str]) -> Chat:
@@ -348,12 +253,12 @@ class Tokenizer:
                 )
                 for message in chat.messages
             ),
-            template_kwargs=_with_texts(chat.template_kwargs, stand_in),
+            template_kwargs=_map_strings(chat.template_kwargs, stand_in),
         )
 
 
 class _WithSpecialTokens:
-    """The vocabulary of a detokenizer that shows special tokens."""
+    """Decodes for a detokenizer that shows special tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -364,9 +269,108 @@ class _WithSpecialTokens:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
 
+class RenamedSpecials:
+    """A copy of a tokenizer whose special tokens have other names, which no text contains.
+
+    It encodes a text with both special tokens and text that looks like them, although the library recognises
+    either all names of special tokens or none. Ids stay the same, and so do the rules for spaces around
+    tokens, for the start of a text and for words across tokens. Making one takes as long as loading the
+    tokenizer.
+
+    Args:
+        backend: the tokenizer; not modified.
+        specials: the names of its special tokens, by id.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, specials: Mapping[int, str]) -> None:
+        self.names = {name: f"{MARK}{token_id}{MARK}" for token_id, name in specials.items()}
+        tokenizer = json.loads(backend.to_str())
+        for token in tokenizer["added_tokens"]:
+            token["content"] = self._renamed(token["content"])
+        self._rename_words(tokenizer["model"])
+        tokenizer["post_processor"] = None  # it would add tokens by their names
+        self._backend = tokenizers.Tokenizer.from_str(json.dumps(tokenizer))
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text in which special tokens have their names in `names`."""
+        [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=False)
+        return list(encoding.ids)
+
+    def to_json(self) -> str:
+        """The copy as a tokenizer.json."""
+        return str(self._backend.to_str())
+
+    def _rename_words(self, model: dict[str, Any]) -> None:
+        """Rename special tokens that are also words of the model, which could find them in a text."""
+        words = model["vocab"]
+        if isinstance(words, dict):
+            model["vocab"] = {self._renamed(word): token_id for word, token_id in words.items()}
+        else:
+            model["vocab"] = [[self._renamed(word), score] for word, score in words]
+        if model.get("unk_token") is not None:
+            model["unk_token"] = self._renamed(model["unk_token"])
+        if "merges" in model:
+            pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"])
+            model["merges"] = [pair for pair in pairs if self.names.keys().isdisjoint([*pair, "".join(pair)])]
+
+    def _renamed(self, word: str) -> str:
+        return self.names.get(word, word)
+
+
+class TokenTexts(Protocol):
+    """The part of a tokenizer that `Spellings` uses."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The ids of a text."""
+        ...
+
+    def token_texts(self) -> list[str]:
+        """The text of each single token of the vocabulary, by id; empty for special ones."""
+        ...
+
+
+class Spellings:
+    """Finds the token sequences that can contain a text, for banned words and DRY's sequence breakers.
+
+    The text may begin and end within a token. If it takes several, the tokens after the first are the
+    tokenizer's encoding of the rest. Searches the whole vocabulary, and caches the latest texts. Safe from
+    any thread.
+    """
+
+    def __init__(self, tokenizer: TokenTexts) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[str, Sequence[Sequence[int]]] = {}
+
+    def of(self, text: str) -> Sequence[Sequence[int]]:
+        """Each minimal sequence of token ids that contains the text."""
+        found = self._known.get(text)
+        if found is None:
+            if len(self._known) >= MAX_KNOWN_SPELLINGS:
+                self._known.clear()
+            found = self._known[text] = tuple(self._spell(text))
+        return found
+
+    @cached_property
+    def _token_texts(self) -> list[str]:
+        return self._tokenizer.token_texts()
+
+    def _spell(self, text: str) -> Iterator[list[int]]:
+        starts = [text[:length] for length in range(1, len(text))]
+        rests = {
+            start: self._tokenizer.encode(text[len(start) :], add_special_tokens=False) for start in starts
+        }
+        for token_id, token_text in enumerate(self._token_texts):
+            if text in token_text:
+                yield [token_id]
+            elif token_text.endswith(tuple(starts)):
+                yield from (
+                    [token_id, *rest] for start, rest in rests.items() if token_text.endswith(start)
+                )
+
+
 @contextmanager
 def _tokenizer_call() -> Iterator[None]:
-    """Raise ModelFailed where the library raises, as it does for a word outside a vocabulary without unk."""
+    """Turn exceptions of the library into ModelFailed, such as for a word that a vocabulary lacks."""
     try:
         yield
     except Exception as error:
@@ -388,11 +392,11 @@ def _refuse_surrogates(text: str, *, field: str) -> None:
         ) from None
 
 
-def _texts_in(value: Any, *, field: str) -> list[str]:
-    """Return all texts of a JSON value, the keys of its objects included; raises InvalidRequest."""
+def _strings_in(value: Any, *, field: str) -> list[str]:
+    """All strings in a JSON value, including the keys of its objects; raises InvalidRequest."""
     texts: list[str] = []
     try:
-        _with_texts(value, texts.append)
+        _map_strings(value, texts.append)
     except RecursionError:
         raise InvalidRequest(f"{field} is nested too deeply", field=field) from None
     for text in texts:
@@ -400,13 +404,13 @@ def _texts_in(value: Any, *, field: str) -> list[str]:
     return texts
 
 
-def _with_texts(value: Any, change: Callable[[str], Any]) -> Any:
-    """Return a JSON value with each of its texts changed."""
+def _map_strings(value: Any, change: Callable[[str], Any]) -> Any:
+    """Return a JSON value with `change` applied to each of its strings."""
     match value:
         case str():
             return change(value)
         case Mapping():
-            return {change(key): _with_texts(part, change) for key, part in value.items()}
+            return {change(key): _map_strings(part, change) for key, part in value.items()}
         case list() | tuple():
-            return [_with_texts(part, change) for part in value]
+            return [_map_strings(part, change) for part in value]
     return value

@@ -1,4 +1,4 @@
-"""Tokenizer files: what the folder of a tokenizer stage says, under the names Hugging Face uses."""
+"""Tokenizer files: reads the folder of a tokenizer stage, with the file names of Hugging Face."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ REMEDY = "copy the file from the model's checkpoint, or export the model again w
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerFiles:
-    """What the files say, checked against each other."""
+    """The contents of the files, checked against each other."""
 
     backend: tokenizers.Tokenizer
-    special_tokens: dict[str, str]          # `bos_token`, `eos_token` ... to their text
-    add_bos_token: bool                     # begin prompts with it even if tokenizer.json does not
-    eos_token_ids: frozenset[int]           # empty: a text ends by its length alone
+    special_tokens: dict[str, str]          # the texts of `bos_token`, `eos_token` ...
+    add_bos_token: bool                     # prepend it to prompts even if tokenizer.json does not
+    eos_token_ids: frozenset[int]           # empty: only its length ends a text
     chat_template: ChatTemplate | None
 
 
 def read_tokenizer_files(folder: Path) -> TokenizerFiles:
-    """Read tokenizer.json, tokenizer_config.json and, if any, chat_template.jinja and generation_config.json.
+    """Read the files in `folder`; chat_template.jinja and generation_config.json are optional.
 
     Raises:
         RepositoryError: a file is missing or broken; names it.
@@ -57,7 +57,7 @@ def _read_backend(file: Path) -> tokenizers.Tokenizer:
         backend = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises bare Exception
         raise RepositoryError(f"{file} cannot be read: {error}", remedy=REMEDY) from None
-    # The file may carry settings of the training run, which would cut prompts in silence.
+    # The file may have settings of the training run, which would silently truncate prompts.
     backend.no_truncation()
     backend.no_padding()
     return backend
@@ -77,7 +77,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise RepositoryError(f"{file} cannot be read: {error}", remedy=REMEDY) from None
     if not isinstance(value, dict):
-        raise RepositoryError(f"{file} must hold a JSON object", remedy=REMEDY)
+        raise RepositoryError(f"{file} must be a JSON object", remedy=REMEDY)
     return value
 
 
@@ -88,7 +88,7 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 
 def _eos_token_ids(folder: Path, *, backend: tokenizers.Tokenizer, eos_token: str | None) -> frozenset[int]:
-    """The ids that generation_config.json names, and the tokenizer's own, which ends a turn of a chat."""
+    """The ids in generation_config.json, and the tokenizer's eos token, which ends a turn of a chat."""
     file = folder / "generation_config.json"
     named = _read_json(file).get("eos_token_id") if file.exists() else None
     ids = named if isinstance(named, list) else [named] if named is not None else []
@@ -106,10 +106,10 @@ def _chat_template(
         return ChatTemplate(_read_text(file), special_tokens=special_tokens, name=str(file))
     file = folder / "tokenizer_config.json"
     source = config.get("chat_template")
-    if isinstance(source, list) and all(isinstance(one, dict) for one in source):  # several, by name
+    if isinstance(source, list) and all(isinstance(entry, dict) for entry in source):  # several, by name
         source = next((t.get("template") for t in source if t.get("name") == "default"), None)
     if source is None:
         return None
     if not isinstance(source, str):
-        raise RepositoryError(f"{file}: chat_template must be a text", remedy=REMEDY)
+        raise RepositoryError(f"{file}: chat_template must be a string", remedy=REMEDY)
     return ChatTemplate(source, special_tokens=special_tokens, name=str(file))

@@ -145,7 +145,7 @@ class InputProcessor:
                 seed=context.seed,
                 text=self._plugins.parsed(text.fork(), context),
                 plugins=self._plugins.for_sequence(context, ours=self.reasoning.budget(context, begun=begun)),
-                grammar=self._grammars.begin(outputs) if outputs else None,
+                grammar=self._grammars.compile(outputs) if outputs else None,
             )
             for context in contexts
         ]
@@ -260,7 +260,7 @@ class InputProcessor:
         if is_cut:
             return False
         try:
-            suffix = self._encode_chat(self._tokenizer.encode_behind_messages, prompt)
+            suffix = self._encode_chat(self._tokenizer.encode_generation_prompt, prompt)
         except InvalidRequest:  # the template accepts the messages, but not with marks in them
             return False
         return self.reasoning.is_open_after(suffix)

@@ -19,6 +19,7 @@ from genserve.inference_statistics import ModelStatistics
 from genserve.log import CURRENT_REQUEST
 from genserve.sampling.sampling_params import (
     PARAMETERS,
+    TRITON_TENSORS,
     SamplingParams,
     sampling_params,
     without_refused_methods,
@@ -30,10 +31,10 @@ __all__ = ["INPUTS", "OUTPUT", "TextInference"]
 
 
 # The names of the established Triton repositories for language models, and ours.
-_PARAMETERS = {row.triton: name for name, row in PARAMETERS.items() if row.triton and row.item is None}
+_PARAMETERS = {tensor: row.name for tensor, row in TRITON_TENSORS.items() if row.item is None}
 # What they call the forms of an answer, and what `structured_outputs` does.
 _GUIDES = {"json": "json_object", "json_schema": "json", "regex": "regex", "ebnf_grammar": "grammar"}
-_WORDS = {row.triton: name for name, row in PARAMETERS.items() if row.triton and row.item is str}
+_WORDS = {tensor: row.name for tensor, row in TRITON_TENSORS.items() if row.item is str}
 _TEXTS = _WORDS | dict.fromkeys(("guided_decoding_guide_type", "guided_decoding_guide"), "structured_outputs")
 # All that a text model reads, and what it gives; an ensemble may have other names for them.
 INPUTS = frozenset({"text_input", "stream", *_PARAMETERS, *_TEXTS})

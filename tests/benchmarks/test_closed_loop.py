@@ -1,4 +1,4 @@
-"""The loop that asks engines in their process."""
+"""The closed loop over engines in their process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.peers.closed_loop import closed_loop
 
 
 class CountingEngine:
-    """Gives each request one token per step, or two; remembers how many it had at once."""
+    """Generates one or two tokens per request and step, and records the concurrency."""
 
     def __init__(self, *, tokens_per_step: int) -> None:
         self.tokens_per_step = tokens_per_step

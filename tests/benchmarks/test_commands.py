@@ -1,4 +1,4 @@
-"""The benchmarks as they are run: each prints its tables and writes its figures."""
+"""The benchmark commands print tables and write figures."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def run(script: str, *flags: str, report: Path) -> tuple[str, Any]:
     return done.stdout, json.loads(report.read_text())
 
 
-def test_the_server_is_measured_beside_the_bare_forward_and_a_peer(
+def test_the_server_is_compared_with_the_bare_forward_and_a_peer(
     tiny_repository: Path, tmp_path: Path
 ) -> None:
-    told, report = run(
+    printed, report = run(
         "serving.py",
         f"--model-repository={tiny_repository}",
         "--model=tiny",
@@ -42,13 +42,13 @@ def test_the_server_is_measured_beside_the_bare_forward_and_a_peer(
     assert list(prefix) == ["genserve", f"engine {tiny_repository.name}"]
     assert all(figures["tokens_per_s"] > 0 for [figures] in serving.values())
     assert all(figures["cold_ms"] > 0 for [figures] in prefix.values())
-    assert told.count("\n| genserve ") == 2
+    assert printed.count("\n| genserve ") == 2
 
 
-def test_each_method_is_measured_beside_the_plain_one_and_beside_steps(
+def test_each_method_is_compared_with_the_plain_one_and_with_steps(
     tiny_repository: Path, tmp_path: Path
 ) -> None:
-    told, report = run(
+    printed, report = run(
         "sampling.py",
         f"--model-repository={tiny_repository}",
         "--model=tiny",
@@ -62,13 +62,13 @@ def test_each_method_is_measured_beside_the_plain_one_and_beside_steps(
     assert set(report["picks"]) == {
         f"{method} | {size} | {kind}" for method in METHODS for size in sizes for kind in kinds
     }
-    assert all(one["ours_us"] > 0 for [one] in report["picks"].values())
-    assert all(f" {size} |" in told for size in sizes)
+    assert all(pair["ours_us"] > 0 for [pair] in report["picks"].values())
+    assert all(f" {size} |" in printed for size in sizes)
 
 
 @pytest.mark.slow
-def test_the_floor_of_every_size_is_told(tiny_repository: Path, tmp_path: Path) -> None:
-    told, report = run(
+def test_the_floor_of_every_size_is_printed(tiny_repository: Path, tmp_path: Path) -> None:
+    printed, report = run(
         "floor.py",
         f"--model-repository={tiny_repository}",
         "--model=tiny",
@@ -78,11 +78,11 @@ def test_the_floor_of_every_size_is_told(tiny_repository: Path, tmp_path: Path) 
     sizes = {"1 x 8", "1 x 32", "3 x 8", "3 x 32"}
     assert report["steps_s"].keys() == report["profiles_s"].keys() == sizes
     assert all(any("(head)" in kind for kind in profile) for profile in report["profiles_s"].values())
-    assert all(f"| {size} " in told for size in sizes)
+    assert all(f"| {size} " in printed for size in sizes)
 
 
-def test_speculation_is_measured_beside_plain_decoding(tiny_repository: Path, tmp_path: Path) -> None:
-    told, report = run(
+def test_speculation_is_compared_with_plain_decoding(tiny_repository: Path, tmp_path: Path) -> None:
+    printed, report = run(
         "speculation.py",
         f"--model-repository={tiny_repository}",
         "--model=tiny",
@@ -91,11 +91,11 @@ def test_speculation_is_measured_beside_plain_decoding(tiny_repository: Path, tm
     )
     assert list(report) == ["story, 1", "story, 2"]
     assert all(table["same"] for table in report.values())
-    assert "| story, 2" in told
+    assert "| story, 2" in printed
 
 
-def test_what_more_clients_than_slots_get_is_told_as_a_share(tiny_repository: Path, tmp_path: Path) -> None:
-    told, report = run(
+def test_overload_is_reported_as_a_share_of_the_capacity(tiny_repository: Path, tmp_path: Path) -> None:
+    printed, report = run(
         "overload.py",
         f"--model-repository={tiny_repository}",
         "--model=tiny",
@@ -105,4 +105,4 @@ def test_what_more_clients_than_slots_get_is_told_as_a_share(tiny_repository: Pa
     )
     assert list(report["rounds"]) == ["32", "40"]
     assert all(figures["tokens_per_s"] > 0 for [figures] in report["rounds"].values())
-    assert "| 40 " in told
+    assert "| 40 " in printed

@@ -1,4 +1,4 @@
-"""What a step of an exported graph must read and compute, against torch's own counting."""
+"""The bytes and operations of a step, compared with torch's count."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def parts_of(checkpoint: Path, folder: Path, precision: Precision) -> list[Part]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
-def test_operations_are_those_that_torch_counts_in_transformers_model(
+def test_operations_agree_with_torchs_count(
     tiny_checkpoint: Path, tmp_path: Path, precision: Precision
 ) -> None:
     parts = parts_of(tiny_checkpoint, tmp_path, precision)
@@ -59,7 +59,7 @@ def test_the_cache_of_a_token_is_that_of_the_config(tiny_checkpoint: Path, tmp_p
     assert attention.cache_bytes_per_token == numbers * np.dtype(np.float32).itemsize
 
 
-def test_the_floor_is_the_slower_one_of_reading_and_computing() -> None:
+def test_the_floor_is_the_longer_one_of_reading_and_computing() -> None:
     machine = Machine(bytes_per_s=100, operations_per_s={"float32": 10, "int8": 1000})
     part = Part(
         name="attention",

@@ -1,4 +1,4 @@
-"""What the benchmark says of its rounds."""
+"""The summary of a benchmark's rounds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from benchmarks.report import markdown, median, prefix_figures, ratio, serving_figures
 
 
-def test_the_first_tokens_of_those_that_came_together_are_told_apart_from_those_of_all() -> None:
+def test_first_tokens_of_simultaneous_requests_are_summarised_separately() -> None:
     measured = {
         "elapsed_s": 2.0,
         "prompt_tokens": [3, 5],
@@ -27,12 +27,12 @@ def test_a_loop_without_requests_has_a_speed_and_no_latencies() -> None:
     assert serving_figures(measured, concurrency=2) == {"tokens_per_s": 4.0}
 
 
-def test_a_prefix_is_computed_so_many_times_sooner() -> None:
+def test_the_speedup_of_a_prefix_is_the_ratio_of_times() -> None:
     figures = prefix_figures({"first_text_s": [0.5, 0.02]})
     assert figures == pytest.approx({"cold_ms": 500, "warm_ms": 20, "sooner": 25})
 
 
-def test_a_ratio_compares_what_was_measured_in_the_same_round() -> None:
+def test_a_ratio_compares_figures_of_the_same_round() -> None:
     mine = [{"speed": 10.0}, {"speed": 100.0}, {"speed": 30.0}]
     others = [{"speed": 5.0}, {"speed": 50.0}, {"speed": 60.0}]  # the machine was fast in the second
     assert ratio(mine, others, "speed") == 2.0

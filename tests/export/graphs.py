@@ -1,4 +1,4 @@
-"""Graphs: tiny checkpoints turned into graphs, without the check and the installation around it."""
+"""Graphs: tiny checkpoints converted to graphs, without the check and the installation of an export."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 from genserve.export.checkpoint_reader import read_checkpoint
 from genserve.export.conversion import Conversion
 from genserve.export.decoder import Dimensions
-from genserve.export.export_options import CacheType, Form, Precision, SilentProgress
-from genserve.export.model_folders import Stages
+from genserve.export.export_options import CacheType, ExportFormat, Precision, SilentProgress
+from genserve.export.model_folders import ModelFolders
 from genserve.export.source_model import Reference
 from genserve.textmodel.runtimes.onnx_logits import OnnxLogits
 from genserve.textmodel.runtimes.torchscript_logits import TorchLogits
@@ -31,15 +31,15 @@ class WrittenGraph:
     """A graph on disk."""
 
     folder: Path
-    form: Form
+    export_format: ExportFormat
     precision: Precision
     dimensions: Dimensions
 
     def logits(
         self, *, max_num_seqs: int, max_length: int, num_threads: int = 1
     ) -> OnnxLogits | TorchLogits:
-        path = self.folder / self.form.file_name
-        if self.form is Form.TORCHSCRIPT:
+        path = self.folder / self.export_format.file_name
+        if self.export_format is ExportFormat.TORCHSCRIPT:
             return TorchLogits(path, max_num_seqs=max_num_seqs, max_length=max_length)
         return OnnxLogits(
             path, max_num_seqs=max_num_seqs, max_length=max_length, num_threads=num_threads
@@ -51,10 +51,10 @@ def write_graph(
     folder: Path,
     *,
     precision: Precision = "fp32",
-    form: Form = Form.ONNX,
+    export_format: ExportFormat = ExportFormat.ONNX,
     kv_cache: CacheType = "float",
 ) -> WrittenGraph:
-    conversion = conversion_of(source, precision=precision, form=form, kv_cache=kv_cache)
+    conversion = conversion_of(source, precision=precision, export_format=export_format, kv_cache=kv_cache)
     return write_conversion(conversion, folder)
 
 
@@ -62,23 +62,27 @@ def conversion_of(
     source: Path,
     *,
     precision: Precision = "fp32",
-    form: Form = Form.ONNX,
+    export_format: ExportFormat = ExportFormat.ONNX,
     kv_cache: CacheType = "float",
 ) -> Conversion:
     checkpoint = read_checkpoint(source, source=source.name)
     return Conversion.of(
-        checkpoint, stages=Stages("tiny"), precision=precision, form=form, kv_cache=kv_cache
+        checkpoint,
+        folders=ModelFolders("tiny"),
+        precision=precision,
+        export_format=export_format,
+        kv_cache=kv_cache,
     )
 
 
 def write_conversion(
     conversion: Conversion, folder: Path, *, reference: Reference = NOTHING_SEEN
 ) -> WrittenGraph:
-    folders = conversion.folders
-    folders.write(folder, repository=folder)
+    layout = conversion.layout
+    layout.write(folder, repository=folder)
     return WrittenGraph(
         folder=conversion.write_graph(folder, reference=reference, progress=SilentProgress()),
-        form=folders.form,
-        precision=folders.precision,
-        dimensions=folders.dimensions,
+        export_format=layout.export_format,
+        precision=layout.precision,
+        dimensions=layout.dimensions,
     )

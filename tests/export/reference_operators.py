@@ -1,4 +1,4 @@
-"""Reference operators: what ONNX Runtime has in its own domain, written in torch for onnx's evaluator."""
+"""Reference operators: operators of ONNX Runtime, written in torch for onnx's evaluator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["reference_evaluator"]
 
 
 class PagedAttention(OpRun):
-    """com.microsoft.PagedAttention over packed queries, keys and values; in float32 inside."""
+    """com.microsoft.PagedAttention over packed queries, keys and values; computes in float32."""
 
     op_domain = "com.microsoft"
 
@@ -62,7 +62,7 @@ class PagedAttention(OpRun):
                 queries = _normed(queries, q_norm_weight, epsilon)
                 keys = _normed(keys, k_norm_weight, epsilon)
             if attributes["do_rotary"]:
-                queries, keys = (_turned(x, cos_cache, sin_cache, positions) for x in (queries, keys))
+                queries, keys = (_rotated(x, cos_cache, sin_cache, positions) for x in (queries, keys))
             blocks = torch.from_numpy(block_table[sequence].astype(np.int64))
             everything = torch.arange(past + len(positions))
             slots = blocks[everything // block_size] * block_size + everything % block_size
@@ -85,7 +85,7 @@ class PagedAttention(OpRun):
 
 
 class SimplifiedLayerNormalization(OpRun):
-    """ONNX Runtime's norm by the root mean square; it has the domain of ONNX, and ONNX has it not."""
+    """ONNX Runtime's RMS norm, which is in the domain of ONNX although ONNX does not define it."""
 
     op_domain = ""
 
@@ -96,7 +96,7 @@ class SimplifiedLayerNormalization(OpRun):
 
 
 def reference_evaluator(path: Path) -> ReferenceEvaluator:
-    """A graph whose functions are replaced by their bodies, as a runtime without kernels of ours reads it."""
+    """A graph with functions replaced by their bodies, as in a runtime without our kernels."""
     model = inliner.inline_local_functions(onnx.load(path))
     return ReferenceEvaluator(model, new_ops=[PagedAttention, SimplifiedLayerNormalization])
 
@@ -106,8 +106,8 @@ def _normed(x: torch.Tensor, weight: Any, epsilon: float) -> torch.Tensor:
     return shares * torch.tensor(weight).float()
 
 
-def _turned(x: torch.Tensor, cos_cache: Any, sin_cache: Any, positions: torch.Tensor) -> torch.Tensor:
-    """Turn the first numbers of every head, one half against the other."""
+def _rotated(x: torch.Tensor, cos_cache: Any, sin_cache: Any, positions: torch.Tensor) -> torch.Tensor:
+    """Apply rotary positions to the first numbers of every head, paired by halves."""
     cosines, sines = (torch.tensor(table).float()[positions][:, None] for table in (cos_cache, sin_cache))
     half = cosines.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]

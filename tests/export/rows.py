@@ -1,4 +1,4 @@
-"""Rows: sequences in the blocks of a logits model, run in any company and in any pieces."""
+"""Rows: sequences in the blocks of a logits model, run in any batches and chunks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from genserve.generation.logits_model import ForwardBatch, LogitsModel, on_host
 
 __all__ = ["BlockPool", "Row", "forward_batch", "logits_of"]
 
-VOID = 2**30    # what stands in a block table behind the last block; no model has such a block
+VOID = 2**30    # fills block tables after the last block; no model has such a block
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class Row:
 
 
 class BlockPool:
-    """The blocks of a model, given out in order, or in a random one."""
+    """The blocks of a model, allocated in order, or at random."""
 
     def __init__(self, model: LogitsModel, *, seed: int | None = None) -> None:
         self.model = model
@@ -39,14 +39,14 @@ class BlockPool:
             random.Random(seed).shuffle(self.free)
 
     def forward(self, rows: Sequence[Row], *, lengths: Sequence[int]) -> list[NDArray[np.float32]]:
-        """Run so many of the next tokens of each row in one forward: logits [length, vocab] of each."""
+        """Run the next tokens of each row in one forward: logits [length, vocab] of each."""
         logits = self.logits(rows, lengths=lengths, wanted=range(sum(lengths)))
         return np.split(logits, np.cumsum(lengths)[:-1])
 
     def logits(
         self, rows: Sequence[Row], *, lengths: Sequence[int], wanted: Sequence[int]
     ) -> NDArray[np.float32]:
-        """Run them, and ask for the logits of some of all these tokens: [len(wanted), vocab]."""
+        """Run the next tokens of each row, with logits of the wanted ones: [len(wanted), vocab]."""
         for row, length in zip(rows, lengths, strict=True):
             self.take(row, row.num_computed + length)
         logits = on_host(self.model.forward(forward_batch(rows, lengths, wanted))).copy()
@@ -68,17 +68,17 @@ class BlockPool:
         return [np.concatenate(part) for part in parts]
 
     def end(self, rows: Sequence[Row]) -> None:
-        """Give the blocks of rows back; what is in them stays."""
+        """Free the blocks of rows, without changing their contents."""
         for row in rows:
             self.shorten(row, 0)
 
     def take(self, row: Row, length: int) -> None:
-        """Give a row the blocks that its first `length` tokens need."""
+        """Allocate the blocks of a row's first `length` tokens."""
         while len(row.blocks) * self.model.block_size < length:
             row.blocks.append(self.free.pop())
 
     def shorten(self, row: Row, length: int) -> None:
-        """Have only the first `length` tokens of a row computed, and no block that these do not need."""
+        """Shorten a row to `length` computed tokens, and free its other blocks."""
         row.num_computed = min(row.num_computed, length)
         num_kept = -(-length // self.model.block_size)
         self.free += row.blocks[num_kept:][::-1]
@@ -88,7 +88,7 @@ class BlockPool:
 def forward_batch(
     rows: Sequence[Row], lengths: Sequence[int], wanted: Sequence[int] | None = None
 ) -> ForwardBatch:
-    """The next tokens of each row, with the logits of those that are wanted asked for; None: of all."""
+    """The next tokens of each row, with logits for the wanted ones; None: all."""
     pieces = [slice(row.num_computed, row.num_computed + n) for row, n in zip(rows, lengths, strict=True)]
     block_table = np.full((len(rows), max(len(row.blocks) for row in rows) + 1), VOID, np.int32)
     for line, row in zip(block_table, rows, strict=True):

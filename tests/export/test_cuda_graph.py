@@ -1,4 +1,4 @@
-"""The fp16 graph as a runtime without our kernels reads it: with ONNX Runtime's PagedAttention for CUDA."""
+"""The fp16 graph in a runtime without our kernels, with ONNX Runtime's PagedAttention for CUDA."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.export.rows import BlockPool, Row, forward_batch, logits_of
 from tests.export.tiny_models import TINY_MODELS, tiny_checkpoint
 from tests.reference import reference_logits, reference_model
 
-TOLERANCE = 0.02    # of logits between -4 and 4: some units of float16 in two layers
+TOLERANCE = 0.02    # of logits between -4 and 4: a few units of float16 in two layers
 WITH_BODY = [name for name in TINY_MODELS if "bloom" not in name and "odd" not in name]
 
 
@@ -31,12 +31,12 @@ def fp16_graph(folder: Path, model: str) -> WrittenGraph:
 
 @pytest.mark.parametrize("model", WITH_BODY)
 def test_its_logits_are_those_of_transformers(tmp_path: Path, model: str) -> None:
-    """Evaluated by onnx itself, with ONNX Runtime's operators written in torch."""
+    """Evaluated by onnx, with ONNX Runtime's operators in torch."""
     graph = fp16_graph(tmp_path, model)
     rows = [Row(random_ids(length), blocks=blocks) for length, blocks in ((50, [6, 0, 3, 1]), (23, [2, 5]))]
     pool = EvaluatedGraph(graph, num_blocks=8)
     found: list[list[NDArray[np.float32]]] = [[] for _ in rows]
-    for lengths in ([17, 20], [1, 1], [32, 2]):     # prompts, decodes, and a chunk beside drafted tokens
+    for lengths in ([17, 20], [1, 1], [32, 2]):     # prompts, decodes, and a chunk with drafted tokens
         for logits, part in zip(pool.forward(rows, lengths), found, strict=True):
             part.append(logits)
     reference = reference_model(tmp_path / "checkpoint")
@@ -46,12 +46,12 @@ def test_its_logits_are_those_of_transformers(tmp_path: Path, model: str) -> Non
 
 
 @pytest.mark.parametrize("model", WITH_BODY)
-def test_without_our_kernels_it_has_the_types_and_shapes_that_onnx_runtime_wants(
+def test_without_our_kernels_onnx_runtime_accepts_its_types_and_shapes(
     tmp_path: Path, model: str
 ) -> None:
     path = fp16_graph(tmp_path, model).folder / "model.onnx"
     assert "InsertedPrecisionFreeCast" in failure(path)
-    # The same message would not do: what it does find, it says before.
+    # Not any failure: types and shapes are checked before.
     wrong = onnx.load(path)
     [table] = [value for value in wrong.graph.input if value.name == "block_table"]
     table.type.tensor_type.elem_type = TensorProto.INT64
@@ -60,10 +60,10 @@ def test_without_our_kernels_it_has_the_types_and_shapes_that_onnx_runtime_wants
 
 
 def failure(path: Path) -> str:
-    """What ONNX Runtime says of a graph on the CPU, for which it has no PagedAttention.
+    """ONNX Runtime's error for a graph on the CPU, where it has no PagedAttention.
 
-    It has none in float16, and so gives the operator float32 by inserted casts, which the operator has not
-    either. That is done after all types and shapes have been checked.
+    It inserts casts to float32, which the operator does not support either, after all types and shapes have
+    been checked.
     """
     options = ort.SessionOptions()
     options.log_severity_level = 4
@@ -73,7 +73,7 @@ def failure(path: Path) -> str:
 
 
 @pytest.mark.parametrize("model", ["bloom_4_heads", "gpt2_odd", "gpt_neox_odd"])
-def test_what_the_operator_for_cuda_cannot_compute_has_no_body_and_runs_on_the_cpu(
+def test_attention_that_cuda_does_not_support_has_no_body_and_runs_on_the_cpu(
     tmp_path: Path, model: str
 ) -> None:
     source = tiny_checkpoint(tmp_path / "checkpoint", **TINY_MODELS[model])
@@ -97,7 +97,7 @@ def test_with_our_kernels_the_same_file_runs_on_the_cpu(tmp_path: Path, model: s
 
 
 class EvaluatedGraph:
-    """A graph over a cache, run by onnx's evaluator; what it puts out is the cache of the next run."""
+    """A graph with a cache, run by onnx's evaluator; its outputs are the cache of the next run."""
 
     def __init__(self, graph: WrittenGraph, *, num_blocks: int) -> None:
         self._evaluator = reference_evaluator(graph.folder / "model.onnx")

@@ -1,4 +1,4 @@
-"""Exports into a repository: what appears there, what stays, and what a failure leaves."""
+"""Exports into a repository: added and kept files, and failures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from genserve.errors import ExportError, MissingDependency
 from genserve.export import ExportReport, FileFormat, Precision, SilentProgress, export_model
-from genserve.export.model_folders import Stages
+from genserve.export.model_folders import ModelFolders
 from genserve.llm import LLM
 from genserve.repository.model_validation import repository_diagnostics
 from genserve.textmodel.runtimes.torchscript_logits import TorchLogits
@@ -74,7 +74,7 @@ def test_an_export_is_four_stages_that_serve_within_the_bounds_of_their_precisio
 ) -> None:
     report = export(tiny_checkpoint, tmp_path, precision=precision)
     assert {path.name for path in tmp_path.iterdir()} == STAGES
-    assert Stages("tiny").are_complete(tmp_path)
+    assert ModelFolders("tiny").are_complete(tmp_path)
     assert report.path == tmp_path / "tiny"
     assert report.precision == precision
     logits = tmp_path / "tiny_logits" / "1"
@@ -88,11 +88,11 @@ def test_an_export_is_four_stages_that_serve_within_the_bounds_of_their_precisio
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_torchscript_is_one_file_that_tells_its_sizes(
+def test_torchscript_is_one_file_with_its_sizes(
     tiny_checkpoint: Path, tmp_path: Path, precision: Precision
 ) -> None:
     report = export(tiny_checkpoint, tmp_path, file_format="torchscript", precision=precision)
-    assert Stages("tiny").are_complete(tmp_path)
+    assert ModelFolders("tiny").are_complete(tmp_path)
     logits = tmp_path / "tiny_logits" / "1"
     assert {path.name for path in logits.iterdir()} == {"model.pt", "parity.json", ".gitkeep"}
     assert report.size_bytes == (logits / "model.pt").stat().st_size
@@ -103,14 +103,16 @@ def test_torchscript_is_one_file_that_tells_its_sizes(
     assert loaded.kv_cache_bytes == 2 * 256 * (2 * 2 * 2 * 16) * (4 if precision == "fp32" else 2)
 
 
-def test_without_a_precision_it_is_the_usual_one_of_the_format(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_the_default_precision_depends_on_the_format(tiny_checkpoint: Path, tmp_path: Path) -> None:
     assert export(tiny_checkpoint, tmp_path / "a", precision=None).precision == "int8"
     scripted = export(tiny_checkpoint, tmp_path / "b", file_format="torchscript", precision=None)
     assert scripted.precision == "fp32"
 
 
-def test_a_precision_that_the_format_has_not_is_refused(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(ExportError, match="'int8' is no precision of TorchScript") as caught:
+def test_a_precision_that_the_format_does_not_support_is_refused(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ExportError, match="TorchScript does not support the precision 'int8'") as caught:
         export(tiny_checkpoint, tmp_path / "repository", file_format="torchscript", precision="int8")
     assert caught.value.remedy == "known: fp32, fp16"
     assert not (tmp_path / "repository").exists()
@@ -133,7 +135,7 @@ def test_every_weight_of_a_graph_is_read(tiny_checkpoint: Path, tmp_path: Path, 
     assert {weight.name for weight in graph.initializer} <= read
 
 
-def test_weights_lie_in_one_file_beside_the_graph(tiny_repository: Path) -> None:
+def test_the_weights_are_in_one_file_next_to_the_graph(tiny_repository: Path) -> None:
     folder = tiny_repository / "tiny_logits" / "1"
     model = onnx.load(folder / "model.onnx", load_external_data=False)
     places = {
@@ -168,7 +170,7 @@ def test_an_interrupted_export_leaves_nothing(tiny_checkpoint: Path, tmp_path: P
     assert not list(repository.iterdir())
 
 
-def test_an_interrupted_overwrite_leaves_what_was_there(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_an_interrupted_overwrite_changes_nothing(tiny_checkpoint: Path, tmp_path: Path) -> None:
     export(tiny_checkpoint, tmp_path)
     before = contents(tmp_path)
     other = tiny_llama_checkpoint(tmp_path.parent / "other", seed=1)
@@ -180,7 +182,7 @@ def test_an_interrupted_overwrite_leaves_what_was_there(tiny_checkpoint: Path, t
 def test_an_export_too_far_from_its_source_is_not_installed(tmp_path: Path) -> None:
     source = tiny_llama_checkpoint(tmp_path / "wild")
     weights = load_file(source / "model.safetensors")
-    # Logits of some 10^5: float32 cannot tell them to the thousandth.
+    # Logits of about 10^5, which float32 cannot represent to 0.001.
     weights["model.norm.weight"] *= 1e5
     save_file(weights, source / "model.safetensors")
     with pytest.raises(ExportError, match="too far from its source"):
@@ -188,7 +190,7 @@ def test_an_export_too_far_from_its_source_is_not_installed(tmp_path: Path) -> N
     assert not list((tmp_path / "repository").iterdir())
 
 
-def test_weights_that_are_there_are_only_overwritten_on_demand(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_existing_weights_are_only_overwritten_on_demand(tiny_checkpoint: Path, tmp_path: Path) -> None:
     export(tiny_checkpoint, tmp_path)
     before = contents(tmp_path)
     other = tiny_llama_checkpoint(tmp_path.parent / "wider", seed=1, vocab_size=400)
@@ -221,7 +223,7 @@ def test_the_user_s_files_stay(tiny_checkpoint: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "tiny_logits" / "config.pbtxt").read_text().endswith("# mine\n")
 
 
-def test_a_config_of_another_model_is_not_kept_beside_new_weights(
+def test_a_config_of_another_model_is_not_kept_with_new_weights(
     tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
     export(tiny_checkpoint, tmp_path, precision="fp32")
@@ -240,7 +242,7 @@ def test_a_tuned_config_is_kept_with_new_weights(tiny_checkpoint: Path, tmp_path
     assert "max_batch_size: 8" in config.read_text()
 
 
-def test_new_configs_beside_a_tuned_ensemble_have_its_batch_size(
+def test_new_configs_take_the_batch_size_of_a_tuned_ensemble(
     tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
     export(tiny_checkpoint, tmp_path)
@@ -252,7 +254,7 @@ def test_new_configs_beside_a_tuned_ensemble_have_its_batch_size(
     assert not any(repository_diagnostics([tmp_path]).values())
 
 
-def test_a_graph_beside_another_is_chosen_by_the_config(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_the_config_selects_an_additional_graph(tiny_checkpoint: Path, tmp_path: Path) -> None:
     export(tiny_checkpoint, tmp_path)
     before = contents(tmp_path)
     report = export(tiny_checkpoint, tmp_path, precision="fp16", beside="half")
@@ -268,19 +270,19 @@ def test_a_graph_beside_another_is_chosen_by_the_config(tiny_checkpoint: Path, t
         assert llm.generate("Tea", max_tokens=3).usage.completion_tokens == 3
 
 
-def test_a_graph_beside_another_replaces_one_of_its_name_only_on_demand(
+def test_an_additional_graph_is_only_replaced_on_demand(
     tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
     export(tiny_checkpoint, tmp_path)
     export(tiny_checkpoint, tmp_path, precision="fp16", beside="other")
-    with pytest.raises(ExportError, match="tiny_logits/1/other is there already"):
+    with pytest.raises(ExportError, match="tiny_logits/1/other already exists"):
         export(tiny_checkpoint, tmp_path, precision="int8", beside="other")
     export(tiny_checkpoint, tmp_path, precision="int8", beside="other", overwrite=True)
     written = tmp_path / "tiny_logits" / "1" / "other" / "parity.json"
     assert json.loads(written.read_text())["precision"] == "int8"
 
 
-def test_a_graph_of_another_model_or_beside_none_or_in_no_folder_is_refused(
+def test_an_additional_graph_needs_its_model_and_a_valid_name(
     tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ExportError, match="no model 'tiny'"):
@@ -291,11 +293,11 @@ def test_a_graph_of_another_model_or_beside_none_or_in_no_folder_is_refused(
     wider = tiny_llama_checkpoint(tmp_path.parent / "wider", vocab_size=400)
     with pytest.raises(ExportError, match="or other outputs or states, than wider") as caught:
         export(wider, tmp_path, beside="other", overwrite=True)
-    assert "--overwrite" not in caught.value.remedy     # would not help: the config is not the graph's own
+    assert "--overwrite" not in caught.value.remedy     # the config belongs to another graph
     assert not (tmp_path / "tiny_logits" / "1" / "other").exists()
 
 
-def test_what_a_killed_export_left_is_removed_and_that_of_others_is_not(
+def test_only_leftovers_of_this_models_killed_exports_are_removed(
     tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
     mine, others = tmp_path / ".tiny.ab12cd_8.tmp", tmp_path / ".tiny.v2.ab12cd_8.tmp"
@@ -307,13 +309,13 @@ def test_what_a_killed_export_left_is_removed_and_that_of_others_is_not(
 
 
 @pytest.mark.parametrize("name", ["", ".hidden", "a/b", "../up", "a b", "x" * 129, "ünï"])
-def test_a_name_that_is_no_folder_name_is_refused(tiny_checkpoint: Path, tmp_path: Path, name: str) -> None:
+def test_an_invalid_folder_name_is_refused(tiny_checkpoint: Path, tmp_path: Path, name: str) -> None:
     with pytest.raises(ExportError, match="cannot be the name of a model"):
         export(tiny_checkpoint, tmp_path / "repository", name=name)
     assert not (tmp_path / "repository").exists()
 
 
-def test_without_onnx_runtime_it_is_said_how_to_get_it(
+def test_a_missing_onnx_runtime_is_an_error_that_says_how_to_install_it(
     tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
@@ -323,7 +325,9 @@ def test_without_onnx_runtime_it_is_said_how_to_get_it(
     assert not (tmp_path / "repository").exists()
 
 
-def test_an_unknown_precision_is_refused_with_the_known_ones(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_the_error_for_an_unknown_precision_lists_the_known_ones(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
     with pytest.raises(ExportError, match="int2") as caught:
         export(tiny_checkpoint, tmp_path, precision="int2")  # type: ignore[arg-type]
     assert "int8, int4, fp16, fp32" in caught.value.remedy
@@ -337,7 +341,7 @@ def test_tensors_that_the_family_does_not_know_are_refused_by_name(tmp_path: Pat
         export(source, tmp_path / "repository")
 
 
-def test_tensors_of_other_shapes_than_the_config_says_are_refused(tmp_path: Path) -> None:
+def test_tensors_with_other_shapes_than_in_the_config_are_refused(tmp_path: Path) -> None:
     source = tiny_llama_checkpoint(tmp_path / "odd")
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"intermediate_size": 160}))
@@ -354,7 +358,7 @@ def test_tensors_of_other_shapes_than_the_config_says_are_refused(tmp_path: Path
         ("chat_template.jinja", "{{ 1 / 0 }}", "the chat template failed"),
     ],
 )
-def test_a_tokenizer_that_would_not_serve_is_refused(
+def test_a_tokenizer_that_cannot_serve_is_refused(
     tmp_path: Path, file: str, content: str, reason: str
 ) -> None:
     source = tiny_llama_checkpoint(tmp_path / "checkpoint")
@@ -363,10 +367,10 @@ def test_a_tokenizer_that_would_not_serve_is_refused(
         export(source, tmp_path / "repository")
 
 
-def test_the_tokenizer_of_a_larger_vocabulary_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_with_a_larger_vocabulary_is_refused(tmp_path: Path) -> None:
     source = tiny_llama_checkpoint(tmp_path / "checkpoint", vocab_size=290)
     tiny_tokenizer(vocab_size=320).save(str(source / "tokenizer.json"))
-    with pytest.raises(ExportError, match=r"has a token \d+, and the model's vocabulary ends at 289"):
+    with pytest.raises(ExportError, match=r"has a token \d+, but the model's vocabulary ends at 289"):
         export(source, tmp_path / "repository")
 
 
@@ -374,7 +378,7 @@ def test_the_tokenizer_of_a_larger_vocabulary_is_refused(tmp_path: Path) -> None
     ("model", "changed"),
     [("gpt2", {"n_embd": 100, "n_head": 12}), ("llama", {"pad_token_id": 400})],
 )
-def test_a_config_from_which_transformers_builds_no_model_is_refused_in_its_words(
+def test_a_config_that_transformers_cannot_build_is_refused_with_its_message(
     tmp_path: Path, model: str, changed: dict[str, int]
 ) -> None:
     source = tiny_models.tiny_checkpoint(tmp_path / "odd", **tiny_models.TINY_MODELS[model])
@@ -384,16 +388,16 @@ def test_a_config_from_which_transformers_builds_no_model_is_refused_in_its_word
         export(source, tmp_path / "repository")
 
 
-def test_weights_that_give_no_numbers_are_told_from_a_bad_export(tmp_path: Path) -> None:
+def test_broken_weights_and_a_bad_export_are_different_errors(tmp_path: Path) -> None:
     source = tiny_llama_checkpoint(tmp_path / "broken")
     weights = load_file(source / "model.safetensors")
     weights["model.norm.weight"][3] = np.nan
     save_file(weights, source / "model.safetensors")
-    with pytest.raises(ExportError, match="broken computes logits that are no finite numbers"):
+    with pytest.raises(ExportError, match="broken computes logits that are not finite"):
         export(source, tmp_path / "repository")
 
 
-def test_a_copy_of_the_tied_head_does_no_harm(tmp_path: Path) -> None:
+def test_a_copy_of_the_tied_head_is_ignored(tmp_path: Path) -> None:
     source = tiny_llama_checkpoint(tmp_path / "copied")
     weights = load_file(source / "model.safetensors")
     extra = {"lm_head.weight": weights["model.embed_tokens.weight"]}

@@ -1,4 +1,4 @@
-"""The graphs of all families against transformers' own models of the same checkpoints."""
+"""The graphs of all families, compared with transformers' models of the same checkpoints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from genserve import LLM
 from genserve.errors import ExportError
 from genserve.export import ExportReport, Precision, SilentProgress, export_model
 from genserve.export.architectures import FAMILIES, family_of
-from genserve.export.export_options import Form
+from genserve.export.export_options import ExportFormat
 from genserve.export.parity import forward_rows
 from tests.checkpoints import tiny_llama_checkpoint
 from tests.export.graphs import WrittenGraph, conversion_of, write_conversion, write_graph
@@ -37,10 +37,13 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return tiny_checkpoint(folder / "checkpoint", **TINY_MODELS[request.param])
 
 
-@pytest.fixture(scope="module", params=[Form.ONNX, Form.TORCHSCRIPT], ids=lambda form: form.value)
+FORMATS = (ExportFormat.ONNX, ExportFormat.TORCHSCRIPT)
+
+
+@pytest.fixture(scope="module", params=FORMATS, ids=[export_format.value for export_format in FORMATS])
 def graph(checkpoint: Path, request: pytest.FixtureRequest) -> WrittenGraph:
-    form: Form = request.param
-    return write_graph(checkpoint, checkpoint.parent / form.value, form=form)
+    export_format: ExportFormat = request.param
+    return write_graph(checkpoint, checkpoint.parent / export_format.value, export_format=export_format)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +62,7 @@ def test_a_prompt_in_chunks_equals_the_reference_after_every_token(
 def test_prompts_chunks_and_decodes_in_one_forward_equal_each_sequence_alone(
     graph: WrittenGraph, reference: PreTrainedModel
 ) -> None:
-    """Of four rows: a chunk behind a chunk, a whole prompt, decodes, and a decode with drafted tokens."""
+    """Four rows: a second chunk, a whole prompt, decodes, and a decode with drafted tokens."""
     rows = [Row(random_ids(length, seed=length)) for length in (60, 41, 33, 9)]
     pool = BlockPool(graph.logits(max_num_seqs=4, max_length=64), seed=0)
     found: list[list[NDArray[np.float32]]] = [[] for _ in rows]
@@ -76,7 +79,7 @@ def test_prompts_chunks_and_decodes_in_one_forward_equal_each_sequence_alone(
         assert np.abs(np.concatenate(parts) - expected).max() < MAX_DIFFERENCE
 
 
-def test_only_the_tokens_that_are_asked_for_get_logits_in_their_order(tmp_path: Path) -> None:
+def test_only_the_requested_tokens_have_logits_in_their_order(tmp_path: Path) -> None:
     source, ids = tiny_checkpoint(tmp_path / "checkpoint", **TINY_MODELS["llama"]), random_ids(30, seed=2)
     model = write_graph(source, tmp_path / "graph").logits(max_num_seqs=1, max_length=32)
     expected = reference_logits(reference_model(source), ids)
@@ -98,7 +101,7 @@ def test_only_the_tokens_that_are_asked_for_get_logits_in_their_order(tmp_path: 
         ("gpt2", {"activation": "gelu"}),
     ],
 )
-def test_a_graph_without_what_its_family_has_is_far_from_the_reference(
+def test_a_graph_without_a_part_of_its_family_is_far_from_the_reference(
     tmp_path: Path, model: str, wrong: dict[str, Any]
 ) -> None:
     source = tiny_checkpoint(tmp_path / "checkpoint", **TINY_MODELS[model])
@@ -108,7 +111,7 @@ def test_a_graph_without_what_its_family_has_is_far_from_the_reference(
 
 
 @pytest.mark.parametrize("wrong", [{"window": None}, {"rotary": None}])
-def test_layers_may_differ_in_their_windows_and_angles(tmp_path: Path, wrong: dict[str, None]) -> None:
+def test_layers_may_have_different_windows_and_angles(tmp_path: Path, wrong: dict[str, None]) -> None:
     source = tiny_checkpoint(tmp_path / "checkpoint", **TINY_MODELS["gemma3"])
     conversion = conversion_of(source)
     first, *others = conversion.decoder.attentions
@@ -118,19 +121,19 @@ def test_layers_may_differ_in_their_windows_and_angles(tmp_path: Path, wrong: di
 
 
 @pytest.mark.parametrize("model", ["gemma3", "gpt_neox", "opt", "phi3", "qwen3", "smollm3"])
-def test_an_export_in_fp32_is_its_source(tmp_path: Path, model: str) -> None:
+def test_an_export_in_fp32_equals_its_source(tmp_path: Path, model: str) -> None:
     assert export(model, tmp_path, precision="fp32").largest_logit_difference < MAX_DIFFERENCE
 
 
 @pytest.mark.parametrize("model", ["bloom_6_heads", "gemma2", "gpt_neox"])
 def test_an_export_in_int8_is_close_to_its_source(tmp_path: Path, model: str) -> None:
     report = export(model, tmp_path, precision="int8")
-    assert report.largest_logit_difference > MAX_DIFFERENCE  # or it is not in 8 bits
+    assert report.largest_logit_difference > MAX_DIFFERENCE  # or it would not be quantized
     assert report.perplexity_ratio < 1.01
 
 
 @pytest.mark.parametrize("model", ["bloom_6_heads", "gpt2"])
-def test_answers_that_grow_beside_each_other_are_those_of_transformers(tmp_path: Path, model: str) -> None:
+def test_batched_answers_are_those_of_transformers(tmp_path: Path, model: str) -> None:
     export(model, tmp_path, precision="fp32")
     prompts = ["the rain in spain", "a", "stays mainly in the plain, and so on"]
     with LLM(tmp_path / "repository") as llm, ThreadPoolExecutor(len(prompts)) as pool:
@@ -139,11 +142,11 @@ def test_answers_that_grow_beside_each_other_are_those_of_transformers(tmp_path:
     assert found == [greedy_answer(tmp_path / "tiny", prompt, num_tokens=16) for prompt in prompts]
 
 
-def test_a_checkpoint_that_was_saved_without_its_head_has_the_same_graph(tmp_path: Path) -> None:
+def test_a_checkpoint_saved_without_its_head_has_the_same_graph(tmp_path: Path) -> None:
     source = tiny_checkpoint(tmp_path / "checkpoint", **TINY_MODELS["gpt2"])
     path = source / "model.safetensors"
     headless = {name.removeprefix("transformer."): value for name, value in load_file(path).items()}
-    # Recomputed from the config, and yet in old checkpoints.
+    # Old checkpoints have it, although it is recomputed from the config.
     save_file(headless | {"h.0.attn.bias": np.ones((1, 1, 8, 8), np.uint8)}, path)
     assert difference_of(write_graph(source, tmp_path / "graph"), source) < MAX_DIFFERENCE
 
@@ -159,7 +162,7 @@ def test_a_checkpoint_that_was_saved_without_its_head_has_the_same_graph(tmp_pat
         ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
     ],
 )
-def test_what_the_graph_would_not_honour_is_refused_by_name(
+def test_config_options_that_the_graph_does_not_support_are_refused_by_name(
     tmp_path: Path, config: dict[str, Any], what: str
 ) -> None:
     source = tiny_llama_checkpoint(tmp_path / "checkpoint", **config)
@@ -178,13 +181,15 @@ def test_what_the_graph_would_not_honour_is_refused_by_name(
         ("opt", {"word_embed_proj_dim": 32}, "word_embed_proj_dim 32"),
     ],
 )
-def test_each_family_refuses_what_its_graph_has_not(model: str, config: dict[str, Any], what: str) -> None:
+def test_each_family_refuses_options_that_its_graph_does_not_support(
+    model: str, config: dict[str, Any], what: str
+) -> None:
     family = next(family for family in FAMILIES.values() if family.name == model)
     with pytest.raises(ExportError, match=what):
         family.decoder({"model_type": model} | config)
 
 
-def test_a_text_ends_where_longrope_would_turn_by_other_angles() -> None:
+def test_the_context_ends_where_longrope_changes_its_angles() -> None:
     decoder = FAMILIES["Phi3ForCausalLM"].decoder({**TINY_MODELS["phi3_longrope"], "pad_token_id": 2})
     assert decoder.context_length == 128
 
@@ -195,7 +200,7 @@ def test_an_architecture_without_a_family_has_none() -> None:
 
 
 @pytest.mark.parametrize("unnamed", [{}, {"architectures": None}, {"architectures": []}])
-def test_a_config_that_names_no_architecture_is_of_that_of_its_model_type(unnamed: dict[str, Any]) -> None:
+def test_a_config_without_an_architecture_has_that_of_its_model_type(unnamed: dict[str, Any]) -> None:
     config = {**TINY_MODELS["llama"], **unnamed}
     family = family_of(config)
     assert family is FAMILIES["LlamaForCausalLM"]
@@ -213,7 +218,7 @@ def test_a_config_that_names_no_architecture_is_of_that_of_its_model_type(unname
         {"model_type": "gpt2"},
     ],
 )
-def test_a_config_that_makes_no_sense_is_an_export_error(tmp_path: Path, broken: dict[str, Any]) -> None:
+def test_an_invalid_config_is_an_export_error(tmp_path: Path, broken: dict[str, Any]) -> None:
     source = tiny_llama_checkpoint(tmp_path / "checkpoint")
     path = source / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | broken))
@@ -221,7 +226,7 @@ def test_a_config_that_makes_no_sense_is_an_export_error(tmp_path: Path, broken:
         write_graph(source, tmp_path / "graph")
 
 
-def test_the_graph_says_what_it_is(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_the_graph_has_metadata(tiny_checkpoint: Path, tmp_path: Path) -> None:
     folder = write_graph(tiny_checkpoint, tmp_path, precision="fp16").folder
     model = onnx.load(folder / "model.onnx", load_external_data=False)
     assert {entry.key: entry.value for entry in model.metadata_props} == {

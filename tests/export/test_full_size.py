@@ -1,4 +1,4 @@
-"""Models of full size: random weights in published shapes, exported and served within the memory."""
+"""Full-size models: random weights of published shapes, exported and served within the memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 MAX_GIB = 12
 
-# A process of its own: its peak is that of this model.
+# A separate process, whose peak memory is that of this model.
 SCRIPT = """
 import json, resource, sys
 from pathlib import Path
@@ -59,7 +59,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 @pytest.mark.parametrize("precision", ["int8", "fp32"])
-def test_a_model_of_full_size_is_exported_and_served_within_the_memory(
+def test_a_full_size_model_is_exported_and_served_within_the_memory(
     checkpoint: Path, tmp_path: Path, precision: str
 ) -> None:
     command = [sys.executable, "-c", SCRIPT, str(checkpoint), str(tmp_path), precision]

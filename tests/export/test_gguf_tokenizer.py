@@ -1,4 +1,4 @@
-"""Tokenizers built from GGUF metadata against known ones."""
+"""Tokenizers built from GGUF metadata, compared with known ones."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ def tiny_tokenizer(folder: Path, *, pre: str) -> Tokenizer:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_a_gpt2_tokenizer_is_that_of_the_folder(tmp_path: Path, text: str) -> None:
+def test_a_gpt2_tokenizer_equals_that_of_the_folder(tmp_path: Path, text: str) -> None:
     found = tiny_tokenizer(tmp_path, pre="gpt-2")
     expected = Tokenizer.from_file(str(tmp_path / "tiny" / "tokenizer.json"))
     assert found.encode(text).ids == expected.encode(text).ids
     assert found.decode(found.encode(text).ids) == expected.decode(expected.encode(text).ids)
 
 
-def test_digits_stand_alone_in_smollm(tmp_path: Path) -> None:
+def test_smollm_splits_numbers_into_digits(tmp_path: Path) -> None:
     words = tiny_tokenizer(tmp_path, pre="smollm").pre_tokenizer.pre_tokenize_str("in 1897 ab12")
     assert [word for word, _ in words] == ["in", "Ġ", "1", "8", "9", "7", "Ġab", "1", "2"]
 
 
-def test_digits_stand_in_threes_in_llama_3_and_its_texts_begin_with_the_start_token(tmp_path: Path) -> None:
+def test_llama_3_splits_numbers_into_threes_and_adds_the_bos_token(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer(tmp_path, pre="llama-bpe")
     words = tokenizer.pre_tokenizer.pre_tokenize_str("in 1897's ab")
     assert [word for word, _ in words] == ["in", "Ġ", "189", "7", "'s", "Ġab"]
@@ -60,7 +60,7 @@ def test_a_qwen2_tokenizer_is_the_one_of_transformers(tmp_path: Path, text: str)
     assert found.encode(text).ids == expected(text).input_ids
 
 
-def test_words_end_at_punctuation_in_bloom(tmp_path: Path) -> None:
+def test_bloom_splits_words_at_punctuation(tmp_path: Path) -> None:
     words = tiny_tokenizer(tmp_path, pre="bloom").pre_tokenizer.pre_tokenize_str("in 1897, (well) it's. So")
     assert [word for word, _ in words] == ["in", "Ġ1897", ",Ġ(", "well", ")", "Ġit's", ".", "ĠSo"]
 

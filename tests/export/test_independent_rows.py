@@ -1,4 +1,4 @@
-"""A sequence's logits are the same to the bit alone and in any company, in any pieces, in any blocks."""
+"""A sequence's logits have the same bits in any batch, in any chunks and in any blocks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUMBERS: dict[str, tuple[Precision, CacheType]] = {
     "int4": ("int4", "float"),
     "kv8": ("int8", "int8"),
 }
-# One of each family, with every trait that a graph can have.
+# A model of each family, with all options of graphs.
 MODELS = (
     "bloom_6_heads",
     "gemma",
@@ -52,13 +52,13 @@ def graph(checkpoint: Path, request: pytest.FixtureRequest) -> WrittenGraph:
     return write_graph(checkpoint, checkpoint.parent / request.param, precision=precision, kv_cache=kv_cache)
 
 
-def test_a_sequences_logits_are_the_same_in_any_company_pieces_and_blocks(graph: WrittenGraph) -> None:
+def test_the_logits_of_a_sequence_do_not_depend_on_batch_chunks_and_blocks(graph: WrittenGraph) -> None:
     compare(graph, ragged_rows(NUM_ROWS, longest=MAX_LENGTH), chunks=(1, 7, 16, 33))
 
 
 @pytest.mark.parametrize("numbers", NUMBERS)
-def test_so_are_they_behind_more_than_a_thousand_tokens(tmp_path: Path, numbers: str) -> None:
-    """Attention adds up long pasts in parts."""
+def test_nor_do_they_after_more_than_a_thousand_tokens(tmp_path: Path, numbers: str) -> None:
+    """Attention sums long contexts in segments."""
     config = {**TINY_MODELS["llama"], "max_position_embeddings": 1200}
     precision, kv_cache = NUMBERS[numbers]
     source = tiny_checkpoint(tmp_path / "checkpoint", **config)

@@ -1,4 +1,4 @@
-"""Graphs whose KV cache is in int8, beside the same graphs with it in float."""
+"""Graphs with an int8 KV cache, compared with the same graphs with a float cache."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODELS = ("bloom_4_heads", "gemma2", "gpt2_odd", "gpt_neox", "llama", "qwen3")
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_logits_are_near_those_over_a_cache_in_float(
+def test_logits_are_near_those_with_a_float_cache(
     tmp_path: Path, model: str, precision: Precision
 ) -> None:
     source = tiny_checkpoint(tmp_path / "checkpoint", **TINY_MODELS[model])
@@ -37,14 +37,14 @@ def test_logits_are_near_those_over_a_cache_in_float(
     assert 0 < np.abs(found - expected).max() < MAX_DIFFERENCE
 
 
-def test_a_token_takes_a_byte_for_each_number_and_a_scale_for_each_head(tmp_path: Path) -> None:
+def test_a_token_takes_a_byte_per_number_and_a_scale_per_head(tmp_path: Path) -> None:
     source = tiny_checkpoint(tmp_path / "checkpoint", **TINY_MODELS["llama"])
     graph = write_graph(source, tmp_path / "graph", kv_cache="int8")
     model = graph.logits(max_num_seqs=2, max_length=32)
     assert model.kv_cache_bytes == 4 * 16 * (2 * 2 * 2 * (16 + 4))     # 2 layers, keys and values, 2 heads
 
 
-def test_an_export_is_served_and_says_that_its_cache_is_in_int8(tmp_path: Path) -> None:
+def test_an_export_with_an_int8_cache_is_served_and_says_so(tmp_path: Path) -> None:
     report = export("llama", tmp_path, kv_cache="int8")
     assert report.perplexity_ratio < 1.01
     version = tmp_path / "repository" / "m_logits" / "1"
@@ -57,7 +57,7 @@ def test_an_export_is_served_and_says_that_its_cache_is_in_int8(tmp_path: Path) 
     assert completion.usage.completion_tokens == 8
 
 
-def test_a_graph_with_it_lies_beside_one_in_float_to_be_chosen(tmp_path: Path) -> None:
+def test_a_graph_with_an_int8_cache_may_be_an_additional_one(tmp_path: Path) -> None:
     export("llama", tmp_path, precision="fp32")
     export("llama", tmp_path, precision="fp32", kv_cache="int8", beside="int8_cache")
     version = tmp_path / "repository" / "m_logits" / "1"
@@ -67,8 +67,8 @@ def test_a_graph_with_it_lies_beside_one_in_float_to_be_chosen(tmp_path: Path) -
     assert types["past_key_values.1.value_scale"] == "TYPE_FP32"
 
 
-def test_what_has_no_such_cache_refuses_it(tmp_path: Path) -> None:
-    with pytest.raises(ExportError, match="TorchScript has no KV cache in int8"):
+def test_other_formats_refuse_an_int8_cache(tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="TorchScript does not support a KV cache in int8"):
         export("llama", tmp_path, kv_cache="int8", file_format="torchscript")
     assert not list((tmp_path / "repository").glob("m*"))
 

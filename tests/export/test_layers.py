@@ -1,4 +1,4 @@
-"""Layers of every precision, run by ONNX Runtime with our operators, against numpy."""
+"""Layers of every precision, run by ONNX Runtime with our operators, compared with numpy."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from torch import nn, tensor
 from genserve.backends.onnx_session import register_kernels
 from genserve.export.decoder import Activation
 from genserve.export.export_options import Precision
-from genserve.export.layers import FusedLayers, Layers, Norm, Place, StandardLayers, write_norm
-from genserve.export.onnx_graph import Graph
-from genserve.export.precision import FORMATS
+from genserve.export.layers import FusedLayers, Layers, LinearKind, Norm, StandardLayers, write_norm
+from genserve.export.onnx_graph import OnnxGraphBuilder
+from genserve.export.precision import SCHEMES
 
-# Largest error over the standard deviation of the product: weights and activations are rounded.
+# Largest error over the standard deviation of the product, from quantization.
 TOLERANCE: dict[Precision, float] = {"fp32": 1e-5, "fp16": 1e-2, "int8": 0.06, "int4": 0.6}
 PRECISIONS = pytest.mark.parametrize("precision", get_args(Precision))
 ACTIVATIONS: dict[Activation, nn.Module] = {
     "silu": nn.SiLU(), "gelu": nn.GELU(), "gelu_tanh": nn.GELU(approximate="tanh"), "relu": nn.ReLU()
 }
-INPUTS, OUTPUTS = 90, 50    # which divide nothing
+INPUTS, OUTPUTS = 90, 50    # not multiples of anything
 
 
 @PRECISIONS
-@pytest.mark.parametrize("place", get_args(Place)[:2])
-def test_a_linear_layer_multiplies_shifts_and_adds(
-    tmp_path: Path, precision: Precision, place: Place
+@pytest.mark.parametrize("kind", get_args(LinearKind)[:2])
+def test_a_linear_layer_has_a_bias_and_a_residual(
+    tmp_path: Path, precision: Precision, kind: LinearKind
 ) -> None:
     weight, bias = random(OUTPUTS, INPUTS), random(OUTPUTS)
     x, residual = random(5, INPUTS), random(5, OUTPUTS)
     found = run_layer(
-        tmp_path, precision, weight, x=x, place=place, bias=bias, residual=residual, num_outputs=OUTPUTS
+        tmp_path, precision, weight, x=x, kind=kind, bias=bias, residual=residual, num_outputs=OUTPUTS
     )
     expected = x @ weight.T + bias + residual
     assert np.abs(found - expected).max() < TOLERANCE[precision] * np.sqrt(INPUTS)
@@ -43,7 +43,7 @@ def test_a_linear_layer_multiplies_shifts_and_adds(
 
 @PRECISIONS
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_it_norms_what_it_reads(tmp_path: Path, precision: Precision, kind: Any) -> None:
+def test_a_linear_layer_norms_its_inputs(tmp_path: Path, precision: Precision, kind: Any) -> None:
     weight, x = random(OUTPUTS, INPUTS), 3 * random(5, INPUTS) + 1
     norm = Norm(
         name="norm",
@@ -60,7 +60,7 @@ def test_it_norms_what_it_reads(tmp_path: Path, precision: Precision, kind: Any)
 @PRECISIONS
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("gated", [False, True])
-def test_an_activation_bends_its_outputs_or_lets_others_through(
+def test_an_activation_applies_to_outputs_or_gates(
     tmp_path: Path, precision: Precision, activation: Activation, gated: bool
 ) -> None:
     weight, bias, x = random(2 * OUTPUTS, INPUTS) / 10, random(2 * OUTPUTS), random(5, INPUTS)
@@ -86,12 +86,12 @@ def test_an_activation_bends_its_outputs_or_lets_others_through(
 @PRECISIONS
 @pytest.mark.parametrize("hidden", [128, 90], ids=["whole_blocks", "padded"])
 @pytest.mark.parametrize("softcap", [None, 3.0])
-def test_a_vocabulary_is_embedding_and_head(
+def test_a_tied_vocabulary_is_embedding_and_head(
     tmp_path: Path, precision: Precision, hidden: int, softcap: float | None
 ) -> None:
     weight, ids = random(40, hidden), np.array([3, 39, 0, 7, 7, 1])
     norm = Norm(name="norm", kind="rms", epsilon=1e-5, weight=np.ones(hidden, np.float32), bias=None)
-    with Graph(tmp_path) as graph:
+    with OnnxGraphBuilder(tmp_path) as graph:
         layers = layers_of(graph, precision)
         graph.input("ids", np.int64, ("num_tokens",))
         rows = layers.embedding("ids", weight, "embeddings")
@@ -106,9 +106,9 @@ def test_a_vocabulary_is_embedding_and_head(
     assert np.abs(found - expected).max() < TOLERANCE[precision] * np.sqrt(hidden)
 
 
-def test_in_fp16_a_vocabulary_is_stored_once(tmp_path: Path) -> None:
+def test_in_fp16_a_tied_vocabulary_is_stored_once(tmp_path: Path) -> None:
     norm = Norm(name="norm", kind="rms", epsilon=1e-5, weight=np.ones(128, np.float32), bias=None)
-    with Graph(tmp_path) as graph:
+    with OnnxGraphBuilder(tmp_path) as graph:
         layers = layers_of(graph, "fp16")
         rows = layers.embedding(graph.input("ids", np.int64, ("num_tokens",)), random(40, 128), "embeddings")
         layers.head(rows, random(40, 128), "logits", norm=norm, softcap=None, tied=True)
@@ -119,7 +119,7 @@ def test_in_fp16_a_vocabulary_is_stored_once(tmp_path: Path) -> None:
 def test_a_norm_by_itself_is_an_operator_of_onnx(tmp_path: Path, kind: Any) -> None:
     bias = random(INPUTS) if kind == "layer" else None
     norm, x = Norm(name="y", kind=kind, epsilon=1e-5, weight=random(INPUTS), bias=bias), random(5, INPUTS)
-    with Graph(tmp_path) as graph:
+    with OnnxGraphBuilder(tmp_path) as graph:
         graph.input("x", np.float32, ("rows", INPUTS))
         write_norm(layers_of(graph, "int8"), "x", norm)
         graph.output("y", np.float32, ("rows", INPUTS))
@@ -127,22 +127,24 @@ def test_a_norm_by_itself_is_an_operator_of_onnx(tmp_path: Path, kind: Any) -> N
     np.testing.assert_allclose(run(tmp_path, x=x), normed(x, norm), atol=1e-5)
 
 
-@pytest.mark.parametrize("place", get_args(Place)[:2])
-def test_a_row_loses_no_more_when_another_is_a_thousand_times_as_large(tmp_path: Path, place: Place) -> None:
+@pytest.mark.parametrize("kind", get_args(LinearKind)[:2])
+def test_a_large_row_does_not_affect_the_precision_of_another(
+    tmp_path: Path, kind: LinearKind
+) -> None:
     weight, x = random(OUTPUTS, INPUTS), random(2, INPUTS)
     x[1] *= 1000
-    found = run_layer(tmp_path, "int8", weight, x=x, place=place, num_outputs=OUTPUTS)
+    found = run_layer(tmp_path, "int8", weight, x=x, kind=kind, num_outputs=OUTPUTS)
     assert np.abs(found - x @ weight.T).max(axis=1)[0] < TOLERANCE["int8"] * np.sqrt(INPUTS)
 
 
-@pytest.mark.parametrize("place", get_args(Place)[:2])
-def test_a_row_of_zeros_gives_zeros(tmp_path: Path, place: Place) -> None:
+@pytest.mark.parametrize("kind", get_args(LinearKind)[:2])
+def test_a_row_of_zeros_gives_zeros(tmp_path: Path, kind: LinearKind) -> None:
     weight, x = random(OUTPUTS, INPUTS), np.zeros((3, INPUTS), np.float32)
-    assert not run_layer(tmp_path, "int8", weight, x=x, place=place, num_outputs=OUTPUTS).any()
+    assert not run_layer(tmp_path, "int8", weight, x=x, kind=kind, num_outputs=OUTPUTS).any()
 
 
-def test_weights_begin_where_pages_of_memory_do(tmp_path: Path) -> None:
-    with Graph(tmp_path) as graph:
+def test_weights_are_aligned_to_pages(tmp_path: Path) -> None:
+    with OnnxGraphBuilder(tmp_path) as graph:
         for name in ("a", "b", "c"):
             graph.weight(name, random(3, 5))
     assert (tmp_path / "model.onnx.data").stat().st_size == 2 * 4096 + 3 * 5 * 4
@@ -155,25 +157,25 @@ def run_layer(
     *,
     x: NDArray[np.float32],
     num_outputs: int,
-    place: Place = "normed",
+    kind: LinearKind = "normed",
     residual: NDArray[np.float32] | None = None,
     **options: Any,
 ) -> NDArray[np.generic]:
-    numbers, inputs = FORMATS[precision].activations, {"x": x}
-    with Graph(folder) as graph:
-        graph.input("x", numbers, ("rows", weight.shape[1]))
+    dtype, inputs = SCHEMES[precision].activations, {"x": x}
+    with OnnxGraphBuilder(folder) as graph:
+        graph.input("x", dtype, ("rows", weight.shape[1]))
         if residual is not None:
             inputs["residual"] = residual
-            options["residual"] = graph.input("residual", numbers, ("rows", num_outputs))
-        output = layers_of(graph, precision).linear("x", weight, "y", place=place, **options)
-        graph.output(output, numbers, ("rows", num_outputs))
+            options["residual"] = graph.input("residual", dtype, ("rows", num_outputs))
+        output = layers_of(graph, precision).linear("x", weight, "y", kind=kind, **options)
+        graph.output(output, dtype, ("rows", num_outputs))
         graph.save(metadata={})
-    return run(folder, **{name: value.astype(numbers) for name, value in inputs.items()})
+    return run(folder, **{name: value.astype(dtype) for name, value in inputs.items()})
 
 
-def layers_of(graph: Graph, precision: Precision) -> Layers:
-    numbers = FORMATS[precision]
-    return StandardLayers(graph, numbers) if precision == "fp16" else FusedLayers(graph, numbers)
+def layers_of(graph: OnnxGraphBuilder, precision: Precision) -> Layers:
+    scheme = SCHEMES[precision]
+    return StandardLayers(graph, scheme) if precision == "fp16" else FusedLayers(graph, scheme)
 
 
 def normed(x: NDArray[np.float32], norm: Norm) -> NDArray[np.float32]:

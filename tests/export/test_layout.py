@@ -1,4 +1,4 @@
-"""The folders of a model: what ships with the project is what an export writes, and Triton's schema holds."""
+"""The layout of a model: the shipped files equal those of an export, and match Triton's schema."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tritonclient.grpc import model_config_pb2
 from genserve.config.parse import parse_model_config
 from genserve.export.decoder import Dimensions
 from genserve.export.layout import stage_files
-from genserve.export.model_folders import Stages
+from genserve.export.model_folders import ModelFolders
 
 SHIPPED = Path(__file__).parents[2] / "model_repository"
 SMOLLM2 = Dimensions(num_layers=30, num_kv_heads=3, head_dim=64, vocab_size=49152, context_length=8192)
-FILES = stage_files(Stages("smollm2"), dimensions=SMOLLM2, cache=np.float16)
+FILES = stage_files(ModelFolders("smollm2"), dimensions=SMOLLM2, cache=np.float16)
 CONFIGS = [path for path in FILES if path.endswith("config.pbtxt")]
 
 
@@ -51,7 +51,7 @@ def test_the_ensemble_connects_tensors_of_one_type_and_shape() -> None:
     assert {config.max_batch_size for config in configs.values()} == {32}
 
 
-def test_the_cache_is_implicit_state_that_is_written_where_it_lies() -> None:
+def test_the_kv_cache_is_implicit_state_that_is_written_in_place() -> None:
     path = "smollm2_logits/config.pbtxt"
     config = parse_model_config(FILES[path], source=Path(path))
     batching = config.sequence_batching
@@ -60,28 +60,28 @@ def test_the_cache_is_implicit_state_that_is_written_where_it_lies() -> None:
     assert len(batching.states) == 60
     assert all(state.same_buffer and state.dims == (-1, 3, 64) for state in batching.states)
     assert {state.data_type for state in batching.states} == {"TYPE_FP16"}
-    assert "A token takes 22.5 KiB of KV cache, so many 90 MiB" in FILES[path]
+    assert "The KV cache takes 22.5 KiB per token, 90 MiB for" in FILES[path]
 
 
-def test_a_cache_in_int8_takes_a_scale_for_each_token_and_head_too() -> None:
-    text = stage_files(Stages("m"), dimensions=SMOLLM2, cache=np.int8)["m_logits/config.pbtxt"]
-    assert "A token takes 11.95 KiB of KV cache" in text
+def test_an_int8_cache_also_has_a_scale_for_each_token_and_head() -> None:
+    text = stage_files(ModelFolders("m"), dimensions=SMOLLM2, cache=np.int8)["m_logits/config.pbtxt"]
+    assert "The KV cache takes 11.95 KiB per token" in text
     assert 'output_name: "present.29.value" data_type: TYPE_INT8 dims: [ -1, 3, 64 ]' in text
 
 
 @pytest.mark.parametrize(("context", "expected"), [(8192, "4096"), (2048, "2048")])
-def test_a_sequence_is_as_long_as_the_context_up_to_a_limit(context: int, expected: str) -> None:
+def test_the_sequence_length_is_the_context_length_up_to_a_limit(context: int, expected: str) -> None:
     dimensions = Dimensions(
         num_layers=1, num_kv_heads=1, head_dim=8, vocab_size=10, context_length=context
     )
-    text = stage_files(Stages("m"), dimensions=dimensions, cache=np.float32)["m_logits/config.pbtxt"]
+    text = stage_files(ModelFolders("m"), dimensions=dimensions, cache=np.float32)["m_logits/config.pbtxt"]
     assert parse_model_config(text, source=Path("m_logits/config.pbtxt")).parameters == {
         "max_sequence_length": expected
     }
 
 
 class Countdown:
-    """A token sequence of which the tokens are what a model of three logits would pick."""
+    """A token sequence with the tokens of a model with three logits."""
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []

@@ -1,4 +1,4 @@
-"""The check after an export: it finds a graph that computes something else."""
+"""The check after an export finds graphs that compute something else."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from tests.export.graphs import conversion_of, write_graph
 
 
 @pytest.mark.parametrize("name", tiny_models.TINY_MODELS)
-def test_the_source_is_run_layer_by_layer_as_transformers_runs_it(tmp_path: Path, name: str) -> None:
+def test_running_the_source_layer_by_layer_equals_transformers(tmp_path: Path, name: str) -> None:
     source = tiny_models.tiny_checkpoint(tmp_path / "checkpoint", **tiny_models.TINY_MODELS[name])
-    reference = reference_of(conversion_of(source).folders.checkpoint)
+    reference = reference_of(conversion_of(source).layout.checkpoint)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     with torch.inference_mode():
         expected = model.eval()(torch.from_numpy(reference.ids)).logits.numpy()
     np.testing.assert_allclose(reference.logits, expected, atol=1e-5)
 
 
-def test_the_activations_of_a_norm_are_those_of_the_text_that_is_not_compared(tiny_checkpoint: Path) -> None:
+def test_the_activations_of_a_norm_come_from_the_calibration_text(tiny_checkpoint: Path) -> None:
     checkpoint = read_checkpoint(tiny_checkpoint, source="tiny")
     reference = run_source(checkpoint, context_length=64, norms={"norm": "model.norm"})
-    # A norm puts out numbers whose mean square is 1, before it multiplies by its weight.
+    # The mean square of a norm's output is 1, before it is multiplied by the weight.
     weight = checkpoint.load("model.norm.weight")
     assert np.mean((reference.activations["norm"] / weight) ** 2) == pytest.approx(1, rel=0.05)
 
@@ -54,7 +54,7 @@ def test_one_wrong_tensor_is_found(tiny_checkpoint: Path, tmp_path: Path, name: 
     assert not (graph.folder / "parity.json").exists()
 
 
-def test_a_context_shorter_than_the_text_is_enough(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_context_may_be_shorter_than_the_text(tiny_checkpoint: Path, tmp_path: Path) -> None:
     graph = write_graph(tiny_checkpoint, tmp_path)
     reference = reference_of(read_checkpoint(tiny_checkpoint, source="tiny"), context_length=10)
     parity = check(reference, graph.folder)
@@ -70,7 +70,7 @@ def test_the_divergence_and_the_ratio_of_perplexities_are_those_of_torch(
     parity = check(exact, graph.folder)
     assert (parity.top1_agreement, parity.perplexity_ratio) == (1, pytest.approx(1, abs=1e-4))
     assert parity.divergence == pytest.approx(0, abs=1e-5)
-    # Against a source that is twice as sure of itself.
+    # Compared with a source of doubled logits.
     sure = replace(exact, logits=2 * exact.logits)
     num_rows, length = exact.ids.shape
     found = _compare(graph.logits(max_num_seqs=num_rows, max_length=length), sure, precision="fp32")
@@ -84,7 +84,7 @@ def test_the_divergence_and_the_ratio_of_perplexities_are_those_of_torch(
 
 
 def mean_over_compared(values: torch.Tensor) -> float:
-    """Of values [rows, places]: those of the prefill, and of the decode, half a row from its start."""
+    """The mean of values [rows, positions] over the prefill, and over the decode of half a row."""
     num_rows, length = len(values), 64
     starts = [length // 2 - (num_rows - 1 - row) for row in range(num_rows)]
     decoded = [values[row, start : start + length // 2] for row, start in enumerate(starts)]

@@ -1,4 +1,4 @@
-"""What cannot be traced; what can is served in tests/repository/test_logits_runtime.py."""
+"""Traced models: accuracy and refusals; tests/repository/test_logits_runtime.py serves one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SIZES = {
     "max_position_embeddings": 128,
 }
 
-# What no family's graph has: the name of a tiny model, what is changed of it, and what is said.
+# Options that no family supports: the name of a tiny model, its changed config, and the message.
 _BEYOND_FAMILIES = [
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
     ("opt", {"word_embed_proj_dim": 32}, "word_embed_proj_dim"),
@@ -50,7 +50,7 @@ def test_other_architectures_are_exact_too(tmp_path: Path, config: dict[str, Any
 
 
 @pytest.mark.parametrize(("model", "changed", "reason"), _BEYOND_FAMILIES)
-def test_what_the_graph_of_a_family_has_not_is_no_torchscript_either(
+def test_torchscript_refuses_options_that_the_family_does_not_support(
     tmp_path: Path, model: str, changed: dict[str, Any], reason: str
 ) -> None:
     source = tiny_checkpoint(tmp_path / "checkpoint", **(TINY_MODELS[model] | changed))
@@ -60,7 +60,7 @@ def test_what_the_graph_of_a_family_has_not_is_no_torchscript_either(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "changed", "reason"), _BEYOND_FAMILIES)
-def test_what_the_graph_of_a_family_has_not_is_traced_and_it_is_said_why(
+def test_options_that_the_family_does_not_support_are_traced_with_a_warning(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     model: str,
@@ -75,22 +75,22 @@ def test_what_the_graph_of_a_family_has_not_is_traced_and_it_is_said_why(
     assert "traced from the code of transformers, and slower" in caplog.text
 
 
-def test_a_config_that_makes_no_sense_is_not_traced(tmp_path: Path) -> None:
+def test_an_invalid_config_is_not_traced(tmp_path: Path) -> None:
     source = tiny_checkpoint(tmp_path / "checkpoint", **TINY_MODELS["llama"])
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"num_attention_heads": "four"}))
-    with pytest.raises(ExportError, match=r"config\.json is not that of a llama model"):
+    with pytest.raises(ExportError, match=r"config\.json does not describe a llama model"):
         export(source, tmp_path / "repository")
 
 
 @pytest.mark.parametrize(
     ("file_format", "precision", "words"),
     [
-        ("onnx", "int8", "'int8' is no precision of a traced model"),
-        ("torchscript", "fp32", "StableLmForCausalLM, which no family builds, and TorchScript is made of"),
+        ("onnx", "int8", "a traced model does not support the precision 'int8'"),
+        ("torchscript", "fp32", "StableLmForCausalLM; TorchScript needs a known family"),
     ],
 )
-def test_what_only_families_have_is_refused(
+def test_formats_that_need_a_family_are_refused(
     stablelm_checkpoint: Path, tmp_path: Path, file_format: FileFormat, precision: Precision, words: str
 ) -> None:
     with pytest.raises(ExportError, match=words):
@@ -98,11 +98,11 @@ def test_what_only_families_have_is_refused(
     assert not (tmp_path / "repository").exists()
 
 
-def test_a_model_that_keeps_no_keys_and_values_is_refused(tmp_path: Path) -> None:
+def test_a_model_without_keys_and_values_is_refused(tmp_path: Path) -> None:
     source = tiny_checkpoint(
         tmp_path / "mamba", model_type="mamba", hidden_size=32, num_hidden_layers=2, state_size=4
     )
-    with pytest.raises(ExportError, match="MambaForCausalLM, and cannot be traced"):
+    with pytest.raises(ExportError, match="MambaForCausalLM, which cannot be traced"):
         export(source, tmp_path / "repository")
 
 
@@ -117,12 +117,12 @@ def test_a_model_that_transformers_does_not_know_is_refused(
     (source / "config.json").unlink()
     unknown = {"model_type": "phantom", "architectures": ["PhantomForCausalLM"]}
     (source / "config.json").write_text(json.dumps(config | unknown))
-    with pytest.raises(ExportError, match="of the architecture PhantomForCausalLM") as caught:
+    with pytest.raises(ExportError, match="has the architecture PhantomForCausalLM") as caught:
         export(source, tmp_path / "repository")
-    assert len(caught.value.message) < 400      # transformers would list the models that it knows
+    assert len(caught.value.message) < 400      # transformers would list all models that it knows
     assert "LlamaForCausalLM" in caught.value.remedy
 
 
-def test_a_graph_without_a_cache_is_not_taken_for_one_that_grows(tmp_path: Path) -> None:
+def test_a_graph_without_a_cache_has_no_growing_cache(tmp_path: Path) -> None:
     with pytest.raises(RepositoryError, match="no KV cache that grows: its inputs are input_ids, attention"):
         GrowingLogits(bloom_onnx(tmp_path / "model.onnx", vocab_size=50), max_num_seqs=1)

@@ -35,7 +35,7 @@ _LLAMA3_ROPE = {
     "original_max_position_embeddings": 32,
 }
 
-# By a name for the test: a config for `tiny_checkpoint`.
+# Configs for `tiny_checkpoint`, by name.
 TINY_MODELS: Mapping[str, Mapping[str, Any]] = {
     "bloom_4_heads": _BLOOM | {"hidden_size": 64, "n_head": 4},
     "bloom_6_heads": _BLOOM | {"hidden_size": 96, "n_head": 6},
@@ -47,7 +47,7 @@ TINY_MODELS: Mapping[str, Mapping[str, Any]] = {
     "gpt_neox": _SIZES | {"model_type": "gpt_neox", "hidden_size": 256, "tie_word_embeddings": False},
     "gpt_neox_serial": _SIZES | {"model_type": "gpt_neox", "rotary_pct": 1.0, "use_parallel_residual": False},
     "llama": _LLAMA,
-    # Sizes that divide nothing: heads of 20 numbers, 14 of which turn.
+    # Odd sizes: heads of 20 numbers, 14 of which are rotated.
     "gpt2_odd": _GPT2 | {"n_embd": 100, "n_head": 5, "n_inner": 170},
     "gpt_neox_odd": _SIZES
     | {"model_type": "gpt_neox", "hidden_size": 100, "num_attention_heads": 5, "rotary_pct": 0.7},
@@ -92,7 +92,7 @@ TINY_MODELS: Mapping[str, Mapping[str, Any]] = {
 
 
 def tiny_checkpoint(folder: Path, *, model_type: str, **config: Any) -> Path:
-    """Write a model of that type with random weights, which depend on its shapes alone; returns the folder.
+    """Write a model with random weights, which depend only on its shapes; returns the folder.
 
     The vocabulary is that of `tiny_tokenizer`, 320 tokens; `config` has the rest.
     """
@@ -100,7 +100,7 @@ def tiny_checkpoint(folder: Path, *, model_type: str, **config: Any) -> Path:
     known = AutoConfig.for_model(model_type, **{"vocab_size": 320} | ends | config)
     model = AutoModelForCausalLM.from_config(known, dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
-    # Far from the usual start, where attention is nearly a mean and every norm's weight is 1.
+    # Unlike the usual initialisation, with which attention is nearly a mean and all norm weights are 1.
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:

@@ -1,4 +1,4 @@
-"""Grammars that are tables of the allowed ids."""
+"""Grammars as tables of the ids that may come next."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 class Steps:
-    """A grammar: at step i one of `steps[i]`, and then the end; fails where a step allows nothing."""
+    """`StructuredOutputGrammar`: allows `steps[i]` at step i, then the end; fails at an empty step."""
 
     def __init__(self, *steps: Sequence[int]) -> None:
         self.failure = ""

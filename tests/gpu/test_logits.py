@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from genserve.errors import RepositoryError
-from genserve.export.export_options import Form
+from genserve.export.export_options import ExportFormat
 from genserve.generation.logits_model import ForwardBatch, LogitsModel
 from genserve.textmodel.runtimes.device_memory import DeviceMemory
 from genserve.textmodel.runtimes.onnx_logits import OnnxLogits
@@ -38,7 +38,7 @@ def onnx(source: Path, folder: Path, memory: DeviceMemory) -> LogitsModel:
 
 
 def torchscript(source: Path, folder: Path, memory: DeviceMemory) -> LogitsModel:
-    conversion = conversion_of(source, form=Form.TORCHSCRIPT)
+    conversion = conversion_of(source, export_format=ExportFormat.TORCHSCRIPT)
     file = write_conversion(conversion, folder).folder / "model.pt"
     return TorchLogits(file, max_num_seqs=4, max_length=128, memory=memory)
 

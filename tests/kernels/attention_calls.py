@@ -1,4 +1,4 @@
-"""Attention calls: models and sequences to test PagedAttention with, and its plain C function."""
+"""Attention calls: models and sequences for tests of PagedAttention, and its plain C function."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ CACHES = ("key_cache", "value_cache", "key_scales", "value_scales")
 def run(
     call: PagedAttentionCall, *, threads: int = 2, isa: str = "", outputs: dict[str, Any] | None = None
 ) -> NDArray[Any]:
-    """Run a call, which writes into its caches; `outputs` replaces what it is bound to.
+    """Run a call, which writes into its caches; `outputs` replaces bound outputs.
 
     Returns:
         The output [T, Hq * D].
 
     Raises:
-        ValueError: the operator refused, with its words.
+        ValueError: the operator refused; has its message.
     """
     inputs = (Tensor * len(INPUTS))(*(Tensor.of(getattr(call, name, None)) for name in INPUTS))
     width = call.num_heads * (call.query.shape[1] // max(call.num_heads + 2 * call.kv_num_heads, 1))
@@ -90,7 +90,7 @@ def run(
 
 @dataclass(frozen=True)
 class Model:
-    """What the calls of one model have in common."""
+    """The common parameters of the calls of one model."""
 
     num_heads: int = 6
     kv_num_heads: int = 2
@@ -117,7 +117,7 @@ FAMILIES = {
 
 
 def garbage(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
-    """What nobody may look at: NaN, infinities, and huge numbers."""
+    """Values that must not be read: NaN, infinities, and huge numbers."""
     if dtype == "int8":
         return rng.integers(-128, 128, shape).astype(np.int8)
     return rng.choice(np.array([np.nan, np.inf, -np.inf, 60000, -60000], dtype), shape)
@@ -126,9 +126,9 @@ def garbage(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> NDA
 def make_call(
     model: Model, sequences: list[tuple[int, int]], *, seed: int = 0, spare_entries: int = 2
 ) -> PagedAttentionCall:
-    """Sequences of (past, tokens), with a random history in blocks that lie in random order.
+    """Sequences of (past, tokens), with a random history in blocks in random order.
 
-    All that is no sequence's history is garbage, and so are the block table's unused entries.
+    Everything else is garbage, including the block table's unused entries.
     """
     rng = np.random.default_rng(seed)
     size, heads, dim = model.block_size, model.kv_num_heads, model.head_dim

@@ -1,4 +1,4 @@
-"""C types: the structures of the plain C functions, threads for them, and the libraries that run here."""
+"""C types: the structures of the plain C functions, their threads, and the supported libraries."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Tensor(ctypes.Structure):
 
     @staticmethod
     def of(array: NDArray[Any] | None) -> Tensor:
-        """An array as it lies; None is an input that is left out."""
+        """A tensor over an array; None: an input that is left out."""
         if array is None:
             return Tensor(None, 0, 0)
         assert array.flags.c_contiguous
@@ -46,7 +46,7 @@ PARALLEL_FOR = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t, WORK, ct
 
 @PARALLEL_FOR
 def parallel_for(_host: int | None, count: int, work: Any, job: int | None) -> None:
-    """Call each part of the work in a thread of its own, as ONNX Runtime may."""
+    """Call each part of the work in a separate thread, as ONNX Runtime may."""
     others = [threading.Thread(target=work, args=(job, index)) for index in range(1, count)]
     for other in others:
         other.start()
@@ -60,18 +60,18 @@ class Threads(ctypes.Structure):
 
     @staticmethod
     def of(count: int) -> Threads:
-        """So many threads; one is the caller's own."""
+        """A number of threads, including the caller's."""
         return Threads(parallel_for if count > 1 else PARALLEL_FOR(), None, count)
 
 
 @functools.cache
 def library(instruction_set: str = "") -> ctypes.CDLL:
-    """The kernels of an instruction set, or those in use."""
+    """The library of an instruction set, by default that in use."""
     return ctypes.CDLL(str(kernels._path_of(instruction_set) if instruction_set else kernels.library_path()))
 
 
 @functools.cache
 def instruction_sets() -> list[str]:
-    """Those that run here; AVX-VNNI, for one, is not in the processors that have AVX-512."""
+    """The supported instruction sets; processors with AVX-512 may not support AVX-VNNI."""
     names = [name for name in kernels.INSTRUCTION_SETS if kernels._path_of(name).exists()]
     return [name for name in names if library("portable").genserve_cpu_supports(name.encode())]

@@ -1,4 +1,4 @@
-"""Linear calls: the plain C function by ctypes, its threads, and the same computation in numpy."""
+"""Linear calls: the plain C function through ctypes, its threads, and its reference in numpy."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Attributes(ctypes.Structure):
 
 @dataclass(kw_only=True)
 class Layer:
-    """A Linear with its weights, packed and as the numbers that they stand for."""
+    """A Linear with its weights, packed and dequantized."""
 
     in_features: int
     out_features: int
@@ -53,7 +53,7 @@ class Layer:
         return self.out_features // 2 if self.gated else self.out_features
 
     def set_weight(self, weight: Array) -> None:
-        """Round and pack a weight [N, K]."""
+        """Quantize and pack a weight [N, K]."""
         if self.weight_format == "float32":
             self.weight, self.inputs["weight"] = weight, packing.pack_float32(weight, gated=self.gated)
         else:
@@ -149,7 +149,7 @@ def normed(layer: Layer, x: Array) -> Array:
 
 
 def rounded(layer: Layer, x: Array) -> tuple[Array, Array]:
-    """Rows as they are after rounding to int8, and the largest step of each."""
+    """Rows quantized to int8 and back, and the largest step of each."""
     if layer.weight_format == "float32":
         return x, np.zeros((len(x), 1))
     size = packing.BLOCKS[layer.weight_format] or layer.in_features
@@ -163,9 +163,9 @@ def rounded(layer: Layer, x: Array) -> tuple[Array, Array]:
 
 
 def reference(layer: Layer, x: Array, residual: Array | None = None) -> tuple[Array, Array]:
-    """What a layer gives in float64, and how far from that float32 may be.
+    """The outputs of a layer in float64, and their tolerance in float32.
 
-    A value of x that lies between two integers may go to either: two of them are allowed for.
+    A value of x between two integers may be rounded to either, which is tolerated twice.
     """
     rows, step = rounded(layer, normed(layer, x))
     z = rows @ layer.weight.T + layer.inputs.get("bias", 0)

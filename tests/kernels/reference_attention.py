@@ -1,4 +1,4 @@
-"""Reference attention: what PagedAttention computes, in float64 numpy, and where its cache keeps a token."""
+"""Reference attention: PagedAttention in float64 numpy, and the layout of its cache."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def scales_of(scales: Array) -> Array:
 
 
 def slots_of(call: PagedAttentionCall, sequence: int, positions: Array) -> tuple[Array, Array]:
-    """Of each position the block and the token's place in it."""
+    """The block of each position, and the token's slot in it."""
     return call.block_table[sequence][positions // call.block_size], positions % call.block_size
 
 
@@ -122,13 +122,13 @@ def write_cache(
 
 
 def rounded_to_int8(x: Array) -> tuple[Array, Array]:
-    """Integers of -127..127 and the scales that give `x` back, one per token and head."""
+    """Integers in -127..127 and their scales, one per token and head."""
     largest = np.abs(x).max(axis=-1)
     return np.rint(x * (127 / np.where(largest == 0, 1, largest))[..., None]), largest / 127
 
 
 def own_slots(call: PagedAttentionCall) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.bool_]]:
-    """Which elements of the key cache, of the value cache and of the scales the call's own tokens have."""
+    """The elements of the key cache, the value cache and the scales that belong to the call's new tokens."""
     mine = np.zeros((call.key_cache.shape[0], call.block_size), bool)
     for sequence in range(call.num_sequences):
         mine[slots_of(call, sequence, call.positions_of(sequence))] = True
@@ -141,7 +141,7 @@ def own_slots(call: PagedAttentionCall) -> tuple[NDArray[np.bool_], NDArray[np.b
 
 
 def heads_of(call: PagedAttentionCall) -> tuple[Array, Array, Array]:
-    """Queries [T, Hq, D], keys [T, Hk, D] and values [T, Hk, D] as they come, float64."""
+    """Queries [T, Hq, D], keys [T, Hk, D] and values [T, Hk, D] of the input, float64."""
     count = call.num_heads + 2 * call.kv_num_heads
     heads = call.query.astype(np.float64).reshape(len(call.query), count, call.head_dim)
     query, keys, values = np.split(heads, [call.num_heads, call.num_heads + call.kv_num_heads], axis=1)
@@ -155,7 +155,7 @@ def normed(x: Array, weight: Array | None, epsilon: float) -> Array:
 
 
 def rotated(call: PagedAttentionCall, x: Array, positions: Array) -> Array:
-    """`x`, [n, heads, D], with the first R numbers of each head turned by their position."""
+    """`x`, [n, heads, D], with the first R numbers of each head rotated by their position."""
     if call.cos_cache is None or call.sin_cache is None:
         return x
     cos, sin = (table[positions].astype(np.float64)[:, None] for table in (call.cos_cache, call.sin_cache))
@@ -170,13 +170,13 @@ def all_positions(call: PagedAttentionCall) -> Array:
 
 
 def new_keys_and_values(call: PagedAttentionCall) -> tuple[Array, Array]:
-    """What the call writes, [T, Hk, D] each, before it is rounded to the type of the cache."""
+    """The new keys and values, [T, Hk, D] each, before they are rounded to the type of the cache."""
     _, keys, values = heads_of(call)
     return rotated(call, normed(keys, call.k_norm_weight, call.qk_norm_epsilon), all_positions(call)), values
 
 
 def reference_attention(call: PagedAttentionCall) -> Array:
-    """The output [T, Hq * D] over a cache that holds the keys and values of the call's own tokens too."""
+    """The output [T, Hq * D] over a cache that includes the keys and values of the new tokens."""
     query, _, _ = heads_of(call)
     query = rotated(call, normed(query, call.q_norm_weight, call.qk_norm_epsilon), all_positions(call))
     query = query * (call.scale or call.head_dim**-0.5)

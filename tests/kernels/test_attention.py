@@ -1,4 +1,4 @@
-"""PagedAttention: against float64 numpy, to the bit whatever else a call holds, and what it refuses."""
+"""PagedAttention: compared with float64 numpy, equal bits in any call, and refusals."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ SEQUENCES = st.lists(
 
 
 def assert_rounded(got: NDArray[Any], want: NDArray[Any], cache_type: str) -> None:
-    """Each head of `got` is `want` as the cache holds it: fp16 has 11 bits, int8 254 steps for a head."""
+    """Each head of `got` is `want` as rounded by the cache: fp16 has 11 bits, int8 254 steps per head."""
     steps = {"float32": 2**20, "float16": 2**11, "int8": 253}[cache_type]
     assert (np.abs(got - want) <= np.abs(want).max(axis=-1, keepdims=True) / steps).all()
 
 
 @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 @given(MODELS, SEQUENCES, st.integers(0, 2**32), st.integers(1, 3))
-def test_any_call_is_as_in_float64(
+def test_any_call_agrees_with_float64(
     model: Model, sequences: list[tuple[int, int]], seed: int, threads: int
 ) -> None:
     call = make_call(model, sequences, seed=seed)
@@ -97,13 +97,13 @@ def serve(
     threads: int = 1,
     isa: str = "",
 ) -> list[NDArray[Any]]:
-    """Run prompts, [tokens, columns] each, side by side through one cache.
+    """Run prompts, [tokens, columns] each, together through one cache.
 
-    Each step takes the next chunk of every prompt that has tokens left, of as many tokens as `chunks` says
-    in turn. The seed decides where blocks lie.
+    Each step takes the next chunk of every prompt that has tokens left; `chunks` are their sizes in turn. The
+    seed determines the order of the blocks.
 
     Returns:
-        Of each prompt the output [tokens, Hq * D].
+        The output [tokens, Hq * D] of each prompt.
     """
     whole = make_call(model, [(0, len(prompt)) for prompt in prompts], seed=seed)
     past = [0] * len(prompts)
@@ -146,7 +146,7 @@ def test_bits_do_not_depend_on_batch_chunks_threads_and_blocks(family: str, chun
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bits_of_a_long_context_do_not_depend_on_how_it_is_split(family: str) -> None:
-    """One token behind many segments: with one thread in one piece, with more in a piece for each segment."""
+    """One token after many segments: one thread computes them in one piece, several one by one."""
     model = FAMILIES[family]
     calls = [make_call(model, [(2100, 1), (5, 3)]) for _ in range(3)]
     outputs = [bits(run(call, threads=threads)) for call, threads in zip(calls, (1, 2, 8), strict=True)]
@@ -164,7 +164,7 @@ def test_instruction_sets_give_equal_bits(family: str) -> None:
             np.testing.assert_array_equal(bits(other), bits(one))
 
 
-def test_calls_at_the_same_time_have_memory_of_their_own() -> None:
+def test_concurrent_calls_have_separate_memory() -> None:
     models = list(FAMILIES.values()) * 2
     sequences = [(40, 20), (600, 1), (0, 130)]
     want = [run(make_call(model, sequences), threads=1) for model in models]
@@ -178,7 +178,7 @@ def test_calls_at_the_same_time_have_memory_of_their_own() -> None:
 
 
 def test_a_sequence_reads_what_another_one_writes_in_the_same_call() -> None:
-    """Two sequences share their first block, which the first one fills now."""
+    """Two sequences share their first block, which the first one fills in this call."""
     model = Model(rotary_dims=32)
     prompt = make_prompts(model, [20])[0]
     want = serve(model, [prompt], [20])[0]
@@ -196,7 +196,7 @@ def test_float16_holds_its_largest_number_instead_of_infinity() -> None:
 
 @pytest.mark.parametrize("cache_type", ["float32", "float16", "int8"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_changes_no_token_before_it(cache_type: str, bad: float) -> None:
+def test_a_value_that_is_not_finite_does_not_affect_earlier_tokens(cache_type: str, bad: float) -> None:
     model = Model(num_heads=2, kv_num_heads=1, head_dim=16, cache_type=cache_type)
     good, spoiled = (make_call(model, [(3, 6)]) for _ in range(2))
     spoiled.query[5] = bad
@@ -204,7 +204,7 @@ def test_what_is_not_finite_changes_no_token_before_it(cache_type: str, bad: flo
 
 
 def test_int8_cache_is_near_the_exact_one() -> None:
-    """A scale for each token and head: 127 steps, so about 0.5 % of a normal distribution's width."""
+    """A scale per token and head: 127 steps, about 0.5 % of a normal distribution's width."""
     exact = make_call(Model(cache_type="float32", head_dim=64), [(900, 4), (30, 60)])
     rounded = make_call(Model(cache_type="int8", head_dim=64), [(900, 4), (30, 60)])
     rounded.query = exact.query
@@ -215,7 +215,7 @@ def test_int8_cache_is_near_the_exact_one() -> None:
     assert np.sqrt(np.mean((run(rounded) - want) ** 2) / np.mean(want**2)) < 0.02
 
 
-def test_no_tokens_are_no_work() -> None:
+def test_a_call_without_tokens_is_valid() -> None:
     assert run(make_call(Model(), [])).shape == (0, 192)
     assert run(make_call(Model(), [(5, 0), (0, 0)])).shape == (0, 192)
 

@@ -1,4 +1,4 @@
-"""PagedAttention in ONNX Runtime: the operator gives what the plain C function gives."""
+"""PagedAttention in ONNX Runtime equals the plain C function."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.kernels.reference_attention import PagedAttentionCall
 
 
 def make_session(call: PagedAttentionCall) -> onnxruntime.InferenceSession:
-    """A graph of the operator alone; norms and tables are constants of it."""
+    """A graph with only the operator; norms and tables are its constants."""
     constants = ("cos_cache", "sin_cache", "q_norm_weight", "k_norm_weight", "alibi_slopes")
     present = {name: getattr(call, name, None) for name in INPUTS}
     names = [name if present[name] is not None else "" for name in INPUTS]
@@ -70,7 +70,7 @@ def run_session(
 
 
 @pytest.mark.parametrize("family", ["llama", "llama, int8 cache", "qwen3, float16 query", "gemma2"])
-def test_session_gives_what_the_function_gives(family: str) -> None:
+def test_a_session_computes_the_same_as_the_function(family: str) -> None:
     sequences = [(600, 1), (30, 40), (0, 2)]
     call, other = make_call(FAMILIES[family], sequences), make_call(FAMILIES[family], sequences)
     output = run_session(make_session(call), call)
@@ -80,7 +80,7 @@ def test_session_gives_what_the_function_gives(family: str) -> None:
             np.testing.assert_array_equal(bits(getattr(call, name)), bits(getattr(other, name)))
 
 
-def test_session_says_what_is_wrong() -> None:
+def test_errors_of_a_session_have_the_reason() -> None:
     call = make_call(FAMILIES["llama"], [(600, 1), (30, 40)])
     session = make_session(call)
     with pytest.raises(Exception, match="PagedAttention: key_cache_out and value_cache_out are not bound"):

@@ -1,4 +1,4 @@
-"""The kernels alone, which driver.cpp runs: under sanitizers, and on a machine that is emulated."""
+"""The kernels alone, run by driver.cpp: with sanitizers, and on an emulated machine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def compile_driver(into: Path, *flags: str, cpu: str, compile_for: str) -> str:
 
 @pytest.fixture(scope="module")
 def hashes(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What the portable kernels print on this machine."""
+    """The output of the portable kernels on this machine."""
     cpu = build.INSTRUCTION_SETS["x86_64"]["portable"]
     return run(
         compile_driver(tmp_path_factory.mktemp("driver"), cpu=cpu, compile_for="x86_64-linux-gnu.2.31")
@@ -50,7 +50,7 @@ x86_only = pytest.mark.skipif(build._machine() != "x86_64", reason="compares wit
 @pytest.mark.parametrize("sanitizer", ["address", "thread", "undefined"])
 @pytest.mark.parametrize("name", ["avx512vnni", "avx2"])
 def test_a_sanitizer_finds_nothing(sanitizer: str, name: str, hashes: str, tmp_path: Path) -> None:
-    """The compiler of ziglang instruments, and the runtime is gcc's: it comes with g++."""
+    """The compiler of ziglang instruments the code; the runtime is that of g++."""
     if shutil.which("g++") is None:
         pytest.skip("g++ is not installed, and with it the sanitizers' runtime")
     if not library("portable").genserve_cpu_supports(name.encode()):
@@ -70,7 +70,7 @@ def test_a_sanitizer_finds_nothing(sanitizer: str, name: str, hashes: str, tmp_p
 
 @x86_only
 @pytest.mark.parametrize("name", ["neon", "portable"])
-def test_aarch64_gives_the_bits_of_x86(name: str, hashes: str, tmp_path: Path) -> None:
+def test_aarch64_computes_the_bits_of_x86(name: str, hashes: str, tmp_path: Path) -> None:
     qemu = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
     if qemu is None:
         pytest.skip("qemu-aarch64 is not installed (Debian has it in qemu-user)")

@@ -1,4 +1,4 @@
-"""The library: which one is chosen, what is said where there is none, and how it is built."""
+"""The libraries: their selection, their errors, and their build."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def build() -> ModuleType:
     return build
 
 
-def test_the_best_that_runs_here_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_supported_instruction_set_is_selected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GENSERVE_KERNELS", raising=False)
     assert kernels.instruction_set() == instruction_sets()[0]
     assert kernels.library_path().exists()
 
 
 @pytest.mark.parametrize("name", instruction_sets())
-def test_each_that_runs_here_may_be_asked_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_supported_instruction_set_may_be_selected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GENSERVE_KERNELS", name)
     assert kernels.instruction_set() == name
     function = library(name).genserve_instruction_set
@@ -51,7 +51,7 @@ def test_each_that_runs_here_may_be_asked_for(name: str, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("AVX2", r"GENSERVE_KERNELS is 'AVX2', which is no instruction set \(take one of .*portable"),
+        ("AVX2", r"GENSERVE_KERNELS is 'AVX2', which is not an instruction set \(set it to .*portable"),
         (
             "neon" if platform.machine() == "x86_64" else "avx2",
             "for which no kernels are built on this machine",
@@ -64,7 +64,7 @@ def test_another_name_is_refused(name: str, message: str, monkeypatch: pytest.Mo
         kernels.library_path()
 
 
-def test_what_the_processor_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsupported_instruction_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     lacking = [
         name
         for name in kernels.INSTRUCTION_SETS
@@ -73,11 +73,11 @@ def test_what_the_processor_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     if not lacking:
         pytest.skip("this processor has every instruction set that is built here")
     monkeypatch.setenv("GENSERVE_KERNELS", lacking[0])
-    with pytest.raises(GenserveError, match="which this processor does not have"):
+    with pytest.raises(GenserveError, match="which this processor does not support"):
         kernels.library_path()
 
 
-def test_a_machine_for_which_nothing_is_built_says_what_to_do(
+def test_the_error_without_libraries_has_a_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "LIBRARIES", tmp_path)
@@ -87,10 +87,10 @@ def test_a_machine_for_which_nothing_is_built_says_what_to_do(
     kernels._choose.cache_clear()
 
 
-def test_a_library_that_cannot_be_loaded_says_what_to_do(
+def test_the_error_for_a_broken_library_has_a_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such as one of another architecture, in a folder that two machines share."""
+    """Such as a library of another architecture, in a shared folder."""
     (tmp_path / kernels.library_path().with_stem("libgenserve_portable").name).write_bytes(b"\x7fELF")
     monkeypatch.setattr(kernels, "LIBRARIES", tmp_path)
     kernels._choose.cache_clear()
@@ -104,14 +104,14 @@ def test_an_unknown_machine_cannot_be_built_for(
     build: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
-    with pytest.raises(build.BuildError, match=r"no kernels for riscv64 .*: it runs on x86-64 and aarch64"):
+    with pytest.raises(build.BuildError, match=r"no kernels for riscv64 .*; it runs on x86-64 and aarch64"):
         build.build(tmp_path)
 
 
-def test_a_missing_compiler_is_told_in_a_sentence(
+def test_a_missing_compiler_is_a_readable_error(
     build: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An interpreter that finds no installed packages finds no compiler."""
+    """An interpreter without installed packages has no compiler."""
     bare = tmp_path / "python"
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
     bare.chmod(0o755)
@@ -120,7 +120,7 @@ def test_a_missing_compiler_is_told_in_a_sentence(
         build.build(tmp_path)
 
 
-def test_a_folder_that_cannot_be_written_is_told_in_a_sentence(build: ModuleType, tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_a_readable_error(build: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(build.BuildError, match=r"could not be written .*: make .*lib writable"):
         build.build(tmp_path / "file" / "lib")
@@ -140,7 +140,7 @@ def test_a_folder_that_cannot_be_written_is_told_in_a_sentence(build: ModuleType
     ],
     ids=str,
 )
-def test_the_compiler_has_a_cache_where_the_user_has_a_folder(
+def test_the_compiler_has_a_cache_if_the_user_has_a_home(
     environment: dict[str, str],
     expected: bool,
     build: ModuleType,
@@ -160,7 +160,7 @@ def test_the_compiler_has_a_cache_where_the_user_has_a_folder(
 
 @pytest.mark.slow
 @pytest.mark.skipif(not has("ziglang"), reason="ziglang is not installed")
-def test_a_user_without_a_folder_can_build(
+def test_a_user_without_a_home_can_build(
     build: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sets = build.INSTRUCTION_SETS[build._machine()]
@@ -193,7 +193,7 @@ def test_names_by_platform(
 @pytest.mark.skipif(
     not (has("ziglang") and has("hatchling")), reason="ziglang and hatchling are not installed"
 )
-def test_a_wheel_is_of_the_platform_and_has_the_libraries(build: ModuleType, tmp_path: Path) -> None:
+def test_a_wheel_has_the_platform_tag_and_the_libraries(build: ModuleType, tmp_path: Path) -> None:
     source = tmp_path / "source"
     ignored = shutil.ignore_patterns(
         ".git", ".venv", "lib", "__pycache__", "tests", ".*_cache", ".hypothesis"

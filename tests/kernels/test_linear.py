@@ -1,4 +1,4 @@
-"""Linear: against numpy, to the bit whatever else is computed, and what it refuses."""
+"""Linear: compared with numpy, equal bits in any call, and refusals."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ def bits(array: NDArray[np.float32]) -> NDArray[np.int32]:
 
 @settings(deadline=None, max_examples=150)
 @given(layers, st.integers(0, 40), st.booleans(), st.integers(0, 2**32))
-def test_any_layer_is_as_in_float64(attributes: dict[str, Any], rows: int, residual: bool, seed: int) -> None:
+def test_any_layer_agrees_with_float64(
+    attributes: dict[str, Any], rows: int, residual: bool, seed: int
+) -> None:
     rng = np.random.default_rng(seed)
     layer = make_layer(rng, **attributes)
     x = rng.standard_normal((rows, layer.in_features), dtype=np.float32)
@@ -61,7 +63,7 @@ def test_any_layer_is_as_in_float64(attributes: dict[str, Any], rows: int, resid
 @settings(deadline=None, max_examples=60)
 @given(st.sampled_from(INTEGER_FORMATS), st.integers(1, 400), st.integers(1, 70), st.integers(0, 2**32))
 def test_products_of_integers_are_exact(weight_format: str, inputs: int, outputs: int, seed: int) -> None:
-    """Inputs whose largest is 127 in each block are integers already, and every scale is one."""
+    """Integer inputs with a largest value of 127 per block have scales of one."""
     rng = np.random.default_rng(seed)
     lowest, highest = (-8, 7) if weight_format == "int4_block" else (-127, 127)
     extremes = rng.random() < 0.5
@@ -94,7 +96,7 @@ def test_the_largest_row_of_int8_does_not_overflow() -> None:
 
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("weight_format", FORMATS)
-def test_a_row_is_the_same_among_others_in_any_chunk_and_on_any_threads(
+def test_a_row_does_not_depend_on_batch_chunks_and_threads(
     weight_format: str, norm: str
 ) -> None:
     rng = np.random.default_rng(1)
@@ -118,7 +120,7 @@ def test_a_row_is_the_same_among_others_in_any_chunk_and_on_any_threads(
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("weight_format", FORMATS)
-def test_a_row_that_is_not_finite_spoils_itself_alone(weight_format: str, bad: float) -> None:
+def test_a_row_that_is_not_finite_affects_no_other(weight_format: str, bad: float) -> None:
     rng = np.random.default_rng(2)
     layer = make_layer(rng, in_features=100, out_features=40, weight_format=weight_format)
     x = rng.standard_normal((9, 100), dtype=np.float32)
@@ -183,7 +185,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_does_not_fit_is_refused(case: str) -> None:
+def test_inputs_of_wrong_shapes_are_refused(case: str) -> None:
     changes, message = REFUSED[case]
     layer = make_layer(np.random.default_rng(0), in_features=50, out_features=40)
     x = changes.get("x", np.zeros((3, 50), np.float32))
@@ -206,7 +208,7 @@ def test_what_does_not_fit_is_refused(case: str) -> None:
         ({"norm": "rms"}, "norm_weight is missing"),
     ],
 )
-def test_attributes_that_make_no_layer_are_refused(attributes: dict[str, Any], message: str) -> None:
+def test_invalid_attributes_are_refused(attributes: dict[str, Any], message: str) -> None:
     layer = make_layer(np.random.default_rng(0), in_features=50, out_features=40)
     for name, value in attributes.items():
         setattr(layer, name, value)

@@ -1,4 +1,4 @@
-"""Linear in ONNX Runtime: equal to the plain function, on any threads, and errors where a graph is wrong."""
+"""Linear in ONNX Runtime: equals the plain function on any threads, and refuses wrong graphs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FLOAT = TensorProto.FLOAT
 
 
 def model_of(layers: list[Layer], *, residual: bool = False, constant: bool = True, **changed: Any) -> bytes:
-    """A graph of layers, one behind the other; `changed` are attributes of the first."""
+    """A graph of consecutive layers; `changed` are attributes of the first."""
     nodes, tensors, given = [], [], []
     for i, layer in enumerate(layers):
         named = [name if name in layer.inputs else "" for name in INPUTS]
@@ -59,7 +59,7 @@ def run(session: onnxruntime.InferenceSession, **inputs: NDArray[Any]) -> NDArra
 
 @pytest.mark.parametrize("norm", ["", "rms", "layer"])
 @pytest.mark.parametrize("weight_format", FORMATS)
-def test_a_session_computes_what_the_function_does(weight_format: str, norm: str) -> None:
+def test_a_session_computes_the_same_as_the_function(weight_format: str, norm: str) -> None:
     rng = np.random.default_rng(0)
     layer = make_layer(
         rng,
@@ -101,7 +101,7 @@ def test_one_of_the_weights_may_be_an_input_of_the_graph(name: str) -> None:
     np.testing.assert_array_equal(got, compute(layer, x))
 
 
-def test_a_number_may_be_written_as_an_integer() -> None:
+def test_a_float_attribute_may_be_an_integer() -> None:
     layer = make_layer(np.random.default_rng(0), in_features=64, out_features=40, softcap=5.0)
     x = np.full((3, 64), 100, np.float32)
     np.testing.assert_array_equal(run(session_of(model_of([layer], softcap=5)), x=x), compute(layer, x))
@@ -114,7 +114,7 @@ def test_attributes_may_be_left_out() -> None:
     np.testing.assert_array_equal(run(session_of(model_of([layer], **left_out)), x=x), compute(layer, x))
 
 
-def test_sessions_run_at_the_same_time_and_a_session_on_two_threads() -> None:
+def test_sessions_run_concurrently_and_on_two_threads() -> None:
     rng = np.random.default_rng(0)
     formats = ("int8", "int4_block")
     stacks = [
@@ -156,7 +156,7 @@ CORRUPT: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", CORRUPT)
-def test_a_graph_whose_weights_do_not_fit_does_not_load(case: str) -> None:
+def test_a_graph_with_weights_of_wrong_shapes_does_not_load(case: str) -> None:
     changed, message = CORRUPT[case]
     layer = make_layer(np.random.default_rng(0), in_features=64, out_features=40)
     with pytest.raises(onnxruntime.capi.onnxruntime_pybind11_state.RuntimeException, match=message):
@@ -172,7 +172,7 @@ def test_a_graph_without_a_weight_does_not_load() -> None:
 
 
 @pytest.mark.parametrize("shape", [(3, 63), (64,), (1, 3, 64), ()])
-def test_rows_that_do_not_fit_are_an_error(shape: tuple[int, ...]) -> None:
+def test_rows_of_a_wrong_shape_are_an_error(shape: tuple[int, ...]) -> None:
     session = session_of(model_of([make_layer(np.random.default_rng(0), in_features=64, out_features=40)]))
     with pytest.raises(
         onnxruntime.capi.onnxruntime_pybind11_state.Fail, match=r"genserve\.Linear: x has shape"

@@ -1,4 +1,4 @@
-"""Logits: the best tokens of rows, as numpy sorts them."""
+"""Logits: scans and draws, compared with numpy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.kernels.c_types import instruction_sets
 def test_rows_are_sorted_as_numpy_does(
     rows: int, size: int, data: st.DataObject, values: int, seed: int
 ) -> None:
-    """Few distinct values: many are equal, and the lower id comes first; some are -inf."""
+    """Few distinct values, so that many are equal (the lower id comes first), and some -inf."""
     rng = np.random.default_rng(seed)
     logits = (rng.integers(-values, values + 1, (rows, size)) / 7).astype(np.float32)
     logits[rng.random(logits.shape) < 0.1] = -np.inf
@@ -34,7 +34,7 @@ def test_rows_are_sorted_as_numpy_does(
 
 
 @pytest.mark.parametrize("name", instruction_sets())
-def test_the_log_of_the_sum_and_all_answers_on_every_instruction_set(
+def test_log_sum_exp_and_all_results_on_every_instruction_set(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logits = 20 * np.random.default_rng(0).standard_normal((4, 50_257), dtype=np.float32)
@@ -50,7 +50,7 @@ def test_the_log_of_the_sum_and_all_answers_on_every_instruction_set(
 
 
 @pytest.mark.parametrize("place", [0, 17, 255, 256, 999])
-def test_a_nan_anywhere_is_told(place: int) -> None:
+def test_a_nan_anywhere_is_reported(place: int) -> None:
     logits = np.zeros((3, 1000), np.float32)
     logits[1, place] = np.nan
     assert np.isnan(scan_logits(logits, top_k=3).best).tolist() == [False, True, False]
@@ -90,7 +90,7 @@ def rules_of(num: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def kept_and_borders(row: np.ndarray, rule: np.void) -> tuple[np.ndarray, np.ndarray, float]:
-    """What a row keeps, the cumulative distribution of that, and how far top-p is from another cut."""
+    """The candidates of a row, their cumulative distribution, and the distance of top-p from another cut."""
     scaled = (row - row.max()) / rule["temperature"]
     ordered = np.sort(scaled)[::-1][: rule["top_k"] or None].astype(np.float64)
     shares = np.exp(ordered).cumsum() / np.exp(ordered).sum()
@@ -103,8 +103,8 @@ def kept_and_borders(row: np.ndarray, rule: np.void) -> tuple[np.ndarray, np.nda
 
 @settings(deadline=None, max_examples=150)
 @given(st.integers(1, 3000), st.sampled_from([0.3, 2.0, 12.0]), st.booleans(), st.integers(0, 2**32))
-def test_draws_are_those_of_float64(size: int, spread: float, whole: bool, seed: int) -> None:
-    """Whole numbers: many are equal, also to the k-th, and all of those are kept."""
+def test_draws_agree_with_float64(size: int, spread: float, whole: bool, seed: int) -> None:
+    """Integers, so that many are equal, also to the k-th, and are all kept."""
     rng = np.random.default_rng(seed)
     logits = (rng.standard_normal((10, size)) * spread).astype(np.float32)
     if whole:
@@ -133,7 +133,7 @@ def test_draws_are_those_of_float64(size: int, spread: float, whole: bool, seed:
 
 
 @pytest.mark.parametrize("name", instruction_sets())
-def test_draws_are_equal_on_every_instruction_set_and_alone(
+def test_draws_do_not_depend_on_instruction_set_and_batch(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = np.random.default_rng(1)
@@ -147,7 +147,7 @@ def test_draws_are_equal_on_every_instruction_set_and_alone(
 
 @pytest.mark.parametrize("place", [0, 255, 256, 999])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_row_that_is_not_finite_is_told_and_no_draw_is_made_of_it(place: int, value: float) -> None:
+def test_a_row_that_is_not_finite_is_reported_and_not_sampled(place: int, value: float) -> None:
     logits = np.zeros((3, 1000), np.float32)
     logits[1, place] = value
     logits[2] = -np.inf
@@ -157,7 +157,7 @@ def test_a_row_that_is_not_finite_is_told_and_no_draw_is_made_of_it(place: int, 
 
 
 @pytest.mark.parametrize(("name", "value"), [("top_p", 0.0), ("top_p", -1.0), ("log_min_p", 1.0)])
-def test_of_rules_that_leave_nothing_the_best_token_is_left(name: str, value: float) -> None:
+def test_the_best_token_always_remains(name: str, value: float) -> None:
     logits = np.random.default_rng(0).standard_normal((2, 5000), dtype=np.float32)
     rules = rules_of(2, np.random.default_rng(0))
     rules["temperature"], rules["top_k"], rules["top_p"], rules["log_min_p"] = 1.0, 0, 1.0, -np.inf

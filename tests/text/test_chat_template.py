@@ -1,4 +1,4 @@
-"""Chat templates against transformers' own rendering, and what happens when they fail."""
+"""Chat templates, compared with transformers' rendering, and their failures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 FILE = "m_tokenizer/1/chat_template.jinja"
 
-# As the models of these names have them on the Hugging Face hub, where they differ in what they ask of Jinja.
+# From models of the Hugging Face hub, with different features of Jinja.
 TEMPLATES = {
     "chatml, with a default system prompt": (
         "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
@@ -130,15 +130,15 @@ def test_without_a_generation_prompt_as_well(name: str, chat: str) -> None:
 
 @pytest.mark.parametrize("chat", CHATS)
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_the_last_message_is_left_open_where_transformers_leaves_it(name: str, chat: str) -> None:
+def test_the_last_message_is_continued_as_in_transformers(name: str, chat: str) -> None:
     expected = reference(TEMPLATES[name], chat, continue_final_message=True, add_generation_prompt=False)
-    expected = expected.replace("CONTINUE_FINAL_MESSAGE_TAG ", "")  # of a message that is shown twice
+    expected = expected.replace("CONTINUE_FINAL_MESSAGE_TAG ", "")  # for templates that repeat a message
     rendered = template(TEMPLATES[name]).render(messages(chat, continue_final_message=True))
     assert rendered == expected
     assert rendered.rstrip().endswith(CHATS[chat][-1][1].strip())
 
 
-def test_a_template_that_leaves_the_last_message_out_cannot_leave_it_open() -> None:
+def test_a_template_that_drops_the_last_message_cannot_continue_it() -> None:
     with pytest.raises(InvalidRequest, match="leaves out") as raised:
         template("{{ messages[0].content }}").render(messages("three turns", continue_final_message=True))
     assert raised.value.field == "messages"
@@ -162,14 +162,14 @@ def test_a_request_sets_the_variables_of_the_template(kwargs: dict[str, bool]) -
 @pytest.mark.parametrize(
     "name", ["enable_thought", "messages", "add_generation_prompt", "bos_token", "raise_exception", "range"]
 )
-def test_a_variable_that_the_template_has_not_or_that_is_not_the_requests_is_refused(name: str) -> None:
+def test_an_unused_or_reserved_variable_of_a_request_is_refused(name: str) -> None:
     source = THINKING + "{{ bos_token }}{{ add_generation_prompt }}{{ raise_exception and range }}"
     with pytest.raises(InvalidRequest, match="its variables are: enable_thinking") as raised:
         template(source).render(messages("one question", template_kwargs={name: 1}))
     assert raised.value.field == f"chat_template_kwargs.{name}"
 
 
-def test_messages_that_the_template_refuses_are_the_callers_fault() -> None:
+def test_messages_that_the_template_refuses_are_an_invalid_request() -> None:
     question = Message(role="user", content="a")
     two_questions = Chat(messages=(question, question))
     with pytest.raises(InvalidRequest, match="roles must alternate") as raised:
@@ -177,19 +177,19 @@ def test_messages_that_the_template_refuses_are_the_callers_fault() -> None:
     assert raised.value.field == "messages"
 
 
-def test_a_part_that_the_messages_lack_is_the_callers_fault() -> None:
+def test_a_missing_part_of_the_messages_is_an_invalid_request() -> None:
     with pytest.raises(InvalidRequest, match="'tool_calls' is missing") as raised:
         template("{{ messages[0].tool_calls[0].name }}").render(messages("one question"))
     assert raised.value.field == "messages"
 
 
-def test_half_a_surrogate_pair_stays_one_beside_another() -> None:
-    # They stand for special tokens.
+def test_adjacent_lone_surrogates_do_not_become_a_pair() -> None:
+    # They stand in for special tokens.
     chat = Chat(messages=(Message(role="user", content="\ud800\udc00\U00010000"),))
     assert template("{{ messages[0].content }}").render(chat) == "\ud800\udc00\U00010000"
 
 
-def test_a_variable_that_no_json_can_hold_is_refused() -> None:
+def test_a_variable_that_is_not_json_serializable_is_refused() -> None:
     chat = messages("one question", template_kwargs={"enable_thinking": {1, 2}})
     with pytest.raises(InvalidRequest, match="JSON") as raised:
         template(THINKING).render(chat)
@@ -206,7 +206,7 @@ def test_a_variable_that_no_json_can_hold_is_refused() -> None:
         "{% for i in range(1000000) %}{% endfor %}",
     ],
 )
-def test_a_template_that_fails_by_itself_or_leaves_its_sandbox_is_the_models_fault(
+def test_a_template_that_fails_or_leaves_its_sandbox_is_a_model_failure(
     source: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(ModelFailed, match=r"^the chat template failed") as raised:
@@ -216,6 +216,6 @@ def test_a_template_that_fails_by_itself_or_leaves_its_sandbox_is_the_models_fau
     assert f"{FILE}: the chat template failed: " in caplog.text
 
 
-def test_a_template_that_is_no_jinja_is_refused_with_its_line() -> None:
+def test_the_error_for_invalid_jinja_has_the_line() -> None:
     with pytest.raises(RepositoryError, match=r"chat_template\.jinja: line 2 of the chat template"):
         template("first\n{% for %}")

@@ -1,4 +1,4 @@
-"""The incremental text of a token sequence against its full decode."""
+"""The incremental text of a token sequence, compared with its full decode."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_joined_pieces_are_the_full_decode(family: str, skip: bool, data: st
 
 @pytest.mark.parametrize("family", TOKENIZERS)
 @pytest.mark.parametrize("text", TEXTS)
-def test_emoji_cjk_and_combining_marks_come_as_a_full_decode_has_them(family: str, text: str) -> None:
+def test_emoji_cjk_and_combining_marks_are_as_in_a_full_decode(family: str, text: str) -> None:
     tokenizer = TOKENIZERS[family]
     ids = tokenizer.encode(text)
     assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)
@@ -41,7 +41,9 @@ def test_emoji_cjk_and_combining_marks_come_as_a_full_decode_has_them(family: st
 
 @pytest.mark.parametrize("family", TOKENIZERS)
 @given(data=st.data())
-def test_no_order_of_few_difficult_tokens_breaks_the_pieces(family: str, data: st.DataObject) -> None:
+def test_all_orders_of_a_few_difficult_tokens_join_to_the_full_decode(
+    family: str, data: st.DataObject
+) -> None:
     tokenizer = TOKENIZERS[family]
     texts = ["\N{GRINNING FACE}", "\u20ac", "a", " a", "  ", "\N{REPLACEMENT CHARACTER}", "\n"]
     usual = {i for text in texts for i in tokenizer.encode(text, add_special_tokens=False)}
@@ -72,20 +74,20 @@ def test_text_comes_in_whole_characters_and_as_soon_as_they_are_whole(text: str)
     assert rest == ""
 
 
-def test_a_character_that_stays_unfinished_is_a_replacement_character_at_the_end() -> None:
+def test_an_incomplete_character_becomes_a_replacement_character_at_the_end() -> None:
     tokenizer = TOKENIZERS["byte_level_bpe"]
     ids = tokenizer.encode("a\N{GRINNING FACE}")
     assert pieces(tokenizer, ids[:-1]) == ["a", "", "", "", "\N{REPLACEMENT CHARACTER}"]
 
 
-def test_a_run_of_byte_tokens_waits_for_its_end_because_a_bad_byte_spoils_it_whole() -> None:
+def test_a_run_of_byte_tokens_is_held_back_until_its_end() -> None:
     tokenizer = TOKENIZERS["sentencepiece_bpe"]
     newline, bad_byte, a = (tokenizer._backend.token_to_id(token) for token in ("<0x0A>", "<0xFF>", "a"))
     assert pieces(tokenizer, [newline, newline, a]) == ["", "", "\n\na", ""]
     assert pieces(tokenizer, [newline, bad_byte, a]) == ["", "", "\N{REPLACEMENT CHARACTER}" * 2 + "a", ""]
 
 
-def test_special_tokens_are_shown_where_that_is_asked_for() -> None:
+def test_special_tokens_are_shown_on_request() -> None:
     tokenizer = TOKENIZERS["byte_level_bpe"]
     ids = tokenizer.encode("a<|im_end|><|im_start|>b")
     assert "".join(pieces(tokenizer, ids)) == "ab"
@@ -105,7 +107,7 @@ def test_the_spaces_between_special_tokens_can_be_left_out() -> None:
 
 
 def test_the_librarys_own_stream_loses_text_and_raises() -> None:
-    """Why there is a detokenizer of our own; where this fails, the library may do."""
+    """The reason for our own detokenizer; if this fails, the library's may suffice."""
     tokenizer = TOKENIZERS["byte_level_bpe"]
     stream = DecodeStream(skip_special_tokens=True)
     ids = tokenizer.encode("a\N{GRINNING FACE}")[:-1]
@@ -133,7 +135,7 @@ class CountingVocabulary:
 
 
 @pytest.mark.parametrize("family", TOKENIZERS)
-def test_the_cost_of_a_token_does_not_grow_whatever_the_tokens_are(family: str) -> None:
+def test_the_time_of_a_token_is_constant_for_any_tokens(family: str) -> None:
     tokenizer = TOKENIZERS[family]
     for token_id in range(tokenizer.vocab_size + 1):
         vocabulary = CountingVocabulary(tokenizer)

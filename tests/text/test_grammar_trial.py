@@ -1,4 +1,4 @@
-"""Forms that would hold up a server, or end it."""
+"""Grammars that would block or crash a server."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ def grammars(tiny_repository) -> GrammarCompiler:
     return GrammarCompiler(Tokenizer.from_folder(tiny_repository / "tiny_tokenizer" / "1"), vocab_size=320)
 
 
-def test_what_compiles_is_not_refused():
+def test_a_grammar_that_compiles_is_not_refused():
     assert compile_refusal(of_schema(nested(30))) == ""
     assert compile_refusal(of_lark('start: "a"')) == ""
 
 
-def test_the_reason_is_that_of_the_compiler():
+def test_the_reason_comes_from_the_compiler():
     assert "nobody" in compile_refusal(of_lark("start: nobody"))
     assert "recursion limit" in compile_refusal(of_schema(nested(200)))
 
 
 @pytest.mark.parametrize("schema", [ENDLESS, {"type": "integer", "multipleOf": 99999989}])
-def test_a_schema_that_takes_for_ever_is_refused_in_bounded_time(schema):
+def test_a_schema_that_never_compiles_is_refused_in_bounded_time(schema):
     assert "more than 1 s" in compile_refusal(of_schema(schema), max_cpu_s=1)
 
 
@@ -68,7 +68,7 @@ def test_a_schema_that_takes_for_ever_is_refused_in_bounded_time(schema):
     ],
     ids=["rules", "references"],
 )
-def test_what_nests_deeper_than_the_stack_ends_a_process_of_its_own(grammar):
+def test_a_grammar_that_exhausts_the_stack_ends_only_the_trial(grammar):
     assert "nests too deeply" in compile_refusal(grammar)
 
 
@@ -81,15 +81,15 @@ def test_what_nests_deeper_than_the_stack_ends_a_process_of_its_own(grammar):
     ],
     ids=["regex", "lark", "gbnf"],
 )
-def test_what_is_too_much_for_a_parser_is_refused(grammars, options):
+def test_a_grammar_that_is_too_large_for_the_parser_is_refused(grammars, options):
     form = structured_outputs(options)
     assert form is not None
     with pytest.raises(InvalidRequest, match="cannot be used"):
-        grammars.begin(form)
+        grammars.compile(form)
 
 
-def test_a_regex_of_endless_states_fails_where_it_gets_too_large(grammars):
-    grammar = grammars.begin(StructuredOutputs(form="regex", text="(a?){1000}{1000}"))
+def test_a_regex_with_too_many_states_fails_when_it_exceeds_the_limit(grammars):
+    grammar = grammars.compile(StructuredOutputs(form="regex", text="(a?){1000}{1000}"))
     mask = np.empty(10, dtype=np.int32)
     for _ in range(2000):
         grammar.fill(mask)

@@ -7,7 +7,7 @@ from tests.text.vocabularies import byte_level_bpe, sentencepiece_bpe, tokenizer
 
 
 class Letters:
-    """Tokens are runs of letters; texts are written letter by letter."""
+    """A tokenizer with tokens of several letters that encodes texts letter by letter."""
 
     texts = ("a", "b", "c", "ab", "xab", "bcx", "", "cab")
 
@@ -18,16 +18,16 @@ class Letters:
         return list(self.texts)
 
 
-def test_a_text_may_begin_and_end_inside_of_tokens():
+def test_a_text_may_begin_and_end_within_tokens():
     spelled = [list(ids) for ids in Spellings(Letters()).of("abc")]
     assert sorted(spelled) == [[0, 1, 2], [3, 2], [4, 2], [7, 2]]
 
 
-def test_a_token_that_has_all_of_the_text_needs_no_other():
+def test_a_token_that_contains_the_text_is_a_spelling():
     assert [list(ids) for ids in Spellings(Letters()).of("b")] == [[1], [3], [4], [5], [7]]
 
 
-def test_what_is_forgotten_is_found_again():
+def test_a_text_that_left_the_cache_is_found_again():
     spellings = Spellings(Letters())
     first = spellings.of("ab")
     for number in range(100):
@@ -39,7 +39,7 @@ def test_what_is_forgotten_is_found_again():
     ("family", "text"),
     [(byte_level_bpe, "\n"), (sentencepiece_bpe, "\n"), (sentencepiece_bpe, "b"), (unigram, "/")],
 )
-def test_in_each_family_of_tokenizers_a_text_is_found_as_it_is_written(family, text):
+def test_the_tokenizers_own_encoding_is_a_spelling_in_each_family(family, text):
     tokenizer = tokenizer_of(family())
     assert len(tokenizer.token_texts()) == tokenizer.vocab_size
     written = tokenizer.encode(f"a{text}", add_special_tokens=False)

@@ -1,4 +1,4 @@
-"""Templates that would hold up a server or fill its memory, in a process that ends."""
+"""Templates that would block a server or fill its memory, in a process that can be killed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% end
 DOUBLING = (
     "{% set ns = namespace(x=['ab']) %}{% for i in range(99) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}"
 )
-UNTIL_TOLD = "{% if hang %}" + LOOP + "{% endif %}{{ text }}"
+HANGS_ON_REQUEST = "{% if hang %}" + LOOP + "{% endif %}{{ text }}"
 
 
 def process(source: str) -> TemplateProcess:
@@ -52,7 +52,7 @@ def has_ended(pid: int) -> bool:
         return True
 
 
-def test_it_renders_one_chat_after_the_other() -> None:
+def test_one_process_renders_several_chats() -> None:
     template = process("{{ text }}{{ eos_token }}")
     assert template.compile() == {"text"}
     first = pid(template)
@@ -75,7 +75,7 @@ def test_it_renders_one_chat_after_the_other() -> None:
         "{% for i in range(99999) %}{{ 'a' * 999 }}{% endfor %}",
     ],
 )
-def test_a_template_that_takes_too_much_is_stopped_and_the_next_chat_is_rendered(source: str) -> None:
+def test_a_template_that_exceeds_its_limits_is_stopped_and_the_next_chat_is_rendered(source: str) -> None:
     hostile = "{% if hostile %}" + source + "{% endif %}{{ text }}"
     template = TemplateProcess(hostile, special_tokens={}, max_cpu_s=0.5)
     with pytest.raises(TemplateExceeded, match=r"CPU time|memory|characters"):
@@ -92,14 +92,14 @@ def test_a_template_that_takes_too_much_is_stopped_and_the_next_chat_is_rendered
     ],
     ids=["power", "brackets", "blocks"],
 )
-def test_a_template_that_takes_too_much_to_compile_is_refused(source: str) -> None:
+def test_a_template_that_exceeds_its_limits_when_compiled_is_refused(source: str) -> None:
     with pytest.raises(RepositoryError, match="the chat template cannot be compiled: ") as raised:
         ChatTemplate(source, special_tokens={}, name="chat_template.jinja")
     assert raised.value.message.startswith("chat_template.jinja: ")
     assert raised.value.remedy
 
 
-def test_this_process_needs_no_memory_for_it() -> None:
+def test_rendering_takes_no_memory_of_this_process() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF)
     with pytest.raises(TemplateExceeded):
         process("{{ 'a' * 10 ** 9 }}").render({})
@@ -107,12 +107,12 @@ def test_this_process_needs_no_memory_for_it() -> None:
     assert after.ru_maxrss - before.ru_maxrss < 2**18, "kB"
 
 
-def test_long_chats_may_be_shown_several_times() -> None:
+def test_a_template_may_repeat_a_long_chat() -> None:
     long = "long " * MAX_OWN_CHARS
     assert process("{{ text }}{{ text }}").render({"text": long}) == long * 2
 
 
-def test_what_a_template_says_of_its_failure_is_short() -> None:
+def test_messages_of_failures_are_short() -> None:
     with pytest.raises(ChatRefused) as refused:
         process("{{ raise_exception('no' * 9999) }}").render({})
     with pytest.raises(TemplateFailed) as failed:
@@ -121,25 +121,25 @@ def test_what_a_template_says_of_its_failure_is_short() -> None:
 
 
 def test_a_process_that_has_died_is_replaced() -> None:
-    template = process(UNTIL_TOLD)
+    template = process(HANGS_ON_REQUEST)
     template.compile()
     os.kill(pid(template), signal.SIGKILL)
     os.waitid(os.P_PID, pid(template), os.WEXITED | os.WNOWAIT)
     assert template.render({"text": "fine"}) == "fine"
 
 
-def test_the_signals_of_a_terminal_and_of_a_service_manager_do_not_end_it() -> None:
-    template = process(UNTIL_TOLD)
+def test_signals_to_the_process_group_do_not_end_it() -> None:
+    template = process(HANGS_ON_REQUEST)
     template.compile()
     first = pid(template)
-    for told_to_all in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
-        os.kill(first, told_to_all)
+    for group_signal in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        os.kill(first, group_signal)
     assert template.render({"text": "fine"}) == "fine"
     assert pid(template) == first
 
 
 def test_it_ends_when_it_is_closed_and_the_next_chat_starts_another() -> None:
-    template = process(UNTIL_TOLD)
+    template = process(HANGS_ON_REQUEST)
     template.compile()
     first = pid(template)
     template.close()
@@ -149,8 +149,8 @@ def test_it_ends_when_it_is_closed_and_the_next_chat_starts_another() -> None:
     assert pid(template) != first
 
 
-def test_it_ends_with_what_it_belongs_to() -> None:
-    template = process(UNTIL_TOLD)
+def test_it_ends_with_its_owner() -> None:
+    template = process(HANGS_ON_REQUEST)
     template.compile()
     first = pid(template)
     del template
@@ -158,8 +158,8 @@ def test_it_ends_with_what_it_belongs_to() -> None:
     assert has_ended(first)
 
 
-def test_many_threads_may_ask() -> None:
-    template = process(UNTIL_TOLD)
+def test_many_threads_may_render() -> None:
+    template = process(HANGS_ON_REQUEST)
     wrong: list[Any] = []
 
     def ask(number: int) -> None:
@@ -175,7 +175,7 @@ def test_many_threads_may_ask() -> None:
     assert not wrong
 
 
-# Of a script without a guard of its main module, as users write them.
+# A script without a `__main__` guard, as users write them.
 OWNER = """
 import sys, threading
 from genserve.text.chat_template import TemplateProcess
@@ -192,24 +192,24 @@ sys.stdin.read()
 @pytest.mark.parametrize("killed", [False, True])
 def test_it_does_not_outlive_the_process_that_started_it(tmp_path: Path, hang: bool, killed: bool) -> None:
     script = tmp_path / "script.py"
-    script.write_text(OWNER.format(source=UNTIL_TOLD, hang=hang))
+    script.write_text(OWNER.format(source=HANGS_ON_REQUEST, hang=hang))
     with subprocess.Popen([sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
         assert owner.stdout is not None
         child = os.pidfd_open(int(owner.stdout.readline()))
         if killed:
             owner.kill()
-    select.select([child], [], [])  # it has ended, or the test does not end
+    select.select([child], [], [])  # returns when it has ended
     os.close(child)
 
 
 def wait_for_question(template: TemplateProcess) -> None:
-    """Return once a chat lies in the socket of a process that is stopped, so that it cannot answer."""
+    """Wait until a chat is in the socket of a stopped process."""
     while template._child is None or not any(ioctl(template._child._socket, termios.TIOCOUTQ, bytes(4))):
         time.sleep(0.01)
 
 
 def test_ctrl_c_in_the_middle_of_a_chat_leaves_no_answer_for_the_next() -> None:
-    template = process(UNTIL_TOLD)
+    template = process(HANGS_ON_REQUEST)
     template.compile()
     os.kill(pid(template), signal.SIGSTOP)
 
@@ -225,8 +225,8 @@ def test_ctrl_c_in_the_middle_of_a_chat_leaves_no_answer_for_the_next() -> None:
     assert template.render({"text": "new"}) == "new"
 
 
-def test_whoever_closes_it_does_not_take_it_from_another_ones_chat() -> None:
-    template = process(UNTIL_TOLD)
+def test_closing_it_does_not_interrupt_another_threads_chat() -> None:
+    template = process(HANGS_ON_REQUEST)
     template.compile()
     first = pid(template)
     rendered: list[str] = []
@@ -243,8 +243,8 @@ def test_whoever_closes_it_does_not_take_it_from_another_ones_chat() -> None:
     assert template.render({"text": "fine"}) == "fine"
 
 
-def test_many_threads_may_close_it_while_others_ask() -> None:
-    template = process(UNTIL_TOLD)
+def test_many_threads_may_close_it_while_others_render() -> None:
+    template = process(HANGS_ON_REQUEST)
     rendered: list[str] = []
 
     def ask() -> None:
@@ -261,23 +261,23 @@ def test_many_threads_may_close_it_while_others_ask() -> None:
 
 
 @pytest.mark.parametrize("answer", [b"", b"\xff", b"no JSON", b"5", b"[]", b'["done"]', b"[" * 99999, None])
-def test_an_answer_that_makes_no_sense_is_no_fault_of_the_chat(answer: bytes | None) -> None:
-    template = process(UNTIL_TOLD)
+def test_an_invalid_answer_of_the_process_is_not_blamed_on_the_chat(answer: bytes | None) -> None:
+    template = process(HANGS_ON_REQUEST)
     template.compile()
     assert template._child is not None
     theirs, template._child._socket, other_end = template._child._socket, *socket.socketpair()
     with theirs, other_end:
         other_end.sendall(b"\xff" * 8 if answer is None else len(answer).to_bytes(8) + answer)
-        with pytest.raises(TemplateExceeded, match="nonsense"):
+        with pytest.raises(TemplateExceeded, match="invalid answer"):
             template.render({"text": ""})
     assert template.render({"text": "fine"}) == "fine"
 
 
-def test_it_knows_no_secrets_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_environment_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_API_KEY", "secret")
     monkeypatch.setenv("TZ", "Asia/Tokyo")
-    template = process(UNTIL_TOLD)
+    template = process(HANGS_ON_REQUEST)
     template.compile()
     environment = Path(f"/proc/{pid(template)}/environ").read_bytes()
     assert b"secret" not in environment
-    assert b"TZ=Asia/Tokyo" in environment      # `strftime_now` tells the time of the server
+    assert b"TZ=Asia/Tokyo" in environment      # for `strftime_now`

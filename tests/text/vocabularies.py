@@ -1,4 +1,4 @@
-"""Vocabularies: the families of tokenizers that language models use, as small as they can be."""
+"""Vocabularies: minimal tokenizers of the families that language models use."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WORDS = ["\u2581", "a", "b", "\u2581a", "\u2581b", "\u2581ab", "\u00e9", "\N{REP
 
 
 def sentencepiece_bpe() -> Backend:
-    """As Llama 2 and Mistral have it: spaces as U+2581, unknown characters as byte tokens."""
+    """As in Llama 2 and Mistral: spaces as U+2581, unknown characters as byte tokens."""
     words = [*CONTROL, *(f"<0x{byte:02X}>" for byte in range(256)), *WORDS]
     backend = Backend(
         models.BPE(
@@ -57,7 +57,7 @@ def sentencepiece_bpe() -> Backend:
 
 
 def unigram() -> Backend:
-    """As T5's descendants have it: the control tokens are words of the model too."""
+    """As in T5's descendants: the control tokens are also words of the model."""
     words = [*CONTROL, *WORDS, "<", ">", "/", "s"]
     backend = Backend(models.Unigram([(word, -float(i)) for i, word in enumerate(words)], unk_id=0))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -67,12 +67,12 @@ def unigram() -> Backend:
 
 
 def byte_level_bpe() -> Backend:
-    """As GPT-2, Llama 3, Qwen and SmolLM have it."""
+    """As in GPT-2, Llama 3, Qwen and SmolLM."""
     return tiny_tokenizer(vocab_size=320)
 
 
 def word_piece() -> Backend:
-    """As BERT has it: pieces inside a word begin with ##, and the decoder puts a space before all others."""
+    """As in BERT: pieces within a word begin with ##, and the decoder puts a space before all others."""
     backend = Backend(models.WordPiece(unk_token="<unk>"))
     backend.normalizer = normalizers.BertNormalizer(lowercase=False)
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -82,7 +82,7 @@ def word_piece() -> Backend:
 
 
 def bloom() -> Backend:
-    """As BLOOM has it: bytes, behind a splitter of its own."""
+    """As in BLOOM: bytes, after a special splitter."""
     backend = Backend(models.BPE())
     no_word = "(\\s|[.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c])"
     splitter = pre_tokenizers.Split(Regex(f" ?[^{no_word}]+"), behavior="isolated")

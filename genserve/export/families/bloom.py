@@ -1,4 +1,4 @@
-"""BLOOM: layer norms, the first of them on the embeddings, and ALiBi in place of positions."""
+"""BLOOM: layer norms, also of the embeddings, and ALiBi instead of positions."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from types import MappingProxyType
 from typing import Any
 
 from genserve.export.decoder import Attention, Decoder
-from genserve.export.decoder_weights import Names, interleaved, packed
+from genserve.export.decoder_weights import TensorMap, interleaved, packed
 from genserve.export.family import Family, require
 
 __all__ = ["BLOOM"]
 
-_NAMES: Names = MappingProxyType(
+_NAMES: TensorMap = MappingProxyType(
     {
         "embedding": "transformer.word_embeddings",
         "embedding.norm": "transformer.word_embeddings_layernorm",
@@ -28,12 +28,12 @@ _NAMES: Names = MappingProxyType(
 
 
 def _describe(config: Any) -> Decoder:
-    normed = config.apply_residual_connection_post_layernorm
-    require(not normed, found="apply_residual_connection_post_layernorm", known="a plain residual")
+    after_norm = config.apply_residual_connection_post_layernorm
+    require(not after_norm, found="apply_residual_connection_post_layernorm", known="a plain residual")
     head_dim = config.hidden_size // config.n_head
     return Decoder(
         vocab_size=config.vocab_size,
-        context_length=getattr(config, "seq_length", 2048),  # ALiBi has no end; this is where training ended
+        context_length=getattr(config, "seq_length", 2048),  # of the training; ALiBi has no limit
         num_heads=config.n_head,
         num_kv_heads=config.n_head,
         head_dim=head_dim,

@@ -1,7 +1,7 @@
-"""Gemma: Llama's layers with scaled embeddings and norms stored as their difference from 1.
+"""Gemma: Llama's layers with scaled embeddings, and norms stored as their difference from 1.
 
-Gemma 2 has norms behind attention and MLP too and bends its scores; Gemma 3 has norms of each query and key
-head instead of the bending.
+Gemma 2 also has norms after attention and MLP, and soft caps of its scores. Gemma 3 has norms of each query
+and key head instead of the soft caps.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from types import MappingProxyType
 from typing import Any
 
 from genserve.export.decoder import Decoder
-from genserve.export.decoder_weights import Names, Part, plus_one
+from genserve.export.decoder_weights import PackedTensor, TensorMap, add_one
 from genserve.export.families.llama import LLAMA_NAMES, describe_llama
 from genserve.export.family import Family, require
 
 __all__ = ["GEMMA", "GEMMA2", "GEMMA3"]
 
 
-def _norm(name: str) -> Part:
-    return Part(name=name, take=plus_one)
+def _norm(name: str) -> PackedTensor:
+    return PackedTensor(name=name, unpack=add_one)
 
 
-_GEMMA_NAMES: Names = MappingProxyType(
+_GEMMA_NAMES: TensorMap = MappingProxyType(
     {
         **LLAMA_NAMES,
         "layers.{}.attention.norm": _norm("model.layers.{}.input_layernorm"),
@@ -31,7 +31,7 @@ _GEMMA_NAMES: Names = MappingProxyType(
         "norm": _norm("model.norm"),
     }
 )
-_GEMMA2_NAMES: Names = MappingProxyType(
+_GEMMA2_NAMES: TensorMap = MappingProxyType(
     {
         **_GEMMA_NAMES,
         "layers.{}.attention.post_norm": _norm("model.layers.{}.post_attention_layernorm"),
@@ -39,7 +39,7 @@ _GEMMA2_NAMES: Names = MappingProxyType(
         "layers.{}.mlp.post_norm": _norm("model.layers.{}.post_feedforward_layernorm"),
     }
 )
-_GEMMA3_NAMES: Names = MappingProxyType(
+_GEMMA3_NAMES: TensorMap = MappingProxyType(
     {
         **_GEMMA2_NAMES,
         "layers.{}.attention.query_norm": _norm("model.layers.{}.self_attn.q_norm"),
@@ -49,8 +49,8 @@ _GEMMA3_NAMES: Names = MappingProxyType(
 
 
 def _describe(config: Any) -> Decoder:
-    both_ways = bool(getattr(config, "use_bidirectional_attention", False))
-    require(not both_ways, found="use_bidirectional_attention", known="attention to earlier tokens")
+    bidirectional = bool(getattr(config, "use_bidirectional_attention", False))
+    require(not bidirectional, found="use_bidirectional_attention", known="attention to earlier tokens")
     return replace(describe_llama(config), embedding_scale=math.sqrt(config.hidden_size))
 
 

@@ -6,21 +6,21 @@ from types import MappingProxyType
 from typing import Any
 
 from genserve.export.decoder import Attention, Decoder
-from genserve.export.decoder_weights import Names, Part, packed, transposed, transposed_stack
+from genserve.export.decoder_weights import PackedTensor, TensorMap, packed, transposed, transposed_stack
 from genserve.export.family import Family, read_activation, require
 
 __all__ = ["GPT2"]
 
-_NAMES: Names = MappingProxyType(
+_NAMES: TensorMap = MappingProxyType(
     {
         "embedding": "transformer.wte",
         "positions": "transformer.wpe",
         "layers.{}.attention.norm": "transformer.h.{}.ln_1",
         **packed("transformer.h.{}.attn.c_attn", transposed_stack),
-        "layers.{}.attention.output": Part(name="transformer.h.{}.attn.c_proj", take=transposed),
+        "layers.{}.attention.output": PackedTensor(name="transformer.h.{}.attn.c_proj", unpack=transposed),
         "layers.{}.mlp.norm": "transformer.h.{}.ln_2",
-        "layers.{}.mlp.up": Part(name="transformer.h.{}.mlp.c_fc", take=transposed),
-        "layers.{}.mlp.down": Part(name="transformer.h.{}.mlp.c_proj", take=transposed),
+        "layers.{}.mlp.up": PackedTensor(name="transformer.h.{}.mlp.c_fc", unpack=transposed),
+        "layers.{}.mlp.down": PackedTensor(name="transformer.h.{}.mlp.c_proj", unpack=transposed),
         "norm": "transformer.ln_f",
         "head": "lm_head",
     }

@@ -1,4 +1,4 @@
-"""GPT-NeoX, and with it Pythia: layer norms, heads that turn in part, attention and MLP side by side."""
+"""GPT-NeoX and Pythia: layer norms, partial rotary positions, attention and MLP in parallel."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from types import MappingProxyType
 from typing import Any
 
 from genserve.export.decoder import Attention, Decoder
-from genserve.export.decoder_weights import Names, interleaved, packed
+from genserve.export.decoder_weights import TensorMap, interleaved, packed
 from genserve.export.family import Family, read_activation, read_rotary
 
 __all__ = ["GPT_NEOX"]
 
-_NAMES: Names = MappingProxyType(
+_NAMES: TensorMap = MappingProxyType(
     {
         "embedding": "gpt_neox.embed_in",
         "layers.{}.attention.norm": "gpt_neox.layers.{}.input_layernorm",
@@ -28,8 +28,8 @@ _NAMES: Names = MappingProxyType(
 
 def _describe(config: Any) -> Decoder:
     head_dim = config.hidden_size // config.num_attention_heads
-    turning = int(head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
-    rotary = read_rotary(config, num_dims=turning)
+    num_dims = int(head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
+    rotary = read_rotary(config, num_dims=num_dims)
     return Decoder(
         vocab_size=config.vocab_size,
         context_length=config.max_position_embeddings,

@@ -1,4 +1,4 @@
-"""Llama, and those with its layers: Mistral, SmolLM3, Qwen 2 and 3, Phi-3."""
+"""Llama, and the families with its layers: Mistral, SmolLM3, Qwen 2 and 3, Phi-3."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from types import MappingProxyType
 from typing import Any
 
 from genserve.export.decoder import Attention, Decoder, Rotary
-from genserve.export.decoder_weights import Names, Part, half, packed, stacked
+from genserve.export.decoder_weights import PackedTensor, TensorMap, half, packed, stacked
 from genserve.export.family import Family, read_activation, read_rotary, require, rotary_limit
 
 __all__ = ["LLAMA", "LLAMA_NAMES", "PHI3", "QWEN2", "QWEN3", "describe_llama"]
 
-
-LLAMA_NAMES: Names = MappingProxyType(
+LLAMA_NAMES: TensorMap = MappingProxyType(
     {
         "embedding": "model.embed_tokens",
         "layers.{}.attention.norm": "model.layers.{}.input_layernorm",
@@ -31,20 +30,22 @@ LLAMA_NAMES: Names = MappingProxyType(
 )
 
 
-def describe_llama(config: Any, *, partial: bool = False) -> Decoder:
-    """The decoder of a config with the fields of Llama's, and perhaps `layer_types` and `sliding_window`.
+def describe_llama(config: Any, *, partial_rotary: bool = False) -> Decoder:
+    """The decoder of a config with Llama's fields, and optionally `layer_types` and `sliding_window`.
 
-    With `partial`, transformers honours a `partial_rotary_factor`.
+    Args:
+        config: of transformers.
+        partial_rotary: whether transformers honours `partial_rotary_factor` in this family.
     """
-    size = _head_dim(config)
+    head_dim = _head_dim(config)
     return Decoder(
         vocab_size=config.vocab_size,
         context_length=rotary_limit(config),
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
-        head_dim=size,
-        attentions=_attentions(config, partial=partial),
-        attention_scale=size**-0.5,
+        head_dim=head_dim,
+        attentions=_attentions(config, partial_rotary=partial_rotary),
+        attention_scale=head_dim**-0.5,
         norm="rms",
         norm_epsilon=config.rms_norm_eps,
         activation=read_activation(getattr(config, "hidden_activation", None) or config.hidden_act),
@@ -53,32 +54,33 @@ def describe_llama(config: Any, *, partial: bool = False) -> Decoder:
 
 
 def _head_dim(config: Any) -> int:
-    size: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return size
+    head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return head_dim
 
 
-def _attentions(config: Any, *, partial: bool) -> tuple[Attention, ...]:
+def _attentions(config: Any, *, partial_rotary: bool) -> tuple[Attention, ...]:
     num_layers, window = config.num_hidden_layers, getattr(config, "sliding_window", None)
-    everywhere = "full_attention" if window is None else "sliding_attention"
-    types = getattr(config, "layer_types", None) or [everywhere] * num_layers
-    turning = getattr(config, "no_rope_layers", None) or [1] * num_layers
-    rotaries = {kind: _rotary(config, layer_type=kind, partial=partial) for kind in set(types)}
+    default_type = "full_attention" if window is None else "sliding_attention"
+    types = getattr(config, "layer_types", None) or [default_type] * num_layers
+    # 1: the layer has rotary positions, in spite of the field's name.
+    rotary_layers = getattr(config, "no_rope_layers", None) or [1] * num_layers
+    rotaries = {kind: _rotary(config, layer_type=kind, partial_rotary=partial_rotary) for kind in set(types)}
     return tuple(
         Attention(
-            rotary=rotaries[kind] if turns else None,
+            rotary=rotaries[kind] if is_rotary else None,
             window=window if kind == "sliding_attention" else None,
         )
-        for kind, turns in zip(types, turning, strict=True)
+        for kind, is_rotary in zip(types, rotary_layers, strict=True)
     )
 
 
-def _rotary(config: Any, *, layer_type: str, partial: bool) -> Rotary:
-    own = layer_type in config.rope_parameters
-    parameters = config.rope_parameters[layer_type] if own else config.rope_parameters
+def _rotary(config: Any, *, layer_type: str, partial_rotary: bool) -> Rotary:
+    per_type = layer_type in config.rope_parameters
+    parameters = config.rope_parameters[layer_type] if per_type else config.rope_parameters
     share = parameters.get("partial_rotary_factor", 1.0)
-    require(partial or share == 1.0, found=f"partial_rotary_factor {share}", known="1.0")
-    turning = int(_head_dim(config) * share)
-    return read_rotary(config, num_dims=turning, layer_type=layer_type if own else None)
+    require(partial_rotary or share == 1.0, found=f"partial_rotary_factor {share}", known="1.0")
+    num_dims = int(_head_dim(config) * share)
+    return read_rotary(config, num_dims=num_dims, layer_type=layer_type if per_type else None)
 
 
 LLAMA = Family(
@@ -89,8 +91,7 @@ LLAMA = Family(
     ignored=("rotary_emb.inv_freq",),
 )
 
-
-_QWEN3_NAMES: Names = MappingProxyType(
+_QWEN3_NAMES: TensorMap = MappingProxyType(
     {
         **LLAMA_NAMES,
         "layers.{}.attention.query_norm": "model.layers.{}.self_attn.q_norm",
@@ -101,14 +102,18 @@ _QWEN3_NAMES: Names = MappingProxyType(
 QWEN2 = Family(name="qwen2", describe=describe_llama, names=LLAMA_NAMES, prefix="model.")
 QWEN3 = Family(name="qwen3", describe=describe_llama, names=_QWEN3_NAMES, prefix="model.")
 
-
-_PHI3_NAMES: Names = MappingProxyType(
+_PHI3_NAMES: TensorMap = MappingProxyType(
     {
         **LLAMA_NAMES,
         **packed("model.layers.{}.self_attn.qkv_proj", stacked),
-        "layers.{}.mlp.gate": Part(name="model.layers.{}.mlp.gate_up_proj", take=half(0)),
-        "layers.{}.mlp.up": Part(name="model.layers.{}.mlp.gate_up_proj", take=half(1)),
+        "layers.{}.mlp.gate": PackedTensor(name="model.layers.{}.mlp.gate_up_proj", unpack=half(0)),
+        "layers.{}.mlp.up": PackedTensor(name="model.layers.{}.mlp.gate_up_proj", unpack=half(1)),
     }
 )
 
-PHI3 = Family(name="phi3", describe=partial(describe_llama, partial=True), names=_PHI3_NAMES, prefix="model.")
+PHI3 = Family(
+    name="phi3",
+    describe=partial(describe_llama, partial_rotary=True),
+    names=_PHI3_NAMES,
+    prefix="model.",
+)

@@ -1,4 +1,4 @@
-"""OPT: layer norms and learned positions, of which the first two belong to padding."""
+"""OPT: layer norms and learned positions, the first two of which belong to padding."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from types import MappingProxyType
 from typing import Any
 
 from genserve.export.decoder import Attention, Decoder
-from genserve.export.decoder_weights import Names, Part, rows_from
+from genserve.export.decoder_weights import PackedTensor, TensorMap, skip_rows
 from genserve.export.family import Family, read_activation, require
 
 __all__ = ["OPT"]
 
-_NAMES: Names = MappingProxyType(
+_NAMES: TensorMap = MappingProxyType(
     {
         "embedding": "model.decoder.embed_tokens",
-        "positions": Part(name="model.decoder.embed_positions", take=rows_from(2)),
+        "positions": PackedTensor(name="model.decoder.embed_positions", unpack=skip_rows(2)),
         "layers.{}.attention.norm": "model.decoder.layers.{}.self_attn_layer_norm",
         "layers.{}.attention.query": "model.decoder.layers.{}.self_attn.q_proj",
         "layers.{}.attention.key": "model.decoder.layers.{}.self_attn.k_proj",
@@ -45,7 +45,7 @@ def _describe(config: Any) -> Decoder:
         attentions=(Attention(),) * config.num_hidden_layers,
         attention_scale=head_dim**-0.5,
         norm="layer",
-        norm_epsilon=1e-5,  # that of torch.nn.LayerNorm; the config does not say
+        norm_epsilon=1e-5,  # the default of torch.nn.LayerNorm; the config has no field for it
         activation=read_activation(config.activation_function),
         tied=config.tie_word_embeddings,
     )

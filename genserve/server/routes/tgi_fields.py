@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import Field
 
-from genserve.sampling.param_table import require
+from genserve.errors import require
 from genserve.sampling.sampling_params import DRAW_PARAMETERS, PARAMETERS, SamplingParams, sampling_params
 from genserve.server.decoding_fields import DecodingFields
 from genserve.server.request_body import Body
@@ -46,7 +46,7 @@ class Parameters(DecodingFields):
     def names(self) -> Mapping[str, str]:
         """Return the names in this request by the names in error messages.
 
-        Where a parameter has both TGI's name and vLLM's, it is the one that the request uses.
+        A parameter with two names, TGI's and vLLM's, has the one that the request uses.
         """
         names = {name: f"parameters.{name}" for name in (*DecodingFields.model_fields, *PARAMETERS)}
         for name, row in PARAMETERS.items():

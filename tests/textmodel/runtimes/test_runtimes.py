@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from genserve.backends.pytorch import open_module
-from genserve.export.export_options import Form
+from genserve.export.export_options import ExportFormat
 from genserve.generation.beam_search import BeamSearch
 from genserve.generation.engine import Engine
 from genserve.generation.logits_model import LogitsModel
@@ -40,7 +40,7 @@ def whole(checkpoint: Path, folder: Path) -> LogitsModel:
 
 
 def torchscript(checkpoint: Path, folder: Path) -> LogitsModel:
-    conversion = conversion_of(checkpoint, form=Form.TORCHSCRIPT)
+    conversion = conversion_of(checkpoint, export_format=ExportFormat.TORCHSCRIPT)
     path = write_conversion(conversion, folder).folder / "model.pt"
     return TorchLogits(path, max_num_seqs=8, max_length=MAX_LENGTH)
 

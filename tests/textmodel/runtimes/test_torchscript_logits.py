@@ -11,7 +11,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from genserve.errors import RepositoryError
-from genserve.export.export_options import Form
+from genserve.export.export_options import ExportFormat
 from genserve.generation.logits_model import ForwardBatch
 from genserve.textmodel.runtimes.device_memory import DeviceMemory
 from genserve.textmodel.runtimes.torchscript_logits import TorchLogits
@@ -24,7 +24,7 @@ from tests.textmodel.runtimes.cached_sequences import CachedSequences
 @pytest.fixture(scope="module")
 def module(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("module")
-    return write_graph(tiny_checkpoint, folder, form=Form.TORCHSCRIPT).folder / "model.pt"
+    return write_graph(tiny_checkpoint, folder, export_format=ExportFormat.TORCHSCRIPT).folder / "model.pt"
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def spoiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     weights = load_file(source / "model.safetensors")
     weights["model.embed_tokens.weight"][7] = np.nan
     save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
-    return write_graph(source, folder / "graph", form=Form.TORCHSCRIPT).folder / "model.pt"
+    return write_graph(source, folder / "graph", export_format=ExportFormat.TORCHSCRIPT).folder / "model.pt"
 
 
 def test_what_is_no_number_does_not_outlast_its_sequence(spoiled: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from genserve.errors import InvalidRequest
 from genserve.sampling.structured_outputs import structured_outputs
-from genserve.text.grammar_compiler import MAX_COMPILED, Grammar, GrammarCompiler
+from genserve.text.grammar_compiler import MAX_COMPILED, GrammarCompiler, GuidanceGrammar
 from genserve.text.tokenizer import Tokenizer
 from tests.text.vocabularies import (
     bloom,
@@ -22,7 +22,7 @@ from tests.text.vocabularies import (
     word_piece,
 )
 
-VOCAB_SIZE = 333     # padded, as models do
+VOCAB_SIZE = 333     # padded, as in models
 
 
 @pytest.fixture(scope="module")
@@ -35,22 +35,22 @@ def grammars(tokenizer) -> GrammarCompiler:
     return GrammarCompiler(tokenizer, vocab_size=VOCAB_SIZE)
 
 
-def begin(grammars: GrammarCompiler, **options) -> Grammar:
+def begin(grammars: GrammarCompiler, **options) -> GuidanceGrammar:
     form = structured_outputs(options)
     assert form is not None
-    return grammars.begin(form)
+    return grammars.compile(form)
 
 
-def next_ids(grammar: Grammar, *, vocab_size: int = VOCAB_SIZE) -> list[int]:
+def next_ids(grammar: GuidanceGrammar, *, vocab_size: int = VOCAB_SIZE) -> list[int]:
     mask = np.full(-(-vocab_size // 32), -1, dtype=np.int32)
     grammar.fill(mask)
     return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
 
 
 def random_text(
-    grammar: Grammar, tokenizer: Tokenizer, *, seed: int, vocab_size: int = VOCAB_SIZE
+    grammar: GuidanceGrammar, tokenizer: Tokenizer, *, seed: int, vocab_size: int = VOCAB_SIZE
 ) -> str | None:
-    """What a model gives that knows nothing; None if it does not come to an end."""
+    """The text of a random model, or None if it does not end."""
     rng = np.random.default_rng(seed)
     token_ids: list[int] = []
     for _ in range(400):
@@ -63,8 +63,8 @@ def random_text(
     return None
 
 
-def accepts(grammar: Grammar, tokenizer: Tokenizer, text: str) -> bool:
-    """Whether the whole text, and its end behind it, are allowed."""
+def accepts(grammar: GuidanceGrammar, tokenizer: Tokenizer, text: str) -> bool:
+    """Whether the whole text, followed by its end, is allowed."""
     for token_id in tokenizer.encode(text, add_special_tokens=False):
         if token_id not in next_ids(grammar):
             return False
@@ -75,18 +75,18 @@ def accepts(grammar: Grammar, tokenizer: Tokenizer, text: str) -> bool:
 @pytest.mark.parametrize(
     "regex", [r"\d{4}-\d\d", "(yes|no)!?", "[a-f]+", "é(b|😀)*", 'a/"b\\n', "^start.end$", "[a-z]{1,4}@[A-Z]"]
 )
-def test_a_text_by_a_regex_matches_it_whole(grammars, tokenizer, regex):
+def test_a_text_matches_its_whole_regex(grammars, tokenizer, regex):
     texts = [random_text(begin(grammars, regex=regex), tokenizer, seed=seed) for seed in range(20)]
     finished = [text for text in texts if text is not None]
     assert finished
     assert all(re.fullmatch(regex, text) for text in finished)
 
 
-def test_a_digit_is_one_of_ten(grammars, tokenizer):
+def test_a_digit_is_an_ascii_digit(grammars, tokenizer):
     assert not accepts(begin(grammars, regex=r"\d+"), tokenizer, "\N{ARABIC-INDIC DIGIT TWO}")
 
 
-def test_a_choice_is_one_of_them_whatever_they_hold(grammars, tokenizer):
+def test_a_choice_may_contain_any_characters(grammars, tokenizer):
     choices = ["yes", "yes please", "no", 'q"u\\o', "two\nlines", "é😀", "/a+/", " led", "<|x|>"]
     drawn = {random_text(begin(grammars, choice=choices), tokenizer, seed=seed) for seed in range(60)}
     assert drawn <= set(choices)
@@ -107,7 +107,7 @@ def test_the_name_of_a_special_token_is_text_like_any_other(grammars, tokenizer,
 @pytest.mark.parametrize(
     "grammar", ['?start: "<" NAME ">"\nNAME: /[a-z]+/', 'root ::= "<" [a-z]+ ">"'], ids=["lark", "gbnf"]
 )
-def test_a_grammar_may_be_in_either_notation(grammars, tokenizer, grammar):
+def test_a_grammar_may_be_in_lark_or_gbnf(grammars, tokenizer, grammar):
     assert accepts(begin(grammars, grammar=grammar), tokenizer, "<abc>")
     assert not accepts(begin(grammars, grammar=grammar), tokenizer, "<abc")
 
@@ -129,25 +129,25 @@ DEEP = '{"items":' * 200 + "{}" + "}" * 200
         ("so: <f=rain>2</f> and <f=rain>[", False, False),
     ],
 )
-def test_a_text_with_tags_is_free_but_between_them(grammars, tokenizer, text, is_read, may_end):
+def test_a_text_with_tags_is_free_outside_of_them(grammars, tokenizer, text, is_read, may_end):
     grammar = begin(grammars, structural_tag=TAG)
     assert all(grammar.accept(token_id) for token_id in tokenizer.encode(text)) == is_read
     assert (not tokenizer.eos_token_ids.isdisjoint(next_ids(grammar))) == may_end
 
 
-def test_any_object_is_an_object_alone(grammars, tokenizer):
+def test_json_object_allows_only_objects(grammars, tokenizer):
     assert accepts(begin(grammars, json_object=True), tokenizer, '{"a": [1, null]}')
     assert not accepts(begin(grammars, json_object=True), tokenizer, "[1]")
 
 
-def test_json_may_be_spaced_and_never_goes_on_with_spaces_alone(grammars, tokenizer):
+def test_whitespace_in_json_is_bounded(grammars, tokenizer):
     listed = {"type": "array", "items": {"type": "integer"}}
     for text in ("[1,2]", "[1, 2]", "[\n    1,\n    2\n]"):
         assert accepts(begin(grammars, json=listed), tokenizer, text)
     assert not accepts(begin(grammars, json=listed), tokenizer, "[1," + " " * 40 + "2]")
 
 
-def test_a_form_that_is_there_is_complete_and_one_that_can_go_on_is_not(grammars, tokenizer):
+def test_a_grammar_is_complete_when_nothing_may_follow(grammars, tokenizer):
     number, word = begin(grammars, json={"type": "integer"}), begin(grammars, regex="no")
     assert not word.complete
     for grammar in (number, word):
@@ -158,14 +158,14 @@ def test_a_form_that_is_there_is_complete_and_one_that_can_go_on_is_not(grammars
     assert not tokenizer.eos_token_ids.isdisjoint(next_ids(number))
 
 
-def test_one_answer_does_not_move_another_of_the_same_form(grammars):
+def test_answers_with_the_same_grammar_are_independent(grammars):
     first, second = begin(grammars, regex="[ab]c"), begin(grammars, regex="[ab]c")
     allowed = next_ids(second)
     assert first.accept(allowed[0])
     assert next_ids(second) == allowed != next_ids(first)
 
 
-def test_what_may_not_come_is_not_accepted_and_leaves_nothing(grammars, tokenizer):
+def test_a_token_that_is_not_allowed_is_rejected(grammars, tokenizer):
     grammar = begin(grammars, regex="no")
     assert not grammar.accept(tokenizer.encode("y")[0])
     assert grammar.failure
@@ -194,13 +194,13 @@ def test_what_may_not_come_is_not_accepted_and_leaves_nothing(grammars, tokenize
         ({"json": {"const": 1, "minimum": 2}}, "nsatisfiable"),
     ],
 )
-def test_what_does_not_compile_is_refused_with_the_reason(grammars, options, reason):
+def test_a_grammar_that_does_not_compile_is_refused_with_the_reason(grammars, options, reason):
     with pytest.raises(InvalidRequest, match=re.escape(reason)) as refusal:
         begin(grammars, **options)
     assert refusal.value.field == "structured_outputs"
 
 
-def test_the_latest_forms_stay_compiled_and_no_more(grammars):
+def test_only_the_latest_grammars_stay_compiled(grammars):
     for number in range(MAX_COMPILED + 3):
         begin(grammars, regex=f"x{number}")
     kept = [form.text for form in grammars._compiled]
@@ -209,7 +209,7 @@ def test_the_latest_forms_stay_compiled_and_no_more(grammars):
     assert [form.text for form in grammars._compiled][-1] == "x3"
 
 
-def test_llguidance_is_loaded_by_the_first_request_that_asks_for_a_form(tiny_repository):
+def test_llguidance_is_imported_by_the_first_request_that_needs_it(tiny_repository):
     program = f"""
 import sys
 from genserve import LLM
@@ -224,7 +224,7 @@ with LLM({str(tiny_repository)!r}) as llm:
 
 
 @pytest.mark.parametrize("family", [byte_level_bpe, sentencepiece_bpe, bloom])
-def test_every_family_whose_tokens_are_bytes_keeps_to_a_form(family):
+def test_tokenizers_with_byte_tokens_support_grammars(family):
     tokenizer = ending(family())
     grammars = GrammarCompiler(tokenizer, vocab_size=tokenizer.vocab_size)
     for seed in range(20):
@@ -235,25 +235,25 @@ def test_every_family_whose_tokens_are_bytes_keeps_to_a_form(family):
 
 
 @pytest.mark.parametrize("family", [unigram, word_piece])
-def test_a_family_whose_tokens_are_not_is_refused(family):
+def test_other_tokenizers_are_refused(family):
     tokenizer = ending(family())
-    with pytest.raises(InvalidRequest, match="tokenizer llguidance does not take"):
+    with pytest.raises(InvalidRequest, match="llguidance rejects its tokenizer"):
         begin(GrammarCompiler(tokenizer, vocab_size=tokenizer.vocab_size), regex="a")
 
 
-def test_a_tokenizer_of_more_tokens_than_logits_is_refused(tokenizer):
-    with pytest.raises(InvalidRequest, match="tokenizer llguidance does not take"):
+def test_a_tokenizer_with_more_tokens_than_logits_is_refused(tokenizer):
+    with pytest.raises(InvalidRequest, match="llguidance rejects its tokenizer"):
         begin(GrammarCompiler(tokenizer, vocab_size=300), regex="a")
 
 
-def test_a_model_that_never_ends_a_text_is_refused():
+def test_a_model_without_an_eos_token_is_refused():
     tokenizer = tokenizer_of(byte_level_bpe())
     with pytest.raises(InvalidRequest, match="end-of-sequence"):
         begin(GrammarCompiler(tokenizer, vocab_size=tokenizer.vocab_size), regex="a")
 
 
 def ending(backend) -> Tokenizer:
-    """A tokenizer that ends a text with the third of its tokens."""
+    """A tokenizer whose third token ends a text."""
     tokenizer = tokenizer_of(backend)
     tokenizer.eos_token_ids = frozenset({2})
     return tokenizer

@@ -1,4 +1,4 @@
-"""Moving an export into place: whole, or not at all."""
+"""The folders of an export: written and installed whole, or not at all."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from genserve.export.model_folders import Stages, install, staging_folder
+from genserve.errors import ExportError
+from genserve.export.model_folders import ModelFolders, install, staging_folder, writing_into
+from genserve.export.pulling import fetch_gguf
 
-STAGES = Stages("m")
+STAGES = ModelFolders("m")
 FILES = (
     "m_tokenizer/config.pbtxt",
     "m_tokenizer/1/tokenizer.json",
@@ -35,14 +37,14 @@ def contents(repository: Path) -> dict[str, str]:
 
 
 def install_without(missing: str, repository: Path, *, overwrite: bool) -> None:
-    """Fails when it comes to the missing file."""
+    """Install, and fail at the missing file."""
     with staging_folder(repository, STAGES) as staged:
         write_files(staged, content="new")
         (staged / missing).unlink()
         install(staged, repository, STAGES, overwrite=overwrite)
 
 
-def test_a_failure_half_way_puts_all_back(tmp_path: Path) -> None:
+def test_a_failed_installation_is_undone(tmp_path: Path) -> None:
     write_files(tmp_path, content="old")
     (tmp_path / "m_decoder" / "1" / "model.py").unlink()
     before = contents(tmp_path)
@@ -57,14 +59,14 @@ def test_a_failure_in_an_empty_repository_leaves_it_empty(tmp_path: Path) -> Non
     assert not list(tmp_path.iterdir())
 
 
-def test_an_export_that_still_runs_keeps_its_folder_and_one_that_was_killed_does_not(tmp_path: Path) -> None:
+def test_a_running_export_keeps_its_folder_and_a_killed_one_does_not(tmp_path: Path) -> None:
     (tmp_path / ".m.killed12.tmp").mkdir()
     with staging_folder(tmp_path, STAGES) as first, staging_folder(tmp_path, STAGES) as second:
         assert {path.name for path in tmp_path.iterdir()} == {first.name, second.name}
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_that_another_export_has_just_made_is_not_taken_for_a_killed_ones(
+def test_a_folder_that_another_export_has_just_created_is_no_leftover(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make = tempfile.mkdtemp
@@ -82,7 +84,7 @@ def test_a_folder_that_another_export_has_just_made_is_not_taken_for_a_killed_on
     assert not list(tmp_path.iterdir())
 
 
-def test_only_what_is_missing_is_added_to_shipped_folders(tmp_path: Path) -> None:
+def test_only_missing_files_are_added_to_shipped_folders(tmp_path: Path) -> None:
     write_files(tmp_path, content="shipped")
     (tmp_path / "m_logits" / "1" / "model.onnx").unlink()
     (tmp_path / "m_decoder" / "config.pbtxt").unlink()
@@ -91,3 +93,24 @@ def test_only_what_is_missing_is_added_to_shipped_folders(tmp_path: Path) -> Non
         install(staged, tmp_path, STAGES, overwrite=False)
     new = {path for path, content in contents(tmp_path).items() if content == "new"}
     assert new == {"m_tokenizer/1/tokenizer.json", "m_logits/1/model.onnx", "m_decoder/config.pbtxt"}
+
+
+def test_a_full_disk_is_an_error_with_a_remedy() -> None:
+    with (
+        pytest.raises(ExportError, match="/models cannot be written to: No space left") as caught,
+        writing_into(Path("/models")),
+        Path("/dev/full").open("wb", buffering=0) as file,
+    ):
+        file.write(b"x")
+    assert caught.value.remedy == "free some space, or choose a folder on another disk"
+
+
+def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("")
+    with pytest.raises(ExportError, match=r"cache/models cannot be written to: Not a directory \("):
+        fetch_gguf(tmp_path / "cache" / "models")
+
+
+def test_other_errors_pass() -> None:
+    with pytest.raises(FileNotFoundError), writing_into(Path("/models")):
+        Path("/nowhere/at/all").read_bytes()

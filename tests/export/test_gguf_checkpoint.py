@@ -1,4 +1,4 @@
-"""GGUF files against the checkpoint folder that they were made from."""
+"""GGUF files, compared with the checkpoint folders they were made from."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def test_a_gguf_file_gives_the_graph_of_the_folder_that_it_was_made_from(
 
 
 @pytest.mark.parametrize("model", ["bloom_6_heads", "gpt2", "llama_biases", "qwen2_all", "qwen3"])
-def test_the_checkpoints_of_other_families_are_read_as_their_folders_are(tmp_path: Path, model: str) -> None:
+def test_the_files_of_other_families_are_read_like_their_folders(tmp_path: Path, model: str) -> None:
     models = TINY_MODELS | {"qwen2_all": TINY_MODELS["qwen2"] | {"use_sliding_window": False}}
     folder = tiny_checkpoint(tmp_path / "tiny", **models[model])
     expected = read_checkpoint(folder, source="tiny")
     found = read_checkpoint(write_gguf(folder, tmp_path / "tiny.gguf"), source="tiny")
-    # llama.cpp's converter may write the embedding again as head.
+    # llama.cpp's converter may write a tied head as another tensor.
     assert found.tensor_names - expected.tensor_names <= {"lm_head.weight"}
     for name in expected.tensor_names:
         assert np.array_equal(found.tensor(name), expected.tensor(name)), name
@@ -77,7 +77,7 @@ def test_the_tokenizer_files_are_those_of_a_checkpoint_folder(tmp_path: Path) ->
         ({"tokenizer.ggml.pre": "deepseek-llm"}, "deepseek-llm"),
     ],
 )
-def test_what_is_not_understood_is_refused_by_name(
+def test_unsupported_metadata_is_refused_by_name(
     tmp_path: Path, metadata: dict[str, str], what: str
 ) -> None:
     folder = tiny_llama_checkpoint(tmp_path / "tiny")
@@ -110,7 +110,7 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
         ("add_token_merges", r"tokenizer\.ggml\.merges"),
     ],
 )
-def test_what_a_file_lacks_is_named(
+def test_missing_metadata_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left_out: str, name: str
 ) -> None:
     monkeypatch.setattr(gguf.GGUFWriter, left_out, lambda *_args: None)
@@ -123,7 +123,7 @@ def test_what_a_file_lacks_is_named(
     ("broken", "value"),
     [("add_bos_token_id", 99_999), ("add_token_merges", ["a b c"]), ("add_token_merges", ["zzz qqq"])],
 )
-def test_a_tokenizer_whose_parts_do_not_belong_together_is_refused(
+def test_an_inconsistent_tokenizer_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str, value: object
 ) -> None:
     write = getattr(gguf.GGUFWriter, broken)
@@ -152,5 +152,5 @@ def decoder_of(checkpoint: Checkpoint) -> Decoder:
     family = family_of(checkpoint.config)
     assert family is not None
     decoder = family.decoder(checkpoint.config)
-    # GGUF files have numbers in single precision.
+    # GGUF files store numbers in single precision.
     return replace(decoder, norm_epsilon=float(np.float32(decoder.norm_epsilon)))

@@ -35,7 +35,7 @@ def read(text: str, *, cuts: tuple[int, ...] = (), begun: bool = False) -> tuple
         (" \n", "", " \n"),
     ],
 )
-def test_a_thought_at_the_beginning_is_reasoning_and_the_rest_content(text, reasoning, content):
+def test_a_thought_at_the_beginning_is_reasoning_and_the_rest_is_content(text, reasoning, content):
     assert read(text) == (reasoning, content)
 
 

@@ -1,4 +1,4 @@
-"""Where a growing text ends, against a naive search over the whole of it."""
+"""The end of a growing text, compared with a naive search over the whole text."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ regexes = st.recursive(
 
 
 class Pieces:
-    """A detokenizer whose token ids are the numbers of pieces of text."""
+    """A detokenizer whose token ids are indices into pieces of text."""
 
     def __init__(self, pieces: Sequence[str], rest: str = "") -> None:
         self._pieces = pieces
@@ -50,7 +50,7 @@ class Pieces:
         return self._rest
 
 
-def stoppable(
+def checker_over(
     pieces: Sequence[str], *stops: str, regexes: Sequence[str] = (), rest: str = "", **options: Any
 ) -> StopChecker:
     finders: list[StopFinder] = [StopStrings(stops)] if stops else []
@@ -70,7 +70,7 @@ def released(text: StopChecker, num_pieces: int) -> list[str]:
 def first_stop(
     text: str, stops: Sequence[str], regexes: Sequence[str] = (), *, after: int = 0
 ) -> tuple[int, int, str] | None:
-    """Where a text has to end, the length of the stop and its name: earliest end, then earliest start."""
+    """The end, length and name of a text's first stop: earliest end, then earliest start."""
     patterns = {stop: re.escape(stop) for stop in stops} | {regex: regex for regex in regexes}
     for end in range(after + 1, len(text) + 1):
         for start in range(end):
@@ -86,11 +86,11 @@ def cut(text: str, at: list[int]) -> list[str]:
 
 
 @given(text=texts, stops=stop_sets, at=places, include=st.booleans(), num_passed=st.integers(0, 4))
-def test_every_way_to_cut_the_text_ends_it_where_a_search_over_the_whole_text_does(
+def test_stop_strings_do_not_depend_on_how_the_text_is_cut(
     text: str, stops: tuple[str, ...], at: list[int], include: bool, num_passed: int
 ) -> None:
     pieces = cut(text, at)
-    growing = stoppable(pieces, *stops, include_stop=include, min_tokens=num_passed)
+    growing = checker_over(pieces, *stops, include_stop=include, min_tokens=num_passed)
     shown = "".join(released(growing, len(pieces)))
     found = first_stop(text, stops, after=len("".join(pieces[:num_passed])))
     if found is None:
@@ -102,7 +102,7 @@ def test_every_way_to_cut_the_text_ends_it_where_a_search_over_the_whole_text_do
 
 @given(text=texts, stops=stop_sets)
 def test_only_the_beginning_of_a_stop_string_is_held_back(text: str, stops: tuple[str, ...]) -> None:
-    growing = stoppable(text, *stops)
+    growing = checker_over(text, *stops)
     shown = ""
     for end in range(1, len(text) + 1):
         shown += growing.push(end - 1)
@@ -113,19 +113,19 @@ def test_only_the_beginning_of_a_stop_string_is_held_back(text: str, stops: tupl
 
 
 def test_a_stop_string_that_spans_pieces_is_cut_out_of_the_text() -> None:
-    growing = stoppable(["Hel", "lo EN", "D never", "more"], "END")
+    growing = checker_over(["Hel", "lo EN", "D never", "more"], "END")
     assert [growing.push(i) for i in range(4)] == ["Hel", "lo ", "", ""]
     assert growing.stop == "END"
     assert growing.flush() == ""
 
 
-def test_what_ends_the_text_is_kept_where_that_is_asked_for_and_nothing_is_held_back() -> None:
-    growing = stoppable(["lo EN", "D never"], "END", include_stop=True)
+def test_an_included_stop_is_kept_and_nothing_is_held_back() -> None:
+    growing = checker_over(["lo EN", "D never"], "END", include_stop=True)
     assert [growing.push(i) for i in range(2)] == ["lo EN", "D"]
 
 
 @pytest.mark.parametrize("finder", [StopStrings(("abb",)), StopRegex("abb")])
-def test_a_fork_of_a_finder_has_read_the_same_and_goes_on_by_itself(finder: StopFinder) -> None:
+def test_a_fork_of_a_finder_is_an_independent_copy(finder: StopFinder) -> None:
     before = finder.fork()
     assert finder.find("xab") is None
     fork = finder.fork()
@@ -136,7 +136,7 @@ def test_a_fork_of_a_finder_has_read_the_same_and_goes_on_by_itself(finder: Stop
 
 @pytest.mark.parametrize("family", TOKENIZERS)
 @given(data=st.data())
-def test_a_fork_of_a_text_goes_on_as_one_that_was_written_anew(family: str, data: st.DataObject) -> None:
+def test_a_fork_of_a_text_is_an_independent_copy(family: str, data: st.DataObject) -> None:
     tokenizer = TOKENIZERS[family]
     ids = st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=20)
     begun, *endings = data.draw(ids), data.draw(ids), data.draw(ids)
@@ -158,25 +158,25 @@ def test_a_fork_of_a_text_goes_on_as_one_that_was_written_anew(family: str, data
         assert written(fork, ending) == written(anew, ending)
 
 
-def test_text_held_back_in_vain_is_released_at_the_end() -> None:
-    assert released(stoppable(["bye\n\nUs"], "\n\nUser:"), 1) == ["bye", "\n\nUs"]
+def test_held_back_text_is_released_at_the_end() -> None:
+    assert released(checker_over(["bye\n\nUs"], "\n\nUser:"), 1) == ["bye", "\n\nUs"]
 
 
-def test_what_the_detokenizer_held_back_may_complete_a_stop_string() -> None:
-    growing = stoppable(["xEN"], "END", rest="D!")
+def test_text_held_back_by_the_detokenizer_may_complete_a_stop_string() -> None:
+    growing = checker_over(["xEN"], "END", rest="D!")
     assert released(growing, 1) == ["x", ""]
     assert growing.stop == "END"
 
 
-def test_the_stop_string_that_is_complete_first_wins_over_one_that_began_earlier() -> None:
-    growing = stoppable(["xabcd"], "abcd", "c")
+def test_the_stop_string_that_is_complete_first_wins() -> None:
+    growing = checker_over(["xabcd"], "abcd", "c")
     assert growing.push(0) == "xab"
     assert growing.stop == "c"
 
 
 @pytest.mark.parametrize("text", ["", "abc", "a" * 1000])
-def test_without_stops_the_text_passes_as_it_is(text: str) -> None:
-    assert stoppable([text]).push(0) is text
+def test_without_stops_the_text_is_unchanged(text: str) -> None:
+    assert checker_over([text]).push(0) is text
 
 
 @given(
@@ -187,12 +187,12 @@ def test_without_stops_the_text_passes_as_it_is(text: str) -> None:
     include=st.booleans(),
     num_passed=st.integers(0, 4),
 )
-def test_every_way_to_cut_the_text_ends_it_at_the_first_match_of_a_regex(
+def test_stop_regexes_do_not_depend_on_how_the_text_is_cut(
     text: str, stops: tuple[str, ...], patterns: list[str], at: list[int], include: bool, num_passed: int
 ) -> None:
     assume(not any(re.fullmatch(pattern, "") for pattern in patterns))
     pieces = cut(text, at)
-    growing = stoppable(pieces, *stops, regexes=patterns, include_stop=include, min_tokens=num_passed)
+    growing = checker_over(pieces, *stops, regexes=patterns, include_stop=include, min_tokens=num_passed)
     shown = "".join(released(growing, len(pieces)))
     found = first_stop(text, stops, patterns, after=len("".join(pieces[:num_passed])))
     end, length, stop = found or (len(text), 0, None)
@@ -200,37 +200,37 @@ def test_every_way_to_cut_the_text_ends_it_at_the_first_match_of_a_regex(
     assert growing.stop == stop or (stop and growing.stop in {*stops, *patterns})
 
 
-def test_text_is_held_back_only_while_it_may_become_a_match() -> None:
-    growing = stoppable(["on 2024", "-1 or ", "2024-", "12", "!"], regexes=[r"\d{4}-\d\d"])
+def test_text_is_only_held_back_while_it_may_become_a_match() -> None:
+    growing = checker_over(["on 2024", "-1 or ", "2024-", "12", "!"], regexes=[r"\d{4}-\d\d"])
     assert [growing.push(i) for i in range(5)] == ["on ", "2024-1 or ", "", "", ""]
     assert growing.stop == r"\d{4}-\d\d"
 
 
 def test_characters_of_several_bytes_are_matched_whole() -> None:
-    growing = stoppable(["caf\u00e9", " \N{GRINNING FACE}x"], regexes=[r"\p{So}"])
+    growing = checker_over(["caf\u00e9", " \N{GRINNING FACE}x"], regexes=[r"\p{So}"])
     assert [growing.push(i) for i in range(2)] == ["caf\u00e9", " "]
 
 
 @pytest.mark.parametrize("at", [[], [9, 18, MAX_MATCH_CHARS]])
 @pytest.mark.parametrize("excess", [0, 1])
-def test_a_match_may_be_as_long_as_what_is_held_back_and_no_longer(at: list[int], excess: int) -> None:
+def test_a_match_has_a_maximum_length(at: list[int], excess: int) -> None:
     text = "x" + "a" * (MAX_MATCH_CHARS - 1 + excess) + "b"
     pieces = cut(text, at)
-    growing = stoppable(pieces, regexes=[f"a{{{MAX_MATCH_CHARS - 1 + excess}}}b"])
+    growing = checker_over(pieces, regexes=[f"a{{{MAX_MATCH_CHARS - 1 + excess}}}b"])
     assert "".join(released(growing, len(pieces))) == (text if excess else "x")
 
 
 @pytest.mark.parametrize(
     "pattern", ["(", "^a", "a$", r"\ba", r"(a)\1", "a*", "", "(?=a)b", "a)|(b", r"\p{Nothing}"]
 )
-def test_an_expression_that_is_none_is_refused(pattern: str) -> None:
+def test_an_invalid_expression_is_refused(pattern: str) -> None:
     with pytest.raises(InvalidRequest, match="stop_regex") as raised:
         StopRegex(pattern)
     assert raised.value.field == "stop_regex"
     assert "(?s:.)" not in raised.value.message
 
 
-def test_an_expression_that_has_too_many_states_fails_by_name_and_takes_no_more_memory() -> None:
+def test_an_expression_with_too_many_states_fails_within_its_memory_limit() -> None:
     finder = StopRegex("a.{20}c")
     rng = random.Random(5)
     pieces = ("".join(rng.choices("ab", k=5)) for _ in range(20_000))
@@ -241,7 +241,7 @@ def test_an_expression_that_has_too_many_states_fails_by_name_and_takes_no_more_
 
 @pytest.mark.parametrize("family", TOKENIZERS)
 @given(data=st.data(), is_regex=st.booleans())
-def test_no_part_of_a_stop_leaks_whatever_tokens_it_comes_in(
+def test_no_part_of_a_stop_leaks_for_any_tokens(
     family: str, data: st.DataObject, is_regex: bool
 ) -> None:
     tokenizer = TOKENIZERS[family]

@@ -1,4 +1,4 @@
-"""Smoothed weights: they compute the same, and lose less when they are rounded."""
+"""Smoothed weights are equivalent, and lose less in quantization."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ READERS = tuple(f"{name}_proj.weight" for name in ("q", "k", "v", "gate", "up"))
 
 
 @pytest.mark.parametrize("model", ["llama", "gpt2", "bloom_4_heads", "gpt_neox", "gemma", "gemma2", "opt"])
-def test_a_smoothed_model_computes_the_same(tmp_path: Path, model: str) -> None:
-    # In fp32 a head that is the embedding is stored once, and cannot be smoothed.
+def test_smoothing_does_not_change_the_outputs(tmp_path: Path, model: str) -> None:
+    # In fp32 a tied head is stored once, and cannot be smoothed.
     config = {**TINY_MODELS[model], "tie_word_embeddings": False}
     source = tiny_checkpoint(tmp_path / "checkpoint", **config)
     conversion = conversion_of(source, precision="int8")
@@ -31,7 +31,7 @@ def test_a_smoothed_model_computes_the_same(tmp_path: Path, model: str) -> None:
     assert difference_of(graph, source) < MAX_DIFFERENCE
 
 
-def test_smoothing_halves_what_rounding_costs_where_a_channel_stands_out(tmp_path: Path) -> None:
+def test_smoothing_halves_the_rounding_error_of_outlier_channels(tmp_path: Path) -> None:
     source = tiny_checkpoint(tmp_path / "checkpoint", **TINY_MODELS["llama"])
     conversion = with_large_channels(conversion_of(source, precision="int8"))
     rough = write_conversion(conversion, tmp_path / "rough")
@@ -46,17 +46,17 @@ def test_smoothing_halves_what_rounding_costs_where_a_channel_stands_out(tmp_pat
 
 
 def observed(conversion: Conversion) -> Reference:
-    return run_source(conversion.folders.checkpoint, context_length=64, norms=conversion.norms)
+    return run_source(conversion.layout.checkpoint, context_length=64, norms=conversion.norms)
 
 
 def exact(conversion: Conversion) -> Conversion:
     """The same in fp32."""
-    return replace(conversion, folders=replace(conversion.folders, precision="fp32"))
+    return replace(conversion, layout=replace(conversion.layout, precision="fp32"))
 
 
 def with_large_channels(conversion: Conversion) -> Conversion:
-    """The same model, with norms that put out some channels a hundred times as large as what reads them."""
-    checkpoint = conversion.folders.checkpoint
+    """An equivalent model, in which norms have outlier channels a hundred times as large."""
+    checkpoint = conversion.layout.checkpoint
 
     def larger(name: str) -> FloatArray:
         tensor = checkpoint.load(name).copy()
@@ -66,5 +66,5 @@ def with_large_channels(conversion: Conversion) -> Conversion:
             tensor[:, ::13] /= 100
         return tensor
 
-    folders = replace(conversion.folders, checkpoint=replace(checkpoint, load=larger))
-    return replace(conversion, folders=folders)
+    layout = replace(conversion.layout, checkpoint=replace(checkpoint, load=larger))
+    return replace(conversion, layout=layout)

@@ -1,4 +1,4 @@
-"""Checkpoint folders: what is read from them, and what is refused."""
+"""Checkpoint folders: reading them, and errors."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_sharded_bfloat16_checkpoints_are_read(folder: Path) -> None:
     assert np.array_equal(checkpoint.tensor(QUERY), tensors[QUERY].float().numpy())
 
 
-def test_the_chat_template_is_taken_out_of_the_tokenizer_config(folder: Path) -> None:
+def test_the_chat_template_may_come_from_the_tokenizer_config(folder: Path) -> None:
     files = read_checkpoint(folder, source="tiny").tokenizer_files
     assert files["chat_template.jinja"].decode() == CHAT_TEMPLATE
 
@@ -59,26 +59,26 @@ def test_the_chat_template_is_taken_out_of_the_tokenizer_config(folder: Path) ->
         ([{"template": "D"}, 5], None),
     ],
 )
-def test_of_several_chat_templates_the_default_is_taken(
+def test_the_default_one_of_several_chat_templates_is_used(
     folder: Path, entries: list[object], expected: bytes | None
 ) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": entries}))
     assert read_checkpoint(folder, source="tiny").tokenizer_files.get("chat_template.jinja") == expected
 
 
-def test_a_chat_template_file_wins(folder: Path) -> None:
+def test_a_chat_template_file_takes_precedence(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     files = read_checkpoint(folder, source="tiny").tokenizer_files
     assert files["chat_template.jinja"] == b"{{ messages }}"
 
 
-def test_a_model_without_generation_config_ends_where_its_config_says(folder: Path) -> None:
+def test_without_a_generation_config_the_config_has_the_eos_token(folder: Path) -> None:
     (folder / "generation_config.json").unlink()
     files = read_checkpoint(folder, source="tiny").tokenizer_files
     assert json.loads(files["generation_config.json"]) == {"eos_token_id": 2}
 
 
-def test_a_model_without_tokenizer_config_gets_an_empty_one_which_serving_asks_for(folder: Path) -> None:
+def test_a_missing_tokenizer_config_becomes_an_empty_one(folder: Path) -> None:
     (folder / "tokenizer_config.json").unlink()
     files = read_checkpoint(folder, source="tiny").tokenizer_files
     assert json.loads(files["tokenizer_config.json"]) == {}
@@ -102,7 +102,7 @@ def test_checkpoints_in_pytorch_s_bin_format_are_read(folder: Path, num_shards: 
     assert np.array_equal(checkpoint.tensor(QUERY), tensors[QUERY].astype(np.float16))
 
 
-def test_what_a_bin_file_would_run_is_not_run(folder: Path, tmp_path: Path) -> None:
+def test_code_in_a_bin_file_does_not_run(folder: Path, tmp_path: Path) -> None:
     class Trap:
         def __reduce__(self) -> tuple[object, ...]:
             return (tmp_path.joinpath("sprung").touch, ())
@@ -139,20 +139,20 @@ def test_a_broken_file_is_named(folder: Path, file: str) -> None:
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json", "model.safetensors.index.json"])
 @pytest.mark.parametrize("content", ["[]", '"text"'])
-def test_a_file_with_other_json_than_an_object_is_named(folder: Path, file: str, content: str) -> None:
+def test_a_file_that_is_not_a_json_object_is_named(folder: Path, file: str, content: str) -> None:
     (folder / file).write_text(content)
     with pytest.raises(ExportError, match=file.replace(".", r"\.")):
         read_checkpoint(folder, source="tiny")
 
 
 @pytest.mark.parametrize("content", ["{}", '{"weight_map": {"model.norm.weight": 5}}'])
-def test_an_index_without_its_map_is_named(folder: Path, content: str) -> None:
+def test_an_index_without_a_weight_map_is_named(folder: Path, content: str) -> None:
     (folder / "model.safetensors.index.json").write_text(content)
     with pytest.raises(ExportError, match=r"model\.safetensors\.index\.json has no weight_map"):
         read_checkpoint(folder, source="tiny")
 
 
-def test_a_tensor_that_the_index_promises_and_its_shard_has_not_is_told_with_the_shard(folder: Path) -> None:
+def test_the_error_for_a_tensor_missing_in_its_shard_names_the_shard(folder: Path) -> None:
     index = {"weight_map": {"model.absent.weight": "model.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ExportError, match=r"model\.safetensors cannot be read: .*model\.absent\.weight"):
@@ -160,7 +160,7 @@ def test_a_tensor_that_the_index_promises_and_its_shard_has_not_is_told_with_the
 
 
 @pytest.mark.parametrize("content", [[1, 2], 5, {"model": {"norm.weight": torch.ones(2)}, "epoch": 3}])
-def test_a_bin_file_of_something_else_than_named_tensors_is_named(folder: Path, content: object) -> None:
+def test_a_bin_file_without_named_tensors_is_named(folder: Path, content: object) -> None:
     (folder / "model.safetensors").unlink()
     torch.save(content, folder / "pytorch_model.bin")
     with pytest.raises(ExportError, match=r"pytorch_model\.bin"):
@@ -173,13 +173,13 @@ def test_a_missing_tensor_is_named(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("source", ["no/such/folder", "nothing", "model.bin"])
-def test_a_source_that_is_nothing_says_what_one_is(source: str) -> None:
-    with pytest.raises(ExportError, match="no checkpoint") as caught:
+def test_the_error_for_an_unknown_source_lists_the_known_kinds(source: str) -> None:
+    with pytest.raises(ExportError, match="not a checkpoint") as caught:
         locate(source)
     assert "ORG/NAME" in caught.value.remedy
 
 
-def test_a_hub_that_is_out_of_reach_is_an_export_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub_is_an_export_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ExportError, match="hub"):
         locate("genserve-tests/not-in-any-cache")
