@@ -12,7 +12,6 @@ from fastapi import Depends, Request
 from genserve.generation.delta_streams import EventLoopSink
 from genserve.generation_metrics import Metrics
 from genserve.kserve.log_settings import LogSettings
-from genserve.kserve.served_models import ModelRepository
 from genserve.kserve.shared_memory import SharedMemory
 from genserve.kserve.trace_settings import TraceSettings, read_trace_config
 from genserve.redaction import redact_repositories
@@ -35,7 +34,7 @@ class Readiness:
     Concurrent callers share one call. For one event loop.
     """
 
-    def __init__(self, models: ModelRepository) -> None:
+    def __init__(self, models: Repository) -> None:
         self._models = models
         self._running: dict[object, asyncio.Future[Any]] = {}
 

@@ -12,14 +12,9 @@ from tritonclient.grpc import service_pb2
 
 from genserve.errors import GenserveError, InferenceError, Status
 from genserve.inference import Parameter
-from genserve.kserve.served_models import (
-    EXTENSIONS,
-    ServedModel,
-    find_for_statistics,
-    model_metadata,
-    statistics_json,
-)
+from genserve.kserve.model_metadata import EXTENSIONS, find_for_statistics, model_metadata, statistics_json
 from genserve.kserve.triton_parsing import read_version
+from genserve.repository.model_versions import ModelVersion
 from genserve.server.grpc.administration import Administration
 from genserve.server.grpc.infer_messages import GrpcRequest, read_request, write_response
 from genserve.server.grpc.infer_stream import InferStream
@@ -167,7 +162,7 @@ class InferenceService(Administration):
             request = replace(request, inference=replace(request.inference, cause=trace.root))
         return request, RunningInference(request.inference, server=self._models, dispatcher=self._dispatcher)
 
-    def _find(self, name: str, version: str) -> ServedModel:
+    def _find(self, name: str, version: str) -> ModelVersion:
         return self._models.find(name, read_version(version))
 
     def _headers(self, context: Any) -> Mapping[str, Parameter]:

@@ -11,8 +11,8 @@ from starlette.concurrency import run_in_threadpool
 
 from genserve.config.config_json import config_json
 from genserve.errors import InferenceError, Status
-from genserve.kserve import served_models
-from genserve.kserve.served_models import (
+from genserve.kserve import model_metadata as metadata
+from genserve.kserve.model_metadata import (
     find_for_statistics,
     reject_repository,
     require_ready_model,
@@ -74,7 +74,7 @@ async def model_ready(call: KServeCall) -> KServeResponse:
 async def server_metadata(call: KServeCall) -> KServeResponse:
     """Return the name, version and extensions of the server."""
     name = call.services.settings.server_id
-    return json_response({"name": name, "version": __version__, "extensions": served_models.EXTENSIONS})
+    return json_response({"name": name, "version": __version__, "extensions": metadata.EXTENSIONS})
 
 
 async def model_metadata(call: KServeCall) -> KServeResponse:
@@ -82,7 +82,7 @@ async def model_metadata(call: KServeCall) -> KServeResponse:
     repository = call.services.repository
     model = repository.find(call.model, call.version)
     versions = repository.versions(model.name) if call.version == -1 else [model.version]
-    return json_response(served_models.model_metadata(model.config, versions=versions))
+    return json_response(metadata.model_metadata(model.config, versions=versions))
 
 
 async def model_config(call: KServeCall) -> KServeResponse:
