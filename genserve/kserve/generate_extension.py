@@ -27,7 +27,6 @@ from genserve.tensor import DataType, Tensor
 
 __all__ = ["event_of", "generated", "read_generate_body"]
 
-
 _NESTED = "parameters"
 
 

@@ -90,14 +90,14 @@ class Services:
         state = await self.readiness.state()
         return state == ModelState.READY if self.settings.strict_readiness else state != ModelState.LOADING
 
-    def outbox(self) -> EventLoopSink:
-        """Return the outbox of generated text for the running event loop, which is always the same."""
+    def output_sink(self) -> EventLoopSink:
+        """Return the sink of the running event loop for generated text, created by the first call."""
         if self._sink is None:
             self._sink = EventLoopSink(asyncio.get_running_loop())
         return self._sink
 
     def response_dispatcher(self) -> ResponseDispatcher:
-        """Return the dispatcher of responses for the running event loop, which is always the same."""
+        """Return the dispatcher of the running event loop for responses, created by the first call."""
         if self._response_dispatcher is None:
             self._response_dispatcher = ResponseDispatcher(asyncio.get_running_loop())
         return self._response_dispatcher

@@ -50,8 +50,17 @@ __all__ = [
     "unregister_region",
 ]
 
-
 _TEXT = b"text/plain"
+_LOG_KINDS: Mapping[str, JsonKind] = {
+    "log_file": JsonKind.STRING,
+    "log_info": JsonKind.BOOLEAN,
+    "log_warning": JsonKind.BOOLEAN,
+    "log_error": JsonKind.BOOLEAN,
+    "log_verbose_level": JsonKind.UNSIGNED,
+    "log_format": JsonKind.STRING,
+}
+_TRACE_STRINGS = ("trace_file", "trace_rate", "trace_count", "log_frequency")
+_FIELDS = ("name", "key", "offset", "byte_size")
 
 
 async def server_live(_call: KServeCall) -> KServeResponse:
@@ -95,17 +104,6 @@ async def statistics(call: KServeCall) -> KServeResponse:
     """Return the inference statistics of one model, or of all."""
     name = call.names.get("model", "")
     return json_response(statistics_json(find_for_statistics(call.services.repository, name, call.version)))
-
-
-_LOG_KINDS: Mapping[str, JsonKind] = {
-    "log_file": JsonKind.STRING,
-    "log_info": JsonKind.BOOLEAN,
-    "log_warning": JsonKind.BOOLEAN,
-    "log_error": JsonKind.BOOLEAN,
-    "log_verbose_level": JsonKind.UNSIGNED,
-    "log_format": JsonKind.STRING,
-}
-_TRACE_STRINGS = ("trace_file", "trace_rate", "trace_count", "log_frequency")
 
 
 async def repository_index(call: KServeCall) -> KServeResponse:
@@ -233,9 +231,6 @@ def _decoded(name: str, text: str) -> bytes:
         raise InferenceError(
             f"failed to decode base64 of parameter '{name}'", remedy="send the file's bytes in base64"
         ) from None
-
-
-_FIELDS = ("name", "key", "offset", "byte_size")
 
 
 async def region_status(call: KServeCall) -> KServeResponse:
