@@ -25,7 +25,7 @@ TGI = {"inputs": "tell me", "parameters": {"max_new_tokens": 40, "ignore_eos": T
 
 
 def gated(folder: Path, tiny_repository: Path) -> Path:
-    """Make model `tiny` with one slot, whose answers wait for the file `gate` beside the repository."""
+    """Make model `tiny` with one slot, whose answers wait for the file `gate` next to the repository."""
     repository = folder / "repository"
     shutil.copytree(tiny_repository, repository)
     for config in repository.glob("*/config.pbtxt"):
@@ -37,7 +37,7 @@ def gated(folder: Path, tiny_repository: Path) -> Path:
 
 
 class Gated:
-    """A server with one slot, which an answer holds that does not go on until the gate is opened."""
+    """A server whose only slot is taken by an answer that waits until the gate is opened."""
 
     def __init__(self, repository: Path, **settings: Any) -> None:
         self.gate = repository.parent / "gate"

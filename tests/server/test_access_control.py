@@ -39,7 +39,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 @pytest.fixture
 def untouched(server: LiveServer) -> Iterator[LiveServer]:
-    """The server, of which no request of the test may reach the model or unload it."""
+    """The server; checks that no request of the test reaches or unloads the model."""
     before = successes(server)
     yield server
     assert successes(server) == before
@@ -51,7 +51,7 @@ def successes(server: LiveServer) -> int:
 
 
 def status(server: LiveServer, method: str, path: str, body: Any = None, **headers: str) -> int:
-    """The status of an answer to exactly these headers, and a Host header unless one is given."""
+    """The status of a request with exactly these headers, and a Host header by default."""
     return exchange(server.url, method, path, body, **headers)[0]
 
 

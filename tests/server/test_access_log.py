@@ -1,4 +1,4 @@
-"""The log of a live server: who asked what, how it ended, and nothing that was said."""
+"""The log of a live server: requests and their ends, without their texts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Log:
         return [line for line in self.file.read_text().splitlines() if words in line]
 
     def line(self, words: str) -> str:
-        """The one line with these words; the client may be answered before it is written."""
+        """The only line with these words, which may be written after the response."""
         wait_until(lambda: self.lines(words))
         [line] = self.lines(words)
         return line

@@ -103,7 +103,7 @@ def test_a_stream_that_outlasts_the_drain_ends_with_an_error_event(tiny_reposito
 
 @pytest.fixture
 def hang_up():
-    """SIGHUP as by default, whatever the tests run under; children begin with it."""
+    """SIGHUP with its default action, which child processes inherit."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield signal.SIGHUP
     signal.signal(signal.SIGHUP, before)

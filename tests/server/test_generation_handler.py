@@ -27,7 +27,7 @@ from tests.server.gated import gated
 
 
 class Outdated(Repository):
-    """Finds an older model once, as a request does that was prepared while another was loaded."""
+    """Returns an older model once, as for a request that was prepared while another model was loaded."""
 
     older: list[TextModel]
 

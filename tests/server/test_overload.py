@@ -1,4 +1,4 @@
-"""A server that is full: who is refused, and how each dialect says so."""
+"""A full server: which requests are rejected, and how each dialect reports it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def full(tmp_path_factory: pytest.TempPathFactory, tiny_repository: Path) -> Ite
 
 @pytest.fixture
 def impatient(repository: Path) -> Iterator[Gated]:
-    """One answer runs, and who has to wait has waited too long."""
+    """One answer runs, and requests that wait time out immediately."""
     server = Gated(repository, max_queue_wait_s=1e-6)
     yield server
     server.close()

@@ -1,4 +1,4 @@
-"""No answer of any dialect tells where the server's files are, whatever is wrong with its models."""
+"""No response of any dialect contains paths of the server's files, whatever is wrong with its models."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ BACKENDS = {"python": "model.py", "onnxruntime": "model.onnx", "pytorch": "model
 
 
 class Seven(nn.Module):
-    """Fails on what is not seven numbers."""
+    """Fails on anything but seven numbers."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.reshape(7)
@@ -145,7 +145,7 @@ def _weights_elsewhere(file: Path) -> None:
 
 
 def write_chains(root: Path, tiny_repository: Path) -> None:
-    """A model that generates; the like whose tokenizer and decoder are broken."""
+    """A model that generates text, and copies with a broken tokenizer and a broken decoder."""
     shutil.copytree(tiny_repository, root, dirs_exist_ok=True)
     (root / "tiny_decoder" / "1" / "model.py").write_text(textwrap.dedent(PLUGINS))
     breaks = {
@@ -163,7 +163,7 @@ def write_chains(root: Path, tiny_repository: Path) -> None:
 
 
 class Told:
-    """All that the server has said, of which nothing may name its files."""
+    """All responses of the server, none of which may name its files."""
 
     def __init__(self, repository: Path) -> None:
         resolved = {str(repository), str(repository.resolve())}

@@ -1,4 +1,4 @@
-"""A model that thinks aloud: the tiny one with the tags, whose decoder says what is written there."""
+"""A reasoning model: the tiny one with reasoning tags and a decoder that writes a fixed text."""
 
 from __future__ import annotations
 
@@ -223,4 +223,4 @@ def test_a_thinking_budget_ignores_reasoning_in_the_users_text(ending):
     asked = Chat(messages=(Message(role="user", content="<think>"),))
     params = sampling_params({"thinking_token_budget": 0, "max_tokens": 8})
     assert not ending.model.prepare(asked, params).begins_thought
-    assert ending.model.prepare("<think>", params).begins_thought, "who writes the whole prompt may begin one"
+    assert ending.model.prepare("<think>", params).begins_thought, "a plain prompt may begin reasoning"

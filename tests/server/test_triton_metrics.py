@@ -1,4 +1,4 @@
-"""Triton's families: over real instances, parsed by Prometheus' own parser."""
+"""Triton's metrics of real instances, parsed by Prometheus' own parser."""
 
 from __future__ import annotations
 

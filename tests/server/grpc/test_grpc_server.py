@@ -24,7 +24,7 @@ CALLS = [
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, str]]:
-    """The id of a process that asks for a key, and its gRPC address."""
+    """The id of a process that needs an API key, and its gRPC address."""
     if not sys.platform.startswith("linux"):
         pytest.skip("the memory of a process is read from /proc")
     repository = tmp_path_factory.mktemp("repository")

@@ -1,4 +1,4 @@
-"""The unary methods, judged by tritonclient and by the generated stub on a real socket."""
+"""The unary methods through tritonclient and the generated stub, over a real socket."""
 
 from __future__ import annotations
 
