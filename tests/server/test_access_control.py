@@ -99,8 +99,8 @@ def test_localhost_and_addresses_are_accepted_as_host(server, host):
 def test_a_host_name_is_allowed_by_name_or_pattern(tmp_path):
     write_model(tmp_path, "one")
     with LiveServer(tmp_path, allowed_hosts=("models.example", "*.Test")) as server:
-        asked = {name: status(server, "GET", "/v2", host=name) for name in ("models.example:80", "a.b.test")}
-        assert set(asked.values()) == {200}
+        for name in ("models.example:80", "a.b.test"):
+            assert status(server, "GET", "/v2", host=name) == 200
         assert status(server, "GET", "/v2", host="other.example") == 403
         assert status(server, "GET", "/v2", host="localhost") == 200
     with LiveServer(tmp_path, allowed_hosts=("*",)) as server:

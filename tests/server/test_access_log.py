@@ -113,7 +113,7 @@ def test_several_answers_are_counted_together(generating, more):
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "body", "told"),
+    ("method", "path", "body", "pattern"),
     [
         ("POST", "/v1/completions", {"prompt": "swordfish", "max_tokens": -1}, "400 .*error=invalid_request"),
         ("POST", "/v1/completions", {"prompt": "x", "model": "nobody"}, "404 .*error=model_not_found"),
@@ -124,11 +124,11 @@ def test_several_answers_are_counted_together(generating, more):
         ("POST", "/v2/models/tiny/generate", {"text_input": "x", "max_tokens": 0}, "400 .*=invalid_request"),
     ],
 )
-def test_a_rejected_request_is_a_warning_with_id_and_code(generating, method, path, body, told):
+def test_a_rejected_request_is_a_warning_with_id_and_code(generating, method, path, body, pattern):
     answer = generating.http.request(method, path, json=body)
     line = generating.line(f"[{answer.headers['x-request-id']}]")
     plain = path.partition("?")[0]
-    assert re.search(rf" WARNING .* {method} {plain} {told}", line)
+    assert re.search(rf" WARNING .* {method} {plain} {pattern}", line)
     assert "swordfish" not in generating.file.read_text()
 
 
@@ -273,7 +273,7 @@ def test_with_a_log_file_nothing_is_on_stderr(tmp_path):
         httpx2.get(f"{url}/nothing")
         process.terminate()
         assert not process.communicate()[1]
-    told = [
+    expected = [
         rf"INFO \S+: listening at {url}, gRPC at \S+, metrics at http://\S+/metrics",
         r"INFO \S+: model speaks version 1 is ready, loaded in \d+\.\d s",
         r"INFO \S+: ready: the models were loaded in \d+\.\d s",
@@ -283,8 +283,8 @@ def test_with_a_log_file_nothing_is_on_stderr(tmp_path):
         r"INFO \S+: stopped",
     ]
     lines = file.read_text().splitlines()
-    assert len(lines) == len(told)
-    for line, words in zip(lines, told, strict=True):
+    assert len(lines) == len(expected)
+    for line, words in zip(lines, expected, strict=True):
         assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z " + words, line)
 
 

@@ -72,14 +72,14 @@ def check_refusal(path: str, status: int, headers: Any, body: bytes) -> None:
     assert status == 429
     assert int(headers["retry-after"]) >= 1
     assert int(headers["retry-after-ms"]) >= 1
-    told = json.loads(body.removeprefix(b"data: "))
+    content = json.loads(body.removeprefix(b"data: "))
     if path.startswith("/v1/"):
-        assert told["error"]["type"] == "rate_limit_error"
-        assert told["error"]["code"] == "overloaded"
+        assert content["error"]["type"] == "rate_limit_error"
+        assert content["error"]["code"] == "overloaded"
     elif path.startswith("/v2/"):
-        assert "--max-queue" in told["remedy"]
+        assert "--max-queue" in content["remedy"]
     else:
-        assert told["error_type"] == "overloaded"
+        assert content["error_type"] == "overloaded"
 
 
 @pytest.mark.parametrize(("path", "body"), ROUTES)
@@ -99,8 +99,8 @@ def test_a_queue_timeout_is_429_before_the_first_byte_on_every_route(
     with impatient.send(path, body) as client:
         wait_until(lambda: impatient.engine.num_accepted == 2)
         impatient.open_gate()
-        status, headers, told = answer_of(client)
-    check_refusal(path, status, headers, told)
+        status, headers, content = answer_of(client)
+    check_refusal(path, status, headers, content)
     assert impatient.rejections("queue_timeout") == 1
 
 
@@ -183,8 +183,8 @@ def check_grpc_refusal(error: Any) -> None:
 def test_a_grpc_stream_goes_on_after_a_rejection(full: Gated) -> None:
     with grpc.insecure_channel(full.live.grpc_url) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-        told = [message.error_message for message in stub.ModelStreamInfer(iter([triton_request()] * 2))]
-    assert told == ["1 request is running or waiting; the limit is 1"] * 2
+        messages = [message.error_message for message in stub.ModelStreamInfer(iter([triton_request()] * 2))]
+    assert messages == ["1 request is running or waiting; the limit is 1"] * 2
 
 
 def test_infer_of_a_full_generation_model_is_rejected_over_both_protocols(
