@@ -47,6 +47,7 @@ __all__ = [
     "Unauthenticated",
     "Unreachable",
     "UnsupportedMediaType",
+    "require",
     "status_of",
 ]
 
@@ -262,3 +263,9 @@ def status_of(error: GenserveError) -> Status:
     if isinstance(error, InferenceError):
         return error.status
     return next(_STATUS[kind] for kind in type(error).__mro__ if kind in _STATUS)
+
+
+def require(holds: bool, field: str, rule: str) -> None:  # noqa: FBT001  # reads as a sentence
+    """Raise InvalidRequest with the message `field rule`, if it does not hold."""
+    if not holds:
+        raise InvalidRequest(f"{field} {rule}", field=field)

@@ -161,6 +161,7 @@ class Inference:
         on_response: called with the responses.
         inputs: those of the request, and the control tensors and states that a scheduler adds.
         batch_size: its rows; 1 if the model does not batch.
+        takes_stream: whether the requester accepts any number of responses; else decoupled models reject it.
         model_name: of the model that has it; with the version, in every response.
         model_version: the chosen version.
         submitted_ns: `time.monotonic_ns()` of its submission.
@@ -181,6 +182,7 @@ class Inference:
     on_response: OnResponse
     inputs: dict[str, Tensor] = field(init=False)
     batch_size: int = 1
+    takes_stream: bool = True
     model_name: str = ""
     model_version: int = 0
     submitted_ns: int = field(default_factory=time.monotonic_ns)
@@ -300,10 +302,3 @@ class InferenceServer(Protocol):
 
     def is_ready(self, name: str, version: int = -1) -> bool:
         """Whether a model is ready."""
-
-    def is_decoupled(self, name: str, version: int = -1) -> bool:
-        """Whether a model may send any number of responses to a request.
-
-        Raises:
-            InferenceError: an unknown model or version, or not ready.
-        """

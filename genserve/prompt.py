@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
 
-from genserve.errors import InvalidRequest
+from genserve.errors import InvalidRequest, require
 
 __all__ = [
     "COMPLETION_TOKENS",
@@ -42,11 +42,11 @@ class Message:
     reasoning_content: str = ""     # the reasoning before the answer; the template decides what it shows
 
     def __post_init__(self) -> None:
-        _require(self.role in get_args(Role), "role", f"must be one of {', '.join(get_args(Role))}")
-        _require(isinstance(self.content, str), "content", "must be text")
-        _require(isinstance(self.reasoning_content, str), "reasoning_content", "must be text")
+        require(self.role in get_args(Role), "role", f"must be one of {', '.join(get_args(Role))}")
+        require(isinstance(self.content, str), "content", "must be text")
+        require(isinstance(self.reasoning_content, str), "reasoning_content", "must be text")
         may_reason = self.role == "assistant" or not self.reasoning_content
-        _require(may_reason, "reasoning_content", "is only for messages of the assistant")
+        require(may_reason, "reasoning_content", "is only for messages of the assistant")
 
     def as_dict(self) -> dict[str, str]:
         """Return the message as JSON and templates have it; `reasoning_content` only if there is any."""
@@ -70,7 +70,7 @@ class Chat:
 
     def __post_init__(self) -> None:
         _require_some_messages(len(self.messages))
-        _require(
+        require(
             not (self.continue_final_message and self.add_generation_prompt),
             "continue_final_message",
             "cannot be combined with add_generation_prompt",
@@ -107,9 +107,9 @@ def read_messages(messages: str | Sequence[Message | Mapping[str, str]]) -> tupl
 
 
 def _require_some_messages(number: int) -> None:
-    _require(number > 0, "messages", "must not be empty")
+    require(number > 0, "messages", "must not be empty")
     rule = f"has {number} messages; the limit is {MAX_CHAT_MESSAGES}"
-    _require(number <= MAX_CHAT_MESSAGES, "messages", rule)
+    require(number <= MAX_CHAT_MESSAGES, "messages", rule)
 
 
 def _read_message(message: Message | Mapping[str, str], index: int) -> Message:
@@ -117,7 +117,7 @@ def _read_message(message: Message | Mapping[str, str], index: int) -> Message:
         return message
     place = f"messages[{index}]"
     known = {"role", "content"} <= set(message) <= {"role", "content", "reasoning_content"}
-    _require(known, place, "must have the keys role and content")
+    require(known, place, "must have the keys role and content")
     try:
         return Message(**message)  # type: ignore[arg-type]  # it checks
     except InvalidRequest as error:
@@ -140,18 +140,13 @@ def read_prompts(prompts: Prompts) -> list[str] | list[list[int]]:
     items: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
     if items and all(_is_id(item) for item in items):
         items = [items]
-    _require(bool(items), "prompt", "is empty")
+    require(bool(items), "prompt", "is empty")
     if all(isinstance(item, str) for item in items):
         return items
     are_ids = all(isinstance(item, Sequence) and all(map(_is_id, item)) for item in items)
-    _require(are_ids, "prompt", "must be text, token ids, or a list of texts or of lists of token ids")
+    require(are_ids, "prompt", "must be text, token ids, or a list of texts or of lists of token ids")
     return [list(item) for item in items]
 
 
 def _is_id(item: object) -> bool:
     return isinstance(item, int) and not isinstance(item, bool)
-
-
-def _require(holds: bool, field: str, rule: str) -> None:  # noqa: FBT001  # reads as a sentence
-    if not holds:
-        raise InvalidRequest(f"{field} {rule}", field=field)

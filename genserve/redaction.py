@@ -86,7 +86,7 @@ def _patterns() -> tuple[re.Pattern[str], re.Pattern[str], re.Pattern[str]]:
     folders = {path for path in (*_repositories, *packages) if path.strip("./")}
     places = (*folders, temporary, str(Path.cwd()), *sys.path)
     tops = {path.split("/")[1] for path in places if path.strip("/") and path.startswith("/")}
-    uploads = rf"{re.escape(temporary)}/genserve-\w+"  # see `repository.upload`
+    uploads = rf"{re.escape(temporary)}/genserve-\w+"  # see `repository.load_request`
     known = f"(?P<folder>{uploads}|{_one_of(folders)})"
     part = r"[^\s/'\"`,;:()<>\[\]{}|]+"
     top = rf"/+(?P<top>{_one_of(tops)}|{_TOP_FOLDERS})(?![\w-])"

@@ -11,8 +11,7 @@ from typing import Any
 
 from genserve.client.openai_dialect import read_logprob
 from genserve.completion import Completion, Delta, FinishReason, TopTokens, Usage
-from genserve.sampling.param_table import DRAWING
-from genserve.sampling.sampling_params import SamplingParams
+from genserve.sampling.sampling_params import DRAW_PARAMETERS, PARAMETERS, SamplingParams
 
 __all__ = ["GenerateEvents", "read_completion", "request_body"]
 
@@ -21,12 +20,11 @@ def request_body(prompt: str, *, model: str | None, params: SamplingParams) -> d
     """Return the body of either route, without disabled parameters: TGI has no value for "disabled"."""
     changed = params.changed()
     changed.pop("logprobs", None)  # the details always have them
-    if "max_tokens" in changed:
-        changed["max_new_tokens"] = changed.pop("max_tokens")
-    if "top_logprobs" in changed:
-        changed["top_n_tokens"] = changed.pop("top_logprobs")
+    for name in ("max_tokens", "top_logprobs"):
+        if name in changed:
+            changed[str(PARAMETERS[name].tgi)] = changed.pop(name)
     if params.temperature == 0:  # TGI samples as soon as one of these is set, even without do_sample
-        changed = {name: value for name, value in changed.items() if name not in DRAWING}
+        changed = {name: value for name, value in changed.items() if name not in DRAW_PARAMETERS}
     parameters = {"details": True, "do_sample": params.temperature > 0, **changed}
     body = {"inputs": prompt, "parameters": parameters}
     return body if model is None else body | {"model": model}

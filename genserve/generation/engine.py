@@ -238,7 +238,7 @@ class Engine:
         for request, _ in outputs.answered:
             arrival = self._scheduler.arrival(request)
             self._paused.pause(request, arrival=arrival, now_s=now_s, step_s=now_s - started_s)
-        finished = [s for s in advanced if s.finished]
+        finished = [s for s in advanced if s.finish_reason is not None]
         self.remove([*failed, *finished, *(r for r, _ in outputs.answered), *expired])
         if expired:
             advanced += [s for s in expired if s not in outputs.generated and s not in failed]

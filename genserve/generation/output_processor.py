@@ -57,7 +57,7 @@ class DecodingLoops:
             GenserveError: the loop raised, awaited something else, or did not append a token.
         """
         self._advance(sequence, value)
-        if not sequence.finished and sequence.num_pending == 0:
+        if sequence.finish_reason is None and sequence.num_pending == 0:
             raise ModelFailed("the decoding loop waited again without appending a token")
 
     def drop(self, request: Request) -> None:

@@ -48,28 +48,22 @@ class StepTimes:
         self._prompt_token_s = 0.0
         self._drafted_token_s = 0.0
 
-    def note(self, *, num_decodes: int, num_prompt_tokens: int, num_drafted: int, seconds: float) -> None:
-        """Learn from a step, which has prompts or drafted tokens, but not both.
-
-        Args:
-            num_decodes: sequences with one token.
-            num_prompt_tokens: tokens of prompts.
-            num_drafted: drafted tokens.
-            seconds: how long it took.
-        """
-        if not num_decodes or seconds <= 0:
+    def note(self, step: SchedulerOutput, seconds: float) -> None:
+        """Learn how long a step took, which has prompts or drafted tokens, but not both."""
+        if not step.num_decodes or seconds <= 0:
             return
-        decode_s = self.decode_s(num_decodes)
-        if not num_prompt_tokens and not num_drafted:
-            self._decode_s[num_decodes] = _moving_average(self._decode_s.get(num_decodes, 0.0), seconds)
+        decode_s = self.decode_s(step.num_decodes)
+        if not step.num_prompt_tokens and not step.num_drafted:
+            average = self._decode_s.get(step.num_decodes, 0.0)
+            self._decode_s[step.num_decodes] = _moving_average(average, seconds)
             self._drafted_token_s *= 1 - _FORGIVEN
         elif decode_s is None:
             return
-        elif num_drafted:
-            token_s = max(seconds - decode_s, 0.0) / num_drafted
+        elif step.num_drafted:
+            token_s = max(seconds - decode_s, 0.0) / step.num_drafted
             self._drafted_token_s = _moving_average(self._drafted_token_s, token_s)
-        elif num_prompt_tokens >= _MEASURED_TOKENS:
-            token_s = max(seconds - decode_s, 0.0) / num_prompt_tokens
+        elif step.num_prompt_tokens >= _MEASURED_TOKENS:
+            token_s = max(seconds - decode_s, 0.0) / step.num_prompt_tokens
             self._prompt_token_s = _moving_average(self._prompt_token_s, token_s)
 
     def decode_s(self, num_decodes: int) -> float | None:
@@ -198,12 +192,7 @@ class Scheduler:
 
     def note_step(self, output: SchedulerOutput, seconds: float) -> None:
         """Learn how long a step took."""
-        self._times.note(
-            num_decodes=output.num_decodes,
-            num_prompt_tokens=output.num_prompt_tokens,
-            num_drafted=output.num_drafted,
-            seconds=seconds,
-        )
+        self._times.note(output, seconds)
 
     def schedule(self, *, num_held: int = 0) -> SchedulerOutput | None:
         """Choose the tokens of the next forward and allocate their blocks; None: there is nothing to compute.
@@ -214,17 +203,9 @@ class Scheduler:
         output = SchedulerOutput()
         prompts: list[Request] = []
         self._schedule_running(output, prompts)
-        num_places = max(0, self._max_num_seqs - num_held - sum(lead.num_seqs for lead in self._running))
-        budget = self._prompt_budget(output, num_prompts=len(prompts) + min(len(self._waiting), num_places))
-        num_sharing = 0
-        if self._waiting and not output.num_preempted:
-            num_sharing = self._admit(output, prompts, budget=budget, num_places=num_places)
-        if prompts:
-            # Of the waiting requests, some have started (a few as decodes) and some wait for a shared prefix.
-            num_others = min(len(self._waiting) - num_sharing, num_places - len(output.started))
-            budget = self._prompt_budget(output, num_prompts=len(prompts) + max(0, num_others))
-            self._schedule_prompts(output, prompts, budget=budget)
-        elif self._speculation is not None and output.num_decodes:
+        if prompts or self._waiting:
+            self._add_prompts(output, prompts, num_held=num_held)
+        if not prompts and self._speculation is not None and output.num_decodes:
             self._add_drafts(output, self._speculation)
         return output if output.requests else None
 
@@ -270,6 +251,20 @@ class Scheduler:
         for request in group:
             output.add(request, 1)
         output.num_decodes = len(output.requests)
+
+    def _add_prompts(self, output: SchedulerOutput, prompts: list[Request], *, num_held: int) -> None:
+        """Admit waiting requests, append them to the prompts, and schedule these."""
+        num_places = max(0, self._max_num_seqs - num_held - sum(lead.num_seqs for lead in self._running))
+        num_sharing = 0
+        if self._waiting and not output.num_preempted:
+            num_prompts = len(prompts) + min(len(self._waiting), num_places)
+            budget = self._prompt_budget(output, num_prompts=num_prompts)
+            num_sharing = self._admit(output, prompts, budget=budget, num_places=num_places)
+        if prompts:
+            # Of the waiting requests, some have started (a few as decodes) and some wait for a shared prefix.
+            num_others = min(len(self._waiting) - num_sharing, num_places - len(output.started))
+            budget = self._prompt_budget(output, num_prompts=len(prompts) + max(0, num_others))
+            self._schedule_prompts(output, prompts, budget=budget)
 
     def _add_drafts(self, output: SchedulerOutput, speculation: Speculation) -> None:
         """Draft tokens where the chance that they are accepted is worth the time that they take."""

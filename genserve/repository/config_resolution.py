@@ -18,10 +18,10 @@ from genserve.config.parse import ParsedConfig, inspect_message
 from genserve.config.schema import model_config, new_model_config
 from genserve.config.supported_fields import Role
 from genserve.repository.ensemble_rules import ensemble_diagnostics
-from genserve.repository.ensemble_steps import is_decoupled, role_of, text_stages
-from genserve.repository.index import ModelEntry, served_versions
+from genserve.repository.index import ModelEntry, is_decoupled, served_versions
 from genserve.repository.model_validation import model_diagnostics
 from genserve.repository.options import RepositoryOptions
+from genserve.repository.text_stages import role_of, text_stages
 from genserve.textmodel.logits_runtime import gpu_obstacle
 
 __all__ = ["ResolvedModel", "check_usable", "resolve_model", "with_config"]

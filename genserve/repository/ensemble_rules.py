@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from genserve.config.diagnostics import Diagnostic, Severity, nearest
 from genserve.config.model_config import EnsembleStep, ModelConfig, TensorSpec
 from genserve.errors import RepositoryError
-from genserve.repository.ensemble_steps import all_step_models, is_decoupled, step_models, text_stages
-from genserve.repository.index import ModelEntry, served_versions
+from genserve.repository.index import ModelEntry, all_step_models, is_decoupled, served_versions, step_models
+from genserve.repository.text_stages import text_stages
 from genserve.shapes import compatible, shape_text
 
 __all__ = ["EnsembleGraph", "TensorSignature", "ensemble_diagnostics"]
@@ -52,14 +52,14 @@ class TensorSignature:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnsembleGraph:
-    """The tensors of one ensemble.
+    """The tensors of one ensemble, by the maps of its steps.
 
     Attributes:
-        steps: in the order of the config, which means nothing.
-        inputs: what the request brings.
-        outputs: what the response takes.
-        made: what the request or a step makes.
-        used: what a step takes.
+        steps: in the order of the config, which has no meaning.
+        inputs: of the request.
+        outputs: of the response.
+        made: by the request or a step.
+        used: by a step.
     """
 
     steps: tuple[EnsembleStep, ...]
@@ -82,7 +82,7 @@ class EnsembleGraph:
         )
 
     def after(self, tensor: str) -> frozenset[str]:
-        """Return the tensors that cannot be made without this one."""
+        """Return the tensors that depend on this one."""
         found = {tensor}
         while True:
             more = {
@@ -96,7 +96,7 @@ class EnsembleGraph:
             found |= more
 
     def waiting_steps(self) -> list[EnsembleStep]:
-        """Return the steps that wait for each other, or for one that does; empty: there is no circle."""
+        """Return the steps of a cycle, and those that depend on them; empty: there is no cycle."""
         waiting = list(self.steps)
         while True:
             to_come = {tensor for step in waiting for tensor in step.output_map.values()} - self.inputs
@@ -106,12 +106,12 @@ class EnsembleGraph:
             waiting = still
 
     def mixing_steps(self, decoupled: Container[str]) -> Iterator[EnsembleStep | None]:
-        """Yield the steps whose inputs do not all follow the same responses; None: the outputs do not.
+        """Yield the steps whose inputs depend on different decoupled steps; None: the outputs do.
 
         Args:
-            decoupled: the models that give any number of responses.
+            decoupled: names of the decoupled models.
         """
-        # Which decoupled step's responses each tensor follows; 0: it comes once.
+        # The decoupled step on which each tensor depends; 0: none.
         source = dict.fromkeys(self.inputs, 0)
         waiting = list(self.steps)
         while ready := [step for step in waiting if source.keys() >= set(step.input_map.values())]:
@@ -127,9 +127,9 @@ class EnsembleGraph:
 
 
 def ensemble_diagnostics(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> Iterator[Diagnostic]:
-    """Yield what is wrong between an ensemble and the models of its steps; not what is wrong with those."""
+    """Yield the errors between an ensemble and the models of its steps, without those of the models."""
     if entry.config is None or not entry.config.ensemble_steps:
-        return  # which is a diagnostic of the config
+        return  # the rules of configs report it
     ensemble = _Ensemble(entry=entry, config=entry.config, entries=entries)
     yield from _limit(ensemble)
     yield from _steps(ensemble)
@@ -151,13 +151,13 @@ class _Ensemble:
 
     @property
     def steps(self) -> Iterator[tuple[str, int, EnsembleStep]]:
-        """Each step with its path and its number."""
+        """Each step with its path and its index."""
         for index, step in enumerate(self.config.ensemble_steps):
             yield f"ensemble_scheduling.step[{index}]", index, step
 
     @property
     def known_steps(self) -> Iterator[tuple[str, EnsembleStep, ModelConfig]]:
-        """Each step whose model's config can be read, with its path and that config."""
+        """Each step whose model has a readable config, with its path and that config."""
         for path, _, step in self.steps:
             model = self.entries.get(step.model_name)
             if model is not None and model.config is not None:
@@ -169,7 +169,7 @@ class _Ensemble:
 
 
 def _limit(ensemble: _Ensemble) -> Iterator[Diagnostic]:
-    """Yield a warning if there is a limit of what is on its way between stages of one engine."""
+    """Yield a warning if requests between the stages of a text model are limited."""
     if ensemble.config.max_inflight_requests and text_stages(ensemble.entry, ensemble.entries):
         yield ensemble.entry.parsed.diagnostic(
             Severity.WARNING,
@@ -181,7 +181,7 @@ def _limit(ensemble: _Ensemble) -> Iterator[Diagnostic]:
 
 
 def _steps(ensemble: _Ensemble) -> Iterator[Diagnostic]:
-    """Yield the steps that do not say what they must."""
+    """Yield the steps that lack a field."""
     for path, index, step in ensemble.steps:
         for field, value in (
             ("model_name", step.model_name),
@@ -200,7 +200,7 @@ def _steps(ensemble: _Ensemble) -> Iterator[Diagnostic]:
 
 
 def _graph(ensemble: _Ensemble) -> Iterator[Diagnostic]:
-    """Yield the tensors that are made by nobody or twice, or go nowhere."""
+    """Yield the tensors that are made twice or not at all, or not used."""
     graph = EnsembleGraph.of(ensemble.config)
     yield from _made_twice(ensemble)
     yield from _not_made(ensemble, graph)
@@ -267,7 +267,7 @@ def _not_used(ensemble: _Ensemble, graph: EnsembleGraph) -> Iterator[Diagnostic]
 
 
 def _waiting(ensemble: _Ensemble, graph: EnsembleGraph) -> Iterator[Diagnostic]:
-    """Yield one diagnostic if steps wait for each other."""
+    """Yield one error if steps depend on each other."""
     waiting = graph.waiting_steps()
     if not waiting:
         return
@@ -276,13 +276,13 @@ def _waiting(ensemble: _Ensemble, graph: EnsembleGraph) -> Iterator[Diagnostic]:
     yield ensemble.error(
         f"ensemble_scheduling.step[{graph.steps.index(waiting[0])}]",
         f"output '{min(tensors & graph.outputs or tensors)}' for ensemble '{ensemble.name}' is not written",
-        remedy=f"these steps wait for each other's tensors: {names}; the inputs of a step must come from "
+        remedy=f"these steps depend on each other: {names}; the inputs of a step must come from "
         "the ensemble or an earlier step",
     )
 
 
 def _models(ensemble: _Ensemble) -> Iterator[Diagnostic]:
-    """Yield the steps whose model, version or tensors are not there."""
+    """Yield the steps whose model, version or tensors do not exist."""
     for path, _, step in ensemble.steps:
         model = ensemble.entries.get(step.model_name)
         if model is None:
@@ -312,7 +312,7 @@ def _version(
     try:
         served = served_versions(model.config, model.versions)
     except RepositoryError:
-        return  # which is a diagnostic of the model
+        return  # the rules of the model report it
     if step.model_version not in served:
         yield ensemble.error(
             f"{path}.model_version",
@@ -370,13 +370,13 @@ def _outputs(
 
 
 def _unknown(mapped: Iterable[str], *, tensors: tuple[TensorSpec, ...]) -> list[str]:
-    """The names that no tensor has; a config without tensors leaves them to the model's file."""
+    """The names without a tensor; a config without tensors is completed from the model's file."""
     names = [spec.name for spec in tensors]
     return [name for name in mapped if names and name not in names]
 
 
 def _circle(ensemble: _Ensemble) -> Iterator[Diagnostic]:
-    """Yield one diagnostic if the ensemble is, over others, a step of itself."""
+    """Yield one error if the ensemble is a step of itself, by way of others."""
     for model in [ensemble.entry, *all_step_models(ensemble.entry, ensemble.entries)]:
         steps = model.config.ensemble_steps if model.config else ()
         if any(step.model_name == ensemble.name for step in steps):
@@ -390,9 +390,9 @@ def _circle(ensemble: _Ensemble) -> Iterator[Diagnostic]:
 
 
 def _consistency(ensemble: _Ensemble) -> Iterator[Diagnostic]:
-    """Yield the tensors of which two configs say different things."""
+    """Yield the tensors that two configs contradict each other about."""
     config = ensemble.config
-    said = {
+    signatures = {
         spec.name: TensorSignature.of(spec, config=config, dims=spec.model_dims)
         for spec in (*config.inputs, *config.outputs)
     }
@@ -406,7 +406,7 @@ def _consistency(ensemble: _Ensemble) -> Iterator[Diagnostic]:
                     continue
                 tensor = mapped[spec.name]
                 new = TensorSignature.of(spec, config=model, dims=spec.dims)
-                conflict = said.setdefault(tensor, new).conflict(new)
+                conflict = signatures.setdefault(tensor, new).conflict(new)
                 if conflict:
                     yield ensemble.error(
                         f"{path}.{field}",
@@ -417,7 +417,7 @@ def _consistency(ensemble: _Ensemble) -> Iterator[Diagnostic]:
 
 
 def _decoupling(ensemble: _Ensemble) -> Iterator[Diagnostic]:
-    """Yield the steps that would have to match responses of one decoupled step with those of another."""
+    """Yield the steps that combine the responses of different decoupled steps."""
     decoupled = {
         model.name
         for model in step_models(ensemble.entry, ensemble.entries)

@@ -1,9 +1,9 @@
-"""Index: which models a repository holds, read from its folders; nothing is loaded."""
+"""Index: the models of a repository, read from its folders; nothing is loaded."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,9 +11,19 @@ from genserve.config.backends import known_backends, version_folders
 from genserve.config.diagnostics import Diagnostic, Severity, first_error
 from genserve.config.model_config import LatestVersions, ModelConfig, SpecificVersions
 from genserve.config.parse import ParsedConfig, inspect_model_config, unreadable_config
-from genserve.errors import ConfigError, RepositoryError
+from genserve.errors import ConfigError, InferenceError, RepositoryError, Status
 
-__all__ = ["ModelEntry", "fingerprint", "links_out", "scan", "served_versions"]
+__all__ = [
+    "ModelEntry",
+    "all_step_models",
+    "fingerprint",
+    "is_decoupled",
+    "links_out",
+    "not_polled",
+    "scan",
+    "served_versions",
+    "step_models",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,11 +33,11 @@ class ModelEntry:
     name: str
     path: Path
     parsed: ParsedConfig                    # its config.pbtxt
-    wanted_version: int = -1                # that the step of an ensemble names; -1: the latest
+    wanted_version: int = -1                # of the step of an ensemble; -1: the latest
 
     @property
     def config(self) -> ModelConfig | None:
-        """What its config.pbtxt says; None: that cannot be read, `error` says why."""
+        """The values of its config.pbtxt; None: it cannot be read, see `error`."""
         return self.parsed.config
 
     @property
@@ -37,19 +47,19 @@ class ModelEntry:
 
     @property
     def is_ensemble(self) -> bool:
-        """Whether this model chains others."""
+        """Whether the model is an ensemble of others."""
         return self.config is not None and self.config.platform == "ensemble"
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """The version folders, ascending: those named by a number that does not begin with 0."""
+        """The versions that have a folder, ascending; see `version_folders`."""
         return tuple(version_folders(self.path))
 
     def latest_version(self) -> Path:
-        """Return the folder of the wanted version, or the highest that the version policy serves.
+        """Return the folder of `wanted_version`, or of the highest version that the policy serves.
 
         Raises:
-            RepositoryError: there is none, or it is not served.
+            RepositoryError: it does not exist, or is not served.
         """
         versions = self.versions
         if not versions:
@@ -73,21 +83,20 @@ def scan(
     backend_folders: Iterable[Path] = (),
     strict_paths: bool = False,
 ) -> dict[str, ModelEntry]:
-    """Read the folders of one or more repositories; hidden folders are passed over.
+    """Read the folders of one or more repositories, without hidden folders.
 
     Args:
         roots: the repositories.
-        config_name: `configs/<config_name>.pbtxt` is read in place of config.pbtxt where a model has it.
-        backend_folders: with backends that are written in Python.
-        strict_paths: whether a model that a link leads out of the roots from is an error; nothing of it is
-            read.
+        config_name: `configs/<config_name>.pbtxt` replaces config.pbtxt where it exists.
+        backend_folders: of backends written in Python.
+        strict_paths: a model with a link out of the roots is an error, and is not read.
 
     Returns:
-        The entries by name, in alphabetical order. A model whose config.pbtxt is broken is listed with its
-        diagnostics; so is one that two roots have, which is an error: nobody knows which is meant.
+        The entries by name, in alphabetical order. A model with a broken config.pbtxt is listed with its
+        diagnostics; a model in two roots is an error.
 
     Raises:
-        RepositoryError: a root is not a folder, or is itself a model; or `config_name` is not a name.
+        RepositoryError: a root is not a folder, or is a model; or `config_name` is a path.
     """
     if "/" in config_name or "\0" in config_name:
         raise RepositoryError(
@@ -112,10 +121,10 @@ def scan(
 
 
 def served_versions(config: ModelConfig, versions: Iterable[int]) -> tuple[int, ...]:
-    """Return which of the versions that are there a model's version policy serves, ascending.
+    """Return the versions that the version policy of a model serves, ascending.
 
     Raises:
-        RepositoryError: none.
+        RepositoryError: it serves none.
     """
     there = sorted(versions)
     match config.version_policy:
@@ -141,13 +150,13 @@ def _versions_remedy(there: list[int]) -> str:
 
 
 def links_out(folder: Path, roots: Iterable[Path]) -> list[Path]:
-    """Return the links by which a model's folder, or anything in it, leads out of the repositories.
+    """Return the links in a model's folder, or the folder itself, that lead out of the repositories.
 
-    A link to somewhere inside is followed, and what is there looked at, too.
+    Links to somewhere inside are followed.
 
     Args:
         folder: of the model.
-        roots: of the repositories, without links on their way.
+        roots: of the repositories, without links in their paths.
     """
     return list(_links_out(folder, tuple(map(str, roots)), seen=set()))
 
@@ -160,7 +169,7 @@ def _links_out(path: Path, roots: Sequence[str], *, seen: set[str]) -> Iterator[
         seen.add(real)
         try:
             parts = sorted(path.iterdir())
-        except OSError:     # nobody may look into it, and no backend will
+        except OSError:     # not readable, for backends neither
             return
         for part in parts:
             if part.is_symlink() or part.is_dir():
@@ -168,10 +177,9 @@ def _links_out(path: Path, roots: Sequence[str], *, seen: set[str]) -> Iterator[
 
 
 def fingerprint(path: Path) -> tuple[tuple[str, int, int], ...]:
-    """Return what changes when a model's folder does: each file's name, time of change in ns, and size.
+    """Return the name, modification time in ns and size of each file in a model's folder.
 
-    Folders count by name alone. Hidden files and the caches that Python writes beside a model.py do not
-    count.
+    Folders have a name only. Hidden files and the bytecode caches of Python are left out.
     """
     parts = (part for part in path.rglob("*") if _counts(part.relative_to(path)))
     return tuple(sorted(_trace(part, name=part.relative_to(path).as_posix()) for part in parts))
@@ -186,9 +194,9 @@ def _counts(part: Path) -> bool:
 def _trace(path: Path, *, name: str) -> tuple[str, int, int]:
     try:
         stat = path.stat()
-    except OSError:  # gone since it was listed, or a link to nowhere
+    except OSError:  # removed since it was listed, or a broken link
         return name, 0, -1
-    if path.is_dir():   # what is in one that is a link is not listed, but that it leads elsewhere now is seen
+    if path.is_dir():   # the content of a linked folder is not listed; its inode shows where the link leads
         return name, stat.st_ino if path.is_symlink() else 0, 0
     return name, stat.st_mtime_ns, stat.st_size
 
@@ -226,3 +234,35 @@ def _ambiguous(entry: ModelEntry, *, other: Path) -> ModelEntry:
         remedy=f"rename one of {entry.path} and {other}, or serve only one of the repositories",
     )
     return replace(entry, parsed=replace(entry.parsed, diagnostics=(diagnostic, *entry.parsed.diagnostics)))
+
+
+def step_models(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> list[ModelEntry]:
+    """Return the models of an ensemble's steps; those that do not exist are left out."""
+    steps = entry.config.ensemble_steps if entry.config else ()
+    return [entries[step.model_name] for step in steps if step.model_name in entries]
+
+
+def all_step_models(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> list[ModelEntry]:
+    """Return the models of the steps, and those of the steps of nested ensembles."""
+    found: dict[str, ModelEntry] = {}
+    waiting = step_models(entry, entries)
+    while waiting:
+        model = waiting.pop()
+        if model.name not in found:
+            found[model.name] = model
+            waiting += step_models(model, entries)
+    return list(found.values())
+
+
+def is_decoupled(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> bool:
+    """Whether a model is decoupled; an ensemble is if one of its steps is."""
+    return any(
+        model.config is not None and not model.is_ensemble and model.config.decoupled
+        for model in (entry, *all_step_models(entry, entries))
+    )
+
+
+def not_polled(name: str, *, remedy: str) -> InferenceError:
+    """Return Triton's error for a model without a folder, or with an invalid config."""
+    text = f"failed to load '{name}', failed to poll from model repository"
+    return InferenceError(text, status=Status.INTERNAL, remedy=remedy)

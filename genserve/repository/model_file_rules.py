@@ -1,7 +1,7 @@
-"""Model file rules: what is wrong with the files that a model is loaded from, opened as the load opens them.
+"""Model file rules: errors in the files of a model, which are opened as a load opens them.
 
-Nothing of a model is run. Of an ONNX graph no weights are read that lie beside it, and nothing is optimised;
-a TorchScript file is looked at as the archive that it is, without torch.
+No code of a model runs. An ONNX graph is not optimised, and its external weights are not read; a TorchScript
+file is opened as an archive, without torch.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from genserve.textmodel.runtimes.onnx_logits import check_logits_graph
 __all__ = ["content_diagnostics", "placeholder_diagnostics"]
 
 _POINTER = b"version https://git-lfs.github.com/spec/"
-_MAX_POINTER_BYTES = 1024   # by the specification of Git LFS
+_MAX_POINTER_BYTES = 1024   # by the Git LFS specification
 _NOT_IMPLEMENTED = "onnx runtime error 9:"      # an operator has no kernel on this device
 _TORCHSCRIPT_RECORDS = ("data.pkl", "constants.pkl", "version")
-_WEIGHTS = "data.pkl"         # what torch.save of a state_dict writes, too
+_WEIGHTS = "data.pkl"         # also written by torch.save of a state_dict
 
 
 def placeholder_diagnostics(folder: Path, *, backend: str, filename: str) -> Iterator[Diagnostic]:
-    """Yield the files of a version that stand for others, and the model's own if there is nothing in it.
+    """Yield the Git LFS pointers and unreadable files of a version, and its model file if that is empty.
 
     Args:
         folder: of the version.
         backend: of the model.
-        filename: what the model is loaded from: a file of the folder, or a folder of files.
+        filename: of the model: a file or a folder.
     """
     model = folder / filename
     files = sorted({*folder.glob("*"), *(model.rglob("*") if model.is_dir() else ())})
     for file in files:
-        # What else a model.py reads, only the model knows.
+        # Which other files a model.py reads is unknown.
         is_needed = backend != "python" or file == model
         try:
             if not file.is_file() or file.stat().st_size > _MAX_POINTER_BYTES:
@@ -54,14 +54,14 @@ def placeholder_diagnostics(folder: Path, *, backend: str, filename: str) -> Ite
             yield _diagnostic(
                 file,
                 f"{file.name} cannot be read: {error.strerror}",
-                remedy="let this user read it, or take it out of the version's folder",
+                remedy="make it readable for this user, or remove it from the version's folder",
                 severity=Severity.ERROR if file == model else Severity.WARNING,
             )
             continue
         if content.startswith(_POINTER):
             yield _diagnostic(
                 file,
-                f"{file.name} is a Git LFS pointer, not the file that it stands for",
+                f"{file.name} is a Git LFS pointer, not the file itself",
                 remedy="run `git lfs pull` in the repository",
                 severity=Severity.ERROR if is_needed else Severity.WARNING,
             )
@@ -70,12 +70,12 @@ def placeholder_diagnostics(folder: Path, *, backend: str, filename: str) -> Ite
 
 
 def content_diagnostics(entry: ModelEntry, config: ModelConfig, folder: Path) -> Iterator[Diagnostic]:
-    """Yield what a load would find in the files of a version.
+    """Yield the errors that a load would report for the files of a version.
 
     Args:
         entry: the model.
         config: its config, without errors.
-        folder: of the version; its files are there, and none is a placeholder.
+        folder: of the version; all files exist, and none is a placeholder.
     """
     file = folder / config.default_model_filename
     try:
@@ -88,17 +88,17 @@ def content_diagnostics(entry: ModelEntry, config: ModelConfig, folder: Path) ->
         elif config.backend == "tokenizer":
             Tokenizer.from_folder(folder)
     except MissingDependency as error:
-        message = f"it was not opened: {error.message}"
+        message = f"it was not validated: {error.message}"
         yield _diagnostic(file, message, remedy=error.remedy, severity=Severity.WARNING)
     except GenserveError as error:
         yield _diagnostic(file if file.exists() else folder, error.message, remedy=error.remedy)
-    except Exception as error:  # a library may raise anything of a damaged file, which hides no other model
+    except Exception as error:  # libraries raise any error for a damaged file
         message = f"{file.name} cannot be read: {error}"
         yield _diagnostic(file, message, remedy="copy or export it again")
 
 
 def _onnx_diagnostics(entry: ModelEntry, config: ModelConfig, file: Path) -> Iterator[Diagnostic]:
-    """Yield where the config says something else than the graph.
+    """Yield the contradictions between the config and the graph.
 
     Raises:
         RepositoryError: the graph cannot be opened.
@@ -107,7 +107,7 @@ def _onnx_diagnostics(entry: ModelEntry, config: ModelConfig, file: Path) -> Ite
         session = open_for_inspection(file)
     except RepositoryError as error:
         if num_gpus() and error.message.startswith(_NOT_IMPLEMENTED):
-            return      # the CPU cannot run it, and the GPU may
+            return      # the CPU cannot run it, but a GPU may
         raise
     try:
         match cache_kind(config):
@@ -124,19 +124,19 @@ def _onnx_diagnostics(entry: ModelEntry, config: ModelConfig, file: Path) -> Ite
 
 
 def _look_at_torchscript(config: ModelConfig, file: Path) -> None:
-    remedy = f"write {file.name} by torch.jit.save of a scripted or traced module"
+    remedy = f"save {file.name} with torch.jit.save of a scripted or traced module"
     try:
         with zipfile.ZipFile(file) as archive:
             names = [name.partition("/")[2] for name in archive.namelist()]
     except Exception as error:  # BadZipFile, NotImplementedError, UnicodeDecodeError, struct.error, ...
-        message = f"{file.name} is no TorchScript archive, or not all of one: {error}"
+        message = f"{file.name} is not a TorchScript archive, or is incomplete: {error}"
         raise _unloadable(config, message, remedy) from None
     missing = [name for name in _TORCHSCRIPT_RECORDS if name not in names]
     if not any(name.startswith("code/") for name in names):
         missing.append("code")
     if missing:
-        what = "holds weights without code" if _WEIGHTS in names else f"has no {', '.join(missing)}"
-        raise _unloadable(config, f"{file.name} is no TorchScript archive: it {what}", remedy)
+        problem = "holds weights without code" if _WEIGHTS in names else f"has no {', '.join(missing)}"
+        raise _unloadable(config, f"{file.name} is not a TorchScript archive: it {problem}", remedy)
 
 
 def _look_at_saved_model(config: ModelConfig, file: Path) -> None:
@@ -154,7 +154,7 @@ def _unloadable(config: ModelConfig, message: str, remedy: str) -> RepositoryErr
 
 
 def _config_diagnostic(entry: ModelEntry, error: RepositoryError) -> Diagnostic:
-    """Make a diagnostic at the field of the config that an error names, or else at the config's beginning."""
+    """Make a diagnostic at the field that an error names, or at the beginning of the config."""
     return entry.parsed.diagnostic(
         Severity.ERROR, error.field or "", error.message, remedy=error.remedy, at_load=True
     )

@@ -1,4 +1,4 @@
-"""Model lifecycle: loads, replaces and unloads models; why a load failed, in Triton's words."""
+"""Model lifecycle: loads, replaces and unloads models; the reasons of failed loads, in Triton's words."""
 
 from __future__ import annotations
 
@@ -8,30 +8,22 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from genserve.config.diagnostics import first_error
-from genserve.config.model_config import ModelConfig
 from genserve.errors import ConfigError, GenserveError, InferenceError, RepositoryError, Status
-from genserve.repository.config_resolution import check_usable, with_config
+from genserve.repository.config_resolution import check_usable
 from genserve.repository.ensemble_rules import ensemble_diagnostics
-from genserve.repository.ensemble_steps import (
-    TextStages,
-    all_step_models,
-    stage_owners,
-    step_models,
-    text_models,
-    text_stages,
-)
-from genserve.repository.index import ModelEntry, fingerprint, scan
+from genserve.repository.index import ModelEntry, all_step_models, fingerprint, not_polled, scan, step_models
+from genserve.repository.load_request import LoadRequest, Upload
 from genserve.repository.model_loader import ModelLoader, VersionFailed
 from genserve.repository.model_versions import ModelState, ModelTable, ModelVersion
 from genserve.repository.options import RepositoryOptions
-from genserve.repository.upload import Upload, refuse_code
+from genserve.repository.text_stages import TextStages, stage_owners, text_models, text_stages
 from genserve.textmodel.logits_config import is_logits_stage
 
-__all__ = ["ModelLifecycle", "load_error", "not_polled", "reason", "without_step"]
-
+__all__ = ["ModelLifecycle"]
 
 logger = logging.getLogger(__name__)
 
@@ -47,54 +39,37 @@ _STATUS_WORDS: Mapping[Status, str] = {
 }
 
 
-def load_error(name: str, failed: VersionFailed) -> InferenceError:
-    """Return what whoever asked for a model is told of a version that failed; log what is not ours."""
-    error = failed.error
-    if not isinstance(error, GenserveError):
-        logger.error("model %s failed to load", name, exc_info=error)
-    text = f"version {failed.version} is at UNAVAILABLE state: {reason(error)};\n"
-    remedy = str(error) if isinstance(error, ConfigError) else getattr(error, "remedy", "")
-    return InferenceError(f"load failed for model '{name}': {text}", remedy=remedy)
+@dataclass(slots=True, eq=False)
+class _Model:
+    """The state of one model.
 
+    Attributes:
+        lock: held while the model is loaded or unloaded.
+        is_requested: it was loaded for its own sake, not only as a step of an ensemble.
+        waits_for_steps: an ensemble, to be loaded once the models of all its steps are ready.
+        override: an ensemble with the config of a load request.
+        stages: the stages that the engine of this text model answers for.
+        loaded: the fingerprint of the folders that it was loaded from; None: it is not loaded, or with the
+            config of a load request.
+        polled: the fingerprint at the last poll.
+    """
 
-def reason(error: Exception) -> str:
-    """Return why a load failed, in Triton's form: its word for the code, and the message."""
-    if isinstance(error, InferenceError | RepositoryError):
-        text = error.text if isinstance(error, ConfigError) else error.message
-        return f"{_STATUS_WORDS[error.status]}: {text}"
-    if isinstance(error, GenserveError):
-        return f"Internal: {error.message}"
-    return f"Internal: {type(error).__name__}: {error}"
-
-
-def without_step(ensemble: str, step: ModelEntry, error: InferenceError) -> str:
-    """Return why an ensemble cannot be loaded, in Triton's words: the model of a step was not."""
-    start = f"load failed for model '{step.name}': "
-    if not error.message.startswith(start):     # it was not even taken up
-        return f"ensemble {ensemble} contains models that are not available or ambiguous: {step.name}\n"
-    what = "is not valid. Model '{}'" if step.is_ensemble else "has no loaded version. Model '{}' loading"
-    return (
-        f"ensemble '{ensemble}' depends on '{step.name}' which {what.format(step.name)} failed with error: "
-        f"{error.message.removeprefix(start)}"
-    )
-
-
-def not_polled(name: str, *, remedy: str) -> InferenceError:
-    """Return what whoever asked for a model is told that was not even taken up."""
-    text = f"failed to load '{name}', failed to poll from model repository"
-    return InferenceError(text, status=Status.INTERNAL, remedy=remedy)
-
-
-
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    is_requested: bool = False
+    waits_for_steps: bool = False
+    override: ModelEntry | None = None
+    stages: frozenset[str] = frozenset()
+    loaded: object = None
+    polled: object = None
 
 
 class ModelLifecycle:
-    """Loads and unloads; a model is changed by one call at a time, whoever calls.
+    """Loads and unloads models; a model is changed by one call at a time. Safe from any thread.
 
     Attributes:
-        entries: the folders as they were seen last; replaced, never changed.
+        entries: the folders at the last scan; replaced, never changed.
         text_models: the text models among them, with their stages.
-        errors: why a model that was to be loaded at the start, or since by polling, is not.
+        errors: of the models whose load at the start, or by polling, has failed.
     """
 
     def __init__(
@@ -110,22 +85,78 @@ class ModelLifecycle:
         self._options = options
         self._versions = versions
         self._loader = loader
-        self._locks: dict[str, threading.RLock] = {}    # of each model
-        self._asked: set[str] = set()                   # what was loaded for its own sake, not as a step
-        self._away: set[str] = set()                    # ensembles that come once all of their steps answer
-        self._brought_ensembles: dict[str, ModelEntry] = {}  # with the config that a load call brought
+        self._unloader = _Unloader(versions)
+        self._models: dict[str, _Model] = {}
         self._following = threading.Lock()
-        self._brought: dict[str, set[str]] = {}         # stages that answer too, by their ensemble
-        self._traces: dict[str, object] = {}            # of the folders of what is loaded
-        self._polled: dict[str, object] = {}            # of all folders, as the last poll saw them
-        self._retiring: set[threading.Thread] = set()
-        self._closed = False
         self.entries: Mapping[str, ModelEntry] = {}
         self.text_models: Mapping[str, TextStages] = {}
-        self.rescan()
+        self._scan()
 
-    def rescan(self) -> None:
-        """Read the folders again."""
+    def load(self, request: LoadRequest) -> None:
+        """Load a model; does nothing if it is loaded and its folder has not changed.
+
+        Raises:
+            InferenceError: it cannot be loaded; the old versions keep answering.
+        """
+        self._scan()
+        try:
+            entry, upload = request.resolve(self.entries, options=self._options)
+            self._load_with_steps(entry, is_override=bool(request.config_json), upload=upload)
+        except GenserveError as error:
+            _log_not_loaded(request.name, error)
+            raise
+        self._model(request.name).is_requested = True
+        self._follow_steps()
+
+    def load_noted(self, entry: ModelEntry) -> None:
+        """Load a model; if that fails, record the error in `errors`."""
+        with self._noting_errors(entry.name):
+            self._load_with_steps(entry)
+            self._model(entry.name).is_requested = True
+
+    def unload(self, name: str, *, dependents: bool) -> None:
+        """Begin to unload a model, and with `dependents` the models of its steps that nothing else needs."""
+        steps = {step for served in self._versions.of(name) for step in _steps(served)}
+        model = self._model(name)
+        model.is_requested = model.waits_for_steps = False
+        model.override = None
+        self._unload(name)
+        if dependents:
+            needed = {step for served in self._versions.served for step in _steps(served)}
+            for step in steps - needed:
+                if not self._model(step).is_requested:
+                    self._unload(step)
+        self._follow_steps()
+
+    def note_folders(self) -> None:
+        """Record the fingerprints of all folders, which `follow_folders` compares."""
+        for name, entry in self.entries.items():
+            self._model(name).polled = self._fingerprint(entry)
+
+    def follow_folders(self) -> None:
+        """Load new and changed models, unload removed ones."""
+        before = self.entries
+        self._scan()
+        for name in before.keys() - self.entries.keys():
+            self._unload(name)
+            self._model(name).polled = None
+        for name, entry in self.entries.items():
+            current = self._fingerprint(entry)
+            if current != self._model(name).polled:
+                self._model(name).polled = current
+                self.load_noted(entry)
+                if name in self.errors:
+                    logger.error("%s", self.errors[name])
+        self._follow_steps()
+
+    def close(self) -> None:
+        """Unload all models; blocks."""
+        self._unloader.is_closing = True
+        for name in dict.fromkeys(served.name for served in self._versions.served):
+            self._unload(name, timeout_s=0)
+        self._unloader.join()
+
+    def _scan(self) -> None:
         directory = self._options.backend_directory
         self.entries = scan(
             self._roots,
@@ -135,127 +166,34 @@ class ModelLifecycle:
         )
         self.text_models = text_models(self.entries)
 
-    def load(
-        self, name: str, *, config_json: str, files: Mapping[str, bytes] | None, allow_code: bool
-    ) -> None:
-        """Load a model, or load it anew if its folder has changed.
-
-        Args:
-            name: of the model.
-            config_json: in place of its config; empty: its own.
-            files: in place of its folder; None: its own.
-            allow_code: whether config and files may lead to code being run that the repository does not hold.
-
-        Raises:
-            InferenceError: it cannot be loaded; what served before goes on.
-        """
-        self.rescan()
-        try:
-            entry, upload = self._entry_to_load(name, config_json, files, allow_code=allow_code)
-            self._load_with_steps(entry, is_brought=bool(config_json), upload=upload)
-        except GenserveError as error:
-            _log_not_loaded(name, error)
-            raise
-        self._asked.add(name)
-        self._follow_steps()
-
-    def _entry_to_load(
-        self, name: str, config_json: str, files: Mapping[str, bytes] | None, *, allow_code: bool
-    ) -> tuple[ModelEntry, Upload | None]:
-        """Return the model that a load call means, and the folder of the files that came with it."""
-        if files:
-            if not config_json:
-                raise not_polled(name, remedy="send the model's config as JSON along with its files")
-            upload = Upload(name, files)
-            entry: ModelEntry | None = scan([upload.root])[name]
-        else:
-            upload, entry = None, self.entries.get(name)
-        if entry is None:
-            raise not_polled(name, remedy="there is no folder of this name in the repository")
-        if config_json:
-            try:
-                entry = with_config(entry, config_json, options=self._options)
-                if not allow_code:
-                    refuse_code(entry, is_uploaded=upload is not None)
-            except RepositoryError as error:
-                raise not_polled(name, remedy=str(error)) from error
-        return entry, upload
-
-    def load_noted(self, entry: ModelEntry) -> None:
-        """Load a model; if it fails, note it in `errors`."""
-        with self._noting_errors(entry.name):
-            self._load_with_steps(entry)
-            self._asked.add(entry.name)
-
-    def unload(self, name: str, *, dependents: bool) -> None:
-        """Begin to unload a model, and with `dependents` the steps that nothing else needs."""
-        steps = {step for served in self._versions.of(name) for step in _steps(served)}
-        self._asked.discard(name)
-        self._away.discard(name)
-        self._brought_ensembles.pop(name, None)
-        self._unload(name)
-        if dependents:
-            needed = {step for served in self._versions.served for step in _steps(served)}
-            for step in steps - needed - self._asked:
-                self._unload(step)
-        self._follow_steps()
-
-    def note_folders(self) -> None:
-        """Remember how the folders are now: what changes from here on, `follow_folders` follows."""
-        self._polled = {name: self._trace(entry) for name, entry in self.entries.items()}
-
-    def follow_folders(self) -> None:
-        """Load what is new or has changed, unload what is gone."""
-        before = self.entries
-        self.rescan()
-        for name in before.keys() - self.entries.keys():
-            self._unload(name)
-            self._polled.pop(name, None)
-        for name, entry in self.entries.items():
-            trace = self._trace(entry)
-            if trace != self._polled.get(name):
-                self._polled[name] = trace
-                self.load_noted(entry)
-                if name in self.errors:
-                    logger.error("%s", self.errors[name])
-        self._follow_steps()
-
-    def close(self) -> None:
-        """Unload everything, and wait for it."""
-        self._closed = True
-        for name in dict.fromkeys(served.name for served in self._versions.served):
-            self._unload(name, timeout_s=0)
-        for thread in list(self._retiring):
-            thread.join()
+    def _model(self, name: str) -> _Model:
+        return self._models.setdefault(name, _Model())
 
     def _follow_steps(self) -> None:
-        """Unload the ensembles of which a step's model does not answer, and load those away of which all do.
+        """Unload the ensembles with a step that is not ready; load waiting ones whose steps all are.
 
-        As Triton does. Not to be called with the lock of a model.
+        As in Triton. Not to be called with the lock of a model.
         """
         with self._following:
-            while torn := [served.name for served in self._graphs() if not self._all_answer(served.config)]:
-                self._away.update(torn)
+            while torn := [served.name for served in self._versions.served if self._lacks_step(served)]:
                 for name in torn:
+                    self._model(name).waits_for_steps = True
                     self._unload(name)
-            while whole := [entry for entry in self._entries_away() if self._all_answer(entry.config)]:
+            while whole := [entry for entry in self._waiting() if self._versions.has_steps(entry.config)]:
                 for entry in whole:
-                    self._away.discard(entry.name)
+                    model = self._model(entry.name)
+                    model.waits_for_steps = False
                     with self._noting_errors(entry.name):
-                        self._load_with_steps(entry, is_brought=entry.name in self._brought_ensembles)
+                        self._load_with_steps(entry, is_override=model.override is not None)
 
-    def _graphs(self) -> list[ModelVersion]:
-        served = self._versions.served
-        return [each for each in served if each.config.ensemble_steps and each.text_model is None]
+    def _waiting(self) -> list[ModelEntry]:
+        """Return the ensembles that wait for their steps."""
+        waiting = [(name, model) for name, model in list(self._models.items()) if model.waits_for_steps]
+        found = [model.override or self.entries.get(name) for name, model in waiting]
+        return [entry for entry in found if entry is not None]
 
-    def _entries_away(self) -> list[ModelEntry]:
-        entries = {**self.entries, **self._brought_ensembles}
-        return [entry for name, entry in entries.items() if name in self._away]
-
-    def _all_answer(self, config: ModelConfig | None) -> bool:
-        """Whether the models of all steps do."""
-        steps = config.ensemble_steps if config else ()
-        return all(self._versions.get(step.model_name, step.model_version) for step in steps)
+    def _lacks_step(self, served: ModelVersion) -> bool:
+        return served.text_model is None and not self._versions.has_steps(served.config)
 
     @contextmanager
     def _noting_errors(self, name: str) -> Iterator[None]:
@@ -267,44 +205,45 @@ class ModelLifecycle:
             _log_not_loaded(name, self.errors[name])
 
     def _load_with_steps(
-        self, asked: ModelEntry, *, is_brought: bool = False, upload: Upload | None = None
+        self, requested: ModelEntry, *, is_override: bool = False, upload: Upload | None = None
     ) -> None:
-        """Load a model; an ensemble after those of its steps that do not answer yet.
+        """Load a model; an ensemble after the models of its steps that are not ready.
 
         Args:
-            asked: the model; if it is a stage of a generation model, that is loaded.
-            is_brought: whether its config came with the call; the next call reads the folder again.
-            upload: the folder that it is from, if its files came with the call too.
+            requested: the model; a stage of a text model loads the text model.
+            is_override: its config is that of a load request; the next one reads the folder again.
+            upload: the folder of the files of the load request, if it has any.
         """
-        entries = {**self.entries, asked.name: asked}
-        entry = entries.get(stage_owners(self.text_models).get(asked.name, ""), asked)
-        trace = self._trace(entry)
+        entries = {**self.entries, requested.name: requested}
+        entry = entries.get(stage_owners(self.text_models).get(requested.name, ""), requested)
+        current = self._fingerprint(entry)
         started_s = time.monotonic()
-        with self._lock_of(entry.name):
-            together = (entry.name, *self._brought.get(entry.name, ()))
-            is_as_loaded = self._traces.get(entry.name) == trace and all(map(self._versions.of, together))
-            if is_as_loaded and not is_brought:
+        model = self._model(entry.name)
+        with model.lock:
+            together = {entry.name, *model.stages}
+            is_loaded = model.loaded == current and all(map(self._versions.of, together))
+            if is_loaded and not is_override:
                 return
-            for model in {asked.name: asked, entry.name: entry}.values():
-                _refuse_unusable(model, entries)
+            for each in {requested.name: requested, entry.name: entry}.values():
+                _reject_unusable(each, entries)
             self._check_loadable(entry, entries, is_uploaded=upload is not None)
             fresh = self._load_or_note(entry, entries, upload)
             names = {served.name for served in fresh}
-            for name in {*together, *names}:
+            for name in together | names:
                 old = self._versions.put(name, [served for served in fresh if served.name == name])
-                self._retire(old, timeout_s=self._options.exit_timeout_s)
-            self._brought[entry.name] = names - {entry.name}
+                self._unloader.unload(old, timeout_s=self._options.exit_timeout_s)
+            model.stages = frozenset(names - {entry.name})
             _log_loaded(entry.name, fresh, seconds=time.monotonic() - started_s)
-            self._traces[entry.name] = None if is_brought else trace
-            self._brought_ensembles.pop(entry.name, None)
-            if is_brought and asked.is_ensemble:
-                self._brought_ensembles[asked.name] = asked
+            model.loaded = None if is_override else current
+            model.override = None
+            if is_override and requested.is_ensemble:
+                self._model(requested.name).override = requested
             self.errors.pop(entry.name, None)
 
     def _check_loadable(
         self, entry: ModelEntry, entries: Mapping[str, ModelEntry], *, is_uploaded: bool
     ) -> None:
-        """Refuse a text model that a load request breaks; load what the steps of another ensemble need."""
+        """Reject a text model that a load request breaks; load the missing steps of another ensemble."""
         in_engine = entry.name in self.text_models or is_logits_stage(entry.config)
         is_broken = entry.name in self.text_models and not text_stages(entry, entries)
         if is_broken or (in_engine and is_uploaded):
@@ -315,10 +254,10 @@ class ModelLifecycle:
             )
         if entry.name not in self.text_models:
             self._load_missing_steps(entry)
-        _refuse_unfit(entry, entries)
+        _reject_unfit(entry, entries)
 
     def _load_missing_steps(self, entry: ModelEntry) -> None:
-        """Load the models of an ensemble's steps that do not answer: all, even if one of them fails."""
+        """Load the models of an ensemble's steps that are not ready: all, even if one of them fails."""
         failures: list[tuple[ModelEntry, InferenceError]] = []
         for step in self._missing_steps(entry):
             try:
@@ -326,13 +265,13 @@ class ModelLifecycle:
             except InferenceError as error:
                 failures.append((step, error))
         if failures:
-            self._away.add(entry.name)
+            self._model(entry.name).waits_for_steps = True
             step, failure = failures[0]
-            text = f"load failed for model '{entry.name}': {without_step(entry.name, step, failure)}"
+            text = f"load failed for model '{entry.name}': {_step_failed(entry.name, step, failure)}"
             raise InferenceError(text, remedy=failure.remedy) from (failure.__cause__ or failure)
 
     def _missing_steps(self, entry: ModelEntry) -> Iterator[ModelEntry]:
-        """Yield those models of steps that do not answer, but for the ones that lead back to the ensemble."""
+        """Yield the models of steps that are not ready, without those that depend on the ensemble itself."""
         for step in step_models(entry, self.entries):
             below = {step.name, *(model.name for model in all_step_models(step, self.entries))}
             if not self._versions.of(step.name) and entry.name not in below:
@@ -342,70 +281,82 @@ class ModelLifecycle:
         self, entry: ModelEntry, entries: Mapping[str, ModelEntry], upload: Upload | None
     ) -> list[ModelVersion]:
         """Load a model; if that fails, the old versions keep answering, and the index has the reason."""
-        version = (entry.versions or (1,))[-1]
-        serves = bool(self._versions.of(entry.name))
+        name, version = entry.name, (entry.versions or (1,))[-1]
+        serves = bool(self._versions.of(name))
         if not serves:
-            self._versions.set_state(entry.name, version, ModelState.LOADING)
+            self._versions.set_state(name, version, ModelState.LOADING)
         try:
             return self._loader.load(entry, entries, upload=upload)
         except Exception as error:
             failed = error if isinstance(error, VersionFailed) else VersionFailed(error, version=version)
         if not serves:
-            self._versions.set_state(
-                entry.name, failed.version, ModelState.UNAVAILABLE, reason=reason(failed.error)
-            )
+            reason = _reason(failed.error)
+            self._versions.set_state(name, failed.version, ModelState.UNAVAILABLE, reason=reason)
             for other in failed.others:
-                self._versions.set_state(entry.name, other, ModelState.UNAVAILABLE, reason="unloaded")
-        raise load_error(entry.name, failed) from failed.error
+                self._versions.set_state(name, other, ModelState.UNAVAILABLE, reason="unloaded")
+        raise _load_error(name, failed) from failed.error
 
     def _unload(self, name: str, *, timeout_s: float | None = None) -> None:
-        with self._lock_of(name):
-            for model in (name, *self._brought.pop(name, ())):
-                self._retire(self._versions.put(model, ()), timeout_s=timeout_s)
-            self._traces.pop(name, None)
+        timeout_s = self._options.exit_timeout_s if timeout_s is None else timeout_s
+        model = self._model(name)
+        with model.lock:
+            for each in (name, *model.stages):
+                self._unloader.unload(self._versions.put(each, ()), timeout_s=timeout_s)
+            model.stages = frozenset()
+            model.loaded = None
             self.errors.pop(name, None)
 
-    def _retire(self, old: list[ModelVersion], *, timeout_s: float | None) -> None:
-        """Let versions that nobody can find any more end their requests, on a thread, and close them."""
-        keys = [(served.name, served.version) for served in old]
-        self._note_gone(keys, ModelState.UNLOADING)
-
-        started_s = time.monotonic()
-
-        def close() -> None:
-            until_s = time.monotonic() + (self._options.exit_timeout_s if timeout_s is None else timeout_s)
-            while old:
-                served = old.pop()
-                served.close(timeout_s=max(0.0, until_s - time.monotonic()))
-            if not self._closed:
-                gc.collect()  # a model's weights are often in a cycle with it
-            self._note_gone(keys, ModelState.UNAVAILABLE, reason="unloaded")
-            text = ", ".join(f"{name} version {version}" for name, version in keys)
-            logger.info("unloaded in %.1f s: %s", time.monotonic() - started_s, text)
-            self._retiring.discard(thread)
-
-        if old:
-            thread = threading.Thread(target=close, name=f"unload-{old[0].name}", daemon=True)
-            self._retiring.add(thread)
-            thread.start()
-
-    def _note_gone(self, keys: Iterable[tuple[str, int]], state: ModelState, *, reason: str = "") -> None:
-        """Note where versions stand, but for those in whose place another answers."""
-        for name, version in keys:
-            if version not in [served.version for served in self._versions.of(name)]:
-                self._versions.set_state(name, version, state, reason=reason)
-
-    def _trace(self, entry: ModelEntry) -> object:
-        """Return what changes when a model's files do; those of its stages are a generation model's too.
-
-        Of the steps of an ensemble, the configs: with them it may begin to fit, or fit no more.
-        """
+    def _fingerprint(self, entry: ModelEntry) -> object:
+        """Return a value that changes with the files of a model and its stages, or the configs of steps."""
         stages = self.text_models.get(entry.name, {})
         steps = {model.name: model.parsed.message for model in step_models(entry, self.entries)}
         return [fingerprint(model.path) for model in (entry, *stages.values())], steps
 
-    def _lock_of(self, name: str) -> threading.RLock:
-        return self._locks.setdefault(name, threading.RLock())
+
+class _Unloader:
+    """Closes replaced versions on threads, once their requests have ended.
+
+    Attributes:
+        is_closing: the process is about to exit.
+    """
+
+    def __init__(self, versions: ModelTable) -> None:
+        self.is_closing = False
+        self._versions = versions
+        self._threads: set[threading.Thread] = set()
+
+    def unload(self, old: list[ModelVersion], *, timeout_s: float) -> None:
+        """Close versions that are no longer in the table; does not block."""
+        keys = [(served.name, served.version) for served in old]
+        self._set_state(keys, ModelState.UNLOADING)
+        started_s = time.monotonic()
+
+        def close() -> None:
+            while old:
+                remaining_s = started_s + timeout_s - time.monotonic()
+                old.pop().close(timeout_s=max(0.0, remaining_s))
+            if not self.is_closing:
+                gc.collect()  # a model's weights are often in a reference cycle with it
+            self._set_state(keys, ModelState.UNAVAILABLE, reason="unloaded")
+            text = ", ".join(f"{name} version {version}" for name, version in keys)
+            logger.info("unloaded in %.1f s: %s", time.monotonic() - started_s, text)
+            self._threads.discard(thread)
+
+        if old:
+            thread = threading.Thread(target=close, name=f"unload-{old[0].name}", daemon=True)
+            self._threads.add(thread)
+            thread.start()
+
+    def join(self) -> None:
+        """Wait until all versions are closed."""
+        for thread in list(self._threads):
+            thread.join()
+
+    def _set_state(self, keys: Iterable[tuple[str, int]], state: ModelState, *, reason: str = "") -> None:
+        """Set the state of versions, except those that another one has replaced."""
+        for name, version in keys:
+            if self._versions.get(name, version) is None:
+                self._versions.set_state(name, version, state, reason=reason)
 
 
 def _log_loaded(name: str, fresh: Iterable[ModelVersion], *, seconds: float) -> None:
@@ -417,16 +368,16 @@ def _log_not_loaded(name: str, error: GenserveError) -> None:
     logger.error("model %s is not loaded: %s", name, error)
 
 
-def _refuse_unusable(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> None:
-    """Refuse a config that Triton does not even take up: the model gets no version in the index."""
+def _reject_unusable(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> None:
+    """Reject a config that Triton rejects before it loads: the model gets no version in the index."""
     try:
         check_usable(entry, entries)
     except RepositoryError as error:
         raise not_polled(entry.name, remedy=str(error)) from error
 
 
-def _refuse_unfit(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> None:
-    """Refuse an ensemble that does not fit the models of its steps: it gets no version in the index."""
+def _reject_unfit(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> None:
+    """Reject an ensemble that does not fit the models of its steps: it gets no version in the index."""
     error = first_error(ensemble_diagnostics(entry, entries))
     if error is not None:
         text = f"load failed for model '{entry.name}': {error.text}\n"
@@ -435,3 +386,35 @@ def _refuse_unfit(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> None:
 
 def _steps(served: ModelVersion) -> list[str]:
     return [step.model_name for step in served.config.ensemble_steps]
+
+
+def _load_error(name: str, failed: VersionFailed) -> InferenceError:
+    """Return the error of a load for the requester; log an unexpected one."""
+    error = failed.error
+    if not isinstance(error, GenserveError):
+        logger.error("model %s failed to load", name, exc_info=error)
+    text = f"version {failed.version} is at UNAVAILABLE state: {_reason(error)};\n"
+    remedy = str(error) if isinstance(error, ConfigError) else getattr(error, "remedy", "")
+    return InferenceError(f"load failed for model '{name}': {text}", remedy=remedy)
+
+
+def _reason(error: Exception) -> str:
+    """Return the reason of a failed load, in Triton's form: its word for the status, and the message."""
+    if isinstance(error, InferenceError | RepositoryError):
+        text = error.text if isinstance(error, ConfigError) else error.message
+        return f"{_STATUS_WORDS[error.status]}: {text}"
+    if isinstance(error, GenserveError):
+        return f"Internal: {error.message}"
+    return f"Internal: {type(error).__name__}: {error}"
+
+
+def _step_failed(ensemble: str, step: ModelEntry, error: InferenceError) -> str:
+    """Return the reason of a failed load of an ensemble, in Triton's words: a step's model has failed."""
+    start = f"load failed for model '{step.name}': "
+    if not error.message.startswith(start):     # it was not polled
+        return f"ensemble {ensemble} contains models that are not available or ambiguous: {step.name}\n"
+    clause = "is not valid. Model '{}'" if step.is_ensemble else "has no loaded version. Model '{}' loading"
+    return (
+        f"ensemble '{ensemble}' depends on '{step.name}' which {clause.format(step.name)} failed with error: "
+        f"{error.message.removeprefix(start)}"
+    )

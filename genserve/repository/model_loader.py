@@ -19,11 +19,11 @@ from genserve.inference_statistics import ModelStatistics
 from genserve.repository.config_resolution import ResolvedModel, resolve_model
 from genserve.repository.ensemble import Ensemble
 from genserve.repository.index import ModelEntry
-from genserve.repository.instances import Instances, group_placements
+from genserve.repository.load_request import Upload
 from genserve.repository.model_versions import ModelRuntime, ModelTable, ModelVersion
 from genserve.repository.options import RepositoryOptions
 from genserve.repository.response_cache import ResponseCache
-from genserve.repository.upload import Upload
+from genserve.schedulers.model_instance import ModelInstances, group_placements
 from genserve.schedulers.queue_scheduler import make_scheduler
 from genserve.schedulers.rate_limiter import RateLimiter, ResourcePermit
 from genserve.textmodel.decoder_stage import DecoderInference
@@ -198,7 +198,7 @@ class ModelLoader:
     def _config_of(self, step: EnsembleStep) -> ModelConfig:
         return self.versions.find(step.model_name, step.model_version).config
 
-    def _instances(self, model: ResolvedModel, version: int, statistics: ModelStatistics) -> Instances:
+    def _instances(self, model: ResolvedModel, version: int, statistics: ModelStatistics) -> ModelInstances:
         config = model.config
         backend = find_backend(config.backend, backend_directory=self.options.backend_directory)
         source = ModelSource(
@@ -232,7 +232,7 @@ class ModelLoader:
         except RepositoryError:
             _withdraw(permits)
             raise
-        return Instances(
+        return ModelInstances(
             start,
             placements=[placement for _, placement in groups_and_places],
             scheduler=scheduler,

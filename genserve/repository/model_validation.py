@@ -1,4 +1,4 @@
-"""Model validation: all diagnostics of a model in a repository: of its config, sizes, files and steps."""
+"""Model validation: all diagnostics of a model in a repository: config, sizes, files and steps."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from genserve.config.parameter_rules import byte_size
 from genserve.config.supported_fields import Role
 from genserve.errors import RepositoryError, Status
 from genserve.repository.ensemble_rules import ensemble_diagnostics
-from genserve.repository.ensemble_steps import role_of, stage_owners, text_models
 from genserve.repository.index import ModelEntry, links_out, scan, served_versions
 from genserve.repository.model_file_rules import content_diagnostics, placeholder_diagnostics
+from genserve.repository.text_stages import role_of, stage_owners, text_models
 from genserve.tensor import DataType
 from genserve.textmodel.logits_config import CacheKind, cache_kind, context_length
 from genserve.textmodel.plugin_rules import decodes, plugin_diagnostics
@@ -28,20 +28,20 @@ from genserve.textmodel.stage_rules import DRAFT_PARAMETERS, draft_diagnostics, 
 __all__ = ["accept", "model_diagnostics", "repository_diagnostics", "size_diagnostics"]
 
 
-# More than anybody has use for, and still quickly made.
-_MAX_INSTANCES = 4096           # each is a thread, or a process
-_MAX_SEQUENCES = 2**20          # at a time, of all instances
+# More than anyone needs, and still quickly allocated.
+_MAX_INSTANCES = 4096           # each is a thread or a process
+_MAX_SEQUENCES = 2**20          # concurrent, of all instances
 _MAX_PRIORITY_LEVELS = 2**16    # each has a queue
-_STRING_BYTES = 64              # of an empty one in an array, roughly
+_STRING_BYTES = 64              # of an empty string in an array, roughly
 
 
 def size_diagnostics(entry: ModelEntry, config: ModelConfig, role: Role | None) -> Iterator[Diagnostic]:
-    """Yield the sizes that are too large.
+    """Yield the sizes that this machine has no memory for, before they are allocated.
 
     Args:
         entry: the model.
         config: its config.
-        role: what it is to a text model.
+        role: in a text model; None: none.
     """
     is_logits = role in (Role.LOGITS, Role.LOGITS_WITHOUT_CACHE)    # an engine runs its sequences
     yield from _instances(entry, config)
@@ -95,25 +95,25 @@ def _sequences(entry: ModelEntry, config: ModelConfig, *, is_logits: bool) -> It
 
 
 def _kv_cache(entry: ModelEntry, config: ModelConfig, *, available: int) -> Iterator[Diagnostic]:
-    """Yield a warning if the bound of a KV cache in the host's memory bounds nothing."""
+    """Yield a warning if the limit of a KV cache exceeds the memory of the host."""
     asked = byte_size(config.parameters.get("kv_cache_bytes", "")) or 0
     if asked > available and not num_gpus():
         yield entry.parsed.diagnostic(
             Severity.WARNING,
             "parameters",
-            f"kv_cache_bytes is {asked}; this machine has {available} bytes, and a cache that grows beyond "
-            "them ends the server",
-            remedy="write less, or leave it out: half of what is free at the load",
+            f"kv_cache_bytes is {asked}; this machine has {available} bytes, and a larger cache "
+            "ends the server",
+            remedy="write less, or leave it out: the default is half of the free memory",
             key="kv_cache_bytes",
         )
 
 
 def _needs(config: ModelConfig, *, is_logits: bool) -> Iterator[tuple[str, str, int]]:
-    """Yield the path of a field, what is made by it, and how many bytes that takes."""
+    """Yield the path of a field, the name of what is allocated for it, and its bytes."""
     for index, sample in enumerate(config.warmups):
         num_bytes = sum(_num_bytes(spec.data_type, spec.dims) for spec in sample.inputs) * sample.batch_size
         yield f"model_warmup[{index}]", f"warmup sample '{sample.name}'", num_bytes
-    if not is_logits:   # whose states are the KV cache
+    if not is_logits:   # the states of a logits stage are its KV cache
         states = config.sequence_batching.states if config.sequence_batching else ()
         for index, state in enumerate(states):
             dims = state.dims if state.initial_state is None else state.initial_state.dims
@@ -130,7 +130,7 @@ def _needs(config: ModelConfig, *, is_logits: bool) -> Iterator[tuple[str, str, 
         try:
             longest = context_length(config)
         except RepositoryError:
-            return      # which is a diagnostic of the parameters
+            return      # the rules of parameters report it
         what = f"the token ids of {max_num_seqs} sequences of {longest} tokens"
         yield "parameters", what, max_num_seqs * longest * 8
 
@@ -138,7 +138,7 @@ def _needs(config: ModelConfig, *, is_logits: bool) -> Iterator[tuple[str, str, 
 def _num_bytes(data_type: str, dims: Sequence[int]) -> int:
     try:
         itemsize = DataType.from_config_name(data_type).itemsize or _STRING_BYTES
-    except KeyError:    # which is a diagnostic of the tensor
+    except KeyError:    # the rules of tensors report it
         itemsize = 1
     return math.prod(max(1, dim) for dim in dims) * itemsize
 
@@ -149,9 +149,9 @@ def _diagnostic(entry: ModelEntry, path: str, message: str, *, remedy: str) -> D
 
 logger = logging.getLogger(__name__)
 
-# What is meant as the folder of a version, rightly named or not.
+# Names that look like a version.
 _VERSION_LIKE = re.compile(r"(v|ver|version)?[-_. ]?(?P<number>\d+)([._]\d+)*", re.IGNORECASE)
-# The backends whose models are files, and those that need a second one.
+# The backends whose models are files, and their further files.
 _WITH_FILES = ("onnxruntime", "python", "pytorch", "tensorflow", "tokenizer")
 _MORE_FILES = {"tokenizer": ("tokenizer_config.json",)}
 _BRINGS_FILES = "add the file; `genserve pull` and `genserve export` make those of exported models"
@@ -160,12 +160,12 @@ _BRINGS_FILES = "add the file; `genserve pull` and `genserve export` make those 
 def repository_diagnostics(
     roots: Iterable[Path], *, config_name: str = "", backend_folders: Iterable[Path] = ()
 ) -> dict[str, tuple[Diagnostic, ...]]:
-    """Return the diagnostics of each model of one or more repositories, by name; an empty tuple: none.
+    """Return the diagnostics of each model of one or more repositories, by name; empty: none.
 
     Args:
-        roots: see `scan`, as for the others.
-        config_name: of the configs to take where a model has more than one.
-        backend_folders: with backends that are written in Python.
+        roots: see `scan`, also for the other arguments.
+        config_name: of the configs of models with more than one.
+        backend_folders: of backends written in Python.
 
     Raises:
         RepositoryError: a root is not a folder.
@@ -176,7 +176,7 @@ def repository_diagnostics(
     found: dict[str, tuple[Diagnostic, ...]] = {}
     for name, entry in entries.items():
         diagnostics = model_diagnostics(entry, entries)
-        # A file that is missing or a config that is wrong would be told of twice.
+        # A missing file or a wrong config would be reported twice.
         opened = () if first_error(diagnostics) else _content_diagnostics(entry)
         links = _link_diagnostics(entry, real_roots)
         found[name] = (*diagnostics, *_source_diagnostics(entry), *opened, *links)
@@ -184,7 +184,7 @@ def repository_diagnostics(
 
 
 def accept(diagnostics: Iterable[Diagnostic]) -> None:
-    """Raise the first error among the diagnostics of what is to be loaded, or else log its warnings.
+    """Raise the first error among the diagnostics; without errors, log the warnings.
 
     Raises:
         RepositoryError: the first error.
@@ -198,7 +198,7 @@ def accept(diagnostics: Iterable[Diagnostic]) -> None:
 
 
 def model_diagnostics(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> tuple[Diagnostic, ...]:
-    """Return all diagnostics of one model, those of its config first.
+    """Return all diagnostics of a model, those of its config first.
 
     Args:
         entry: the model.
@@ -256,7 +256,7 @@ def _version_diagnostics(entry: ModelEntry, config: ModelConfig) -> Iterator[Dia
 
 
 def _policy_diagnostic(entry: ModelEntry, severity: Severity, message: str, *, remedy: str) -> Diagnostic:
-    """Make a diagnostic of the version policy; one of the folder where there is no version at all."""
+    """Make a diagnostic of the version policy, or of the folder if it has no version at all."""
     if not entry.versions:
         return Diagnostic(severity=severity, path=entry.path, message=message, remedy=remedy)
     return entry.parsed.diagnostic(severity, "version_policy", message, remedy=remedy)
@@ -271,7 +271,7 @@ def _served(entry: ModelEntry, config: ModelConfig) -> Sequence[int]:
 
 
 def _content_diagnostics(entry: ModelEntry) -> Iterator[Diagnostic]:
-    """Yield what is wrong with the content of the files that a load opens."""
+    """Yield the errors in the content of the files that a load opens."""
     if entry.config is None or entry.config.backend not in _WITH_FILES:
         return
     for version in _served(entry, entry.config):
@@ -279,7 +279,7 @@ def _content_diagnostics(entry: ModelEntry) -> Iterator[Diagnostic]:
 
 
 def _source_diagnostics(entry: ModelEntry) -> Iterator[Diagnostic]:
-    """Yield what a load would find in each model.py; of a decoder stage's, `_file_diagnostics` does."""
+    """Yield the errors of each model.py, without decoder stages, see `_file_diagnostics`."""
     if entry.config is None or entry.config.backend != "python":
         return
     for version in _served(entry, entry.config):
@@ -289,7 +289,7 @@ def _source_diagnostics(entry: ModelEntry) -> Iterator[Diagnostic]:
 
 
 def _link_diagnostics(entry: ModelEntry, real_roots: Iterable[Path]) -> Iterator[Diagnostic]:
-    """Yield a warning where the model's folder leads out of the repository; one, as links come in numbers."""
+    """Yield one warning if links lead out of the repository."""
     links = links_out(entry.path, real_roots)
     if links:
         more = f", and {len(links) - 1} more do" if links[1:] else ""

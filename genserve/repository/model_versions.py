@@ -15,55 +15,55 @@ from genserve.config.model_config import ModelConfig
 from genserve.errors import Closed, GenserveError, InferenceError, Status
 from genserve.inference import Inference, InferenceResponse
 from genserve.inference_statistics import LatencyHistogram, ModelStatistics
-from genserve.repository.request_validation import RequestValidator
+from genserve.repository.load_request import Upload
+from genserve.repository.request_validation import RequestValidator, decoupled_error
 from genserve.repository.response_cache import ResponseCache
-from genserve.repository.upload import Upload
 from genserve.textmodel.text_model import TextModel
 from genserve.tracing import Span
 
 __all__ = ["IndexEntry", "ModelRuntime", "ModelState", "ModelTable", "ModelVersion"]
 
 
-_LOADS = itertools.count()  # a model that is loaded anew does not answer from the cache of the old one
+_LOADS = itertools.count()  # part of cache keys: a reloaded model does not use old responses
 
 
 class ModelRuntime(Protocol):
-    """What runs the inferences of one version of a model: instances, an ensemble's graph, an engine."""
+    """Runs the inferences of one version of a model: instances, an ensemble, or a text engine."""
 
     @property
     def ready(self) -> bool:
-        """Whether it can answer now."""
+        """Whether it can execute inferences."""
 
     @property
     def num_waiting(self) -> int:
-        """Inferences taken and not executed yet."""
+        """Inferences that wait to be executed."""
 
     def submit(self, inference: Inference) -> None:
-        """Take an inference whose request fits the config; must not block.
+        """Take an inference with a valid request; must not block.
 
         Raises:
-            GenserveError: it is not taken; nothing was sent.
+            GenserveError: it is rejected; no response was sent.
         """
 
     def close(self) -> None:
-        """End what still waits, and let go of everything; blocks."""
+        """Fail the waiting inferences, and release all resources; blocks."""
 
 
 class ModelVersion:
-    """One version of a model, its checks and its statistics. Safe from any thread.
+    """One version of a model that answers requests. Safe from any thread.
 
     Attributes:
         config: normalised.
         version: the number of its folder.
-        statistics: what it has done.
-        load_s: how long its load took, seconds.
+        statistics: of its requests and executions.
+        load_s: duration of its load, seconds.
         labels: of the classes, by output name, for the outputs that have a `label_filename`.
-        text_model: that answers; None: this is another kind of model.
+        text_model: None for any other kind of model.
     """
 
     def __init__(
         self,
-        runner: ModelRuntime,
+        runtime: ModelRuntime,
         *,
         config: ModelConfig,
         version: int,
@@ -75,19 +75,19 @@ class ModelVersion:
         histogram_latencies: bool = False,
         text_model: TextModel | None = None,
     ) -> None:
-        """Serve by a runner.
+        """Serve by a runtime.
 
         Args:
-            runner: started; closed with this.
+            runtime: started; closed with this.
             config: normalised.
             version: the number of its folder.
-            statistics: to be counted in.
-            cache: where answers are kept; None: nowhere.
+            statistics: to be updated.
+            cache: of responses; None: none.
             labels: of the classes, by output name.
-            upload: the folder that the model is from, which lasts as long as this.
-            load_s: how long the load took.
-            histogram_latencies: the time to the first response is measured.
-            text_model: that the runtime answers by, which most requests reach directly; None: none.
+            upload: the temporary folder of the model, which is kept as long as this.
+            load_s: duration of the load, seconds.
+            histogram_latencies: measure the time to the first response.
+            text_model: of the runtime; most of its requests do not pass through this class. None: none.
         """
         self.config = config
         self.version = version
@@ -97,8 +97,8 @@ class ModelVersion:
         self.load_s = load_s
         self.labels = labels or {}
         self.text_model = text_model
-        self.runner = runner
-        self._admission = RequestValidator(config)
+        self.runtime = runtime
+        self._validator = RequestValidator(config)
         self._cache = cache
         self._load = next(_LOADS)
         self._upload = upload
@@ -116,28 +116,30 @@ class ModelVersion:
 
     @property
     def ready(self) -> bool:
-        """Whether it answers."""
-        return not self._closing and self.runner.ready
+        """Whether it accepts requests and can execute them."""
+        return not self._closing and self.runtime.ready
 
     @property
     def num_waiting(self) -> int:
-        """Requests accepted and not executed yet."""
-        return self.runner.num_waiting
+        """Accepted requests that are not executed yet."""
+        return self.runtime.num_waiting
 
     @property
     def num_pending(self) -> int:
-        """Requests accepted and not ended."""
+        """Accepted requests that have not ended."""
         return len(self._pending)
 
     def submit(self, inference: Inference) -> None:
-        """Check a request and run it.
+        """Validate a request and run it.
 
         Raises:
-            InferenceError: it does not fit the config, or is refused by its queue.
-            Closed: this version is being unloaded; another may have taken its place.
+            InferenceError: it does not fit the config, or the queue rejects it.
+            Closed: this version is being unloaded; another may have replaced it.
         """
         request = inference.request
-        inference.batch_size = self._admission.check(request)
+        if self.config.decoupled and not inference.takes_stream:
+            raise decoupled_error(self.name)
+        inference.batch_size = self._validator.check(request)
         inference.model_name, inference.model_version = self.config.name, self.version
         with self._lock:
             if self._closing:
@@ -148,26 +150,26 @@ class ModelVersion:
         if request.cause is not None:
             _trace(inference, request.cause)
         if self._reshapes_inputs:
-            inference.inputs = self._admission.reshaped(request.inputs)
+            inference.inputs = self._validator.reshaped(request.inputs)
         if self._reshapes_outputs:
             self._reshape_outputs(inference)
         if self._cache is not None and self._answer_from(self._cache, inference):
             return
         inference.when_ended(self._ended)
         try:
-            self.runner.submit(inference)
-        except Exception as error:  # of any kind: an unload waits for what has not left
+            self.runtime.submit(inference)
+        except Exception as error:  # of any kind: an unload waits for pending inferences
             if isinstance(error, GenserveError) and inference.ended:
-                return  # this version was closed meanwhile, and has told it
-            self._leave(inference)  # what is refused is not counted
+                return  # this version was closed meanwhile, and has failed it
+            self._leave(inference)  # a rejected request is not counted
             if inference.span is not None:
                 inference.span.close(started_ns=0)
-            if isinstance(error, Closed):  # not to be asked again elsewhere, as what was never taken is
+            if isinstance(error, Closed):  # not to be retried on another version
                 raise InferenceError(error.message, status=Status.UNAVAILABLE) from error
             raise
 
     def close(self, *, timeout_s: float) -> None:
-        """Take no more, wait until what was accepted has ended, fail what has not, and close the runner."""
+        """Reject new requests, wait for the pending ones, fail those that take too long, and close."""
         until_s = time.monotonic() + timeout_s
         if self.text_model is not None:
             self.text_model.engine.drain(timeout_s=timeout_s)
@@ -177,7 +179,7 @@ class ModelVersion:
             late = tuple(self._pending)
         for inference in late:
             inference.fail(_unloaded(self.name))
-        self.runner.close()
+        self.runtime.close()
 
     def _ended(self, inference: Inference) -> None:
         self.statistics.ended(inference)
@@ -190,13 +192,13 @@ class ModelVersion:
                 self._idle.notify_all()
 
     def _answer_from(self, cache: ResponseCache, inference: Inference) -> bool:
-        """Answer with what the cache has; if it has nothing, keep what the model answers."""
+        """Answer from the cache; if it has no response, put the model's response into it."""
         started_ns = time.monotonic_ns()
         key = cache.key(inference.request, load=self._load)
         kept = cache.get(key)
         lookup_ns = time.monotonic_ns() - started_ns
         if kept is not None:
-            with suppress(Closed):  # this version was closed meanwhile, and has told it
+            with suppress(Closed):  # this version was closed meanwhile, and has failed it
                 inference.send(kept, final=True)
             self.statistics.cache_hit_ended(inference, lookup_ns=lookup_ns)
             self._leave(inference)
@@ -219,7 +221,7 @@ class ModelVersion:
         answer = inference.on_response
 
         def reshape(response: InferenceResponse | None, final: bool) -> None:  # noqa: FBT001 - OnResponse
-            answer(response and self._admission.reshaped_response(response), final)
+            answer(response and self._validator.reshaped_response(response), final)
 
         inference.on_response = reshape
 
@@ -236,7 +238,7 @@ def _time_first_response(inference: Inference, histogram: LatencyHistogram) -> N
 
 
 def _trace(inference: Inference, cause: Span) -> None:
-    """Have it written down what becomes of an inference."""
+    """Trace an inference."""
     request, answer = inference.request, inference.on_response
     span = cause.open(
         model=inference.model_name,
@@ -261,14 +263,14 @@ def _trace(inference: Inference, cause: Span) -> None:
 
 def _unloaded(model: str) -> InferenceError:
     return InferenceError(
-        f"model '{model}' was unloaded before this request has ended",
+        f"model '{model}' was unloaded before this request ended",
         status=Status.UNAVAILABLE,
         remedy="send it again once the model is ready; an unload waits for --exit-timeout-secs",
     )
 
 
 class ModelState(StrEnum):
-    """Triton's words for where a version stands."""
+    """Triton's states of a version."""
 
     LOADING = "LOADING"
     READY = "READY"
@@ -287,7 +289,7 @@ class IndexEntry:
 
 
 class ModelTable:
-    """The table of all versions. Any thread may read it; a new table takes the place of the old at once."""
+    """The versions of all models, and their states. Any thread may read it: updates replace the table."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -297,17 +299,17 @@ class ModelTable:
 
     @property
     def served(self) -> list[ModelVersion]:
-        """All that answer, by name and version."""
+        """All versions that answer, by name and version."""
         found = [(key, served) for key, served in self._routes.items() if key[1] != -1]
         return [served for _, served in sorted(found, key=lambda item: item[0])]
 
     def index(self) -> list[IndexEntry]:
-        """Return what is known of each version, by name and version."""
+        """Return the states of all versions, by name and version."""
         with self._lock:
             return [self._entries[key] for key in sorted(self._entries)]
 
     def states(self, name: str) -> list[IndexEntry]:
-        """Return what is known of the versions of one model."""
+        """Return the states of the versions of one model."""
         return [entry for entry in self.index() if entry.name == name]
 
     def of(self, name: str) -> list[ModelVersion]:
@@ -315,19 +317,24 @@ class ModelTable:
         return [served for served in self.served if served.name == name]
 
     def get(self, name: str, version: int = -1) -> ModelVersion | None:
-        """Return the version of a model; -1: the highest that answers; None: there is none."""
+        """Return a version of a model, or None; -1: the highest that answers."""
         return self._routes.get((name, version))
 
     def find(self, name: str, version: int = -1) -> ModelVersion:
-        """Return the version of a model; -1: the highest that answers.
+        """Return a version of a model; -1: the highest that answers.
 
         Raises:
-            InferenceError: there is none; with Triton's text.
+            InferenceError: there is none, with Triton's text.
         """
         served = self.get(name, version)
         if served is not None:
             return served
         raise self._not_found(name, version)
+
+    def has_steps(self, config: ModelConfig | None) -> bool:
+        """Whether the models of all steps of an ensemble answer."""
+        steps = config.ensemble_steps if config else ()
+        return all(self.get(step.model_name, step.model_version) for step in steps)
 
     def _not_found(self, name: str, version: int) -> InferenceError:
         known = [entry.version for entry in self.states(name)]
@@ -343,14 +350,14 @@ class ModelTable:
         return InferenceError(f"{start} {text}", status=status)
 
     def set_state(self, name: str, version: int, state: ModelState, *, reason: str = "") -> None:
-        """Note where a version stands; routes stay as they are."""
+        """Set the state of a version in the index."""
         with self._lock:
             self._entries[name, version] = IndexEntry(
                 name=name, version=version, state=state, reason=reason
             )
 
     def put(self, name: str, fresh: Iterable[ModelVersion]) -> list[ModelVersion]:
-        """Let these versions answer in place of all others of the model; returns those replaced."""
+        """Replace all versions of a model; return the old ones."""
         with self._lock:
             old = [served for (n, version), served in self._routes.items() if n == name and version != -1]
             routes = {key: served for key, served in self._routes.items() if key[0] != name}

@@ -1,4 +1,4 @@
-"""Options: how a repository is loaded and kept; frozen."""
+"""Options: settings of a repository; frozen."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ __all__ = ["ControlMode", "RepositoryOptions"]
 
 
 class ControlMode(StrEnum):
-    """Who decides what is loaded; Triton's words."""
+    """How models are loaded and unloaded; Triton's names."""
 
-    NONE = "none"               # everything at the start, nothing after
-    POLL = "poll"               # everything, and again what changes on disk
-    EXPLICIT = "explicit"       # what is asked for, at the start and by the load and unload calls
+    NONE = "none"               # all at the start, none later
+    POLL = "poll"               # all, and again when their folders change
+    EXPLICIT = "explicit"       # on request: at the start, and by load and unload requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepositoryOptions:
-    """What a server is told about its repository."""
+    """Settings of a repository."""
 
     control_mode: ControlMode = ControlMode.NONE
     poll_s: float = 15.0
-    strict_config: bool = False             # nothing is completed from the model's files
+    strict_config: bool = False             # configs are not completed from the model's files
     strict_placement: bool = False          # KIND_GPU without a GPU is an error
-    strict_paths: bool = False              # a link that leads out of the repository is an error
-    config_name: str = ""                   # `configs/NAME.pbtxt` of a model is read where it exists
-    backend_directory: Path | None = None   # of python-based backends
+    strict_paths: bool = False              # a link out of the repository is an error
+    config_name: str = ""                   # `configs/NAME.pbtxt` replaces config.pbtxt where it exists
+    backend_directory: Path | None = None   # of backends written in Python
     default_max_batch_size: int = DEFAULT_MAX_BATCH_SIZE    # see `Backend.auto_complete`
-    cache_bytes: int = 0                    # of the response cache; 0: there is none
-    load_threads: int = 4                   # models that load at the same time
-    exit_timeout_s: float = 30.0            # an unload waits so long for requests, and for the code
-    max_queue: int = 256                    # requests that may wait for their first step, per model
-    max_queue_tokens: int | None = 0        # of their prompts; None: 4 times what the KV cache holds; 0: any
-    max_queue_wait_s: float = 0.0           # that a request may wait for its first step; 0: for ever
-    histogram_latencies: bool = False       # the time to the first response is measured
-    rate_limiter: bool = False  # instances share the resources that their groups name
+    cache_bytes: int = 0                    # of the response cache; 0: no cache
+    load_threads: int = 4                   # models that load in parallel at the start
+    exit_timeout_s: float = 30.0            # how long an unload waits for requests, and for the model's code
+    max_queue: int = 256                    # per text model: requests that may wait for their first step
+    max_queue_tokens: int | None = 0        # of their prompts; None: 4 times the KV cache; 0: any
+    max_queue_wait_s: float = 0.0           # longest wait for the first step; 0: unlimited
+    histogram_latencies: bool = False       # measure the time to the first response
+    rate_limiter: bool = False  # instances acquire the resources of their groups
     resources: tuple[
         ResourceCapacity, ...
-    ] = ()  # of the rate limiter; empty: what one instance needs at most
+    ] = ()  # of the rate limiter; empty: the most that one instance needs

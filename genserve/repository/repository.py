@@ -1,4 +1,4 @@
-"""Repository: the models there are, which of them answer, and the way in to them."""
+"""Repository: all models of a server: loads them, and submits requests to them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from genserve.errors import (
 )
 from genserve.generation_metrics import Metrics
 from genserve.inference import Inference
-from genserve.repository.ensemble_steps import stage_owners
+from genserve.repository.load_request import LoadRequest
 from genserve.repository.model_lifecycle import ModelLifecycle
 from genserve.repository.model_loader import ModelLoader
 from genserve.repository.model_versions import IndexEntry, ModelState, ModelTable, ModelVersion
 from genserve.repository.options import ControlMode, RepositoryOptions
 from genserve.repository.response_cache import ResponseCache
-from genserve.repository.upload import check_model_name
+from genserve.repository.text_stages import stage_owners
 from genserve.schedulers.rate_limiter import RateLimiter
 from genserve.textmodel.text_model import TextModel
 
@@ -34,9 +34,9 @@ logger = logging.getLogger(__name__)
 
 
 class Repository:
-    """All models of one or more folders; the `InferenceServer` for routes, ensembles and BLS.
+    """All models of one or more folders; the `InferenceServer` of routes, ensembles and BLS.
 
-    Loading and unloading happens one call at a time; everything is safe from any thread.
+    Safe from any thread; a model is loaded or unloaded by one call at a time.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Repository:
             cache=ResponseCache(size_bytes=cache_bytes) if cache_bytes else None,
             rate_limiter=RateLimiter(self.options.resources) if self.options.rate_limiter else None,
         )
-        self._control = ModelLifecycle(
+        self._lifecycle = ModelLifecycle(
             roots, options=self.options, versions=self._versions, loader=loader
         )
         self._wanted: list[str] | None = None       # None: `start` has not been called
@@ -70,44 +70,44 @@ class Repository:
         self._closing = threading.Event()
         self._poller: threading.Thread | None = None
 
-    # What there is.
+    # Models.
 
     @property
     def generation_names(self) -> list[str]:
-        """The generation models there are, loaded or not."""
-        return list(self._control.text_models)
+        """The names of all text models, loaded or not."""
+        return list(self._lifecycle.text_models)
 
     @property
     def generation_models(self) -> list[TextModel]:
-        """The generation models that answer."""
+        """The text models that answer."""
         return [served.text_model for served in self._versions.served if served.text_model is not None]
 
     @property
     def served(self) -> list[ModelVersion]:
-        """Every version of every model that answers."""
+        """All versions of all models that answer."""
         return self._versions.served
 
     @property
     def errors(self) -> dict[str, GenserveError]:
-        """Why a model that was to be loaded is not."""
-        return dict(self._control.errors)
+        """The errors of models that could not be loaded."""
+        return dict(self._lifecycle.errors)
 
     @property
     def state(self) -> ModelState:
-        """The worst of all models': UNAVAILABLE if a load failed or an engine died."""
-        if self._control.errors or not all(served.runner.ready for served in self._versions.served):
+        """The worst state of all models: UNAVAILABLE if a load failed or an engine died."""
+        if self._lifecycle.errors or not all(served.runtime.ready for served in self._versions.served):
             return ModelState.UNAVAILABLE
         return ModelState.READY if self._started else ModelState.LOADING
 
     def index(self, *, ready_only: bool = False) -> list[IndexEntry]:
-        """Return a line for each version, and one for each model that was never loaded; by name."""
+        """Return an entry for each version and for each model that was never loaded, by name."""
         known = self._versions.index()
         if ready_only:
             return [entry for entry in known if entry.state is ModelState.READY]
         names = {entry.name for entry in known}
-        untouched = [IndexEntry(name=name) for name in self._control.entries if name not in names]
-        # Not what only a load call brought.
-        listed = [entry for entry in known if entry.name in self._control.entries]
+        untouched = [IndexEntry(name=name) for name in self._lifecycle.entries if name not in names]
+        # Without models that only a load request had.
+        listed = [entry for entry in known if entry.name in self._lifecycle.entries]
         return sorted([*listed, *untouched], key=lambda entry: (entry.name, entry.version or 0))
 
     def versions(self, name: str) -> list[int]:
@@ -123,18 +123,18 @@ class Repository:
         return self._versions.find(name, version)
 
     def get(self, name: str | None = None) -> TextModel:
-        """Return a generation model; without a name, the only one.
+        """Return a text model; without a name, the only one.
 
         Raises:
-            ModelNotFound: there is none of this name, or no name and several models.
-            ModelNotReady: it is loading, or its load failed.
+            ModelNotFound: an unknown name, or no name and not exactly one model.
+            ModelNotReady: it is loading, or could not be loaded.
         """
         if name is None:
             name = self.only_name()
         served = self._versions.get(name)
         if served is not None and served.text_model is not None:
             return served.text_model
-        if name not in self._control.entries:
+        if name not in self._lifecycle.entries:
             raise self._not_found(name)
         if served is not None:
             known = ", ".join(self.generation_names) or "none"
@@ -143,12 +143,12 @@ class Repository:
             )
         states = self._versions.states(name)
         state = states[-1].state.lower() if states and states[-1].state else "not loaded"
-        if name in self._control.errors:
+        if name in self._lifecycle.errors:
             state = "unavailable"
         raise ModelNotReady(f"model {name!r} is {state}", remedy="the server's log has the reason")
 
     def only_name(self) -> str:
-        """Return the name of the only generation model: of those to be loaded, or else of all there are.
+        """Return the name of the only text model: of those to be loaded, or of all.
 
         Raises:
             ModelNotFound: there is not exactly one.
@@ -156,8 +156,8 @@ class Repository:
         names = [name for name in self.generation_names if self._wanted is None or name in self._wanted]
         if len(names) != 1:
             raise ModelNotFound(
-                "no model is named, and there is not exactly one",
-                remedy=f"name one of: {', '.join(names) or 'none is there'}",
+                f"the request names no model, and this server has {len(names)}",
+                remedy=f"set `model` to one of: {', '.join(names)}" if names else "load a text model first",
                 field="model",
             )
         return names[0]
@@ -176,7 +176,7 @@ class Repository:
             try:
                 served.submit(inference)
             except Closed:
-                refused = served  # it is being replaced: the one in its place takes the request
+                refused = served  # it is being replaced: its successor takes the request
             else:
                 return
 
@@ -184,10 +184,6 @@ class Repository:
         """Whether a model answers."""
         served = self._versions.get(name, version)
         return served is not None and served.ready
-
-    def is_decoupled(self, name: str, version: int = -1) -> bool:
-        """Whether a model gives any number of responses."""
-        return self._versions.find(name, version).config.decoupled
 
     def load(
         self,
@@ -197,41 +193,41 @@ class Repository:
         files: Mapping[str, bytes] | None = None,
         allow_code: bool = True,
     ) -> None:
-        """Load a model, or load it anew if its folder has changed; see `ModelRepository.load`."""
+        """Load a model, or reload it if its folder has changed; see `ModelRepository.load`."""
         if self.options.control_mode is not ControlMode.EXPLICIT:
             raise _not_explicit()
-        check_model_name(name)
-        self._control.load(name, config_json=config, files=files, allow_code=allow_code)
+        request = LoadRequest(name=name, config_json=config, files=files, allow_code=allow_code)
+        self._lifecycle.load(request)
 
     def unload(self, name: str, *, dependents: bool = False) -> None:
-        """Begin to unload a model; one that is not loaded is fine; see `InferenceServer`."""
+        """Begin to unload a model, if it is loaded; see `InferenceServer`."""
         if self.options.control_mode is not ControlMode.EXPLICIT:
             raise _not_explicit()
-        self._control.unload(name, dependents=dependents)
+        self._lifecycle.unload(name, dependents=dependents)
 
-    # Its life.
+    # Start and end.
 
     def start(self, names: Iterable[str] | None = None) -> None:
-        """Load these models; one that fails is noted in `errors` and passed over. None: all there are.
+        """Load these models, or all with None; a failed load is recorded in `errors`.
 
         Raises:
             ModelNotFound: one of `names` is not in the repository.
         """
-        entries = self._control.entries
+        entries = self._lifecycle.entries
         self._wanted = list(entries if names is None else names)
         for name in self._wanted:
             if name not in entries:
                 raise self._not_found(name)
-        self._control.note_folders()
-        owners = stage_owners(self._control.text_models)
+        self._lifecycle.note_folders()
+        owners = stage_owners(self._lifecycle.text_models)
         wanted = [entries[name] for name in self._wanted]
         alone = [entry for entry in wanted if not entry.is_ensemble and entry.name not in owners]
         with ThreadPoolExecutor(self.options.load_threads, thread_name_prefix="load") as pool:
-            for future in [pool.submit(self._control.load_noted, entry) for entry in alone]:
+            for future in [pool.submit(self._lifecycle.load_noted, entry) for entry in alone]:
                 future.result()
         for entry in wanted:
             if entry not in alone:
-                self._control.load_noted(entry)
+                self._lifecycle.load_noted(entry)
         self._started = True
         if self.options.control_mode is ControlMode.POLL:
             self._poller = threading.Thread(target=self._poll, name="repository-poll", daemon=True)
@@ -242,13 +238,13 @@ class Repository:
         self._closing.set()
         if self._poller is not None:
             self._poller.join()
-        self._control.close()
+        self._lifecycle.close()
 
     def _poll(self) -> None:
-        """Follow the folders until the repository closes."""
+        """Follow changes of the folders until the repository closes."""
         while not self._closing.wait(self.options.poll_s):
             try:
-                self._control.follow_folders()
+                self._lifecycle.follow_folders()
             except Exception:
                 logger.exception("polling the repository failed")
 

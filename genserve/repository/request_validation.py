@@ -11,7 +11,7 @@ from genserve.inference import InferenceRequest, InferenceResponse, with_request
 from genserve.shapes import fits, reshape, shape_text
 from genserve.tensor import DataType, Tensor
 
-__all__ = ["RequestValidator"]
+__all__ = ["RequestValidator", "decoupled_error"]
 
 
 _BATCH_NOTE = (
@@ -23,7 +23,7 @@ _BATCH_NOTE = (
 
 
 class RequestValidator:
-    """The checks of one model, made ready once. Immutable: safe from any thread."""
+    """Validates the requests to one model. Immutable: safe from any thread."""
 
     def __init__(self, config: ModelConfig) -> None:
         self._model = config.name
@@ -37,7 +37,7 @@ class RequestValidator:
         self._reshaped_outputs = {spec.name: spec for spec in config.outputs if spec.reshape is not None}
 
     def check(self, request: InferenceRequest) -> int:
-        """Return the batch size of a request; 1 where the model does not batch.
+        """Return the batch size of a valid request; 1 if the model does not batch.
 
         Raises:
             InferenceError: INVALID_ARG, with Triton's text.
@@ -52,7 +52,7 @@ class RequestValidator:
         return batch_size
 
     def reshaped(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the inputs as the model sees them, by the `reshape` of its config."""
+        """Return the inputs with the shapes at the model, by the `reshape` of its config."""
         seen = dict(inputs)
         for spec in self._reshaped:
             tensor = seen.get(spec.name)
@@ -63,9 +63,9 @@ class RequestValidator:
         return seen
 
     def reshaped_response(self, response: InferenceResponse) -> InferenceResponse:
-        """Return a response with the outputs as the config's `dims` have them, not as the model does.
+        """Return a response whose outputs have the `dims` of the config instead of the shapes at the model.
 
-        It is an error if an output has not as many elements as they say.
+        An output whose number of elements does not fit gives an error response.
         """
         try:
             outputs = tuple(map(self._reshaped_output, response.outputs))
@@ -80,16 +80,16 @@ class RequestValidator:
         lead = tensor.shape[:1] if self._max_batch_size else ()
         shape = tensor.shape[len(lead) :]
         if len(shape) != len(spec.reshape):
-            return tensor  # the model's own idea: told as it is
-        told = lead + reshape(shape, dims=spec.reshape, to=spec.dims)
-        if math.prod(told) != math.prod(tensor.shape):
+            return tensor  # not the shape of `reshape`: returned as it is
+        full_shape = lead + reshape(shape, dims=spec.reshape, to=spec.dims)
+        if math.prod(full_shape) != math.prod(tensor.shape):
             raise InferenceError(
                 f"output '{spec.name}' of model '{self._model}' has shape {shape_text(tensor.shape)}, whose "
-                f"elements do not fit {shape_text(told)}",
+                f"elements do not fit {shape_text(full_shape)}",
                 status=Status.INTERNAL,
                 remedy=f"the model's output must have the shape of `reshape`: {shape_text(spec.reshape)}",
             )
-        return tensor.reshaped(told)
+        return tensor.reshaped(full_shape)
 
     def _check_count(self, request: InferenceRequest) -> None:
         num_inputs = len(request.inputs)
@@ -118,7 +118,7 @@ class RequestValidator:
         if not self._max_batch_size:
             return 1
         batch_size: int | None = None
-        for name, tensor in reversed(tuple(request.inputs.items())):  # so Triton names the first to differ
+        for name, tensor in reversed(tuple(request.inputs.items())):  # Triton names the first that differs
             if not tensor.shape:
                 raise self._error(
                     request,
@@ -163,7 +163,7 @@ class RequestValidator:
             self._check_empty(request, tensor)
 
     def _check_empty(self, request: InferenceRequest, tensor: Tensor) -> None:
-        """Refuse a batch of no rows in Triton's words: it looks for the elements of one."""
+        """Reject a batch without rows with Triton's error, which expects the elements of one."""
         num_elements = math.prod(tensor.shape[1:])
         if not num_elements:
             return
@@ -177,6 +177,16 @@ class RequestValidator:
 
     def _error(self, request: InferenceRequest, message: str) -> InferenceError:
         return InferenceError(with_request_id(message, request.id))
+
+
+def decoupled_error(model: str) -> InferenceError:
+    """Return Triton's error for a BLS call of a decoupled model that takes one response only."""
+    return InferenceError(
+        f"Model {model} is using the decoupled. The current BLS request call doesn't support models using "
+        "the decoupled transaction policy. Please use 'decoupled=True' argument to the 'exec' or "
+        "'async_exec' calls for decoupled models.'",
+        status=Status.INTERNAL,
+    )
 
 
 def _state_names(config: ModelConfig) -> set[str]:

@@ -1,4 +1,4 @@
-"""Response cache: answers given before, by model and inputs; the least recently used go first."""
+"""Response cache: responses by model and inputs; the least recently used are evicted first."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from genserve.tensor import Tensor
 
 __all__ = ["ResponseCache"]
 
-_OVERHEAD_BYTES = 256  # of an entry, roughly: its key and the records around the arrays
+_OVERHEAD_BYTES = 256  # of an entry, roughly: its key and objects without arrays
 
 
 class ResponseCache:
     """Responses up to a number of bytes, shared by all models. Safe from any thread.
 
-    The key has the parameters of the request too: Triton's has not, which answers a request for another
+    The key includes the parameters of the request. Triton's does not, so it answers a request with another
     temperature with the text of the first.
     """
 
@@ -28,7 +28,7 @@ class ResponseCache:
         self._entries: OrderedDict[bytes, tuple[InferenceResponse, int]] = OrderedDict()
 
     def key(self, request: InferenceRequest, *, load: int) -> bytes:
-        """Return the key of a request to a model as it was loaded by the load of this number."""
+        """Return the key of a request to the model that the load of this number made."""
         digest = hashlib.blake2b(digest_size=32)
         asked = sorted(request.requested_outputs), sorted(request.parameters.items())
         head = (request.model_name, load, *asked)
@@ -39,7 +39,7 @@ class ResponseCache:
         return digest.digest()
 
     def get(self, key: bytes) -> InferenceResponse | None:
-        """Return a copy of what is kept; None if nothing is."""
+        """Return a copy of the response, or None."""
         with self._lock:
             entry = self._entries.get(key)
             if entry is None:
@@ -48,7 +48,7 @@ class ResponseCache:
         return _copy(entry[0])
 
     def put(self, key: bytes, response: InferenceResponse) -> None:
-        """Keep a response, unless it is larger than the whole cache."""
+        """Insert a response, unless it is larger than the whole cache."""
         copy = _copy(response)
         size = _OVERHEAD_BYTES + sum(map(_size, copy.outputs))
         if size > self._size_bytes:
@@ -64,7 +64,7 @@ class ResponseCache:
 
 
 def _copy(response: InferenceResponse) -> InferenceResponse:
-    """Copy a response: whoever gets it may write into it, and a model may go on using what it sent."""
+    """Copy a response: its receiver may write into it, and the model may reuse its arrays."""
     outputs = tuple(Tensor(t.name, t.array.copy(), data_type=t.data_type) for t in response.outputs)
     return InferenceResponse(outputs=outputs, parameters=response.parameters)
 

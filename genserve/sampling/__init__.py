@@ -1,1 +1,1 @@
-"""Sampling: what a request may ask of the decoding, read and checked before a model sees it."""
+"""Sampling: the parameters of a request, and the samplers that turn rows of logits into tokens."""

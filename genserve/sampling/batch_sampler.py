@@ -8,6 +8,8 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 from genserve.completion import TokenLogprob
 from genserve.sampling.logits_edits import (
     NO_EDITS,
@@ -27,15 +29,16 @@ from genserve.sampling.logits_processors import (
 from genserve.sampling.sampler import (
     GREEDY_RULE,
     LogprobsRequest,
+    SamplerOutput,
     SamplingMetadata,
     SamplingRule,
-    sample_rows,
+    sample_on_host,
     sampling_rule,
 )
 from genserve.sampling.sampling_params import SamplingParams
-from genserve.sampling.staged_sampler import COLDEST, Stages, stages_of
+from genserve.sampling.staged_sampler import COLDEST, DrawStages, stages_of
 
-__all__ = ["SampledToken", "SamplingState", "sample", "sampling_metadata"]
+__all__ = ["SampledToken", "SamplingState", "sample", "sample_rows", "sampling_metadata"]
 
 
 class PluginProcessors(Protocol):
@@ -118,7 +121,7 @@ class SamplingState:
             dry_breakers=dry_breakers,
         )
         self.processors = self.fresh_processors()
-        self.stages: Stages | None = stages_of(params, spared_ids=tuple(spared_ids))
+        self.stages: DrawStages | None = stages_of(params, spared_ids=tuple(spared_ids))
         self.rule: SamplingRule = sampling_rule(params) if self.stages is None else GREEDY_RULE
         self.draws = params.temperature > COLDEST
         adaptive = self.stages is not None and self.stages.adaptive
@@ -190,6 +193,20 @@ def sample(logits: LogitsArray, sequences: Sequence[SampledSequence]) -> list[Sa
         SampledToken(token_id, reported.get(row), finite, surprises.get(row))
         for row, (token_id, finite) in enumerate(rows)
     ]
+
+
+def sample_rows(logits: LogitsArray, metadata: SamplingMetadata) -> SamplerOutput:
+    """Sample one token per row, on the device of the logits.
+
+    Args:
+        logits: [R, V] float32, of numpy or of torch; modified by `metadata.edits` only.
+        metadata: of these rows.
+    """
+    if isinstance(logits, np.ndarray):
+        return sample_on_host(logits, metadata)
+    from genserve.sampling.torch_sampler import sample_on_device  # torch is loaded: the logits are its tensor
+
+    return sample_on_device(logits, metadata)
 
 
 def sampling_metadata(sequences: Sequence[SampledSequence], *, num_tokens: int) -> SamplingMetadata:

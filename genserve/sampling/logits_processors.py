@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genserve.sampling.logits_edits import Entries, FloatArray, LogitsEdits, TokenArray
-from genserve.sampling.sampling_params import SamplingParams
+from genserve.sampling.sampling_params import EDIT_PARAMETERS, PARAMETERS, SamplingParams
 
 __all__ = ["NO_BREAKERS", "BuiltinLogitsProcessors", "DryBreakers", "DryPenalty", "builtin_logits_processors"]
 
@@ -138,7 +138,8 @@ class BuiltinLogitsProcessors:
         self._presence = params.presence_penalty
         self._ngram_size = params.no_repeat_ngram_size
         self._window = params.penalty_window
-        self._dry = DryPenalty(params, breakers=dry_breakers) if _uses_dry(params) else None
+        uses_dry = params.dry_multiplier and params.dry_penalty_last_n
+        self._dry = DryPenalty(params, breakers=dry_breakers) if uses_dry else None
         self._num_read = 0
         self._num_forgotten = 0
         self._seen: Counter[int] = Counter()        # of prompt and answer
@@ -219,10 +220,6 @@ def _forget(counts: Counter[int], token_ids: Sequence[int]) -> None:
             del counts[token_id]
 
 
-def _uses_dry(params: SamplingParams) -> bool:
-    return params.dry_multiplier > 0 and params.dry_penalty_last_n != 0
-
-
 def builtin_logits_processors(
     params: SamplingParams,
     *,
@@ -232,19 +229,8 @@ def builtin_logits_processors(
     dry_breakers: DryBreakers = NO_BREAKERS,
 ) -> BuiltinLogitsProcessors | None:
     """Return the processors of a request, None if it edits no logit. For the arguments see the class."""
-    used = (
-        params.repetition_penalty != 1
-        or params.frequency_penalty
-        or params.presence_penalty
-        or _uses_dry(params)
-        or params.no_repeat_ngram_size
-        or params.logit_bias
-        or params.allowed_token_ids
-        or params.suppress_tokens
-        or params.min_tokens
-        or bad_words
-    )
-    if not used:
+    used = any(getattr(params, name) != PARAMETERS[name].neutral for name in EDIT_PARAMETERS)
+    if not used and not bad_words:
         return None
     return BuiltinLogitsProcessors(
         params,

@@ -1,12 +1,11 @@
-"""Repetition detection: from when on a text that goes round in circles is ended."""
+"""Repetition detection: the end of an answer that repeats a pattern of tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from genserve.errors import InvalidRequest
-from genserve.sampling.param_table import require
+from genserve.errors import InvalidRequest, require
 
 __all__ = ["RepetitionDetection", "repetition_detection"]
 
@@ -15,17 +14,17 @@ MAX_REPEATED_TOKENS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepetitionDetection:
-    """A pattern of so many tokens, so many times in a row at the end of the answer, ends it.
+    """The size and the number of repetitions of a pattern of tokens that ends the answer.
 
-    The names, and what they mean, are vLLM's.
+    Names and meanings are vLLM's.
 
     Raises:
-        InvalidRequest: a value is out of range; `field` has its name.
+        InvalidRequest: a value is out of range; `field` names it.
     """
 
     max_pattern_size: int           # tokens
     min_pattern_size: int = 1       # tokens
-    min_count: int                  # how often the pattern is there, the first time included
+    min_count: int                  # occurrences in a row, the first one included
 
     def __post_init__(self) -> None:
         for option in fields(self):
@@ -41,10 +40,9 @@ class RepetitionDetection:
         )
 
     def is_met(self, token_ids: Sequence[int], *, start: int) -> bool:
-        """Return whether the tokens from `start` on end in such a pattern.
+        """Return whether the tokens from `start` on end in such a repetition.
 
-        A function of the tokens alone. Where the last one is new among those before it, it costs one search
-        over `max_pattern_size` of them.
+        If the last token is new among those before it, the cost is one search over `max_pattern_size` tokens.
         """
         length = len(token_ids)
         place = length - 1 - min(self.max_pattern_size, (length - start) // self.min_count)
@@ -63,7 +61,11 @@ class RepetitionDetection:
 
 
 def repetition_detection(value: object) -> RepetitionDetection | None:
-    """Make one from an object of JSON; raises InvalidRequest."""
+    """Read a JSON object; None is None.
+
+    Raises:
+        InvalidRequest: it is malformed; `field` names the place.
+    """
     if value is None or isinstance(value, RepetitionDetection):
         return value
     names = [option.name for option in fields(RepetitionDetection)]

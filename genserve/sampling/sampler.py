@@ -24,7 +24,7 @@ from genserve.sampling.logits_edits import (
     on_host,
 )
 from genserve.sampling.sampling_params import SamplingParams
-from genserve.sampling.staged_sampler import NUMPY_OPS, Stages, apply_stages
+from genserve.sampling.staged_sampler import NUMPY_OPS, DrawStages, apply_stages
 
 __all__ = [
     "GREEDY_RULE",
@@ -34,7 +34,7 @@ __all__ = [
     "SamplingMetadata",
     "SamplingRule",
     "best_ids",
-    "sample_rows",
+    "sample_on_host",
     "sampling_rule",
     "select_rows",
     "token_logprob",
@@ -81,7 +81,7 @@ class SamplingMetadata:
 
     drawing: Sequence[int]              # the D rows that draw, ascending
     rules: NDArray[np.void]             # [D] SAMPLING_RULE
-    stages: Sequence[Stages | None]     # D; of a rule with stages only `uniform` is used
+    stages: Sequence[DrawStages | None]     # D; of a rule with stages only `uniform` is used
     chances: Sequence[float]            # D numbers in [0, 1) for the stages; empty if no row has any
     logprobs: Sequence[LogprobsRequest] = ()
     edits: LogitsEdits | None = None
@@ -91,7 +91,7 @@ class SamplingMetadata:
         drawing: Sequence[int],
         rules: Sequence[SamplingRule],
         *,
-        stages: Sequence[Stages | None],
+        stages: Sequence[DrawStages | None],
         seeds: Sequence[int],
         steps: Sequence[int],
         logprobs: Sequence[LogprobsRequest] = (),
@@ -119,21 +119,13 @@ class SamplerOutput:
     logprobs: tuple[TokenLogprob, ...]  # one for each request of the metadata
 
 
-def sample_rows(logits: LogitsArray, metadata: SamplingMetadata) -> SamplerOutput:
-    """Sample one token per row, on the device of the logits.
+def sample_on_host(logits: FloatArray, metadata: SamplingMetadata) -> SamplerOutput:
+    """Sample one token per row.
 
     Args:
-        logits: [R, V] float32, of numpy or of torch; modified by `metadata.edits` only.
+        logits: [R, V] float32; modified by `metadata.edits` only.
         metadata: of these rows.
     """
-    if isinstance(logits, np.ndarray):
-        return _sample_on_host(logits, metadata)
-    from genserve.sampling.torch_sampler import sample_on_device  # torch is loaded: the logits are its tensor
-
-    return sample_on_device(logits, metadata)
-
-
-def _sample_on_host(logits: FloatArray, metadata: SamplingMetadata) -> SamplerOutput:
     raw = {asked.row: logits[asked.row] for asked in metadata.logprobs if not asked.processed}
     if metadata.edits is not None:
         raw = {row: values.copy() for row, values in raw.items()}
@@ -167,7 +159,7 @@ def _staged(metadata: SamplingMetadata) -> Iterator[tuple[int, int]]:
 
 
 def _draw_staged(row: FloatArray, metadata: SamplingMetadata, index: int) -> tuple[FloatArray, int]:
-    """Return what the stages of a row leave: [V], and the token drawn from it."""
+    """Return the logits that the stages of a row leave: [V], and the token drawn from them."""
     stages = metadata.stages[index]
     assert stages is not None
     left = apply_stages(row[None], [stages], chances=[metadata.chances[index]], ops=NUMPY_OPS)
@@ -177,7 +169,7 @@ def _draw_staged(row: FloatArray, metadata: SamplingMetadata, index: int) -> tup
 
 
 def _processed(row: FloatArray, *, rule: np.void, found: np.void) -> FloatArray:
-    """Return what a token of a row was drawn from: [V]; of the best token, the row."""
+    """Return the logits that the token of a row was sampled from: [V]."""
     if not rule["temperature"]:
         return row
     # A temperature near 0 scales tokens to -inf, as it should; rows that are not finite get NaNs.

@@ -1,311 +1,466 @@
-"""Sampling parameters: how a request wants its tokens drawn, and where its text ends."""
+"""Sampling parameters: how a request wants its tokens sampled, and where its text ends."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from functools import cache
-from typing import Any, Literal, TypedDict, get_type_hints
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, Literal
 
-from genserve.errors import InvalidRequest
-from genserve.sampling.param_table import DRAWING, require, require_sound
+from genserve.errors import InvalidRequest, require
+from genserve.sampling.param_table import Param, Range, is_number, is_token_id, param, param_table, validate
+from genserve.sampling.plugin_call import PluginCall, read_plugin_call, read_plugin_calls
 from genserve.sampling.repetition_detection import RepetitionDetection, repetition_detection
-from genserve.sampling.structured_outputs import (
-    StructuredOutputOptions,
-    StructuredOutputs,
-    structured_outputs,
-)
+from genserve.sampling.sampling_options import SamplingOptions
+from genserve.sampling.structured_outputs import StructuredOutputs, structured_outputs
 
 __all__ = [
-    "PluginCall",
-    "PluginCallOptions",
+    "DRAW_PARAMETERS",
+    "EDIT_PARAMETERS",
+    "MAX_BEST_OF",
+    "MAX_STOP_STRINGS",
+    "MAX_TOP_LOGPROBS",
+    "PARAMETERS",
+    "REFUSED",
+    "STAGES",
+    "TRITON_TENSORS",
     "SamplingOptions",
     "SamplingParams",
-    "read_plugin_call",
-    "read_plugin_calls",
+    "active",
     "sampling_params",
     "unused_parameters",
     "without_refused_methods",
 ]
 
+MAX_BEST_OF = 128
+MAX_STOP_STRINGS = 16
+MAX_TOP_LOGPROBS = 20
+MAX_LOGIT_BIASES = 1024
+MAX_CACHE_SALT_CHARS = 256
+_INT_MAX = 2**31 - 1
 
-MAX_PLUGIN_CALLS = 16
-MAX_NAME_CHARS = 128
+_BEAMS = "use_beam_search"
+_COUNT = Range(0, _INT_MAX, "off")
+_SHARE = Range(0, 1, "off")
+_OF_DRY = ("dry_multiplier",)
+_OF_MIROSTAT = ("mirostat_mode",)
+
+_logits = partial(param, section="logits")
+_draw = partial(param, section="draw")
+_sampler = partial(_draw, excludes=(_BEAMS, "mirostat_mode"))
+_beams = partial(param, section="beams", requires=_BEAMS)
+_end = partial(param, section="end")
+_text = partial(param, section="text")
+_logprobs = partial(param, section="logprobs")
+_prompt = partial(param, section="prompt")
+
+
+# ruff: noqa: RUF009  # a row is a constant
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LogitsParams:
+    """The rows of the parameters that edit logits, in the order in which they are applied."""
+
+    structured_outputs: StructuredOutputs | None = _logits(
+        "the form of the text ([structured_outputs.md](structured_outputs.md)): -inf for tokens that "
+        "violate it",
+        default=None, excludes=(_BEAMS,), tgi="grammar",
+    )
+    allowed_token_ids: tuple[int, ...] = _logits("-inf for all other tokens", default=())
+    logit_bias: Mapping[int, float] = _logits(
+        "by token id, a number from -100 to 100 that is added", default={}
+    )
+    repetition_penalty: float = _logits(
+        "of tokens in prompt or answer, logits above 0 are divided by it, others multiplied",
+        default=1.0, range=Range(0.01, 100), triton="repetition_penalty",    # 1e-40 is 0 in float32
+    )
+    frequency_penalty: float = _logits(
+        "subtracted for each time that the answer has the token",
+        default=0.0, range=Range(-2, 2), triton="frequency_penalty",
+    )
+    presence_penalty: float = _logits(
+        "subtracted if the answer has the token", default=0.0, range=Range(-2, 2), triton="presence_penalty"
+    )
+    penalty_window: int = _logits(
+        "how many of the last tokens the three penalties above consider",
+        default=0, range=Range(0, _INT_MAX, "all"),
+        unused_without=("repetition_penalty", "frequency_penalty", "presence_penalty"),
+    )
+    dry_multiplier: float = _logits(
+        "subtracted from tokens that would continue a repetition in prompt or answer, times `dry_base` for "
+        "each token that it is longer than `dry_allowed_length`",
+        default=0.0, range=Range(0, 100, "off"),
+    )
+    dry_base: float = _logits(
+        "see `dry_multiplier`", default=1.75, range=Range(1, 100), unused_without=_OF_DRY
+    )
+    dry_allowed_length: int = _logits(
+        "the length of the shortest repetition that counts",
+        default=2, range=Range(1, 128), unused_without=_OF_DRY,
+    )
+    dry_penalty_last_n: int = _logits(
+        "how many of the last tokens are searched for a repetition; 0: none",
+        default=-1, range=Range(-1, _INT_MAX, "all"), unused_without=_OF_DRY,
+    )
+    dry_sequence_breakers: tuple[str, ...] = _logits(
+        "texts that no repetition extends over",
+        default=("\n", ":", '"', "*"), max_items=32, max_chars=40, unused_without=_OF_DRY,     # llama.cpp's
+    )
+    no_repeat_ngram_size: int = _logits(
+        "-inf for tokens that would repeat a run of this length in prompt or answer", default=0, range=_COUNT
+    )
+    bad_words: tuple[str, ...] = _logits(
+        "-inf for the last token of a text whose other tokens precede it, with and without a space before "
+        "the text",
+        default=(), max_items=256, max_chars=256, triton="bad_words",
+    )
+    min_tokens: int = _logits(
+        "before the answer has this number of tokens, -inf for end-of-sequence (unless `ignore_eos`) and "
+        "`stop_token_ids`",
+        default=0, range=_COUNT, triton="min_tokens",
+    )
+    suppress_tokens: tuple[int, ...] = _logits("-inf for these tokens", default=())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PluginCall:
-    """A plug-in of the model's decoder stage, by its name there.
+class _DrawParams(_LogitsParams):
+    """The rows of the parameters of a draw: the stages in their default order, and others."""
 
-    Whether there is one, and whether it takes these arguments, the model checks.
-    """
-
-    name: str
-    args: Mapping[str, Any] = field(default_factory=dict)   # JSON-serializable
-
-
-class PluginCallOptions(TypedDict, total=False):
-    """A `PluginCall`, taken loosely."""
-
-    name: str
-    args: Mapping[str, Any]
-
-
-def read_plugin_calls(value: Any, *, field: str) -> tuple[PluginCall, ...]:
-    """Read a list of calls; None is an empty one.
-
-    Raises:
-        InvalidRequest: it is something else; `field` has the place.
-    """
-    calls = () if value is None else value
-    if not isinstance(calls, Sequence) or isinstance(calls, str):
-        raise InvalidRequest(f"{field} must be a list of plug-ins", field=field, remedy=_PLUGIN_REMEDY)
-    if len(calls) > MAX_PLUGIN_CALLS:
-        raise InvalidRequest(f"{field} takes at most {MAX_PLUGIN_CALLS} plug-ins", field=field)
-    return tuple(read_plugin_call(call, field=f"{field}[{index}]") for index, call in enumerate(calls))
-
-
-def read_plugin_call(value: Any, *, field: str) -> PluginCall:
-    """Read one call. Raises what `read_plugin_calls` raises."""
-    if isinstance(value, PluginCall):
-        return value
-    if not isinstance(value, Mapping) or "name" not in value or value.keys() - {"name", "args"}:
-        raise InvalidRequest(f"{field} must have the keys name and args", field=field, remedy=_PLUGIN_REMEDY)
-    name, args = value["name"], value.get("args", {})
-    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS:
-        rule = f"must be a text of 1 to {MAX_NAME_CHARS} characters"
-        raise InvalidRequest(f"{field}.name {rule}", field=f"{field}.name")
-    if not isinstance(args, Mapping):
-        raise InvalidRequest(f"{field}.args must map names of arguments to values", field=f"{field}.args")
-    return PluginCall(name=name, args=dict(args))
-
-
-_PLUGIN_REMEDY = 'write {"name": "...", "args": {...}}'
-
-
-_NO_HIDDEN_STATES = "needs the hidden states of the model, and the logits stage gives logits alone"
-_SECOND_PROMPT = "needs a second forward without the prompt at each step, which the engine does not run"
-
-# By parameter: why not, and the value with which a client asks for nothing.
-_REFUSED: Mapping[str, tuple[str, object]] = {
-    "penalty_alpha": (f"contrastive search {_NO_HIDDEN_STATES}", 0),
-    "dola_layers": (f"DoLa {_NO_HIDDEN_STATES}", None),
-    "guidance_scale": (f"classifier-free guidance {_SECOND_PROMPT}", 1),
-    "watermark": ("watermarks are not written, and one that is asked for must not be missing", False),
-}
-# By parameter: how it is written today.
-_RENAMED: Mapping[str, str] = {
-    f"guided_{form}": f'structured_outputs: {{"{form}": ...}}'
-    for form in ("json", "regex", "choice", "grammar")
-}
-
-
-def without_refused_methods(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options without those of methods that are not offered, where these ask for nothing.
-
-    Raises:
-        InvalidRequest: one asks for something; `field` is its name.
-    """
-    for name, (reason, neutral) in _REFUSED.items():
-        if options.get(name) is not None and options[name] != neutral:
-            raise InvalidRequest(f"{name} is not supported: {reason}", field=name, remedy="leave it out")
-    for name, newer in _RENAMED.items():
-        if options.get(name) is not None:
-            message = f"{name} is not supported: it is now a part of structured_outputs"
-            raise InvalidRequest(message, field=name, remedy=f"write {newer}")
-    return {name: value for name, value in options.items() if name not in {*_REFUSED, *_RENAMED}}
-
-
-DRY_BREAKERS = ("\n", ":", '"', "*")     # llama.cpp's
+    temperature: float = _draw(
+        "divides the logits. 0: the best token is taken, of equals the lowest id, and the rest of this "
+        "table is off",
+        default=0.0, range=Range(0, 100), neutral=1.0, stage="temperature", own_field=True,
+        excludes=(_BEAMS,), triton="temperature",
+    )
+    dynatemp_range: float = _draw(
+        "the temperature is lower by up to this where the entropy is low, and higher where it is high",
+        default=0.0, range=Range(0, 100, "off"), stage="temperature", excludes=(_BEAMS,),
+    )
+    dynatemp_exponent: float = _draw(
+        "above 1, the dynamic temperature is high only where the entropy is",
+        default=1.0, range=Range(0, 100, above=True), unused_without=("dynatemp_range",),
+    )
+    top_n_sigma: float = _sampler(
+        "keeps the logits within this number of standard deviations of the best one",
+        default=0.0, range=Range(0, 100, "off"), stage="top_n_sigma",
+    )
+    top_h: float = _sampler(
+        "keeps the best tokens, of 100, up to this share of their entropy",
+        default=0.0, range=_SHARE, stage="top_h",
+    )
+    top_k: int = _sampler(
+        "keeps this number of best tokens; -1 is off, too",
+        default=0, range=_COUNT, stage="top_k", own_field=True, triton="top_k",
+    )
+    top_p: float = _sampler(
+        "keeps the smallest set of tokens with this share of the probability",
+        default=1.0, range=Range(0, 1, above=True), stage="top_p", triton="top_p",
+    )
+    min_p: float = _sampler(
+        "keeps the tokens with this share of the best one's probability",
+        default=0.0, range=_SHARE, stage="min_p",
+    )
+    typical_p: float = _sampler(
+        "keeps the tokens whose surprise is nearest to the entropy, up to this share of the probability",
+        default=1.0, range=Range(0, 1, above=True), stage="typical_p",
+    )
+    epsilon_cutoff: float = _sampler(
+        "keeps the tokens of at least this probability, and the best one",
+        default=0.0, range=Range(0, 1, "off", below=True), stage="epsilon_cutoff",
+    )
+    eta_cutoff: float = _sampler(
+        "the same, with the smaller of this and its square root times e^-entropy",
+        default=0.0, range=Range(0, 1, "off", below=True), stage="eta_cutoff",
+    )
+    xtc_probability: float = _sampler(
+        "how often all likely tokens but the least likely of them are removed; never, if end-of-sequence "
+        "or a newline is among them",
+        default=0.0, range=_SHARE, stage="xtc",
+    )
+    xtc_threshold: float = _draw(
+        "the probability from which a token is likely",
+        default=0.1, range=Range(0, 1), unused_without=("xtc_probability",),
+    )
+    samplers: tuple[str, ...] = _sampler("the names of the stages in another order", default=(), draws=True)
+    mirostat_mode: int = _draw(
+        "1, 2: replaces all stages but the temperature with a cut that holds the surprise near "
+        "`mirostat_tau`",
+        default=0, range=Range(0, 2, "off"), draws=True, excludes=(_BEAMS,),
+    )
+    mirostat_tau: float = _draw(
+        "bits per token", default=5.0, range=Range(0, 100), unused_without=_OF_MIROSTAT
+    )
+    mirostat_eta: float = _draw(
+        "how fast the cut adapts to the tokens drawn",
+        default=0.1, range=Range(0, 1), unused_without=_OF_MIROSTAT,
+    )
+    seed: int | None = _draw(
+        "the same seed gives the same text, whatever else runs; without one it is random",
+        default=None, range=Range(0, 2**64 - 1), own_field=True, triton="random_seed",
+    )
+    best_of: int = _draw(
+        "how many answers are drawn to return the likeliest",
+        default=1, range=Range(1, MAX_BEST_OF), own_field=True, excludes=(_BEAMS,),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
-    """How to pick tokens and when to stop; checked once, when it is made.
+class SamplingParams(_DrawParams):
+    """How tokens are sampled and where the text ends; validated when it is made.
 
-    The order in which the rules are applied, and what each means, is in docs/sampling.md.
+    The fields, with those of the base classes, are the table of sampling parameters. After a change of it,
+    `python scripts/sampling_tables.py` writes `SamplingOptions` and the tables of docs/sampling.md.
 
     Raises:
         InvalidRequest: a value is out of range; `field` is the name of the parameter.
     """
 
-    max_tokens: int | None = None           # generated tokens only; None: all the room the context leaves
-    min_tokens: int = 0                     # nothing that ends the text is picked before so many
-    temperature: float = 0.0                # 0: greedy, ties go to the lowest id
-    top_k: int = 0                          # keep the k best tokens; 0: all
-    top_p: float = 1.0                      # keep the smallest set that reaches this probability; 1: all
-    min_p: float = 0.0                      # keep what has this share of the best one's probability; 0: all
-    typical_p: float = 1.0                  # keep those nearest to the entropy, up to this share; 1: all
-    epsilon_cutoff: float = 0.0             # keep what has this probability; 0: all
-    eta_cutoff: float = 0.0                 # the same, but less where the entropy is high; 0: all
-    top_n_sigma: float = 0.0                # keep so many standard deviations of the logits; 0: all
-    top_h: float = 0.0                      # keep the best up to this share of the entropy; 0: all
-    xtc_probability: float = 0.0            # how often all but the last of the likely tokens are taken away
-    xtc_threshold: float = 0.1              # tokens of this probability are likely
-    mirostat_mode: int = 0                  # 1, 2: a cut that holds the surprise near mirostat_tau; 0: off
-    mirostat_tau: float = 5.0               # bits per token
-    mirostat_eta: float = 0.1               # how fast the cut follows what was drawn
-    dynatemp_range: float = 0.0             # the temperature is up to so much lower or higher, by the entropy
-    dynatemp_exponent: float = 1.0          # above 1: it is high only where the entropy is
-    samplers: tuple[str, ...] = ()          # the stages of a draw in their order; empty: the default
-    repetition_penalty: float = 1.0         # weakens, above 1, what is in the prompt or the answer
-    frequency_penalty: float = 0.0          # off a token's logit for each time that the answer has it
-    presence_penalty: float = 0.0           # off a token's logit if the answer has it
-    penalty_window: int = 0                 # the last tokens that these three look at; 0: all
-    dry_multiplier: float = 0.0             # off the logit of what would go on with a repetition; 0: off
-    dry_base: float = 1.75                  # times this for each token that the repetition is longer
-    dry_allowed_length: int = 2             # a repetition of so many tokens is the first that counts
-    dry_penalty_last_n: int = -1            # the last tokens that are searched for it; 0: none, -1: all
-    dry_sequence_breakers: tuple[str, ...] = DRY_BREAKERS   # no repetition reaches over these texts
-    no_repeat_ngram_size: int = 0           # no run of so many tokens, prompt included, comes twice
-    logit_bias: Mapping[int, float] = field(default_factory=dict)   # by token id, added before all else
-    allowed_token_ids: tuple[int, ...] = ()     # nothing else is picked; empty: all are allowed
-    suppress_tokens: tuple[int, ...] = ()       # ids that are never picked
-    bad_words: tuple[str, ...] = ()             # texts whose last token is not picked after the others
-    stop: tuple[str, ...] = ()              # the text ends before the first of these
-    stop_regex: tuple[str, ...] = ()        # the text ends before the first match of one of these
-    stop_token_ids: tuple[int, ...] = ()    # ends the text like the end-of-sequence token does
-    include_stop_str_in_output: bool = False    # the text has what ended it
-    skip_special_tokens: bool = True        # the text is without them
-    spaces_between_special_tokens: bool = True  # or with them, and with what the tokenizer puts between them
-    stream_interval: int = 1                # tokens that a part of a stream has, but the first and the last
-    max_time_ms: int | None = None          # the answer ends then, counted from the request's arrival
-    repetition_detection: RepetitionDetection | None = None     # ends what goes round in circles
-    ignore_eos: bool = False                # go on after the end-of-sequence token (for benchmarks)
-    use_beam_search: bool = False           # the likeliest answers instead of the likeliest tokens
-    beam_width: int | None = None           # so many beams; None: as many as answers are asked for
-    length_penalty: float = 1.0             # an answer's score is divided by its tokens to the power of this
-    early_stopping: bool | Literal["never"] = False     # when beams end; see docs/sampling.md
-    num_beam_groups: int = 1                # the beams of a group compete with each other alone
-    diversity_penalty: float = 0.0          # off what groups before have taken at the same step
-    best_of: int = 1                        # so many answers are drawn, and the likeliest returned
-    seed: int | None = None                 # same seed, same text, whatever else runs; None: a fresh one
-    logprobs: bool = False                  # report the log-probability of each picked token
-    top_logprobs: int = 0                   # beside it, those of so many of the most likely ones
-    logprob_token_ids: tuple[int, ...] = ()     # or those of these tokens
-    logprobs_mode: Literal["raw", "processed"] = "raw"     # of the answer: the model's, or after all rules
-    prompt_logprobs: int | None = None      # the same for each token of the prompt; None: nothing
-    structured_outputs: StructuredOutputs | None = None    # the form that the text has; None: any
-    thinking_token_budget: int | None = None    # then the model's end tag follows; None: it thinks on
-    truncate_prompt_tokens: int | None = None   # a longer prompt is cut to this; None: never
-    truncation_side: Literal["left", "right"] = "left"     # where a prompt is cut
-    cache_salt: str | None = None           # who has the same one shares cached prefixes, nobody else
-    priority: int = 0                       # of those that wait, the lowest number goes first
-    logits_processors: tuple[PluginCall, ...] = ()  # of the model's plug-ins, in this order
-    stop_rules: tuple[PluginCall, ...] = ()         # of the model's plug-ins: any of them ends the text
-    output_parser: PluginCall | None = None         # of the model's plug-ins: what the text goes through
+    use_beam_search: bool = param(
+        "search the likeliest answers, instead of sampling", default=False, section="beams"
+    )
+    beam_width: int | None = _beams(
+        "the number of beams, up to the model's `max_batch_size`; `n` by default, and 1 is greedy",
+        default=None, range=Range(1), triton="beam_width",
+    )
+    length_penalty: float = _beams(
+        "an answer's score is the sum of its log-probabilities, divided by its number of tokens to this "
+        "power: above 0, longer answers gain",
+        default=1.0, range=Range(-10, 10), triton="length_penalty",
+    )
+    early_stopping: bool | Literal["never"] = _beams(
+        '`true`: the search ends when as many answers as beams are complete. `false`: when no beam would '
+        'be better if it were complete now. `"never"`: when none can become better',
+        default=False, triton="early_stopping",
+    )
+    num_beam_groups: int = _beams(
+        "a divisor of the width: beams compete within their group only", default=1, range=Range(1)
+    )
+    diversity_penalty: float = _beams(
+        "subtracted from a token for each time that an earlier group took it in the same step",
+        default=0.0, range=Range(0, 100),
+    )
+
+    max_tokens: int | None = _end(
+        "this number of tokens ends the answer; without it, the end of the context",
+        default=None, range=Range(1), own_field=True, tgi="max_new_tokens", triton="max_tokens",
+    )
+    max_time_ms: int | None = _end(
+        "so does this time since the request arrived, including time in the queue",
+        default=None, range=Range(1, _INT_MAX),
+    )
+    stop: tuple[str, ...] = _end(
+        "the text ends before the first of these, whatever its tokens",
+        default=(), max_items=MAX_STOP_STRINGS, max_chars=256, own_field=True, triton="stop_words",
+    )
+    stop_regex: tuple[str, ...] = _end(
+        "the text ends before the first match of one of these",
+        default=(), max_items=4, max_chars=512, one_text=True, excludes=(_BEAMS,),
+    )
+    stop_token_ids: tuple[int, ...] = _end(
+        "these end the answer, as end-of-sequence does", default=(), max_items=256
+    )
+    stop_rules: tuple[PluginCall, ...] = _end(
+        "plug-ins of the model, which can end the answer", default=(), excludes=(_BEAMS,)
+    )
+    repetition_detection: RepetitionDetection | None = _end(
+        '`{"max_pattern_size": 20, "min_count": 4}`: a pattern of up to 20 tokens (at least '
+        '`min_pattern_size`, 1), 4 times in a row, ends the answer',
+        default=None, excludes=(_BEAMS,),
+    )
+    ignore_eos: bool = _end(
+        "end-of-sequence does not end the answer (for benchmarks)",
+        default=False, excludes=("structured_outputs",),
+    )
+    include_stop_str_in_output: bool = _end("the text includes the stop that ended it", default=False)
+
+    skip_special_tokens: bool = _text("the text omits special tokens", default=True)
+    spaces_between_special_tokens: bool = _text(
+        "with special tokens: also the separators between them", default=True
+    )
+    stream_interval: int = _text(
+        "how many tokens an event of a stream has; the first event comes with the first token",
+        default=1, range=Range(1, 1024),
+    )
+    thinking_token_budget: int | None = _text(
+        "after this number of tokens, a thought is ended (models with `<think>` and `</think>`)",
+        default=None, range=Range(0, _INT_MAX), excludes=(_BEAMS, "structured_outputs"),
+    )
+    logits_processors: tuple[PluginCall, ...] = _text(
+        "plug-ins of the model, which edit the logits in this order", default=(), excludes=(_BEAMS,)
+    )
+    output_parser: PluginCall | None = _text(
+        "the plug-in of the model that rewrites the text", default=None, excludes=(_BEAMS,)
+    )
+
+    logprobs: bool = _logprobs(
+        "report the log-probability of each token of the answer", default=False, own_field=True
+    )
+    top_logprobs: int = _logprobs(
+        "and those of this number of most likely tokens",
+        default=0, range=Range(0, MAX_TOP_LOGPROBS), own_field=True, requires="logprobs", tgi="top_n_tokens",
+    )
+    logprob_token_ids: tuple[int, ...] = _logprobs(
+        "or those of these tokens: one token is enough to choose among given answers",
+        default=(), max_items=256, own_field=True, requires="logprobs", excludes=(_BEAMS, "top_logprobs"),
+    )
+    logprobs_mode: Literal["raw", "processed"] = _logprobs(
+        "`raw`: of the model. `processed`: after all rules",
+        default="raw", requires="logprobs", excludes=(_BEAMS,),
+    )
+    prompt_logprobs: int | None = _logprobs(
+        "the same for each token of the prompt",
+        default=None, range=Range(0, MAX_TOP_LOGPROBS), own_field=True, excludes=(_BEAMS,),
+        tgi="decoder_input_details",
+    )
+
+    truncate_prompt_tokens: int | None = _prompt(
+        "a longer prompt is truncated to this number of tokens; without it, it is refused",
+        default=None, range=Range(1, _INT_MAX, extra=-1, extra_means="as many as the context has room for"),
+        tgi="truncate",
+    )
+    truncation_side: Literal["left", "right"] = _prompt(
+        "`left` keeps the last tokens, and the one that begins every text; `right` the first",
+        default="left", requires="truncate_prompt_tokens",
+    )
+    cache_salt: str | None = _prompt(
+        f"up to {MAX_CACHE_SALT_CHARS} characters: cached prefixes are shared only by requests with the "
+        "same salt",
+        default=None,
+    )
+    priority: int = _prompt(
+        "of waiting requests, those with the lowest number go first; running ones are not stopped for them",
+        default=0, range=Range(-(2**31), _INT_MAX),
+    )
 
     def __post_init__(self) -> None:
-        require_sound(self)
+        validate(self, PARAMETERS)
+        _validate_together(self)
+        _validate_stages(self)
 
     def changed_names(self) -> list[str]:
-        """Return the names of what is not as it is by default."""
-        return [name for name, default in _defaults().items() if getattr(self, name) != default]
+        """Return the names of the parameters that are not at their default."""
+        return [name for name, row in PARAMETERS.items() if getattr(self, name) != row.default]
 
     def changed(self) -> dict[str, Any]:
-        """Return what is not as it is by default, by name, as JSON has it."""
-        return {name: _plain(getattr(self, name)) for name in self.changed_names()}
+        """Return the parameters that are not at their default, by name, as JSON has them."""
+        return {name: _as_json(getattr(self, name)) for name in self.changed_names()}
 
     def token_ids(self) -> Mapping[str, Iterable[int]]:
-        """Return the ids that it names, by parameter; each must be in the model's vocabulary."""
-        return {"logit_bias": self.logit_bias, **{name: getattr(self, name) for name in _lists(int)}}
+        """Return the token ids of the request, by parameter; each must be in the model's vocabulary."""
+        lists = {name: getattr(self, name) for name, row in PARAMETERS.items() if row.item is int}
+        return {"logit_bias": self.logit_bias, **lists}
 
 
-@cache
-def _defaults() -> Mapping[str, Any]:
-    default = SamplingParams()
-    return {option.name: getattr(default, option.name) for option in fields(default)}
+PARAMETERS: Mapping[str, Param] = param_table(SamplingParams)
+# The stages of a draw in their default order, with the parameters that turn each on and their neutral values.
+STAGES: Mapping[str, Mapping[str, Any]] = {
+    stage: {name: row.neutral for name, row in PARAMETERS.items() if row.stage == stage}
+    for stage in dict.fromkeys(row.stage for row in PARAMETERS.values() if row.stage is not None)
+}
+# The parameters that affect draws only, and their neutral values.
+DRAW_PARAMETERS: Mapping[str, Any] = {
+    name: row.neutral for name, row in PARAMETERS.items() if row.stage is not None or row.draws
+}
+# The parameters that turn on an edit of the logits.
+EDIT_PARAMETERS = tuple(
+    name
+    for name, row in PARAMETERS.items()
+    if row.section == "logits" and not row.unused_without and name != "structured_outputs"
+)
+# The parameters that have an input tensor in Triton's repositories of language models, by its name.
+TRITON_TENSORS: Mapping[str, Param] = {row.triton: row for row in PARAMETERS.values() if row.triton}
+_TEXTS = tuple(name for name, row in PARAMETERS.items() if row.item is str)
+_IDS = tuple(name for name, row in PARAMETERS.items() if row.item is int)
 
 
-class SamplingOptions(TypedDict, total=False):
-    """The keyword arguments of `LLM` and of the clients: `SamplingParams`, taken loosely."""
+def active(params: SamplingParams, stages: Iterable[str]) -> Iterator[str]:
+    """Yield the parameters of these stages that are not neutral."""
+    for stage in stages:
+        for name, neutral in STAGES[stage].items():
+            if getattr(params, name) != neutral:
+                yield name
 
-    max_tokens: int | None
-    min_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    typical_p: float
-    epsilon_cutoff: float
-    eta_cutoff: float
-    top_n_sigma: float
-    top_h: float
-    xtc_probability: float
-    xtc_threshold: float
-    mirostat_mode: int
-    mirostat_tau: float
-    mirostat_eta: float
-    dynatemp_range: float
-    dynatemp_exponent: float
-    samplers: Sequence[str] | None
-    repetition_penalty: float
-    frequency_penalty: float
-    presence_penalty: float
-    penalty_window: int
-    dry_multiplier: float
-    dry_base: float
-    dry_allowed_length: int
-    dry_penalty_last_n: int
-    dry_sequence_breakers: str | Sequence[str] | None
-    no_repeat_ngram_size: int
-    logit_bias: Mapping[int, float] | Mapping[str, float] | None
-    allowed_token_ids: Sequence[int] | None
-    suppress_tokens: Sequence[int] | None
-    bad_words: str | Sequence[str] | None
-    stop: str | Sequence[str] | None
-    stop_regex: str | Sequence[str] | None
-    stop_token_ids: Sequence[int] | None
-    include_stop_str_in_output: bool
-    skip_special_tokens: bool
-    spaces_between_special_tokens: bool
-    stream_interval: int
-    max_time_ms: int | None
-    repetition_detection: RepetitionDetection | Mapping[str, int] | None
-    ignore_eos: bool
-    use_beam_search: bool
-    beam_width: int | None
-    length_penalty: float
-    early_stopping: bool | Literal["never"]
-    num_beam_groups: int
-    diversity_penalty: float
-    best_of: int
-    seed: int | None
-    logprobs: bool
-    top_logprobs: int
-    logprob_token_ids: Sequence[int] | None
-    logprobs_mode: Literal["raw", "processed"]
-    prompt_logprobs: int | None
-    structured_outputs: StructuredOutputs | StructuredOutputOptions | None
-    thinking_token_budget: int | None
-    truncate_prompt_tokens: int | None
-    truncation_side: Literal["left", "right"]
-    cache_salt: str | None
-    priority: int
-    logits_processors: Sequence[PluginCall | PluginCallOptions] | None
-    stop_rules: Sequence[PluginCall | PluginCallOptions] | None
-    output_parser: PluginCall | PluginCallOptions | None
+
+def _validate_together(params: SamplingParams) -> None:
+    """Validate combinations of parameters that no single row describes."""
+    _validate_biases(params.logit_bias)
+    allowed = set(params.allowed_token_ids) - set(params.suppress_tokens)
+    require(bool(allowed) or not params.allowed_token_ids, "suppress_tokens", "leaves no allowed token")
+    grouped = (params.num_beam_groups > 1) == (params.diversity_penalty > 0)
+    require(grouped, "diversity_penalty", "above 0 and num_beam_groups above 1 need each other")
+    ids = params.logprob_token_ids
+    require(len(set(ids)) == len(ids), "logprob_token_ids", "must have each id once")
+    long_enough = params.max_tokens is None or params.min_tokens <= params.max_tokens
+    require(long_enough, "min_tokens", "must be at most max_tokens")
+    shown = params.spaces_between_special_tokens or not params.skip_special_tokens
+    require(shown, "spaces_between_special_tokens", "needs skip_special_tokens: false")
+    require(params.best_of == 1 or params.temperature > 0, "best_of", "needs a temperature above 0")
+    salted = params.cache_salt is None or 0 < len(params.cache_salt) <= MAX_CACHE_SALT_CHARS
+    require(salted, "cache_salt", f"must have 1 to {MAX_CACHE_SALT_CHARS} characters")
+
+
+def _validate_biases(biases: Mapping[int, float]) -> None:
+    name = "logit_bias"
+    require(len(biases) <= MAX_LOGIT_BIASES, name, f"takes at most {MAX_LOGIT_BIASES} ids")
+    require(all(map(is_token_id, biases)), name, "must have token ids as its keys")
+    for token_id, bias in biases.items():
+        holds = is_number(bias) and -100 <= bias <= 100
+        require(holds, f"{name}[{token_id}]", "must be a number between -100 and 100")
+
+
+def _validate_stages(params: SamplingParams) -> None:
+    """Validate the names of `samplers`, and that it has the stages of all parameters that are given."""
+    names = params.samplers
+    for index, name in enumerate(names):
+        field = f"samplers[{index}]"
+        if not isinstance(name, str) or name not in STAGES:
+            known = ", ".join(STAGES)
+            raise InvalidRequest(f"{field} is no stage", field=field, remedy=f"the stages are {known}")
+        if name in names[:index]:
+            raise InvalidRequest(f"{field} repeats {name!r}", field=field, remedy="name each stage once")
+    if names and params.temperature > 0:
+        for name in active(params, [stage for stage in STAGES if stage not in names]):
+            raise InvalidRequest(
+                f"{name} has no effect, since samplers omits its stage",
+                field=name,
+                remedy="add the stage to samplers, or leave the parameter out",
+            )
+
+
+def unused_parameters(params: SamplingParams) -> list[str]:
+    """Return the parameters that the request sets and that have no effect, given the others.
+
+    These are the details of a rule that is off, and all parameters of a draw if nothing is drawn.
+    """
+    changed = params.changed_names()
+    greedy = params.temperature == 0
+    return [
+        name
+        for name in changed
+        if (greedy and name in DRAW_PARAMETERS)
+        or (PARAMETERS[name].unused_without and not {*PARAMETERS[name].unused_without}.intersection(changed))
+    ]
 
 
 def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
-    """Make parameters from loose options: `stop` may be one string, `top_k` -1, ids of `logit_bias` digits.
+    """Make parameters from options as a client writes them.
+
+    `stop` may be one string, `top_k` -1, the ids of `logit_bias` digits, and lists None.
 
     Raises:
-        InvalidRequest: an unknown name, with the nearest known one, or a value out of range.
+        InvalidRequest: an unknown name, with the nearest known one as the remedy, or a value out of range.
     """
-    known = [option.name for option in fields(SamplingParams)]
     values = without_refused_methods(options)
     for name in values:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            remedy = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+        if name not in PARAMETERS:
+            near = difflib.get_close_matches(name, PARAMETERS, n=1)
+            remedy = f"did you mean {near[0]}?" if near else f"known are {', '.join(PARAMETERS)}"
             raise InvalidRequest(f"there is no sampling parameter {name!r}", field=name, remedy=remedy)
-    if values.get("top_k") == -1:   # vLLM's word for all
+    if values.get("top_k") == -1:   # all, as in vLLM
         values["top_k"] = 0
-    for name in ("allowed_token_ids", "samplers"):  # an empty list would allow nothing, while none allows all
+    for name in ("allowed_token_ids", "samplers"):  # an empty list would allow nothing, the default all
         require(values.get(name) not in ([], ()), name, "must not be empty")
-    for name in (*_lists(str), *_lists(int)):
+    for name in (*_TEXTS, *_IDS):
         if values.get(name) is None:
             values.pop(name, None)
         else:
@@ -320,27 +475,19 @@ def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
     return SamplingParams(**values)
 
 
-@cache
-def _lists(of: type) -> tuple[str, ...]:
-    """The parameters that are lists of so a kind."""
-    hints = get_type_hints(SamplingParams)
-    return tuple(name for name, hint in hints.items() if hint == tuple[of, ...])  # type: ignore[valid-type]
-
-
-def _plain(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
     if isinstance(value, PluginCall | RepetitionDetection):
         return asdict(value)
     if isinstance(value, StructuredOutputs):
         return value.as_options()
-    return [_plain(part) for part in value] if isinstance(value, tuple) else value
+    return [_as_json(part) for part in value] if isinstance(value, tuple) else value
 
 
 def _listed(value: Any, name: str) -> tuple[Any, ...]:
-    of_texts = name in _lists(str)
-    what = "text, or a list of texts" if of_texts else "a list of whole numbers"
-    require(isinstance(value, Iterable) and not isinstance(value, Mapping), name, f"must be {what}")
+    words = "text, or a list of texts" if name in _TEXTS else "a list of whole numbers"
+    require(isinstance(value, Iterable) and not isinstance(value, Mapping), name, f"must be {words}")
     if isinstance(value, str):
-        require(of_texts, name, f"must be {what}")
+        require(name in _TEXTS, name, f"must be {words}")
         return (value,) if value else ()
     return tuple(value)
 
@@ -351,31 +498,38 @@ def _biases(value: Any) -> Mapping[int, float]:
 
 
 def _read_id(key: Any) -> Any:
-    # JSON has no other keys than texts.
+    # Keys of JSON are texts.
     return int(key) if isinstance(key, str) and key.isascii() and key.isdecimal() else key
 
 
-_PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
-# By parameter: those of which one must ask for something.
-_SWITCHES: Mapping[str, Sequence[str]] = {
-    "xtc_threshold": ("xtc_probability",),
-    "mirostat_tau": ("mirostat_mode",),
-    "mirostat_eta": ("mirostat_mode",),
-    "dynatemp_exponent": ("dynatemp_range",),
-    "penalty_window": _PENALTIES,
-    "dry_base": ("dry_multiplier",),
-    "dry_allowed_length": ("dry_multiplier",),
-    "dry_penalty_last_n": ("dry_multiplier",),
-    "dry_sequence_breakers": ("dry_multiplier",),
+_NO_HIDDEN_STATES = "needs the hidden states of the model, and the logits stage returns only logits"
+_SECOND_PROMPT = "needs a second forward without the prompt in each step, which the engine does not run"
+# Methods of other servers that are not offered: the reason, and the neutral value.
+_REFUSED_METHODS: Mapping[str, tuple[str, object]] = {
+    "penalty_alpha": (f"contrastive search {_NO_HIDDEN_STATES}", 0),
+    "dola_layers": (f"DoLa {_NO_HIDDEN_STATES}", None),
+    "guidance_scale": (f"classifier-free guidance {_SECOND_PROMPT}", 1),
+    "watermark": ("no watermark is written", False),
 }
+# Names that vLLM has replaced, and the newer ones.
+_REPLACED: Mapping[str, str] = {
+    f"guided_{form}": f'structured_outputs: {{"{form}": ...}}'
+    for form in ("json", "regex", "choice", "grammar")
+}
+REFUSED = (*_REFUSED_METHODS, *_REPLACED)
 
 
-def unused_parameters(params: SamplingParams) -> list[str]:
-    """Return the parameters that are not as by default and change nothing.
+def without_refused_methods(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options without those of methods that are not offered, if these are neutral.
 
-    These are the details of a rule that is off, and where nothing is drawn, all that a draw is made from.
+    Raises:
+        InvalidRequest: one is not neutral; `field` is its name.
     """
-    given = frozenset(params.changed_names())
-    idle = [name for name, switches in _SWITCHES.items() if name in given and given.isdisjoint(switches)]
-    greedy = params.temperature == 0
-    return idle + [name for name in DRAWING if greedy and name in given]
+    for name, (reason, neutral) in _REFUSED_METHODS.items():
+        if options.get(name) is not None and options[name] != neutral:
+            raise InvalidRequest(f"{name} is not supported: {reason}", field=name, remedy="leave it out")
+    for name, newer in _REPLACED.items():
+        if options.get(name) is not None:
+            message = f"{name} is not supported: it is now a part of structured_outputs"
+            raise InvalidRequest(message, field=name, remedy=f"write {newer}")
+    return {name: value for name, value in options.items() if name not in REFUSED}

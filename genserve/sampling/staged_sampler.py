@@ -15,10 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genserve.kernels.logits import SAMPLING_RULE, sample_logits, scan_logits
-from genserve.sampling.param_table import STAGES, acting
-from genserve.sampling.sampling_params import SamplingParams
+from genserve.sampling.sampling_params import STAGES, SamplingParams, active
 
-__all__ = ["COLDEST", "NUMPY_OPS", "ArrayOps", "Stages", "apply_stages", "exponentials", "stages_of"]
+__all__ = ["COLDEST", "NUMPY_OPS", "ArrayOps", "DrawStages", "apply_stages", "exponentials", "stages_of"]
 
 # At this temperature and below a draw is greedy: no two float32 logits are nearer than this divides.
 COLDEST = 1e-6
@@ -60,7 +59,7 @@ class ArrayOps(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stages:
+class DrawStages:
     """The stages of one sequence's next draw."""
 
     order: tuple[str, ...]              # the active ones: names of STAGES, "mirostat"
@@ -73,13 +72,13 @@ class Stages:
         """Whether the next draw depends on the surprise of this one."""
         return bool(self.params.mirostat_mode)
 
-    def after(self, surprise_bits: float) -> Stages:
+    def after(self, surprise_bits: float) -> DrawStages:
         """Return the stages of the next draw, after one of a token with this surprise."""
         error = surprise_bits - self.params.mirostat_tau
         return replace(self, max_surprise_bits=self.max_surprise_bits - self.params.mirostat_eta * error)
 
 
-def stages_of(params: SamplingParams, *, spared_ids: tuple[int, ...]) -> Stages | None:
+def stages_of(params: SamplingParams, *, spared_ids: tuple[int, ...]) -> DrawStages | None:
     """Return the stages before the first draw.
 
     Args:
@@ -91,20 +90,20 @@ def stages_of(params: SamplingParams, *, spared_ids: tuple[int, ...]) -> Stages 
     """
     if params.mirostat_mode:
         order = (*_active(params, ("temperature",)), "mirostat")
-        return Stages(order=order, params=params, max_surprise_bits=2 * params.mirostat_tau)
+        return DrawStages(order=order, params=params, max_surprise_bits=2 * params.mirostat_tau)
     order = _active(params, params.samplers or tuple(STAGES))
     kernel_order = tuple(name for name in STAGES if name in order and name in _OF_KERNEL)
     if order == kernel_order and not params.dynatemp_range:
         return None
-    return Stages(order=order, params=params, spared_ids=spared_ids)
+    return DrawStages(order=order, params=params, spared_ids=spared_ids)
 
 
 def _active(params: SamplingParams, names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(name for name in names if any(acting(params, [name])))
+    return tuple(name for name in names if any(active(params, [name])))
 
 
 def apply_stages(
-    rows: Array, stages: Sequence[Stages], *, chances: Sequence[float], ops: ArrayOps
+    rows: Array, stages: Sequence[DrawStages], *, chances: Sequence[float], ops: ArrayOps
 ) -> Array:
     """Return the logits that the stages leave: [G, V] float32 whose maximum is 0; -inf is cut off.
 
@@ -128,7 +127,7 @@ def apply_stages(
 class _Batch:
     """The parameters of G rows with the same stages."""
 
-    stages: Sequence[Stages]
+    stages: Sequence[DrawStages]
     chances: Sequence[float]
     ops: ArrayOps
 
@@ -189,7 +188,7 @@ def _temperature(rows: Array, batch: _Batch) -> Array:
 
 
 def _top_n_sigma(rows: Array, batch: _Batch) -> Array:
-    """Keep tokens within so many standard deviations of the best logit.
+    """Keep logits within a number of standard deviations of the best one.
 
     Source: Tang et al., "Top-nσ: Not All Logits Are You Need" (2024), over the logits that are not masked.
     """

@@ -1,4 +1,4 @@
-"""Structured outputs: the form that the text of an answer must have, as a request says it."""
+"""Structured outputs: the form that a request requires of the text of its answer."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypedDict, cast, get_args
 
-from genserve.errors import InvalidRequest
-from genserve.sampling.param_table import require
+from genserve.errors import InvalidRequest, require
 
 __all__ = [
     "Form",
@@ -20,7 +19,7 @@ __all__ = [
 
 Form: TypeAlias = Literal["json", "json_object", "regex", "choice", "grammar", "structural_tag"]
 FORMS: tuple[Form, ...] = get_args(Form)
-# What is longer takes a parser minutes, or more stack than it has.
+# A longer text takes a parser minutes, or more stack than it has.
 MAX_CHARS = 65536
 _FORMATS = (
     'write {"type": "json_schema", "json_schema": {"name": ..., "schema": ...}} or {"type": "json_object"}; '
@@ -30,14 +29,14 @@ _FORMATS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
-    """One form, written down: equal forms have equal texts.
+    """One form as text: equal forms have equal texts.
 
     Raises:
         InvalidRequest: the text is empty or too long.
     """
 
     form: Form
-    # The schema, the list of choices or the tags as JSON; the regex, the grammar; of json_object: {}.
+    # The schema, the choices or the tags as JSON; the regex; the grammar; for json_object {}.
     text: str
 
     def __post_init__(self) -> None:
@@ -46,7 +45,7 @@ class StructuredOutputs:
         require(len(self.text) <= MAX_CHARS, field, f"is longer than {MAX_CHARS} characters")
 
     def as_options(self) -> dict[str, Any]:
-        """Return what `structured_outputs` reads, as JSON has it."""
+        """Return the JSON object that `structured_outputs` reads."""
         match self.form:
             case "json_object":
                 return {"json_object": True}
@@ -57,31 +56,31 @@ class StructuredOutputs:
 
 
 class StructuredOutputOptions(TypedDict, total=False):
-    """What a request says by vLLM's names; exactly one of them."""
+    """The form of a request, by vLLM's names: exactly one of them."""
 
     json: Mapping[str, Any] | str | None    # a JSON schema, or its text
     json_object: bool | None                # any JSON object
     regex: str | None                       # the whole text matches
     choice: Sequence[str] | None            # the text is one of these
     grammar: str | None                     # in Lark's notation, or llama.cpp's GBNF
-    structural_tag: Mapping[str, Any] | str | None  # any text, but what is between some tags; or its text
+    structural_tag: Mapping[str, Any] | str | None  # any text, with JSON between some tags; or its text
 
 
 def structured_outputs(value: Any, *, field: str = "structured_outputs") -> StructuredOutputs | None:
-    """Read the form from what a request says; None: any text will do.
+    """Read the form of a request; None: any text.
 
     Raises:
-        InvalidRequest: not exactly one form, or one that is badly written; `field` names it.
+        InvalidRequest: there is not exactly one form, or it is malformed; `field` names the place.
     """
     if value is None or isinstance(value, StructuredOutputs):
         return value
     require(isinstance(value, Mapping), field, f"must be an object with one of {', '.join(FORMS)}")
-    nothing = {"json_object": False}
-    said = {name: form for name, form in value.items() if form is not None and form is not nothing.get(name)}
-    for name in said:
+    neutral = {"json_object": False}
+    given = {name: form for name, form in value.items() if form is not None and form is not neutral.get(name)}
+    for name in given:
         require(name in FORMS, f"{field}.{name}", f"is not supported; known are {', '.join(FORMS)}")
-    require(len(said) == 1, field, f"must have exactly one of {', '.join(FORMS)}")
-    [(name, form)] = said.items()
+    require(len(given) == 1, field, f"must have exactly one of {', '.join(FORMS)}")
+    [(name, form)] = given.items()
     where = f"{field}.{name}"
     match name:
         case "json_object":
@@ -99,17 +98,17 @@ def structured_outputs(value: Any, *, field: str = "structured_outputs") -> Stru
 
 
 def structured_outputs_of_format(value: Any, *, field: str) -> StructuredOutputs | None:
-    """Read the form from OpenAI's `response_format`, from TGI's `grammar`, or from what others make of these.
+    """Read the form of OpenAI's `response_format`, of TGI's `grammar`, or of a variant of these.
 
     Args:
         value: `{"type": ...}`: `text`; `json_schema` with `json_schema` or, for TGI, `value`, which has the
             `schema`; `json_object`, with a `schema` or `value` or without; `json` or `regex` with `value`;
             `structural_tag` with `structures` and `triggers`.
-            None: any text will do.
-        field: what it is called where it came from.
+            None: any text.
+        field: its name in the dialect.
 
     Raises:
-        InvalidRequest: it has another shape; `field` names the place.
+        InvalidRequest: it is malformed; `field` names the place.
     """
     if value is None:
         return None
@@ -133,7 +132,7 @@ def structured_outputs_of_format(value: Any, *, field: str) -> StructuredOutputs
         case "json_schema", {"value": {"schema": schema}, **rest} if not rest:
             return _json(schema, f"{field}.value.schema")
     raise InvalidRequest(
-        f"{field} is of a type that is not supported, or has not what belongs to its type",
+        f"{field} has an unknown type, or lacks a field of its type",
         field=field,
         remedy=_FORMATS,
     )
@@ -150,7 +149,7 @@ def _schema(schema: Any, field: str) -> Mapping[str, Any]:
 
 
 def _loaded(value: Any, field: str) -> Any:
-    """Return what a text of JSON says; anything else is what it is."""
+    """Return the value of a JSON text; any other value unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -163,17 +162,17 @@ def _written(value: Any, field: str) -> str:
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (ValueError, TypeError, RecursionError) as error:
-        raise InvalidRequest(f"{field} is no JSON: {error}", field=field) from None
+        raise InvalidRequest(f"{field} cannot be written as JSON: {error}", field=field) from None
 
 
 def _structural_tag(value: Any, field: str) -> StructuredOutputs:
-    """Read the tags, by the names of vLLM and SGLang: what begins one, its schema, and what ends it."""
+    """Read the tags, by the names of vLLM and SGLang: the text that begins one, its schema, and its end."""
     value = _loaded(value, field)
     known = isinstance(value, Mapping) and value.keys() - {"type"} == {"structures", "triggers"}
     require(known, field, "must have structures and triggers")
     structures, triggers = value["structures"], value["triggers"]
     for name, listed in (("structures", structures), ("triggers", triggers)):
-        require(isinstance(listed, list) and listed != [], f"{field}.{name}", "must be a list of some")
+        require(isinstance(listed, list) and listed != [], f"{field}.{name}", "must be a non-empty list")
     for index, trigger in enumerate(triggers):
         require(isinstance(trigger, str) and trigger != "", f"{field}.triggers[{index}]", "must be text")
     read = [_structure(one, triggers, f"{field}.structures[{index}]") for index, one in enumerate(structures)]

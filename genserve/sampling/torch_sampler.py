@@ -23,7 +23,7 @@ __all__ = ["TORCH_OPS", "sample_on_device"]
 
 
 def sample_on_device(logits: torch.Tensor, metadata: SamplingMetadata) -> SamplerOutput:
-    """Sample one token per row; see `sampling.sampler.sample_rows`.
+    """Sample one token per row; see `sampler.sample_on_host`.
 
     Only ids, flags and log-probabilities come back from the device, in one copy; nothing else waits for it.
     """
@@ -66,7 +66,7 @@ _GREEDY = {"draws": 0.0, "uniform": 0.0, "temperature": 1.0, "top_k": 0.0, "top_
 def _draw(
     shifted: torch.Tensor, token_ids: torch.Tensor, metadata: SamplingMetadata
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw for the rows that do; the others keep their token. Returns also what was drawn from: [R, V]."""
+    """Return the tokens, drawn for the rows that draw: [R], and the logits after all rules: [R, V]."""
     num_rows, num_tokens = shifted.shape
     columns = np.repeat(np.array([*_GREEDY.values()])[:, None], num_rows, axis=1)
     rules = metadata.rules
@@ -99,7 +99,7 @@ def _logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return, flat, the log-probability of each row's token, and ids and log-probabilities of others.
 
-    There are `_num_others` others for each row, whatever it asks for.
+    Each row has `_num_others` others, even if it asks for fewer.
     """
     shifted = rows - rows.amax(dim=1, keepdim=True)
     total = exponentials(shifted, TORCH_OPS).sum(dim=1, keepdim=True, dtype=torch.float64).log()
@@ -125,7 +125,7 @@ def _read_logprobs(
     ids: NDArray[np.float64],
     levels: NDArray[np.float64],
 ) -> tuple[TokenLogprob, ...]:
-    """Return what each row asked for, from the numbers of `_logprobs`."""
+    """Return the log-probabilities that each row asks for, from the numbers of `_logprobs`."""
     others = np.stack([ids, levels], axis=1).reshape(len(requests), -1, 2)
     found = []
     for index, request in enumerate(requests):

@@ -1,23 +1,26 @@
-"""Model instance: a thread that owns one instance of a model and executes the batches of its scheduler."""
+"""Model instance: a thread that executes the batches of a scheduler; the instances of one model version."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 
 from genserve.backends.backend import Backend, Placement
+from genserve.config.model_config import InstanceGroup
 from genserve.errors import GenserveError, InferenceError, Status
 from genserve.inference import CURRENT_EXECUTOR, Executor, Inference
 from genserve.inference_statistics import ModelStatistics
 from genserve.schedulers.queue_scheduler import QueueScheduler
+from genserve.schedulers.rate_limiter import ResourcePermit
 
-__all__ = ["ModelInstance"]
-
+__all__ = ["ModelInstance", "ModelInstances", "group_placements"]
 
 logger = logging.getLogger(__name__)
+
+_ABORT_TIMEOUT_S = 5.0
 
 
 class ModelInstance:
@@ -129,3 +132,102 @@ def _death(error: BaseException, name: str) -> InferenceError:
         status=Status.UNAVAILABLE,
         remedy="see the server's log for the reason, and load the model again",
     )
+
+
+class ModelInstances:
+    """The instances of one version of a model, which share a scheduler; a `ModelRuntime`."""
+
+    def __init__(
+        self,
+        start: Callable[[Placement], Backend],
+        *,
+        placements: Sequence[Placement],
+        scheduler: QueueScheduler,
+        statistics: ModelStatistics,
+        exit_timeout_s: float,
+        permits: Sequence[ResourcePermit] = (),
+    ) -> None:
+        """Start every instance, and wait until all have started.
+
+        Args:
+            start: starts and warms up one instance; called on its thread.
+            placements: of each instance.
+            scheduler: closed with the instances.
+            statistics: counts the executions.
+            exit_timeout_s: how long `close` waits for the model's code.
+            permits: of the rate limiter, which the scheduler acquires; withdrawn with the instances.
+
+        Raises:
+            Exception: of the first instance that fails to start; the others are closed.
+        """
+        self._scheduler = scheduler
+        self._exit_timeout_s = exit_timeout_s
+        self._permits = permits
+        self._instances = [
+            ModelInstance(
+                lambda placement=placement: start(placement),  # type: ignore[misc]
+                number=number,
+                placement=placement,
+                scheduler=scheduler,
+                statistics=statistics,
+            )
+            for number, placement in enumerate(placements)
+        ]
+        for instance, permit in zip(self._instances, permits, strict=False):  # no limiter, no permits
+            permit.executor = instance.executor
+            instance.executor.blocked_by = permit.blocked_by
+        self._executors = tuple(instance.executor for instance in self._instances)
+        try:
+            for instance in self._instances:
+                instance.started.result()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def ready(self) -> bool:
+        """Whether at least one instance is ready."""
+        return any(instance.ready for instance in self._instances)
+
+    @property
+    def num_waiting(self) -> int:
+        """Inferences in the queue of the scheduler."""
+        return self._scheduler.num_waiting
+
+    def submit(self, inference: Inference) -> None:
+        """Queue an inference."""
+        inference.executors = self._executors
+        self._scheduler.submit(inference)
+
+    def close(self) -> None:
+        """Fail the waiting inferences, and close each instance on its thread.
+
+        An instance that exceeds the timeout is aborted if its backend can do that, or else abandoned.
+        """
+        self._scheduler.close()
+        until_s = time.monotonic() + self._exit_timeout_s
+        for number, instance in enumerate(self._instances):
+            if not _ended(instance, until_s=until_s):
+                name = instance.placement.name
+                logger.error("instance %s is abandoned: the code of the model does not return", name)
+            elif self._permits:
+                self._permits[number].withdraw()
+
+
+def _ended(instance: ModelInstance, *, until_s: float) -> bool:
+    if instance.join(max(0.0, until_s - time.monotonic())):
+        return True
+    return instance.abort() and instance.join(_ABORT_TIMEOUT_S)
+
+
+def group_placements(group: InstanceGroup) -> Iterator[Placement]:
+    """Yield the placement of each instance of a group, with Triton's names; the config is normalised."""
+    devices = group.gpus if group.kind == "KIND_GPU" else (None,)
+    for number in range(len(devices) * max(1, group.count)):
+        device = devices[number % len(devices)]
+        suffix = "" if device is None else f"_gpu{device}"
+        yield Placement(
+            name=f"{group.name}_{number}{suffix}",
+            kind=group.kind.removeprefix("KIND_"),
+            device_id=device or 0,
+        )

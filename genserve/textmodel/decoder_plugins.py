@@ -29,7 +29,7 @@ from genserve.generation.sequence_plugins import (
     SequencePlugins,
     plugin_call,
 )
-from genserve.sampling.sampling_params import PluginCall
+from genserve.sampling.plugin_call import PluginCall
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter, ValidationError

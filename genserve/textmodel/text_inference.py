@@ -18,7 +18,8 @@ from genserve.inference import Inference, InferenceResponse, Parameter
 from genserve.inference_statistics import ModelStatistics
 from genserve.log import CURRENT_REQUEST
 from genserve.sampling.sampling_params import (
-    SamplingOptions,
+    PARAMETERS,
+    TRITON_TENSORS,
     SamplingParams,
     sampling_params,
     without_refused_methods,
@@ -30,23 +31,10 @@ __all__ = ["INPUTS", "OUTPUT", "TextInference"]
 
 
 # The names of the established Triton repositories for language models, and ours.
-_PARAMETERS = {
-    "max_tokens": "max_tokens",
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "random_seed": "seed",
-    "repetition_penalty": "repetition_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "presence_penalty": "presence_penalty",
-    "min_tokens": "min_tokens",
-    "beam_width": "beam_width",
-    "length_penalty": "length_penalty",
-    "early_stopping": "early_stopping",
-}
+_PARAMETERS = {tensor: row.name for tensor, row in TRITON_TENSORS.items() if row.item is None}
 # What they call the forms of an answer, and what `structured_outputs` does.
 _GUIDES = {"json": "json_object", "json_schema": "json", "regex": "regex", "ebnf_grammar": "grammar"}
-_WORDS = {"stop_words": "stop", "bad_words": "bad_words"}
+_WORDS = {tensor: row.name for tensor, row in TRITON_TENSORS.items() if row.item is str}
 _TEXTS = _WORDS | dict.fromkeys(("guided_decoding_guide_type", "guided_decoding_guide"), "structured_outputs")
 # All that a text model reads, and what it gives; an ensemble may have other names for them.
 INPUTS = frozenset({"text_input", "stream", *_PARAMETERS, *_TEXTS})
@@ -235,10 +223,9 @@ def _params(inputs: Mapping[str, Tensor], parameters: Mapping[str, Parameter]) -
 
 def _refuse_unread(parameters: Mapping[str, Parameter]) -> None:
     """Refuse what only tensors say, unless it asks for nothing; Triton passes over what nobody knows."""
-    names = {name: name for name in SamplingOptions.__annotations__} | _PARAMETERS | _TEXTS
-    default = SamplingParams()
+    names = {name: name for name in PARAMETERS} | _PARAMETERS | _TEXTS
     for name in names.keys() & parameters.keys() - _READ:
-        nothing = ("", 1) if name == "beam_width" else ("", getattr(default, names[name]))
+        nothing = ("", 1) if name == "beam_width" else ("", PARAMETERS[names[name]].default)
         if parameters[name] not in nothing:
             raise InvalidRequest(
                 f"{name} is not read from the parameters of a request",

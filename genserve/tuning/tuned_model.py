@@ -13,9 +13,9 @@ from pathlib import Path
 from genserve.config.diagnostics import nearest
 from genserve.config.edit import ConfigChange, change_text
 from genserve.errors import ModelNotFound, RepositoryError
-from genserve.repository.ensemble_steps import stage_owners, text_models
 from genserve.repository.index import ModelEntry, scan
 from genserve.repository.model_validation import accept, model_diagnostics
+from genserve.repository.text_stages import stage_owners, text_models
 from genserve.textmodel.logits_config import is_logits_stage
 from genserve.tuning.search_space import Setting, config_change, top1_agreement
 

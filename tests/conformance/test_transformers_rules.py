@@ -30,8 +30,8 @@ from transformers import (
 from genserve import LLM
 from genserve.export import SilentProgress, export_model
 from genserve.generation.engine_request import TokenSequence
-from genserve.sampling.batch_sampler import sampling_metadata
-from genserve.sampling.sampler import LogprobsRequest, sample_rows
+from genserve.sampling.batch_sampler import sample_rows, sampling_metadata
+from genserve.sampling.sampler import LogprobsRequest
 from tests.export.tiny_models import TINY_MODELS, tiny_checkpoint
 from tests.fakes.sequences import sequence_of
 from tests.reference import greedy_ids, reference_logits, reference_model

@@ -1,18 +1,25 @@
-"""The user's page names every sampling parameter."""
+"""What is derived from the table of sampling parameters is up to date."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import fields
+import subprocess
+import sys
 from pathlib import Path
 
-import pytest
+from genserve.sampling.sampling_params import PARAMETERS, SamplingOptions
 
-from genserve.sampling.sampling_params import SamplingParams
-
-PAGE = (Path(__file__).parents[2] / "docs" / "sampling.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("name", [parameter.name for parameter in fields(SamplingParams)])
-def test_a_parameter_is_explained(name: str) -> None:
-    assert re.search(rf"`[^`]*\b{name}\b", PAGE)
+def test_the_options_and_the_page_are_those_that_the_script_writes() -> None:
+    command = [sys.executable, ROOT / "scripts" / "sampling_tables.py", "--check"]
+    checked = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_every_parameter_is_an_option_and_a_row_of_the_page() -> None:
+    page = (ROOT / "docs" / "sampling.md").read_text(encoding="utf-8")
+    assert list(SamplingOptions.__annotations__) == list(PARAMETERS)
+    rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| [^|]* \| \S", page, re.MULTILINE)
+    assert sorted(rows) == sorted(PARAMETERS)

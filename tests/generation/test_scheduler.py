@@ -11,7 +11,13 @@ from genserve.generation.engine import Engine
 from genserve.generation.engine_request import TokenSequence
 from genserve.generation.kv_cache_manager import KVCacheManager
 from genserve.generation.logits_model import FloatArray, ForwardBatch
-from genserve.generation.scheduler import Scheduler, StepTimes, divide_budget, num_unfinished
+from genserve.generation.scheduler import (
+    Scheduler,
+    SchedulerOutput,
+    StepTimes,
+    divide_budget,
+    num_unfinished,
+)
 from tests.fakes.logits import PagedLogits
 from tests.fakes.sequences import Clock, sample_loop, sequence_of
 
@@ -267,9 +273,8 @@ def test_a_prompt_continues_if_more_places_are_held_than_exist():
 
 
 def note(times: StepTimes, num_decodes: int, seconds: float, *, prompt: int = 0, drafted: int = 0) -> None:
-    times.note(
-        num_decodes=num_decodes, num_prompt_tokens=prompt, num_drafted=drafted, seconds=seconds
-    )
+    step = SchedulerOutput(num_decodes=num_decodes, num_prompt_tokens=prompt, num_drafted=drafted)
+    times.note(step, seconds)
 
 
 def test_step_times_are_guessed_before_the_first_measurement():

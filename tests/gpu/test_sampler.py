@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from genserve.sampling.batch_sampler import sample
-from genserve.sampling.sampler import sample_rows
+from genserve.sampling.batch_sampler import sample, sample_rows
 from tests.fakes.grammars import Steps
 from tests.fakes.sequences import sequence_of
 from tests.sampling.test_torch_sampler import VOCAB_SIZE, asked, levels, on_a_border, random_rules

@@ -77,7 +77,7 @@ def test_a_git_lfs_pointer_is_reported(tmp_path, config):
     file.write_bytes(POINTER)
     found = diagnostic(tmp_path)
     assert found.path == file
-    assert found.message == f"{file.name} is a Git LFS pointer, not the file that it stands for"
+    assert found.message == f"{file.name} is a Git LFS pointer, not the file itself"
     assert found.remedy == "run `git lfs pull` in the repository"
     assert found.message in load_error(tmp_path)
 
@@ -98,7 +98,7 @@ def test_damaged_files_are_reported(tmp_path, config, content):
     file.write_bytes(content or whole[: len(whole) // 2])
     found = diagnostic(tmp_path)
     assert found.path == file
-    assert "onnx runtime error" in found.message or "is no TorchScript archive" in found.message
+    assert "onnx runtime error" in found.message or "is not a TorchScript archive" in found.message
     assert found.message[:20] in load_error(tmp_path)
 
 

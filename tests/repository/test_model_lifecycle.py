@@ -602,7 +602,7 @@ def test_a_load_before_the_unload_has_ended_leaves_the_model_ready(tmp_path: Pat
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/tmp/one", "a\\b", "a\0b", ".hidden", "x" * 300])
 def test_an_invalid_model_name_is_rejected(tmp_path: Path, name: str) -> None:
-    with opened(tmp_path) as repository, pytest.raises(InferenceError, match="cannot be the name of a model"):
+    with opened(tmp_path) as repository, pytest.raises(InferenceError, match="is not a valid model name"):
         repository.load(name, config="{}", files={"1/model.py": b""})
 
 

@@ -16,9 +16,9 @@ from genserve.config.model_config import DynamicBatching, ModelConfig
 from genserve.errors import Status
 from genserve.inference import Inference, InferenceRequest, InferenceResponse
 from genserve.inference_statistics import ModelStatistics
-from genserve.repository.instances import Instances
 from genserve.repository.model_versions import ModelVersion
 from genserve.repository.response_cache import ResponseCache
+from genserve.schedulers.model_instance import ModelInstances
 from genserve.schedulers.queue_scheduler import make_scheduler
 from genserve.schedulers.request_queue import stopping_error
 from genserve.tensor import Tensor
@@ -113,7 +113,7 @@ def test_an_unload_fails_late_requests_and_abandons_a_stuck_instance(
 ) -> None:
     model, statistics = Stuck(), ModelStatistics()
     config = ModelConfig(name="m", dynamic_batching=DynamicBatching())
-    instances = Instances(
+    instances = ModelInstances(
         lambda placement: model,
         placements=[Placement(name="m_0", kind="CPU")],
         scheduler=make_scheduler(config, num_instances=1, path=tmp_path),
@@ -126,9 +126,9 @@ def test_an_unload_fails_late_requests_and_abandons_a_stuck_instance(
     waiting = Requester(served)
     with caplog.at_level(logging.ERROR):
         served.close(timeout_s=0)
-    assert "instance m_0 is left behind" in caplog.text
+    assert "instance m_0 is abandoned" in caplog.text
     for requester in (running, waiting):
-        assert requester.error().message == "model 'm' was unloaded before this request has ended"
+        assert requester.error().message == "model 'm' was unloaded before this request ended"
         assert requester.error().status is Status.UNAVAILABLE
     assert (statistics.fail.count, served.num_pending) == (2, 0)
     model.may_go_on.set()

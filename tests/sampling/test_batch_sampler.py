@@ -1,4 +1,4 @@
-"""Draws by all methods: how often each token comes, and that a row's does not depend on the others."""
+"""Draws by all methods: frequencies, independence of a row from the others, and state."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ from transformers import (
 from genserve.generation.engine import Engine
 from genserve.generation.engine_request import TokenSequence
 from genserve.generation.speculation import Speculation
-from genserve.sampling.batch_sampler import sample, sampling_metadata
-from genserve.sampling.param_table import STAGES
-from genserve.sampling.sampler import SamplingMetadata, sample_rows
-from genserve.sampling.sampling_params import SamplingParams
+from genserve.sampling.batch_sampler import sample, sample_rows, sampling_metadata
+from genserve.sampling.sampler import SamplingMetadata
+from genserve.sampling.sampling_params import DRAW_PARAMETERS, PARAMETERS, STAGES
 from tests.fakes.drafts import Foreseen
 from tests.fakes.logits import PagedLogits
 from tests.fakes.sequences import sample_loop, sequence_of
@@ -99,7 +98,7 @@ METHODS = {
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("method", METHODS)
-def test_frequencies_pass_a_chi_square_test_against_the_exact_distribution(method, place):
+def test_frequencies_follow_the_exact_distribution(method, place):
     options, expected = METHODS[method]
     sequence = sequence_of([0], vocab_size=ROW.size, **{"temperature": 1.0, **options})
     # The rules of one sequence, at so many steps.
@@ -190,7 +189,7 @@ def begun(*, prompt, answer, **options):
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(rows=st.lists(sequences(), min_size=1, max_size=5), data=st.data())
 @pytest.mark.parametrize("place", PLACES)
-def test_a_row_has_its_token_whatever_its_neighbours_and_its_place(place, rows, data):
+def test_a_row_gets_the_same_token_with_any_neighbours_at_any_index(place, rows, data):
     logits = np.random.default_rng(len(rows)).standard_normal((len(rows), 60)).astype(np.float32) * 2
     order = data.draw(st.permutations(range(len(rows))))
     alone = [sample(place(logits[[i]]), [begun(**row)])[0] for i, row in enumerate(rows)]
@@ -205,7 +204,7 @@ def test_a_row_has_its_token_whatever_its_neighbours_and_its_place(place, rows, 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(rows=st.lists(sequences(), min_size=1, max_size=3))
-def test_the_host_and_a_device_draw_from_the_same_tokens(rows):
+def test_numpy_and_torch_sample_the_same_tokens(rows):
     logits = np.random.default_rng(len(rows)).standard_normal((len(rows), 60)).astype(np.float32) * 2
     [host, device] = [
         sample(place(logits.copy()), [begun(**row) for row in rows]) for place in PLACES
@@ -224,7 +223,7 @@ def test_the_host_and_a_device_draw_from_the_same_tokens(rows):
     ],
     ids=str,
 )
-def test_what_a_method_remembers_survives_preemptions_and_drafts(options):
+def test_sampling_state_survives_preemption_and_speculation(options):
     def sequence(number: int) -> TokenSequence:
         prompt = [number + 1, 5, 6, 5]
         return sequence_of(prompt, seed=number, max_tokens=50, **{"temperature": 1.2, **options})
@@ -250,7 +249,6 @@ def finish(engine: Engine, sequences: list[TokenSequence]) -> None:
             sequence.take_delta()
 
 
-def test_all_that_decides_a_draw_is_tried():
+def test_every_parameter_of_a_draw_is_covered():
     tried = {*KEEPING, *TEMPERATURE, *MIROSTAT, *EDITS, "samplers"}
-    assert {name for stage in STAGES.values() for name in stage} <= tried
-    assert tried <= set(SamplingParams.__slots__)
+    assert DRAW_PARAMETERS.keys() <= tried <= PARAMETERS.keys()

@@ -1,4 +1,4 @@
-"""DRY beside llama.cpp's answers, and beside its definition."""
+"""DRY against llama.cpp's answers and its definition."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def defined(token_ids, *, multiplier, base, allowed, window, breakers):
 
 @pytest.mark.parametrize("breakers", [(), ((5,),), ((5,), (3, 4), (4, 4, 1))])
 @pytest.mark.parametrize(("allowed", "window"), [(1, -1), (2, -1), (3, 40), (2, 7)])
-def test_as_tokens_come_the_penalties_are_those_of_the_definition(breakers, allowed, window):
+def test_penalties_match_the_definition_after_each_token(breakers, allowed, window):
     rng = np.random.default_rng(3)
     params = SamplingParams(dry_multiplier=0.8, dry_allowed_length=allowed, dry_penalty_last_n=window)
     repetition = DryPenalty(params, breakers=DryBreakers(breakers))
@@ -58,15 +58,15 @@ def test_as_tokens_come_the_penalties_are_those_of_the_definition(breakers, allo
     assert num_found > 5
 
 
-def test_a_long_repetition_costs_more_than_a_logit_is_worth_and_stays_a_number():
+def test_the_penalty_of_a_long_repetition_is_finite_and_rules_the_token_out():
     [amount] = penalties([1] * 1000, dry_base=100).values()
     assert amount == np.float32(MAX_PENALTY)
 
 
-def test_a_repetition_counts_up_to_its_largest_length():
+def test_the_length_of_a_repetition_is_limited():
     [amount] = penalties([1] * 1000, dry_base=1.01, dry_multiplier=1).values()
     assert amount == pytest.approx(1.01 ** (MAX_LENGTH - 2), rel=1e-5)
 
 
-def test_one_token_repeats_nothing():
+def test_a_single_token_is_no_repetition():
     assert penalties([1]) == {}

@@ -1,4 +1,4 @@
-"""Masks in a step."""
+"""Grammars of structured outputs in the engine and in the sampler."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def answer(sequence) -> list[int]:
 
 
 @pytest.mark.parametrize("num_tokens", [64, 70, 320])
-def test_every_bit_forbids_its_own_token(num_tokens):
+def test_each_bit_forbids_its_token(num_tokens):
     allowed = [0, 31, 32, 63]
     masks = grammar_bitmask([None, Steps(allowed), Steps([7])], num_tokens=num_tokens)
     assert masks is not None
@@ -49,25 +49,25 @@ def test_every_bit_forbids_its_own_token(num_tokens):
     assert np.flatnonzero(~of_second).tolist() == [7]
 
 
-def test_rows_without_a_grammar_make_no_mask():
+def test_rows_without_a_grammar_have_no_bitmask():
     assert grammar_bitmask([None, None], num_tokens=64) is None
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_gets_what_its_grammar_allows_and_its_neighbour_what_it_would_get_alone(temperature):
-    def beside(**grammar):
+def test_a_grammar_does_not_affect_the_rows_of_others(temperature):
+    def row(**grammar):
         return sequence_of([3, 4], max_tokens=6, temperature=temperature, seed=11, **grammar)
 
-    alone = beside()
+    alone = row()
     run(Engine(PagedLogits(), decode=sample_loop), alone)
     for constrained in ([[8, 9, 10]] * 4, [[VOCAB_SIZE - 1]] * 4):
-        plain, held = beside(), beside(grammar=Steps(*constrained))
+        plain, held = row(), row(grammar=Steps(*constrained))
         assert run(Engine(PagedLogits(), decode=sample_loop), plain, held) == {}
         assert answer(plain) == answer(alone)
         assert all(token_id in step for token_id, step in zip(answer(held), constrained, strict=True))
 
 
-def test_an_answer_ends_where_its_form_is_complete_even_before_min_tokens_and_at_the_last_token():
+def test_an_answer_ends_when_its_grammar_is_complete_even_before_min_tokens():
     for limits in ({"max_tokens": 9, "min_tokens": 5}, {"max_tokens": 2}):
         sequence = sequence_of([3, 4], grammar=Steps([8], [9]), eos_token_ids=[EOS], **limits)
         run(Engine(PagedLogits(), decode=sample_loop), sequence)
@@ -75,13 +75,13 @@ def test_an_answer_ends_where_its_form_is_complete_even_before_min_tokens_and_at
         assert sequence.finish_reason is FinishReason.END_OF_SEQUENCE
 
 
-def test_max_tokens_cuts_a_form_that_is_not_complete():
+def test_max_tokens_ends_an_incomplete_answer():
     sequence = sequence_of([3, 4], grammar=Steps([8], [9], [10]), max_tokens=2)
     run(Engine(PagedLogits(), decode=sample_loop), sequence)
     assert (answer(sequence), sequence.finish_reason) == ([8, 9], FinishReason.LENGTH)
 
 
-def test_a_grammar_that_fails_fails_its_own_request_alone():
+def test_a_failing_grammar_fails_only_its_own_request():
     plain, held = sequence_of([3, 4], max_tokens=6), sequence_of([3, 4], grammar=Steps([8], []), max_tokens=6)
     failed = run(Engine(PagedLogits(), decode=sample_loop), plain, held)
     assert list(failed) == [held]
@@ -90,19 +90,19 @@ def test_a_grammar_that_fails_fails_its_own_request_alone():
     assert len(answer(plain)) == 6
 
 
-def test_what_grammar_and_other_rules_leave_together_is_nothing_and_says_so():
+def test_a_grammar_and_edits_that_leave_no_token_fail_the_request():
     held = sequence_of([3, 4], grammar=Steps([8], [9]), suppress_tokens=(8,), max_tokens=6)
     failed = run(Engine(PagedLogits(), decode=sample_loop), held)
     assert "leave no token" in str(failed[held])
 
 
-def test_the_other_rules_act_on_what_the_grammar_leaves():
+def test_edits_act_on_the_tokens_that_the_grammar_allows():
     held = sequence_of([3, 4], grammar=Steps([8, 9], [8, 9]), logit_bias={9: 100.0, 20: 100.0}, max_tokens=2)
     run(Engine(PagedLogits(), decode=sample_loop), held)
     assert answer(held) == [9, 9]
 
 
-def test_log_probabilities_are_the_models_or_those_of_what_is_left():
+def test_log_probabilities_are_those_before_or_after_the_bitmask():
     for mode, known in (("raw", False), ("processed", True)):
         held = sequence_of([3, 4], grammar=Steps([8]), logprobs=True, logprobs_mode=mode, max_tokens=2)
         run(Engine(PagedLogits(), decode=sample_loop), held)
@@ -111,7 +111,7 @@ def test_log_probabilities_are_the_models_or_those_of_what_is_left():
         assert (delta.logprobs[0] == 0.0) is known
 
 
-def test_a_loop_that_appends_what_its_form_forbids_fails():
+def test_a_decoding_loop_that_appends_a_forbidden_token_fails():
     async def stubborn(sequence):
         await sequence.sample()
         sequence.append(20)
@@ -122,7 +122,7 @@ def test_a_loop_that_appends_what_its_form_forbids_fails():
     assert "token id 20 came, which its grammar forbids: it is not allowed" in str(failed[held])
 
 
-def test_a_loop_may_append_of_its_own_what_its_form_allows():
+def test_a_decoding_loop_may_append_allowed_tokens():
     async def own(sequence):
         sequence.append(8)
         while not sequence.finished:
@@ -144,7 +144,7 @@ def held_alone(prompt: Sequence[int]) -> list[int]:
     return answer(sequence)
 
 
-def test_a_preempted_answer_goes_on_in_its_form():
+def test_a_preempted_answer_keeps_the_state_of_its_grammar():
     model = PagedLogits(max_num_seqs=2, max_length=48, block_size=4, num_blocks=16)
     engine = Engine(model, decode=sample_loop)
     held = [sequence_of([n] * 10, max_length=48, grammar=halves()) for n in (1, 2)]
@@ -157,7 +157,7 @@ def test_a_preempted_answer_goes_on_in_its_form():
 
 
 @pytest.mark.parametrize("error_rate", [0.0, 0.3])
-def test_an_answer_that_is_foreseen_is_the_one_without_foresight(error_rate):
+def test_speculation_does_not_change_an_answer_with_a_grammar(error_rate):
     prompt = [5] * 10
     known = sequence_of([*prompt, *held_alone(prompt)])
     known.num_prompt_tokens = len(prompt)
@@ -171,7 +171,7 @@ def test_an_answer_that_is_foreseen_is_the_one_without_foresight(error_rate):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_torch_masks_as_numpy_does(temperature):
+def test_numpy_and_torch_apply_the_same_bitmask(temperature):
     rng = np.random.default_rng(0)
     logits = rng.standard_normal((6, 320), dtype=np.float32)
     steps = [None, range(300, 320), [7], None, rng.choice(320, 200, replace=False).tolist(), [319, 0]]

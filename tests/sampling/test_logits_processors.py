@@ -87,7 +87,7 @@ CASES = {
 
 @pytest.mark.parametrize("place", [host, device])
 @pytest.mark.parametrize("case", CASES)
-def test_at_each_step_the_logits_are_those_of_transformers_processors(case, place):
+def test_edited_logits_match_transformers_processors_at_each_step(case, place):
     params, processors = CASES[case]
     with_words = any(isinstance(p, NoBadWordsLogitsProcessor) for p in processors)
     rng = np.random.default_rng(4)
@@ -104,7 +104,7 @@ def test_at_each_step_the_logits_are_those_of_transformers_processors(case, plac
 
 @pytest.mark.parametrize("place", [host, device])
 @pytest.mark.parametrize("window", [1, 3, 9, 100])
-def test_penalties_look_at_the_last_tokens_alone(window, place):
+def test_penalty_window_limits_the_penalties_to_the_last_tokens(window, place):
     rng = np.random.default_rng(4)
     params = {"repetition_penalty": 1.7, "frequency_penalty": 0.7, "presence_penalty": -0.4}
     growing = sequence(penalty_window=window, **params)
@@ -120,7 +120,7 @@ def test_penalties_look_at_the_last_tokens_alone(window, place):
 
 
 @pytest.mark.parametrize("place", [host, device])
-def test_what_would_go_on_with_a_repetition_is_lowered_with_the_counted(place):
+def test_dry_and_frequency_penalties_add_up(place):
     repeating = sequence([5, 6, 7, 8, 5], dry_multiplier=1.0, dry_base=2.0, frequency_penalty=0.5)
     for token_id in (6, 7):
         repeating.append(token_id)
@@ -132,7 +132,7 @@ def test_what_would_go_on_with_a_repetition_is_lowered_with_the_counted(place):
 
 
 @pytest.mark.parametrize("place", [host, device])
-def test_windows_and_repetitions_cost_what_they_cost_in_llama_cpp(place):
+def test_windows_and_dry_match_llama_cpp(place):
     for case in recorded("penalty_window", "dry_multiplier"):
         first, *history = case["history"]
         options = case["options"]
@@ -145,7 +145,7 @@ def test_windows_and_repetitions_cost_what_they_cost_in_llama_cpp(place):
 
 
 @pytest.mark.parametrize("place", [host, device])
-def test_only_allowed_tokens_stay_and_other_rules_apply_to_them(place):
+def test_allowed_tokens_are_kept_and_edited_by_other_rules(place):
     logits = np.random.default_rng(1).standard_normal((2, VOCAB_SIZE)).astype(np.float32)
     limited = sequence(allowed_token_ids=(3, 20, 3, 21), suppress_tokens=(21,), logit_bias={3: 1.0, 9: 50.0})
     rows = edited(logits, [limited, sequence()], place=place)
@@ -155,7 +155,7 @@ def test_only_allowed_tokens_stay_and_other_rules_apply_to_them(place):
 
 
 @pytest.mark.parametrize("place", [host, device])
-def test_a_row_is_edited_alike_wherever_it_lies_among_others(place):
+def test_the_edits_of_a_row_do_not_depend_on_its_index(place):
     rng = np.random.default_rng(2)
     logits = rng.standard_normal((6, VOCAB_SIZE)).astype(np.float32)
     cases = [{"repetition_penalty": 2.0}, {}, {"min_tokens": 3}, PENALTIES, {"suppress_tokens": (1,)}, {}]
@@ -169,7 +169,7 @@ def test_a_row_is_edited_alike_wherever_it_lies_among_others(place):
 
 
 @pytest.mark.parametrize("place", [host, device])
-def test_log_probabilities_are_those_of_the_model_whatever_is_edited(place):
+def test_raw_log_probabilities_ignore_edits(place):
     logits = np.random.default_rng(3).standard_normal((2, VOCAB_SIZE)).astype(np.float32)
     best = logits.argmax(axis=1)
     sequences = [sequence(logprobs=True, suppress_tokens=(int(best[0]),)), sequence(logprobs=True)]
@@ -182,7 +182,7 @@ def test_log_probabilities_are_those_of_the_model_whatever_is_edited(place):
 
 
 @pytest.mark.parametrize("place", [host, device])
-def test_rows_of_minus_infinity_and_nan_stay_what_they_are(place):
+def test_rows_of_minus_infinity_and_nan_are_unchanged(place):
     logits = np.zeros((2, VOCAB_SIZE), dtype=np.float32)
     logits[0, 5], logits[1, 5] = -np.inf, np.nan
     rows = edited(logits, [sequence(repetition_penalty=2.0, presence_penalty=1.0)] * 2, place=place)
@@ -190,24 +190,24 @@ def test_rows_of_minus_infinity_and_nan_stay_what_they_are(place):
     assert np.isnan(rows[1, 5])
 
 
-def test_a_row_without_a_token_left_is_told_as_not_finite():
+def test_a_row_without_a_token_left_is_reported_as_not_finite():
     nothing = sequence([5], allowed_token_ids=(9,), bad_words=[[9]])
     [picked] = sample(np.zeros((1, VOCAB_SIZE), dtype=np.float32), [nothing])
     assert not picked.finite
 
 
-def test_rules_that_ask_for_nothing_cost_nothing():
+def test_neutral_parameters_need_no_processors():
     assert sequence().sampling.processors is None
     assert sequence(temperature=1.0, stop_token_ids=(3,)).sampling.processors is None
 
 
-def test_an_end_that_the_vocabulary_has_not_is_not_banned():
+def test_end_ids_outside_the_vocabulary_are_ignored():
     odd = sequence_of([5], vocab_size=VOCAB_SIZE, eos_token_ids=[VOCAB_SIZE, END], min_tokens=1)
     rows = edited(np.zeros((1, VOCAB_SIZE), dtype=np.float32), [odd], place=host)
     assert np.flatnonzero(np.isinf(rows[0])).tolist() == [END]
 
 
-def test_with_min_tokens_the_text_still_ends_at_a_stop_string():
+def test_min_tokens_does_not_prevent_stop_strings():
     early = sequence_of([5], stop_at=6, min_tokens=5)
     early.append(6)
     assert early.finish_reason is FinishReason.STOP_STRING

@@ -16,7 +16,7 @@ def row():
 
 
 @pytest.mark.parametrize("num_top", [0, 1, 7])
-def test_the_figures_are_those_of_torchs_log_softmax(row, num_top):
+def test_log_probabilities_match_torch(row, num_top):
     expected = torch.log_softmax(torch.from_numpy(row).double(), dim=0)
     for logits in (row, torch.from_numpy(row)):
         found = token_logprob(logits, 123, num_top=num_top)
@@ -26,19 +26,19 @@ def test_the_figures_are_those_of_torchs_log_softmax(row, num_top):
         assert [level for _, level in found.top] == pytest.approx(best.values.tolist(), abs=1e-4)
 
 
-def test_a_token_has_the_same_figure_alone_and_among_the_best(row):
+def test_a_token_has_the_same_log_probability_alone_and_among_the_best(row):
     [(best, level)] = token_logprob(row, 0, num_top=1).top
     assert token_logprob(row, best, num_top=0).logprob == level
 
 
-def test_of_a_token_that_cannot_be_there_is_a_number_too():
+def test_a_masked_token_has_a_finite_log_probability():
     row = np.array([0.0, -np.inf], dtype=np.float32)
     assert token_logprob(row, 1, num_top=2).logprob == LOWEST_LOGPROB
     assert token_logprob(row, 1, num_top=2).top == ((0, 0.0),)
     assert token_logprob(row, 0, token_ids=(1, 0)).top == ((0, 0.0), (1, LOWEST_LOGPROB))
 
 
-def test_of_equal_ones_the_lowest_ids_are_the_best():
+def test_ties_go_to_the_lowest_ids():
     row = np.zeros(5000, dtype=np.float32)
     row[[40, 4000, 17]] = 1.0
     found = token_logprob(row, 0, num_top=6)
@@ -46,7 +46,7 @@ def test_of_equal_ones_the_lowest_ids_are_the_best():
 
 
 @pytest.mark.parametrize("place", [np.asarray, torch.from_numpy], ids=["host", "device"])
-def test_processed_figures_are_those_of_transformers_own_rules(place):
+def test_processed_log_probabilities_match_transformers(place):
     rng = np.random.default_rng(4)
     logits = (rng.standard_normal((3, 500)) * 3).astype(np.float32)
     named = (3, 499, 0)
@@ -74,7 +74,7 @@ def test_processed_figures_are_those_of_transformers_own_rules(place):
 
 
 @pytest.mark.parametrize("place", [np.asarray, torch.from_numpy], ids=["host", "device"])
-def test_the_models_own_figures_are_told_of_a_row_whatever_others_ask_for(place):
+def test_raw_log_probabilities_of_a_row_do_not_depend_on_other_requests(place):
     rng = np.random.default_rng(5)
     logits = rng.standard_normal((4, 500)).astype(np.float32)
     params = [

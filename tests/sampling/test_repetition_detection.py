@@ -26,7 +26,7 @@ def is_met_by_trying_all(token_ids: list[int], detection: RepetitionDetection) -
     some_sizes=st.tuples(sizes, sizes),
     min_count=st.integers(2, 4),
 )
-def test_a_pattern_is_found_wherever_a_search_of_all_finds_one(
+def test_patterns_are_found_as_by_an_exhaustive_search(
     prompt: list[int], answer: list[int], some_sizes: tuple[int, int], min_count: int
 ) -> None:
     detection = RepetitionDetection(

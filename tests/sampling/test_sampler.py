@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from genserve.sampling.param_table import acting
-from genserve.sampling.sampler import SamplingMetadata, sample_rows, uniforms
-from genserve.sampling.sampling_params import SamplingParams
-from genserve.sampling.staged_sampler import Stages
+from genserve.sampling.batch_sampler import sample_rows
+from genserve.sampling.sampler import SamplingMetadata, uniforms
+from genserve.sampling.sampling_params import SamplingParams, active
+from genserve.sampling.staged_sampler import DrawStages
 from tests.fakes.rows import metadata_of, only
 
 VOCAB_SIZE = 40_000  # more blocks than most top-k, so that they are at work
@@ -49,7 +49,7 @@ def reference(logits: np.ndarray, *, temperature: float, top_k: int, top_p: floa
         {"temperature": 1.5, "top_k": VOCAB_SIZE, "top_p": 0.999},
     ],
 )
-def test_what_is_drawn_lies_in_the_support_that_transformers_keeps_and_reaches_all_of_it(rules, spread):
+def test_drawn_tokens_cover_the_support_that_transformers_keeps(rules, spread):
     logits = (np.random.default_rng(3).standard_normal(VOCAB_SIZE) * spread).astype(np.float32)
     expected = reference(logits, **rules)
     # Invert evenly spaced numbers instead of random ones: then the draws must cover the support by mass.
@@ -95,7 +95,7 @@ def test_a_row_does_not_depend_on_its_neighbours():
 
 @settings(deadline=None, max_examples=200)
 @given(size=st.integers(1, 3000), spread=st.sampled_from([0.5, 3.0, 12.0]), seed=st.integers(0, 2**32))
-def test_a_row_that_goes_through_stages_has_the_token_of_the_kernels(size, spread, seed):
+def test_stages_and_kernels_draw_the_same_tokens(size, spread, seed):
     rng = np.random.default_rng(seed)
     num = 20
     logits = (rng.standard_normal((num, size)) * spread).astype(np.float32)
@@ -110,7 +110,7 @@ def test_a_row_that_goes_through_stages_has_the_token_of_the_kernels(size, sprea
     params = [SamplingParams(**{name: c[i].item() for name, c in columns.items()}) for i in range(num)]
     staged = replace(
         rows,
-        stages=[Stages(order=tuple(n for n in columns if any(acting(p, [n]))), params=p) for p in params],
+        stages=[DrawStages(order=tuple(n for n in columns if any(active(p, [n]))), params=p) for p in params],
         chances=[0.5] * num,
     )
     assert sample(logits, rows).tolist() == sample(logits, staged).tolist()
@@ -132,7 +132,7 @@ def test_greedy_ties_go_to_the_lowest_id():
     assert sample_rows(logits, rows_of(0)).token_ids.tolist() == [1]
 
 
-def test_uniform_numbers_are_even_and_unrelated_between_seeds_and_steps():
+def test_uniform_numbers_are_even_and_uncorrelated():
     steps = np.arange(100_000, dtype=np.uint64)
     numbers = uniforms(np.full_like(steps, 3), steps)
     assert numbers.min() >= 0
@@ -144,12 +144,12 @@ def test_uniform_numbers_are_even_and_unrelated_between_seeds_and_steps():
     assert abs(np.corrcoef(numbers[1:], numbers[:-1])[0, 1]) < 0.02
 
 
-def test_a_top_k_beyond_the_vocabulary_leaves_top_p_at_work():
+def test_top_p_works_with_a_top_k_above_the_vocabulary_size():
     logits = np.random.default_rng(1).standard_normal((3, 1000)).astype(np.float32)
     assert sample(logits, rows_of(3, top_k=5000, top_p=1e-9)).tolist() == logits.argmax(axis=1).tolist()
 
 
-def test_what_has_been_ruled_out_is_never_drawn():
+def test_masked_tokens_are_never_drawn():
     logits = np.full((400, 300), -np.inf, dtype=np.float32)
     allowed = [64, 70, 131, 250]
     logits[:, allowed] = np.random.default_rng(1).standard_normal(4)
@@ -162,7 +162,7 @@ def test_what_has_been_ruled_out_is_never_drawn():
 @pytest.mark.parametrize("rules", [{}, {"top_k": 50}, {"top_k": 5000}, {"top_p": 0.9}])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("place", [0, 777, VOCAB_SIZE - 1])
-def test_a_row_that_is_not_finite_is_told_and_leaves_the_others_as_they_are(rules, value, place):
+def test_a_row_that_is_not_finite_is_reported_and_does_not_affect_others(rules, value, place):
     logits = np.random.default_rng(1).standard_normal((4, VOCAB_SIZE)).astype(np.float32)
     good = sample(logits, rows_of(4, **rules))
     logits[1, place] = value
@@ -172,7 +172,7 @@ def test_a_row_that_is_not_finite_is_told_and_leaves_the_others_as_they_are(rule
     assert picked.token_ids[[0, 3]].tolist() == good[[0, 3]].tolist()
 
 
-def test_of_a_mixed_batch_some_rows_draw_and_the_others_take_the_best():
+def test_a_batch_may_mix_greedy_and_drawing_rows():
     logits = np.random.default_rng(1).standard_normal((4, VOCAB_SIZE)).astype(np.float32)
     drawn = sample(logits[[1, 2]], rows_of(2))
     mixed = sample_rows(logits, metadata_of(2, drawing=[1, 2])).token_ids

@@ -1,4 +1,4 @@
-"""Orders of their own and the stages that few ask for, on the host and as torch has them on a device."""
+"""Custom orders and rarely used stages, with numpy and with torch."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from genserve.sampling.param_table import STAGES
-from genserve.sampling.sampling_params import SamplingParams
-from genserve.sampling.staged_sampler import NUMPY_OPS, Stages, apply_stages, stages_of
+from genserve.sampling.sampling_params import STAGES, SamplingParams
+from genserve.sampling.staged_sampler import NUMPY_OPS, DrawStages, apply_stages, stages_of
 from genserve.sampling.torch_sampler import TORCH_OPS
 from tests.llama_cpp import recorded
 
@@ -49,11 +48,11 @@ VALUES = {
 }
 
 
-def host(row: np.ndarray, stages: Stages, chance: float) -> np.ndarray:
+def host(row: np.ndarray, stages: DrawStages, chance: float) -> np.ndarray:
     return apply_stages(row[None], [stages], chances=[chance], ops=NUMPY_OPS)[0]
 
 
-def device(row: np.ndarray, stages: Stages, chance: float) -> np.ndarray:
+def device(row: np.ndarray, stages: DrawStages, chance: float) -> np.ndarray:
     return apply_stages(torch.from_numpy(row[None]), [stages], chances=[chance], ops=TORCH_OPS)[0].numpy()
 
 
@@ -66,7 +65,7 @@ def left_by(
     """The distribution of a row that a token is drawn from."""
     params = SamplingParams(**{"temperature": 1.0, **options})
     # One that needs none would go through the usual order, which others test.
-    stages = stages_of(params, spared_ids=tuple(spared)) or Stages(order=params.samplers, params=params)
+    stages = stages_of(params, spared_ids=tuple(spared)) or DrawStages(order=params.samplers, params=params)
     before = row.copy()
     left = place(row, stages, chance)
     np.testing.assert_array_equal(row, before)
@@ -85,7 +84,7 @@ def random_row(rng: np.random.Generator, *, size: int = VOCAB_SIZE, spread: floa
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_stages_in_any_order_leave_what_transformers_leaves_in_the_same_order(place):
+def test_stages_in_any_order_match_transformers(place):
     rng = np.random.default_rng(1)
     for _ in range(60):
         order = rng.permutation(list(WARPERS))[: rng.integers(1, len(WARPERS) + 1)].tolist()
@@ -99,7 +98,7 @@ def test_stages_in_any_order_leave_what_transformers_leaves_in_the_same_order(pl
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("share", [1e-6, 0.1, 0.4, 0.9])
-def test_top_h_alone_stands_in_its_place_of_the_default_order(share, place):
+def test_top_h_acts_in_its_place_of_the_default_order(share, place):
     row = np.random.default_rng(2).standard_normal(VOCAB_SIZE).astype(np.float32) * 2
     in_turn = [TemperatureLogitsWarper(0.8), TopHLogitsWarper(share), TopPLogitsWarper(0.7)]
     expected = LogitsProcessorList(in_turn)(None, torch.from_numpy(row[None].astype(np.float64)))[0].numpy()
@@ -108,7 +107,7 @@ def test_top_h_alone_stands_in_its_place_of_the_default_order(share, place):
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_temperatures_xtc_and_orders_leave_what_llama_cpp_leaves(place):
+def test_temperatures_xtc_and_orders_match_llama_cpp(place):
     for case in recorded("dynatemp_range", "xtc_probability", "samplers"):
         options = {**case["options"], "samplers": tuple(case["options"].get("samplers", ()))}
         left = left_by(case["row"], place=place, **options)
@@ -116,8 +115,8 @@ def test_temperatures_xtc_and_orders_leave_what_llama_cpp_leaves(place):
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_mirostat_cuts_step_after_step_where_llama_cpp_does(place):
-    stages: dict[str, Stages | None] = {}
+def test_mirostat_matches_llama_cpp_at_each_step(place):
+    stages: dict[str, DrawStages | None] = {}
     for case in recorded("mirostat_mode"):
         options = json.dumps(case["options"])
         params = SamplingParams(temperature=1.0, **case["options"])
@@ -128,7 +127,7 @@ def test_mirostat_cuts_step_after_step_where_llama_cpp_does(place):
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_xtc_acts_by_chance_and_never_where_it_would_take_an_end_away(place):
+def test_xtc_acts_by_chance_and_never_removes_a_spared_token(place):
     row = np.log(np.array([0.4, 0.3, 0.2, 0.1], dtype=np.float32))
     options = {"place": place, "xtc_probability": 0.5, "xtc_threshold": 0.15}
     whole = [0.4, 0.3, 0.2, 0.1]
@@ -145,7 +144,7 @@ def test_xtc_acts_by_chance_and_never_where_it_would_take_an_end_away(place):
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("threshold", [0.0, 0.45, 0.6])
-def test_xtc_takes_nothing_where_less_than_two_are_likely_and_all_but_one_where_all_are(threshold, place):
+def test_xtc_keeps_one_likely_token(threshold, place):
     row = np.log(np.array([0.4, 0.3, 0.2, 0.1], dtype=np.float32))
     left = left_by(row, place=place, xtc_probability=1.0, xtc_threshold=threshold)
     np.testing.assert_allclose(left, [0.4, 0.3, 0.2, 0.1] if threshold else [0, 0, 0, 1], atol=1e-6)
@@ -172,7 +171,7 @@ ODD_OPTIONS = [
 
 @pytest.mark.parametrize("options", ODD_OPTIONS, ids=str)
 @pytest.mark.parametrize("row", ODD_ROWS.values(), ids=ODD_ROWS)
-def test_odd_rows_keep_what_they_may_and_are_the_same_on_a_device(row, options):
+def test_odd_rows_give_the_same_distribution_with_numpy_and_torch(row, options):
     left = left_by(row, place=host, **options)
     np.testing.assert_allclose(left_by(row, place=device, **options), left, atol=1e-6)
     assert left.sum() == pytest.approx(1)
@@ -180,7 +179,7 @@ def test_odd_rows_keep_what_they_may_and_are_the_same_on_a_device(row, options):
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_learned_cut_may_become_as_wide_or_as_narrow_as_it_likes(place):
+def test_mirostat_keeps_between_one_token_and_all(place):
     row = np.random.default_rng(3).standard_normal(50).astype(np.float32)
     for mode in (1, 2):
         params = SamplingParams(temperature=1.0, mirostat_mode=mode, mirostat_eta=1.0)
@@ -189,7 +188,7 @@ def test_a_learned_cut_may_become_as_wide_or_as_narrow_as_it_likes(place):
         assert np.isfinite(place(row, start.after(1e9), 0.0)).sum() == 1
 
 
-def test_what_the_kernels_draw_needs_no_stages():
+def test_draws_of_the_kernels_need_no_stages():
     usual = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1}
     assert stages_of(SamplingParams(**usual), spared_ids=()) is None
     assert stages_of(SamplingParams(**usual, typical_p=0.9), spared_ids=()).order[-1] == "typical_p"
@@ -222,7 +221,7 @@ def in_turn(row: np.ndarray, rules: dict) -> np.ndarray:
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("rules", RULES, ids=str)
-def test_rows_of_any_size_leave_what_transformers_leaves(rules, place):
+def test_rows_of_any_size_match_transformers(rules, place):
     rng = np.random.default_rng(6)
     for spread in (0.3, 1.0, 4.0):
         for size in (30, 1000, 20_000):
@@ -234,7 +233,7 @@ def test_rows_of_any_size_leave_what_transformers_leaves(rules, place):
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("sigma", [0.5, 1.0, 3.0])
-def test_top_n_sigma_keeps_what_the_paper_keeps_whatever_the_temperature(sigma, place):
+def test_top_n_sigma_matches_the_paper_at_any_temperature(sigma, place):
     row = (np.random.default_rng(7).standard_normal(1000) * 3).astype(np.float32)
     expected = np.flatnonzero(row >= row.max() - sigma * row.std())
     masked = np.append(row, np.float32([-np.inf, np.finfo(np.float32).min]))  # do not count
@@ -245,7 +244,7 @@ def test_top_n_sigma_keeps_what_the_paper_keeps_whatever_the_temperature(sigma, 
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_what_is_left_by_top_n_sigma_is_what_top_p_is_a_share_of(place):
+def test_top_p_is_a_share_of_the_tokens_that_top_n_sigma_keeps(place):
     row = (np.random.default_rng(8).standard_normal(1000) * 2).astype(np.float32)
     narrowed = np.where(row >= row.max() - row.std(), row, -np.inf).astype(np.float32)
     left = left_by(row, place=place, top_n_sigma=1.0, top_p=0.7)

@@ -31,7 +31,7 @@ TAG = {"structures": [STRUCTURE], "triggers": ["<f="]}
         {"grammar": "start: X"},
     ],
 )
-def test_a_form_is_written_as_it_was_read(options):
+def test_a_form_survives_a_round_trip(options):
     form = structured_outputs(options | {"regex": options.get("regex")})
     assert form is not None
     assert form.as_options() == options
@@ -81,7 +81,7 @@ def test_the_properties_of_a_schema_keep_their_order():
         ({"json_object": 1}, "structured_outputs.json_object"),
     ],
 )
-def test_what_is_not_exactly_one_form_is_refused_by_name(options, field):
+def test_anything_but_one_form_is_refused_by_name(options, field):
     with pytest.raises(InvalidRequest) as refusal:
         structured_outputs(options)
     assert refusal.value.field == field
@@ -97,11 +97,11 @@ def test_what_is_not_exactly_one_form_is_refused_by_name(options, field):
         {"type": "json", "value": SCHEMA},
     ],
 )
-def test_every_spelling_of_a_schema_means_the_same(written):
+def test_all_spellings_of_a_schema_are_equal(written):
     assert structured_outputs_of_format(written, field="f") == structured_outputs({"json": SCHEMA})
 
 
-def test_the_other_types_of_a_format():
+def test_other_types_of_response_format():
     assert structured_outputs_of_format({"type": "text"}, field="f") is None
     assert structured_outputs_of_format(None, field="f") is None
     regex = structured_outputs_of_format({"type": "regex", "value": "a+"}, field="f")
@@ -129,21 +129,21 @@ def test_the_other_types_of_a_format():
         {"type": "json_object", "schema": {}, "value": {}},
     ],
 )
-def test_a_format_of_another_shape_is_refused(written):
+def test_a_malformed_response_format_is_refused(written):
     with pytest.raises(InvalidRequest) as refusal:
         structured_outputs_of_format(written, field="parameters.grammar")
     assert refusal.value.field == "parameters.grammar"
 
 
 @pytest.mark.parametrize("name", ["guided_json", "guided_regex", "guided_choice", "guided_grammar"])
-def test_the_older_names_are_refused_with_the_newer_one(name):
+def test_replaced_names_are_refused_with_the_new_name(name):
     with pytest.raises(InvalidRequest, match="structured_outputs") as refusal:
         sampling_params({name: "a"})
     assert refusal.value.field == name
     assert refusal.value.remedy == f'write structured_outputs: {{"{name.removeprefix("guided_")}": ...}}'
 
 
-def test_what_contradicts_a_form_is_refused():
+def test_parameters_that_contradict_a_form_are_refused():
     for contradiction in ({"ignore_eos": True}, {"use_beam_search": True}):
         with pytest.raises(InvalidRequest, match="combined"):
             sampling_params({"structured_outputs": {"regex": "a"}, **contradiction})

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from genserve.sampling.sampler import LogprobsRequest, SamplerOutput, SamplingMetadata, sample_rows
+from genserve.sampling.batch_sampler import sample_rows
+from genserve.sampling.sampler import LogprobsRequest, SamplerOutput, SamplingMetadata
 from genserve.sampling.torch_sampler import sample_on_device
 from tests.fakes.rows import metadata_of
 
@@ -39,8 +40,8 @@ def on_a_border(row: np.ndarray, rules: SamplingMetadata, index: int) -> bool:
     return bool(cut or np.abs(drawn - uniform).min() < 1e-6)
 
 
-def asked(*rows: int, **what) -> list[LogprobsRequest]:
-    return [LogprobsRequest(row=row, **what) for row in rows]
+def asked(*rows: int, **options) -> list[LogprobsRequest]:
+    return [LogprobsRequest(row=row, **options) for row in rows]
 
 
 def levels(picked: SamplerOutput) -> np.ndarray:
@@ -59,7 +60,7 @@ def test_tokens_are_those_of_the_host_for_the_same_seeds(spread):
     rng = np.random.default_rng(8)
     for _ in range(4):
         logits = (rng.standard_normal((40, VOCAB_SIZE)) * spread).astype(np.float32)
-        logits[::2, 7] += 10  # one that is far above many others, which weigh as much together
+        logits[::2, 7] += 10  # far above many others, which weigh as much together
         drawing = sorted(rng.choice(40, 30, replace=False).tolist())
         rules = random_rules(30, rng=rng, drawing=drawing, logprobs=asked(0, 3, 39))
         host, device = both(logits, rules)
@@ -71,10 +72,10 @@ def test_tokens_are_those_of_the_host_for_the_same_seeds(spread):
         assert (host.token_ids == device.token_ids).sum() >= 39
 
 
-def test_thousands_of_small_rows_are_picked_alike():
+def test_thousands_of_small_rows_get_the_same_tokens():
     rng = np.random.default_rng(9)
     num = 5000
-    # Whole numbers, so that many values are equal: what is kept of a tie, and who wins it, is the same.
+    # Whole numbers, so that many values are equal: ties are kept and resolved in the same way.
     logits = rng.integers(-4, 4, (num, 50)).astype(np.float32)
     logits[rng.random((num, 50)) < 0.2] = -np.inf
     logits[:, 7] = 0.0
@@ -87,7 +88,7 @@ def test_thousands_of_small_rows_are_picked_alike():
     np.testing.assert_allclose(levels(host)[agree], levels(device)[agree], atol=1e-5)
 
 
-def test_rows_that_are_not_finite_are_told_and_disturb_no_other():
+def test_rows_that_are_not_finite_are_reported_and_do_not_affect_others():
     rng = np.random.default_rng(2)
     logits = rng.standard_normal((6, 300)).astype(np.float32)
     logits[1, 5], logits[2, 0], logits[4] = np.nan, np.inf, -np.inf
@@ -99,13 +100,13 @@ def test_rows_that_are_not_finite_are_told_and_disturb_no_other():
     np.testing.assert_allclose(levels(host)[device.finite], levels(device)[device.finite], atol=1e-5)
 
 
-def test_the_likeliest_tokens_are_those_that_can_be_however_unlikely():
+def test_masked_tokens_are_not_among_the_top_logprobs():
     logits = np.array([[0.0, -20_000.0, -np.inf]], dtype=np.float32)
     for picked in both(logits, metadata_of(0, logprobs=asked(0, num_top=3))):
         assert picked.logprobs[0].top == ((0, 0.0), (1, -9999.0))
 
 
-def test_greedy_rows_need_no_rules_and_ties_go_to_the_lowest_id():
+def test_greedy_ties_go_to_the_lowest_id_on_both():
     logits = np.array([[0.0, 2.0, 2.0], [1.0, 1.0, 1.0]], dtype=np.float32)
     host, device = both(logits, metadata_of(0))
     assert host.token_ids.tolist() == device.token_ids.tolist() == [1, 0]
@@ -131,7 +132,7 @@ def test_greedy_rows_need_no_rules_and_ties_go_to_the_lowest_id():
         },
     ],
 )
-def test_each_rule_keeps_what_the_host_keeps(rules):
+def test_each_stage_keeps_the_tokens_of_the_host(rules):
     rng = np.random.default_rng(10)
     num = 3000
     logits = (rng.standard_normal((num, 60)) * 2).astype(np.float32)

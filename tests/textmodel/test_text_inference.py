@@ -303,7 +303,7 @@ def test_what_meets_the_unload_is_refused_as_closed(tiny_repository: Path) -> No
     repository.close()
     request = InferenceRequest(model_name="tiny", inputs={"text_input": Tensor("text_input", text("x"))})
     with pytest.raises(Closed):
-        served.runner.submit(Inference(request=request, on_response=lambda response, final: None))
+        served.runtime.submit(Inference(request=request, on_response=lambda response, final: None))
     assert served.num_waiting == 0
 
 

@@ -32,10 +32,10 @@ def bls_exec(
         The response; failures of any kind are in its `error`.
     """
     answer = _Answer()
-    inference = Inference(request=request, on_response=answer.receive)
+    inference = Inference(request=request, on_response=answer.receive, takes_stream=False)
     wait = Wait(inference, executor)
     try:
-        _submit(inference, server, decoupled=False)
+        _submit(inference, server)
         while not answer.wait():
             wait.check()
     except GenserveError as error:
@@ -102,14 +102,14 @@ def bls_exec_async(
         if final:
             _set_result_threadsafe(answer, lambda: convert(_single_response(responses)))
 
-    inference = Inference(request=request, on_response=receive)
+    inference = Inference(request=request, on_response=receive, takes_stream=False)
 
     def fail(error: GenserveError) -> None:
         answer.set_result(convert(InferenceResponse(error=error)))
 
     _check_until_done(answer, inference=inference, executor=executor, fail=fail)
     try:
-        _submit(inference, server, decoupled=False)
+        _submit(inference, server)
     except GenserveError as error:
         fail(error)
     return answer
@@ -161,7 +161,7 @@ class BlsResponses:
         self.inference = Inference(request=request, on_response=self._receive)
         self._executor = executor
         try:
-            _submit(self.inference, server, decoupled=True)
+            _submit(self.inference, server)
         except GenserveError as error:
             self.fail(error)
 
@@ -199,18 +199,11 @@ class BlsResponses:
             self._on_response()
 
 
-def _submit(inference: Inference, server: InferenceServer, *, decoupled: bool) -> None:
+def _submit(inference: Inference, server: InferenceServer) -> None:
     """Submit an inference; raises InferenceError with Triton's texts for BLS."""
     request = inference.request
     name = request.model_name
     try:
-        if server.is_decoupled(name, request.model_version) and not decoupled:
-            raise InferenceError(
-                f"Model {name} is using the decoupled. The current BLS request call doesn't support models "
-                "using the decoupled transaction policy. Please use 'decoupled=True' argument to the 'exec' "
-                "or 'async_exec' calls for decoupled models.'",
-                status=Status.INTERNAL,
-            )
         server.submit(inference)
     except GenserveError as error:
         text = error.message

@@ -369,7 +369,7 @@ class _StubRequests:
         self._calls: dict[int, Wait] = {}
         self._metrics = StubMetrics(context.metrics or CustomMetrics())
 
-    def call(self, number: int, request: InferenceRequest) -> None:
+    def call(self, number: int, request: InferenceRequest, takes_stream: bool) -> None:  # noqa: FBT001
         """Send a BLS request to another model."""
 
         def receive(response: InferenceResponse | None, final: bool) -> None:  # noqa: FBT001
@@ -377,7 +377,7 @@ class _StubRequests:
                 self._end_call(number)
             self._writer.send(("answer", number, response and portable_response(response), final))
 
-        inference = Inference(request=request, on_response=receive)
+        inference = Inference(request=request, on_response=receive, takes_stream=takes_stream)
         self._calls[number] = Wait(inference, None if self._context.decoupled else self._context.executor)
         if not self._reply(number, partial(self._method("submit"), inference)):
             self._end_call(number)

@@ -170,7 +170,7 @@ class _ServerConnection:
 
 
 class _RemoteServer(InferenceServer):
-    """The server of the server, from the process of a model."""
+    """The server, from the process of a model."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -183,7 +183,8 @@ class _RemoteServer(InferenceServer):
         self._calls[number] = inference
         inference.when_cancelled(lambda: self._channel.send(("cancel_call", number)))
         try:
-            self._wait(number, ("call", number, portable_request(inference.request)))
+            request = portable_request(inference.request)
+            self._wait(number, ("call", number, request, inference.takes_stream))
         except GenserveError:
             self._calls.pop(number, None)
             raise
@@ -196,9 +197,6 @@ class _RemoteServer(InferenceServer):
 
     def is_ready(self, name: str, version: int = -1) -> bool:
         return bool(self._ask("is_ready", name, version))
-
-    def is_decoupled(self, name: str, version: int = -1) -> bool:
-        return bool(self._ask("is_decoupled", name, version))
 
     def measure(self, *arguments: Any) -> Any:
         number = next(self._numbers)

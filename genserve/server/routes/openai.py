@@ -14,8 +14,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 from genserve.completion import Completion, Delta
 from genserve.errors import InvalidRequest
 from genserve.prompt import MAX_CHAT_MESSAGES, Chat, read_messages
-from genserve.sampling.param_table import MAX_TOP_LOGPROBS
-from genserve.sampling.sampling_params import SamplingParams
+from genserve.sampling.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from genserve.server.generation_handler import SubmittedRequest, handle_generation
 from genserve.server.request_body import Body, StrictRoute
 from genserve.server.routes.logprob_formats import ID_PREFIX, TokenScores, prompt_logprobs

@@ -18,8 +18,7 @@ from pydantic import Field, ValidationError, WrapValidator
 from genserve.completion import Completion, Delta, FinishReason
 from genserve.errors import InvalidRequest
 from genserve.prompt import COMPLETION_TOKENS
-from genserve.sampling.param_table import MAX_TOP_LOGPROBS
-from genserve.sampling.sampling_params import SamplingParams
+from genserve.sampling.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from genserve.server.generation_handler import SubmittedRequest, handle_generation
 from genserve.server.request_body import StrictRoute
 from genserve.server.routes.logprob_formats import CompletionLogprobs, prompt_logprobs

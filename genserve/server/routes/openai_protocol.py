@@ -19,8 +19,13 @@ from pydantic import ConfigDict, Field
 from genserve.completion import Completion, Delta, FinishReason, Usage, join_choices, likeliest
 from genserve.errors import GenserveError, InvalidRequest
 from genserve.prompt import Prompt
-from genserve.sampling.param_table import MAX_BEST_OF, MAX_TOP_LOGPROBS
-from genserve.sampling.sampling_params import SamplingParams, sampling_params, unused_parameters
+from genserve.sampling.sampling_params import (
+    MAX_BEST_OF,
+    MAX_TOP_LOGPROBS,
+    SamplingParams,
+    sampling_params,
+    unused_parameters,
+)
 from genserve.server.decoding_fields import DecodingFields, Texts
 from genserve.server.error_responses import openai_error
 from genserve.server.generation_handler import SubmittedRequest
@@ -98,7 +103,7 @@ class OpenAIBody(DecodingFields):
         """Return the sampling parameters of both routes, and others; raises InvalidRequest."""
         return sampling_params(
             {
-                **self.said(),
+                **self.given(),
                 "max_tokens": max_tokens,
                 "temperature": self._default_temperature if self.temperature is None else self.temperature,
                 "best_of": self.num_drawn if self.num_drawn > self.num_choices else 1,
@@ -108,7 +113,7 @@ class OpenAIBody(DecodingFields):
                 "seed": None if self.seed is None else self.seed % 2**64,
                 "logprob_token_ids": self.logprob_token_ids,
                 "prompt_logprobs": self.prompt_logprobs,
-                "structured_outputs": self.form_beside(self.response_format, field="response_format"),
+                "structured_outputs": self.form_or(self.response_format, field="response_format"),
                 **others,
             }
         )

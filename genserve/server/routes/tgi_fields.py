@@ -1,34 +1,22 @@
-"""TGI fields: what the bodies of its dialect may say.
+"""TGI fields: the bodies of its dialect.
 
-`model` in the body is ours, and so are parameters by vLLM's names; a parameter of TGI's that we do not
-honour is refused by name, unless its value asks for nothing.
+`model` in the body is an addition, and so are parameters with vLLM's names. A parameter of TGI that is not
+supported is refused by name, unless it has its neutral value.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 from pydantic import Field
 
-from genserve.sampling.param_table import DRAWING, require
-from genserve.sampling.sampling_params import SamplingParams, sampling_params
+from genserve.errors import require
+from genserve.sampling.sampling_params import DRAW_PARAMETERS, PARAMETERS, SamplingParams, sampling_params
 from genserve.server.decoding_fields import DecodingFields
 from genserve.server.request_body import Body
 
 __all__ = ["CompatibleBody", "GenerateBody", "Parameters"]
-
-# Our names of what can be wrong, and this dialect's.
-_NAMES = {name: f"parameters.{name}" for name in DecodingFields.model_fields} | {
-    **{option.name: f"parameters.{option.name}" for option in fields(SamplingParams)},
-    "prompt": "inputs",
-    "max_tokens": "parameters.max_new_tokens",
-    "prompt_logprobs": "parameters.decoder_input_details",
-    "top_logprobs": "parameters.top_n_tokens",
-}
-# Of what vLLM has a name for, too.
-_OWN = {"structured_outputs": "grammar", "truncate_prompt_tokens": "truncate"}
 
 
 class Parameters(DecodingFields):
@@ -51,26 +39,32 @@ class Parameters(DecodingFields):
 
     @property
     def draws(self) -> bool:
-        """Whether to draw: TGI does if it is told to, or if a parameter has no meaning otherwise."""
-        given = ((getattr(self, name), neutral) for name, neutral in DRAWING.items())
+        """Whether tokens are drawn: if `do_sample` says so, or a parameter would have no effect otherwise."""
+        given = ((getattr(self, name), neutral) for name, neutral in DRAW_PARAMETERS.items())
         return bool(self.do_sample) or any(value not in (None, neutral) for value, neutral in given)
 
     def names(self) -> Mapping[str, str]:
-        """Our names of what can be wrong, and this request's."""
-        said = {name: f"parameters.{own}" for name, own in _OWN.items() if getattr(self, own) is not None}
-        return {**_NAMES, **said}
+        """Return the names in this request by the names in error messages.
+
+        A parameter with two names, TGI's and vLLM's, has the one that the request uses.
+        """
+        names = {name: f"parameters.{name}" for name in (*DecodingFields.model_fields, *PARAMETERS)}
+        for name, row in PARAMETERS.items():
+            if row.tgi is not None and (row.own_field or getattr(self, row.tgi) is not None):
+                names[name] = f"parameters.{row.tgi}"
+        return {**names, "prompt": "inputs"}
 
     def params(self, *, logprobs: bool) -> SamplingParams:
-        """The sampling parameters.
+        """Return the sampling parameters.
 
         Raises:
-            InvalidRequest: out of range, or asks for something that TGI has and we do not.
+            InvalidRequest: one is out of range, not supported, or contradicts another.
         """
-        self._require_coherence()
+        self._validate_together()
         truncate = {} if self.truncate is None else {"truncate_prompt_tokens": self.truncate}
         return sampling_params(
             {
-                **self.said(),
+                **self.given(),
                 **truncate,
                 "max_tokens": self.max_new_tokens,
                 "temperature": self._temperature(),
@@ -81,24 +75,24 @@ class Parameters(DecodingFields):
                 "top_logprobs": self.top_n_tokens or 0,
                 "prompt_logprobs": 0 if self.decoder_input_details else None,
                 "best_of": self.best_of or 1,
-                "structured_outputs": self.form_beside(self.grammar, field="parameters.grammar"),
+                "structured_outputs": self.form_or(self.grammar, field="parameters.grammar"),
             }
         )
 
-    def _require_coherence(self) -> None:
+    def _validate_together(self) -> None:
         searching, several = bool(self.use_beam_search), (self.best_of or 1) > 1
-        cuts = None not in (self.truncate, self.truncate_prompt_tokens)
+        truncated_twice = None not in (self.truncate, self.truncate_prompt_tokens)
         for name, wrong, rule in (
             ("adapter_id", self.adapter_id is not None, "is not supported"),
             ("do_sample", searching and self.do_sample, "cannot be combined with use_beam_search"),
             ("best_of", several and not searching and not self.draws, "needs do_sample"),
-            ("truncate", cuts, "cannot be combined with truncate_prompt_tokens"),
+            ("truncate", truncated_twice, "cannot be combined with truncate_prompt_tokens"),
         ):
             require(not wrong, f"parameters.{name}", rule)
 
     def _temperature(self) -> float:
         temperature = 1.0 if self.temperature is None else self.temperature
-        if self.use_beam_search:  # what draws beside it is refused by its own name
+        if self.use_beam_search:    # any other temperature is refused with it
             return 0.0 if temperature == 1.0 else temperature
         return temperature if self.draws else 0.0
 

@@ -17,7 +17,8 @@ from genserve.errors import InferenceError, Status
 from genserve.generation_metrics import Metrics
 from genserve.inference import Inference, InferenceRequest
 from genserve.inference_statistics import ModelStatistics
-from genserve.repository.instances import Instances, group_placements
+from genserve.repository.request_validation import decoupled_error
+from genserve.schedulers.model_instance import ModelInstances, group_placements
 from genserve.schedulers.queue_scheduler import make_scheduler
 from genserve.tensor import Tensor
 
@@ -131,7 +132,7 @@ class Models:
         )
         shared = backend.load(source)
         places = tuple(place for group in config.instance_groups for place in group_placements(group))
-        instances = Instances(
+        instances = ModelInstances(
             lambda placement: backend(source, shared, placement),
             placements=places,
             scheduler=make_scheduler(config, num_instances=len(places), path=self.root / name),
@@ -165,7 +166,10 @@ class Models:
         name = inference.request.model_name
         inference.model_name = name
         inference.model_version = 1
-        self._find(name, inference.request.model_version).submit(inference)
+        model = self._find(name, inference.request.model_version)
+        if self.configs[name].decoupled and not inference.takes_stream:
+            raise decoupled_error(name)
+        model.submit(inference)
 
     def load(self, name, *, config="", files=None):
         if name not in self._models:
@@ -177,10 +181,6 @@ class Models:
 
     def is_ready(self, name, version=-1):
         return name in self._models and version in (-1, 1) and self._models[name].ready
-
-    def is_decoupled(self, name, version=-1):
-        self._find(name, version)
-        return self.configs[name].decoupled
 
     def _find(self, name, version):
         if name not in self._models or version not in (-1, 1):

@@ -473,7 +473,7 @@ def test_a_process_that_executes_without_an_end_is_killed_when_its_model_goes(mo
     assert not stopped.is_alive()
     assert "is not healthy" in answer.error.message
     assert "the process of m_0 does not finish its batch and is killed" in caplog.text
-    assert "left behind" not in caplog.text
+    assert "abandoned" not in caplog.text
 
 
 def test_a_process_that_ends_in_time_is_not_killed_however_many_wait_for_it(models, caplog):

@@ -70,7 +70,7 @@ class InferenceTrace:
 class InferenceRequest:
     """A request to this model, as passed to `execute`; or a BLS request to another model."""
 
-    __slots__ = ("_asked", "_context", "_flags", "_inference", "_inputs", "_requested", "_sender", "_trace")
+    __slots__ = ("_context", "_flags", "_inference", "_inputs", "_request", "_requested", "_sender", "_trace")
 
     def __init__(
         self,
@@ -111,13 +111,10 @@ class InferenceRequest:
             raise TritonModelException("Correlation ID must be integer or string")
         model_name, request_id = text_argument(model_name, "a model name"), text_argument(request_id, "an id")
         outputs = tuple(text_argument(name, "the name of an output") for name in requested_output_names)
-        empty = f"for request with id '{request_id}' and model name '{model_name}' should not be empty."
-        if None in inputs:
-            raise TritonModelException(f"Input tensor {empty}")
-        if "" in outputs:
-            raise TritonModelException(f"Requested output name {empty}")
+        where = f"for request with id '{request_id}' and model name '{model_name}'"
         self._inputs: list[Tensor] | None = list(inputs)
-        self._asked = inner.InferenceRequest(
+        _check_not_empty(self._inputs, outputs, where=where)
+        self._request = inner.InferenceRequest(
             model_name=model_name,
             model_version=model_version,
             id=request_id,
@@ -129,7 +126,7 @@ class InferenceRequest:
             timeout_us=timeout,
             cause=None if trace is None else trace._span,
         )
-        self._requested = self._asked.requested_outputs
+        self._requested = self._request.requested_outputs
         self._flags = flags
         self._trace = trace
         self._inference: Inference | None = None
@@ -140,7 +137,7 @@ class InferenceRequest:
     def _of(cls, inference: Inference, context: ModelContext) -> InferenceRequest:
         self = cls.__new__(cls)
         self._inputs = None
-        self._asked = inference.request
+        self._request = inference.request
         self._requested = inference.request.requested_outputs or context.outputs
         self._flags = int(inference.request.flags)
         self._trace = None
@@ -153,7 +150,7 @@ class InferenceRequest:
     def inputs(self) -> list[Tensor]:
         """Return the input tensors, without optional inputs that were not sent."""
         if self._inputs is None:
-            tensors = self._asked.inputs if self._inference is None else self._inference.inputs
+            tensors = self._request.inputs if self._inference is None else self._inference.inputs
             needs_cpu = self._context is not None and self._context.cpu_inputs
             self._inputs = [
                 Tensor._of(tensor.on_cpu() if needs_cpu else tensor) for tensor in tensors.values()
@@ -162,11 +159,11 @@ class InferenceRequest:
 
     def request_id(self) -> str:
         """Return the id that the client chose."""
-        return self._asked.id
+        return self._request.id
 
     def correlation_id(self) -> int | str:
         """Return the correlation id of its sequence; 0: none."""
-        return self._asked.correlation_id
+        return self._request.correlation_id
 
     def flags(self) -> int:
         """Return its sequence flags: bits of TRITONSERVER_REQUEST_FLAG_SEQUENCE_START, _END."""
@@ -178,13 +175,13 @@ class InferenceRequest:
 
     def timeout(self) -> int:
         """Return its timeout in the queue, in microseconds; 0: that of the model."""
-        return self._asked.timeout_us
+        return self._request.timeout_us
 
     def parameters(self) -> str:
         """Return its parameters as JSON."""
         if self._inference is None:
-            return json.dumps(dict(self._asked.parameters))
-        return parameters_json(self._asked.parameters)
+            return json.dumps(dict(self._request.parameters))
+        return parameters_json(self._request.parameters)
 
     def requested_output_names(self) -> set[str]:
         """Return the names of the requested outputs; of a BLS request, empty: all."""
@@ -194,7 +191,7 @@ class InferenceRequest:
         """Return its trace."""
         if self._trace is not None or self._inference is None:
             return self._trace or InferenceTrace()
-        return InferenceTrace._of(self._inference.span or self._asked.cause)
+        return InferenceTrace._of(self._inference.span or self._request.cause)
 
     def is_cancelled(self) -> bool:
         """Whether the request has been cancelled."""
@@ -292,9 +289,9 @@ class InferenceRequest:
         return context.server, _executor(context)
 
     def _bls_request(self) -> inner.InferenceRequest:
-        if self._flags == self._asked.flags:
-            return self._asked
-        return replace(self._asked, flags=RequestFlags(self._flags))
+        if self._flags == self._request.flags:
+            return self._request
+        return replace(self._request, flags=RequestFlags(self._flags))
 
 
 def _executor(context: ModelContext) -> Executor | None:
@@ -307,6 +304,13 @@ def _executor(context: ModelContext) -> Executor | None:
     if executor is not None or context.decoupled:
         return executor
     return context.executor
+
+
+def _check_not_empty(inputs: Sequence[Tensor | None], outputs: Sequence[str], *, where: str) -> None:
+    if None in inputs:
+        raise TritonModelException(f"Input tensor {where} should not be empty.")
+    if "" in outputs:
+        raise TritonModelException(f"Requested output name {where} should not be empty.")
 
 
 def _by_name(inputs: Sequence[Tensor]) -> dict[str, InnerTensor]:

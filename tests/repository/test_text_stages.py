@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 
-from genserve.repository.ensemble_steps import is_decoupled, text_stages
-from genserve.repository.index import scan
+from genserve.repository.index import is_decoupled, scan
+from genserve.repository.text_stages import text_stages
 from tests.repository.test_model_validation import SHIPPED
 
 

@@ -6,7 +6,7 @@ from dataclasses import asdict
 import pytest
 
 from genserve.errors import InvalidRequest
-from genserve.sampling.sampling_params import sampling_params
+from genserve.sampling.sampling_params import PARAMETERS, SamplingParams, sampling_params, unused_parameters
 
 
 @pytest.mark.parametrize(
@@ -109,6 +109,36 @@ from genserve.sampling.sampling_params import sampling_params
         ({"dola_layers": "high"}, "dola_layers"),
         ({"guidance_scale": 1.5}, "guidance_scale"),
         ({"watermark": True}, "watermark"),
+        ({"include_stop_str_in_output": 1}, "include_stop_str_in_output"),
+        ({"stop_regex": ["a", ""]}, "stop_regex[1]"),
+        ({"stop_regex": ["a" * 513]}, "stop_regex[0]"),
+        ({"stop_regex": ["a"] * 5}, "stop_regex"),
+        ({"skip_special_tokens": None}, "skip_special_tokens"),
+        ({"spaces_between_special_tokens": False}, "spaces_between_special_tokens"),
+        ({"stop_regex": "a", "use_beam_search": True}, "stop_regex"),
+        ({"stream_interval": 0}, "stream_interval"),
+        ({"max_time_ms": 0}, "max_time_ms"),
+        ({"max_time_ms": 1.5}, "max_time_ms"),
+        ({"repetition_detection": 5}, "repetition_detection"),
+        ({"repetition_detection": {"size": 5}}, "repetition_detection"),
+        ({"repetition_detection": {"max_pattern_size": 5}}, "repetition_detection.min_count"),
+        ({"repetition_detection": {"min_count": 5}}, "repetition_detection.max_pattern_size"),
+        (
+            {"repetition_detection": {"max_pattern_size": 5, "min_count": 1}},
+            "repetition_detection.min_count",
+        ),
+        (
+            {"repetition_detection": {"max_pattern_size": 2, "min_pattern_size": 3, "min_count": 2}},
+            "repetition_detection.min_pattern_size",
+        ),
+        (
+            {"repetition_detection": {"max_pattern_size": 2049, "min_count": 2}},
+            "repetition_detection.max_pattern_size",
+        ),
+        (
+            {"repetition_detection": {"max_pattern_size": True, "min_count": 2}},
+            "repetition_detection.max_pattern_size",
+        ),
     ],
 )
 def test_a_wrong_option_is_refused_by_name(options, field):
@@ -125,11 +155,11 @@ def test_loose_options_become_strict_parameters():
 
 
 @pytest.mark.parametrize("all_of_them", [-1, 0])
-def test_all_tokens_are_kept_by_vllms_word_for_it_too(all_of_them):
+def test_top_k_minus_one_keeps_all_tokens(all_of_them):
     assert sampling_params({"top_k": all_of_them}).top_k == 0
 
 
-def test_the_ids_of_a_bias_may_be_digits_as_they_are_in_json():
+def test_the_ids_of_a_bias_may_be_digits_as_in_json():
     params = sampling_params({"logit_bias": {"5": -100, 7: 1.5}, "bad_words": "damn"})
     assert params.logit_bias == {5: -100, 7: 1.5}
     assert params.bad_words == ("damn",)
@@ -137,7 +167,7 @@ def test_the_ids_of_a_bias_may_be_digits_as_they_are_in_json():
     json.dumps(asdict(params))
 
 
-def test_the_ids_that_a_request_names_are_told_by_parameter():
+def test_token_ids_are_listed_by_parameter():
     params = sampling_params({"logit_bias": {3: 1}, "allowed_token_ids": [3, 4], "stop_token_ids": [5]})
     named = {name: list(ids) for name, ids in params.token_ids().items()}
     assert named == {
@@ -146,18 +176,54 @@ def test_the_ids_that_a_request_names_are_told_by_parameter():
     }
 
 
-def test_a_method_that_is_not_offered_may_be_named_by_who_does_not_ask_for_it():
+def test_an_unsupported_method_may_be_given_with_its_neutral_value():
     off = {"penalty_alpha": 0.0, "dola_layers": None, "guidance_scale": 1.0, "watermark": False}
     assert sampling_params(off) == sampling_params({})
 
 
-def test_breakers_that_are_not_named_are_the_default_and_an_empty_list_is_none():
+def test_dry_breakers_default_and_may_be_empty():
     assert sampling_params({"dry_sequence_breakers": None}) == sampling_params({})
     assert sampling_params({"dry_sequence_breakers": []}).dry_sequence_breakers == ()
     assert sampling_params({"dry_sequence_breakers": "x"}).dry_sequence_breakers == ("x",)
 
 
-def test_an_order_may_leave_out_what_is_not_asked_for():
+def test_samplers_may_omit_unused_stages():
     order = ["top_p", "temperature"]
     assert sampling_params({"samplers": order, "top_p": 0.5, "temperature": 0.7}).samplers == tuple(order)
     assert sampling_params({"samplers": ["top_p"], "top_k": 5}).temperature == 0
+
+
+@pytest.mark.parametrize(
+    ("details", "switch"),
+    [
+        ({"xtc_threshold": 0.3}, {"xtc_probability": 0.5}),
+        ({"mirostat_tau": 3.0, "mirostat_eta": 0.2}, {"mirostat_mode": 2}),
+        ({"dynatemp_exponent": 2.0}, {"dynatemp_range": 0.5}),
+        ({"penalty_window": 64}, {"repetition_penalty": 1.2}),
+        ({"penalty_window": 64}, {"frequency_penalty": 0.2}),
+        ({"penalty_window": 64}, {"presence_penalty": -0.2}),
+        (
+            {
+                "dry_base": 3.0,
+                "dry_allowed_length": 4,
+                "dry_penalty_last_n": 64,
+                "dry_sequence_breakers": ("\n",),
+            },
+            {"dry_multiplier": 1.0},
+        ),
+    ],
+)
+def test_details_of_a_rule_that_is_off_are_unused(details, switch):
+    assert unused_parameters(SamplingParams(temperature=1, **details)) == list(details)
+    assert unused_parameters(SamplingParams(temperature=1, **details, **switch)) == []
+
+
+def test_parameters_of_a_draw_are_unused_at_temperature_0():
+    rules = {"top_k": 5, "top_p": 0.5, "xtc_probability": 0.5}
+    assert unused_parameters(SamplingParams(temperature=0, **rules)) == list(rules)
+    assert unused_parameters(SamplingParams(temperature=1, **rules)) == []
+
+
+def test_defaults_are_never_unused():
+    defaults = {name: row.default for name, row in PARAMETERS.items()}
+    assert unused_parameters(SamplingParams(**defaults)) == []

@@ -1,4 +1,4 @@
-"""Ensemble steps: the models of an ensemble's steps, and which ensembles are text models."""
+"""Text stages: which ensembles are text models, and the roles of the models in them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,8 @@ from genserve.textmodel.plugin_rules import decodes
 
 __all__ = [
     "TextStages",
-    "all_step_models",
-    "is_decoupled",
     "role_of",
     "stage_owners",
-    "step_models",
     "text_models",
     "text_stages",
 ]
@@ -28,12 +25,6 @@ TextStages: TypeAlias = Mapping[str, ModelEntry]  # of a text model: "tokenizer"
 
 # The stages of a text model, by backend.
 _STAGES = {"tokenizer": "tokenizer", "onnxruntime": "logits", "pytorch": "logits", "python": "decoder"}
-
-
-def step_models(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> list[ModelEntry]:
-    """Return the models of an ensemble's steps; those that do not exist are left out."""
-    steps = entry.config.ensemble_steps if entry.config else ()
-    return [entries[step.model_name] for step in steps if step.model_name in entries]
 
 
 def text_stages(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> TextStages | None:
@@ -97,23 +88,3 @@ def _decodes(decoder: ModelEntry) -> bool:
     if not file.is_file():
         return True  # loading then reports the missing file
     return decodes(file)
-
-
-def is_decoupled(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> bool:
-    """Whether a model is decoupled; an ensemble is if one of its steps is."""
-    return any(
-        model.config is not None and not model.is_ensemble and model.config.decoupled
-        for model in (entry, *all_step_models(entry, entries))
-    )
-
-
-def all_step_models(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> list[ModelEntry]:
-    """Return the models of the steps, and those of the steps of nested ensembles."""
-    found: dict[str, ModelEntry] = {}
-    waiting = step_models(entry, entries)
-    while waiting:
-        model = waiting.pop()
-        if model.name not in found:
-            found[model.name] = model
-            waiting += step_models(model, entries)
-    return list(found.values())

@@ -1,0 +1,159 @@
+"""Load request: a request to load a model, with a config or files that replace those of its folder."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from tempfile import mkdtemp
+
+from genserve.config.backends import deduce_backend
+from genserve.config.config_rules import MAX_NAME_BYTES
+from genserve.config.schema import new_model_config
+from genserve.errors import InferenceError, RepositoryError, Status
+from genserve.repository.config_resolution import with_config
+from genserve.repository.index import ModelEntry, not_polled, scan
+from genserve.repository.options import RepositoryOptions
+
+__all__ = ["LoadRequest", "Upload"]
+
+_DATA_BACKENDS = frozenset({"onnxruntime", "tokenizer"})    # their models are no code
+_WORD_OR_NUMBER = re.compile(r"\w+|\d+\.\d+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadRequest:
+    """A request to load a model.
+
+    Attributes:
+        name: of the model.
+        config_json: replaces the config of its folder; empty: the folder's.
+        files: replace its folder, by their path in it: `1/model.py`; None or empty: its folder.
+        allow_code: whether config and files may make the server run code that is not in the repository.
+    """
+
+    name: str
+    config_json: str = ""
+    files: Mapping[str, bytes] | None = None
+    allow_code: bool = True
+
+    def __post_init__(self) -> None:
+        """Raise InferenceError unless a model's folder can have this name."""
+        if not _is_part(self.name) or self.name.startswith(".") or "/" in self.name or "\\" in self.name:
+            raise InferenceError(
+                f"{self.name!r} is not a valid model name",
+                remedy="write the name of the model's folder in the repository",
+            )
+
+    def resolve(
+        self, entries: Mapping[str, ModelEntry], *, options: RepositoryOptions
+    ) -> tuple[ModelEntry, Upload | None]:
+        """Return the model to load, and the folder of its uploaded files.
+
+        Args:
+            entries: all models of the repository, by name.
+            options: of the repository.
+
+        Raises:
+            InferenceError: the config or a file is invalid, or would run code that is not allowed.
+        """
+        upload = None
+        if self.files:
+            if not self.config_json:
+                raise not_polled(self.name, remedy="send the model's config as JSON along with its files")
+            upload = Upload(self.name, self.files)
+            entries = scan([upload.root])
+        if self.name not in entries:
+            raise not_polled(self.name, remedy="there is no folder of this name in the repository")
+        entry = entries[self.name]
+        if self.config_json:
+            try:
+                entry = with_config(entry, self.config_json, options=options)
+                if not self.allow_code:
+                    _reject_code(entry, is_uploaded=upload is not None)
+            except RepositoryError as error:
+                raise not_polled(self.name, remedy=str(error)) from error
+        return entry, upload
+
+
+class Upload:
+    """A temporary folder with the files of a model; it is removed with the last reference to this.
+
+    Attributes:
+        root: the parent of the model's folder.
+    """
+
+    def __init__(self, name: str, files: Mapping[str, bytes]) -> None:
+        """Write the files.
+
+        Args:
+            name: of the model.
+            files: by their path in the model's folder: `1/model.py`.
+
+        Raises:
+            InferenceError: a path is invalid or leads out of the folder, or two paths conflict.
+        """
+        self.root = Path(mkdtemp(prefix="genserve-"))
+        weakref.finalize(self, shutil.rmtree, self.root, ignore_errors=True)
+        for path, content in files.items():
+            _check_path(path)
+            target = self.root / name / path
+            try:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(content)
+            except OSError as error:
+                raise InferenceError(f"the file {path!r} cannot be written: {error.strerror}") from error
+
+
+def _reject_code(entry: ModelEntry, *, is_uploaded: bool) -> None:
+    """Reject a load that would run code which is not in the repository.
+
+    ONNX graphs and tokenizers are data. Everything else may be code: Python and TorchScript are, a SavedModel
+    has operators that read and write files, and third-party backends are unknown. Options of execution
+    accelerators may name libraries: a client may set words and numbers only.
+
+    Args:
+        entry: the model, with the config of the load request.
+        is_uploaded: whether the load request has files.
+
+    Raises:
+        InferenceError: the load may run such code.
+        RepositoryError: the backend cannot be deduced.
+    """
+    message = new_model_config()
+    message.CopyFrom(entry.parsed.message)
+    if is_uploaded:
+        deduce_backend(message, entry.path)
+        if message.backend not in _DATA_BACKENDS and message.platform != "ensemble":
+            raise _code_error(entry, f"its files would run as code (backend '{message.backend}')")
+    accelerators = message.optimization.execution_accelerators
+    for accelerator in (*accelerators.gpu_execution_accelerator, *accelerators.cpu_execution_accelerator):
+        for name, value in accelerator.parameters.items():
+            if not _WORD_OR_NUMBER.fullmatch(value):
+                parameter = f"the parameter '{name}' of accelerator '{accelerator.name}'"
+                raise _code_error(entry, f"{parameter} may name a library")
+
+
+def _code_error(entry: ModelEntry, reason: str) -> InferenceError:
+    return InferenceError(
+        f"failed to load '{entry.name}', {reason}, which a load request must not contain",
+        status=Status.UNSUPPORTED,
+        remedy="put the model, with its config, into the repository, or start the server with "
+        "--allow-uploaded-code if all its clients may run code there",
+    )
+
+
+def _check_path(path: str) -> None:
+    pure = PurePosixPath(path)
+    if not pure.parts or pure.is_absolute() or not all(map(_is_part, pure.parts)):
+        raise InferenceError(
+            f"the file {path!r} is outside of the model's folder",
+            remedy="write its path in the folder of the model: file:1/model.py",
+        )
+
+
+def _is_part(name: str) -> bool:
+    return name not in ("", ".", "..") and "\0" not in name and len(name.encode()) <= MAX_NAME_BYTES

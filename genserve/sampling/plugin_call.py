@@ -1,0 +1,62 @@
+"""Plug-in call: a plug-in of the model that a request uses, and its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypedDict
+
+from genserve.errors import InvalidRequest
+
+__all__ = ["PluginCall", "PluginCallOptions", "read_plugin_call", "read_plugin_calls"]
+
+MAX_PLUGIN_CALLS = 16
+MAX_NAME_CHARS = 128
+_REMEDY = 'write {"name": "...", "args": {...}}'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PluginCall:
+    """A plug-in of the model's decoder stage, by its name there.
+
+    The model checks whether it exists and takes these arguments.
+    """
+
+    name: str
+    args: Mapping[str, Any] = field(default_factory=dict)   # JSON-serializable
+
+
+class PluginCallOptions(TypedDict, total=False):
+    """A `PluginCall` as a dict."""
+
+    name: str
+    args: Mapping[str, Any]
+
+
+def read_plugin_calls(value: Any, *, field: str) -> tuple[PluginCall, ...]:
+    """Read a list of calls; None is an empty one.
+
+    Raises:
+        InvalidRequest: it is no list of calls; `field` names the place.
+    """
+    calls = () if value is None else value
+    if not isinstance(calls, Sequence) or isinstance(calls, str):
+        raise InvalidRequest(f"{field} must be a list of plug-ins", field=field, remedy=_REMEDY)
+    if len(calls) > MAX_PLUGIN_CALLS:
+        raise InvalidRequest(f"{field} takes at most {MAX_PLUGIN_CALLS} plug-ins", field=field)
+    return tuple(read_plugin_call(call, field=f"{field}[{index}]") for index, call in enumerate(calls))
+
+
+def read_plugin_call(value: Any, *, field: str) -> PluginCall:
+    """Read one call. Raises as `read_plugin_calls` does."""
+    if isinstance(value, PluginCall):
+        return value
+    if not isinstance(value, Mapping) or "name" not in value or value.keys() - {"name", "args"}:
+        raise InvalidRequest(f"{field} must have the keys name and args", field=field, remedy=_REMEDY)
+    name, args = value["name"], value.get("args", {})
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS:
+        rule = f"must be a text of 1 to {MAX_NAME_CHARS} characters"
+        raise InvalidRequest(f"{field}.name {rule}", field=f"{field}.name")
+    if not isinstance(args, Mapping):
+        raise InvalidRequest(f"{field}.args must map names of arguments to values", field=f"{field}.args")
+    return PluginCall(name=name, args=dict(args))
