@@ -142,7 +142,7 @@ def stage_files(
     """
     length = min(dimensions.context_length, _MAX_SEQUENCE_LENGTH)
     token_bytes = _token_bytes(dimensions, cache)
-    parameters = {name: row.triton_type for name, row in TRITON_TENSORS.items()} | _OTHER_PARAMETERS
+    parameters = {**{name: row.triton_type for name, row in TRITON_TENSORS.items()}, **_OTHER_PARAMETERS}
     values = {
         **_RUNTIMES[export_format],
         "ensemble": folders.ensemble,
