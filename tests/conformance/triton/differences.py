@@ -228,13 +228,13 @@ DIFFERENCES = (
     Difference(
         exchanges=r"infer_binary/bytes_that_are_no_text_as_json",
         reason="an answer in JSON is JSON: bytes that are no UTF-8 become U+FFFD",
-        row="bytes that are no UTF-8 in a JSON answer",
+        row="invalid UTF-8 in a JSON answer",
         answer=_answers(_outputs("identity_string", _output("Y", "BYTES", [1], ["\ufffd\ufffd"]))),
     ),
     Difference(
         exchanges=r"infer_binary/header_length_is_no_number",
         reason="a length that is no number is refused as such, not taken for 0",
-        row="`Inference-Header-Content-Length` that is no number",
+        row="`Inference-Header-Content-Length` that is not a number",
         answer=_answers(
             _json({"error": "Unable to parse Inference-Header-Content-Length, got: many"}, status=400)
         ),
