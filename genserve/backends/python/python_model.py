@@ -88,7 +88,7 @@ class PythonModel:
                 raise _ContractError(f"Python model {self._path} does not implement `execute` method.")
             returned = self._model.execute(requests)
             if isinstance(returned, list) or not asyncio.iscoroutine(returned):
-                self._take_returned(returned, requests)
+                self._send_returned(returned, requests)
             else:
                 self._run(returned, requests)
         except (Exception, SystemExit) as error:
@@ -141,7 +141,7 @@ class PythonModel:
 
     def _run(self, coroutine: Coroutine[Any, Any, Any], requests: Sequence[InferenceRequest]) -> None:
         if not self._context.decoupled:
-            self._take_returned(self._event_loop().submit(coroutine).result(), requests)
+            self._send_returned(self._event_loop().submit(coroutine).result(), requests)
             return
 
         def start() -> Future[Any]:
@@ -170,8 +170,8 @@ class PythonModel:
                 self._loop = EventLoop(self._context.instance)
             return self._loop
 
-    def _take_returned(self, returned: object, requests: Sequence[InferenceRequest]) -> None:
-        responses = [None] * len(requests) if returned is None else self._checked(returned, requests)
+    def _send_returned(self, returned: object, requests: Sequence[InferenceRequest]) -> None:
+        responses = [None] * len(requests) if returned is None else self._validated(returned, requests)
         for request, response in zip(requests, responses, strict=True):
             if response is not None:
                 request._respond(response)
@@ -180,7 +180,7 @@ class PythonModel:
             elif not self._context.decoupled and not request._has_sender():
                 request._fail(self._failed(_ContractError("execute has left a request unanswered."), ()))
 
-    def _checked(
+    def _validated(
         self, returned: object, requests: Sequence[InferenceRequest]
     ) -> list[InferenceResponse | None]:
         if self._context.decoupled:
