@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from genserve.backends.string_tensors import decode_strings, string_tensor
+from genserve.backends.tensor_data import decode_strings, string_tensor
 from genserve.completion import Delta
 from genserve.config.model_config import ModelConfig
 from genserve.errors import Closed, GenserveError, InferenceError, InvalidRequest

@@ -87,7 +87,7 @@ def test_there_are_as_many_slots_as_the_stated_memory_holds(half_repository, tmp
     extra = 'parameters [ { key: "kv_cache_bytes" value: { string_value: "1MiB" } } ]\n'
     repository = Repository([placed(half_repository, tmp_path / "models", extra=extra)])
     repository.start()
-    ensemble = repository.get("tiny")
+    ensemble = repository.text_model("tiny")
     assert 0 < ensemble.kv_cache_bytes <= 2**20
     repository.close()
 

@@ -30,7 +30,7 @@ def server(tmp_path_factory, tiny_repository):
 
 @pytest.fixture(scope="module")
 def answered(server):
-    """What the SDK gets from `/generate`."""
+    """The answer of `/generate` through the SDK."""
     with Client(server.url) as client:
         plain = client.generate(PROMPT, max_tokens=40, **DRAWN)
         answer = client.generate(PROMPT, max_tokens=40, **DRAWN, **CALLS)

@@ -284,7 +284,7 @@ def test_an_invalid_plugin_call_is_refused_with_its_field(llm, options, field, w
         ({"stop_rules": [call("breaks", after=2)]}, "stop rule 'breaks' failed"),
         (
             {"logits_processors": [call("insists", text="n")], "structured_outputs": {"choice": ["yes"]}},
-            "which its grammar forbids",
+            "is not allowed by the request's grammar",
         ),
         ({"logits_processors": [call("hooked")]}, "the hook of the logits processor 'hooked' is 'post'"),
         ({"output_parser": call("mute")}, "output parser 'mute' did not return a string"),

@@ -170,7 +170,7 @@ def test_a_warmup_runs_and_leaves_nothing_behind(models, count):
     repository.start()
     try:
         assert repository.errors == {}
-        assert repository.get("tiny").engine.num_steps == 0
+        assert repository.text_model("tiny").engine.num_steps == 0
         ids = np.zeros((1, 8), np.int64)
         [with_warmup] = asked(repository, "tiny_logits", input_ids=ids)
         assert with_warmup.output("logits").shape == (1, 1, 320)

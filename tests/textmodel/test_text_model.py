@@ -14,7 +14,7 @@ from genserve.sampling.sampling_params import SamplingParams
 def ensemble(tiny_repository):
     repository = Repository([tiny_repository])
     repository.start()
-    yield repository.get("tiny")
+    yield repository.text_model("tiny")
     repository.close()
 
 
