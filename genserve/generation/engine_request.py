@@ -34,6 +34,10 @@ __all__ = [
 ]
 
 
+_CHECK_FINISHED = "check `sequence.finished` before each append"
+_KEEP_GRAMMAR = "append only tokens of sequence.sample(), and do not undo the grammar in a logits processor"
+
+
 class LogitsConsumer(Protocol):
     """Receives the logits behind the last token of a request, by the kind of the request."""
 
@@ -408,13 +412,14 @@ class TokenSequence(Request):
             TypeError: the id is not an integer.
         """
         if self.finish_reason is not None:
-            raise ModelFailed("the decoding loop appended to a sequence that has ended")
+            raise ModelFailed("the decoding loop appended to a finished sequence", remedy=_CHECK_FINISHED)
         token_id = operator.index(token_id)  # numpy's and torch's integers become Python's
         if not 0 <= token_id < self._vocab_size:
             raise ModelFailed(f"the decoding loop appended token id {token_id}, outside the vocabulary")
         grammar = self.sampling.grammar
         if grammar is not None and not grammar.accept(token_id):
-            raise ModelFailed(f"token id {token_id} came, which its grammar forbids: {grammar.failure}")
+            message = f"token id {token_id} is not allowed by the request's grammar: {grammar.failure}"
+            raise ModelFailed(message, remedy=_KEEP_GRAMMAR)
         self.token_ids.append(token_id)
         if self.params.logprobs:
             self._delta.add_logprob()
