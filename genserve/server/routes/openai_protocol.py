@@ -107,12 +107,8 @@ class OpenAIBody(DecodingFields):
                 "max_tokens": max_tokens,
                 "temperature": self._default_temperature if self.temperature is None else self.temperature,
                 "best_of": self.num_drawn if self.num_drawn > self.num_choices else 1,
-                "top_k": self.top_k or 0,
-                "stop": self.stop,
                 # OpenAI's seeds are signed.
                 "seed": None if self.seed is None else self.seed % 2**64,
-                "logprob_token_ids": self.logprob_token_ids,
-                "prompt_logprobs": self.prompt_logprobs,
                 "structured_outputs": self.form_or(self.response_format, field="response_format"),
                 **others,
             }
