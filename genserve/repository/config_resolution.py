@@ -144,9 +144,9 @@ def _resolve(
     _complete(message, entry, version=versions[-1], options=options)
     found += _validated(message, entry, options=options, completed=True).diagnostics
     _raise_first(found)
-    if message.platform == "ensemble":
-        own = role is Role.ENSEMBLE and message.model_transaction_policy.decoupled
-        message.model_transaction_policy.decoupled = own or is_decoupled(entry, entries)
+    # The ensemble of a text model may be configured to give one response, though its decoder is decoupled.
+    if message.platform == "ensemble" and role is not Role.ENSEMBLE:
+        message.model_transaction_policy.decoupled = is_decoupled(entry, entries)
     found += _normalise(message, entry, role, version=versions[-1], options=options)
     _raise_first(found)
     return ResolvedModel(

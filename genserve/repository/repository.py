@@ -193,7 +193,14 @@ class Repository:
         files: Mapping[str, bytes] | None = None,
         allow_code: bool = True,
     ) -> None:
-        """Load a model, or reload it if its folder has changed; see `ModelRepository.load`."""
+        """Load a model, or reload it if its folder has changed; see `InferenceServer.load`.
+
+        Args:
+            name: of the model.
+            config: its config as JSON; empty: that of its folder.
+            files: by `<version>/<name>`, instead of its folder; None: its folder.
+            allow_code: whether config and files may cause code to run that is not in the repository.
+        """
         if self.options.control_mode is not ControlMode.EXPLICIT:
             raise _not_explicit()
         request = LoadRequest(name=name, config_json=config, files=files, allow_code=allow_code)

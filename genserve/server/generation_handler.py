@@ -148,7 +148,7 @@ async def submit(
             sequences = await asyncio.wrap_future(future)
             # Copied before the engine's thread appends to them.
             prompt_ids = tuple(tuple(sequence.token_ids) for sequence in sequences[::num_choices])
-            stream = services.outbox().open(model.engine, *sequences, reservation=reservation)
+            stream = services.output_sink().open(model.engine, *sequences, reservation=reservation)
     except Closed:
         if services.repository.text_model(model_name) is model:
             raise

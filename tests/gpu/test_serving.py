@@ -30,7 +30,7 @@ NEAR = 0.1  # of a logit of the default model: what float16 may take for a tie
 
 @pytest.fixture(autouse=True, scope="module")
 def on_device(device: str) -> Iterator[None]:
-    """Where the tests themselves are tried, on the CPU, the GPU is told to be there."""
+    """Pretend that there is a GPU, where the tests are tried on the CPU."""
     with pytest.MonkeyPatch.context() as patch:
         if device == "cpu":
             patch.setattr(config_resolution, "num_gpus", lambda: 1)

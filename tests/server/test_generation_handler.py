@@ -23,11 +23,11 @@ from genserve.server.services import Services
 from genserve.settings import ServerSettings
 from genserve.textmodel.text_model import TextModel
 from tests.live import LiveServer
-from tests.server.test_overload import gated
+from tests.server.gated import gated
 
 
 class Outdated(Repository):
-    """Finds an older model once, as a request does that was prepared while another was loaded."""
+    """Returns an older model once, as for a request that was prepared while another model was loaded."""
 
     older: list[TextModel]
 

@@ -25,7 +25,6 @@ from genserve.textmodel.text_model import TextModel
 
 __all__ = ["router"]
 
-
 router = APIRouter(prefix="/v1", route_class=StrictRoute, tags=["OpenAI"])
 
 
