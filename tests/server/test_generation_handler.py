@@ -32,7 +32,7 @@ class Outdated(Repository):
     older: list[TextModel]
 
     def text_model(self, name: str | None = None) -> TextModel:
-        return self.older.pop() if self.older else super().get(name)
+        return self.older.pop() if self.older else super().text_model(name)
 
 
 def test_a_request_for_a_replaced_model_goes_to_its_replacement(
