@@ -98,7 +98,7 @@ class _Generation:
             for name, neutral in (("best_of", 1), ("decoder_input_details", False)):
                 if getattr(parameters, name) not in (None, neutral):
                     place = f"parameters.{name}"
-                    raise InvalidRequest(f"{place} cannot be streamed", field=place, remedy="ask /generate")
+                    raise InvalidRequest(f"{place} cannot be streamed", field=place, remedy="use /generate")
         elif not self.has_details:
             for name in ("top_n_tokens", "decoder_input_details", "logprobs_mode"):
                 if getattr(parameters, name) not in (None, False, 0, "raw"):
