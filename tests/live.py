@@ -40,7 +40,7 @@ class LiveServer:
 
     @property
     def model(self) -> TextModel:
-        return self.server.services.repository.get()
+        return self.server.services.repository.text_model()
 
     @property
     def port(self) -> int:

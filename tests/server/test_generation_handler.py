@@ -31,7 +31,7 @@ class Outdated(Repository):
 
     older: list[TextModel]
 
-    def get(self, name: str | None = None) -> TextModel:
+    def text_model(self, name: str | None = None) -> TextModel:
         return self.older.pop() if self.older else super().get(name)
 
 
@@ -43,7 +43,7 @@ def test_a_request_for_a_replaced_model_goes_to_its_replacement(
     repository = Outdated([root], options=RepositoryOptions(control_mode=ControlMode.EXPLICIT))
     repository.older = []
     repository.start(["tiny"])
-    old = repository.get("tiny")
+    old = repository.text_model("tiny")
     config = root / "tiny_decoder" / "config.pbtxt"
     config.write_text(config.read_text() + "# changed\n")
     repository.load("tiny")
