@@ -5,7 +5,7 @@
 #
 # On a GPU, with RUNTIME=gpu: `genserve pull smollm2 --precision fp16`, and `docker run --gpus all ...`.
 
-# The release of Debian is said too: a tag without it moves to the next one by itself.
+# The release of Debian is pinned, because a tag without it moves to the next release.
 ARG PYTHON=python:3.12-slim-bookworm
 
 FROM ${PYTHON} AS build
@@ -15,7 +15,7 @@ RUN python -m venv /opt/genserve
 ENV PATH=/opt/genserve/bin:$PATH
 WORKDIR /src
 
-# torch changes seldom and is large, so it has a layer of its own. Without CUDA it comes from another index.
+# torch is large and changes rarely, so it has a separate layer. The build without CUDA comes from another index.
 COPY constraints.txt ./
 RUN torch="torch==$(sed -n 's/^torch==//p' constraints.txt)" && \
     if [ "$RUNTIME" = cpu ]; then \
@@ -26,7 +26,7 @@ RUN torch="torch==$(sed -n 's/^torch==//p' constraints.txt)" && \
 
 COPY hatch_build.py pyproject.toml README.md LICENSE ./
 COPY genserve genserve
-# Of CUDA the image needs no more than the libraries that pip brings here; the driver is the host's.
+# The only CUDA libraries in the image are those that pip installs here; the driver is the host's.
 RUN PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt pip install ".[$RUNTIME]"
 
 
@@ -44,7 +44,7 @@ USER genserve
 WORKDIR /home/genserve
 VOLUME /models
 EXPOSE 8000 8001 8002
-# Large weights take minutes to load; until then a failure does not count.
+# Large weights take minutes to load; failures during that time do not count.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=10m \
     CMD ["python", "-c", "import os, ssl, urllib.request as r; scheme = 'https' if os.environ.get('GENSERVE_SSL_CERTFILE') else 'http'; r.urlopen(f'{scheme}://127.0.0.1:{os.environ[\"GENSERVE_HTTP_PORT\"]}/health', timeout=4, context=ssl._create_unverified_context())"]
 ENTRYPOINT ["genserve"]

@@ -21,8 +21,8 @@ help:
 
 setup: $(KERNELS)
 
-# On Linux the default torch brings CUDA, some gigabytes of it; a CPU machine takes the build without. It comes
-# first and alone, so that the other packages are looked for on the usual index only.
+# On Linux the default torch includes several gigabytes of CUDA, so a CPU machine installs the build without it,
+# separately, so that only torch comes from the other index.
 $(INSTALLED): pyproject.toml constraints.txt hatch_build.py
 	$(PYTHON) -m venv $(VENV)
 ifeq ($(RUNTIME) $(shell uname),cpu Linux)
@@ -33,7 +33,7 @@ endif
 		$(BIN)/pip install -e '.[$(RUNTIME),dev]'
 	touch $@ $(KERNELS)
 
-# The installation has compiled the kernels; who edits one needs that step only.
+# The installation compiles the kernels; after an edit only this step is needed.
 $(KERNELS): $(INSTALLED) genserve/kernels/build.py $(wildcard genserve/kernels/src/*)
 	$(BIN)/python genserve/kernels/build.py
 	touch $@

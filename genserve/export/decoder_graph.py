@@ -23,14 +23,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from onnx import AttributeProto, FunctionProto, TensorProto, helper
 
-from genserve.export.checkpoint import FloatArray
 from genserve.export.decoder import Attention, Decoder, Rotary, alibi_slopes
 from genserve.export.decoder_weights import DecoderWeights
-from genserve.export.layers import Layers, Norm, write_norm
+from genserve.export.layers import Layers, Linear, LinearKind, Norm
 from genserve.export.onnx_graph import Dims, OnnxGraphBuilder
 
 __all__ = ["has_function", "paged_attention_function", "write_decoder"]
@@ -113,15 +113,13 @@ class _GraphWriter:
             table = self.layers.vector("positions.weight", self.weights.load("positions.weight"))
             positions = self.graph.node("Gather", [table, "position_ids"], "embeddings.positions")
             x = self.graph.node("Add", [x, positions], "embeddings.positioned")
-        return write_norm(self.layers, x, self.norm("embedding.norm")) if self._has("embedding.norm") else x
+        return self.layers.norm(x, self.norm("embedding.norm")) if self._has("embedding.norm") else x
 
     def attention(self, x: str, attention: Attention, *, index: int) -> str:
         """Attention over the KV cache, to which it appends: [num_tokens, heads * head_dim]."""
         decoder, layer = self.decoder, f"layers.{index}.attention"
-        weight, bias = self._concatenated(layer, "query", "key", "value")
-        packed = self.layers.linear(
-            x, weight, f"{layer}.qkv", kind="normed", bias=bias, norm=self.norm(f"{layer}.norm")
-        )
+        roles, norm = ("query", "key", "value"), self.norm(f"{layer}.norm")
+        packed = self._linear(x, layer, *roles, output="qkv", kind="normed", norm=norm)
         past, present = self._cache(index)
         # A layer without rotary positions gets another's tables, which the function's body needs.
         tables = self.tables.get(attention.rotary) or next(iter(self.tables.values()), ["", ""])
@@ -161,14 +159,15 @@ class _GraphWriter:
 
     def head(self, x: str) -> None:
         """Add the logits, and declare them as output."""
-        self.layers.head(
-            x,
-            self.weights.load("head.weight"),
-            "logits",
+        head = Linear(
+            x=x,
+            weight=self.weights.load("head.weight"),
+            output="logits",
+            kind="head",
             norm=self.norm("norm"),
             softcap=self.decoder.logits_softcap,
-            tied=self.decoder.tied,
         )
+        self.layers.head(head, tied=self.decoder.tied)
         self.graph.output("logits", np.float32, ("num_logits", self.decoder.vocab_size))
 
     def norm(self, name: str) -> Norm:
@@ -205,13 +204,13 @@ class _GraphWriter:
     def _inner_mlp(self, x: str, layer: str) -> str:
         """f(gate(x)) * up(x), or f(up(x)) without a gate."""
         gated = self._has(f"{layer}.gate")
-        weight, bias = self._concatenated(layer, *(["gate"] if gated else []), "up")
-        return self.layers.linear(
+        return self._linear(
             x,
-            weight,
-            f"{layer}.inner",
+            layer,
+            *(["gate"] if gated else []),
+            "up",
+            output="inner",
             kind="normed",
-            bias=bias,
             norm=self.norm(f"{layer}.norm"),
             activation=self.decoder.activation,
             gated=gated,
@@ -219,22 +218,25 @@ class _GraphWriter:
 
     def _add_residual(self, part: str, x: str, residual: str, role: str) -> str:
         """The last linear layer of attention or MLP, its norm if the decoder has one, plus the residual."""
-        weight, bias = self._concatenated(part, role)
         if not self._has(f"{part}.post_norm"):
-            return self.layers.linear(
-                x, weight, f"{part}.{role}", kind="inner", bias=bias, residual=residual
-            )
-        x = self.layers.linear(x, weight, f"{part}.{role}", kind="inner", bias=bias)
-        normed = write_norm(self.layers, x, self.norm(f"{part}.post_norm"))
+            return self._linear(x, part, role, output=role, kind="inner", residual=residual)
+        x = self._linear(x, part, role, output=role, kind="inner")
+        normed = self.layers.norm(x, self.norm(f"{part}.post_norm"))
         return self.graph.node("Add", [normed, residual], f"{part}.residual")
 
-    def _concatenated(self, layer: str, *roles: str) -> tuple[FloatArray, FloatArray | None]:
-        """The weight and bias of linear layers, concatenated along their outputs."""
-        names = [f"{layer}.{role}" for role in roles]
-        weights = [self.weights.load(f"{name}.weight") for name in names]
-        optional = [self.weights.optional(f"{name}.bias") for name in names]
-        biases = [bias for bias in optional if bias is not None]
-        return np.concatenate(weights), np.concatenate(biases) if biases else None
+    def _linear(self, x: str, part: str, *roles: str, output: str, kind: LinearKind, **options: Any) -> str:
+        """Add linear layers as one, with their outputs concatenated."""
+        names = [f"{part}.{role}" for role in roles]
+        biases = [bias for name in names if (bias := self.weights.optional(f"{name}.bias")) is not None]
+        layer = Linear(
+            x=x,
+            weight=np.concatenate([self.weights.load(f"{name}.weight") for name in names]),
+            bias=np.concatenate(biases) if biases else None,
+            output=f"{part}.{output}",
+            kind=kind,
+            **options,
+        )
+        return self.layers.linear(layer)
 
     def _fp32(self, role: str) -> str:
         """The tensor of a role in float32; an empty name if the decoder does not have it."""

@@ -6,8 +6,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 
@@ -24,9 +25,11 @@ from genserve.kernels.packing import (
     quantize,
 )
 
-__all__ = ["FusedLayers", "Layers", "LinearKind", "Norm", "StandardLayers", "write_norm"]
+__all__ = ["FusedLayers", "Layers", "Linear", "LinearKind", "Norm", "StandardLayers"]
 
 LinearKind = Literal["normed", "inner", "head"]   # the field of `QuantizationScheme` for the weight
+
+_ROWS = 1024    # that are quantized together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,131 +43,91 @@ class Norm:
     bias: FloatArray | None
 
 
-class Layers(Protocol):
-    """Adds layers to a graph; every method returns the name of the value that it adds."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Linear:
+    """A linear layer: `activation(norm(x) @ weight.T + bias) + residual`, of rows x [rows, K]."""
 
-    @property
-    def graph(self) -> OnnxGraphBuilder:
-        """The graph to which layers are added."""
-
-    @property
-    def scheme(self) -> QuantizationScheme:
-        """The number formats of weights and activations."""
-
-    def vector(self, name: str, value: FloatArray) -> str:
-        """Add the weight of a norm, a bias or a table, in the type of the activations."""
-
-    def embedding(self, ids: str, weight: FloatArray, output: str) -> str:
-        """Add the lookup of token ids [num_tokens] in a weight [vocab, hidden]: [num_tokens, hidden]."""
-
-    def linear(
-        self,
-        x: str,
-        weight: FloatArray,
-        output: str,
-        *,
-        kind: LinearKind,
-        bias: FloatArray | None = None,
-        norm: Norm | None = None,
-        activation: Activation | None = None,
-        gated: bool = False,
-        residual: str = "",
-    ) -> str:
-        """Add `activation(norm(x) @ weight.T + bias) + residual`.
-
-        Args:
-            x: a value [rows, K].
-            weight: [N, K].
-            output: the name of the result [rows, N]; the weights are named after it.
-            kind: selects the number format of the weight.
-            bias: [N].
-            norm: applied to the rows of x first.
-            activation: applied to the outputs.
-            gated: multiply the activated first half of the outputs by the second half: [rows, N / 2].
-            residual: a value [rows, N].
-        """
-
-    def head(
-        self, x: str, weight: FloatArray, output: str, *, norm: Norm, softcap: float | None, tied: bool
-    ) -> str:
-        """Add the logits of rows x [rows, hidden]: [rows, vocab] float32.
-
-        Args:
-            x: a value [rows, hidden].
-            weight: [vocab, hidden].
-            output: the name of the result.
-            norm: applied to the rows of x first.
-            softcap: logits s become softcap * tanh(s / softcap).
-            tied: the weight is that of the embedding.
-        """
-
-
-def write_norm(layers: Layers, x: str, norm: Norm) -> str:
-    """Add a norm as an operator of ONNX, and return its value, named like the norm."""
-    op = "SimplifiedLayerNormalization" if norm.kind == "rms" else "LayerNormalization"
-    inputs = [x, layers.vector(f"{norm.name}.weight", norm.weight)]
-    if norm.bias is not None:
-        inputs.append(layers.vector(f"{norm.name}.bias", norm.bias))
-    return layers.graph.node(op, inputs, norm.name, epsilon=norm.epsilon)
+    x: str                                  # a value [rows, K]
+    weight: FloatArray                      # [N, K]
+    output: str                             # the name of the result [rows, N]; prefix of its weights
+    kind: LinearKind                        # selects the number format of the weight
+    bias: FloatArray | None = None          # [N]
+    norm: Norm | None = None                # applied to the rows of x first
+    activation: Activation | None = None    # applied to the outputs
+    gated: bool = False                     # the activated first half times the second half: [rows, N / 2]
+    residual: str = ""                      # a value [rows, N]
+    softcap: float | None = None            # of a head: outputs s become softcap * tanh(s / softcap)
 
 
 @dataclass(frozen=True, slots=True)
-class StandardLayers:
-    """Implements `Layers` with weights in the type of the activations; a tied head is stored once."""
+class Layers(ABC):
+    """Adds layers to a graph; every method returns the name of the value that it adds."""
 
     graph: OnnxGraphBuilder
     scheme: QuantizationScheme
 
     def vector(self, name: str, value: FloatArray) -> str:
-        """See `Layers.vector`."""
+        """Add the weight of a norm, a bias or a table, in the type of the activations."""
         return self.graph.weight(name, value.astype(self.scheme.activations))
 
+    def norm(self, x: str, norm: Norm) -> str:
+        """Add a norm as an operator of ONNX; its value is named like the norm."""
+        op = "SimplifiedLayerNormalization" if norm.kind == "rms" else "LayerNormalization"
+        inputs = [x, self.vector(f"{norm.name}.weight", norm.weight)]
+        if norm.bias is not None:
+            inputs.append(self.vector(f"{norm.name}.bias", norm.bias))
+        return self.graph.node(op, inputs, norm.name, epsilon=norm.epsilon)
+
     def embedding(self, ids: str, weight: FloatArray, output: str) -> str:
-        """See `Layers.embedding`."""
+        """Add the lookup of token ids [num_tokens] in a weight [vocab, hidden]: [num_tokens, hidden]."""
         return self.graph.node("Gather", [self.vector("embedding", weight), ids], output)
 
-    def linear(
-        self,
-        x: str,
-        weight: FloatArray,
-        output: str,
-        *,
-        kind: LinearKind,
-        bias: FloatArray | None = None,
-        norm: Norm | None = None,
-        activation: Activation | None = None,
-        gated: bool = False,
-        residual: str = "",
-    ) -> str:
+    @abstractmethod
+    def linear(self, layer: Linear) -> str:
+        """Add a linear layer."""
+
+    @abstractmethod
+    def head(self, layer: Linear, *, tied: bool) -> str:
+        """Add the head, whose outputs are the logits [rows, vocab] float32; `tied`: to the embedding."""
+
+
+@dataclass(frozen=True, slots=True)
+class StandardLayers(Layers):
+    """Layers with weights in the type of the activations; a tied head is stored once."""
+
+    def linear(self, layer: Linear) -> str:
         """See `Layers.linear`."""
-        del kind
-        if norm:
-            x = write_norm(self, x, norm)
-        x = self.graph.node("MatMul", [x, self.vector(f"{output}.weight", weight.T)], f"{output}.product")
-        if bias is not None:
-            x = self.graph.node("Add", [x, self.vector(f"{output}.bias", bias)], f"{output}.shifted")
-        if gated:
-            assert activation
-            gate, raised = f"{output}.gate", f"{output}.raised"
-            self.graph.node("Split", [x], gate, raised, axis=-1, num_outputs=2)
-            x = self.graph.node("Mul", [self._activated(gate, activation), raised], f"{output}.gated")
-        elif activation:
-            x = self._activated(x, activation)
-        if residual:
-            x = self.graph.node("Add", [x, residual], f"{output}.sum")
+        x, output = layer.x, layer.output
+        if layer.norm:
+            x = self.norm(x, layer.norm)
+        matrix = self.vector(f"{output}.weight", layer.weight.T)
+        x = self.graph.node("MatMul", [x, matrix], f"{output}.product")
+        if layer.bias is not None:
+            x = self.graph.node("Add", [x, self.vector(f"{output}.bias", layer.bias)], f"{output}.biased")
+        if layer.gated:
+            assert layer.activation
+            gate, up = f"{output}.gate", f"{output}.up"
+            self.graph.node("Split", [x], gate, up, axis=-1, num_outputs=2)
+            x = self.graph.node("Mul", [self._activated(gate, layer.activation), up], f"{output}.gated")
+        elif layer.activation:
+            x = self._activated(x, layer.activation)
+        if layer.residual:
+            x = self.graph.node("Add", [x, layer.residual], f"{output}.sum")
         return x
 
-    def head(
-        self, x: str, weight: FloatArray, output: str, *, norm: Norm, softcap: float | None, tied: bool
-    ) -> str:
+    def head(self, layer: Linear, *, tied: bool) -> str:
         """See `Layers.head`."""
-        matrix = "embedding" if tied else self.vector("head", weight)
-        x = self.graph.node("Gemm", [write_norm(self, x, norm), matrix], f"{output}.product", transB=1)
+        assert layer.norm
+        output, softcap = layer.output, layer.softcap
+        matrix = "embedding" if tied else self.vector("head", layer.weight)
+        x = self.norm(layer.x, layer.norm)
+        x = self.graph.node("Gemm", [x, matrix], f"{output}.product", transB=1)
         x = self.graph.node("Cast", [x], output if softcap is None else f"{output}.uncapped", to=1)
         if softcap is None:
             return x
         limit = self.graph.constant(f"{output}.cap", np.array(softcap, np.float32))
-        x = self.graph.node("Tanh", [self.graph.node("Div", [x, limit], f"{output}.small")], f"{output}.bent")
+        x = self.graph.node("Div", [x, limit], f"{output}.scaled")
+        x = self.graph.node("Tanh", [x], f"{output}.tanh")
         return self.graph.node("Mul", [x, limit], output)
 
     def _activated(self, x: str, activation: Activation) -> str:
@@ -180,25 +143,15 @@ class StandardLayers:
                 return self.graph.node("Relu", [x], f"{x}.relu")
 
 
-_ROWS = 1024
-
-
 @dataclass(frozen=True, slots=True)
-class FusedLayers:
-    """Implements `Layers` with `genserve.Linear`: activations in float32, packed weights."""
-
-    graph: OnnxGraphBuilder
-    scheme: QuantizationScheme
-
-    def vector(self, name: str, value: FloatArray) -> str:
-        """See `Layers.vector`."""
-        return self.graph.weight(name, value.astype(np.float32))
+class FusedLayers(Layers):
+    """Layers of `genserve.Linear`: float32 activations, packed weights; a tied head is packed separately."""
 
     def embedding(self, ids: str, weight: FloatArray, output: str) -> str:
         """See `Layers.embedding`."""
         weight_format, hidden = self.scheme.embedding, weight.shape[1]
         if weight_format is None:
-            return self.graph.node("Gather", [self.vector("embedding", weight), ids], output)
+            return Layers.embedding(self, ids, weight, output)
         block_size = BLOCKS[weight_format]
         assert block_size is not None
         values, scales = _quantized(weight, weight_format)
@@ -215,49 +168,35 @@ class FusedLayers:
         )
         return self._first_columns(rows, output, width=hidden) if padding else rows
 
-    def linear(
-        self,
-        x: str,
-        weight: FloatArray,
-        output: str,
-        *,
-        kind: LinearKind,
-        bias: FloatArray | None = None,
-        norm: Norm | None = None,
-        activation: Activation | None = None,
-        gated: bool = False,
-        residual: str = "",
-        softcap: float | None = None,
-    ) -> str:
-        """See `Layers.linear`; `softcap` caps the outputs."""
-        weight_format: WeightFormat | None = getattr(self.scheme, kind)
+    def linear(self, layer: Linear) -> str:
+        """See `Layers.linear`."""
+        weight_format: WeightFormat | None = getattr(self.scheme, layer.kind)
+        norm = layer.norm
         inputs = [
-            x,
-            *self._packed(f"{output}.weight", weight, weight_format, gated=gated),
-            "" if bias is None else self.vector(f"{output}.bias", bias),
+            layer.x,
+            *self._packed(layer, weight_format),
+            "" if layer.bias is None else self.vector(f"{layer.output}.bias", layer.bias),
             *self._norm_weights(norm),
-            residual,
+            layer.residual,
         ]
         self.graph.node(
             "Linear",
             inputs,
-            self.graph.value(output, np.float32),
-            out_features=weight.shape[0],
-            in_features=weight.shape[1],
+            self.graph.value(layer.output, np.float32),
+            out_features=layer.weight.shape[0],
+            in_features=layer.weight.shape[1],
             weight_format=weight_format or "float32",
-            activation=activation or "",
-            gated=int(gated),
-            softcap=softcap or 0.0,
+            activation=layer.activation or "",
+            gated=int(layer.gated),
+            softcap=layer.softcap or 0.0,
             **({"norm": norm.kind, "epsilon": norm.epsilon} if norm else {}),
         )
-        return output
+        return layer.output
 
-    def head(
-        self, x: str, weight: FloatArray, output: str, *, norm: Norm, softcap: float | None, tied: bool
-    ) -> str:
-        """See `Layers.head`; a tied weight is stored a second time, packed for the product."""
+    def head(self, layer: Linear, *, tied: bool) -> str:
+        """See `Layers.head`."""
         del tied
-        return self.linear(x, weight, output, kind="head", norm=norm, softcap=softcap)
+        return self.linear(layer)
 
     def _norm_weights(self, norm: Norm | None) -> list[str]:
         if norm is None:
@@ -265,10 +204,9 @@ class FusedLayers:
         weight = self.vector(f"{norm.name}.weight", norm.weight)
         return [weight, "" if norm.bias is None else self.vector(f"{norm.name}.bias", norm.bias)]
 
-    def _packed(
-        self, name: str, weight: FloatArray, weight_format: WeightFormat | None, *, gated: bool
-    ) -> list[str]:
-        """Add a packed weight [N, K] and its scales, which float32 does not have."""
+    def _packed(self, layer: Linear, weight_format: WeightFormat | None) -> list[str]:
+        """Add the packed weight [N, K] and its scales, which float32 does not have."""
+        name, weight, gated = f"{layer.output}.weight", layer.weight, layer.gated
         if weight_format is None:
             return [self.graph.weight(name, pack_float32(weight, gated=gated)), ""]
         packed = pack_quantized(_quantized(weight, weight_format), weight_format, gated=gated)

@@ -18,6 +18,7 @@ from genserve.export.decoder import Dimensions
 from genserve.export.export_options import CacheType, ExportFormat, Precision
 from genserve.export.model_folders import ModelFolders
 from genserve.export.precision import cache_dtype
+from genserve.sampling.sampling_params import TRITON_TENSORS
 from genserve.tensor import DataType
 
 __all__ = ["MAX_NUM_SEQS", "ModelLayout", "stage_files"]
@@ -27,26 +28,14 @@ _MAX_SEQUENCE_LENGTH = 4096     # tokens; more than a chat needs, and a cache of
 
 _TEMPLATES = Path(__file__).parent / "templates"
 
-# The sampling parameters of a request, by the tensor names of the established Triton LLM repositories.
-_PARAMETERS = {
-    "max_tokens": ("TYPE_INT32", 1),
-    "temperature": ("TYPE_FP32", 1),
-    "top_k": ("TYPE_INT32", 1),
-    "top_p": ("TYPE_FP32", 1),
-    "stop_words": ("TYPE_STRING", -1),
-    "random_seed": ("TYPE_UINT64", 1),
-    "repetition_penalty": ("TYPE_FP32", 1),
-    "frequency_penalty": ("TYPE_FP32", 1),
-    "presence_penalty": ("TYPE_FP32", 1),
-    "min_tokens": ("TYPE_INT32", 1),
-    "bad_words": ("TYPE_STRING", -1),
-    "beam_width": ("TYPE_INT32", 1),
-    "length_penalty": ("TYPE_FP32", 1),
-    "early_stopping": ("TYPE_BOOL", 1),
-    "guided_decoding_guide_type": ("TYPE_STRING", 1),
-    "guided_decoding_guide": ("TYPE_STRING", 1),
-    "stream": ("TYPE_BOOL", 1),
-}
+# The inputs of a request other than sampling parameters, with data type and number of elements.
+_OTHER_PARAMETERS: Mapping[str, tuple[str, int]] = MappingProxyType(
+    {
+        "guided_decoding_guide_type": ("TYPE_STRING", 1),
+        "guided_decoding_guide": ("TYPE_STRING", 1),
+        "stream": ("TYPE_BOOL", 1),
+    }
+)
 
 # The words of each format in the config of the logits stage.
 _RUNTIMES: Mapping[ExportFormat, Mapping[str, str]] = MappingProxyType(
@@ -153,6 +142,7 @@ def stage_files(
     """
     length = min(dimensions.context_length, _MAX_SEQUENCE_LENGTH)
     token_bytes = _token_bytes(dimensions, cache)
+    parameters = {**{name: row.triton_type for name, row in TRITON_TENSORS.items()}, **_OTHER_PARAMETERS}
     values = {
         **_RUNTIMES[export_format],
         "ensemble": folders.ensemble,
@@ -169,9 +159,9 @@ def stage_files(
         "states": _states(dimensions, cache=cache, export_format=export_format),
         "parameters": ",\n".join(
             f'  {{ name: "{name}" data_type: {data_type} dims: [ {size} ] optional: true }}'
-            for name, (data_type, size) in _PARAMETERS.items()
+            for name, (data_type, size) in parameters.items()
         ),
-        "maps": "\n".join(f'      input_map {{ key: "{name}" value: "{name}" }}' for name in _PARAMETERS),
+        "maps": "\n".join(f'      input_map {{ key: "{name}" value: "{name}" }}' for name in parameters),
     }
 
     def config(stage: str) -> str:

@@ -112,14 +112,14 @@ class GrammarCompiler:
         try:
             grammar = _source(outputs)
         except (ValueError, RecursionError) as error:   # RecursionError: nested too deeply
-            raise _unusable(f"as it is: {error}") from None
+            raise _unusable(str(error)) from None
         reason = compile_refusal(grammar) if outputs.form in ("json", "grammar", "structural_tag") else ""
         if not reason:
             limits = LLParserLimits(**LIMITS)
             matcher = LLMatcher(self._vocabulary, grammar, limits=limits, log_level=0)
             reason = _dead_end(matcher.deep_copy())
         if reason:
-            raise _unusable(f"as it is: {reason}")
+            raise _unusable(reason)
         with self._lock:
             self._compiled[outputs] = matcher
             while len(self._compiled) > MAX_COMPILED:
@@ -141,7 +141,7 @@ class GrammarCompiler:
             tokenizer = self._tokenizer.as_plain_json()
             return LLTokenizer(tokenizer, n_vocab=self._vocab_size, eos_token=ending)
         except ValueError as error:
-            raise _unusable(f"with this model: llguidance rejects its tokenizer: {error}") from None
+            raise _unusable(f"llguidance rejects the tokenizer of this model: {error}") from None
 
 
 def _dead_end(matcher: LLMatcher) -> str:
@@ -160,7 +160,7 @@ def _failure(matcher: LLMatcher) -> str:
 
 def _unusable(reason: str) -> InvalidRequest:
     name = "structured_outputs"
-    return InvalidRequest(f"{name} cannot be used {reason}", field=name)
+    return InvalidRequest(f"{name} cannot be used: {reason}", field=name)
 
 
 def _source(outputs: StructuredOutputs) -> str:

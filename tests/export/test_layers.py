@@ -14,7 +14,7 @@ from torch import nn, tensor
 from genserve.backends.onnx_session import register_kernels
 from genserve.export.decoder import Activation
 from genserve.export.export_options import Precision
-from genserve.export.layers import FusedLayers, Layers, LinearKind, Norm, StandardLayers, write_norm
+from genserve.export.layers import FusedLayers, Layers, Linear, LinearKind, Norm, StandardLayers
 from genserve.export.onnx_graph import OnnxGraphBuilder
 from genserve.export.precision import SCHEMES
 
@@ -95,7 +95,8 @@ def test_a_tied_vocabulary_is_embedding_and_head(
         layers = layers_of(graph, precision)
         graph.input("ids", np.int64, ("num_tokens",))
         rows = layers.embedding("ids", weight, "embeddings")
-        layers.head(rows, weight, "logits", norm=norm, softcap=softcap, tied=True)
+        head = Linear(x=rows, weight=weight, output="logits", kind="head", norm=norm, softcap=softcap)
+        layers.head(head, tied=True)
         graph.output("logits", np.float32, ("num_tokens", 40))
         graph.save(metadata={})
     found = run(tmp_path, ids=ids)
@@ -111,7 +112,8 @@ def test_in_fp16_a_tied_vocabulary_is_stored_once(tmp_path: Path) -> None:
     with OnnxGraphBuilder(tmp_path) as graph:
         layers = layers_of(graph, "fp16")
         rows = layers.embedding(graph.input("ids", np.int64, ("num_tokens",)), random(40, 128), "embeddings")
-        layers.head(rows, random(40, 128), "logits", norm=norm, softcap=None, tied=True)
+        head = Linear(x=rows, weight=random(40, 128), output="logits", kind="head", norm=norm)
+        layers.head(head, tied=True)
     assert (tmp_path / "model.onnx.data").stat().st_size < 2 * 40 * 128 + 2 * 4096
 
 
@@ -121,7 +123,7 @@ def test_a_norm_by_itself_is_an_operator_of_onnx(tmp_path: Path, kind: Any) -> N
     norm, x = Norm(name="y", kind=kind, epsilon=1e-5, weight=random(INPUTS), bias=bias), random(5, INPUTS)
     with OnnxGraphBuilder(tmp_path) as graph:
         graph.input("x", np.float32, ("rows", INPUTS))
-        write_norm(layers_of(graph, "int8"), "x", norm)
+        layers_of(graph, "int8").norm("x", norm)
         graph.output("y", np.float32, ("rows", INPUTS))
         graph.save(metadata={})
     np.testing.assert_allclose(run(tmp_path, x=x), normed(x, norm), atol=1e-5)
@@ -167,7 +169,8 @@ def run_layer(
         if residual is not None:
             inputs["residual"] = residual
             options["residual"] = graph.input("residual", dtype, ("rows", num_outputs))
-        output = layers_of(graph, precision).linear("x", weight, "y", kind=kind, **options)
+        layer = Linear(x="x", weight=weight, output="y", kind=kind, **options)
+        output = layers_of(graph, precision).linear(layer)
         graph.output(output, dtype, ("rows", num_outputs))
         graph.save(metadata={})
     return run(folder, **{name: value.astype(dtype) for name, value in inputs.items()})

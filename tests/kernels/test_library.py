@@ -193,7 +193,7 @@ def test_names_by_platform(
 @pytest.mark.skipif(
     not (has("ziglang") and has("hatchling")), reason="ziglang and hatchling are not installed"
 )
-def test_a_wheel_has_the_platform_tag_and_the_libraries(build: ModuleType, tmp_path: Path) -> None:
+def test_a_wheel_has_its_tag_the_libraries_and_the_data_files(build: ModuleType, tmp_path: Path) -> None:
     source = tmp_path / "source"
     ignored = shutil.ignore_patterns(
         ".git", ".venv", "lib", "__pycache__", "tests", ".*_cache", ".hypothesis"
@@ -209,3 +209,6 @@ def test_a_wheel_has_the_platform_tag_and_the_libraries(build: ModuleType, tmp_p
     names = {Path(name) for name in zipfile.ZipFile(wheel).namelist()}
     libraries = {path.name for path in names if path.parent.name == "lib"}
     assert libraries == {build.library_name(name) for name in build.INSTRUCTION_SETS[build._machine()]}
+    data = {path.relative_to(ROOT) for path in (ROOT / "genserve/export").glob("te*/*")}
+    assert len(data) == 10
+    assert data <= names

@@ -237,12 +237,12 @@ def test_tokenizers_with_byte_tokens_support_grammars(family):
 @pytest.mark.parametrize("family", [unigram, word_piece])
 def test_other_tokenizers_are_refused(family):
     tokenizer = ending(family())
-    with pytest.raises(InvalidRequest, match="llguidance rejects its tokenizer"):
+    with pytest.raises(InvalidRequest, match="llguidance rejects the tokenizer"):
         begin(GrammarCompiler(tokenizer, vocab_size=tokenizer.vocab_size), regex="a")
 
 
 def test_a_tokenizer_with_more_tokens_than_logits_is_refused(tokenizer):
-    with pytest.raises(InvalidRequest, match="llguidance rejects its tokenizer"):
+    with pytest.raises(InvalidRequest, match="llguidance rejects the tokenizer"):
         begin(GrammarCompiler(tokenizer, vocab_size=300), regex="a")
 
 

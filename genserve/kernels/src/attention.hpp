@@ -1,15 +1,15 @@
-// attention.hpp: PagedAttention, attention of packed tokens over a key/value cache in blocks.
+// attention.hpp: PagedAttention, the attention of packed tokens over a paged key/value cache.
 //
-// A call takes tokens of many sequences, each with one token or a chunk of them behind any past. It writes their keys
-// and values into the cache, and then computes every token's attention over all that its sequence has there.
+// A call has new tokens of many sequences, one or a chunk of each, after any past. It writes their keys and values into
+// the cache, and then computes the attention of every token over its whole sequence in the cache.
 //
-//     block       heads one after the other; each has keys as groups of 16 tokens [D][16], and values as tokens [D]
+//     block       consecutive heads; each has keys in groups of 16 tokens [D][16], and values per token [D]
 //     sequence    block_table -> blocks -> groups of 16 tokens, the unit in which the cache is read
-//     tile        tokens of one sequence, up to 48 rows of query, for one head of the cache: what a thread computes
+//     tile        tokens of one sequence, up to 48 query rows, for one head of the cache: the work item of a thread
 //
-// Order of additions: keys are taken in tiles of 64, tiles are joined in segments of 512, and segments are merged from
-// the first to the last. Tiles and segments begin at multiples of 64 and 512 in the sequence, so the bits of a token's
-// output depend on its own history alone: not on other tokens, nor on where a chunk begins, nor on threads or blocks.
+// Order of additions: keys are processed in tiles of 64, tiles are summed in segments of 512, and segments are merged
+// from the first to the last. Tiles and segments start at multiples of 64 and 512 in the sequence. Therefore the bits
+// of an output depend only on the token's own history: not on other tokens, chunks, threads or blocks.
 #pragma once
 
 #include <stdlib.h>
@@ -20,16 +20,16 @@
 
 namespace genserve {
 
-constexpr int kGroup = kLanes;      // tokens whose keys lie side by side
-constexpr int kKeyTile = 64;        // keys whose scores are computed, and made weights, at a time
-constexpr int kSegment = 512;       // keys that are added up before they are merged with the others
-constexpr int kQueryTile = 48;      // rows of query of a work item, if a group of heads is not larger
+constexpr int kGroup = kLanes;      // tokens whose keys are interleaved
+constexpr int kKeyTile = 64;        // keys whose scores and weights are computed together
+constexpr int kSegment = 512;       // keys that are summed before they are merged with others
+constexpr int kQueryTile = 48;      // query rows of a work item, unless a group of heads is larger
 constexpr int kTileGroups = kKeyTile / kGroup;
 constexpr int kSegmentGroups = kSegment / kGroup;
-constexpr int kFewRows = 3;         // rows of query that are read as fast as memory gives: they fetch keys ahead
-constexpr int kAhead = 2 * kTileGroups;  // groups between the one that is read and the one that is fetched
+constexpr int kFewRows = 3;         // with up to this number of query rows, reading keys is memory-bound and prefetches
+constexpr int kAhead = 2 * kTileGroups;  // groups between the read and the prefetched one
 
-// How many vectors of 16 lanes the registers hold, and how many rows of query are multiplied at a time.
+// The number of vectors of 16 lanes in registers, and of query rows that are multiplied together.
 #if defined(__AVX512F__)
 constexpr int kRegisters = 32, kRows = 6;
 #else
@@ -44,13 +44,13 @@ struct AttentionAttributes {
   int64_t num_heads;
   int64_t kv_num_heads;
   int64_t do_rotary;
-  int64_t local_window_size;  // keys that a token sees, itself included; -1: all
+  int64_t local_window_size;  // number of attended keys, including the token's own; -1: all
   float scale;                // 0: 1 / sqrt(D)
   float softcap;              // 0: none
   float qk_norm_epsilon;
 };
 
-// The operator's inputs, in their order. From cos_cache on all are optional.
+// The operator's inputs, in order. Those from cos_cache on are optional.
 struct AttentionInputs {
   Tensor query;                       // [T, (Hq + 2 Hk) * D] float32 or float16
   Tensor key_cache;                   // [num_blocks, block_size, Hk, D] float32, float16 or int8
@@ -68,7 +68,7 @@ struct AttentionInputs {
   Tensor attention_metadata;          // for CUDA; ignored here
 };
 
-// Its outputs; all but the first are the inputs' memory.
+// Its outputs; all but the first share the memory of inputs.
 struct AttentionOutputs {
   Tensor output;  // [T, Hq * D] of the query's type
   Tensor key_cache;
@@ -77,7 +77,7 @@ struct AttentionOutputs {
   Tensor value_scales;
 };
 
-// A call whose numbers have been checked. What is optional may be null.
+// A checked call. Optional pointers may be null.
 struct PagedAttention {
   const void* query;
   void* key_cache;
@@ -114,12 +114,12 @@ struct PagedAttention {
   int64_t tokens_of(int64_t sequence) const {
     return (int64_t)cumulative_sequence_length[sequence + 1] - cumulative_sequence_length[sequence];
   }
-  // The number of the group that holds a position: groups of a head in a block follow one another, heads too.
+  // The index of the group with a position; the groups of a head in a block are consecutive, and so are its heads.
   int64_t group_of(int64_t sequence, int64_t head, int64_t position) const {
     const int64_t block = block_table[sequence * max_blocks + position / block_size];
     return (block * kv_num_heads + head) * (block_size / kGroup) + position % block_size / kGroup;
   }
-  // The first position that a token sees.
+  // The first position that a token attends to.
   int64_t reach(int64_t position) const {
     return local_window_size < 0 ? 0 : larger(0, position - local_window_size + 1);
   }
@@ -129,7 +129,7 @@ struct PagedAttention {
   bool compute(const AttentionInputs& in, const AttentionOutputs& out, const Threads& threads, Error& error) const;
 };
 
-// Whether attributes make sense on their own.
+// Whether the attributes are valid, apart from the inputs.
 inline bool check_attributes(const AttentionAttributes& a, Error& error) {
   typedef long long ll;
   if (a.num_heads <= 0 || a.kv_num_heads <= 0 || a.num_heads > INT32_MAX || a.num_heads % a.kv_num_heads != 0) {
@@ -142,7 +142,7 @@ inline bool check_attributes(const AttentionAttributes& a, Error& error) {
   return true;
 }
 
-// Checks types, shapes and attributes, and keeps what they say.
+// Checks types, shapes and attributes, and stores the sizes.
 inline bool PagedAttention::open(const AttentionAttributes& attributes, const AttentionInputs& in, Error& error) {
   typedef long long ll;
   *this = {};
@@ -221,7 +221,7 @@ inline bool PagedAttention::open(const AttentionAttributes& attributes, const At
   return check_sequences(error);
 }
 
-// Checks lengths and the blocks that the tokens need. Other entries of the block table may hold anything.
+// Checks lengths and the blocks of the tokens. Unused entries of the block table may have any value.
 inline bool PagedAttention::check_sequences(Error& error) const {
   typedef long long ll;
   const int32_t* edges = cumulative_sequence_length;
@@ -262,8 +262,8 @@ inline bool PagedAttention::check_sequences(Error& error) const {
 
 GENSERVE_INLINE void prefetch(const void* at) { __builtin_prefetch(at, 0, 2); }
 
-// Loads a head, its norm applied, its first numbers turned by the token's position, and all of it scaled: [padded_dim],
-// zeros at the end. Norm and rotation are left out where their pointers are null.
+// Loads a head, and applies its norm, rotary position and scale: [padded_dim], padded with zeros. Null pointers leave
+// norm or rotation out.
 template <class Q>
 inline void load_head(const PagedAttention& a, const Q* from, const float* norm_weight, const float* cos_cache,
                       int64_t position, float scale, float* to) {
@@ -299,7 +299,7 @@ inline void load_head(const PagedAttention& a, const Q* from, const float* norm_
 
 // ------------------------------------------------------------------------------------------- the cache
 
-// The cache of one element type, by the numbers of groups.
+// The cache of one element type, indexed by groups.
 template <class T>
 struct Cache {
   T* keys;
@@ -316,7 +316,7 @@ struct Cache {
         group_size(kGroup * a.head_dim) {}
 };
 
-// A scale for each token and head, where the elements are integers.
+// Whether the elements are integers, with a scale per token and head.
 template <class T>
 constexpr bool kHasScales = sizeof(T) == 1;
 
@@ -326,7 +326,7 @@ inline float round_head(const float* x, int64_t padded, float* to) {
   return 1.0f;
 }
 inline float round_head(const float* x, int64_t padded, _Float16* to) {
-  constexpr float kLargest = 65504.0f;  // beyond it fp16 is infinite, and so would be every sum that meets it
+  constexpr float kLargest = 65504.0f;  // the largest finite fp16; infinity would spread to every sum with it
   for (int64_t d = 0; d < padded; d += kLanes) {
     store(to + d, max(broadcast(-kLargest), min(broadcast(kLargest), load(x + d))));
   }
@@ -341,8 +341,8 @@ inline float round_head(const float* x, int64_t padded, int8_t* to) {
   return largest / 127.0f;
 }
 
-// Makes a head's numbers finite. Tokens before this one multiply its value by a weight of zero, and zero times NaN or
-// infinity would be NaN. Of what is not a number, the key tells those that see it.
+// Replaces values that are not finite. Earlier tokens multiply this one's value by a weight of zero, and zero times NaN
+// or infinity would be NaN. For tokens that attend to it, its key makes the output NaN.
 inline float* finite(float* x, int64_t padded) {
   const f32x16 most = broadcast(__FLT_MAX__);
   for (int64_t d = 0; d < padded; d += kLanes) {
@@ -352,7 +352,7 @@ inline float* finite(float* x, int64_t padded) {
   return x;
 }
 
-// Writes the key and the value of a token's head to its place in the cache.
+// Writes the key and the value of a token's head into the cache.
 template <class T>
 inline void write_token(const PagedAttention& a, const Cache<T>& cache, int64_t sequence, int64_t head,
                         int64_t position, const float* key, float* value, T* rounded) {
@@ -371,7 +371,7 @@ inline void write_token(const PagedAttention& a, const Cache<T>& cache, int64_t 
 
 // ------------------------------------------------------------------------------------------- products
 
-// Up to 64 keys of a sequence with their values, in groups, and the groups that are fetched meanwhile.
+// Up to 64 keys of a sequence with their values, in groups, and the groups to prefetch meanwhile.
 template <class T>
 struct KeyTile {
   int64_t position;  // of the first key
@@ -383,7 +383,7 @@ struct KeyTile {
   alignas(64) float key_scales[kKeyTile];
   alignas(64) float value_scales[kKeyTile];
 
-  // numbers[i] is the number of group i, and kAhead places on there is what to fetch.
+  // numbers[i] is the index of group i; numbers[i + kAhead] is that of the group to prefetch.
   KeyTile(const Cache<T>& cache, const int64_t* numbers, int64_t position, int num_groups)
       : position(position), num_groups(num_groups) {
     for (int g = 0; g < num_groups; g++) {
@@ -399,12 +399,12 @@ struct KeyTile {
   }
 };
 
-// How many vectors are summed at once for each of some rows: as many as find room beside the vectors that are read.
+// The number of vectors that are summed together per row: as many as fit in registers with the vectors being read.
 constexpr int vectors_for(int rows) {
   return (rows + 1) * 4 < kRegisters ? 4 : (rows + 1) * 2 < kRegisters ? 2 : 1;
 }
 
-// The scores of ROWS rows of query, [ROWS][stride], with the keys of GROUPS groups: scores [ROWS][64].
+// The scores of ROWS query rows, [ROWS][stride], with the keys of GROUPS groups: scores [ROWS][64].
 template <int ROWS, int GROUPS, class T>
 inline void score_groups(const float* query, int64_t stride, int64_t dim, const KeyTile<T>& tile, int group,
                          float* scores) {
@@ -414,9 +414,9 @@ inline void score_groups(const float* query, int64_t stride, int64_t dim, const 
     GENSERVE_UNROLL
     for (int g = 0; g < GROUPS; g++) sums[r][g] = f32x16{};
   }
-  constexpr int64_t kLine = 64 / (kGroup * sizeof(T));  // numbers of a head whose keys fill a cache line
+  constexpr int64_t kLine = 64 / (kGroup * sizeof(T));  // dimensions of a head whose keys fill a cache line
   RowPointers<float, ROWS> rows(query, stride);
-  _Pragma("clang loop unroll(disable)")  // of two steps at once the compiler would keep sums in memory
+  _Pragma("clang loop unroll(disable)")  // unrolled by two, the compiler would keep sums in memory
   for (int64_t d = 0; d < dim; d++) {
     f32x16 k[GROUPS];
     GENSERVE_UNROLL
@@ -454,8 +454,8 @@ inline void score(const float* query, int64_t stride, int64_t dim, const KeyTile
   if (g < tile.num_groups) score_groups<ROWS, 1>(query, stride, dim, tile, g, scores);
 }
 
-// Adds to 16 * COLUMNS columns of the output, [ROWS][stride], the values of the keys [from, to) of a tile times their
-// weights [ROWS][64]. The output is scaled first. PARTIAL: the last columns of a head, fewer than 16.
+// Scales 16 * COLUMNS columns of the output, [ROWS][stride], and adds the values of the keys [from, to) of a tile times
+// their weights [ROWS][64]. PARTIAL: the last columns of a head, fewer than 16.
 template <int ROWS, int COLUMNS, bool PARTIAL, class T>
 inline void add_columns(const float* weights, int from, int to, int64_t dim, const KeyTile<T>& tile, int64_t column,
                         const float* rescale, float* output, int64_t stride) {
@@ -513,9 +513,9 @@ inline void add_values(const float* weights, int from, int to, int64_t dim, cons
 
 // ------------------------------------------------------------------------------------------- softmax
 
-constexpr float kNever = -__builtin_inff();  // the score of a key that a row does not see
+constexpr float kNever = -__builtin_inff();  // the score of a masked key
 
-// Rows of query that meet one head of the cache, in the order of their positions.
+// Query rows of one head of the cache, in the order of their positions.
 struct Rows {
   int count;
   float* query;        // [count][padded_dim]
@@ -523,23 +523,23 @@ struct Rows {
   float* slopes;       // [count], 0 without ALiBi
 };
 
-// Of each row over some keys: the largest score, the sum of the weights e^(score - top), and the sum of the values
-// times their weights.
+// The sums of each row over some keys: the largest score, the sum of the weights e^(score - top), and the weighted sum
+// of the values.
 struct Sums {
   float* top;     // [count]
   float* total;   // [count]
   float* output;  // [count][padded_dim]
 };
 
-// Makes the scores of a row with a tile of keys, [64], final: scaled, capped, biased by distance, and kNever where the
-// row does not see the key. Returns the largest.
+// Finishes the scores of a row with a tile of keys, [64]: applies scale, soft cap and ALiBi, and kNever to masked keys.
+// Returns the largest.
 template <class T>
 inline float finish_scores(const PagedAttention& a, const KeyTile<T>& tile, int64_t position, float slope,
                            float* scores) {
   static constexpr i32x16 kCount = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const int32_t first = (int32_t)(a.reach(position) - tile.position), last = (int32_t)(position - tile.position);
   f32x16 top = broadcast(kNever);
-  if (!kHasScales<T> && a.softcap == 0 && slope == 0 && first <= 0 && last >= kKeyTile - 1) {  // final as they are
+  if (!kHasScales<T> && a.softcap == 0 && slope == 0 && first <= 0 && last >= kKeyTile - 1) {  // already final
     for (int k = 0; k < kKeyTile; k += kLanes) top = max(top, load(scores + k));
     return maximum(top);
   }
@@ -556,7 +556,7 @@ inline float finish_scores(const PagedAttention& a, const KeyTile<T>& tile, int6
   return maximum(top);
 }
 
-// Turns scores into weights for the values, and returns the sum of e^(score - top).
+// Replaces scores by the weights of the values, and returns the sum of e^(score - top).
 template <class T>
 inline float weigh(const KeyTile<T>& tile, float top, float* scores) {
   f32x16 weights[kTileGroups];
@@ -574,7 +574,7 @@ inline void add_tile(const PagedAttention& a, const KeyTile<T>& tile, const Rows
   const int64_t stride = a.padded_dim();
   const int64_t first = larger(tile.position, a.reach(rows.positions[r0]));
   const int64_t end = smaller(tile.position + kKeyTile, rows.positions[r0 + ROWS - 1] + 1);
-  if (first >= end) return;  // no row sees any of the keys
+  if (first >= end) return;  // all keys are masked in all rows
   alignas(64) float scores[ROWS * kKeyTile] = {};
   score<ROWS>(rows.query + r0 * stride, stride, a.head_dim, tile, scores);
   float tops[ROWS];
@@ -583,7 +583,7 @@ inline void add_tile(const PagedAttention& a, const KeyTile<T>& tile, const Rows
     const float found = finish_scores(a, tile, rows.positions[r0 + r], rows.slopes[r0 + r], scores + r * kKeyTile);
     const float before = sums.top[r0 + r], top = before > found ? before : found;
     sums.top[r0 + r] = top;
-    tops[r] = top == kNever ? 0 : top;  // a row that has seen nothing yet: its weights shall be zeros, not NaN
+    tops[r] = top == kNever ? 0 : top;  // all keys were masked so far: the weights must be zero, not NaN
     rescale[r] = before - tops[r];
   }
   store(rescale, exp(load(rescale)));
@@ -594,7 +594,7 @@ inline void add_tile(const PagedAttention& a, const KeyTile<T>& tile, const Rows
                    sums.output + r0 * stride, stride);
 }
 
-// The same for a number of rows that is not known here.
+// The same for a variable number of rows.
 template <int MOST, class T>
 inline void add_tile(int count, const PagedAttention& a, const KeyTile<T>& tile, const Rows& rows, int r0,
                      const Sums& sums) {
@@ -602,8 +602,8 @@ inline void add_tile(int count, const PagedAttention& a, const KeyTile<T>& tile,
   if constexpr (MOST > 1) add_tile<MOST - 1>(count, a, tile, rows, r0, sums);
 }
 
-// Computes the sums of rows over the keys [from, to) of a segment. groups[i] is the number of the group at
-// from + 16 * i; behind the last tile there are kAhead more, to be fetched.
+// Computes the sums of rows over the keys [from, to) of a segment. groups[i] is the index of the group at
+// from + 16 * i; after the last tile there are kAhead more, to prefetch.
 template <class T>
 inline void attend(const PagedAttention& a, const Cache<T>& cache, const Rows& rows, const int64_t* groups,
                    int64_t from, int64_t to, const Sums& sums) {
@@ -623,7 +623,7 @@ inline void attend(const PagedAttention& a, const Cache<T>& cache, const Rows& r
   }
 }
 
-// Merges the sums over the next segment, `b`, into those over the segments before it, `a`.
+// Merges the sums over the next segment, `b`, into those over the previous segments, `a`.
 inline void merge(int count, int64_t stride, const Sums& a, const Sums& b) {
   for (int r = 0; r < count; r++) {
     if (b.top[r] == kNever) continue;
@@ -645,7 +645,7 @@ inline void merge(int count, int64_t stride, const Sums& a, const Sums& b) {
 
 // ------------------------------------------------------------------------------------------- the work
 
-// Tokens of one sequence whose queries meet one head of the cache together.
+// Tokens of one sequence whose queries are multiplied together by one head of the cache.
 struct QueryTile {
   int64_t sequence;
   int64_t head;
@@ -654,10 +654,10 @@ struct QueryTile {
   int64_t count;
   int64_t first_segment;
   int64_t num_segments;
-  int64_t kept;  // where its first segment's sums are kept, in rows
+  int64_t kept;  // the row at which the sums of its first segment are stored
 };
 
-// What a thread computes at a time: a tile, or one segment of it.
+// A work item of a thread: a tile, or one segment of it.
 struct WorkItem {
   int64_t cost;
   int64_t tile;
@@ -665,7 +665,7 @@ struct WorkItem {
 };
 constexpr int64_t kWhole = -1;
 
-// A thread's own memory.
+// The memory of a thread.
 struct Workspace {
   Rows rows;
   Sums sums;
@@ -712,13 +712,13 @@ class AttentionJob {
   }
 
  private:
-  static constexpr int64_t kItemsPerThread = 8;  // with fewer, tiles are split, so that all threads have work
+  static constexpr int64_t kItemsPerThread = 8;  // with fewer items, tiles are split, so that all threads have work
   static constexpr int64_t kChunk = 16;          // tokens of a chunk of the first phase
 
   int64_t num_chunks() const { return (a.num_tokens + kChunk - 1) / kChunk * a.kv_num_heads; }
   int64_t tokens_per_tile() const { return larger(1, kQueryTile / a.heads_per_kv()); }
 
-  // Calls visit(tile) for the tiles of all sequences, heads of a tile's tokens one after the other; returns how many.
+  // Calls visit(tile) for the tiles of all sequences, head by head; returns their number.
   template <class Visit>
   int64_t each_tile(Visit&& visit) const {
     int64_t number = 0, kept = 0;
@@ -764,7 +764,7 @@ class AttentionJob {
            2 * Scratch::bytes_of<float>((size_t)rows) + 2 * bytes_of_sums(rows) + 3 * Scratch::bytes_of<float>(dim);
   }
 
-  // Lists the work, what takes longest first.
+  // Lists the work items, the longest first.
   void plan() {
     for (int64_t b = 0; b < a.num_sequences; b++) {
       const int32_t* edges = a.cumulative_sequence_length + b;
@@ -777,7 +777,7 @@ class AttentionJob {
       for (int64_t s = 0; s < (split_ ? tile.num_segments : 1); s++, item++) {
         *item = {0, number, split_ ? tile.first_segment + s : kWhole};
         const int64_t keys = end_of(*item) - begin_of(*item);
-        constexpr int64_t kReading = 8;  // what it costs to read a key and a value, in rows of query
+        constexpr int64_t kReading = 8;  // the cost of reading a key and a value, in query rows
         item->cost = keys * (tile.count * a.heads_per_kv() + kReading);
       }
       number++;
@@ -790,7 +790,7 @@ class AttentionJob {
     });
   }
 
-  // The keys of an item: from the tile of keys that holds the first that it sees to the last.
+  // The keys of an item, from the start of the tile with the first attended key to the last one.
   int64_t begin_of(const WorkItem& item) const {
     const int64_t begin = a.reach(tiles_[item.tile].position) / kKeyTile * kKeyTile;
     return item.segment == kWhole ? begin : larger(begin, item.segment * kSegment);
@@ -833,7 +833,7 @@ class AttentionJob {
     }
   }
 
-  // Phase 1: an item's sums over its keys, and, where it has all of them, the output.
+  // Phase 1: the sums of an item over its keys and, if it has all of them, its output.
   void compute_item(int64_t number, Workspace& mine) const {
     const WorkItem& item = items_[number];
     const QueryTile& tile = tiles_[item.tile];
@@ -867,8 +867,8 @@ class AttentionJob {
     return {kept_.top + row, kept_.total + row, kept_.output + row * a.padded_dim()};
   }
 
-  // Lists the groups of the tiles of keys from `from` to `to`, and then those of kAhead more groups: of the item's next
-  // segment, or of the items that this thread is likely to take next.
+  // Lists the groups of the tiles of keys from `from` to `to`, followed by kAhead groups of the item's next segment, or
+  // of the items that this thread is likely to take next.
   void list_groups_of(int64_t number, int64_t from, int64_t to, int64_t* groups) const {
     const int64_t count = (to - from + kKeyTile - 1) / kKeyTile * kTileGroups + kAhead;
     for (int64_t listed = 0; listed < count; number += num_workspaces_) {
@@ -880,8 +880,8 @@ class AttentionJob {
     }
   }
 
-  // Lists `count` groups of an item's sequence from the key `from` on. Where the item sees none of a group's keys, and
-  // the block table may hold anything, the nearest one that it sees stands in.
+  // Lists `count` groups of an item's sequence from the key `from` on. If all keys of a group are masked, its entry in
+  // the block table may be invalid, and the nearest attended group is listed instead.
   void list_groups(const WorkItem& item, int64_t from, int64_t count, int64_t* groups) const {
     const QueryTile& tile = tiles_[item.tile];
     const int64_t first = larger(from, a.reach(tile.position)) / kGroup, last = (end_of(item) - 1) / kGroup;
@@ -897,7 +897,7 @@ class AttentionJob {
     }
   }
 
-  // Phase 2: the segments of a tile that was split.
+  // Phase 2: merges the segments of a split tile.
   void merge_tile(const QueryTile& tile) const {
     const Sums sums = kept_sums(tile, tile.first_segment);
     for (int64_t s = 1; s < tile.num_segments; s++) {
@@ -931,14 +931,14 @@ class AttentionJob {
   int64_t num_tiles_ = 0;
   int64_t num_items_ = 0;
   int num_workspaces_ = 0;
-  int32_t* sequences_ = nullptr;  // [T]: whose token it is
+  int32_t* sequences_ = nullptr;  // [T]: the sequence of each token
   QueryTile* tiles_ = nullptr;
   WorkItem* items_ = nullptr;
-  Sums kept_{};                   // of tiles that are split, the sums of every segment
+  Sums kept_{};                   // the sums of every segment of split tiles
   Workspace* workspaces_ = nullptr;
 };
 
-// Checks the outputs and computes what open() has checked.
+// Checks the outputs, and computes the call that open() has checked.
 inline bool PagedAttention::compute(const AttentionInputs& in, const AttentionOutputs& out, const Threads& threads,
                                     Error& error) const {
   if (!check(out.output, "output", query_type, error, num_tokens, num_heads * head_dim)) return false;

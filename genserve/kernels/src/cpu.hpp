@@ -1,4 +1,4 @@
-// cpu.hpp: which of the libraries this machine can run. Asked of the portable one, which runs everywhere.
+// cpu.hpp: the instruction sets of this machine, for the portable library, which runs everywhere.
 #pragma once
 
 #include <stdint.h>
@@ -21,7 +21,7 @@ struct Cpuid {
   Cpuid(uint32_t leaf, uint32_t subleaf) { __get_cpuid_count(leaf, subleaf, &eax, &ebx, &ecx, &edx); }
 };
 
-// The registers that the system saves: without its help the processor's wide ones are of no use.
+// The registers that the operating system saves; it must support the processor's wide ones.
 inline uint32_t saved_registers() {
   uint32_t low, high;
   __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));

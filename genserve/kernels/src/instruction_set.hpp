@@ -1,4 +1,4 @@
-// instruction_set.hpp: what differs between the libraries: the product of four int8 values, and the sizes of tiles.
+// instruction_set.hpp: the differences between instruction sets: the product of four int8 values, and tile sizes.
 //
 // To add an instruction set: a branch here with the names below, and a line in build.py and in __init__.py.
 //
@@ -8,11 +8,11 @@
 //        x   4 bytes: the same four for all        | x0  x1  x2  x3  |
 //        sums[i] += wi0 * x0 + wi1 * x1 + wi2 * x2 + wi3 * x3
 //
-//   Int8Weights        64 weights of 8 bits (stored as q + 128), made from memory once and used for all rows of a tile
-//   kInt8Offset        what dot() sees is q + kInt8Offset: its sums begin at -kInt8Offset times the sum of the inputs
-//   Int4Weights        64 weights of 4 bits, one in each byte (q + 8); dot() sees them so
-//   kGroups            groups of 16 outputs that a tile computes at once, of the two of a panel
-//   kInt8Rows, kBlockRows, kFloatRows      rows of a tile at most: as many as the registers hold sums for
+//   Int8Weights        64 weights of 8 bits (stored as q + 128), loaded once and used for all rows of a tile
+//   kInt8Offset        dot() uses q + kInt8Offset, so its sums start at -kInt8Offset times the sum of the inputs
+//   Int4Weights        64 weights of 4 bits, one per byte (q + 8), as dot() uses them
+//   kGroups            groups of 16 outputs that a tile computes together, of the two in a panel
+//   kInt8Rows, kBlockRows, kFloatRows      most rows of a tile, whose sums fit in the registers
 #pragma once
 
 #include "vector.hpp"
@@ -44,7 +44,7 @@ GENSERVE_INLINE u32x16 dot(u32x16 sums, u8x64 w, int32_t x) {
 
 #elif defined(__AVX2__)
 
-struct Halves {  // a vector as the two registers that it is
+struct Halves {  // a vector as two registers
   __m256i low, high;
 };
 template <class V>
@@ -73,8 +73,8 @@ GENSERVE_INLINE u32x16 dot(u32x16 sums, u8x64 w, int32_t x) {
 constexpr const char* kInstructionSet = "avx2";
 constexpr int kGroups = 1, kInt8Rows = 4, kBlockRows = 4, kFloatRows = 6;
 
-// vpmaddubsw adds two products of an unsigned and a signed byte in 16 bits, and saturates: so the weight's sign goes
-// to the input, and 2 * 128 * 127 fits.
+// vpmaddubsw adds two products of an unsigned and a signed byte in 16 bits, with saturation. Therefore the sign of the
+// weight is moved to the input, so that 2 * 128 * 127 fits.
 constexpr int kInt8Offset = 0;
 struct Int8Weights {
   Halves size, sign;
@@ -97,7 +97,7 @@ GENSERVE_INLINE u32x16 dot(u32x16 sums, const Int8Weights& w, int32_t x) {
   const __m256i high = _mm256_maddubs_epi16(w.size.high, _mm256_sign_epi8(four, w.sign.high));
   return __builtin_bit_cast(u32x16, Halves{add_pairs(a.low, low), add_pairs(a.high, high)});
 }
-GENSERVE_INLINE u32x16 dot(u32x16 sums, const Int4Weights& w, int32_t x) {  // 2 * 15 * 127 fits by itself
+GENSERVE_INLINE u32x16 dot(u32x16 sums, const Int4Weights& w, int32_t x) {  // 2 * 15 * 127 fits
   const Halves a = halves(sums);
   const __m256i four = _mm256_set1_epi32(x);
   const __m256i low = _mm256_maddubs_epi16(w.size.low, four), high = _mm256_maddubs_epi16(w.size.high, four);
@@ -138,7 +138,7 @@ typedef u8x64 Int8Weights, Int4Weights;
 GENSERVE_INLINE u8x64 int8_weights(u8x64 bytes) { return bytes; }
 GENSERVE_INLINE u8x64 int4_weights(u8x64 bytes) { return bytes; }
 GENSERVE_INLINE u32x16 dot(u32x16 sums, u8x64 w, int32_t x) {
-#if defined(__x86_64__)  // SSE2, which all have, multiplies 16 bits: first bytes 0 and 2, then 1 and 3
+#if defined(__x86_64__)  // SSE2, which all support, multiplies 16 bits: first bytes 0 and 2, then 1 and 3
   const __m128i bytes = _mm_set1_epi16(0x00ff);
   const __m128i four = _mm_set1_epi32(x), odd = _mm_srai_epi16(four, 8);
   const __m128i even = _mm_srai_epi16(_mm_slli_epi16(four, 8), 8);

@@ -1,22 +1,22 @@
 // linear.hpp: the operator Linear,  y = activation(norm(x) W^T + bias) + residual.
 //
-// The weights of 32 outputs make a panel, which is read once from beginning to end. A tile multiplies a panel with a
-// few rows of x, its sums in registers. For weights of 8 bits a panel is
+// The weights of 32 outputs form a panel, which is read once from start to end. A tile multiplies a panel by a few
+// rows of x, with its sums in registers. For 8-bit weights a panel is
 //
 //                  output 0       output 1            output 31
 //     inputs 0-3   | q q q q |    | q q q q |   ...   | q q q q |     128 bytes: two steps of dot()
 //     inputs 4-7   | q q q q |    | q q q q |   ...   | q q q q |
 //     ...
 //
-// for 4 bits the same with two inputs in each byte (low half: inputs 8g .. 8g+3, high half: 8g+4 .. 8g+7), and for
-// float32 one line of 32 floats for each input. In a gated layer a panel holds 16 gates and then the 16 values that
-// they let through, so that a tile has both. packing.py writes panels.
+// for 4-bit weights the same with two inputs per byte (low half: inputs 8g .. 8g+3, high half: 8g+4 .. 8g+7), and for
+// float32 one line of 32 floats per input. In a gated layer a panel has 16 gates followed by the 16 values that they
+// scale, so that a tile has both. packing.py packs panels.
 //
-// Rows of x are normalised and rounded to int8 on the way: with one scale for the row ("int8"), or one for each block
-// of inputs ("int8_block": 64, "int4_block": 32), in which case the weights have a scale for each output and block too.
+// Rows of x are normalised and quantized to int8 by the operator: with one scale per row ("int8"), or per block of
+// inputs ("int8_block": 64, "int4_block": 32), in which case the weights also have a scale per output and block.
 //
-// An output's bits depend on its row alone. Sums of integers are exact in any order; floats are added in the order of
-// the inputs, in one chain for each output, however many rows a tile has and whoever computes it.
+// The bits of an output depend only on its row. Sums of integers are exact in any order; floats are added in the order
+// of the inputs, in one chain per output, for any number of rows in a tile and on any thread.
 #pragma once
 
 #include <math.h>
@@ -28,9 +28,9 @@
 namespace genserve {
 
 constexpr int kPanel = 32;       // outputs of a panel
-constexpr int kInt8Block = 64;   // inputs of a block, and what inputs of 8-bit weights are padded to
+constexpr int kInt8Block = 64;   // inputs of a block; inputs of 8-bit weights are padded to a multiple of it
 constexpr int kInt4Block = 32;
-constexpr int kChunkRows = 96;   // rows of a chunk at most: they stay in the second cache while a panel passes
+constexpr int kChunkRows = 96;   // most rows of a chunk, which stay in the L2 cache while a panel streams
 constexpr int64_t kMaxInt8Inputs = 1 << 17;  // 2^17 * 127 * 127 is below 2^31
 
 enum class WeightFormat : int32_t { kInt8, kInt8Block, kInt4Block, kFloat32 };
@@ -77,7 +77,7 @@ struct LinearSizes {
   }
 };
 
-// Whether weights and attributes fit each other.
+// Whether the weights match the attributes.
 inline bool check_weights(const LinearAttributes& a, const LinearInputs& in, Error& error) {
   const Type f32 = Type::kFloat32;
   const auto is_size = [](int64_t n) { return n >= 1 && n <= INT32_MAX; };
@@ -125,9 +125,9 @@ inline bool check_rows(const LinearAttributes& a, const LinearInputs& in, Error&
          check_optional(in.residual, "residual", Type::kFloat32, error, in.x.shape[0], LinearSizes(a).outputs);
 }
 
-// ------------------------------------------------------------------------------------------- rows: norm and rounding
+// ----------------------------------------------------------------------------------- rows: norm and quantization
 
-// The values of a row behind its norm, computed anew each time they are asked for: that is cheaper than to keep them.
+// The values of a row after its norm, computed at each access, which is cheaper than storing them.
 template <Norm norm>
 struct NormedRow {
   const float* x;
@@ -151,7 +151,7 @@ struct NormedRow {
     inverse = 1.0f / sqrtf(sum(squares) / (float)n + epsilon);
   }
 
-  // Sixteen values from position i; of those that the row does not have, beyond `count`, zeros.
+  // Sixteen values from position i; zeros beyond `count`, where the row ends.
   __attribute__((always_inline)) f32x16 get(int64_t i, int64_t count) const {
     if constexpr (norm == Norm::kNone) return load_first(x + i, count);
     const f32x16 scaled = centred(i, count) * inverse;
@@ -166,28 +166,28 @@ struct NormedRow {
   }
 };
 
-// Rows as a tile reads them: of int8 with scales and sums, or of floats as they are.
+// The rows for a tile: int8 with scales and sums, or floats.
 struct InputRows {
   const int8_t* q;        // [rows, stride]
   const float* values;    // [rows, stride], where weights are float32
   int64_t stride;
   const float* scales;    // [rows, blocks]
-  const int32_t* starts;  // [rows, blocks]: what a sum of a block begins at
+  const int32_t* starts;  // [rows, blocks]: the initial value of the sum of a block
   int64_t blocks;
 };
 
-// Rounds inputs [from, to) of a row with one scale, and fills q up to `end` with zeros. A sum of weights + `offset` times
-// these inputs begins at `start`.
+// Quantizes inputs [from, to) of a row with one scale, and fills q up to `end` with zeros. A sum of weights + `offset`
+// times these inputs starts at `start`.
 template <class Row>
 inline void round_inputs(const Row& row, int64_t from, int64_t to, int64_t end, int offset, int8_t* q, float* scale,
                          int32_t* start) {
-  i32x16 largest{};  // as integers the sizes of floats have the same order, and NaN is above infinity
+  i32x16 largest{};  // the magnitudes of floats have the same order as integers, with NaN above infinity
   for (int64_t i = from; i < to; i += kLanes) largest = max(largest, (i32x16)abs(row.get(i, to - i)));
   const float top = __builtin_bit_cast(float, maximum(largest));
   constexpr float kLeast = 1e-36f;  // 127 / top is finite
   if (!(top >= kLeast && top <= __FLT_MAX__)) {
     memset(q + from, 0, (size_t)(end - from));
-    *scale = top < kLeast ? 0.0f : __builtin_nanf("");  // infinity or NaN in x: every output that reads it is NaN
+    *scale = top < kLeast ? 0.0f : __builtin_nanf("");  // infinity or NaN in x: every output of the row is NaN
     *start = 0;
     return;
   }
@@ -196,7 +196,7 @@ inline void round_inputs(const Row& row, int64_t from, int64_t to, int64_t end, 
   for (int64_t i = from; i < to; i += kLanes) {
     const i32x16 v = round_to_int(row.get(i, to - i), inverse);
     sums += v;
-    store(q + i, v);  // beyond the row are zeros, and `end` is a multiple of sixteen
+    store(q + i, v);  // zeros beyond the row; `end` is a multiple of sixteen
   }
   const int64_t written = from + (to - from + kLanes - 1) / kLanes * kLanes;
   if (written < end) memset(q + written, 0, (size_t)(end - written));
@@ -214,8 +214,8 @@ GENSERVE_INLINE int32_t four_bytes(const int8_t* from) {
   return v;
 }
 
-// The next panel goes to the second cache while the first rows pass this one; a few rows alone read as fast as memory
-// gives, and fetch a little ahead of themselves.
+// The next panel is prefetched into the L2 cache while the first rows use this one. A few rows alone are bound by
+// memory, and prefetch a little ahead.
 template <int kRows>
 GENSERVE_INLINE void prefetch(const void* weights, int64_t panel_bytes, bool first_rows) {
   if constexpr (kRows <= 2) {
@@ -230,7 +230,7 @@ struct Int8Format {
 
   template <int kRows>
   static void tile(const InputRows& x, int64_t row, const void* panel, const float* scales, int64_t panel_bytes, Outputs* y) {
-    constexpr int kChains = kRows <= 2 ? 4 : 1;  // few sums would wait for each other
+    constexpr int kChains = kRows <= 2 ? 4 : 1;  // with few sums, latencies would add up
     for (int first = 0; first < 2; first += kGroups) {
       u32x16 sums[kChains][kRows][kGroups];
       GENSERVE_UNROLL
@@ -278,7 +278,7 @@ struct Int8Format {
   }
 };
 
-// Weights with a scale for each block of inputs: integers inside a block, floats from block to block.
+// Weights with a scale per block of inputs: integer sums within a block, float sums over blocks.
 template <int kBits>
 struct BlockFormat {
   static constexpr int kRowsOfTile = kBlockRows;
@@ -412,7 +412,7 @@ class Linear {
   Linear(const LinearAttributes& attributes, const LinearInputs& inputs, float* y)
       : a_(attributes), in_(inputs), sizes_(attributes), y_(y), num_rows_(inputs.x.shape[0]) {}
 
-  // Computes y [T, outputs] from inputs that were checked.
+  // Computes y [T, outputs] from checked inputs.
   bool compute(const Threads& threads, Error& error) {
     const bool as_they_are = a_.weight_format == WeightFormat::kFloat32 && a_.norm == Norm::kNone;
     const size_t bytes_of_input = a_.weight_format == WeightFormat::kFloat32 ? sizeof(float) : sizeof(int8_t);
@@ -427,7 +427,7 @@ class Linear {
     scales_ = scratch.take<float>(num_scales);
     starts_ = scratch.take<int32_t>(num_scales);
 
-    // Few inputs are rounded before the other threads are called: it takes less time than to wait for each other.
+    // Few inputs are quantized before the other threads are woken, which is faster than synchronising them.
     const bool at_once = num_rows_ * sizes_.inputs <= 4096;
     if (!as_they_are && at_once) prepare(0, num_rows_);
     const int64_t row_chunks = as_they_are || at_once ? 0 : (num_rows_ + 3) / 4;
@@ -452,13 +452,13 @@ class Linear {
  private:
   static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-  // A chunk is worth its hand-over, some 64 KiB of weights, and yet there are several for each thread.
+  // A chunk has about 64 KiB of weights, to be worth its overhead, but each thread gets several.
   int64_t panels_per_chunk(int threads) const {
     const int64_t few = smaller(65536 / sizes_.panel_bytes, sizes_.panels / (8 * threads));
     return few < 1 ? 1 : few;
   }
 
-  // Rows [from, to) of x behind norm and rounding.
+  // Normalises and quantizes rows [from, to) of x.
   void prepare(int64_t from, int64_t to) {
     for (int64_t row = from; row < to; row++) {
       switch (a_.norm) {
@@ -495,7 +495,7 @@ class Linear {
     }
   }
 
-  // A panel by rows [from, to), in tiles of about equal heights.
+  // Multiplies a panel by rows [from, to), in tiles of about equal heights.
   template <class Format>
   void multiply_panel(int64_t panel, int64_t from, int64_t to) {
     const bool as_they_are = a_.weight_format == WeightFormat::kFloat32 && a_.norm == Norm::kNone;
@@ -517,7 +517,7 @@ class Linear {
     }
   }
 
-  // Bias, activation, gate, soft cap and residual of a tile, and its place in y.
+  // Applies bias, activation, gate, soft cap and residual to a tile, and stores it in y.
   void finish(int64_t panel, int64_t row, int height, const Outputs* y) {
     const int64_t width = a_.gated ? kLanes : kPanel;
     for (int64_t group = 0; group < width / kLanes; group++) {

@@ -1,5 +1,5 @@
-// logits.hpp: what the sampler asks of rows of logits, in one pass over each: the best token, the best k, whether there
-// is a NaN, and the logarithm of the sum of exponentials, for which a second pass reads the row from the cache.
+// logits.hpp: scans rows of logits in one pass for the best token, the best k and NaN; a second pass over the cached
+// row computes log-sum-exp.
 #pragma once
 
 #include <math.h>
@@ -9,15 +9,15 @@
 
 namespace genserve {
 
-// The k best of a row as they are found: a heap whose root is the worst of them. A key orders by value, and of equal
-// values the lower id comes first:
+// The k best tokens of a row so far: a heap with the worst of them at its root. Keys order by value, and equal values
+// by the lower id:
 //
 //     | value, as an integer of the same order | 2^32 - 1 - id |
 class BestK {
  public:
   BestK(uint64_t* keys, int64_t k) : keys_(keys), k_(k) {}
 
-  // The value that a token must exceed to be among them. -inf never is.
+  // The value that a token must exceed to be among them; -inf never does.
   float threshold() const { return threshold_; }
 
   void add(float value, uint32_t id) {
@@ -34,11 +34,11 @@ class BestK {
     if (count_ == k_) threshold_ = value_of(keys_[0]);
   }
 
-  // How many there are, and the value of each, in no order.
+  // Their number, and their values in any order.
   int64_t count() const { return count_; }
   float value(int64_t i) const { return value_of(keys_[i]); }
 
-  // Ids from the best to the worst; -1 where a row has fewer than k.
+  // Their ids, the best first; -1 if the row has fewer than k.
   void sorted(int64_t* ids) {
     for (int64_t i = count_; i < k_; i++) ids[i] = -1;
     for (int64_t left = count_; left > 0; left--) {
@@ -53,7 +53,7 @@ class BestK {
     return __builtin_bit_cast(float, ordered >> 31 ? ordered & 0x7fffffffu : ~ordered);
   }
 
-  // Puts a key in the place of the root, in a heap of `count`.
+  // Replaces the root of a heap of `count` keys.
   void sink(uint64_t key, int64_t count) {
     int64_t at = 0;
     for (int64_t child; (child = 2 * at + 1) < count; at = child) {
@@ -70,15 +70,15 @@ class BestK {
 };
 
 struct RowScan {
-  int64_t best_id;  // the lowest of equals
-  float best;       // NaN where the row has one
+  int64_t best_id;  // the lowest of equal ones
+  float best;       // NaN if the row has one
 };
 
-// The best token of a row of `size` values, with the k best where `best_k` is given, and the maximum of each part of
-// the row where `maxima` is. Of most parts only the maximum is looked at.
+// The best token of a row of `size` values, and optionally the k best (`best_k`) and the maximum of each part of the
+// row (`maxima`). Most parts are skipped after their maximum.
 constexpr int64_t kPart = 16 * kLanes;
 inline RowScan scan_row(const float* row, int64_t size, BestK* best_k, float* maxima = nullptr) {
-  float padded[kPart];  // the last part, with -inf behind the row's end
+  float padded[kPart];  // the last part, padded with -inf
   float best = -__builtin_inff();
   int64_t best_part = 0;
   i32x16 nan{};
@@ -115,7 +115,7 @@ inline RowScan scan_row(const float* row, int64_t size, BestK* best_k, float* ma
   return {best_id, best};
 }
 
-// log(sum(exp(row))), with sums of 1,024 values in float and the sum of those in double.
+// log(sum(exp(row))); 1,024 values at a time are summed in float, and their sums in double.
 inline double log_sum_exp(const float* row, int64_t size, float best) {
   double total = 0;
   for (int64_t from = 0; from < size; from += 1024) {
@@ -130,7 +130,7 @@ inline double log_sum_exp(const float* row, int64_t size, float best) {
 }
 
 // Rows [num_rows, size] of logits. `best_ids` and `best` are [num_rows]; `top_ids` is [num_rows, k], or null with k = 0;
-// `log_sums` is [num_rows] or null. False where memory is out.
+// `log_sums` is [num_rows] or null. False: out of memory.
 inline bool scan_logits(const float* logits, int64_t num_rows, int64_t size, int64_t k, int64_t* best_ids, float* best,
                         int64_t* top_ids, double* log_sums) {
   Scratch scratch(Scratch::bytes_of<uint64_t>((size_t)k));

@@ -1,4 +1,4 @@
-// operators.cpp: what the library offers: operators to ONNX Runtime, and plain C functions to Python and to tests.
+// operators.cpp: the library's interface: operators for ONNX Runtime, and plain C functions for Python and tests.
 
 #include "attention.hpp"
 #include "cpu.hpp"
@@ -25,19 +25,19 @@ constexpr ort::Port kLinearInputs[] = {
 constexpr ort::Port kLinearOutputs[] = {{Type::kFloat32, false}};
 constexpr size_t kNumLinearInputs = sizeof kLinearInputs / sizeof *kLinearInputs;
 
-// The words of the attributes, in the order of their enums.
+// The values of the attributes, in the order of their enums.
 constexpr const char* kWeightFormats[] = {"int8", "int8_block", "int4_block", "float32"};
 constexpr const char* kNorms[] = {"", "rms", "layer"};
 constexpr const char* kActivations[] = {"", "silu", "gelu", "gelu_tanh", "relu"};
 
-// The inputs in their order; LinearInputs has nothing else.
+// The inputs in order, which are all members of LinearInputs.
 inline Tensor* begin(LinearInputs& inputs) { return &inputs.x; }
 static_assert(sizeof(LinearInputs) == kNumLinearInputs * sizeof(Tensor));
 
 struct LinearKernel {
   static constexpr const char* kName = "genserve.Linear";
   LinearAttributes attributes;
-  LinearInputs constants;  // what the graph holds: seen and checked once
+  LinearInputs constants;  // the constants of the graph, checked once
   size_t num_inputs;
   int num_threads;
 
@@ -55,7 +55,7 @@ struct LinearKernel {
            (!weights_are_constant() || check_weights(attributes, constants, error));
   }
 
-  // Whether all are here that a layer must have; others may be inputs of the graph.
+  // Whether all required weights are constants; others may be inputs of the graph.
   bool weights_are_constant() const {
     return constants.weight.present() &&
            (constants.scales.present() || attributes.weight_format == WeightFormat::kFloat32) &&
@@ -145,7 +145,7 @@ struct PagedAttentionKernel {
   }
 };
 
-// An output's type must be known before a graph is seen, so there is an operator for each pair of types.
+// The type of an output must be fixed, so there is one operator per pair of types.
 struct PagedAttentionOperator {
   ort::Port inputs[kNumAttentionInputs], outputs[kNumAttentionOutputs];
   ort::CustomOp op;
@@ -164,7 +164,7 @@ struct PagedAttentionOperator {
 
 using namespace genserve;
 
-// Made when the library is loaded, and not when it is registered: several sessions may do that at a time.
+// Created when the library is loaded instead of registered, since several sessions may register it concurrently.
 static const ort::CustomOp linear =
     ort::make_operator<LinearKernel>("Linear", kLinearInputs, kNumLinearInputs, kLinearOutputs, 1);
 static const PagedAttentionOperator attention[] = {
@@ -187,10 +187,10 @@ GENSERVE_EXPORT ort::Status* RegisterCustomOps(ort::SessionOptions* options, con
 // The instruction set that this library was compiled for.
 GENSERVE_EXPORT const char* genserve_instruction_set() { return kInstructionSet; }
 
-// Whether this machine runs the library of an instruction set.
+// Whether this machine supports the library of an instruction set.
 GENSERVE_EXPORT int32_t genserve_cpu_supports(const char* instruction_set) { return cpu_supports(instruction_set); }
 
-// Linear on tensors of the caller's. Returns whether it went well; else `error` says what did not.
+// Linear on the caller's tensors. Returns whether it succeeded; otherwise `error` has the message.
 GENSERVE_EXPORT int32_t genserve_linear(const LinearAttributes* attributes, const LinearInputs* inputs, const Tensor* y,
                                         const Threads* threads, Error* error) {
   const bool good = check_weights(*attributes, *inputs, *error) && check_rows(*attributes, *inputs, *error) &&
@@ -198,7 +198,7 @@ GENSERVE_EXPORT int32_t genserve_linear(const LinearAttributes* attributes, cons
   return good && Linear(*attributes, *inputs, y->as<float>()).compute(*threads, *error);
 }
 
-// PagedAttention on tensors of the caller's, in the same way.
+// PagedAttention on the caller's tensors, in the same way.
 GENSERVE_EXPORT int32_t genserve_paged_attention(const AttentionAttributes* attributes, const AttentionInputs* inputs,
                                                  const AttentionOutputs* outputs, const Threads* threads,
                                                  Error* error) {
@@ -212,7 +212,7 @@ GENSERVE_EXPORT int32_t genserve_scan_logits(const float* logits, int64_t num_ro
   return scan_logits(logits, num_rows, size, k, best_ids, best, top_ids, log_sums);
 }
 
-// A token for each row of logits: see sample_logits.
+// Samples a token for each row of logits: see sample_logits.
 GENSERVE_EXPORT int32_t genserve_sample_logits(const float* logits, int64_t num_rows, int64_t size,
                                                const SamplingRule* rules, SampledRow* sampled) {
   return sample_logits(logits, num_rows, size, rules, sampled);

@@ -1,8 +1,8 @@
-// ort_api.hpp: the little of ONNX Runtime's C interface that an operator needs.
+// ort_api.hpp: the part of ONNX Runtime's C API that operators use.
 //
-// The C header comes with no package that pip can install. Its ABI is versioned instead: OrtApi is a table of functions
-// that only ever grows, so that a function is its position, and what version 17 (ONNX Runtime 1.17, January 2024) has
-// stays where it is. Every call's status is looked at.
+// No package of pip has the C header, but its ABI is versioned: OrtApi is a table of functions that only grows, so that
+// a function is identified by its position, and the functions of version 17 (ONNX Runtime 1.17, January 2024) keep
+// theirs. The status of every call is checked.
 #pragma once
 
 #include <stddef.h>
@@ -37,7 +37,7 @@ class Api {
     return table_ != nullptr;
   }
 
-  // A status that says that this ONNX Runtime is too old for us; what makes it was there from the beginning.
+  // The status for an ONNX Runtime that is too old; the function that creates it exists in all versions.
   static Status* refuse(const ApiBase* base) {
     table_ = static_cast<void* const*>(base->get_api(1));
     char text[160];
@@ -57,7 +57,7 @@ class Api {
   static Status* type_and_shape(const Value* value, TypeAndShape** out) { return call<65, Status*>(value, out); }
   static Status* attribute(const KernelInfo* info, const char* name, float* out) { return call<85, Status*>(info, name, out); }
   static Status* attribute(const KernelInfo* info, const char* name, int64_t* out) { return call<86, Status*>(info, name, out); }
-  // `out` may be null, to ask for the size.
+  // `out` may be null, to get the size.
   static Status* attribute(const KernelInfo* info, const char* name, char* out, size_t* size) {
     return call<87, Status*>(info, name, out, size);
   }
@@ -90,7 +90,7 @@ class Api {
   static inline void* const* table_ = nullptr;
 };
 
-// True where a call went well; else its message goes into `error`.
+// True if a call succeeded; otherwise `error` gets its message.
 inline bool ok(Status* status, Error& error) {
   if (status == nullptr) return true;
   error.set("%s", Api::message(status));
@@ -98,7 +98,7 @@ inline bool ok(Status* status, Error& error) {
   return false;
 }
 
-// What is wrong, as ONNX Runtime wants it: null for nothing.
+// The status for an error; null: none.
 inline Status* status_of(const char* where, const Error& error) {
   if (!error) return nullptr;
   char text[sizeof error.message + 64];
@@ -106,7 +106,7 @@ inline Status* status_of(const char* where, const Error& error) {
   return Api::create_status(text);
 }
 
-// A tensor of ONNX Runtime as ours; null is an input that was left out.
+// Converts a tensor of ONNX Runtime; null is an input that was left out.
 inline bool view(const Value* value, Tensor& tensor, Error& error) {
   tensor = {};
   if (value == nullptr) return true;
@@ -124,7 +124,7 @@ inline bool view(const Value* value, Tensor& tensor, Error& error) {
   return true;
 }
 
-// Memory for an output that is like `like`, which names no data yet.
+// Allocates an output of the type and shape of `like`, which has no data.
 inline bool allocate_output(KernelContext* context, size_t index, const Tensor& like, Tensor& tensor, Error& error) {
   Value* value = nullptr;
   tensor = like;
@@ -132,7 +132,7 @@ inline bool allocate_output(KernelContext* context, size_t index, const Tensor& 
          ok(Api::data(value, &tensor.data), error);
 }
 
-// The threads of the session that a node runs in, `count` with the caller.
+// The threads of the session that runs a node: `count`, including the caller's.
 inline Threads threads_of(KernelContext* context, int count) {
   Threads threads;
   threads.host = context;
@@ -146,13 +146,13 @@ inline Threads threads_of(KernelContext* context, int count) {
   return threads;
 }
 
-// What an operator says about its inputs and outputs.
+// The declaration of an input or output of an operator.
 struct Port {
   Type type;  // kMissing: any
   bool optional;
 };
 
-// OrtCustomOp, as version 17 lays it out, and behind it what our functions read.
+// OrtCustomOp in the layout of version 17, followed by the data of our functions.
 struct CustomOp {
   uint32_t version;
   void* (*create_kernel_v1)(const CustomOp*, const void*, const KernelInfo*);
@@ -185,10 +185,10 @@ struct CustomOp {
   size_t num_outputs;
 };
 
-// An operator of the CPU, computed by a Kernel: a plain struct that begins as zeros, with its name `kName`, and with
-//     bool create(const KernelInfo*, Error&)      reads attributes, checks weights; where it fails, the session does not load
-//     bool compute(KernelContext*, Error&)        checks the other inputs and computes; where it fails, the run does
-// It is called by several threads at a time where several run one session, and keeps nothing of a call.
+// An operator of the CPU, computed by a Kernel: a plain struct that is zero-initialised, has the name `kName`, and
+//     bool create(const KernelInfo*, Error&)      reads attributes, checks weights; failure: the session does not load
+//     bool compute(KernelContext*, Error&)        checks the other inputs and computes; failure: the run fails
+// Several threads may run one session concurrently, so a kernel keeps no state of a call.
 template <class Kernel>
 CustomOp make_operator(const char* name, const Port* inputs, size_t num_inputs, const Port* outputs, size_t num_outputs) {
   CustomOp op;
@@ -234,13 +234,13 @@ CustomOp make_operator(const char* name, const Port* inputs, size_t num_inputs, 
   return op;
 }
 
-// Attributes: `fallback` where the node has none.
+// Attributes; `fallback` if the node does not have it.
 inline int64_t attribute(const KernelInfo* info, const char* name, int64_t fallback) {
   int64_t value = 0;
   Error ignored;
   return ok(Api::attribute(info, name, &value), ignored) ? value : fallback;
 }
-inline float attribute(const KernelInfo* info, const char* name, float fallback) {  // a whole number may be an int
+inline float attribute(const KernelInfo* info, const char* name, float fallback) {  // an integral value may be stored as an int
   float value = 0;
   int64_t whole = 0;
   Error ignored;
@@ -248,7 +248,7 @@ inline float attribute(const KernelInfo* info, const char* name, float fallback)
   return ok(Api::attribute(info, name, &whole), ignored) ? (float)whole : fallback;
 }
 
-// An attribute that is one of some words, as their number; the first word where the node has none.
+// The index of an attribute in a list of words; the first one if the node does not have it.
 template <class Enum, size_t count>
 bool attribute(const KernelInfo* info, const char* name, const char* const (&words)[count], Enum& value, Error& error) {
   char text[64] = "";
@@ -266,7 +266,7 @@ bool attribute(const KernelInfo* info, const char* name, const char* const (&wor
   return error.set("%s is \"%s\", which is not known", name, text);
 }
 
-// Views of the inputs that are constant in the graph; the others are left missing. `count` says how many a node names.
+// Views of the inputs that are constants of the graph; the others stay missing. `count` is the number of inputs.
 inline bool constant_inputs(const KernelInfo* info, Tensor* tensors, size_t most, size_t& count, Error& error) {
   if (!ok(Api::count_inputs(info, &count), error)) return false;
   if (count > most) return error.set("%zu inputs are more than %zu", count, most);
@@ -280,7 +280,7 @@ inline bool constant_inputs(const KernelInfo* info, Tensor* tensors, size_t most
   return true;
 }
 
-// Views of the inputs that are not there yet.
+// Views of the inputs that are still missing.
 inline bool inputs(const KernelContext* context, Tensor* tensors, size_t count, Error& error) {
   for (size_t i = 0; i < count; i++) {
     if (tensors[i].present()) continue;

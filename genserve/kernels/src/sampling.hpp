@@ -1,7 +1,7 @@
-// sampling.hpp: a token for each row of logits: the best one, or a draw by temperature, top-k, top-p and min-p.
+// sampling.hpp: samples a token for each row of logits: greedy, or a draw with temperature, top-k, top-p and min-p.
 //
-// Each rule keeps what reaches some level of the row, and the draw inverts the cumulative distribution of that in the
-// order of ids. A row is looked at in parts of 256 tokens, and only those whose maximum reaches the level.
+// Each rule keeps the tokens that reach a level, and the draw inverts their cumulative distribution in the order of
+// ids. A row is divided into parts of 256 tokens; parts whose maximum is below the level are skipped.
 #pragma once
 
 #include "logits.hpp"
@@ -13,21 +13,21 @@ struct SamplingRule {
   double uniform;     // the number that the draw inverts, in [0, 1)
   double top_p;       // 1: all
   int64_t top_k;      // 0: all
-  float temperature;  // 0: the best token is taken
+  float temperature;  // 0: greedy
   float log_min_p;    // -inf: all
 };
 
 struct SampledRow {
-  int64_t token_id;  // void where best is not finite
-  float best;        // the row's largest logit; NaN where the row has one
-  float level;       // tokens with (logit - best) / temperature of this and above could be drawn
+  int64_t token_id;  // undefined if best is not finite
+  float best;        // the row's largest logit; NaN if the row has one
+  float level;       // the candidates had (logit - best) / temperature >= level
 };
 
-// Tokens of which top-p keeps the likeliest.
+// The candidates of top-p.
 class Candidates {
  public:
   struct Candidate {
-    uint32_t distance;  // from the best logit: the bits of a float that is not negative, in the same order
+    uint32_t distance;  // from the best logit: the bits of a non-negative float, which have the same order
     float weight;
   };
 
@@ -40,9 +40,9 @@ class Candidates {
   }
   double mass() const { return mass_; }
 
-  // The highest level at which those that reach it have the mass that is wanted: the lowest there is, if sums that were
-  // rounded in another order do not have it. Eight bits of the distance at a time, the candidates are added up by them,
-  // and only those go on in whose sum the mass is reached.
+  // The highest level at which the tokens that reach it have the wanted mass, or the lowest level if rounding errors
+  // keep the sum below it. A radix selection by eight bits of the distance at a time: the weights are summed by these
+  // bits, and only the candidates of the sum that reaches the mass go on.
   float level_of(double wanted) {
     double before = 0;
     for (int shift = 24; shift >= 0 && count_ > 1; shift -= 8) {
@@ -71,7 +71,7 @@ class Candidates {
   double mass_ = 0;
 };
 
-// A row whose logits are taken less the best one, and divided by the temperature.
+// A row of logits, less the best one, divided by the temperature.
 struct ScaledRow {
   const float* logits;
   int64_t size;
@@ -82,12 +82,12 @@ struct ScaledRow {
   bool reaches(int64_t part, float level) const { return scaled(maxima[part]) >= level; }
   f32x16 scaled_at(int64_t at) const { return (load_first(logits + at, size - at) - best) / temperature; }
 
-  // What sixteen tokens weigh: 0 where they do not reach the level, and behind the row's end.
+  // The weights of sixteen tokens: 0 below the level, and beyond the row's end.
   f32x16 weights(f32x16 scaled, int64_t at, float level) const {
     return keep_first(scaled >= level ? exp(scaled) : f32x16{}, size - at);
   }
 
-  // What all tokens weigh that reach the level; `sums` is for those of each part.
+  // The sum of the weights of the tokens that reach the level; `sums` gets those of each part.
   double weigh(float level, double* sums) const {
     constexpr float kWeightless = -88.0f;  // exp() is 0 below
     if (level < kWeightless) level = kWeightless;
@@ -102,9 +102,9 @@ struct ScaledRow {
     return total;
   }
 
-  // The level above which tokens have the share `top_p` of what all of them weigh. It is nearly always near the best.
+  // The level above which tokens have the share `top_p` of the total weight. It is nearly always close to the best.
   float top_p_level(double top_p, double* sums, Candidates& candidates) const {
-    const double wanted = top_p > 0 ? top_p * weigh(-__builtin_inff(), sums) : __DBL_MIN__;  // the best stays
+    const double wanted = top_p > 0 ? top_p * weigh(-__builtin_inff(), sums) : __DBL_MIN__;  // keeps the best
     for (float nearby = -8.0f; candidates.mass() < wanted && nearby >= -128.0f; nearby *= 2) {
       candidates.clear();
       for (int64_t at = 0; at < size; at += kLanes) {
@@ -119,10 +119,10 @@ struct ScaledRow {
     return candidates.level_of(wanted);
   }
 
-  // The first token of those that reach the level with which their sum exceeds its share.
+  // The first token that reaches the level and at which the cumulative distribution exceeds `uniform`.
   int64_t draw(double uniform, float level, double* sums) const {
     const double target = uniform * weigh(level, sums);
-    // Of what weighs nothing, nothing is drawn, wherever a rounded sum ends.
+    // Tokens of weight zero are never drawn, whatever the rounding of the sum.
     double before = 0, through = 0;
     int64_t part = -1, token_id = -1;
     for (int64_t p = 0; p * kPart < size && (part < 0 || through <= target); p++) {
@@ -161,13 +161,13 @@ inline SampledRow sample_row(const float* row, int64_t size, const SamplingRule&
   } else if (rule.top_p < 1.0) {
     sampled.level = scaled.top_p_level(rule.top_p, sums, candidates);
   }
-  if (rule.log_min_p > sampled.level) sampled.level = rule.log_min_p < 0 ? rule.log_min_p : 0.0f;  // the best stays
+  if (rule.log_min_p > sampled.level) sampled.level = rule.log_min_p < 0 ? rule.log_min_p : 0.0f;  // keeps the best
   sampled.token_id = scaled.draw(rule.uniform, sampled.level, sums);
   return sampled;
 }
 
-// Samples rows [num_rows, size] of logits, each by its rule; what a row gets depends on nothing but its logits and its
-// rule. False where memory is out.
+// Samples rows [num_rows, size] of logits, each by its rule. The result of a row depends only on its logits and its
+// rule. False: out of memory.
 inline bool sample_logits(const float* logits, int64_t num_rows, int64_t size, const SamplingRule* rules,
                           SampledRow* sampled) {
   int64_t most_k = 0;

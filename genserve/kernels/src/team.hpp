@@ -1,14 +1,14 @@
-// team.hpp: the threads that compute a node together, and the memory that they share.
+// team.hpp: the threads that compute a node together, and their shared memory.
 //
-// A node is computed in phases, a phase in chunks. Every thread that comes runs the same code: it takes chunks of the
-// phase at hand until none is left, waits until the others have done theirs, and goes on to the next phase. Nobody is
-// waited for before he has taken a chunk: one thread alone finishes, and one who comes late finds the phases done.
+// A node is computed in phases, a phase in chunks. All threads run the same code: a thread takes chunks of the current
+// phase until none is left, waits for the chunks of the others, and goes on to the next phase. A thread without a chunk
+// is never waited for, so that one thread alone finishes, and a late one finds the phases done.
 //
 //     thread 0   | chunk 0 | chunk 2 | chunk 3 |-wait-| chunk 0 | chunk 1 |
 //     thread 1        | chunk 1      | chunk 4 |      | chunk 2 |
 //                 phase 0                              phase 1
 //
-// The threads are those of ONNX Runtime; a test brings its own.
+// The threads are those of ONNX Runtime; tests have their own.
 #pragma once
 
 #include <stddef.h>
@@ -27,7 +27,7 @@ namespace genserve {
 
 constexpr int kMaxPhases = 4;
 
-// A number or a pointer that several threads read and write: what <atomic> has, without the headers of a C++ library.
+// A number or pointer shared by threads, like std::atomic but without the headers of a C++ library.
 template <class T>
 class Atomic {
  public:
@@ -43,7 +43,7 @@ class Atomic {
   T value_{};
 };
 
-// Waits a moment: a pause at first, and then, since somebody else may need this core, a turn for another thread.
+// Waits briefly: a pause instruction at first, later a yield, since another thread may need this core.
 inline void wait_a_moment(int turn) {
   if (turn >= 4096) {
 #if defined(_WIN32)
@@ -60,7 +60,7 @@ inline void wait_a_moment(int turn) {
 #endif
 }
 
-// The cores that this process may use, at least one.
+// The number of cores that this process may use, at least one.
 inline int count_cores() {
 #if defined(_WIN32)
   SYSTEM_INFO info;
@@ -78,27 +78,27 @@ inline int count_cores() {
 
 class Team {
  public:
-  // Takes chunks 0 .. chunks - 1 of a phase with the other threads, and returns once all of them are done.
-  // Phases are numbered from 0 in the order in which every thread comes to them.
+  // Runs chunks 0 .. chunks - 1 of a phase together with the other threads, and returns once all are done.
+  // Phases are numbered from 0, in the same order on every thread.
   template <class Body>
   void run(int phase, int64_t chunks, Body&& body) {
     take(phase, chunks, body);
     for (int turn = 0; phases_[phase].done.load() < chunks; turn++) wait_a_moment(turn);
   }
 
-  // The same for a node's last phase, where nobody need wait: whoever called the threads waits for them.
+  // The same for a node's last phase, without waiting, since the caller of the threads waits for them.
   template <class Body>
   void run_last(int phase, int64_t chunks, Body&& body) {
     take(phase, chunks, body);
   }
 
-  // Whether chunks of a phase are left for the one who asks.
+  // Whether chunks of a phase are left for this thread.
   bool has_chunks(int phase, int64_t chunks) const {
     return phases_[phase].next.peek() < chunks;
   }
 
  private:
-  struct Phase {  // counters that many threads write lie in cache lines of their own
+  struct Phase {  // counters written by many threads have separate cache lines
     alignas(128) Atomic<int64_t> next;
     alignas(128) Atomic<int64_t> done;
   };
@@ -116,14 +116,14 @@ class Team {
   Phase phases_[kMaxPhases];
 };
 
-// How a kernel comes to threads: `parallel_for` calls work(job, i) for each i below `count`, on any threads, and returns
-// when all calls have. Null stands for the caller alone.
+// The threads of a kernel: `parallel_for` calls work(job, i) for each i below `count`, on any threads, and returns when
+// all calls have returned. Null: only the caller's thread.
 struct Threads {
   void (*parallel_for)(void* host, size_t count, void (*work)(void* job, size_t index), void* job) = nullptr;
   void* host = nullptr;
   int count = 1;
 
-  // Calls work() on as many threads as there are, though not on more than have something to do.
+  // Calls work() on all threads, but on no more than there is work for.
   template <class Work>
   void run(int64_t useful, Work& work) const {
     const int64_t threads = useful < count ? useful : count;
@@ -132,8 +132,8 @@ struct Threads {
   }
 };
 
-// Memory for intermediate results, borrowed from the process's store and given back at the end of the scope. Sessions
-// run at the same time, each with memory of its own; a session's nodes, one after the other, get the same, warm in cache.
+// Memory for intermediate results, borrowed from a pool of the process until the end of the scope. Concurrent sessions
+// get separate memory; the consecutive nodes of a session get the same memory, which is warm in cache.
 class Scratch {
  public:
   explicit Scratch(size_t bytes) {
@@ -156,11 +156,10 @@ class Scratch {
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
 
-  // False: the machine has no memory left.
+  // False: out of memory.
   explicit operator bool() const { return block_ != nullptr; }
 
-  // The next `count` values, aligned to a cache line. What is taken together was asked for in the constructor, each
-  // part with `bytes_of`.
+  // The next `count` values, aligned to a cache line. The constructor's size is the sum of `bytes_of` of all parts.
   template <class T>
   T* take(size_t count) {
     char* at = reinterpret_cast<char*>(block_ + 1) + used_;

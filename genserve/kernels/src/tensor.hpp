@@ -1,6 +1,6 @@
-// tensor.hpp: a tensor as an operator sees it, and what is said about a wrong one.
+// tensor.hpp: the tensors of operators, and the errors for wrong ones.
 //
-// Operators are written over these, not over ONNX Runtime's types: the same code runs in a session, in a test through
+// Operators use these instead of ONNX Runtime's types, so that the same code runs in a session, in a test through
 // ctypes, and in a test program for another machine.
 #pragma once
 
@@ -11,7 +11,7 @@
 
 namespace genserve {
 
-// The element types, numbered as ONNX numbers them.
+// The element types, with ONNX's numbers.
 enum class Type : int32_t { kMissing = 0, kFloat32 = 1, kUint8 = 2, kInt8 = 3, kInt32 = 6, kInt64 = 7, kFloat16 = 10 };
 
 inline const char* name_of(Type type) {
@@ -29,7 +29,7 @@ inline const char* name_of(Type type) {
 
 constexpr int kMaxRank = 6;
 
-// A tensor in C order. An optional input that was not given has the type kMissing and no data.
+// A tensor in C order. A missing optional input has the type kMissing and no data.
 struct Tensor {
   void* data;
   Type type;
@@ -43,7 +43,7 @@ struct Tensor {
   }
 };
 
-// The first thing that was found wrong, in words. Later ones change nothing.
+// The message of the first error; later errors are ignored.
 struct Error {
   char message[320] = "";
 
@@ -60,7 +60,7 @@ struct Error {
   }
 };
 
-// Whether a tensor has a type and a shape; a size of kAny fits all. What is wrong is named by `name`.
+// Whether a tensor has the type and shape; a size of kAny matches all. `name` is its name in the error.
 constexpr int64_t kAny = -1;
 
 inline bool check_shape(const Tensor& tensor, const char* name, Type type, const int64_t* want, int rank, Error& error) {
@@ -87,14 +87,14 @@ inline bool check_shape(const Tensor& tensor, const char* name, Type type, const
   return error.set("%s has shape [%s], not [%s]", name, texts[0], texts[1]);
 }
 
-// check(tensor, "bias", Type::kFloat32, error, n): of one dimension with n values.
+// check(tensor, "bias", Type::kFloat32, error, n): one dimension with n values.
 template <class... Sizes>
 bool check(const Tensor& tensor, const char* name, Type type, Error& error, Sizes... sizes) {
   const int64_t want[] = {static_cast<int64_t>(sizes)...};
   return check_shape(tensor, name, type, want, (int)sizeof...(sizes), error);
 }
 
-// The same for an input that may be left out.
+// The same for an optional input.
 template <class... Sizes>
 bool check_optional(const Tensor& tensor, const char* name, Type type, Error& error, Sizes... sizes) {
   return !tensor.present() || check(tensor, name, type, error, sizes...);

@@ -1,9 +1,8 @@
-// vector.hpp: sixteen lanes of float or int, and what the kernels compute with them.
+// vector.hpp: vectors of sixteen lanes of float or int, and their functions.
 //
-// Written once, over clang's vector types, for every instruction set: a vector is one register of AVX-512, two of AVX2
-// and four of NEON or SSE2. All of them give equal bits, because each operation is one of IEEE 754 on a lane (the build
-// says -ffp-contract=off, so that a fused multiply-add stands only where fma() is written), and because sums over
-// lanes follow one tree.
+// The code uses clang's vector types and serves every instruction set: a vector is one register of AVX-512, two of AVX2
+// and four of NEON or SSE2. All compute equal bits, because each operation is one of IEEE 754 per lane (the build has
+// -ffp-contract=off, so that only fma() is a fused multiply-add), and because sums over lanes follow one tree.
 #pragma once
 
 #include <stddef.h>
@@ -48,7 +47,7 @@ GENSERVE_INLINE f32x16 load(const int8_t* from) {
   return __builtin_convertvector(__builtin_convertvector(v, i32x16), f32x16);
 }
 
-// Floats go to memory as they are, or rounded to the nearest fp16 (to even, halfway). For int8 see `round_to_int`.
+// Stores floats unchanged, or rounded to the nearest fp16 (ties to even). For int8 see `round_to_int`.
 GENSERVE_INLINE void store(float* to, f32x16 v) { memcpy(to, &v, sizeof v); }
 GENSERVE_INLINE void store(_Float16* to, f32x16 v) {
   f16x16 half = __builtin_convertvector(v, f16x16);
@@ -84,8 +83,8 @@ GENSERVE_INLINE f32x16 keep_first(f32x16 v, int64_t count) {
   return lane < (int32_t)(count < kLanes ? count : kLanes) ? v : f32x16{};
 }
 
-// Rows of a tile, three to a pointer: x86 reaches p, p + stride and p + 2 stride in one instruction, and so twelve
-// rows take four registers.
+// The rows of a tile, three per pointer: x86 addresses p, p + stride and p + 2 stride in one instruction, so that
+// twelve rows take four registers.
 template <class T, int kRows>
 struct RowPointers {
   const T* thirds[(kRows + 2) / 3];
@@ -105,8 +104,8 @@ struct RowPointers {
 // ------------------------------------------------------------------------------------------- one lane at a time
 
 #if !defined(__FMA__) && !defined(__aarch64__)
-// fma() of a processor that has none: in double the product is exact and the sum is not. Where something of it was lost,
-// an odd last bit says so, and the rounding to float then falls on the right side ("round to odd", Boldo, Melquiond).
+// fma() for processors without one: in double the product is exact, but the sum is not. If the sum is inexact, its last
+// bit is made odd, so that rounding to float is correct ("round to odd", Boldo, Melquiond).
 __attribute__((noinline)) inline f32x16 fma_by_double(const f32x16& a, const f32x16& b, const f32x16& c) {
   typedef double f64x16 __attribute__((vector_size(128)));
   typedef int64_t i64x16 __attribute__((vector_size(128)));
@@ -115,7 +114,7 @@ __attribute__((noinline)) inline f32x16 fma_by_double(const f32x16& a, const f32
   const f64x16 sum = product + addend;
   const f64x16 part = sum - product;
   const f64x16 lost = (product - (sum - part)) + (addend - part);
-  const i64x16 inexact = (lost > 0) | (lost < 0);      // neither of them where the sum is not finite
+  const i64x16 inexact = (lost > 0) | (lost < 0);      // neither if the sum is not finite
   const i64x16 even = ((i64x16)sum & 1) == 0;
   const i64x16 away = ((lost > 0) == (sum > 0)) & 1;   // 1: away from zero, 0: towards it
   const i64x16 odd = (i64x16)sum + ((inexact & even) & (2 * away - 1));
@@ -134,7 +133,7 @@ GENSERVE_INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
 GENSERVE_INLINE f32x16 fma(float a, f32x16 b, f32x16 c) { return fma(broadcast(a), b, c); }
 GENSERVE_INLINE float fma(float a, float b, float c) { return fma(broadcast(a), broadcast(b), broadcast(c))[0]; }
 
-// The larger and the smaller; where the second is NaN, so is the result.
+// The maximum and minimum; NaN if the second is NaN.
 GENSERVE_INLINE f32x16 max(f32x16 a, f32x16 b) { return a > b ? a : b; }
 GENSERVE_INLINE f32x16 min(f32x16 a, f32x16 b) { return a < b ? a : b; }
 GENSERVE_INLINE i32x16 max(i32x16 a, i32x16 b) { return a > b ? a : b; }
@@ -144,8 +143,8 @@ GENSERVE_INLINE f32x16 copysign(f32x16 size, f32x16 sign) {
   return (f32x16)(((i32x16)size & 0x7fffffff) | ((u32x16)(i32x16)sign & 0x80000000u));
 }
 
-// The nearest integer (to even, halfway) to a * b; |a * b| is below 2^22. At 1.5 * 2^23 the last bit of a float is worth
-// one, so that the sum's mantissa holds the integer: no instruction set needs a conversion with a rounding mode.
+// The nearest integer (ties to even) to a * b, for |a * b| < 2^22. At 1.5 * 2^23 the last bit of a float is worth one,
+// so that the mantissa of the sum holds the integer, without a conversion that depends on a rounding mode.
 GENSERVE_INLINE i32x16 round_to_int(f32x16 a, f32x16 b) {
   constexpr float kRound = 12582912.0f;
   return (i32x16)fma(a, b, broadcast(kRound)) - 0x4b400000;
@@ -171,7 +170,7 @@ GENSERVE_INLINE int32_t sum(i32x16 v) {
 GENSERVE_INLINE float maximum(f32x16 v) {
   return fold_lanes(v, [](f32x16 a, f32x16 b) { return max(a, b); });
 }
-// A comparison's lanes as bits, the first lane the lowest; and whether one of them is set.
+// The lanes of a comparison as bits, the first lane lowest; and whether any is set.
 GENSERVE_INLINE uint32_t bits(i32x16 mask) {
   typedef bool bool16 __attribute__((ext_vector_type(16)));
   return __builtin_bit_cast(uint16_t, __builtin_convertvector(mask, bool16));
