@@ -146,8 +146,8 @@ class Conversion:
         unknown = sorted(filterfalse(self.family.may_ignore, checkpoint.tensor_names - used))
         if unknown:
             raise ExportError(
-                f"{checkpoint.source} has {len(unknown)} tensors that the family {self.family.name} "
-                f"does not know, {unknown[0]!r} first",
+                f"{checkpoint.source} has {len(unknown)} tensors unknown to the family {self.family.name}, "
+                f"such as {unknown[0]!r}",
                 remedy="it is a variant of the architecture that its config names; nothing was installed",
             )
 
