@@ -40,9 +40,9 @@ class DurationStat:
         self.ns += ns
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class BatchStatistics:
-    """The executions of one batch size."""
+    """The executions of one batch size, or of all."""
 
     compute_infer: DurationStat = field(default_factory=DurationStat)
 
@@ -82,7 +82,7 @@ class LatencyHistogram:
             return list(zip((*self._bounds_ms, math.inf), counts, strict=True)), sum_ms
 
 
-class ModelStatistics:
+class ModelStatistics(BatchStatistics):
     """Counts of one version of a model; its methods are safe from any thread.
 
     Attributes, read by the protocols (see `InferStatistics` of the KServe v2 extensions):
@@ -96,6 +96,7 @@ class ModelStatistics:
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._lock = threading.Lock()
         self.inference_count = 0
         self.execution_count = 0
@@ -103,22 +104,11 @@ class ModelStatistics:
         self.success = DurationStat()
         self.fail = DurationStat()
         self.queue = DurationStat()
-        self.compute_infer = DurationStat()
         self.cache_hit = DurationStat()
         self.cache_miss = DurationStat()
         self.batches: defaultdict[int, BatchStatistics] = defaultdict(BatchStatistics)
         self.first_response: LatencyHistogram | None = None
         self.failures: dict[FailureReason, int] = dict.fromkeys(FailureReason, 0)
-
-    @property
-    def compute_input(self) -> DurationStat:
-        """As often as a model computed, in no time: inputs are handed over as they are."""
-        return DurationStat(self.compute_infer.count)
-
-    @property
-    def compute_output(self) -> DurationStat:
-        """As often as a model computed, in no time, as for the inputs."""
-        return DurationStat(self.compute_infer.count)
 
     def executed(self, batch: Sequence[Inference], *, started_ns: int, ended_ns: int) -> None:
         """Count an execution, whether its requests have ended or not."""

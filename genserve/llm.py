@@ -44,11 +44,11 @@ class LLM:
         self._repository = Repository([Path(model_repository)])
         with ExitStack() as undo:
             undo.callback(self._repository.close)   # unload the stages that were loaded before an error
-            name = model or self._repository.only_name()
+            name = model or self._repository.only_text_model_name()
             self._repository.start([name])
             for error in self._repository.errors.values():
                 raise error
-            self._model = self._repository.get(name)
+            self._model = self._repository.text_model(name)
             undo.pop_all()
 
     @property

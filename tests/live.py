@@ -1,10 +1,16 @@
-"""A live server on a free port of 127.0.0.1, in a thread of the test's process."""
+"""Live servers on free ports of 127.0.0.1: in a thread of the test's process, or as the command."""
 
 from __future__ import annotations
 
+import json
 import os
 import queue
+import subprocess
+import sys
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -34,7 +40,7 @@ class LiveServer:
 
     @property
     def model(self) -> TextModel:
-        return self.server.services.repository.get()
+        return self.server.services.repository.text_model()
 
     @property
     def port(self) -> int:
@@ -65,3 +71,51 @@ def children() -> set[int]:
         if int(parent) == os.getpid() and state != "Z":
             found.add(int(stat.parent.name))
     return found
+
+
+def request_bytes(path: str, body: dict) -> bytes:
+    content = json.dumps(body).encode()
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    )
+    return head.encode() + content
+
+
+def slow_down(server: LiveServer, monkeypatch) -> None:
+    """Make each step of the tiny model take a while, as a real one would."""
+    model = server.model.engine._engine._runner._model
+    forward = model.forward
+
+    def slow(batch):
+        time.sleep(0.01)
+        return forward(batch)
+
+    monkeypatch.setattr(model, "forward", slow)
+
+
+def wait_until(holds, *, timeout_s: float = 30) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.001)
+
+
+@contextmanager
+def serving(repository: Path, *flags: str, key: str = "") -> Iterator[subprocess.Popen]:
+    """The command, which does not outlive the test; with an API key if one is given."""
+    command = [sys.executable, "-m", "genserve", "serve", "--http-port=0", "--grpc-port=0"]
+    command += ["--metrics-port=0", f"--model-repository={repository}", *flags]
+    pipe = subprocess.PIPE
+    environment = os.environ | ({"GENSERVE_API_KEY": key} if key else {})
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def line_with(process: subprocess.Popen, words: str) -> str:
+    while words not in (line := process.stdout.readline()):
+        assert process.poll() is None
+    return line

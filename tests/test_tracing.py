@@ -282,7 +282,7 @@ def test_trace_settings_of_clients_take_effect_immediately(repository, tmp_path,
 
 def test_the_first_token_of_a_text_is_traced(tiny_repository, tmp_path):
     with serving(tiny_repository, tmp_path / "t.json", "level=TIMESTAMPS", "rate=1") as server:
-        [name] = server.server.services.repository.generation_names
+        [name] = server.server.services.repository.text_model_names
         asked = {"text_input": "a b", "max_tokens": 4}
         assert httpx2.post(f"{server.url}/v2/models/{name}/generate", json=asked).status_code == 200
     [trace] = traces(tmp_path / "t.json").values()

@@ -27,12 +27,12 @@ class GenserveEngine:
 
     def __init__(self, model_repository: str) -> None:
         repository = Repository([Path(model_repository)])
-        name = repository.only_name()
+        name = repository.only_text_model_name()
         repository.start([name])
         for error in repository.errors.values():
             raise error
         self._repository = repository
-        self._model = repository.get(name)
+        self._model = repository.text_model(name)
         self._numbers: dict[TokenSequence, int] = {}
         self._delivered: SimpleQueue[Sequence[RequestOutput]] = SimpleQueue()
 

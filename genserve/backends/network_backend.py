@@ -179,7 +179,7 @@ class BatchRunner:
 
     def _gather(self, batch: Sequence[Inference]) -> dict[str, Tensor]:
         given = [inference.inputs | (inference.states or {}) for inference in batch]
-        # The scheduler batches only what has the same inputs.
+        # The scheduler only batches requests with the same inputs.
         inputs = {name: self._join(name, [one[name] for one in given]) for name in given[0]}
         for batch_input in self._batch_inputs:
             for tensor in batch_input_tensors(batch_input, _shapes(batch, batch_input.source_inputs[0])):

@@ -13,14 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from genserve.backends.backend import (
-    Placement,
-    boolean_parameter,
-    integer_parameter,
-)
+from genserve.backends.backend import Placement, boolean_parameter, integer_parameter
 from genserve.backends.libraries import import_torch
 from genserve.backends.network_backend import NetworkBackend
-from genserve.backends.string_tensors import decode_strings, string_tensor
+from genserve.backends.tensor_data import decode_strings, string_tensor
 from genserve.config.model_config import ModelConfig
 from genserve.errors import InferenceError, RepositoryError, Status
 from genserve.tensor import DataType, Tensor
@@ -34,109 +30,59 @@ __all__ = [
     "set_threads",
 ]
 
-
 logger = logging.getLogger(__name__)
 
 
-def argument_indexes(config: ModelConfig, arguments: Sequence[str]) -> dict[str, int]:
-    """Return the argument position of each input, including batch inputs, controls and states.
+class PyTorchBackend(NetworkBackend):
+    """`Backend` of `backend: "pytorch"` and `platform: "pytorch_libtorch"`."""
 
-    Inputs are matched by argument name, else by the `__<index>` at the end of all names, else by their order
-    in the config. Controls and states always have the form `<name>__<index>`.
+    default_file = "model.pt"
 
-    Args:
-        config: of the model.
-        arguments: argument names of `forward`, without `self`.
-
-    Raises:
-        RepositoryError: the inputs do not match the arguments, or a state or control has no index; in
-            Triton's words where it has any.
-
-    Source: Triton's pytorch_backend, naming convention of inputs.
-    """
-    computed = [name for batch_input in config.batch_inputs for name in batch_input.target_names]
-    names = [*(spec.name for spec in config.inputs), *computed]
-    indexes = _indexes(names, known=arguments, kind="input", config=config)
-    if config.sequence_batching is not None:
-        for control in config.sequence_batching.controls:
-            indexes[control.name] = _control_index(control.name)
-        for state in config.sequence_batching.states:
-            indexes[state.input_name] = _state_index(state.input_name, config)
-    _check_arguments(indexes, arguments, config)
-    return indexes
+    @classmethod
+    def open_network(cls, path: Path, config: ModelConfig, placement: Placement) -> TorchModule:
+        """See `NetworkBackend.open_network`."""
+        return open_module(path, config=config, placement=placement)
 
 
-def output_indexes(config: ModelConfig) -> dict[str, int]:
-    """Return the result position of each output and state: by `__<index>`, else by the config's order.
+def open_module(path: Path, *, config: ModelConfig, placement: Placement) -> TorchModule:
+    """Load a module onto the device of a placement.
 
     Raises:
-        RepositoryError: a state has no index; in Triton's words.
+        MissingDependency: PyTorch is not installed.
+        RepositoryError: the file cannot be loaded, or does not match the config.
     """
-    indexes = _indexes([spec.name for spec in config.outputs], known=(), kind="output", config=config)
-    if config.sequence_batching is not None:
-        for state in config.sequence_batching.states:
-            indexes[state.output_name] = _state_index(state.output_name, config)
-    return indexes
+    set_threads(config.parameters)
+    return TorchModule(path, config=config, device=_device(placement, model=config.name))
 
 
-def _indexes(names: Sequence[str], *, known: Sequence[str], kind: str, config: ModelConfig) -> dict[str, int]:
-    if known and all(name in known for name in names):
-        return {name: known.index(name) for name in names}
-    indexes = {name: index for name in names if (index := _index(name)) is not None}
-    if len(indexes) == len(names):
-        return indexes
-    if config.sequence_batching is not None and config.sequence_batching.states:
-        raise RepositoryError(
-            f"PyTorch model '{config.name}' is using sequence batching with state but not all inputs and "
-            "outputs follow the <name>__<index> naming convention. "
-        )
-    if len(names) > 1:
+def _device(placement: Placement, *, model: str) -> str | None:
+    if placement.kind == "MODEL":
+        return None
+    if placement.kind == "GPU" and import_torch().cuda.is_available():
+        return f"cuda:{placement.device_id}"
+    if placement.kind == "GPU":
         logger.warning(
-            "model %s: its %ss match neither the names of the module nor <name>__<index>; "
-            "they are used in the order of config.pbtxt",
-            config.name,
-            kind,
+            "model %s: %s runs on the CPU, because PyTorch was built without CUDA or finds no GPU",
+            model,
+            placement.name,
         )
-    return {name: index for index, name in enumerate(names)}
+    return "cpu"
 
 
-def _index(name: str) -> int | None:
-    digits = name.partition("__")[2]
-    return int(digits) if digits.isdecimal() else None
-
-
-def _control_index(name: str) -> int:
-    index = _index(name)
-    if index is None:
-        raise RepositoryError(f"input '{name}' does not follow <name>__<index> naming convention.")
-    return index
-
-
-def _state_index(name: str, config: ModelConfig) -> int:
-    index = _index(name)
-    if index is None:
-        raise RepositoryError(
-            f"PyTorch model '{config.name}' is using sequence batching with state but state '{name}' "
-            "does not follow the <name>__<index> naming convention. "
-        )
-    return index
-
-
-def _check_arguments(indexes: dict[str, int], arguments: Sequence[str], config: ModelConfig) -> None:
-    remedy = f"the arguments of `forward` are {', '.join(arguments) or 'nothing'}"
-    if len(indexes) != len(arguments):
-        raise RepositoryError(
-            f"unable to load model '{config.name}', configuration expects {len(indexes)} inputs, "
-            f"model provides {len(arguments)}",
-            remedy=remedy,
-        )
-    if sorted(indexes.values()) != list(range(len(arguments))):
-        raise RepositoryError(
-            f"the inputs of model '{config.name}' have the indexes "
-            f"{', '.join(f'{index} ({name})' for name, index in indexes.items())}; "
-            f"each index from 0 to {len(arguments) - 1} must occur once",
-            remedy=remedy,
-        )
+def set_threads(parameters: Mapping[str, str]) -> None:
+    """Set the number of threads of torch, for the whole process, by the parameters of Triton's backend."""
+    intra = integer_parameter(parameters, "INTRA_OP_THREAD_COUNT", default=0)
+    inter = integer_parameter(parameters, "INTER_OP_THREAD_COUNT", default=0)
+    torch = import_torch()
+    if intra > 0:
+        torch.set_num_threads(intra)
+    if inter > 0 and inter != torch.get_num_interop_threads():
+        try:
+            torch.set_num_interop_threads(inter)
+        except RuntimeError as error:
+            logger.warning(
+                "INTER_OP_THREAD_COUNT is ignored, because torch has already started its threads: %s", error
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,53 +271,102 @@ def _data_types(torch: ModuleType) -> dict[Any, DataType]:
     }
 
 
-class PyTorchBackend(NetworkBackend):
-    """`Backend` of `backend: "pytorch"` and `platform: "pytorch_libtorch"`."""
+def argument_indexes(config: ModelConfig, arguments: Sequence[str]) -> dict[str, int]:
+    """Return the argument position of each input, including batch inputs, controls and states.
 
-    default_file = "model.pt"
+    Inputs are matched by argument name, else by the `__<index>` at the end of all names, else by their order
+    in the config. Controls and states always have the form `<name>__<index>`.
 
-    @classmethod
-    def open_network(cls, path: Path, config: ModelConfig, placement: Placement) -> TorchModule:
-        """See `NetworkBackend.open_network`."""
-        return open_module(path, config=config, placement=placement)
-
-
-def open_module(path: Path, *, config: ModelConfig, placement: Placement) -> TorchModule:
-    """Load a module onto the device of a placement.
+    Args:
+        config: of the model.
+        arguments: argument names of `forward`, without `self`.
 
     Raises:
-        MissingDependency: PyTorch is not installed.
-        RepositoryError: the file cannot be loaded, or does not match the config.
+        RepositoryError: the inputs do not match the arguments, or a state or control has no index; in
+            Triton's words where it has any.
+
+    Source: Triton's pytorch_backend, naming convention of inputs.
     """
-    set_threads(config.parameters)
-    return TorchModule(path, config=config, device=_device(placement, model=config.name))
+    computed = [name for batch_input in config.batch_inputs for name in batch_input.target_names]
+    names = [*(spec.name for spec in config.inputs), *computed]
+    indexes = _indexes(names, known=arguments, kind="input", config=config)
+    if config.sequence_batching is not None:
+        for control in config.sequence_batching.controls:
+            indexes[control.name] = _control_index(control.name)
+        for state in config.sequence_batching.states:
+            indexes[state.input_name] = _state_index(state.input_name, config)
+    _check_arguments(indexes, arguments, config)
+    return indexes
 
 
-def _device(placement: Placement, *, model: str) -> str | None:
-    if placement.kind == "MODEL":
-        return None
-    if placement.kind == "GPU" and import_torch().cuda.is_available():
-        return f"cuda:{placement.device_id}"
-    if placement.kind == "GPU":
-        logger.warning(
-            "model %s: %s runs on the CPU, because PyTorch was built without CUDA or finds no GPU",
-            model,
-            placement.name,
+def output_indexes(config: ModelConfig) -> dict[str, int]:
+    """Return the result position of each output and state: by `__<index>`, else by the config's order.
+
+    Raises:
+        RepositoryError: a state has no index; in Triton's words.
+    """
+    indexes = _indexes([spec.name for spec in config.outputs], known=(), kind="output", config=config)
+    if config.sequence_batching is not None:
+        for state in config.sequence_batching.states:
+            indexes[state.output_name] = _state_index(state.output_name, config)
+    return indexes
+
+
+def _indexes(names: Sequence[str], *, known: Sequence[str], kind: str, config: ModelConfig) -> dict[str, int]:
+    if known and all(name in known for name in names):
+        return {name: known.index(name) for name in names}
+    indexes = {name: index for name in names if (index := _index(name)) is not None}
+    if len(indexes) == len(names):
+        return indexes
+    if config.sequence_batching is not None and config.sequence_batching.states:
+        raise RepositoryError(
+            f"PyTorch model '{config.name}' is using sequence batching with state but not all inputs and "
+            "outputs follow the <name>__<index> naming convention. "
         )
-    return "cpu"
+    if len(names) > 1:
+        logger.warning(
+            "model %s: its %ss match neither the names of the module nor <name>__<index>; "
+            "they are used in the order of config.pbtxt",
+            config.name,
+            kind,
+        )
+    return {name: index for index, name in enumerate(names)}
 
 
-def set_threads(parameters: Mapping[str, str]) -> None:
-    """Set the number of threads of torch, for the whole process, by the parameters of Triton's backend."""
-    intra = integer_parameter(parameters, "INTRA_OP_THREAD_COUNT", default=0)
-    inter = integer_parameter(parameters, "INTER_OP_THREAD_COUNT", default=0)
-    torch = import_torch()
-    if intra > 0:
-        torch.set_num_threads(intra)
-    if inter > 0 and inter != torch.get_num_interop_threads():
-        try:
-            torch.set_num_interop_threads(inter)
-        except RuntimeError as error:
-            logger.warning(
-                "INTER_OP_THREAD_COUNT is ignored, because torch has already started its threads: %s", error
-            )
+def _index(name: str) -> int | None:
+    digits = name.partition("__")[2]
+    return int(digits) if digits.isdecimal() else None
+
+
+def _control_index(name: str) -> int:
+    index = _index(name)
+    if index is None:
+        raise RepositoryError(f"input '{name}' does not follow <name>__<index> naming convention.")
+    return index
+
+
+def _state_index(name: str, config: ModelConfig) -> int:
+    index = _index(name)
+    if index is None:
+        raise RepositoryError(
+            f"PyTorch model '{config.name}' is using sequence batching with state but state '{name}' "
+            "does not follow the <name>__<index> naming convention. "
+        )
+    return index
+
+
+def _check_arguments(indexes: dict[str, int], arguments: Sequence[str], config: ModelConfig) -> None:
+    remedy = f"the arguments of `forward` are {', '.join(arguments) or 'nothing'}"
+    if len(indexes) != len(arguments):
+        raise RepositoryError(
+            f"unable to load model '{config.name}', configuration expects {len(indexes)} inputs, "
+            f"model provides {len(arguments)}",
+            remedy=remedy,
+        )
+    if sorted(indexes.values()) != list(range(len(arguments))):
+        raise RepositoryError(
+            f"the inputs of model '{config.name}' have the indexes "
+            f"{', '.join(f'{index} ({name})' for name, index in indexes.items())}; "
+            f"each index from 0 to {len(arguments) - 1} must occur once",
+            remedy=remedy,
+        )

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from genserve.backends.backend import ModelSource, Placement
-from genserve.backends.string_tensors import decode_strings
+from genserve.backends.tensor_data import decode_strings
 from genserve.errors import InferenceError
 from genserve.inference import Inference, InferenceResponse
 from genserve.tensor import Tensor

@@ -10,15 +10,16 @@ from pathlib import Path
 
 import numpy as np
 
+from genserve.backends.tensor_data import read_tensor
 from genserve.config.model_config import ModelConfig, WarmupInput, WarmupSample
-from genserve.errors import GenserveError, InferenceError, InvalidRequest, RepositoryError, Status
+from genserve.errors import GenserveError, InferenceError, RepositoryError
 from genserve.inference import Inference, InferenceRequest, InferenceResponse, with_request_id
 from genserve.shapes import reshape
 from genserve.tensor import DataType, Tensor
 
 __all__ = ["WarmupBatch", "run_warmups", "warmup_batches"]
 
-FOLDER = "warmup"
+_FOLDER = "warmup"
 _MAX_ITERATIONS = 1000  # of an iterative request, which is then ended
 
 
@@ -77,33 +78,33 @@ def _tensor(spec: WarmupInput, config: ModelConfig, path: Path) -> Tensor:
             remedy="set them to the shape of a typical request",
         )
     data_type = DataType.from_config_name(spec.data_type)
-    content = _content(spec, data_type, path)
-    try:
-        tensor = Tensor.from_bytes(spec.name, content, data_type=data_type, shape=spec.dims)
-    except InvalidRequest as error:         # wrong strings
-        raise RepositoryError(
-            f"{path / FOLDER / spec.data_file}: {error.message}",
-            remedy="write the file with tritonclient.utils.serialize_byte_tensor: each element after its "
-            "length in 4 bytes, little-endian",
-        ) from error
-    return tensor.reshaped(_model_shape(spec, config))
+    return _data(spec, data_type, path).reshaped(_model_shape(spec, config))
 
 
-def _content(spec: WarmupInput, data_type: DataType, path: Path) -> bytes:
+def _data(spec: WarmupInput, data_type: DataType, path: Path) -> Tensor:
     num_bytes = math.prod(spec.dims) * (data_type.itemsize or 4)        # an empty string is its length, 0
     match spec.source:
         case "zero_data":
-            return bytes(num_bytes)
-        case "random_data" if data_type is DataType.BYTES:
-            return bytes(num_bytes)
+            content = bytes(num_bytes)
         case "random_data":
-            return _random(data_type, num_bytes)
+            content = bytes(num_bytes) if data_type is DataType.BYTES else _random(data_type, num_bytes)
         case "input_data_file":
-            return _file(spec, data_type, path, num_bytes=num_bytes)
-    raise RepositoryError(
-        with_request_id(f"warmup setting expects input '{spec.name}' to have input_data_type set"),
-        remedy="set zero_data: true, random_data: true or input_data_file",
-    )
+            return read_tensor(
+                path / _FOLDER / spec.data_file,
+                spec.name,
+                data_type=data_type,
+                shape=spec.dims,
+                too_short=lambda expected, actual: with_request_id(
+                    f"warmup setting expects {expected} bytes, but the data provided "
+                    f"from {spec.data_file}only has {actual} bytes"
+                ),
+            )
+        case _:
+            raise RepositoryError(
+                with_request_id(f"warmup setting expects input '{spec.name}' to have input_data_type set"),
+                remedy="set zero_data: true, random_data: true or input_data_file",
+            )
+    return Tensor.from_bytes(spec.name, content, data_type=data_type, shape=spec.dims)
 
 
 def _random(data_type: DataType, num_bytes: int) -> bytes:
@@ -112,29 +113,6 @@ def _random(data_type: DataType, num_bytes: int) -> bytes:
     if data_type is DataType.BOOL:
         return (np.frombuffer(content, dtype=np.uint8) & 1).tobytes()
     return content
-
-
-def _file(spec: WarmupInput, data_type: DataType, path: Path, *, num_bytes: int) -> bytes:
-    file = path / FOLDER / spec.data_file
-    try:
-        content = file.read_bytes()
-    except OSError as error:
-        raise RepositoryError(
-            f"failed to open text file for read {file}: {error.strerror}",
-            status=Status.INTERNAL,
-            remedy=f"put the data files of model_warmup into {path / FOLDER}",
-        ) from error
-    if data_type is DataType.BYTES:
-        return content
-    if len(content) < num_bytes:
-        raise RepositoryError(
-            with_request_id(
-                f"warmup setting expects {num_bytes} bytes, but the data provided "
-                f"from {spec.data_file}only has {len(content)} bytes"
-            ),
-            remedy="the file must hold the elements of one request, row-major, without the batch dimension",
-        )
-    return content[:num_bytes]
 
 
 def _model_shape(spec: WarmupInput, config: ModelConfig) -> tuple[int, ...]:

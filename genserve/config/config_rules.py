@@ -1,4 +1,4 @@
-"""Config rules: what a config must contain, on its own, for its model to be served.
+"""Config rules: the requirements of a config, on its own, for its model to be served.
 
 Where Triton reports the same error, the message is Triton's.
 """

@@ -1,4 +1,4 @@
-"""Diagnostics: what is wrong with a model of a repository, where in its files, and what to write instead.
+"""Diagnostics: the errors and warnings of a model, their positions in its files, and the remedies.
 
 protobuf reports positions for syntax errors only: `SourceMap` reads an accepted text again for the others.
 """
@@ -42,7 +42,7 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnostic:
-    """One thing that is wrong with a model, where, and what to write instead."""
+    """An error or a warning about a model, with its position and a remedy."""
 
     severity: Severity
     path: Path                      # the file, or the folder in which a file is missing
@@ -236,7 +236,7 @@ class ValidationContext:
         source: of its diagnostics.
         folder: of the model.
         backends: the names that `backend` may have.
-        completed: whether the backend has filled in what it read from the model's file.
+        completed: whether the backend has completed the config from the model's file.
     """
 
     message: Any

@@ -36,7 +36,7 @@ __all__ = [
     "unreadable_config",
 ]
 
-# What protobuf puts in front of its messages: the position, and the line.
+# The prefix of protobuf's messages: the position, and the line.
 PREFIX = re.compile(r"^\d+:\d+ : ('.*': )?")
 UNKNOWN_NAME = re.compile(r'(?P<kind>Message|Enum) type "(?P<type>[\w.]+)" has no \w+ named "?(?P<name>\w+)')
 # The first name of `iterative_sequence`; one letter longer, so a blank keeps the positions right.
@@ -44,11 +44,12 @@ _OLD_NAME = re.compile(r"\bgenerative_sequence\b(?=\s*:)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParsedConfig:
+class ParsedConfig(ConfigSource):
     """The values of one config, and its diagnostics.
 
     Attributes:
-        source: its file, which may be missing.
+        path: of its file, which may be missing.
+        source_map: None: it has no text.
         message: the `inference.ModelConfig` as it is written; None: it cannot be read, and the only
             diagnostic says why.
         config: its values, with the backend as far as it can be deduced; None: there is no message, or it
@@ -56,28 +57,9 @@ class ParsedConfig:
         diagnostics: in the order of the rules.
     """
 
-    source: ConfigSource
     message: Any
     config: ModelConfig | None
     diagnostics: tuple[Diagnostic, ...]
-
-    @property
-    def path(self) -> Path:
-        """The path of its config.pbtxt, which may be missing."""
-        return self.source.path
-
-    def diagnostic(
-        self,
-        severity: Severity,
-        field: str,
-        message: str,
-        *,
-        remedy: str,
-        key: str | None = None,
-        at_load: bool = False,
-    ) -> Diagnostic:
-        """Make a diagnostic at a field; see `ConfigSource.diagnostic`."""
-        return self.source.diagnostic(severity, field, message, remedy=remedy, key=key, at_load=at_load)
 
 
 def read_model_config(path: Path) -> ModelConfig:
@@ -158,26 +140,28 @@ def inspect_message(
         source_map: of the text; None: there is none, and diagnostics have no position.
         completed: whether a backend has completed it, so that every mandatory field must be there.
     """
-    source = ConfigSource(path=path, source_map=source_map)
     deduced = new_model_config()
     deduced.CopyFrom(message)
     context = ValidationContext(
         message=deduced,
-        source=source,
+        source=ConfigSource(path=path, source_map=source_map),
         folder=folder,
         backends=tuple(backends) or known_backends(),
         completed=completed,
     )
     outside = tuple(validate_file_names(context))
     if outside:
-        return ParsedConfig(source=source, message=message, config=None, diagnostics=outside)
+        return ParsedConfig(
+            path=path, source_map=source_map, message=message, config=None, diagnostics=outside
+        )
     undeduced: tuple[Diagnostic, ...] = ()
     try:
         deduce_backend(deduced, folder)
     except RepositoryError as error:
         undeduced = (context.error("", error.message, remedy=error.remedy),)
     return ParsedConfig(
-        source=source,
+        path=path,
+        source_map=source_map,
         message=message,
         config=model_config(deduced, name=folder.name),
         diagnostics=(*undeduced, *config_diagnostics(context)),
@@ -225,9 +209,7 @@ def unreadable_config(
     diagnostic = Diagnostic(
         severity=Severity.ERROR, path=at or path, position=position, message=message, remedy=remedy
     )
-    return ParsedConfig(
-        source=ConfigSource(path=path), message=None, config=None, diagnostics=(diagnostic,)
-    )
+    return ParsedConfig(path=path, message=None, config=None, diagnostics=(diagnostic,))
 
 
 def _nearest_in_schema(unknown: re.Match[str]) -> str:

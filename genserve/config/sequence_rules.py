@@ -1,4 +1,4 @@
-"""Sequence rules: what a config must say of sequences, their controls and their states."""
+"""Sequence rules: valid sequence batching, controls and states of a config."""
 
 from __future__ import annotations
 

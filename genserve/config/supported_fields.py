@@ -39,7 +39,7 @@ _SUPPORTED = {
     "instance_group": {"name", "kind", "count", "gpus", "rate_limiter", "profile"},  # rules reject profile
 }  # fmt: skip
 
-# What happens instead of the other fields.
+# The effects that replace the other fields.
 _INSTEAD = {
     "runtime": "the backend's own runtime is used",
     "cc_model_filenames": "`default_model_filename` is loaded on every device",
@@ -72,17 +72,17 @@ class Role(StrEnum):
 
 # The fields of `_SUPPORTED` that the engine of a text model ignores, by role.
 _ONE_INSTANCE = {
-    "instance_group.count": "one engine runs the model, as one instance, and `max_batch_size` of the logits "
-    "stage says how many sequences run together",
-    "instance_group.rate_limiter": "the steps of the engine hold no resources",
+    "instance_group.count": "one engine runs the model as one instance; `max_batch_size` of the logits stage "
+    "limits the concurrent sequences",
+    "instance_group.rate_limiter": "the engine acquires no resources",
 }
 _ON_THE_CPU = {"instance_group.kind": "it runs on the CPU", "instance_group.gpus": "it runs on the CPU"}
-_ITSELF_ALONE = "it acts on requests to the stage itself, not on those to its ensemble"
+_ITSELF_ALONE = "it affects requests to the stage itself, not to its ensemble"
 _IN_THE_ENGINE = "the decoding loop runs in the engine of its ensemble, a coroutine for each sequence"
-_COMPUTED = "the engine gives the graph token ids and their positions, and nothing else"
+_COMPUTED = "the engine gives the graph token ids and their positions only"
 _BATCHING = "sequences join and leave the batch of the engine at each step"
 _NO_FILE = "the files of the stages are loaded"
-_AS_IT_IS = "tensors have the shapes that `dims` say"
+_AS_IT_IS = "tensors have the shapes of `dims`"
 _LOGITS = _ONE_INSTANCE | {
     "input.reshape": "the graph is given ids [batch, tokens]",
     "input.allow_ragged_batch": "rows of different lengths are padded",
@@ -90,34 +90,34 @@ _LOGITS = _ONE_INSTANCE | {
     "batch_output": _COMPUTED,
     "dynamic_batching": _BATCHING,
     "sequence_batching.direct": _BATCHING,
-    "sequence_batching.oldest.max_candidate_sequences": "`max_batch_size` sequences run together",
+    "sequence_batching.oldest.max_candidate_sequences": "`max_batch_size` limits the concurrent sequences",
     "sequence_batching.oldest.preferred_batch_size": _BATCHING,
     "sequence_batching.oldest.max_queue_delay_microseconds": _BATCHING,
     "sequence_batching.oldest.preserve_ordering": _BATCHING,
-    "sequence_batching.max_sequence_idle_microseconds": "each request is a sequence of its own",
+    "sequence_batching.max_sequence_idle_microseconds": "each request is one sequence",
     "sequence_batching.control_input": _COMPUTED,
     "sequence_batching.state.initial_state.data_file": "the KV cache of a sequence begins empty",
-    "response_cache": "answers are not kept; what prompts begin with is, in the KV cache",
+    "response_cache": "answers are not cached; prefixes of prompts are, in the KV cache",
 }
 _IN_ROLE: Mapping[Role, Mapping[str, str]] = {
     Role.ENSEMBLE: {
         "default_model_filename": _NO_FILE,
         "batch_input": _NO_FILE,
         "batch_output": _NO_FILE,
-        "input.allow_ragged_batch": "each request is a sequence of its own",
-        "response_cache": "answers are not kept; what prompts begin with is, in the KV cache",
+        "input.allow_ragged_batch": "each request is one sequence",
+        "response_cache": "answers are not cached; prefixes of prompts are, in the KV cache",
     },
     Role.TOKENIZER: dict.fromkeys(
         ("dynamic_batching", "sequence_batching", "response_cache", "model_warmup", *_ONE_INSTANCE),
         _ITSELF_ALONE,
     )
     | _ON_THE_CPU
-    | dict.fromkeys(("batch_input", "batch_output", "input.allow_ragged_batch"), "it takes texts alone")
+    | dict.fromkeys(("batch_input", "batch_output", "input.allow_ragged_batch"), "its input is text only")
     | dict.fromkeys(("optimization.graph", "optimization.execution_accelerators"), "there is no graph"),
     Role.LOGITS: _LOGITS
     | {
-        "optimization.graph": "the graph is optimised as far as ONNX Runtime can",
-        "optimization.execution_accelerators": "the graph runs by the kernels of its device alone",
+        "optimization.graph": "ONNX Runtime optimises the graph as far as it can",
+        "optimization.execution_accelerators": "the graph runs on the kernels of its device only",
     },
     Role.LOGITS_WITHOUT_CACHE: _LOGITS,
     Role.DECODER: dict.fromkeys(
@@ -134,7 +134,7 @@ _IN_ROLE: Mapping[Role, Mapping[str, str]] = {
 _ERRORS_IN_LOGITS = (
     "batch_input", "sequence_batching.control_input", "sequence_batching.state.initial_state.data_file",
 )  # fmt: skip
-# Values that mean what happens anyway.
+# Values that are in effect anyway.
 _AS_IT_HAPPENS = {
     "instance_group.count": ("1",),
     "instance_group.kind": ("KIND_AUTO", "KIND_CPU", "KIND_MODEL"),

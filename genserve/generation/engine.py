@@ -21,70 +21,6 @@ __all__ = ["Engine", "PausedLoops", "StepResult"]
 
 logger = logging.getLogger(__name__)
 
-# A paused loop keeps its place in the forward, as a running sequence does, for this time and a few pauses.
-_HOLD_S = 0.02
-_NUM_PAUSES = 4
-_MAX_PAUSE_S = 1.0          # a loop that paused for longer is treated like one that has not come back yet
-_MAX_PAUSED = 256
-
-
-@dataclass(frozen=True, slots=True)
-class _PausedLoop:
-    arrival: int        # its arrival number in the queue
-    since_s: float
-    held_until_s: float
-    pause_s: float      # how long its last pause was; infinite: it has not come back yet
-
-
-class PausedLoops:
-    """Loops over logits that were answered and may come back with one more token.
-
-    They are found by the tokens for which they were answered. Belongs to the engine's thread.
-    """
-
-    def __init__(self) -> None:
-        self._loops: OrderedDict[tuple[int, ...], _PausedLoop] = OrderedDict()
-
-    def pause(self, request: LogitsRequest, *, arrival: int, now_s: float, step_s: float) -> None:
-        """Note that a request was answered.
-
-        A loop that has not come back yet may never do so. To hold its place for half a step costs less than
-        to have it wait for a step.
-        """
-        pause_s = request.pause_s
-        held_s = _HOLD_S + _NUM_PAUSES * pause_s if pause_s < _MAX_PAUSE_S else min(_HOLD_S, step_s / 2)
-        self._loops[tuple(request.token_ids)] = _PausedLoop(arrival, now_s, now_s + held_s, pause_s)
-        if len(self._loops) > _MAX_PAUSED:
-            self._loops.popitem(last=False)
-
-    def resume(self, request: LogitsRequest) -> int | None:
-        """Return the arrival number of the request's loop, and note its pause; None: it is a new loop."""
-        loop = self._loops.pop(tuple(request.token_ids[:-1]), None) or self._loops.pop(
-            tuple(request.token_ids), None
-        )
-        if loop is None:
-            return None
-        request.pause_s = request.submitted_s - loop.since_s
-        return loop.arrival
-
-    def num_held(self, now_s: float) -> int:
-        """Return how many places are held."""
-        return sum(now_s < loop.held_until_s for loop in self._loops.values())
-
-    def held_s(self, now_s: float) -> float:
-        """Return how long it takes until one of the held places becomes free; 0: none is held."""
-        held = (loop.held_until_s - now_s for loop in self._loops.values() if now_s < loop.held_until_s)
-        return min(held, default=0.0)
-
-    def expected(self, now_s: float, *, within_s: float) -> tuple[int, float]:
-        """Return how many loops always come back within `within_s`, and how long to wait for these."""
-        since_s = [
-            loop.since_s
-            for loop in self._loops.values()
-            if loop.pause_s < within_s and now_s - loop.since_s < within_s
-        ]
-        return len(since_s), max(since_s, default=now_s) + within_s - now_s
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
@@ -263,3 +199,68 @@ class Engine:
             except GenserveError as error:  # of an output parser
                 failed[sequence] = error
         return expired
+
+
+# A paused loop keeps its place in the forward, as a running sequence does, for this time and a few pauses.
+_HOLD_S = 0.02
+_NUM_PAUSES = 4
+_MAX_PAUSE_S = 1.0          # a loop that paused for longer is treated like one that has not come back yet
+_MAX_PAUSED = 256
+
+
+@dataclass(frozen=True, slots=True)
+class _PausedLoop:
+    arrival: int        # its arrival number in the queue
+    since_s: float
+    held_until_s: float
+    pause_s: float      # how long its last pause was; infinite: it has not come back yet
+
+
+class PausedLoops:
+    """Loops over logits that were answered and may come back with one more token.
+
+    They are found by the tokens for which they were answered. Belongs to the engine's thread.
+    """
+
+    def __init__(self) -> None:
+        self._loops: OrderedDict[tuple[int, ...], _PausedLoop] = OrderedDict()
+
+    def pause(self, request: LogitsRequest, *, arrival: int, now_s: float, step_s: float) -> None:
+        """Note that a request was answered.
+
+        A loop that has not come back yet may never do so. To hold its place for half a step costs less than
+        to have it wait for a step.
+        """
+        pause_s = request.pause_s
+        held_s = _HOLD_S + _NUM_PAUSES * pause_s if pause_s < _MAX_PAUSE_S else min(_HOLD_S, step_s / 2)
+        self._loops[tuple(request.token_ids)] = _PausedLoop(arrival, now_s, now_s + held_s, pause_s)
+        if len(self._loops) > _MAX_PAUSED:
+            self._loops.popitem(last=False)
+
+    def resume(self, request: LogitsRequest) -> int | None:
+        """Return the arrival number of the request's loop, and note its pause; None: it is a new loop."""
+        loop = self._loops.pop(tuple(request.token_ids[:-1]), None) or self._loops.pop(
+            tuple(request.token_ids), None
+        )
+        if loop is None:
+            return None
+        request.pause_s = request.submitted_s - loop.since_s
+        return loop.arrival
+
+    def num_held(self, now_s: float) -> int:
+        """Return how many places are held."""
+        return sum(now_s < loop.held_until_s for loop in self._loops.values())
+
+    def held_s(self, now_s: float) -> float:
+        """Return how long it takes until one of the held places becomes free; 0: none is held."""
+        held = (loop.held_until_s - now_s for loop in self._loops.values() if now_s < loop.held_until_s)
+        return min(held, default=0.0)
+
+    def expected(self, now_s: float, *, within_s: float) -> tuple[int, float]:
+        """Return how many loops always come back within `within_s`, and how long to wait for these."""
+        since_s = [
+            loop.since_s
+            for loop in self._loops.values()
+            if loop.pause_s < within_s and now_s - loop.since_s < within_s
+        ]
+        return len(since_s), max(since_s, default=now_s) + within_s - now_s

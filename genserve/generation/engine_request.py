@@ -19,7 +19,7 @@ from genserve.generation.logits_model import LogitsArray, TokenArray
 from genserve.generation.sequence_plugins import SequencePlugins
 from genserve.sampling.batch_sampler import SamplingState
 from genserve.sampling.logits_edits import StructuredOutputGrammar
-from genserve.sampling.logits_processors import NO_BREAKERS, DryBreakers
+from genserve.sampling.logits_processors import TokenizedParams
 from genserve.sampling.sampler import token_logprob
 from genserve.sampling.sampling_params import SamplingParams
 
@@ -32,6 +32,10 @@ __all__ = [
     "SequenceSearch",
     "TokenSequence",
 ]
+
+
+_CHECK_FINISHED = "check `sequence.finished` before each append"
+_KEEP_GRAMMAR = "append only tokens of sequence.sample(), and do not undo the grammar in a logits processor"
 
 
 class LogitsConsumer(Protocol):
@@ -299,11 +303,9 @@ class TokenSequence(Request):
         text: AnswerText,
         max_length: int,
         vocab_size: int,
-        bad_words: Sequence[Sequence[int]] = (),
-        dry_breakers: DryBreakers = NO_BREAKERS,
+        tokenized: TokenizedParams | None = None,
         plugins: SequencePlugins | None = None,
         deadline_s: float | None = None,
-        xtc_spared_ids: Sequence[int] = (),
         grammar: StructuredOutputGrammar | None = None,
         begins_thought: bool = False,
     ) -> None:
@@ -323,9 +325,7 @@ class TokenSequence(Request):
             seed=seed,
             num_prompt_tokens=self.num_prompt_tokens,
             ending_ids=frozenset(i for i in self.ending_ids if i < vocab_size),
-            bad_words=bad_words,
-            dry_breakers=dry_breakers,
-            spared_ids=[i for i in xtc_spared_ids if i < vocab_size],
+            tokenized=tokenized or TokenizedParams(),
             plugins=self.plugins,
             grammar=grammar,
         )
@@ -412,13 +412,14 @@ class TokenSequence(Request):
             TypeError: the id is not an integer.
         """
         if self.finish_reason is not None:
-            raise ModelFailed("the decoding loop appended to a sequence that has ended")
+            raise ModelFailed("the decoding loop appended to a finished sequence", remedy=_CHECK_FINISHED)
         token_id = operator.index(token_id)  # numpy's and torch's integers become Python's
         if not 0 <= token_id < self._vocab_size:
             raise ModelFailed(f"the decoding loop appended token id {token_id}, outside the vocabulary")
         grammar = self.sampling.grammar
         if grammar is not None and not grammar.accept(token_id):
-            raise ModelFailed(f"token id {token_id} came, which its grammar forbids: {grammar.failure}")
+            message = f"token id {token_id} is not allowed by the request's grammar: {grammar.failure}"
+            raise ModelFailed(message, remedy=_KEEP_GRAMMAR)
         self.token_ids.append(token_id)
         if self.params.logprobs:
             self._delta.add_logprob()

@@ -90,7 +90,7 @@ class EngineThread(RequestInbox):
             self._end_all(Closed("the server stopped before the answer was complete"))
         except BaseException:
             logger.exception("engine thread died")
-            failure = ModelFailed("the engine failed; its model must be loaded again")
+            failure = ModelFailed("the engine failed", remedy="load its model again; the log has the error")
             with self._changed:
                 self._failure = failure
             self._end_all(failure)

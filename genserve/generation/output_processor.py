@@ -24,75 +24,6 @@ logger = logging.getLogger(__name__)
 DecodeFunction = Callable[[TokenSequence], Coroutine[Any, Any, None]]
 
 
-class DecodingLoops:
-    """One coroutine of the repository's `decode` per token sequence. Belongs to the engine's thread.
-
-    A loop is a plain coroutine without an event loop: it can only await the next token or the next row of
-    logits, and the engine resumes it with it.
-    """
-
-    def __init__(self, decode: DecodeFunction) -> None:
-        self._decode = decode
-        self._loops: dict[Request, Coroutine[Any, Any, None]] = {}
-        self._awaited: dict[Request, Awaited] = {}
-
-    def __len__(self) -> int:
-        return len(self._loops)
-
-    def awaited(self, sequence: TokenSequence) -> Awaited | None:
-        """Return what the sequence's loop waits for; None if it has ended. Starts the loop if necessary.
-
-        Raises:
-            GenserveError: the loop failed before its first await.
-        """
-        if sequence not in self._loops:
-            self._loops[sequence] = self._decode(sequence)
-            self._advance(sequence, None)
-        return self._awaited.get(sequence)
-
-    def resume(self, sequence: TokenSequence, value: Any) -> None:
-        """Send the loop the value that it waits for, and run it to its next await or its end.
-
-        Raises:
-            GenserveError: the loop raised, awaited something else, or did not append a token.
-        """
-        self._advance(sequence, value)
-        if sequence.finish_reason is None and sequence.num_pending == 0:
-            raise ModelFailed("the decoding loop waited again without appending a token")
-
-    def drop(self, request: Request) -> None:
-        """Close the loop of a request that leaves; does nothing if it has none."""
-        self._awaited.pop(request, None)
-        loop = self._loops.pop(request, None)
-        if loop is None:
-            return
-        try:
-            loop.close()
-        except BaseException:  # its `finally` raised, or it awaited again; no request can receive the error
-            logger.exception("decoding loop failed while it was closed")
-
-    def _advance(self, sequence: TokenSequence, value: Any) -> None:
-        try:
-            awaited = self._loops[sequence].send(value)
-        except StopIteration:
-            self._awaited.pop(sequence, None)
-            if not sequence.finished:
-                sequence.finish(FinishReason.END_OF_SEQUENCE)
-            return
-        except GenserveError:
-            raise
-        except BaseException as error:  # sys.exit() in a model.py must not end the engine's thread
-            logger.exception("decoding loop failed")
-            raise ModelFailed("the decoding loop failed", remedy=SEE_LOG) from error
-        if not isinstance(awaited, Awaited):
-            logger.error("decoding loop awaited a %s", type(awaited).__name__)
-            raise ModelFailed(
-                "the decoding loop awaited neither a token nor logits",
-                remedy="`decode` may await sequence.sample() and sequence.logits(), nothing else",
-            )
-        self._awaited[sequence] = awaited
-
-
 @dataclass(slots=True)
 class StepOutputs:
     """The outputs of one step.
@@ -298,3 +229,75 @@ def _not_finite(sequence: TokenSequence) -> GenserveError:
         "the model's logits are not finite, or the request's parameters leave no token to sample",
         remedy="forbid less: allowed_token_ids, suppress_tokens, bad_words, min_tokens, no_repeat_ngram_size",
     )
+
+
+class DecodingLoops:
+    """One coroutine of the repository's `decode` per token sequence. Belongs to the engine's thread.
+
+    A loop is a plain coroutine without an event loop: it can only await the next token or the next row of
+    logits, and the engine resumes it with it.
+    """
+
+    def __init__(self, decode: DecodeFunction) -> None:
+        self._decode = decode
+        self._loops: dict[Request, Coroutine[Any, Any, None]] = {}
+        self._awaited: dict[Request, Awaited] = {}
+
+    def __len__(self) -> int:
+        return len(self._loops)
+
+    def awaited(self, sequence: TokenSequence) -> Awaited | None:
+        """Return what the sequence's loop waits for; None if it has ended. Starts the loop if necessary.
+
+        Raises:
+            GenserveError: the loop failed before its first await.
+        """
+        if sequence not in self._loops:
+            self._loops[sequence] = self._decode(sequence)
+            self._advance(sequence, None)
+        return self._awaited.get(sequence)
+
+    def resume(self, sequence: TokenSequence, value: Any) -> None:
+        """Send the loop the value that it waits for, and run it to its next await or its end.
+
+        Raises:
+            GenserveError: the loop raised, awaited something else, or did not append a token.
+        """
+        self._advance(sequence, value)
+        if sequence.finish_reason is None and sequence.num_pending == 0:
+            raise ModelFailed(
+                "the decoding loop awaited again without appending a token",
+                remedy="call sequence.append() after each await",
+            )
+
+    def drop(self, request: Request) -> None:
+        """Close the loop of a request that leaves; does nothing if it has none."""
+        self._awaited.pop(request, None)
+        loop = self._loops.pop(request, None)
+        if loop is None:
+            return
+        try:
+            loop.close()
+        except BaseException:  # its `finally` raised, or it awaited again; no request can receive the error
+            logger.exception("decoding loop failed while it was closed")
+
+    def _advance(self, sequence: TokenSequence, value: Any) -> None:
+        try:
+            awaited = self._loops[sequence].send(value)
+        except StopIteration:
+            self._awaited.pop(sequence, None)
+            if not sequence.finished:
+                sequence.finish(FinishReason.END_OF_SEQUENCE)
+            return
+        except GenserveError:
+            raise
+        except BaseException as error:  # sys.exit() in a model.py must not end the engine's thread
+            logger.exception("decoding loop failed")
+            raise ModelFailed("the decoding loop failed", remedy=SEE_LOG) from error
+        if not isinstance(awaited, Awaited):
+            logger.error("decoding loop awaited a %s", type(awaited).__name__)
+            raise ModelFailed(
+                "the decoding loop awaited neither a token nor logits",
+                remedy="`decode` may await sequence.sample() and sequence.logits(), nothing else",
+            )
+        self._awaited[sequence] = awaited

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, Self, TypeAlias
 
 from genserve.completion import Delta
@@ -45,13 +45,13 @@ class RequestState:
     num_tokens: int         # of its prompt; of a beam search only the first answer counts them
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Arrivals:
-    """Everything that came since the engine's thread looked last."""
+    """Requests that arrived or were cancelled since the engine's thread took the last ones."""
 
-    sequences: list[RequestState]
-    logits_requests: list[LogitsRequest]
-    cancelled: set[Request]
+    sequences: list[RequestState] = field(default_factory=list)
+    logits_requests: list[LogitsRequest] = field(default_factory=list)
+    cancelled: set[Request] = field(default_factory=set)
 
 
 class Reservation:
@@ -108,7 +108,7 @@ class RequestInbox:
         self._idle = threading.Condition(lock)
         # Guarded by the conditions.
         self._admission = admission
-        self._arrivals = Arrivals([], [], set())
+        self._arrivals = Arrivals()
         self._waiting: dict[Request, RequestState] = {}     # for their first step, in the order of arrival
         self._oldest_s = math.inf           # no waiting sequence came earlier
         self._num_awaited = 1               # arrivals that are worth waking the engine's thread
@@ -241,7 +241,7 @@ class RequestInbox:
 
     def _check_open(self) -> None:
         if self._failure is not None:
-            raise ModelNotReady(self._failure.message)
+            raise ModelNotReady(self._failure.message, remedy=self._failure.remedy)
         if self._closing:
             raise Closed("the model is being unloaded or the server stops")
 
@@ -273,7 +273,7 @@ class RequestInbox:
 
     def _take_arrivals(self) -> Arrivals:
         with self._changed:
-            arrivals, self._arrivals = self._arrivals, Arrivals([], [], set())
+            arrivals, self._arrivals = self._arrivals, Arrivals()
         return arrivals
 
     def _start(

@@ -30,64 +30,10 @@ _MEASURED_TOKENS = 8    # of prompts: fewer in a step cost little each, and say 
 
 _PROMPT_SHARE = 0.9         # of the tokens that double a step, for each prompt
 _MIN_PROMPT_TOKENS = 8      # for each prompt of a step that also decodes
-_LONGEST_SHARE = 4          # the longest prompt gets at least this fraction (1/4) of the prompts' tokens
+_LONGEST_SHARE = 4          # the longest prompt gets at least one in 4 of the prompts' tokens
 _MAX_UNFINISHED = 2         # prompts that a step leaves unfinished, before others may begin
 _MAX_SCORED_ROWS = 64       # rows of logits of a step that prompts need for prompt_logprobs
 _DRAFT_MARGIN = 1.25        # a draft must be worth this many times what it costs
-
-
-class StepTimes:
-    """Learns how long a step takes, by the number of its decodes, and for each further token.
-
-    A few drafted tokens are cheap, since the weights are read anyway, so they are measured separately.
-    """
-
-    def __init__(self) -> None:
-        self._decode_s: dict[int, float] = {}   # by the number of sequences
-        # For each further token; 0: not known.
-        self._prompt_token_s = 0.0
-        self._drafted_token_s = 0.0
-
-    def note(self, step: SchedulerOutput, seconds: float) -> None:
-        """Learn how long a step took, which has prompts or drafted tokens, but not both."""
-        if not step.num_decodes or seconds <= 0:
-            return
-        decode_s = self.decode_s(step.num_decodes)
-        if not step.num_prompt_tokens and not step.num_drafted:
-            average = self._decode_s.get(step.num_decodes, 0.0)
-            self._decode_s[step.num_decodes] = _moving_average(average, seconds)
-            self._drafted_token_s *= 1 - _FORGIVEN
-        elif decode_s is None:
-            return
-        elif step.num_drafted:
-            token_s = max(seconds - decode_s, 0.0) / step.num_drafted
-            self._drafted_token_s = _moving_average(self._drafted_token_s, token_s)
-        elif step.num_prompt_tokens >= _MEASURED_TOKENS:
-            token_s = max(seconds - decode_s, 0.0) / step.num_prompt_tokens
-            self._prompt_token_s = _moving_average(self._prompt_token_s, token_s)
-
-    def decode_s(self, num_decodes: int) -> float | None:
-        """Return the seconds of a step that only decodes `num_decodes` sequences; None: not known."""
-        if num_decodes not in self._decode_s and self._decode_s:
-            num_decodes = min(self._decode_s, key=lambda known: abs(known - num_decodes))
-        return self._decode_s.get(num_decodes)
-
-    def doubling_prompt_tokens(self, num_decodes: int) -> float:
-        """Return how many tokens of prompts double the time of a step with `num_decodes` decodes."""
-        return self._doubling_tokens(num_decodes, self._prompt_token_s)
-
-    def doubling_drafted_tokens(self, num_decodes: int) -> float:
-        """Return how many drafted tokens double the time of a step with `num_decodes` decodes."""
-        return self._doubling_tokens(num_decodes, self._drafted_token_s)
-
-    def _doubling_tokens(self, num_decodes: int, token_s: float) -> float:
-        decode_s = self.decode_s(num_decodes)
-        return decode_s / token_s if decode_s and token_s else _GUESS + num_decodes
-
-
-def _moving_average(average: float, seconds: float) -> float:
-    # A step that took far longer had to wait for other processes.
-    return average + _NEWEST * (min(seconds, 2 * average) - average) if average else seconds
 
 
 @dataclass(slots=True)
@@ -396,3 +342,57 @@ def num_unfinished(lengths: Sequence[int], budget: int) -> int:
     """Return how many prompts a step with this budget would leave unfinished."""
     shares = divide_budget(lengths, budget)
     return sum(share < length for share, length in zip(shares, lengths, strict=True))
+
+
+class StepTimes:
+    """Learns how long a step takes, by the number of its decodes, and for each further token.
+
+    A few drafted tokens are cheap, since the weights are read anyway, so they are measured separately.
+    """
+
+    def __init__(self) -> None:
+        self._decode_s: dict[int, float] = {}   # by the number of sequences
+        # For each further token; 0: not known.
+        self._prompt_token_s = 0.0
+        self._drafted_token_s = 0.0
+
+    def note(self, step: SchedulerOutput, seconds: float) -> None:
+        """Learn how long a step took, which has prompts or drafted tokens, but not both."""
+        if not step.num_decodes or seconds <= 0:
+            return
+        decode_s = self.decode_s(step.num_decodes)
+        if not step.num_prompt_tokens and not step.num_drafted:
+            average = self._decode_s.get(step.num_decodes, 0.0)
+            self._decode_s[step.num_decodes] = _moving_average(average, seconds)
+            self._drafted_token_s *= 1 - _FORGIVEN
+        elif decode_s is None:
+            return
+        elif step.num_drafted:
+            token_s = max(seconds - decode_s, 0.0) / step.num_drafted
+            self._drafted_token_s = _moving_average(self._drafted_token_s, token_s)
+        elif step.num_prompt_tokens >= _MEASURED_TOKENS:
+            token_s = max(seconds - decode_s, 0.0) / step.num_prompt_tokens
+            self._prompt_token_s = _moving_average(self._prompt_token_s, token_s)
+
+    def decode_s(self, num_decodes: int) -> float | None:
+        """Return the seconds of a step that only decodes `num_decodes` sequences; None: not known."""
+        if num_decodes not in self._decode_s and self._decode_s:
+            num_decodes = min(self._decode_s, key=lambda known: abs(known - num_decodes))
+        return self._decode_s.get(num_decodes)
+
+    def doubling_prompt_tokens(self, num_decodes: int) -> float:
+        """Return how many tokens of prompts double the time of a step with `num_decodes` decodes."""
+        return self._doubling_tokens(num_decodes, self._prompt_token_s)
+
+    def doubling_drafted_tokens(self, num_decodes: int) -> float:
+        """Return how many drafted tokens double the time of a step with `num_decodes` decodes."""
+        return self._doubling_tokens(num_decodes, self._drafted_token_s)
+
+    def _doubling_tokens(self, num_decodes: int, token_s: float) -> float:
+        decode_s = self.decode_s(num_decodes)
+        return decode_s / token_s if decode_s and token_s else _GUESS + num_decodes
+
+
+def _moving_average(average: float, seconds: float) -> float:
+    # A step that took far longer had to wait for other processes.
+    return average + _NEWEST * (min(seconds, 2 * average) - average) if average else seconds

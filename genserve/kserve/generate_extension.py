@@ -11,8 +11,8 @@ from genserve.config.model_config import TensorSpec
 from genserve.errors import InferenceError, Status
 from genserve.inference import Inference, InferenceRequest, InferenceResponse, Parameter
 from genserve.kserve.infer_body import custom_parameter, dump
+from genserve.kserve.model_metadata import tensor_shape
 from genserve.kserve.request_tensors import fail
-from genserve.kserve.served_models import ServedModel, tensor_shape
 from genserve.kserve.triton_parsing import (
     JsonKind,
     JsonText,
@@ -22,15 +22,15 @@ from genserve.kserve.triton_parsing import (
     read_elements,
     read_pairs,
 )
+from genserve.repository.model_versions import ModelVersion
 from genserve.tensor import DataType, Tensor
 
 __all__ = ["event_of", "generated", "read_generate_body"]
 
-
 _NESTED = "parameters"
 
 
-def read_generate_body(json_text: JsonText, *, model: ServedModel, version: int) -> InferenceRequest:
+def read_generate_body(json_text: JsonText, *, model: ModelVersion, version: int) -> InferenceRequest:
     """Read the body of `generate` and `generate_stream`.
 
     A member with the name of an input is that input, all others are parameters of the request. The members
@@ -81,7 +81,7 @@ def event_of(text: bytes) -> bytes:
 class _GenerateReader:
     """Collects inputs and parameters from the members of a document."""
 
-    def __init__(self, model: ServedModel) -> None:
+    def __init__(self, model: ModelVersion) -> None:
         self._model = model
         self.request_id = ""
         self.inputs: dict[str, Tensor] = {}

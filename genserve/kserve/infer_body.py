@@ -14,7 +14,6 @@ import orjson
 from genserve.errors import InferenceError, Status
 from genserve.inference import Inference, InferenceRequest, InferenceResponse, Parameter, RequestFlags
 from genserve.kserve.request_tensors import RequestedOutput, check_size, fail, input_tensor, prepared
-from genserve.kserve.served_models import ServedModel
 from genserve.kserve.shared_memory import RegionPart, SharedMemory
 from genserve.kserve.triton_parsing import (
     JsonKind,
@@ -25,6 +24,7 @@ from genserve.kserve.triton_parsing import (
     read_elements,
     read_json,
 )
+from genserve.repository.model_versions import ModelVersion
 from genserve.tensor import DataType, Tensor
 
 __all__ = [
@@ -61,7 +61,7 @@ def read_infer_body(
     json_text: JsonText,
     tail: memoryview,
     *,
-    model: ServedModel,
+    model: ModelVersion,
     version: int,
     shared_memory: SharedMemory,
     parameters: Mapping[str, Parameter],
@@ -85,7 +85,7 @@ def read_infer_body(
 
 
 def read_raw_body(
-    data: memoryview, *, model: ServedModel, version: int, parameters: Mapping[str, Parameter]
+    data: memoryview, *, model: ModelVersion, version: int, parameters: Mapping[str, Parameter]
 ) -> InferRequestBody:
     """Parse a body that contains only the bytes of a model's only input; all outputs are binary then.
 
@@ -142,7 +142,7 @@ class _BodyReader:
     """Parses one document."""
 
     def __init__(
-        self, document: Any, tail: memoryview, *, model: ServedModel, shared_memory: SharedMemory
+        self, document: Any, tail: memoryview, *, model: ModelVersion, shared_memory: SharedMemory
     ) -> None:
         self._document = document
         self._tail = tail
@@ -371,7 +371,7 @@ class InferResponseBody:
 
 
 def write_infer_response(
-    response: InferenceResponse, *, inference: Inference, request_body: InferRequestBody, model: ServedModel
+    response: InferenceResponse, *, inference: Inference, request_body: InferRequestBody, model: ModelVersion
 ) -> InferResponseBody:
     """Return the body of a response; outputs for shared memory are written there.
 
@@ -406,7 +406,7 @@ def _output(
     tensor: Tensor,
     *,
     requested: RequestedOutput,
-    model: ServedModel,
+    model: ModelVersion,
     blobs: list[bytes | memoryview],
 ) -> dict[str, Any]:
     tensor = prepared(tensor, requested=requested, model=model)

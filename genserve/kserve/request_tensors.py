@@ -11,8 +11,8 @@ import numpy as np
 from genserve.config.model_config import ModelConfig
 from genserve.errors import InferenceError, InvalidRequest
 from genserve.inference import with_request_id
-from genserve.kserve.served_models import ServedModel
 from genserve.kserve.shared_memory import RegionPart
+from genserve.repository.model_versions import ModelVersion
 from genserve.tensor import DataType, Tensor
 
 __all__ = [
@@ -175,7 +175,7 @@ class RequestedOutput:
     target: RegionPart | None = None
 
 
-def prepared(tensor: Tensor, *, requested: RequestedOutput | None, model: ServedModel) -> Tensor:
+def prepared(tensor: Tensor, *, requested: RequestedOutput | None, model: ModelVersion) -> Tensor:
     """Return an output in the requested form, and write it to shared memory if requested.
 
     Raises:

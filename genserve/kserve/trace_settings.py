@@ -15,7 +15,6 @@ from genserve.tracing import Trace, TraceFile
 __all__ = ["TraceSettings", "Value", "read_trace_config"]
 
 Value: TypeAlias = str | Sequence[str]
-
 _DEFAULTS: Mapping[str, Value] = {
     "trace_level": ["OFF"],
     "trace_rate": "1000",
@@ -27,6 +26,21 @@ _DEFAULTS: Mapping[str, Value] = {
 _MAX = 2**32 - 1
 _LEVELS = ("TIMESTAMPS", "TENSORS")
 _INVALID = "Attempting to set invalid trace setting :"
+_SETTABLE = frozenset({"trace_level", "trace_rate", "trace_count", "log_frequency"})
+# The settings of `--trace-config`, with the protocol's names.
+_FLAGS: Mapping[str, str] = {
+    "level": "trace_level",
+    "rate": "trace_rate",
+    "count": "trace_count",
+    "triton,file": "trace_file",
+    "triton,log-frequency": "log_frequency",
+}
+# tritonserver's words for levels, some of which date from when there was only one level.
+_LEVEL_WORDS: Mapping[str, str] = {
+    **dict.fromkeys(("off", "false"), "OFF"),
+    **dict.fromkeys(("timestamps", "true", "on", "min", "max"), "TIMESTAMPS"),
+    "tensors": "TENSORS",
+}
 
 
 class TraceSettings:
@@ -219,24 +233,6 @@ def _number(name: str, text: str) -> str:
             f"Unable to parse '{name}', value is out of range [ 0, {_MAX} ], got: {text}"
         )
     return str(number)
-
-
-_SETTABLE = frozenset({"trace_level", "trace_rate", "trace_count", "log_frequency"})
-
-# The settings of `--trace-config`, with the protocol's names.
-_FLAGS: Mapping[str, str] = {
-    "level": "trace_level",
-    "rate": "trace_rate",
-    "count": "trace_count",
-    "triton,file": "trace_file",
-    "triton,log-frequency": "log_frequency",
-}
-# tritonserver's words for levels, some of which date from when there was only one level.
-_LEVEL_WORDS: Mapping[str, str] = {
-    **dict.fromkeys(("off", "false"), "OFF"),
-    **dict.fromkeys(("timestamps", "true", "on", "min", "max"), "TIMESTAMPS"),
-    "tensors": "TENSORS",
-}
 
 
 def read_trace_config(words: Sequence[str]) -> dict[str, Value]:

@@ -1,1 +1,1 @@
-"""Repository: which models there are, and which are loaded."""
+"""Repository: the models of a server, from their folders to the versions that answer."""

@@ -144,9 +144,9 @@ def _resolve(
     _complete(message, entry, version=versions[-1], options=options)
     found += _validated(message, entry, options=options, completed=True).diagnostics
     _raise_first(found)
-    if message.platform == "ensemble":
-        own = role is Role.ENSEMBLE and message.model_transaction_policy.decoupled
-        message.model_transaction_policy.decoupled = own or is_decoupled(entry, entries)
+    # The ensemble of a text model may be configured to give one response, though its decoder is decoupled.
+    if message.platform == "ensemble" and role is not Role.ENSEMBLE:
+        message.model_transaction_policy.decoupled = is_decoupled(entry, entries)
     found += _normalise(message, entry, role, version=versions[-1], options=options)
     _raise_first(found)
     return ResolvedModel(
@@ -173,7 +173,7 @@ def _versions(entry: ModelEntry, config: ModelConfig, role: Role | None) -> tupl
 
 
 def _complete(message: Any, entry: ModelEntry, *, version: int, options: RepositoryOptions) -> None:
-    """Let the backend fill in what the model's file says."""
+    """Let the backend complete the config from the model's file."""
     if message.platform == "ensemble" or options.strict_config:
         return
     backend = find_backend(message.backend, backend_directory=options.backend_directory)
@@ -221,6 +221,6 @@ def _validated(
         path=entry.parsed.path,
         folder=entry.path,
         backends=known_backends([options.backend_directory] if options.backend_directory else ()),
-        source_map=entry.parsed.source.source_map if completed else None,
+        source_map=entry.parsed.source_map if completed else None,
         completed=completed,
     )

@@ -50,9 +50,9 @@ def size_diagnostics(entry: ModelEntry, config: ModelConfig, role: Role | None) 
     available = total_memory_bytes()
     if available is None:
         return
-    for path, what, num_bytes in _needs(config, is_logits=is_logits):
+    for path, name, num_bytes in _needs(config, is_logits=is_logits):
         if num_bytes > available:
-            message = f"{what} would take {num_bytes} bytes; this machine has {available}"
+            message = f"{name} would take {num_bytes} bytes; this machine has {available}"
             yield _diagnostic(entry, path, message, remedy="write smaller sizes")
     if role is Role.LOGITS:
         yield from _kv_cache(entry, config, available=available)
@@ -66,7 +66,7 @@ def _instances(entry: ModelEntry, config: ModelConfig) -> Iterator[Diagnostic]:
             message = (
                 f"{total} instances are configured, each with its own thread; the limit is {_MAX_INSTANCES}"
             )
-            remedy = "write no more than there are cores, or GPUs"
+            remedy = "write at most the number of cores, or of GPUs"
             yield _diagnostic(entry, f"instance_group[{index}].count", message, remedy=remedy)
             return
 
@@ -117,22 +117,22 @@ def _needs(config: ModelConfig, *, is_logits: bool) -> Iterator[tuple[str, str, 
         states = config.sequence_batching.states if config.sequence_batching else ()
         for index, state in enumerate(states):
             dims = state.dims if state.initial_state is None else state.initial_state.dims
-            path, what = f"sequence_batching.state[{index}]", f"the state '{state.input_name}' of a sequence"
-            yield path, what, _num_bytes(state.data_type, dims)
+            path, name = f"sequence_batching.state[{index}]", f"the state '{state.input_name}' of a sequence"
+            yield path, name, _num_bytes(state.data_type, dims)
         return
     max_num_seqs = max(1, config.max_batch_size)
     for index, spec in enumerate(config.outputs):
         vocab_size = max(1, *spec.dims[-1:])
-        what = f"a row of '{spec.name}' for each of {max_num_seqs} sequences"
+        name = f"a row of '{spec.name}' for each of {max_num_seqs} sequences"
         path = "max_batch_size" if vocab_size < max_num_seqs else f"output[{index}].dims"
-        yield path, what, max_num_seqs * vocab_size * 4
+        yield path, name, max_num_seqs * vocab_size * 4
     if cache_kind(config) is CacheKind.NONE:
         try:
             longest = context_length(config)
         except RepositoryError:
             return      # the rules of parameters report it
-        what = f"the token ids of {max_num_seqs} sequences of {longest} tokens"
-        yield "parameters", what, max_num_seqs * longest * 8
+        name = f"the token ids of {max_num_seqs} sequences of {longest} tokens"
+        yield "parameters", name, max_num_seqs * longest * 8
 
 
 def _num_bytes(data_type: str, dims: Sequence[int]) -> int:

@@ -73,12 +73,12 @@ class Repository:
     # Models.
 
     @property
-    def generation_names(self) -> list[str]:
+    def text_model_names(self) -> list[str]:
         """The names of all text models, loaded or not."""
         return list(self._lifecycle.text_models)
 
     @property
-    def generation_models(self) -> list[TextModel]:
+    def text_models(self) -> list[TextModel]:
         """The text models that answer."""
         return [served.text_model for served in self._versions.served if served.text_model is not None]
 
@@ -122,7 +122,7 @@ class Repository:
         """
         return self._versions.find(name, version)
 
-    def get(self, name: str | None = None) -> TextModel:
+    def text_model(self, name: str | None = None) -> TextModel:
         """Return a text model; without a name, the only one.
 
         Raises:
@@ -130,14 +130,14 @@ class Repository:
             ModelNotReady: it is loading, or could not be loaded.
         """
         if name is None:
-            name = self.only_name()
+            name = self.only_text_model_name()
         served = self._versions.get(name)
         if served is not None and served.text_model is not None:
             return served.text_model
         if name not in self._lifecycle.entries:
             raise self._not_found(name)
         if served is not None:
-            known = ", ".join(self.generation_names) or "none"
+            known = ", ".join(self.text_model_names) or "none"
             raise ModelNotFound(
                 f"model {name!r} does not generate text", remedy=f"models that do: {known}", field="model"
             )
@@ -147,13 +147,13 @@ class Repository:
             state = "unavailable"
         raise ModelNotReady(f"model {name!r} is {state}", remedy="the server's log has the reason")
 
-    def only_name(self) -> str:
+    def only_text_model_name(self) -> str:
         """Return the name of the only text model: of those to be loaded, or of all.
 
         Raises:
             ModelNotFound: there is not exactly one.
         """
-        names = [name for name in self.generation_names if self._wanted is None or name in self._wanted]
+        names = [name for name in self.text_model_names if self._wanted is None or name in self._wanted]
         if len(names) != 1:
             raise ModelNotFound(
                 f"the request names no model, and this server has {len(names)}",
@@ -193,7 +193,14 @@ class Repository:
         files: Mapping[str, bytes] | None = None,
         allow_code: bool = True,
     ) -> None:
-        """Load a model, or reload it if its folder has changed; see `ModelRepository.load`."""
+        """Load a model, or reload it if its folder has changed; see `InferenceServer.load`.
+
+        Args:
+            name: of the model.
+            config: its config as JSON; empty: that of its folder.
+            files: by `<version>/<name>`, instead of its folder; None: its folder.
+            allow_code: whether config and files may cause code to run that is not in the repository.
+        """
         if self.options.control_mode is not ControlMode.EXPLICIT:
             raise _not_explicit()
         request = LoadRequest(name=name, config_json=config, files=files, allow_code=allow_code)
@@ -249,7 +256,7 @@ class Repository:
                 logger.exception("polling the repository failed")
 
     def _not_found(self, name: str) -> ModelNotFound:
-        known = ", ".join(self.generation_names) or "none"
+        known = ", ".join(self.text_model_names) or "none"
         return ModelNotFound(
             f"there is no model {name!r}", remedy=f"models that generate text: {known}", field="model"
         )

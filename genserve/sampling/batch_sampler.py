@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -20,12 +19,7 @@ from genserve.sampling.logits_edits import (
     grammar_bitmask,
     join_edits,
 )
-from genserve.sampling.logits_processors import (
-    NO_BREAKERS,
-    BuiltinLogitsProcessors,
-    DryBreakers,
-    builtin_logits_processors,
-)
+from genserve.sampling.logits_processors import BuiltinLogitsProcessors, TokenizedParams
 from genserve.sampling.sampler import (
     GREEDY_RULE,
     LogprobsRequest,
@@ -60,7 +54,6 @@ class SamplingState:
         seed: the request's, or one drawn for it.
         grammar: the form of the answer and its state; None: any text will do.
         processors: the edits that the request makes to its logits; None: none.
-        fresh_processors: returns them as they are before the first token.
         rule: of a draw by `sample_logits`.
         stages: of a draw that `sample_logits` cannot make; they survive a preemption.
         draws: whether tokens are drawn; else the best one is taken.
@@ -68,8 +61,9 @@ class SamplingState:
     """
 
     __slots__ = (
+        "_ending_ids",
+        "_tokenized",
         "draws",
-        "fresh_processors",
         "grammar",
         "num_prompt_tokens",
         "params",
@@ -88,9 +82,7 @@ class SamplingState:
         seed: int,
         num_prompt_tokens: int,
         ending_ids: frozenset[int],
-        bad_words: Sequence[Sequence[int]] = (),
-        dry_breakers: DryBreakers = NO_BREAKERS,
-        spared_ids: Sequence[int] = (),
+        tokenized: TokenizedParams,
         plugins: PluginProcessors | None = None,
         grammar: StructuredOutputGrammar | None = None,
     ) -> None:
@@ -101,9 +93,7 @@ class SamplingState:
             seed: of the sequence, below 2^64.
             num_prompt_tokens: the tokens behind them are the answer.
             ending_ids: the token ids that end the answer, in the vocabulary.
-            bad_words: `params.bad_words` as token ids, in each spelling.
-            dry_breakers: `params.dry_sequence_breakers`.
-            spared_ids: the token ids that XTC spares, in the vocabulary.
+            tokenized: the texts of `params`.
             plugins: of the sequence.
             grammar: of `params.structured_outputs`.
         """
@@ -112,20 +102,25 @@ class SamplingState:
         self.num_prompt_tokens = num_prompt_tokens
         self.grammar = grammar
         self.plugins = plugins if plugins is not None and plugins.processes else None
-        self.fresh_processors: Callable[[], BuiltinLogitsProcessors | None] = partial(
-            builtin_logits_processors,
-            params,
-            num_prompt_tokens=num_prompt_tokens,
-            ending_ids=ending_ids,
-            bad_words=bad_words,
-            dry_breakers=dry_breakers,
-        )
+        self._ending_ids = ending_ids
+        self._tokenized = tokenized
         self.processors = self.fresh_processors()
-        self.stages: DrawStages | None = stages_of(params, spared_ids=tuple(spared_ids))
+        self.stages: DrawStages | None = stages_of(params, spared_ids=tuple(tokenized.spared_ids))
         self.rule: SamplingRule = sampling_rule(params) if self.stages is None else GREEDY_RULE
         self.draws = params.temperature > COLDEST
         adaptive = self.stages is not None and self.stages.adaptive
         self.plain = not (params.logprobs or grammar or self.processors or self.plugins or adaptive)
+
+    def fresh_processors(self) -> BuiltinLogitsProcessors | None:
+        """Return the processors in their state before the first token."""
+        if not self._tokenized.bad_words and not BuiltinLogitsProcessors.used_by(self.params):
+            return None
+        return BuiltinLogitsProcessors(
+            self.params,
+            self._tokenized,
+            num_prompt_tokens=self.num_prompt_tokens,
+            ending_ids=self._ending_ids,
+        )
 
     @property
     def edits_logits(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from genserve.sampling.logits_edits import Entries, FloatArray, LogitsEdits, TokenArray
 from genserve.sampling.sampling_params import EDIT_PARAMETERS, PARAMETERS, SamplingParams
 
-__all__ = ["NO_BREAKERS", "BuiltinLogitsProcessors", "DryBreakers", "DryPenalty", "builtin_logits_processors"]
+__all__ = ["BuiltinLogitsProcessors", "DryBreakers", "DryPenalty", "TokenizedParams"]
 
 # Of a longer repetition only this many tokens count: it costs more than any logit is worth.
 MAX_LENGTH = 256
@@ -37,7 +38,13 @@ class DryBreakers:
         return [token_id] in self._by_last_id.get(token_id, ())
 
 
-NO_BREAKERS = DryBreakers(())
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizedParams:
+    """The texts of a request's parameters as token ids of the vocabulary. Its answers share it."""
+
+    bad_words: Sequence[Sequence[int]] = ()         # in each spelling
+    dry_breakers: DryBreakers = DryBreakers(())     # noqa: RUF009  # is not modified
+    spared_ids: Sequence[int] = ()                  # of the tokens that XTC never removes
 
 
 class DryPenalty:
@@ -110,26 +117,17 @@ class BuiltinLogitsProcessors:
     def __init__(
         self,
         params: SamplingParams,
+        tokenized: TokenizedParams,
         *,
         num_prompt_tokens: int,
         ending_ids: frozenset[int],
-        bad_words: Sequence[Sequence[int]],
-        dry_breakers: DryBreakers,
     ) -> None:
-        """Begin before the first token.
-
-        Args:
-            params: of the request.
-            num_prompt_tokens: the tokens behind them are the answer.
-            ending_ids: the token ids that end the answer.
-            bad_words: `params.bad_words` as token ids, in each spelling.
-            dry_breakers: `params.dry_sequence_breakers`.
-        """
+        """Begin before the first token; `ending_ids` are those of the tokens that end the answer."""
         self._num_prompt_tokens = num_prompt_tokens
         self._min_length = num_prompt_tokens + params.min_tokens
         self._ending_ids = tuple(ending_ids)
         self._suppressed = params.suppress_tokens
-        self._bad_words = [tuple(word) for word in bad_words]
+        self._bad_words = [tuple(word) for word in tokenized.bad_words]
         self._allowed = np.array(params.allowed_token_ids, dtype=np.int64)
         self._biased = np.array(list(params.logit_bias), dtype=np.int64)
         self._bias = np.array(list(params.logit_bias.values()), dtype=np.float32)
@@ -139,13 +137,18 @@ class BuiltinLogitsProcessors:
         self._ngram_size = params.no_repeat_ngram_size
         self._window = params.penalty_window
         uses_dry = params.dry_multiplier and params.dry_penalty_last_n
-        self._dry = DryPenalty(params, breakers=dry_breakers) if uses_dry else None
+        self._dry = DryPenalty(params, breakers=tokenized.dry_breakers) if uses_dry else None
         self._num_read = 0
         self._num_forgotten = 0
         self._seen: Counter[int] = Counter()        # of prompt and answer
         self._seen_ids: TokenArray = np.empty(0, dtype=np.int64)
         self._generated: Counter[int] = Counter()   # of the answer
         self._followers: defaultdict[tuple[int, ...], set[int]] = defaultdict(set)
+
+    @staticmethod
+    def used_by(params: SamplingParams) -> bool:
+        """Return whether a request edits logits."""
+        return any(getattr(params, name) != PARAMETERS[name].neutral for name in EDIT_PARAMETERS)
 
     def edits(self, token_ids: Sequence[int], *, row: int) -> LogitsEdits:
         """Return the edits of row `row`, the logits after these tokens."""
@@ -218,24 +221,3 @@ def _forget(counts: Counter[int], token_ids: Sequence[int]) -> None:
     for token_id in set(token_ids):
         if not counts[token_id]:
             del counts[token_id]
-
-
-def builtin_logits_processors(
-    params: SamplingParams,
-    *,
-    num_prompt_tokens: int,
-    ending_ids: frozenset[int],
-    bad_words: Sequence[Sequence[int]],
-    dry_breakers: DryBreakers = NO_BREAKERS,
-) -> BuiltinLogitsProcessors | None:
-    """Return the processors of a request, None if it edits no logit. For the arguments see the class."""
-    used = any(getattr(params, name) != PARAMETERS[name].neutral for name in EDIT_PARAMETERS)
-    if not used and not bad_words:
-        return None
-    return BuiltinLogitsProcessors(
-        params,
-        num_prompt_tokens=num_prompt_tokens,
-        ending_ids=ending_ids,
-        bad_words=bad_words,
-        dry_breakers=dry_breakers,
-    )

@@ -40,6 +40,9 @@ class ArrayOps(Protocol):
     def xp(self) -> Any:
         """The module."""
 
+    def column(self, values: Sequence[float], like: Array) -> Array:
+        """Return numbers as [G, 1] float64, on the device of `like`."""
+
     def best(self, rows: Array, count: int) -> Array:
         """Return the `count` highest values of each row, the highest first: [G, V] -> [G, count]."""
 
@@ -115,7 +118,7 @@ def apply_stages(
 
     Source: of each stage at its function.
     """
-    batch = _Batch(stages=stages, chances=chances, ops=ops)
+    batch = _StagedRows(stages=stages, chances=chances, ops=ops)
     with np.errstate(all="ignore"):     # divisions by 0 and logarithms of 0 have the results wanted here
         left = _from_best(rows, ops)
         for name in stages[0].order:
@@ -124,7 +127,7 @@ def apply_stages(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Batch:
+class _StagedRows:
     """The parameters of G rows with the same stages."""
 
     stages: Sequence[DrawStages]
@@ -133,12 +136,7 @@ class _Batch:
 
     def column(self, name: str, like: Array) -> Array:
         """Return a parameter of each row: [G, 1] float64, on the device of `like`."""
-        return self.of([getattr(s.params, name) for s in self.stages], like)
-
-    def of(self, values: Sequence[float], like: Array) -> Array:
-        """Return a number for each row: [G, 1] float64, on the device of `like`."""
-        xp = self.ops.xp
-        return xp.asarray(values, dtype=xp.float64, device=like.device)[:, None]
+        return self.ops.column([getattr(s.params, name) for s in self.stages], like)
 
 
 def exponentials(rows: Array, ops: ArrayOps) -> Array:
@@ -170,7 +168,7 @@ def _entropy(rows: Array, ops: ArrayOps) -> tuple[Array, Array]:
 # The stages: each takes rows [G, V] whose maximum is 0, and returns them scaled, or with -inf.
 
 
-def _temperature(rows: Array, batch: _Batch) -> Array:
+def _temperature(rows: Array, batch: _StagedRows) -> Array:
     """Divide by the temperature, or by the dynamic one.
 
     Source: dynamic temperature is kalomaze's, as llama.cpp has it.
@@ -187,7 +185,7 @@ def _temperature(rows: Array, batch: _Batch) -> Array:
     return rows / xp.asarray(temperature.clip(min=COLDEST), dtype=rows.dtype)
 
 
-def _top_n_sigma(rows: Array, batch: _Batch) -> Array:
+def _top_n_sigma(rows: Array, batch: _StagedRows) -> Array:
     """Keep logits within a number of standard deviations of the best one.
 
     Source: Tang et al., "Top-nσ: Not All Logits Are You Need" (2024), over the logits that are not masked.
@@ -200,7 +198,7 @@ def _top_n_sigma(rows: Array, batch: _Batch) -> Array:
     return _keep(rows, rows >= -batch.column("top_n_sigma", rows) * xp.sqrt(variance), batch.ops)
 
 
-def _top_h(rows: Array, batch: _Batch) -> Array:
+def _top_h(rows: Array, batch: _StagedRows) -> Array:
     """Keep the best tokens, of NUM_BEST, up to a share of their entropy.
 
     Source: Potraghloo et al. (NeurIPS 2025), as transformers has it.
@@ -216,23 +214,23 @@ def _top_h(rows: Array, batch: _Batch) -> Array:
     return _keep(rows, rows >= level, batch.ops)
 
 
-def _top_k(rows: Array, batch: _Batch) -> Array:
+def _top_k(rows: Array, batch: _StagedRows) -> Array:
     level = batch.ops.truncation_level(rows, top_k=batch.column("top_k", rows))
     return _keep(rows, rows >= level, batch.ops)
 
 
-def _top_p(rows: Array, batch: _Batch) -> Array:
+def _top_p(rows: Array, batch: _StagedRows) -> Array:
     """Source: Holtzman et al. (2020)."""
     level = batch.ops.truncation_level(rows, top_p=batch.column("top_p", rows))
     return _keep(rows, rows >= level, batch.ops)
 
 
-def _min_p(rows: Array, batch: _Batch) -> Array:
+def _min_p(rows: Array, batch: _StagedRows) -> Array:
     """Source: Nguyen et al. (2024)."""
     return _keep(rows, rows >= batch.ops.xp.log(batch.column("min_p", rows)), batch.ops)
 
 
-def _typical(rows: Array, batch: _Batch) -> Array:
+def _typical(rows: Array, batch: _StagedRows) -> Array:
     """Keep the tokens whose surprise is nearest to the entropy, up to a share of the probability.
 
     Source: Meister et al. (2022), as transformers has it.
@@ -248,14 +246,14 @@ def _typical(rows: Array, batch: _Batch) -> Array:
     return _keep(rows, (distance <= level) | (share >= 1.0), batch.ops)
 
 
-def _epsilon_cutoff(rows: Array, batch: _Batch) -> Array:
+def _epsilon_cutoff(rows: Array, batch: _StagedRows) -> Array:
     """Keep tokens of a probability, and the best. Source: Hewitt et al. (2022), as transformers has it."""
     _, log_total = _entropy(rows, batch.ops)
     level = batch.ops.xp.log(batch.column("epsilon_cutoff", rows)) + log_total
     return _keep(rows, rows >= level.clip(max=0.0), batch.ops)
 
 
-def _eta_cutoff(rows: Array, batch: _Batch) -> Array:
+def _eta_cutoff(rows: Array, batch: _StagedRows) -> Array:
     """As epsilon, with a lower cutoff where the entropy is high. Source: as of epsilon."""
     xp = batch.ops.xp
     entropy, log_total = _entropy(rows, batch.ops)
@@ -264,7 +262,7 @@ def _eta_cutoff(rows: Array, batch: _Batch) -> Array:
     return _keep(rows, rows >= level.clip(max=0.0), batch.ops)
 
 
-def _xtc(rows: Array, batch: _Batch) -> Array:
+def _xtc(rows: Array, batch: _StagedRows) -> Array:
     """By chance, remove all likely tokens but the least likely of them ("exclude top choices").
 
     Source: p-e-w, https://github.com/oobabooga/text-generation-webui/pull/6335.
@@ -278,15 +276,15 @@ def _xtc(rows: Array, batch: _Batch) -> Array:
     kept = rows <= xp.amin(xp.where(likely, rows, math.inf), axis=1, keepdims=True)
     if spared_ids := list(batch.stages[0].spared_ids):
         kept = kept | ~xp.all(kept[:, spared_ids], axis=1, keepdims=True)
-    return _keep(rows, kept | (batch.of(acts, rows) == 0), batch.ops)
+    return _keep(rows, kept | (batch.ops.column(acts, rows) == 0), batch.ops)
 
 
-def _mirostat(rows: Array, batch: _Batch) -> Array:
+def _mirostat(rows: Array, batch: _StagedRows) -> Array:
     """Cut off tokens of a higher surprise than the draws before allow.
 
     Source: Basu et al. (ICLR 2021), and its second version as llama.cpp has it.
     """
-    bits = batch.of([s.max_surprise_bits for s in batch.stages], rows)
+    bits = batch.ops.column([s.max_surprise_bits for s in batch.stages], rows)
     if batch.stages[0].params.mirostat_mode == 2:
         _, log_total = _entropy(rows, batch.ops)
         level = (log_total - bits * math.log(2)).clip(max=0.0)
@@ -310,7 +308,7 @@ def _zipf_count(rows: Array, bits: Array, ops: ArrayOps) -> Array:
 
 
 _OF_KERNEL = ("temperature", "top_k", "top_p", "min_p")
-_STAGES: Mapping[str, Callable[[Array, _Batch], Array]] = {
+_STAGES: Mapping[str, Callable[[Array, _StagedRows], Array]] = {
     "temperature": _temperature,
     "top_n_sigma": _top_n_sigma,
     "top_h": _top_h,
@@ -329,6 +327,10 @@ class NumpyOps:
     """`ArrayOps` of numpy. No row is sorted."""
 
     xp = np
+
+    def column(self, values: Sequence[float], like: NDArray[np.float32]) -> NDArray[np.float64]:
+        """See `ArrayOps`."""
+        return np.array(values, dtype=np.float64)[:, None]
 
     def best(self, rows: NDArray[np.float32], count: int) -> NDArray[np.float32]:
         """See `ArrayOps`."""

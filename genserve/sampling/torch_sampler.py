@@ -151,6 +151,10 @@ class TorchOps:
 
     xp = torch
 
+    def column(self, values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
+        """See `ArrayOps`."""
+        return torch.tensor(values, dtype=torch.float64)[:, None].to(like.device, non_blocking=True)
+
     def best(self, rows: torch.Tensor, count: int) -> torch.Tensor:
         """See `ArrayOps`."""
         return rows.topk(count, dim=1).values

@@ -19,7 +19,6 @@ from genserve.schedulers.sequence_tensors import SequenceControls, SequenceState
 
 __all__ = ["SequenceQueue"]
 
-
 logger = logging.getLogger(__name__)
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from genserve.config.model_config import Control, InitialState, SequenceBatching, StateSpec
-from genserve.errors import InferenceError, InvalidRequest, RepositoryError, Status
+from genserve.backends.tensor_data import read_tensor
+from genserve.config.model_config import Control, SequenceBatching, StateSpec
+from genserve.errors import InferenceError
 from genserve.inference import (
     Inference,
     InferenceRequest,
@@ -53,36 +53,22 @@ def _initial_state(spec: StateSpec, *, rows: tuple[int, ...], path: Path) -> Ten
     initial = spec.initial_state
     data_type = DataType.from_config_name(spec.data_type)
     if initial is not None and initial.data_file:
-        data = _read(initial, data_type=data_type, file=path / "initial_state" / initial.data_file)
-        return Tensor(spec.input_name, data.array.reshape(rows + initial.dims), data_type=data_type)
+        data = read_tensor(
+            path / "initial_state" / initial.data_file,
+            spec.input_name,
+            data_type=data_type,
+            shape=initial.dims,
+            too_short=lambda expected, actual: (
+                f"initial_state setting expects {expected} bytes, but the data provided from "
+                f"{initial.data_file}only has {actual} bytes."
+            ),
+        )
+        return data.reshaped(rows + initial.dims)
     dims = spec.dims if initial is None else initial.dims
     array = np.zeros(rows + tuple(max(dim, 1) for dim in dims), data_type.numpy)  # -1 becomes 1
     if data_type is DataType.BYTES:
         array.fill(b"")
     return Tensor(spec.input_name, array, data_type=data_type)
-
-
-def _read(initial: InitialState, *, data_type: DataType, file: Path) -> Tensor:
-    try:
-        data = file.read_bytes()
-    except OSError as error:
-        raise RepositoryError(
-            f"failed to open text file for read {file}: {error.strerror}",
-            status=Status.INTERNAL,
-            remedy="put the file there, or correct `initial_state { data_file }` in config.pbtxt",
-        ) from None
-    num_bytes = math.prod(initial.dims) * data_type.itemsize
-    if len(data) < num_bytes:
-        raise RepositoryError(
-            f"initial_state setting expects {num_bytes} bytes, but the data provided from "
-            f"{initial.data_file}only has {len(data)} bytes.",
-            remedy=f"{file} must hold {data_type.name} elements of shape {list(initial.dims)}, row-major",
-        )
-    content = data if data_type is DataType.BYTES else data[:num_bytes]
-    try:
-        return Tensor.from_bytes(initial.data_file, content, data_type=data_type, shape=initial.dims)
-    except InvalidRequest as error:
-        raise RepositoryError(f"{file}: {error.message}", remedy=error.remedy) from None
 
 
 class SequenceControls:
@@ -180,7 +166,7 @@ def null_inference(like: Inference, *, controls: SequenceControls) -> Inference:
 
 
 def _discard(response: InferenceResponse | None, final: bool) -> None:  # noqa: FBT001
-    """Nobody waits for the responses to a null request."""
+    """Discard the responses to a null request."""
 
 
 def _zeros(tensor: Tensor) -> Tensor:

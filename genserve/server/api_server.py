@@ -88,7 +88,7 @@ class ServerInfo:
                 kv_cache_bytes=model.kv_cache_bytes,
                 precision=model.precision,
             )
-            for model in repository.generation_models
+            for model in repository.text_models
         )
         versions = tuple(
             VersionInfo(name=line.name, version=line.version, state=line.state or "", reason=line.reason)

@@ -133,7 +133,7 @@ async def submit(
         raise ModelNotReady("the server is stopping", remedy="try again on another server")
     logged = CURRENT_REQUEST.get() or LoggedRequest(id="")
     logged.model = model_name or ""
-    model = services.repository.get(model_name)
+    model = services.repository.text_model(model_name)
     logged.model = model.name
     if params.best_of > num_choices:
         num_choices, params = params.best_of, replace(params, logprobs=True)
@@ -148,9 +148,9 @@ async def submit(
             sequences = await asyncio.wrap_future(future)
             # Copied before the engine's thread appends to them.
             prompt_ids = tuple(tuple(sequence.token_ids) for sequence in sequences[::num_choices])
-            stream = services.outbox().open(model.engine, *sequences, reservation=reservation)
+            stream = services.output_sink().open(model.engine, *sequences, reservation=reservation)
     except Closed:
-        if services.repository.get(model_name) is model:
+        if services.repository.text_model(model_name) is model:
             raise
         # Another model has taken its place meanwhile.
         return await submit(services, model_name, prompts, params, num_choices=num_choices)

@@ -12,7 +12,6 @@ from genserve.inference import Inference, InferenceRequest, InferenceResponse, I
 
 __all__ = ["ResponseDispatcher", "Responses", "RunningInference"]
 
-
 _Item: TypeAlias = tuple[InferenceResponse | None, bool]
 
 

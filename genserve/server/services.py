@@ -12,7 +12,6 @@ from fastapi import Depends, Request
 from genserve.generation.delta_streams import EventLoopSink
 from genserve.generation_metrics import Metrics
 from genserve.kserve.log_settings import LogSettings
-from genserve.kserve.served_models import ModelRepository
 from genserve.kserve.shared_memory import SharedMemory
 from genserve.kserve.trace_settings import TraceSettings, read_trace_config
 from genserve.redaction import redact_repositories
@@ -35,7 +34,7 @@ class Readiness:
     Concurrent callers share one call. For one event loop.
     """
 
-    def __init__(self, models: ModelRepository) -> None:
+    def __init__(self, models: Repository) -> None:
         self._models = models
         self._running: dict[object, asyncio.Future[Any]] = {}
 
@@ -91,14 +90,14 @@ class Services:
         state = await self.readiness.state()
         return state == ModelState.READY if self.settings.strict_readiness else state != ModelState.LOADING
 
-    def outbox(self) -> EventLoopSink:
-        """Return the outbox of generated text for the running event loop, which is always the same."""
+    def output_sink(self) -> EventLoopSink:
+        """Return the sink of the running event loop for generated text, created by the first call."""
         if self._sink is None:
             self._sink = EventLoopSink(asyncio.get_running_loop())
         return self._sink
 
     def response_dispatcher(self) -> ResponseDispatcher:
-        """Return the dispatcher of responses for the running event loop, which is always the same."""
+        """Return the dispatcher of the running event loop for responses, created by the first call."""
         if self._response_dispatcher is None:
             self._response_dispatcher = ResponseDispatcher(asyncio.get_running_loop())
         return self._response_dispatcher

@@ -19,7 +19,6 @@ from genserve.log import fail_request
 
 __all__ = ["ClientLeft", "EventStream", "Frames", "event", "read_all"]
 
-
 # sse-starlette would end every stream at the first SIGTERM, but streams may finish during the drain.
 AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
 

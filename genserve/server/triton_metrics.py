@@ -16,10 +16,10 @@ from genserve.config.model_config import FIRST_RESPONSE
 from genserve.errors import GenserveError
 from genserve.generation_metrics import bare_family
 from genserve.inference_statistics import ModelStatistics
-from genserve.kserve.served_models import ModelRepository, ServedModel
+from genserve.repository.model_versions import ModelVersion
+from genserve.repository.repository import Repository
 
 __all__ = ["CpuCollector", "InferenceCollector", "read_metrics_config"]
-
 
 # As Triton prints them; names that end in `_us` are in microseconds.
 _COUNTERS: Mapping[str, tuple[str, Callable[[ModelStatistics], float]]] = {
@@ -78,7 +78,7 @@ _CACHE_COUNTERS: Mapping[str, tuple[str, Callable[[ModelStatistics], float]]] = 
         lambda statistics: statistics.cache_miss.ns // 1000,
     ),
 }
-_GAUGES: Mapping[str, tuple[str, Callable[[ServedModel], float]]] = {
+_GAUGES: Mapping[str, tuple[str, Callable[[ModelVersion], float]]] = {
     "nv_inference_pending_request_count": (
         "Instantaneous number of pending requests awaiting execution per-model.",
         lambda model: model.num_waiting,
@@ -95,7 +95,7 @@ _SWITCH = {"true": True, "false": False}
 class InferenceCollector(Collector):
     """Counts and durations of every loaded version of every model, from their statistics."""
 
-    def __init__(self, models: ModelRepository, *, latency_counters: bool = True) -> None:
+    def __init__(self, models: Repository, *, latency_counters: bool = True) -> None:
         self._models = models
         self._latency_counters = latency_counters
 
@@ -178,7 +178,7 @@ def read_metrics_config(words: Sequence[str]) -> dict[str, bool]:
     return given
 
 
-def _first_responses(served: Iterable[ServedModel]) -> Iterator[Metric]:
+def _first_responses(served: Iterable[ModelVersion]) -> Iterator[Metric]:
     """Yield Triton's histogram of first responses, if models measure it."""
     measured = [(model, histogram) for model in served if (histogram := model.statistics.first_response)]
     if not measured:
@@ -205,7 +205,7 @@ def _family(
     return family
 
 
-def _failures(served: Iterable[ServedModel]) -> Metric:
+def _failures(served: Iterable[ModelVersion]) -> Metric:
     name, text = _FAILURES
     values = (
         (_labels(model) | {"reason": reason.value}, count)
@@ -215,7 +215,7 @@ def _failures(served: Iterable[ServedModel]) -> Metric:
     return _family(name, text, "counter", values)
 
 
-def _labels(model: ServedModel) -> dict[str, str]:
+def _labels(model: ModelVersion) -> dict[str, str]:
     tags = {f"_{key}": value for key, value in model.config.metric_tags.items()}
     return tags | {"model": model.name, "version": str(model.version)}
 

@@ -1,5 +1,1 @@
 """Text models: a tokenizer, a logits and a decoder stage that one engine runs."""
-
-
-
-

@@ -38,9 +38,9 @@ __all__ = ["METHODS", "ParsedText", "Plugin", "Plugins", "plugins_of"]
 
 
 class ParsedText:
-    """What a parser makes of a text, piece by piece; `generation.AnswerText`.
+    """A text rewritten by an output parser, piece by piece; an `AnswerText` of the engine.
 
-    Its methods raise ModelFailed, which names the parser, where the parser raises or returns no text.
+    Its methods raise ModelFailed, which names the parser, if the parser raises or does not return a string.
     """
 
     def __init__(self, text: AnswerText, parser: OutputParser, *, name: str) -> None:
@@ -50,16 +50,16 @@ class ParsedText:
 
     @property
     def stop(self) -> str | None:
-        """The stop string that has ended what goes into the parser."""
+        """The stop string that has ended the parser's input."""
         return self._text.stop
 
     def push(self, token_id: int) -> str:
-        """Take one more token; return the text that is now safe to show."""
+        """Append a token; return the text that can now be shown."""
         parsed = self._pushed(self._text.push(token_id))
         return parsed if self.stop is None else parsed + self._parsed(self._parser.flush)
 
     def flush(self) -> str:
-        """Return what was held back; nothing where a stop has ended the text, since `push` has told all."""
+        """Return the text held back; empty after a stop, since `push` has flushed the parser."""
         if self.stop is not None:
             return ""
         return self._pushed(self._text.flush()) + self._parsed(self._parser.flush)
@@ -71,7 +71,7 @@ class ParsedText:
         with plugin_call("output parser", self._name):
             parsed: object = parse()
         if not isinstance(parsed, str):
-            raise ModelFailed(f"the output parser {self._name!r} returned something that is no text")
+            raise ModelFailed(f"the output parser {self._name!r} did not return a string")
         return parsed
 
 
@@ -80,7 +80,7 @@ _KINDS = {
     "stop_rules": "stop rule",
     "output_parsers": "output parser",
 }
-# What each must have.
+# The methods that each kind needs.
 METHODS: Mapping[str, tuple[str, ...]] = {
     "logits_processors": ("__call__",),
     "stop_rules": ("__call__",),
@@ -90,21 +90,21 @@ METHODS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plugin:
-    """One of them."""
+    """A plug-in that requests may use by its name."""
 
     kind: str                       # a key of METHODS
     name: str
     factory: Callable[..., Any]
     arguments: TypeAdapter[dict[str, Any]]
-    schema: Mapping[str, Any]       # of the arguments, as JSON
+    schema: Mapping[str, Any]       # JSON schema of the arguments
 
     def make(self, call: PluginCall, context: PluginContext, *, field: str) -> Any:
-        """Make one for a token sequence.
+        """Make an instance for a token sequence.
 
         Raises:
-            InvalidRequest: an argument is missing, not known or wrong; `field` is its path. What the
-                factory refuses by a ValueError is told with its words.
-            ModelFailed: the factory raised something else, or what it made is no such plug-in.
+            InvalidRequest: an argument is missing, unknown or invalid; `field` is its path. A ValueError of
+                the factory becomes one, with its text.
+            ModelFailed: the factory raised another exception, or did not return such a plug-in.
         """
         from pydantic import ValidationError
 
@@ -112,12 +112,12 @@ class Plugin:
             arguments = self.arguments.validate_json(json.dumps(call.args))
         except ValidationError as error:
             raise _refused(error, field=f"{field}.args") from None
-        except TypeError as error:  # of a caller in this process
+        except TypeError as error:  # only from a caller in this process
             raise InvalidRequest(f"{field}.args must be JSON-serializable: {error}", field=field) from None
         with plugin_call(_KINDS[self.kind], self.name):
             try:
                 made = self.factory(context, **arguments)
-            except ValidationError as error:  # of a model of its own
+            except ValidationError as error:  # of the factory's own pydantic models
                 raise _refused(error, field=f"{field}.args") from None
             except ValueError as error:
                 raise InvalidRequest(f"{field}.args: {str(error)[:200]}", field=f"{field}.args") from None
@@ -125,7 +125,7 @@ class Plugin:
         return made
 
     def _require_usable(self, made: object) -> None:
-        """Raise ModelFailed where a function has made no such plug-in; of a class this is known at load."""
+        """Raise ModelFailed if a factory did not return such a plug-in; classes are validated at load."""
         lacking = [method for method in METHODS[self.kind] if not callable(getattr(made, method, None))]
         words = f"{_KINDS[self.kind]} {self.name!r}"
         if lacking:
@@ -138,14 +138,14 @@ class Plugin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plugins:
-    """The plug-ins of one decoder stage; by kind, as its model.py calls it, and by name."""
+    """The plug-ins of one decoder stage, by kind (the attribute in its model.py) and by name."""
 
     by_kind: Mapping[str, Mapping[str, Plugin]] = field(default_factory=dict)
 
     def for_sequence(
         self, context: PluginContext, *, ours: Sequence[tuple[str, LogitsProcessor]] = ()
     ) -> SequencePlugins:
-        """Make those that act on tokens, as the request's parameters name them; `ours` come after them.
+        """Make the plug-ins of a request that act on tokens, followed by the processors `ours`.
 
         Raises:
             InvalidRequest: there is no such plug-in, or see `Plugin.make`.
@@ -160,7 +160,7 @@ class Plugins:
         )
 
     def parsed(self, text: AnswerText, context: PluginContext) -> AnswerText:
-        """Return the text of an answer as the request wants it parsed. Raises what `for_sequence` raises."""
+        """Return an answer's text, rewritten by the request's parser. Raises what `for_sequence` raises."""
         call = context.params.output_parser
         if call is None:
             return text
@@ -169,7 +169,7 @@ class Plugins:
         return ParsedText(text, parser, name=call.name)
 
     def described(self) -> dict[str, dict[str, Any]]:
-        """Return, by kind and name, the JSON schema of the arguments of each."""
+        """Return the JSON schema of the arguments of each plug-in, by kind and name."""
         return {
             kind: {name: plugin.schema for name, plugin in plugins.items()}
             for kind, plugins in self.by_kind.items()
@@ -189,7 +189,7 @@ class Plugins:
         known = self.by_kind.get(kind, {})
         if name not in known:
             field = f"{field}.name"
-            remedy = f"known are {', '.join(sorted(known))}" if known else "it has none at all"
+            remedy = f"it has {', '.join(sorted(known))}" if known else "it has none"
             raise InvalidRequest(
                 f"{field}: the model has no {_KINDS[kind]} {name!r}", field=field, remedy=remedy
             )
@@ -200,7 +200,7 @@ def plugins_of(model: object, path: Path) -> Plugins:
     """Return the plug-ins of a `TritonPythonModel`.
 
     Raises:
-        RepositoryError: one cannot be called as a plug-in is; says where in `path`.
+        RepositoryError: one has the wrong signature or lacks a method; with its line in `path`.
     """
     return Plugins(by_kind={kind: _of_kind(model, kind, path) for kind in _KINDS})
 
@@ -217,8 +217,8 @@ def _plugin(kind: str, name: str, factory: Any, path: Path) -> Plugin:
         _require_methods(kind, factory)
         arguments = _arguments(name, factory)
         schema = arguments.json_schema()
-    except Exception as error:  # an annotation is code of the repository
-        reason = str(error).partition("\n")[0]  # pydantic's go on for a page
+    except Exception as error:  # annotations are code of the repository
+        reason = str(error).partition("\n")[0]  # pydantic's messages are long
         raise RepositoryError(
             f"{_where(factory, path)}: {kind}[{name!r}]: {reason}", remedy=_REMEDY
         ) from error
@@ -231,14 +231,14 @@ def _plugin(kind: str, name: str, factory: Any, path: Path) -> Plugin:
 
 
 def _require_methods(kind: str, factory: Any) -> None:
-    """Raise TypeError if what a class makes is no such plug-in; of a function nobody knows yet."""
+    """Raise TypeError if a class lacks a method; what a function returns is not known yet."""
     for method in METHODS[kind] if inspect.isclass(factory) else ():
         if not any(method in vars(base) for base in factory.__mro__):
             raise TypeError(f"{factory.__name__} has no method {method}")
 
 
 def _arguments(name: str, factory: Any) -> TypeAdapter[dict[str, Any]]:
-    """Return what checks the keyword arguments of a factory; raises TypeError if it is called otherwise."""
+    """Return a validator of the keyword arguments of a factory; raise TypeError for a wrong signature."""
     from pydantic import ConfigDict, TypeAdapter
     from typing_extensions import TypedDict
 
@@ -246,16 +246,16 @@ def _arguments(name: str, factory: Any) -> TypeAdapter[dict[str, Any]]:
         raise TypeError("it is neither a class nor a function")
     context, *rest = [*inspect.signature(factory).parameters.values()] or [_NOTHING]
     if context.kind is context.KEYWORD_ONLY or any(p.kind is not p.KEYWORD_ONLY for p in rest):
-        raise TypeError("it must take a context, and after it keyword-only parameters alone")
+        raise TypeError("it must take a context, followed by keyword-only parameters")
     hints = typing.get_type_hints(
         factory.__init__ if inspect.isclass(factory) else factory, include_extras=True
     )
     bare = [p.name for p in rest if p.name not in hints]
     if bare:
         raise TypeError(f"its parameter {bare[0]} has no annotation")
-    # A default is the factory's own: what the request does not say is not handed over.
+    # Defaults are left to the factory: only arguments of the request are passed.
     fields = {p.name: hints[p.name] if p.default is p.empty else NotRequired[hints[p.name]] for p in rest}
-    make_typed_dict: Any = TypedDict  # of what is known here alone, and not to mypy
+    make_typed_dict: Any = TypedDict    # mypy cannot know the fields
     arguments = make_typed_dict(name, fields)
     arguments.__pydantic_config__ = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     return TypeAdapter(arguments)
@@ -273,12 +273,12 @@ def _refused(error: ValidationError, *, field: str) -> InvalidRequest:
     place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"])
     path = (field + place)[:256]
     if problem["type"] == "extra_forbidden":
-        return InvalidRequest(f"{path} is none of its arguments", field=path)
+        return InvalidRequest(f"{path} is not one of its arguments", field=path)
     return InvalidRequest(f"{path}: {_OF_PYDANTIC.sub('', problem['msg'])[:200]}", field=path)
 
 
-# What it puts before the words of a validator.
+# pydantic's prefixes of a validator's message.
 _OF_PYDANTIC = re.compile("^(Value error|Assertion failed), ")
-# Of a factory that takes nothing; as a context, it is refused.
+# Stands for the context of a factory without parameters, which is refused.
 _NOTHING = inspect.Parameter("nothing", inspect.Parameter.KEYWORD_ONLY)
 _REMEDY = "write `def __init__(self, context, *, argument: type = default)`; see docs/decoding.md"

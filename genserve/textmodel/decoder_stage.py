@@ -71,23 +71,23 @@ def load_decoding(path: Path, *, name: str) -> Decoding:
         raise RepositoryError(f"{path} is missing", remedy="`genserve pull` and `genserve export` write one")
     context = ModelContext(model=name, instance=name, folder=path.parent)
     folders = (path.parent, path.parent.parent)
-    file = ModelPackage(path, model=name, folders=folders, names={CONTEXT_GLOBAL: context})
-    context.package = file.package
+    package = ModelPackage(path, model=name, folders=folders, module_globals={CONTEXT_GLOBAL: context})
+    context.package = package.name
     try:
-        model = _model_of(file, path)
+        model = _model_of(package, path)
         plugins = plugins_of(model, path)
         # A callable of our own, whose finalizer runs when nobody can call the file's any more.
         decode: DecodeFunction = partial(_decode_of(model, path))
     except BaseException:
-        file.forget()
+        package.unload()
         raise
-    weakref.finalize(decode, file.forget).atexit = False
+    weakref.finalize(decode, package.unload).atexit = False
     return Decoding(decode=decode, plugins=plugins)
 
 
-def _model_of(file: ModelPackage, path: Path) -> object:
+def _model_of(package: ModelPackage, path: Path) -> object:
     try:
-        model: object = file.load().TritonPythonModel()
+        model: object = package.load().TritonPythonModel()
     except (Exception, SystemExit) as error:
         raise RepositoryError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
     return model

@@ -13,7 +13,7 @@ from genserve.generation.engine_request import TokenSequence
 from genserve.generation.engine_thread import EngineThread
 from genserve.generation.sequence_plugins import LogitsProcessor, PluginContext, ThinkingBudget
 from genserve.prompt import Chat, Prompt
-from genserve.sampling.logits_processors import DryBreakers
+from genserve.sampling.logits_processors import DryBreakers, TokenizedParams
 from genserve.sampling.sampling_params import SamplingParams
 from genserve.text.grammar_compiler import GrammarCompiler
 from genserve.text.reasoning_parser import THINKING_TAGS, ReasoningParser
@@ -132,10 +132,8 @@ class InputProcessor:
             eos_token_ids=self._tokenizer.eos_token_ids,
             max_length=max_length,
             vocab_size=self._limits.vocab_size,
-            bad_words=[ids for word in params.bad_words for ids in self._spellings(word)],
-            dry_breakers=self._dry_breakers(params),
+            tokenized=self._tokenized(params),
             deadline_s=self._deadline_s(params, arrived_s),
-            xtc_spared_ids=self._xtc_spared_ids(params),
             begins_thought=begun,
         )
         contexts = [self._context(token_ids, params, choice) for choice in range(num_choices)]
@@ -233,14 +231,17 @@ class InputProcessor:
         spelled = (self._tokenizer.encode(text, add_special_tokens=False) for text in (word, f" {word}"))
         return [ids for ids in spelled if ids and max(ids) < self._limits.vocab_size]
 
-    def _dry_breakers(self, params: SamplingParams) -> DryBreakers:
-        texts = params.dry_sequence_breakers if params.dry_multiplier else ()
-        return DryBreakers(ids for text in texts for ids in self._spellings_within.of(text))
-
-    def _xtc_spared_ids(self, params: SamplingParams) -> list[int]:
-        if not params.xtc_probability:
-            return []
-        return [*self._tokenizer.eos_token_ids, *self._tokenizer.encode("\n", add_special_tokens=False)[-1:]]
+    def _tokenized(self, params: SamplingParams) -> TokenizedParams:
+        breakers = params.dry_sequence_breakers if params.dry_multiplier else ()
+        spared: list[int] = []
+        if params.xtc_probability:
+            newline = self._tokenizer.encode("\n", add_special_tokens=False)[-1:]
+            spared = [i for i in (*self._tokenizer.eos_token_ids, *newline) if i < self._limits.vocab_size]
+        return TokenizedParams(
+            bad_words=[ids for word in params.bad_words for ids in self._spellings(word)],
+            dry_breakers=DryBreakers(ids for text in breakers for ids in self._spellings_within.of(text)),
+            spared_ids=spared,
+        )
 
     def _begins_reasoning(self, prompt: Prompt, token_ids: Sequence[int], *, is_cut: bool) -> bool:
         """Whether the answer to a prompt begins within reasoning.

@@ -14,7 +14,14 @@ from genserve.backends.onnxruntime import open_graph
 from genserve.backends.pytorch import open_module, set_threads
 from genserve.config.model_config import ModelConfig
 from genserve.generation.logits_model import LogitsModel
-from genserve.textmodel.logits_config import CacheKind, cache_kind, context_length, logits_file, read_parity
+from genserve.textmodel.logits_config import (
+    CacheKind,
+    LogitsNames,
+    cache_kind,
+    context_length,
+    logits_file,
+    read_parity,
+)
 from genserve.textmodel.runtimes.growing_logits import GrowingLogits
 from genserve.textmodel.runtimes.kv_cache_memory import HostMemory, LogitsMemory
 from genserve.textmodel.runtimes.onnx_logits import OnnxLogits
@@ -49,9 +56,11 @@ def load_logits(config: ModelConfig, folder: Path, *, placement: Placement = ON_
         placement: the device.
 
     Raises:
-        RepositoryError: its file cannot be loaded, or does not fit the config.
+        RepositoryError: the config is not that of a logits stage; its file cannot be loaded, or does not
+            fit the config.
         MissingDependency: the runtime that its config names is not installed.
     """
+    LogitsNames.of(config)      # before anything is started that only a loaded stage would close
     path = logits_file(config, folder)
     match cache_kind(config):
         case CacheKind.NONE:

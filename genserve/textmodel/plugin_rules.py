@@ -16,7 +16,6 @@ from genserve.textmodel.decoder_plugins import METHODS
 
 __all__ = ["decodes", "plugin_diagnostics"]
 
-
 _DECODE = re.compile(r"^\s*async\s+def\s+decode\b", re.MULTILINE)
 
 _SIGNATURE = "write `def __init__(self, context, *, argument: type = default)`; see docs/decoding.md"
@@ -30,7 +29,7 @@ def decodes(path: Path) -> bool:
 
 
 def plugin_diagnostics(path: Path) -> tuple[Diagnostic, ...]:
-    """Return the diagnostics of a model.py: that it is no Python, or those of its plug-ins."""
+    """Return the syntax error of a model.py, or the errors of its plug-ins."""
     module = parse_source(path)
     if isinstance(module, Diagnostic):
         return (module,)
@@ -59,7 +58,7 @@ def _of_kind(kind: str, value: ast.expr, definitions: Mapping[str, _Definition])
         return
     for key, factory in zip(value.keys, value.values, strict=True):
         if isinstance(key, ast.Constant) and not isinstance(key.value, str):
-            yield key, f"{kind}: the name {key.value!r} is no text", "requests call a plug-in by a text"
+            yield key, f"{kind}: the name {key.value!r} is not a string", "use a string as the name"
         if isinstance(factory, ast.Constant):
             yield factory, f"{kind}: {factory.value!r} is neither a class nor a function", _SIGNATURE
         if isinstance(factory, ast.Name) and factory.id in definitions:
@@ -89,7 +88,7 @@ def _of_signature(
 ) -> Iterator[_Finding]:
     arguments = function.args
     if len(positional) != 1 or arguments.vararg or arguments.kwarg:
-        words = "must take a context, and after it keyword-only parameters alone"
+        words = "must take a context, followed by keyword-only parameters"
         yield function, f"{kind}: {name} {words}", _SIGNATURE
     for argument in arguments.kwonlyargs:
         if argument.annotation is None:

@@ -1,4 +1,4 @@
-"""Text inference: a text model asked by named tensors, as KServe and BLS do."""
+"""Text inference: answers requests with named tensors, of KServe and BLS, by a text model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from genserve.backends.string_tensors import decode_strings, string_tensor
+from genserve.backends.tensor_data import decode_strings, string_tensor
 from genserve.completion import Delta
 from genserve.config.model_config import ModelConfig
 from genserve.errors import Closed, GenserveError, InferenceError, InvalidRequest
@@ -29,19 +29,18 @@ from genserve.textmodel.text_model import TextModel
 
 __all__ = ["INPUTS", "OUTPUT", "TextInference"]
 
-
-# The names of the established Triton repositories for language models, and ours.
+# The sampling parameters that Triton's backends for language models have tensors for.
 _PARAMETERS = {tensor: row.name for tensor, row in TRITON_TENSORS.items() if row.item is None}
-# What they call the forms of an answer, and what `structured_outputs` does.
+# Their kinds of structured outputs, and the fields of `structured_outputs`.
 _GUIDES = {"json": "json_object", "json_schema": "json", "regex": "regex", "ebnf_grammar": "grammar"}
 _WORDS = {tensor: row.name for tensor, row in TRITON_TENSORS.items() if row.item is str}
 _TEXTS = _WORDS | dict.fromkeys(("guided_decoding_guide_type", "guided_decoding_guide"), "structured_outputs")
-# All that a text model reads, and what it gives; an ensemble may have other names for them.
+# The inputs and the output of a text model; its ensemble may rename them.
 INPUTS = frozenset({"text_input", "stream", *_PARAMETERS, *_TEXTS})
 OUTPUT = "text_output"
-# Parameters of a request whose values are JSON, since they are no tensors.
+# Request parameters whose values are JSON.
 _PLUGINS = ("logits_processors", "stop_rules", "output_parser")
-# What the parameters of a request say besides; the priority of one is Triton's, who orders queues by it.
+# All request parameters that are read; `priority` is Triton's own.
 _READ = frozenset({*_PLUGINS, "cache_salt", "priority"})
 
 
@@ -132,7 +131,7 @@ class TextInference:
 
 
 class _Answer:
-    """The deltas of one inference, turned into responses; an `OutputSink` of the engine."""
+    """Turns the deltas of one inference into responses; an `OutputSink` of the engine."""
 
     def __init__(
         self,
@@ -151,12 +150,12 @@ class _Answer:
         self._open = set(sequences)
 
     def submit(self, reservation: Reservation) -> None:
-        """Hand the sequences to the engine, which takes all of them or none."""
+        """Submit the sequences to the engine, which accepts all of them or none."""
         self._inference.started_ns = self._inference.started_ns or self._inference.submitted_ns
         self._engine.submit(*self._texts, sink=self, reservation=reservation)
 
     def cancel_sequences(self) -> None:
-        """Have the engine drop the sequences."""
+        """Cancel the sequences in the engine."""
         for sequence in self._texts:
             self._engine.cancel(sequence)
 
@@ -166,7 +165,7 @@ class _Answer:
         self._inference.fail_cancelled()
 
     def deliver(self, outputs: Sequence[RequestOutput]) -> None:
-        """Take over outputs; see `OutputSink`."""
+        """See `OutputSink.deliver`."""
         for sequence, content in outputs:
             if isinstance(content, GenserveError):
                 self.cancel_sequences()
@@ -191,7 +190,7 @@ class _Answer:
         try:
             self._inference.send(InferenceResponse(outputs=(output,)), final=final)
         except Closed:
-            return  # it was cancelled while the step ran
+            return  # cancelled during the step
 
 
 def _stage_names(config: ModelConfig) -> dict[str, str]:
@@ -214,28 +213,28 @@ def _params(inputs: Mapping[str, Tensor], parameters: Mapping[str, Parameter]) -
     _refuse_unread(parameters)
     if "cache_salt" in parameters:
         options["cache_salt"] = parameters["cache_salt"]
-    options["structured_outputs"] = _form(inputs)
-    width = options.pop("beam_width", None) or 1    # how Triton's clients say that they want no search
+    options["structured_outputs"] = _structured_outputs(inputs)
+    width = options.pop("beam_width", None) or 1    # by which Triton's clients ask for no beam search
     if width != 1:
         options |= {"use_beam_search": True, "beam_width": width}
     return sampling_params(options)
 
 
 def _refuse_unread(parameters: Mapping[str, Parameter]) -> None:
-    """Refuse what only tensors say, unless it asks for nothing; Triton passes over what nobody knows."""
+    """Refuse request parameters that only tensors may set, unless neutral; Triton ignores unknown ones."""
     names = {name: name for name in PARAMETERS} | _PARAMETERS | _TEXTS
     for name in names.keys() & parameters.keys() - _READ:
         nothing = ("", 1) if name == "beam_width" else ("", PARAMETERS[names[name]].default)
         if parameters[name] not in nothing:
             raise InvalidRequest(
-                f"{name} is not read from the parameters of a request",
+                f"{name} cannot be set by a request parameter",
                 field=name,
-                remedy="give it as an input tensor; what the ensemble has none for, OpenAI's routes take",
+                remedy="send it as an input tensor, or use OpenAI's routes if the ensemble has no such input",
             )
 
 
-def _form(inputs: Mapping[str, Tensor]) -> Mapping[str, Any] | None:
-    """Return what the tensors say of the form of the answers; empty texts say nothing."""
+def _structured_outputs(inputs: Mapping[str, Tensor]) -> Mapping[str, Any] | None:
+    """Return the structured outputs that the tensors ask for; None: none. Empty texts are ignored."""
     kind, guide = (_text(inputs, name) for name in ("guided_decoding_guide_type", "guided_decoding_guide"))
     if not kind and not guide:
         return None
@@ -243,15 +242,16 @@ def _form(inputs: Mapping[str, Tensor]) -> Mapping[str, Any] | None:
         known = ", ".join(_GUIDES)
         name = "guided_decoding_guide_type"
         raise InvalidRequest(f"{name} must be one of {known}", field=name)
-    form = _GUIDES[kind]
-    if bool(guide) == (form == "json_object"):
+    constraint = _GUIDES[kind]
+    if bool(guide) == (constraint == "json_object"):
         name = "guided_decoding_guide"
-        raise InvalidRequest(f"{name} must {'not ' if guide else ''}be there for {kind}", field=name)
-    return {form: True if form == "json_object" else guide}
+        problem = "cannot be used with" if guide else "is required for"
+        raise InvalidRequest(f"{name} {problem} {kind}", field=name)
+    return {constraint: True if constraint == "json_object" else guide}
 
 
 def _text(inputs: Mapping[str, Tensor], name: str) -> str:
-    """Return the text that an input has for every row of the batch; empty if it is not there."""
+    """Return the text of an input, the same for all rows of the batch; empty: there is no such input."""
     distinct = set(decode_strings(inputs[name])) if name in inputs else {""}
     if len(distinct) > 1:
         raise InvalidRequest(f"the rows of one request have different values of {name}", field=name)
@@ -262,11 +262,11 @@ def _parsed(name: str, text: Parameter) -> Any:
     try:
         return json.loads(text if isinstance(text, str) else "")
     except (ValueError, RecursionError):
-        raise InvalidRequest(f"{name} must be JSON as text", field=name) from None
+        raise InvalidRequest(f"{name} must be a string of JSON", field=name) from None
 
 
 def _scalar(inputs: Mapping[str, Tensor], name: str, *, default: Any) -> Any:
-    """Return the value that an input has for every row of the batch."""
+    """Return the value of an input, the same for all rows of the batch."""
     tensor = inputs.get(name)
     if tensor is None or not tensor.array.size:
         return default

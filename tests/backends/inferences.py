@@ -1,4 +1,4 @@
-"""Inferences: backends that are given batches directly, as an instance gives them."""
+"""Inferences: batches passed directly to backends, as an instance passes them."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ __all__ = [
     "answers",
     "ask",
     "assert_runs_concurrently",
+    "assert_share_a_network",
     "config_of",
     "source_of",
     "started",
@@ -50,7 +51,7 @@ def started(backend, config: ModelConfig, path: Path, *, placement: Placement = 
 
 @dataclass(kw_only=True)
 class Asked:
-    """A request, and what came back."""
+    """A request and its responses."""
 
     inference: Inference
     responses: list[InferenceResponse | None] = field(default_factory=list)
@@ -66,7 +67,7 @@ class Asked:
 def ask(
     inputs, *, batch_size=1, outputs=(), states=None, types=None, sequence: int = 0, start: bool = False
 ) -> Asked:
-    """Make a request of arrays by name, as it comes from the queue."""
+    """Make a request of arrays by name, as it leaves the queue."""
     types = types or {}
     tensors = {name: Tensor(name, array, data_type=types.get(name)) for name, array in inputs.items()}
     request = InferenceRequest(
@@ -86,13 +87,22 @@ def ask(
 
 
 def answers(backend, *batch: Asked) -> list[dict[str, np.ndarray]]:
-    """Execute a batch; the arrays of each answer by name."""
+    """Execute a batch; return the arrays of each response by name."""
     backend.execute([asked.inference for asked in batch])
     return [asked.outputs() for asked in batch]
 
 
+def assert_share_a_network(backend, config: ModelConfig, path: Path) -> None:
+    """Start two instances; assert that they use one network."""
+    source = source_of(config, path)
+    shared = backend.load(source)
+    first = backend(source, shared, ON_CPU)
+    second = backend(source, shared, Placement(name="m_1", kind="CPU"))
+    assert first._network is second._network
+
+
 def assert_runs_concurrently(backend, config: ModelConfig, path: Path, *, requests) -> None:
-    """Ask one instance on each of some threads the same; they answer as one instance alone does."""
+    """Run the same requests on instances of several threads; assert the results of a single instance."""
     source = source_of(config, path)
     shared = backend.load(source)
     alone = backend(source, shared, ON_CPU)

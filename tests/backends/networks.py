@@ -1,4 +1,4 @@
-"""Networks: small stand-ins, as ONNX graphs and TorchScript modules, for those that people bring."""
+"""Networks: small ONNX graphs and TorchScript modules in place of those of users."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def save_torchscript(path: Path, module: nn.Module, *, example=None) -> Path:
 
 
 def sentence_vectors_onnx(path: Path, *, vocab_size: int = 1000, size: int = 768) -> Path:
-    """A sentence encoder: the mean of the embeddings of what the attention mask lets through."""
+    """A sentence encoder: the mean of the embeddings that the attention mask selects."""
     rng = np.random.default_rng(0)
     ids = (TensorProto.INT64, ["batch", "sequence"])
     nodes = [

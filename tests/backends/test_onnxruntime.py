@@ -22,8 +22,8 @@ from tests.backends.inferences import (
     answers,
     ask,
     assert_runs_concurrently,
+    assert_share_a_network,
     config_of,
-    source_of,
     started,
 )
 from tests.backends.networks import bloom_onnx, save_onnx, sentence_vectors_onnx
@@ -87,13 +87,13 @@ def test_a_batch_is_answered_as_onnx_runtime_answers_each_request_alone(tmp_path
         np.testing.assert_allclose(answer["vector"], expected, rtol=1e-5)
 
 
-def test_an_accelerator_that_is_not_there_is_named(tmp_path, caplog):
+def test_a_missing_accelerator_is_named(tmp_path, caplog):
     sentence_vectors_onnx(tmp_path / "1" / "model.onnx")
     started(OnnxRuntimeBackend, config_of(SENTENCES), tmp_path)
     assert "the accelerator tensorrt needs a GPU, but m_0 runs on the CPU" in caplog.text
 
 
-def test_an_instance_on_a_gpu_says_what_it_lacks_and_runs_on_the_cpu(tmp_path, caplog):
+def test_an_instance_without_gpu_providers_runs_on_the_cpu_with_a_warning(tmp_path, caplog):
     sentence_vectors_onnx(tmp_path / "1" / "model.onnx")
     on_gpu = Placement(name="m_0_gpu1", kind="GPU", device_id=1)
     backend = started(OnnxRuntimeBackend, config_of(SENTENCES), tmp_path, placement=on_gpu)
@@ -102,7 +102,7 @@ def test_an_instance_on_a_gpu_says_what_it_lacks_and_runs_on_the_cpu(tmp_path, c
     assert answers(backend, ask(sentences(1, 2)))[0]["vector"].shape == (1, 768)
 
 
-def test_a_logits_model_without_a_batch_dimension_takes_whole_shapes(tmp_path):
+def test_a_logits_model_without_a_batch_dimension_gets_complete_shapes(tmp_path):
     file = bloom_onnx(tmp_path / "1" / "model.onnx", vocab_size=300)
     backend = started(
         OnnxRuntimeBackend,
@@ -121,7 +121,7 @@ def test_a_logits_model_without_a_batch_dimension_takes_whole_shapes(tmp_path):
     np.testing.assert_array_equal(answer["logits"], expected)
 
 
-def test_inputs_are_read_and_outputs_are_left_where_they_are(tmp_path):
+def test_inputs_and_outputs_are_not_copied(tmp_path):
     one_node(tmp_path, "Relu")
     backend = started(OnnxRuntimeBackend, plain(), tmp_path)
     fed, made = [], []
@@ -140,7 +140,7 @@ def test_inputs_are_read_and_outputs_are_left_where_they_are(tmp_path):
     assert address(answer["y"]) == address(made[0])
 
 
-def test_the_answers_of_a_batch_are_views_of_one_output(tmp_path):
+def test_the_responses_of_a_batch_are_views_of_one_output(tmp_path):
     one_node(tmp_path, "Relu")
     backend = started(OnnxRuntimeBackend, plain(), tmp_path)
     x = np.ones((1, 5), dtype=np.float32)
@@ -148,7 +148,7 @@ def test_the_answers_of_a_batch_are_views_of_one_output(tmp_path):
     assert address(second["y"]) == address(first["y"]) + 5 * 4
 
 
-def test_a_request_that_lies_at_an_odd_address_is_answered(tmp_path):
+def test_a_request_at_an_unaligned_address_is_answered(tmp_path):
     one_node(tmp_path, "Relu")
     backend = started(OnnxRuntimeBackend, plain(), tmp_path)
     body = b"?" + np.arange(-2, 3, dtype=np.float32).tobytes()
@@ -189,7 +189,7 @@ def test_strings_pass_through_as_bytes(tmp_path):
     assert answer["y"].tolist() == x.tolist()
 
 
-def test_a_string_that_is_no_text_is_refused(tmp_path):
+def test_a_string_that_is_not_utf_8_is_rejected(tmp_path):
     one_node(tmp_path, element=S)
     backend = started(OnnxRuntimeBackend, plain("TYPE_STRING"), tmp_path)
     asked = ask({"x": np.array([[b"\xff"]], dtype=object)})
@@ -198,7 +198,7 @@ def test_a_string_that_is_no_text_is_refused(tmp_path):
     assert not asked.responses
 
 
-def test_a_scalar_of_the_graph_is_one_number_of_the_config(tmp_path):
+def test_a_scalar_of_the_graph_has_one_element_in_the_config(tmp_path):
     one_node(tmp_path, "Neg", shape=(), out_shape=())
     backend = started(OnnxRuntimeBackend, plain(batch=0, dims="1"), tmp_path)
     [answer] = answers(backend, ask({"x": np.array([3], dtype=np.float32)}))
@@ -214,7 +214,7 @@ def test_an_error_of_the_run_fails_with_the_text_of_tritons_backend(tmp_path):
     assert raised.value.status == "INTERNAL"
 
 
-def test_each_request_gets_the_outputs_that_it_asks_for_by_name(tmp_path):
+def test_each_request_gets_its_requested_outputs(tmp_path):
     kind = (F, ["batch", None])
     save_onnx(
         tmp_path / "1" / "model.onnx",
@@ -236,11 +236,7 @@ def test_each_request_gets_the_outputs_that_it_asks_for_by_name(tmp_path):
 
 def test_instances_share_one_session(tmp_path):
     one_node(tmp_path)
-    source = source_of(plain(), tmp_path)
-    shared = OnnxRuntimeBackend.load(source)
-    first = OnnxRuntimeBackend(source, shared, ON_CPU)
-    second = OnnxRuntimeBackend(source, shared, Placement(name="m_1", kind="CPU"))
-    assert first._network is second._network
+    assert_share_a_network(OnnxRuntimeBackend, plain(), tmp_path)
 
 
 def test_instances_run_at_the_same_time(tmp_path):
@@ -258,12 +254,12 @@ def test_the_model_file_may_have_another_name_or_be_a_folder(tmp_path):
     started(OnnxRuntimeBackend, plain(), tmp_path)
 
 
-def test_a_missing_file_is_told_in_tritons_words(tmp_path):
+def test_a_missing_file_is_an_error_in_tritons_words(tmp_path):
     with pytest.raises(RepositoryError, match=r"unable to find '.*1/model.onnx' for model instance 'm'"):
         started(OnnxRuntimeBackend, plain(), tmp_path)
 
 
-def test_a_file_that_is_no_graph_is_refused(tmp_path):
+def test_a_file_that_is_not_a_graph_is_rejected(tmp_path):
     one_node(tmp_path).write_bytes(b"junk")
     with pytest.raises(RepositoryError, match=r"onnx runtime error 7: .*rotobuf parsing failed"):
         started(OnnxRuntimeBackend, plain(), tmp_path)
@@ -300,7 +296,7 @@ def test_parameters_become_session_options(tmp_path):
         ("intra_op_thread_count", "two", "failed to convert 'two' to integral number"),
     ],
 )
-def test_a_parameter_that_makes_no_sense_is_refused(tmp_path, key, value, message):
+def test_an_invalid_parameter_is_rejected(tmp_path, key, value, message):
     one_node(tmp_path)
     config = plain(more=f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}')
     with pytest.raises(RepositoryError) as raised:
@@ -308,14 +304,14 @@ def test_a_parameter_that_makes_no_sense_is_refused(tmp_path, key, value, messag
     assert raised.value.message.endswith(message)
 
 
-def test_an_unknown_accelerator_is_refused(tmp_path):
+def test_an_unknown_accelerator_is_rejected(tmp_path):
     one_node(tmp_path)
     accelerators = 'execution_accelerators { cpu_execution_accelerator { name: "magic" } }'
     with pytest.raises(RepositoryError, match="unknown Execution Accelerator 'magic' is requested"):
         started(OnnxRuntimeBackend, plain(more=f"optimization {{ {accelerators} }}"), tmp_path)
 
 
-def test_an_output_of_another_shape_than_its_dims_is_told_once(tmp_path, caplog):
+def test_an_output_of_another_shape_than_its_dims_is_warned_about_once(tmp_path, caplog):
     one_node(tmp_path)
     backend = started(OnnxRuntimeBackend, plain(out_dims="-1, 4"), tmp_path)
     caplog.set_level(logging.WARNING)
@@ -375,7 +371,7 @@ MISFITS = [
 
 
 @pytest.mark.parametrize(("text", "message"), MISFITS)
-def test_a_config_that_does_not_fit_the_graph_is_refused_in_tritons_words(tmp_path, text, message):
+def test_a_config_that_does_not_match_the_graph_is_rejected_in_tritons_words(tmp_path, text, message):
     one_node(tmp_path, shape=("batch", 3))
     with pytest.raises(RepositoryError) as raised:
         started(OnnxRuntimeBackend, config_of(text), tmp_path)
@@ -462,17 +458,17 @@ def test_a_graph_of_fixed_shape_is_completed_without_batching(tmp_path):
     )
 
 
-def test_a_scheduler_that_is_configured_stays(tmp_path):
+def test_a_configured_scheduler_is_kept(tmp_path):
     one_node(tmp_path)
     assert not completed(tmp_path, "sequence_batching { }").HasField("dynamic_batching")
 
 
-def test_a_config_with_inputs_and_outputs_is_left_alone(tmp_path):
+def test_a_config_with_inputs_and_outputs_is_not_changed(tmp_path):
     text = 'input { name: "x" } output { name: "y" }'
     assert completed(tmp_path, text).max_batch_size == 0      # and the file, which is not there, is not read
 
 
-def test_a_tensor_of_another_runtime_is_taken(tmp_path):
+def test_a_tensor_of_another_runtime_is_accepted(tmp_path):
     import torch
 
     one_node(tmp_path)
@@ -493,7 +489,7 @@ sequence_batching {
 }"""
 
 
-def test_sequences_keep_their_states_apart(tmp_path):
+def test_sequences_have_separate_states(tmp_path):
     kind = (F, ["batch", 1])
     save_onnx(
         tmp_path / "1" / "model.onnx",
@@ -529,7 +525,7 @@ def test_sequences_keep_their_states_apart(tmp_path):
 
 
 @pytest.mark.parametrize(("size", "expected"), [(8, (8, True)), (1, (1, False)), (0, (0, False))])
-def test_how_much_such_a_graph_batches_may_be_set_for_all_of_them(tmp_path, size, expected):
+def test_the_default_max_batch_size_is_configurable(tmp_path, size, expected):
     one_node(tmp_path, element=I64, shape=("batch", 3))
     message = text_format.Parse('name: "m"', new_model_config())
     OnnxRuntimeBackend.auto_complete(message, path=tmp_path, version=1, default_max_batch_size=size)

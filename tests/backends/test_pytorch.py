@@ -12,12 +12,11 @@ from genserve.backends.pytorch import PyTorchBackend
 from genserve.errors import InferenceError, RepositoryError
 from genserve.tensor import DataType, Tensor
 from tests.backends.inferences import (
-    ON_CPU,
     answers,
     ask,
     assert_runs_concurrently,
+    assert_share_a_network,
     config_of,
-    source_of,
     started,
 )
 from tests.backends.networks import chat_torchscript, save_torchscript, two_outputs_torchscript
@@ -98,7 +97,7 @@ def test_a_batch_is_answered_as_the_module_answers_each_request_alone(tmp_path):
         np.testing.assert_allclose(answer["OUTPUT__0"], expected.numpy(), rtol=1e-5, atol=1e-6)
 
 
-def test_two_outputs_are_told_apart_by_their_index_though_their_dims_are_wrong(tmp_path, caplog):
+def test_outputs_are_matched_by_index_even_if_their_dims_are_wrong(tmp_path, caplog):
     file = two_outputs_torchscript(tmp_path / "1" / "model.pt")
     backend = started(PyTorchBackend, config_of(TWO_OUTPUTS), tmp_path)
     ids = np.array([[1, 2, 3], [4, 5, 6]])
@@ -110,7 +109,7 @@ def test_two_outputs_are_told_apart_by_their_index_though_their_dims_are_wrong(t
     assert told in caplog.text
 
 
-def test_a_request_in_read_only_memory_is_read_where_it_is_without_a_warning(tmp_path):
+def test_a_request_in_read_only_memory_is_not_copied_and_causes_no_warning(tmp_path):
     identity(tmp_path)
     backend = started(PyTorchBackend, plain(), tmp_path)
     x = np.frombuffer(np.arange(4, dtype=np.float32).tobytes(), dtype=np.float32).reshape(1, 4)
@@ -183,7 +182,7 @@ def test_a_module_of_one_dictionary_takes_the_inputs_by_name(tmp_path):
     assert answer["y"].tolist() == [[1]]
 
 
-def test_strings_go_in_and_out_as_a_list_of_text(tmp_path):
+def test_strings_are_passed_as_lists_of_str(tmp_path):
     class Greet(nn.Module):
         def forward(self, names: list[str]) -> list[str]:
             return ["hello " + name for name in names]
@@ -211,7 +210,7 @@ def test_each_type_of_elements_passes_through(tmp_path, data_type):
     np.testing.assert_array_equal(output.array, x)
 
 
-def test_a_tensor_of_torch_is_taken_as_it_is(tmp_path):
+def test_a_torch_tensor_is_not_copied(tmp_path):
     identity(tmp_path)
     backend = started(PyTorchBackend, plain(), tmp_path)
     x = torch.ones(1, 3)
@@ -220,7 +219,7 @@ def test_a_tensor_of_torch_is_taken_as_it_is(tmp_path):
     assert address(answers(backend, asked)[0]["y"]) == x.data_ptr()
 
 
-def test_an_output_in_another_memory_order_comes_in_rows(tmp_path):
+def test_an_output_that_is_not_contiguous_becomes_row_major(tmp_path):
     class Turn(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x.transpose(1, 2)
@@ -295,25 +294,25 @@ def load_error(tmp_path, config, module=None):
     return raised.value.message
 
 
-def test_a_config_with_another_number_of_inputs_is_refused(tmp_path):
+def test_a_config_with_another_number_of_inputs_is_rejected(tmp_path):
     assert load_error(tmp_path, plain()) == (
         "unable to load model 'm', configuration expects 1 inputs, model provides 2"
     )
 
 
-def test_indexes_that_are_not_the_arguments_are_refused(tmp_path):
+def test_indexes_that_are_not_the_arguments_are_rejected(tmp_path):
     message = load_error(tmp_path, plain(("X__1", "X__2")))
     assert message.startswith("the inputs of model 'm' have the indexes 1 (X__1), 2 (X__2)")
 
 
-def test_strings_of_more_than_one_dimension_are_refused(tmp_path):
+def test_strings_of_more_than_one_dimension_are_rejected(tmp_path):
     message = load_error(tmp_path, plain(data_type="TYPE_STRING", inputs=("a", "b")))
     assert message == (
         "Triton only supports 1 dimensional List of String as input for 'a' for model 'm'"
     )
 
 
-def test_an_argument_that_is_no_tensor_is_refused(tmp_path):
+def test_an_argument_that_is_not_a_tensor_is_rejected(tmp_path):
     class OfNumber(nn.Module):
         def forward(self, x: torch.Tensor, n: int) -> torch.Tensor:
             return x + n
@@ -322,14 +321,14 @@ def test_an_argument_that_is_no_tensor_is_refused(tmp_path):
     assert message.startswith("An input of type 'int' was detected in the model.")
 
 
-def test_a_file_that_is_no_module_is_refused(tmp_path):
+def test_a_file_that_is_not_a_module_is_rejected(tmp_path):
     (tmp_path / "1").mkdir()
     (tmp_path / "1" / "model.pt").write_bytes(b"junk")
     with pytest.raises(RepositoryError, match="failed to load model 'm'"):
         started(PyTorchBackend, plain(), tmp_path)
 
 
-def test_a_missing_file_is_told_in_tritons_words(tmp_path):
+def test_a_missing_file_is_an_error_in_tritons_words(tmp_path):
     with pytest.raises(RepositoryError, match=r"unable to find '.*1/model.pt' for model instance 'm'"):
         started(PyTorchBackend, plain(), tmp_path)
 
@@ -346,7 +345,7 @@ def test_the_modes_of_torch_do_not_change_the_answer(tmp_path, key, value):
     np.testing.assert_allclose(answer["output__1"], direct(file, ids)[1].numpy(), rtol=1e-6)
 
 
-def test_the_number_of_threads_is_torchs_own(tmp_path):
+def test_the_number_of_threads_is_set_in_torch(tmp_path):
     identity(tmp_path)
     before = torch.get_num_threads()
     started(PyTorchBackend, plain(more=parameter("INTRA_OP_THREAD_COUNT", before + 1)), tmp_path)
@@ -355,7 +354,7 @@ def test_the_number_of_threads_is_torchs_own(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_an_instance_on_a_gpu_that_is_not_there_runs_on_the_cpu_and_says_so(tmp_path, caplog):
+def test_an_instance_without_its_gpu_runs_on_the_cpu_with_a_warning(tmp_path, caplog):
     identity(tmp_path)
     backend = started(
         PyTorchBackend, plain(), tmp_path, placement=Placement(name="m_0_gpu0", kind="GPU")
@@ -366,11 +365,7 @@ def test_an_instance_on_a_gpu_that_is_not_there_runs_on_the_cpu_and_says_so(tmp_
 
 def test_instances_share_one_module(tmp_path):
     identity(tmp_path)
-    source = source_of(plain(), tmp_path)
-    shared = PyTorchBackend.load(source)
-    first = PyTorchBackend(source, shared, ON_CPU)
-    second = PyTorchBackend(source, shared, Placement(name="m_1", kind="CPU"))
-    assert first._network is second._network
+    assert_share_a_network(PyTorchBackend, plain(), tmp_path)
 
 
 def test_instances_run_at_the_same_time(tmp_path):

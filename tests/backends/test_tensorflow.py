@@ -53,19 +53,19 @@ def test_a_saved_model_answers_a_batch(rank_model):
 
 
 @needs_tensorflow
-def test_an_input_that_the_signature_lacks_is_refused(rank_model):
+def test_an_input_that_the_signature_lacks_is_rejected(rank_model):
     with pytest.raises(RepositoryError, match="unexpected inference input 'ids', allowed inputs are"):
         started(TensorFlowBackend, config_of(RANK.replace("input_ids", "ids")), rank_model)
 
 
 @pytest.mark.skipif(INSTALLED, reason="TensorFlow is installed")
-def test_without_tensorflow_the_load_says_what_to_install(tmp_path):
+def test_without_tensorflow_the_load_names_the_package_to_install(tmp_path):
     (tmp_path / "1" / "model.savedmodel").mkdir(parents=True)
     with pytest.raises(MissingDependency) as raised:
         started(TensorFlowBackend, config_of(RANK), tmp_path)
     assert raised.value.remedy == "pip install 'genserve[tensorflow]'"
 
 
-def test_a_missing_folder_is_told_in_tritons_words(tmp_path):
+def test_a_missing_folder_is_an_error_in_tritons_words(tmp_path):
     with pytest.raises(RepositoryError, match=r"unable to find '.*1/model.savedmodel' for model"):
         started(TensorFlowBackend, config_of(RANK), tmp_path)

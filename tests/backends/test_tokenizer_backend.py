@@ -9,7 +9,7 @@ from genserve.repository.repository import Repository
 from tests.live import children
 
 
-def test_no_process_of_its_chat_template_is_left(tiny_repository: Path) -> None:
+def test_no_chat_template_process_is_left(tiny_repository: Path) -> None:
     before = children()
     repository = Repository([tiny_repository], options=RepositoryOptions(control_mode=ControlMode.EXPLICIT))
     repository.start(["tiny_tokenizer"])

@@ -15,7 +15,7 @@ from tests.backends.networks import save_onnx
 
 
 class Recorder:
-    """A backend that answers everything, and remembers what it was given."""
+    """A backend that answers all requests, and records them."""
 
     def __init__(self, answer=None):
         self.batches = []
@@ -52,13 +52,13 @@ def refused(config, path):
     return raised.value.message
 
 
-def test_a_sample_is_as_many_requests_of_one_row_as_its_batch_size_says(tmp_path):
+def test_a_sample_has_batch_size_requests_of_one_row(tmp_path):
     [batch] = warmed(model("batch_size: 3 " + one_input("zero_data: true")), tmp_path)
     assert [request["x"].tolist() for request in batch] == [[[0, 0, 0]]] * 3
 
 
 @pytest.mark.parametrize(("count", "times"), [(0, 1), (1, 1), (3, 3)])
-def test_a_sample_is_executed_as_often_as_it_says_and_at_least_once(tmp_path, count, times):
+def test_a_sample_is_executed_count_times_and_at_least_once(tmp_path, count, times):
     sample = f"batch_size: 1 count: {count} " + one_input("zero_data: true")
     assert len(warmed(model(sample), tmp_path)) == times
 
@@ -67,7 +67,7 @@ def test_a_sample_of_batch_size_zero_is_left_out(tmp_path):
     assert warmed(model("batch_size: 0 " + one_input("zero_data: true")), tmp_path) == []
 
 
-def test_a_model_that_does_not_batch_gets_the_dims_as_they_are(tmp_path):
+def test_a_model_without_batching_gets_the_dims_unchanged(tmp_path):
     [[request]] = warmed(model("batch_size: 1 " + one_input("zero_data: true"), batch=0), tmp_path)
     assert request["x"].shape == (3,)
 
@@ -82,7 +82,7 @@ def test_a_reshape_is_applied(tmp_path):
     assert request["x"].shape == (1, 2, 2, 3)
 
 
-def test_random_data_is_of_the_type_that_is_said(tmp_path):
+def test_random_data_has_the_type_of_the_config(tmp_path):
     sample = "batch_size: 1 " + one_input("random_data: true", data_type="TYPE_INT16", dims="50")
     [[request]] = warmed(model(sample, data_type="TYPE_INT16"), tmp_path)
     assert request["x"].dtype == np.int16
@@ -96,7 +96,7 @@ def test_strings_without_data_are_empty(tmp_path, source):
     assert request["x"].tolist() == [[b"", b""]]
 
 
-def test_a_control_that_is_no_input_of_the_config_is_passed_through(tmp_path):
+def test_a_control_that_is_not_in_the_config_is_passed_through(tmp_path):
     sample = "batch_size: 1 " + one_input("zero_data: true")
     sample += one_input("zero_data: true", data_type="TYPE_INT32", dims="1", name="READY")
     [[request]] = warmed(model(sample), tmp_path)
@@ -117,39 +117,39 @@ def test_a_file_of_strings_is_as_tritonclient_writes_it(tmp_path):
     assert request["x"].tolist() == [[text]]
 
 
-def test_a_bare_text_file_is_refused_with_how_to_write_it(tmp_path):
+def test_a_plain_text_file_is_rejected_with_a_remedy(tmp_path):
     config = with_file(tmp_path, b"hello", data_type="TYPE_STRING", dims="1")
     with pytest.raises(RepositoryError, match="raw_data: incomplete string data") as raised:
         warmup_batches(config, tmp_path)
     assert "serialize_byte_tensor" in raised.value.remedy
 
 
-def test_what_is_too_long_in_a_file_is_cut(tmp_path):
+def test_a_file_that_is_too_long_is_truncated(tmp_path):
     content = np.arange(5, dtype=np.float32).tobytes()
     [[request]] = warmed(with_file(tmp_path, content), tmp_path)
     assert request["x"].tolist() == [[0, 1, 2]]
 
 
-def test_a_file_that_is_too_short_is_refused_in_tritons_words(tmp_path):
+def test_a_file_that_is_too_short_is_rejected_in_tritons_words(tmp_path):
     assert refused(with_file(tmp_path, bytes(8)), tmp_path) == (
         "[request id: <id_unknown>] warmup setting expects 12 bytes, but the data provided from raw_dataonly "
         "has 8 bytes"
     )
 
 
-def test_a_missing_file_is_refused_in_tritons_words(tmp_path):
+def test_a_missing_file_is_rejected_in_tritons_words(tmp_path):
     config = model("batch_size: 1 " + one_input('input_data_file: "nothing"'))
     file = tmp_path / "warmup" / "nothing"
     assert refused(config, tmp_path) == f"failed to open text file for read {file}: No such file or directory"
 
 
-def test_a_dimension_of_any_size_is_refused_in_tritons_words(tmp_path):
+def test_a_dimension_of_any_size_is_rejected_in_tritons_words(tmp_path):
     assert refused(model("batch_size: 1 " + one_input("zero_data: true", dims="-1")), tmp_path) == (
         "warmup setting expects all variable-size dimensions are specified for input 'x'"
     )
 
 
-def test_an_input_without_data_is_refused_in_tritons_words(tmp_path):
+def test_an_input_without_data_is_rejected_in_tritons_words(tmp_path):
     assert refused(model("batch_size: 1 " + one_input("")), tmp_path) == (
         "[request id: <id_unknown>] warmup setting expects input 'x' to have input_data_type set"
     )
@@ -173,7 +173,7 @@ def test_an_exception_of_the_model_fails_the_warmup(tmp_path):
         warmed(config, tmp_path, Recorder(fail))
 
 
-def test_answers_that_come_later_are_waited_for(tmp_path):
+def test_warmup_waits_for_late_responses(tmp_path):
     ended = []
 
     def later(inference):
@@ -189,7 +189,7 @@ def test_answers_that_come_later_are_waited_for(tmp_path):
 
 
 @pytest.mark.parametrize(("let_go_after", "times"), [(3, 3), (10**9, 1000)])
-def test_an_iterative_request_is_executed_until_the_model_lets_it_go_or_is_warm(
+def test_an_iterative_request_is_executed_until_released_or_at_the_limit(
     tmp_path, let_go_after, times
 ):
     turns = []

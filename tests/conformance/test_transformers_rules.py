@@ -104,7 +104,9 @@ def random_rules(rng: np.random.Generator, llm: LLM) -> tuple[dict[str, Any], di
     ids = rng.choice(np.arange(3, VOCAB_SIZE), 60, replace=False).tolist()
     rules.append(({"suppress_tokens": ids}, {"suppress_tokens": ids}))
     word = llm._model.tokenizer.decode([int(rng.integers(40, 90))]).strip() or "e"
-    rules.append(({"bad_words": [word]}, {"bad_words_ids": llm._model._spellings(word)}))
+    spelled = [llm._model.tokenizer.encode(text, add_special_tokens=False) for text in (word, f" {word}")]
+    possible = [ids for ids in spelled if ids and max(ids) < VOCAB_SIZE]
+    rules.append(({"bad_words": [word]}, {"bad_words_ids": possible}))
     ours, theirs = {}, {}
     for index in rng.choice(len(rules), rng.integers(1, len(rules) + 1), replace=False):
         ours |= rules[index][0]

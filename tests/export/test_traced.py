@@ -124,5 +124,5 @@ def test_a_model_that_transformers_does_not_know_is_refused(
 
 
 def test_a_graph_without_a_cache_has_no_growing_cache(tmp_path: Path) -> None:
-    with pytest.raises(RepositoryError, match="no KV cache that grows: its inputs are input_ids, attention"):
+    with pytest.raises(RepositoryError, match="a KV cache that grows: its inputs are input_ids, attention"):
         GrowingLogits(bloom_onnx(tmp_path / "model.onnx", vocab_size=50), max_num_seqs=1)

@@ -70,7 +70,7 @@ class FakeModel:
 
 
 class FakeInferenceServer:
-    """`ModelRepository` over some `FakeModel`s: validates names as the repository does, in Triton's words."""
+    """A `Repository` of some `FakeModel`s: validates names as the repository does, in Triton's words."""
 
     def __init__(self, models: Iterable[FakeModel]) -> None:
         self._models = {model.name: model for model in models}

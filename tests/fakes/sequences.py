@@ -11,7 +11,7 @@ from genserve.generation.engine_request import LogitsRequest, TokenSequence
 from genserve.generation.logits_model import FloatArray
 from genserve.generation.sequence_plugins import SequencePlugins
 from genserve.sampling.logits_edits import StructuredOutputGrammar
-from genserve.sampling.logits_processors import DryBreakers
+from genserve.sampling.logits_processors import DryBreakers, TokenizedParams
 from genserve.sampling.sampling_params import SamplingParams
 from tests.fakes.logits import VOCAB_SIZE
 
@@ -60,11 +60,11 @@ def sequence_of(
         text=IdText(stop_at),
         max_length=max_length,
         vocab_size=vocab_size,
-        bad_words=bad_words,
+        tokenized=TokenizedParams(
+            bad_words=bad_words, dry_breakers=DryBreakers(dry_breakers), spared_ids=xtc_spared_ids
+        ),
         deadline_s=deadline_s,
-        dry_breakers=DryBreakers(dry_breakers),
         plugins=plugins,
-        xtc_spared_ids=xtc_spared_ids,
         grammar=grammar,
     )
 

@@ -118,7 +118,7 @@ def test_an_id_outside_the_vocabulary_is_rejected(token_id):
 def test_nothing_is_appended_after_the_end():
     sequence = sequence_of([1], max_tokens=1)
     sequence.append(5)
-    with pytest.raises(ModelFailed, match="has ended"):
+    with pytest.raises(ModelFailed, match="finished sequence"):
         sequence.append(5)
 
 

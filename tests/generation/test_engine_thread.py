@@ -101,7 +101,7 @@ def dying_engine() -> EngineThread:
 
 def test_a_dying_engine_ends_its_requests_and_is_not_alive():
     engine = dying_engine()
-    with pytest.raises(ModelFailed, match="loaded again"):
+    with pytest.raises(ModelFailed, match="load its model again"):
         list(DeltaStream(engine, sequence_of([1])))
     engine.close()
     assert not engine.alive

@@ -30,7 +30,7 @@ NEAR = 0.1  # of a logit of the default model: what float16 may take for a tie
 
 @pytest.fixture(autouse=True, scope="module")
 def on_device(device: str) -> Iterator[None]:
-    """Where the tests themselves are tried, on the CPU, the GPU is told to be there."""
+    """Pretend that there is a GPU, where the tests are tried on the CPU."""
     with pytest.MonkeyPatch.context() as patch:
         if device == "cpu":
             patch.setattr(config_resolution, "num_gpus", lambda: 1)
@@ -87,7 +87,7 @@ def test_there_are_as_many_slots_as_the_stated_memory_holds(half_repository, tmp
     extra = 'parameters [ { key: "kv_cache_bytes" value: { string_value: "1MiB" } } ]\n'
     repository = Repository([placed(half_repository, tmp_path / "models", extra=extra)])
     repository.start()
-    ensemble = repository.get("tiny")
+    ensemble = repository.text_model("tiny")
     assert 0 < ensemble.kv_cache_bytes <= 2**20
     repository.close()
 

@@ -92,8 +92,8 @@ def test_a_new_format_applies_to_later_lines(tmp_path: Path) -> None:
         logging.getLogger("genserve").info("first")
         settings.update({"log_format": "ISO8601"})
         logging.getLogger("genserve").info("second")
-    first, told, second = file.read_text().splitlines()
-    assert told.endswith(f"{TOLD}: log_format=ISO8601")
+    first, warning, second = file.read_text().splitlines()
+    assert warning.endswith(f"{TOLD}: log_format=ISO8601")
     assert "T" not in first.split("INFO")[0]
     assert second.split()[0][10::13] == "TZ"        # 2026-01-01T00:00:00.000Z
 

@@ -35,7 +35,7 @@ def test_the_highest_version_is_served(copy):
 
 def test_the_only_model_needs_no_name(copy):
     repository = loaded(copy)
-    assert repository.get() is repository.get("tiny")
+    assert repository.text_model() is repository.text_model("tiny")
     repository.close()
 
 
@@ -44,9 +44,9 @@ def test_a_broken_model_does_not_stop_a_good_one(copy):
     text = (copy / "tiny" / "config.pbtxt").read_text().replace('"tiny"', '"broken"')
     (copy / "broken" / "config.pbtxt").write_text(text.replace("tiny_logits", "nowhere"))
     repository = loaded(copy)
-    assert repository.get("tiny")
+    assert repository.text_model("tiny")
     with pytest.raises(ModelNotReady, match="unavailable"):
-        repository.get("broken")
+        repository.text_model("broken")
     assert "nowhere" in str(repository.errors["broken"])
     assert repository.state is ModelState.UNAVAILABLE
     repository.close()
@@ -79,7 +79,7 @@ def test_an_ensemble_whose_decoder_has_no_loop_is_no_text_model(copy):
     repository = loaded(copy)
     assert repository.is_ready("tiny")
     with pytest.raises(ModelNotFound, match="'tiny' does not generate text"):
-        repository.get("tiny")
+        repository.text_model("tiny")
     repository.close()
 
 
@@ -94,7 +94,7 @@ def test_a_bad_parameter_names_the_file(copy):
 def test_the_remedy_for_an_unknown_model_lists_the_known_ones(copy):
     repository = loaded(copy)
     with pytest.raises(ModelNotFound, match="tiny"):
-        repository.get("nobody")
+        repository.text_model("nobody")
     with pytest.raises(ModelNotFound, match="tiny"):
         repository.start(["nobody"])
     repository.close()
@@ -112,7 +112,7 @@ def test_a_model_that_is_not_loaded_is_not_ready_instead_of_unknown(copy):
     repository = Repository([copy])
     repository.start(["tiny"])
     with pytest.raises(ModelNotReady, match="not loaded"):
-        repository.get("other")
+        repository.text_model("other")
     repository.close()
 
 

@@ -119,7 +119,7 @@ def test_a_decoding_loop_that_appends_a_forbidden_token_fails():
     held = sequence_of([3, 4], grammar=Steps([8, 9]), max_tokens=6)
     failed = run(Engine(PagedLogits(), decode=stubborn), held)
     assert isinstance(failed[held], ModelFailed)
-    assert "token id 20 came, which its grammar forbids: it is not allowed" in str(failed[held])
+    assert "token id 20 is not allowed by the request's grammar: it is not allowed" in str(failed[held])
 
 
 def test_a_decoding_loop_may_append_allowed_tokens():

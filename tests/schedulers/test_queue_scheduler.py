@@ -3,20 +3,28 @@ from __future__ import annotations
 import gc
 import queue
 import threading
+import time
 import weakref
 
 import pytest
 
 from genserve.backends.backend import Placement
-from genserve.config.model_config import DynamicBatching, ModelConfig, QueuePolicy, SequenceBatching
+from genserve.config.model_config import (
+    DynamicBatching,
+    ModelConfig,
+    OldestStrategy,
+    QueuePolicy,
+    SequenceBatching,
+)
 from genserve.errors import InferenceError, Status
 from genserve.inference import Inference, InferenceRequest, InferenceResponse, RequestFlags
 from genserve.inference_statistics import ModelStatistics
 from genserve.schedulers.dynamic_batcher import DynamicQueue
 from genserve.schedulers.model_instance import ModelInstance
-from genserve.schedulers.queue_scheduler import QueueScheduler
+from genserve.schedulers.queue_scheduler import QueueScheduler, Timer, make_scheduler
 from genserve.schedulers.request_queue import DirectQueue
 from genserve.schedulers.sequence_batcher import SequenceQueue
+from tests.schedulers.queue_driver import SentRequest
 
 
 class Model:
@@ -101,7 +109,7 @@ def dynamic(num_instances=1, **batching) -> QueueScheduler:
 
 
 @pytest.mark.parametrize("make", [direct, dynamic])
-def test_everything_that_is_submitted_from_many_threads_is_answered_once(start, make):
+def test_each_request_of_many_threads_is_answered_once(start, make):
     scheduler = make(num_instances=3)
     models = [Model() for _ in range(3)]
     start(scheduler, *models)
@@ -123,7 +131,7 @@ def test_everything_that_is_submitted_from_many_threads_is_answered_once(start, 
     assert scheduler.num_waiting == 0
 
 
-def test_first_come_is_first_served_one_at_a_time(start):
+def test_the_direct_queue_runs_requests_in_order_one_at_a_time(start):
     scheduler, model = direct(), Model(is_shut=True)
     start(scheduler, model)
     calls = [Call(scheduler, name) for name in "abc"]
@@ -155,7 +163,7 @@ def test_a_batch_that_is_not_full_runs_after_its_delay_and_a_full_one_before(sta
     assert [call.wait() for call in [Call(patient) for _ in range(8)]] == [None] * 8
 
 
-def test_what_is_left_after_a_batch_wakes_another_instance(start):
+def test_requests_left_after_a_batch_wake_another_instance(start):
     scheduler = dynamic(num_instances=2, preferred_batch_sizes=(2,), max_queue_delay_us=3600 * 1_000_000)
     models = [Model(is_shut=True), Model(is_shut=True)]
     start(scheduler, *models)
@@ -188,7 +196,7 @@ def test_a_request_that_was_cancelled_before_it_was_submitted_is_answered(start)
     assert call.wait().status is Status.CANCELLED
 
 
-def test_a_late_request_is_refused_while_every_instance_is_busy(start):
+def test_a_request_times_out_while_every_instance_is_busy(start):
     policy = QueuePolicy(default_timeout_us=10_000)
     scheduler, model = dynamic(default_queue_policy=policy), Model(is_shut=True)
     start(scheduler, model)
@@ -200,7 +208,7 @@ def test_a_late_request_is_refused_while_every_instance_is_busy(start):
     assert not first.ended.is_set()
 
 
-def test_an_error_of_the_model_fails_its_batch_and_the_instance_goes_on(start):
+def test_an_error_of_the_model_fails_its_batch_and_the_instance_continues(start):
     scheduler, model = direct(), Model(error=ValueError("boom"))
     start(scheduler, model)
     assert Call(scheduler).wait().message == "ValueError: boom"
@@ -208,7 +216,7 @@ def test_an_error_of_the_model_fails_its_batch_and_the_instance_goes_on(start):
     assert Call(scheduler).wait() is None
 
 
-def test_when_the_last_instance_dies_what_waits_fails_and_nothing_more_is_accepted(start):
+def test_when_the_last_instance_dies_requests_fail_and_new_ones_are_rejected(start):
     scheduler, model = direct(), Model(is_shut=True, error=SystemExit(3))
     start(scheduler, model)
     calls = [Call(scheduler) for _ in range(3)]
@@ -220,7 +228,7 @@ def test_when_the_last_instance_dies_what_waits_fails_and_nothing_more_is_accept
         Call(scheduler)
 
 
-def test_when_one_of_two_instances_dies_the_other_goes_on(start):
+def test_when_one_of_two_instances_dies_the_other_continues(start):
     scheduler = direct(num_instances=2)
     dying, living = Model(is_shut=True, error=SystemExit(3)), Model(is_shut=True)
     start(scheduler, dying, living)
@@ -234,7 +242,7 @@ def test_when_one_of_two_instances_dies_the_other_goes_on(start):
 
 
 @pytest.mark.parametrize("make", [direct, dynamic])
-def test_what_waits_at_the_close_fails_and_what_comes_later_is_refused(start, make):
+def test_waiting_requests_fail_at_close_and_later_ones_are_rejected(start, make):
     scheduler, model = make(), Model(is_shut=True)
     start(scheduler, model)
     running = Call(scheduler)
@@ -252,7 +260,7 @@ def test_what_waits_at_the_close_fails_and_what_comes_later_is_refused(start, ma
     assert running.wait() is None
 
 
-def test_an_iterative_request_that_runs_at_the_close_is_not_executed_again(start, tmp_path):
+def test_an_iterative_request_that_runs_at_close_is_not_rescheduled(start, tmp_path):
     class Endless(Model):
         """Never lets a request go."""
 
@@ -273,7 +281,7 @@ def test_an_iterative_request_that_runs_at_the_close_is_not_executed_again(start
     assert call.wait() is not None
 
 
-def test_a_sequence_that_waits_for_a_slot_gets_that_of_an_idle_one_while_the_instance_sleeps(start, tmp_path):
+def test_a_waiting_sequence_gets_the_slot_of_an_idle_one_while_the_instance_sleeps(start, tmp_path):
     config = ModelConfig(name="m", sequence_batching=SequenceBatching(max_sequence_idle_us=20_000))
     scheduler = QueueScheduler(SequenceQueue(config, num_instances=1, path=tmp_path), num_instances=1)
     start(scheduler, Model())
@@ -285,7 +293,7 @@ def test_a_sequence_that_waits_for_a_slot_gets_that_of_an_idle_one_while_the_ins
         Call(scheduler, correlation_id=1)
 
 
-def test_iterative_requests_of_many_threads_run_until_they_are_let_go(start, tmp_path):
+def test_iterative_requests_of_many_threads_run_until_released(start, tmp_path):
     class Counting(Model):
         """Answers at the third iteration."""
 
@@ -306,10 +314,54 @@ def test_iterative_requests_of_many_threads_run_until_they_are_let_go(start, tmp
     assert [turns[call.inference] for call in calls] == [3] * 50  # null requests have turns too
 
 
-def test_a_scheduler_is_not_kept_alive_by_the_time_of_its_next_timeout():
+def test_a_scheduler_is_not_kept_alive_by_its_timer():
     scheduler = dynamic(default_queue_policy=QueuePolicy(default_timeout_us=3600 * 1_000_000))
     call = Call(scheduler)
     alive = weakref.ref(scheduler)
     del scheduler, call
     gc.collect()
     assert alive() is None
+
+
+ITS_SEQUENCE = {"correlation_id": 1, "flags": RequestFlags.SEQUENCE_START}
+
+
+@pytest.mark.parametrize(
+    ("config", "asked", "num_together"),
+    [
+        ({}, {}, 1),
+        ({"dynamic_batching": DynamicBatching()}, {}, 3),
+        ({"sequence_batching": SequenceBatching()}, ITS_SEQUENCE, 1),
+        ({"sequence_batching": SequenceBatching(strategy=OldestStrategy(), iterative=True)}, {}, 3),
+    ],
+    ids=["direct", "dynamic", "sequences", "iterative"],
+)
+def test_the_config_determines_the_batch(tmp_path, config, asked, num_together):
+    scheduler = make_scheduler(
+        ModelConfig(name="m", max_batch_size=4, **config), num_instances=1, path=tmp_path
+    )
+    for _ in range(3):
+        scheduler.submit(SentRequest(**asked).inference)
+    assert scheduler.num_waiting == 3
+    assert len(scheduler.take(0)) == num_together
+
+
+def test_callbacks_run_in_the_order_of_their_times_and_not_before():
+    timer = Timer()
+    called: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
+    now_ns = time.monotonic_ns()
+    due = {"late": now_ns + 30_000_000, "early": now_ns + 10_000_000, "past": now_ns - 1}
+    for name, when_ns in due.items():
+        timer.call_at(when_ns, lambda name=name: called.put((name, time.monotonic_ns())))
+    calls = [called.get(timeout=30) for _ in due]
+    assert [name for name, _ in calls] == ["past", "early", "late"]
+    assert all(at_ns >= due[name] for name, at_ns in calls)
+
+
+def test_a_callback_that_fails_is_logged_and_the_next_one_runs(caplog):
+    timer = Timer()
+    called: queue.SimpleQueue[str] = queue.SimpleQueue()
+    timer.call_at(0, lambda: 1 / 0)
+    timer.call_at(1, lambda: called.put("next"))
+    assert called.get(timeout=30) == "next"
+    assert "ZeroDivisionError" in caplog.text

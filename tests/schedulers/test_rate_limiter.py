@@ -14,7 +14,7 @@ from genserve.schedulers.model_instance import ModelInstance
 from genserve.schedulers.queue_scheduler import QueueScheduler
 from genserve.schedulers.rate_limiter import RateLimiter, ResourceCapacity
 from genserve.schedulers.request_queue import DirectQueue
-from tests.schedulers.inferences import Asked
+from tests.schedulers.queue_driver import SentRequest
 
 
 def claim(priority=1, **counts) -> ResourceClaim:
@@ -26,12 +26,12 @@ def claim(priority=1, **counts) -> ResourceClaim:
 
 
 def asks(permit) -> bool:
-    """Whether a permit is granted at once."""
+    """Whether a permit is granted immediately."""
     permit.ask()
     return permit.granted.acquire(blocking=False)
 
 
-def test_without_a_capacity_there_is_as_much_as_one_instance_needs_at_most():
+def test_without_capacities_the_largest_need_is_available():
     limiter = RateLimiter()
     small, large = (limiter.register(claim(r=count), device_id=0) for count in (2, 4))
     other = limiter.register(claim(r=2), device_id=0)
@@ -49,7 +49,7 @@ def test_a_resource_is_on_each_device_unless_it_is_global():
     assert [asks(permit) for permit in permits] == [True, False]
 
 
-def test_nobody_passes_the_first_in_line():
+def test_no_permit_overtakes_the_first_in_line():
     limiter = RateLimiter()
     small, large, other = (limiter.register(claim(r=count), device_id=0) for count in (1, 3, 1))
     assert [asks(small), asks(large), asks(other)] == [True, False, False]
@@ -82,7 +82,7 @@ def test_priority_2_gets_half_as_many_turns_as_1(priorities, turns):
     assert [had[number] for number in range(len(permits))] == pytest.approx(turns, abs=1)
 
 
-def test_one_that_was_away_does_not_take_all_turns():
+def test_an_idle_permit_does_not_accumulate_turns():
     limiter = RateLimiter()
     old = limiter.register(claim(r=1), device_id=0)
     for _ in range(100):
@@ -103,7 +103,7 @@ def test_one_that_was_away_does_not_take_all_turns():
         ([ResourceCapacity(name="R", count=3, device_id=1)], claim(R=4), 0, 3),
     ],
 )
-def test_a_capacity_that_is_smaller_than_a_need_is_an_error_of_the_load(
+def test_a_capacity_smaller_than_a_need_fails_the_load(
     capacities, needs, device_id, available
 ):
     limiter = RateLimiter(capacities)
@@ -129,12 +129,12 @@ def test_a_capacity_is_read_as_triton_writes_it(text, capacity):
 
 
 @pytest.mark.parametrize("text", ["r", "r:3:0:9", ":3", "r:x", "r:3:x", "r:-1", ""])
-def test_a_capacity_that_is_written_wrongly_is_refused(text):
+def test_a_malformed_capacity_is_rejected(text):
     with pytest.raises(ValueError, match=r"option format is|Invalid option value"):
         ResourceCapacity.parse(text)
 
 
-def test_more_than_one_instance_needs_lets_several_run():
+def test_a_larger_capacity_lets_several_instances_run():
     limiter = RateLimiter(
         [ResourceCapacity(name="r", count=4), ResourceCapacity(name="r", count=6, device_id=1)]
     )
@@ -142,7 +142,7 @@ def test_more_than_one_instance_needs_lets_several_run():
     assert [asks(limiter.register(claim(r=2), device_id=1)) for _ in range(4)] == [True, True, True, False]
 
 
-def test_a_resource_cannot_be_global_and_of_a_device():
+def test_a_resource_cannot_be_both_global_and_device_specific():
     limiter = RateLimiter()
     limiter.register(claim(r=1), device_id=0)
     with pytest.raises(RepositoryError, match='Resource "r" is present as both global and device-specific'):
@@ -151,7 +151,7 @@ def test_a_resource_cannot_be_global_and_of_a_device():
         )
 
 
-def test_what_an_instance_needed_at_most_is_forgotten_with_it():
+def test_the_need_of_a_withdrawn_instance_is_forgotten():
     limiter = RateLimiter()
     large = limiter.register(claim(r=4), device_id=0)
     small = [limiter.register(claim(r=2), device_id=0) for _ in range(2)]
@@ -163,7 +163,7 @@ def test_an_instance_holds_its_permit_from_the_take_until_it_is_done():
     limiter = RateLimiter()
     permits = [limiter.register(claim(r=1), device_id=0) for _ in range(2)]
     scheduler = QueueScheduler(DirectQueue(), num_instances=2, permits=permits)
-    first, second = Asked(), Asked()
+    first, second = SentRequest(), SentRequest()
     scheduler.submit(first.inference)
     scheduler.submit(second.inference)
     batch = scheduler.take(0)
@@ -177,7 +177,7 @@ def test_an_instance_holds_its_permit_from_the_take_until_it_is_done():
     assert scheduler.take(1) == (second.inference,)
 
 
-def test_an_instance_that_finds_nothing_any_more_gives_its_permit_back():
+def test_an_instance_without_work_releases_its_permit():
     limiter = RateLimiter()
     holder, permit = (limiter.register(claim(r=1), device_id=0) for _ in range(2))
 
@@ -193,7 +193,7 @@ def test_an_instance_that_finds_nothing_any_more_gives_its_permit_back():
             permit.release()
 
     scheduler = QueueScheduler(DirectQueue(), num_instances=1, permits=[CancelledMeanwhile()])
-    one = Asked()
+    one = SentRequest()
     scheduler.submit(one.inference)
     assert scheduler.take(0) is None
     assert asks(holder)
@@ -225,7 +225,7 @@ def test_busy_instances_of_two_models_take_turns_by_priority():
         permit = limiter.register(claim(priority, r=1), device_id=0)
         scheduler = QueueScheduler(DirectQueue(), num_instances=1, permits=[permit])
         for _ in range(90):
-            scheduler.submit(Asked().inference)
+            scheduler.submit(SentRequest().inference)
         schedulers.append(scheduler)
         instance = ModelInstance(
             lambda name=name: Noting(name),
@@ -249,7 +249,7 @@ def test_busy_instances_of_two_models_take_turns_by_priority():
     assert Counter(turns) == {"often": 90, "seldom": 90}
 
 
-def test_it_tells_who_keeps_an_instance_from_its_resources():
+def test_blocked_by_returns_the_instances_that_hold_its_resources():
     limiter = RateLimiter([ResourceCapacity(name="r", count=2), ResourceCapacity(name="s", count=1)])
     holder, first, second, other = (
         limiter.register(claim(**needs), device_id=0)

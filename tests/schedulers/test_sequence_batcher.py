@@ -20,7 +20,7 @@ from genserve.errors import InferenceError, RepositoryError, Status
 from genserve.inference import RequestFlags
 from genserve.schedulers.sequence_batcher import SequenceQueue
 from genserve.tensor import DataType, Tensor
-from tests.schedulers.inferences import END, START, Asked, Desk
+from tests.schedulers.queue_driver import END, START, QueueDriver, SentRequest
 
 NO_START = "must specify the START flag on the first request of the sequence"
 CONTROLS = (
@@ -31,18 +31,18 @@ CONTROLS = (
 )
 
 
-def desk(strategy=None, *, max_batch_size=4, num_instances=1, path=None, **sequences) -> Desk:
+def driver(strategy=None, *, max_batch_size=4, num_instances=1, path=None, **sequences) -> QueueDriver:
     config = ModelConfig(
         name="m",
         max_batch_size=max_batch_size,
         inputs=(TensorSpec(name="X", data_type="TYPE_FP32", dims=(-1,)),),
         sequence_batching=SequenceBatching(strategy=strategy or DirectStrategy(), **sequences),
     )
-    return Desk(SequenceQueue(config, num_instances=num_instances, path=path))
+    return QueueDriver(SequenceQueue(config, num_instances=num_instances, path=path))
 
 
-def of(correlation_id, flags=RequestFlags.NONE, **kwargs) -> Asked:
-    return Asked(correlation_id=correlation_id, flags=flags, **kwargs)
+def of(correlation_id, flags=RequestFlags.NONE, **kwargs) -> SentRequest:
+    return SentRequest(correlation_id=correlation_id, flags=flags, **kwargs)
 
 
 STRATEGIES = pytest.mark.parametrize(
@@ -71,16 +71,16 @@ STRATEGIES = pytest.mark.parametrize(
         ),
     ],
 )
-def test_a_request_that_breaks_the_rules_is_refused_in_tritons_words(strategy, wrong, message):
+def test_a_request_that_violates_the_rules_is_rejected_in_tritons_words(strategy, wrong, message):
     with pytest.raises(InferenceError) as refusal:
-        desk(strategy).add(wrong)
+        driver(strategy).add(wrong)
     assert refusal.value.message == message
     assert refusal.value.status is Status.INVALID_ARG
 
 
 @STRATEGIES
 def test_requests_of_a_sequence_run_one_after_the_other(strategy):
-    queue = desk(strategy)
+    queue = driver(strategy)
     a1, a2, b1 = of(1, START), of(1, END), of("b", START)
     queue.add(a1, a2, b1)
     first = queue.take()
@@ -92,7 +92,7 @@ def test_requests_of_a_sequence_run_one_after_the_other(strategy):
 
 @STRATEGIES
 def test_a_sequence_without_a_slot_waits_for_the_end_of_another(strategy):
-    queue = desk(strategy, max_batch_size=1)
+    queue = driver(strategy, max_batch_size=1)
     a1, a2, b1, b2, c1 = of(1, START), of(1, END), of(2, START), of(2, END), of(3, START)
     queue.add(a1, b1, c1, b2)
     assert [queue.run(), queue.run()] == [[a1], []]
@@ -101,21 +101,21 @@ def test_a_sequence_without_a_slot_waits_for_the_end_of_another(strategy):
 
 
 def test_sequences_are_spread_over_the_instances():
-    queue = desk(num_instances=2)
+    queue = driver(num_instances=2)
     a, b, c = (of(name, START) for name in "abc")
     queue.add(a, b, c)
     assert [queue.take(0), queue.take(1)] == [[a, c], [b]]
 
 
 def test_the_oldest_strategy_takes_as_many_sequences_as_are_candidates():
-    queue = desk(OldestStrategy(max_candidate_sequences=2))
+    queue = driver(OldestStrategy(max_candidate_sequences=2))
     queue.add(*(of(name, START) for name in "abc"))
     assert len(queue.run()) == 2
     assert queue.run() == []
 
 
 def test_the_oldest_strategy_batches_like_the_dynamic_batcher():
-    queue = desk(
+    queue = driver(
         OldestStrategy(max_candidate_sequences=8, preferred_batch_sizes=(2,), max_queue_delay_us=3000)
     )
     a, b, c = (of(name, START) for name in "abc")
@@ -127,19 +127,19 @@ def test_the_oldest_strategy_batches_like_the_dynamic_batcher():
     assert queue.run() == [c]
 
 
-def test_a_start_without_an_end_goes_on_in_the_same_slot():
-    queue = desk(max_batch_size=1)
+def test_a_start_without_an_end_continues_in_the_same_slot():
+    queue = driver(max_batch_size=1)
     first, again = of(1, START), of(1, START | END)
     queue.add(first, again)
     assert [queue.run(), queue.run()] == [[first], [again]]
 
 
 def test_after_its_end_the_same_id_is_a_new_sequence():
-    queue = desk()
+    queue = driver()
     queue.add(of(1, START | END), of(1, START))
     assert len(queue.run()) == 2
     with pytest.raises(InferenceError, match="must specify the START flag"):
-        desk().add(of(1))
+        driver().add(of(1))
 
 
 def control_values(inference) -> tuple:
@@ -147,8 +147,8 @@ def control_values(inference) -> tuple:
 
 
 @pytest.mark.parametrize(("max_batch_size", "shape"), [(4, (1, 1)), (0, (1,))])
-def test_the_model_is_told_where_the_sequence_stands(max_batch_size, shape):
-    queue = desk(max_batch_size=max_batch_size, controls=CONTROLS)
+def test_the_model_gets_the_controls_of_the_sequence(max_batch_size, shape):
+    queue = driver(max_batch_size=max_batch_size, controls=CONTROLS)
     some = [of(7, START), of(7), of(7, END), of(8, START | END)]
     queue.add(*some)
     while queue.run():
@@ -171,9 +171,9 @@ def test_the_model_is_told_where_the_sequence_stands(max_batch_size, shape):
         ("TYPE_STRING", "é", "é".encode()),
     ],
 )
-def test_a_correlation_id_is_told_in_the_type_of_the_control(data_type, name, told):
+def test_a_correlation_id_has_the_type_of_the_control(data_type, name, told):
     control = Control(name="C", kind="CONTROL_SEQUENCE_CORRID", data_type=data_type)
-    queue = desk(controls=(control,))
+    queue = driver(controls=(control,))
     one = of(name, START)
     queue.add(one)
     queue.run()
@@ -185,10 +185,10 @@ def test_a_correlation_id_is_told_in_the_type_of_the_control(data_type, name, to
     ("data_type", "name", "given", "expected"),
     [("TYPE_UINT64", "five", "BYTES", "UINT64"), ("TYPE_STRING", 5, "UINT64", "BYTES")],
 )
-def test_a_correlation_id_of_another_kind_than_the_control_is_refused(data_type, name, given, expected):
+def test_a_correlation_id_of_another_type_than_the_control_is_rejected(data_type, name, given, expected):
     control = Control(name="C", kind="CONTROL_SEQUENCE_CORRID", data_type=data_type)
     with pytest.raises(InferenceError) as refusal:
-        desk(controls=(control,)).add(of(name, START, request_id="r1"))
+        driver(controls=(control,)).add(of(name, START, request_id="r1"))
     assert refusal.value.message == (
         f"[request id: r1] sequence batching control 'C' data-type is '{given}', "
         f"but model 'm' expects '{expected}'"
@@ -196,7 +196,7 @@ def test_a_correlation_id_of_another_kind_than_the_control_is_refused(data_type,
 
 
 def test_empty_lower_slots_are_filled_with_null_requests_that_are_not_ready():
-    queue = desk(controls=CONTROLS)
+    queue = driver(controls=CONTROLS)
     a1, b1, b2 = of(1, START), of(2, START), of(2, shape=(6,))
     queue.add(a1, b1)
     assert queue.run() == [a1, b1]
@@ -212,16 +212,16 @@ def test_empty_lower_slots_are_filled_with_null_requests_that_are_not_ready():
     assert queue.queue.done(0, batch, now_ns=queue.now_ns) == []
 
 
-def test_a_request_of_another_shape_stays_back_and_its_slot_is_null():
-    queue = desk()
+def test_a_request_of_another_shape_waits_and_its_slot_is_null():
+    queue = driver()
     a, b, c = of(1, START), of(2, START, shape=(5,)), of(3, START)
     queue.add(a, b, c)
     assert queue.run() == [a, None, c]
     assert queue.run() == [None, b]
 
 
-def test_the_oldest_request_says_which_shape_runs():
-    queue = desk()
+def test_the_oldest_request_determines_the_shape_of_the_batch():
+    queue = driver()
     a1, b = of(1, START), of(2, START, shape=(5,))
     queue.add(a1, b)
     assert queue.run() == [a1]
@@ -232,13 +232,13 @@ def test_the_oldest_request_says_which_shape_runs():
 
 
 @STRATEGIES
-def test_sequences_whose_states_have_come_to_differ_in_shape_do_not_run_together(strategy, tmp_path):
-    queue = desk(strategy, path=tmp_path, states=(state("S", dims=(-1,)),))
+def test_sequences_with_states_of_different_shapes_do_not_share_a_batch(strategy, tmp_path):
+    queue = driver(strategy, path=tmp_path, states=(state("S", dims=(-1,)),))
     a1, b1 = of(1, START), of(2, START)
     queue.add(a1, b1)
     assert queue.take() == [a1, b1]
     a2 = of(1)
-    queue.add(a2)  # while the first runs: what its state will be is not known yet
+    queue.add(a2)  # while the first runs: its next state is not known yet
     a1.inference.states["S"] = Tensor("S", np.ones((1, 2), np.float32))
     queue.finish([a1, b1])
     b2, c1 = of(2), of(3, START)
@@ -248,7 +248,7 @@ def test_sequences_whose_states_have_come_to_differ_in_shape_do_not_run_together
 
 
 def test_direct_waits_until_enough_slots_have_work_or_the_delay_is_over():
-    queue = desk(DirectStrategy(minimum_slot_utilization=0.5, max_queue_delay_us=2000))
+    queue = driver(DirectStrategy(minimum_slot_utilization=0.5, max_queue_delay_us=2000))
     a, b, c = (of(name, START) for name in "abc")
     queue.add(a)
     assert queue.plan() == ((), queue.now_ns + 2_000_000)
@@ -261,8 +261,8 @@ def test_direct_waits_until_enough_slots_have_work_or_the_delay_is_over():
 
 
 @STRATEGIES
-def test_an_idle_sequence_gives_its_slot_to_the_next_and_must_start_again(strategy):
-    queue = desk(strategy, max_batch_size=1, max_sequence_idle_us=5000)
+def test_an_idle_sequence_frees_its_slot_and_must_start_again(strategy):
+    queue = driver(strategy, max_batch_size=1, max_sequence_idle_us=5000)
     a, b = of(1, START), of(2, START)
     queue.add(a, b)
     assert [queue.run(), queue.run()] == [[a], []]
@@ -276,7 +276,7 @@ def test_an_idle_sequence_gives_its_slot_to_the_next_and_must_start_again(strate
 
 @STRATEGIES
 def test_a_sequence_is_not_idle_while_its_requests_wait(strategy):
-    queue = desk(strategy, max_batch_size=1, max_sequence_idle_us=5000)
+    queue = driver(strategy, max_batch_size=1, max_sequence_idle_us=5000)
     a, b1, b2 = of(1, START), of(2, START), of(2)
     queue.add(a, b1)
     queue.run()
@@ -290,8 +290,8 @@ def test_a_sequence_is_not_idle_while_its_requests_wait(strategy):
     assert queue.run() == [b2]
 
 
-def test_a_sequence_that_runs_for_longer_than_it_may_be_idle_is_over():
-    queue = desk(max_sequence_idle_us=5000)
+def test_a_sequence_that_runs_longer_than_the_idle_limit_ends():
+    queue = driver(max_sequence_idle_us=5000)
     queue.add(of(1, START))
     batch = queue.take()
     assert queue.pass_time(6) == []
@@ -300,8 +300,8 @@ def test_a_sequence_that_runs_for_longer_than_it_may_be_idle_is_over():
         queue.add(of(1))
 
 
-def test_a_sequence_that_waits_too_long_for_a_slot_is_refused_as_a_whole():
-    queue = desk(max_batch_size=1)
+def test_a_sequence_that_waits_too_long_for_a_slot_is_rejected_completely():
+    queue = driver(max_batch_size=1)
     b1, b2 = of(2, START), of(2, timeout_us=3000)
     queue.add(of(1, START), b1)
     queue.pass_time(1)
@@ -313,8 +313,8 @@ def test_a_sequence_that_waits_too_long_for_a_slot_is_refused_as_a_whole():
         queue.add(of(2))
 
 
-def test_a_timeout_means_nothing_once_the_sequence_has_a_slot():
-    queue = desk()
+def test_a_timeout_is_ignored_once_the_sequence_has_a_slot():
+    queue = driver()
     a = of(1, START, timeout_us=1000)
     queue.add(a)
     assert queue.pass_time(5) == []
@@ -322,8 +322,8 @@ def test_a_timeout_means_nothing_once_the_sequence_has_a_slot():
 
 
 @STRATEGIES
-def test_to_cancel_a_request_cancels_what_follows_it_and_frees_the_slot(strategy):
-    queue = desk(strategy, max_batch_size=1)
+def test_cancelling_a_request_cancels_later_ones_and_frees_the_slot(strategy):
+    queue = driver(strategy, max_batch_size=1)
     a = [of(1, START), of(1), of(1), of(1)]
     b = of(2, START)
     queue.add(*a, b)
@@ -334,16 +334,16 @@ def test_to_cancel_a_request_cancels_what_follows_it_and_frees_the_slot(strategy
 
 
 @STRATEGIES
-def test_to_cancel_the_request_that_would_run_next_frees_the_slot_at_once(strategy):
-    queue = desk(strategy, max_batch_size=1)
+def test_cancelling_the_next_request_frees_the_slot_immediately(strategy):
+    queue = driver(strategy, max_batch_size=1)
     a, b = of(1, START), of(2, START)
     queue.add(a, b)
     assert queue.cancel(a) == [a]
     assert queue.run() == [b]
 
 
-def test_to_cancel_a_request_that_waits_for_a_slot_cancels_its_whole_sequence():
-    queue = desk(max_batch_size=1)
+def test_cancelling_a_request_without_a_slot_cancels_its_whole_sequence():
+    queue = driver(max_batch_size=1)
     a, b1, b2 = of(1, START | END), of(2, START), of(2)
     queue.add(a, b1, b2)
     assert queue.cancel(b2) == [b1, b2]
@@ -354,11 +354,11 @@ def state(input_name, **kwargs) -> StateSpec:
     return StateSpec(input_name=input_name, output_name=f"{input_name}_out", data_type="TYPE_FP32", **kwargs)
 
 
-def test_states_belong_to_a_sequence_and_begin_anew_with_its_start(tmp_path):
+def test_states_belong_to_a_sequence_and_are_reset_at_its_start(tmp_path):
     (tmp_path / "initial_state").mkdir()
     (tmp_path / "initial_state" / "two").write_bytes(np.array([5, 6, 7], "<f4").tobytes())
     initial = InitialState(data_type="TYPE_FP32", dims=(2,), data_file="two")
-    queue = desk(
+    queue = driver(
         path=tmp_path, states=(state("S", dims=(-1,), initial_state=initial), state("T", dims=(-1, 3)))
     )
     a1, a2, b1, again = of(1, START), of(1), of(2, START), of(1, START)
@@ -378,8 +378,8 @@ def test_states_belong_to_a_sequence_and_begin_anew_with_its_start(tmp_path):
     assert again.inference.states["S"].array.tolist() == [[5, 6]]
 
 
-def test_a_null_request_has_states_of_its_own(tmp_path):
-    queue = desk(path=tmp_path, states=(state("S", dims=(2,)),))
+def test_a_null_request_has_its_own_states(tmp_path):
+    queue = driver(path=tmp_path, states=(state("S", dims=(2,)),))
     a, b1, b2 = of(1, START), of(2, START), of(2)
     queue.add(a, b1)
     queue.run()
@@ -402,12 +402,12 @@ def test_a_data_file_that_is_missing_or_too_short_is_an_error_of_the_repository(
         (tmp_path / "initial_state" / "two").write_bytes(content)
     initial = InitialState(data_type="TYPE_FP32", dims=(2,), data_file="two")
     with pytest.raises(RepositoryError, match=message):
-        desk(path=tmp_path, states=(state("S", dims=(2,), initial_state=initial),))
+        driver(path=tmp_path, states=(state("S", dims=(2,), initial_state=initial),))
 
 
 def test_states_of_strings_begin_empty(tmp_path):
     spec = StateSpec(input_name="S", output_name="O", data_type="TYPE_STRING", dims=(-1,))
-    queue = desk(path=tmp_path, max_batch_size=0, states=(spec,))
+    queue = driver(path=tmp_path, max_batch_size=0, states=(spec,))
     one = of(1, START)
     queue.add(one)
     queue.run()
@@ -415,8 +415,8 @@ def test_states_of_strings_begin_empty(tmp_path):
     assert one.inference.states["S"].data_type is DataType.BYTES
 
 
-def iterate(queue: Desk, *, again) -> list[Asked]:
-    """Run what may; those of `again` ask for another turn."""
+def iterate(queue: QueueDriver, *, again) -> list[SentRequest]:
+    """Run the planned batch, and reschedule the requests of `again`."""
     batch = queue.take()
     for one in batch:
         if one in again:
@@ -426,9 +426,9 @@ def iterate(queue: Desk, *, again) -> list[Asked]:
 
 
 @STRATEGIES
-def test_an_iterative_request_runs_until_it_is_let_go_beside_others_at_other_iterations(strategy):
-    queue = desk(strategy, iterative=True, controls=CONTROLS)
-    long, short = Asked(), Asked()
+def test_iterative_requests_run_until_released_batched_with_others(strategy):
+    queue = driver(strategy, iterative=True, controls=CONTROLS)
+    long, short = SentRequest(), SentRequest()
     queue.add(long)
     assert iterate(queue, again=[long]) == [long]
     assert (long.inference.request.correlation_id, long.inference.request.flags) == (1, 0)
@@ -442,9 +442,9 @@ def test_an_iterative_request_runs_until_it_is_let_go_beside_others_at_other_ite
 
 
 @STRATEGIES
-def test_the_ids_that_the_server_gives_are_not_those_of_clients(strategy):
-    queue = desk(strategy, iterative=True, max_batch_size=8)
-    named, unnamed, later = of(1, START), Asked(), of(2, START)
+def test_ids_assigned_by_the_server_differ_from_those_of_clients(strategy):
+    queue = driver(strategy, iterative=True, max_batch_size=8)
+    named, unnamed, later = of(1, START), SentRequest(), of(2, START)
     queue.add(named, unnamed, later)
     everyone = [named, unnamed, later]
     assert named.inference.request.correlation_id != unnamed.inference.request.correlation_id
@@ -454,18 +454,18 @@ def test_the_ids_that_the_server_gives_are_not_those_of_clients(strategy):
     assert [one.error for one in everyone] == [None] * 3
 
 
-def test_an_iterative_request_gives_its_slot_to_the_next_when_it_is_let_go():
-    queue = desk(iterative=True, max_batch_size=1)
-    first, second = Asked(), Asked()
+def test_an_iterative_request_frees_its_slot_when_released():
+    queue = driver(iterative=True, max_batch_size=1)
+    first, second = SentRequest(), SentRequest()
     queue.add(first, second)
     assert [iterate(queue, again=[first]), iterate(queue, again=[]), iterate(queue, again=[])] == [
         [first], [first], [second]
     ]  # fmt: skip
 
 
-def test_an_iterative_request_that_was_cancelled_while_it_ran_is_not_run_again():
-    queue = desk(iterative=True, max_batch_size=1)
-    first, second = Asked(), Asked()
+def test_an_iterative_request_cancelled_while_running_is_not_rescheduled():
+    queue = driver(iterative=True, max_batch_size=1)
+    first, second = SentRequest(), SentRequest()
     queue.add(first, second)
     batch = queue.take()
     first.inference.reschedule = True
@@ -475,21 +475,21 @@ def test_an_iterative_request_that_was_cancelled_while_it_ran_is_not_run_again()
     assert queue.run() == [second]
 
 
-def test_an_iteration_that_takes_longer_than_a_sequence_may_be_idle_fails_in_tritons_words():
-    queue = desk(iterative=True, max_sequence_idle_us=5000)
-    one = Asked()
+def test_an_iteration_longer_than_the_idle_limit_fails_in_tritons_words():
+    queue = driver(iterative=True, max_sequence_idle_us=5000)
+    one = SentRequest()
     queue.add(one)
     batch = queue.take()
     one.inference.reschedule = True
     queue.pass_time(6)
-    queue.tell(queue.queue.done(0, [one.inference], now_ns=queue.now_ns))
+    queue.send(queue.queue.done(0, [one.inference], now_ns=queue.now_ns))
     assert batch == [one]
     assert one.error == f"inference request for sequence 1 to model 'm' {NO_START}"
 
 
 @STRATEGIES
 def test_when_an_instance_dies_its_sequences_are_lost_and_others_are_not(strategy):
-    queue = desk(strategy, max_batch_size=1, num_instances=2)
+    queue = driver(strategy, max_batch_size=1, num_instances=2)
     a1, a2, b, c = of(1, START), of(1), of(2, START), of(3, START)
     queue.add(a1, a2, b, c)
     assert queue.queue.abandon(0, now_ns=queue.now_ns) == [a1.inference, a2.inference]
@@ -508,7 +508,7 @@ def test_under_random_arrivals_nothing_is_lost_and_sequences_keep_their_order(se
         [DirectStrategy(), OldestStrategy(max_candidate_sequences=choose.choice([0, 2, 5]))]
     )
     iterative = choose.random() < 0.3
-    queue = desk(
+    queue = driver(
         strategy,
         max_batch_size=max_batch_size,
         num_instances=num_instances,
@@ -516,9 +516,9 @@ def test_under_random_arrivals_nothing_is_lost_and_sequences_keep_their_order(se
         iterative=iterative,
         controls=CONTROLS,
     )
-    running: dict[int, list[Asked]] = {}
-    ended: list[Asked] = []
-    started: dict[Asked, int] = {}
+    running: dict[int, list[SentRequest]] = {}
+    ended: list[SentRequest] = []
+    started: dict[SentRequest, int] = {}
     sequence_of = {}  # one id can be of several, one after the other
 
     def step(instance):
@@ -545,7 +545,7 @@ def test_under_random_arrivals_nothing_is_lost_and_sequences_keep_their_order(se
             case 0 | 1:
                 flags = choose.choice([START, START, RequestFlags.NONE, END, START | END])
                 one = (
-                    Asked()
+                    SentRequest()
                     if iterative
                     else of(choose.randint(1, 6), flags, shape=(choose.choice([4, 4, 5]),))
                 )

@@ -1,4 +1,4 @@
-"""Clients: a plain one of the server with the tiny model, and Triton's of a module's own server."""
+"""Clients: a plain one for the server with the tiny model, and Triton's for the server of a module."""
 
 from __future__ import annotations
 

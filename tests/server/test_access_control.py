@@ -39,7 +39,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 @pytest.fixture
 def untouched(server: LiveServer) -> Iterator[LiveServer]:
-    """The server, of which no request of the test may reach the model or unload it."""
+    """The server; checks that no request of the test reaches or unloads the model."""
     before = successes(server)
     yield server
     assert successes(server) == before
@@ -51,7 +51,7 @@ def successes(server: LiveServer) -> int:
 
 
 def status(server: LiveServer, method: str, path: str, body: Any = None, **headers: str) -> int:
-    """The status of an answer to exactly these headers, and a Host header unless one is given."""
+    """The status of a request with exactly these headers, and a Host header by default."""
     return exchange(server.url, method, path, body, **headers)[0]
 
 
@@ -99,8 +99,8 @@ def test_localhost_and_addresses_are_accepted_as_host(server, host):
 def test_a_host_name_is_allowed_by_name_or_pattern(tmp_path):
     write_model(tmp_path, "one")
     with LiveServer(tmp_path, allowed_hosts=("models.example", "*.Test")) as server:
-        asked = {name: status(server, "GET", "/v2", host=name) for name in ("models.example:80", "a.b.test")}
-        assert set(asked.values()) == {200}
+        for name in ("models.example:80", "a.b.test"):
+            assert status(server, "GET", "/v2", host=name) == 200
         assert status(server, "GET", "/v2", host="other.example") == 403
         assert status(server, "GET", "/v2", host="localhost") == 200
     with LiveServer(tmp_path, allowed_hosts=("*",)) as server:

@@ -1,4 +1,4 @@
-"""The log of a live server: who asked what, how it ended, and nothing that was said."""
+"""The log of a live server: requests and their ends, without their texts."""
 
 from __future__ import annotations
 
@@ -15,17 +15,9 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 
-from tests.live import LiveServer
+from tests.live import LiveServer, line_with, request_bytes, serving, slow_down, wait_until
 from tests.models import write_model
-from tests.server.test_api_server import (
-    LONG,
-    LONG_CHAT,
-    line_with,
-    request_bytes,
-    serving,
-    slow_down,
-    wait_until,
-)
+from tests.server.test_api_server import LONG, LONG_CHAT
 
 SPEAKS = """
 import triton_python_backend_utils as pb_utils
@@ -53,7 +45,7 @@ class Log:
         return [line for line in self.file.read_text().splitlines() if words in line]
 
     def line(self, words: str) -> str:
-        """The one line with these words; the client may be answered before it is written."""
+        """The only line with these words, which may be written after the response."""
         wait_until(lambda: self.lines(words))
         [line] = self.lines(words)
         return line
@@ -121,7 +113,7 @@ def test_several_answers_are_counted_together(generating, more):
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "body", "told"),
+    ("method", "path", "body", "pattern"),
     [
         ("POST", "/v1/completions", {"prompt": "swordfish", "max_tokens": -1}, "400 .*error=invalid_request"),
         ("POST", "/v1/completions", {"prompt": "x", "model": "nobody"}, "404 .*error=model_not_found"),
@@ -132,11 +124,11 @@ def test_several_answers_are_counted_together(generating, more):
         ("POST", "/v2/models/tiny/generate", {"text_input": "x", "max_tokens": 0}, "400 .*=invalid_request"),
     ],
 )
-def test_a_rejected_request_is_a_warning_with_id_and_code(generating, method, path, body, told):
+def test_a_rejected_request_is_a_warning_with_id_and_code(generating, method, path, body, pattern):
     answer = generating.http.request(method, path, json=body)
     line = generating.line(f"[{answer.headers['x-request-id']}]")
     plain = path.partition("?")[0]
-    assert re.search(rf" WARNING .* {method} {plain} {told}", line)
+    assert re.search(rf" WARNING .* {method} {plain} {pattern}", line)
     assert "swordfish" not in generating.file.read_text()
 
 
@@ -281,7 +273,7 @@ def test_with_a_log_file_nothing_is_on_stderr(tmp_path):
         httpx2.get(f"{url}/nothing")
         process.terminate()
         assert not process.communicate()[1]
-    told = [
+    expected = [
         rf"INFO \S+: listening at {url}, gRPC at \S+, metrics at http://\S+/metrics",
         r"INFO \S+: model speaks version 1 is ready, loaded in \d+\.\d s",
         r"INFO \S+: ready: the models were loaded in \d+\.\d s",
@@ -291,8 +283,8 @@ def test_with_a_log_file_nothing_is_on_stderr(tmp_path):
         r"INFO \S+: stopped",
     ]
     lines = file.read_text().splitlines()
-    assert len(lines) == len(told)
-    for line, words in zip(lines, told, strict=True):
+    assert len(lines) == len(expected)
+    for line, words in zip(lines, expected, strict=True):
         assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z " + words, line)
 
 

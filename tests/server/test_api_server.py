@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 import httpx2
 import pytest
@@ -20,19 +13,10 @@ import pytest
 from genserve.errors import GenserveError, InvalidRequest, ModelNotFound, RepositoryError
 from genserve.server.api_server import Server
 from genserve.settings import ServerSettings
-from tests.live import LiveServer
+from tests.live import LiveServer, line_with, request_bytes, serving, slow_down, wait_until
 from tests.models import write_model
 
 FREE_PORTS = {"http_port": 0, "grpc_port": 0, "metrics_port": 0}
-
-
-def request_bytes(path: str, body: dict) -> bytes:
-    content = json.dumps(body).encode()
-    head = (
-        f"POST {path} HTTP/1.1\r\nHost: localhost\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
-    )
-    return head.encode() + content
 
 
 LONG = {"inputs": "tell me", "parameters": {"max_new_tokens": 200, "ignore_eos": True}}
@@ -41,18 +25,6 @@ LONG_CHAT = {
     "max_tokens": 200,
     "ignore_eos": True,
 }
-
-
-def slow_down(server: LiveServer, monkeypatch) -> None:
-    """Make each step of the tiny model take a while, as a real one would."""
-    model = server.model.engine._engine._runner._model
-    forward = model.forward
-
-    def slow(batch):
-        time.sleep(0.01)
-        return forward(batch)
-
-    monkeypatch.setattr(model, "forward", slow)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +103,7 @@ def test_a_stream_that_outlasts_the_drain_ends_with_an_error_event(tiny_reposito
 
 @pytest.fixture
 def hang_up():
-    """SIGHUP as by default, whatever the tests run under; children begin with it."""
+    """SIGHUP with its default action, which child processes inherit."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield signal.SIGHUP
     signal.signal(signal.SIGHUP, before)
@@ -164,26 +136,6 @@ def test_under_nohup_sighup_is_ignored(tiny_repository, hang_up):
     with server.capture_signals():
         signal.raise_signal(hang_up)
     assert not server.should_exit
-
-
-@contextmanager
-def serving(repository: Path, *flags: str, key: str = "") -> Iterator[subprocess.Popen]:
-    """The command, which does not outlive the test; with an API key if one is given."""
-    command = [sys.executable, "-m", "genserve", "serve", "--http-port=0", "--grpc-port=0"]
-    command += ["--metrics-port=0", f"--model-repository={repository}", *flags]
-    pipe = subprocess.PIPE
-    environment = os.environ | ({"GENSERVE_API_KEY": key} if key else {})
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def line_with(process: subprocess.Popen, words: str) -> str:
-    while words not in (line := process.stdout.readline()):
-        assert process.poll() is None
-    return line
 
 
 STUCK = """
@@ -305,13 +257,6 @@ def read_in_thread(server: LiveServer, body: dict):
         return texts[0]
 
     return text
-
-
-def wait_until(holds, *, timeout_s: float = 30) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.001)
 
 
 def test_absurd_numbers_in_a_request_are_400(tiny_server):

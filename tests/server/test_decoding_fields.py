@@ -1,4 +1,4 @@
-"""A parameter is no use to a client that cannot send it."""
+"""Every dialect and client accepts every sampling parameter."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ LOADS = {"link", "script", "img", "iframe", "source"}
 
 
 class Page(HTMLParser):
-    """What a browser finds in the page: what it loads, its words, and the forms that ask routes."""
+    """The parsed page: the resources that it loads, its text, and the forms that call routes."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -23,15 +23,15 @@ from genserve.server.services import Services
 from genserve.settings import ServerSettings
 from genserve.textmodel.text_model import TextModel
 from tests.live import LiveServer
-from tests.server.test_overload import gated
+from tests.server.gated import gated
 
 
 class Outdated(Repository):
-    """Finds an older model once, as a request does that was prepared while another was loaded."""
+    """Returns an older model once, as for a request that was prepared while another model was loaded."""
 
     older: list[TextModel]
 
-    def get(self, name: str | None = None) -> TextModel:
+    def text_model(self, name: str | None = None) -> TextModel:
         return self.older.pop() if self.older else super().get(name)
 
 
@@ -43,7 +43,7 @@ def test_a_request_for_a_replaced_model_goes_to_its_replacement(
     repository = Outdated([root], options=RepositoryOptions(control_mode=ControlMode.EXPLICIT))
     repository.older = []
     repository.start(["tiny"])
-    old = repository.get("tiny")
+    old = repository.text_model("tiny")
     config = root / "tiny_decoder" / "config.pbtxt"
     config.write_text(config.read_text() + "# changed\n")
     repository.load("tiny")

@@ -57,10 +57,10 @@ def test_statistics_count_inferences(client) -> None:
     for _ in range(3):
         client.infer("pass", [tensor])
     # The instance counts a request before it takes the next one.
-    [told] = client.get_inference_statistics("pass")["model_stats"]
-    assert told["inference_count"] in (2, 3)
-    assert told["inference_stats"]["success"]["count"] == told["inference_count"]
-    assert told["batch_stats"][0]["batch_size"] == 1
+    [model_stats] = client.get_inference_statistics("pass")["model_stats"]
+    assert model_stats["inference_count"] in (2, 3)
+    assert model_stats["inference_stats"]["success"]["count"] == model_stats["inference_count"]
+    assert model_stats["batch_stats"][0]["batch_size"] == 1
     everything = client.get_inference_statistics()["model_stats"]
     assert [entry["name"] for entry in everything] == sorted(entry["name"] for entry in everything)
 

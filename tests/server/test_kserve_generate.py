@@ -110,8 +110,8 @@ def test_an_output_without_json_representation_is_an_error(server, how: str) -> 
     if how == "infer":
         body = {"inputs": [{"name": "X", "datatype": "BYTES", "shape": [1], "data": [body["X"]]}]}
     answer = post(server, "odd", body, how=how)
-    told = events(answer)[0] if how == "generate_stream" else answer.json()
-    assert (answer.status_code, told["error"]) == (
+    body = events(answer)[0] if how == "generate_stream" else answer.json()
+    assert (answer.status_code, body["error"]) == (
         500 if how == "infer" else 400,
         "the server failed; its log has the reason",
     )

@@ -195,9 +195,9 @@ def test_parameters_and_matching_headers_reach_the_model(client) -> None:
         parameters={"depth": 1.5, "word": "w"},
         headers={"X-Who": "me", "Other-X-Who": "no"},
     )
-    told = json.loads(result.as_numpy("REQUEST").reshape(-1)[0])
-    assert told["parameters"] == {"depth": 1.5, "word": "w", "x-who": "me"}
-    assert (told["correlation"], told["flags"], told["timeout"]) == (5, 1, 9)
+    request = json.loads(result.as_numpy("REQUEST").reshape(-1)[0])
+    assert request["parameters"] == {"depth": 1.5, "word": "w", "x-who": "me"}
+    assert (request["correlation"], request["flags"], request["timeout"]) == (5, 1, 9)
 
 
 def test_system_shared_memory_carries_inputs_and_outputs(client) -> None:

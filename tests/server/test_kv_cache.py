@@ -1,4 +1,4 @@
-"""The KV cache as a client sees it: prefixes that are shared, tenants that are not, memory that is short."""
+"""The KV cache as clients see it: shared prefixes, separate tenants, too little memory."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def small(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Iterato
 
 
 def ask(server: LiveServer, content: str, **body: Any) -> tuple[str, int]:
-    """The answer to a chat, and how many tokens of the prompt were cached."""
+    """The answer to a chat, and the number of cached tokens of its prompt."""
     messages = [{"role": "user", "content": content}]
     defaults = {"messages": messages, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     reply = httpx2.post(f"{server.url}/v1/chat/completions", json=defaults | body, timeout=60).json()

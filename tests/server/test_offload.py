@@ -1,4 +1,4 @@
-"""Messages with much in them are read and written beside the event loop."""
+"""Large messages are parsed and written on threads, off the event loop."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def server(tmp_path_factory):
 
 
 def threads_of(module, *names, monkeypatch):
-    """The threads that will have called these functions."""
+    """The threads that call these functions."""
     threads = set()
 
     def note(function):

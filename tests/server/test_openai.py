@@ -86,8 +86,8 @@ def test_the_prompt_of_a_chat_is_scored_as_a_completion_of_its_token_ids_is(http
 
 
 def test_tokens_are_named_by_their_ids_on_request(http):
-    asked = {"logprobs": True, "logprob_token_ids": [5, 9], "return_tokens_as_token_ids": True}
-    choice = chat(http, return_token_ids=True, **asked).json()["choices"][0]
+    options = {"logprobs": True, "logprob_token_ids": [5, 9], "return_tokens_as_token_ids": True}
+    choice = chat(http, return_token_ids=True, **options).json()["choices"][0]
     entries = choice["logprobs"]["content"]
     assert [entry["token"] for entry in entries] == [f"token_id:{i}" for i in choice["token_ids"]]
     for entry in entries:

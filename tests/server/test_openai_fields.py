@@ -1,4 +1,4 @@
-"""What a request of OpenAI's dialect may say of how its prompt is made."""
+"""The fields of OpenAI's dialect that decide how a prompt is made."""
 
 from __future__ import annotations
 

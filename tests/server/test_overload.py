@@ -1,9 +1,8 @@
-"""A server that is full: who is refused, and how each dialect says so."""
+"""A full server: which requests are rejected, and how each dialect reports it."""
 
 from __future__ import annotations
 
 import json
-import shutil
 import socket
 from collections.abc import Iterator
 from http.client import HTTPResponse
@@ -20,24 +19,11 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from genserve.client import Client
 from genserve.errors import Overloaded
-from tests.live import LiveServer
-from tests.server.test_api_server import request_bytes, wait_until
+from tests.live import LiveServer, wait_until
+from tests.server.gated import TGI, Gated, gated
 
-# Answers stop after their first token as long as the gate is closed.
-GATED = """
-import time
-from pathlib import Path
-
-class TritonPythonModel:
-    async def decode(self, sequence):
-        while not sequence.finished:
-            sequence.append(await sequence.sample())
-            while not Path({gate!r}).exists():
-                time.sleep(0.001)
-"""
 CHAT = {"messages": [{"role": "user", "content": "tell me"}], "max_tokens": 40, "ignore_eos": True}
 TEXT = {"prompt": "tell me", "max_tokens": 40, "ignore_eos": True}
-TGI = {"inputs": "tell me", "parameters": {"max_new_tokens": 40, "ignore_eos": True}}
 TRITON = {"text_input": "tell me", "max_tokens": 40}
 INFER = {"inputs": [{"name": "text_input", "datatype": "BYTES", "shape": [1, 1], "data": ["tell me"]}]}
 
@@ -54,51 +40,9 @@ ROUTES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def gated(folder: Path, tiny_repository: Path) -> Path:
-    """Make model `tiny` with one slot, whose answers wait for the file `gate` beside the repository."""
-    repository = folder / "repository"
-    shutil.copytree(tiny_repository, repository)
-    for config in repository.glob("*/config.pbtxt"):
-        text = config.read_text().replace("max_batch_size: 32", "max_batch_size: 1")
-        config.write_text(text.replace("max_candidate_sequences: 32", "max_candidate_sequences: 1"))
-    decoder = repository / "tiny_decoder" / "1" / "model.py"
-    decoder.write_text(GATED.format(gate=str(folder / "gate")))
-    return repository
-
-
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory, tiny_repository: Path) -> Path:
     return gated(tmp_path_factory.mktemp("gated"), tiny_repository)
-
-
-class Gated:
-    """A server with one slot, which an answer holds that does not go on until the gate is opened."""
-
-    def __init__(self, repository: Path, **settings: Any) -> None:
-        self.gate = repository.parent / "gate"
-        self.gate.unlink(missing_ok=True)
-        self.live = LiveServer(repository, **settings)
-        self.engine = self.live.model.engine
-        self.holder = self.send("/generate_stream", TGI)
-        wait_until(lambda: self.engine.num_running == 1)
-
-    def send(self, path: str, body: dict[str, Any]) -> socket.socket:
-        client = socket.create_connection(("127.0.0.1", self.live.port))
-        client.sendall(request_bytes(path, body))
-        return client
-
-    def open_gate(self) -> None:
-        self.gate.touch()
-
-    def rejections(self, reason: str) -> float:
-        labels = {"model": "tiny", "reason": reason}
-        registry = self.live.server.services.metrics.registry
-        return registry.get_sample_value("genserve_admission_rejections_total", labels) or 0
-
-    def close(self) -> None:
-        self.open_gate()
-        self.holder.close()
-        self.live.stop()
 
 
 def answer_of(client: socket.socket) -> tuple[int, Any, bytes]:
@@ -118,7 +62,7 @@ def full(tmp_path_factory: pytest.TempPathFactory, tiny_repository: Path) -> Ite
 
 @pytest.fixture
 def impatient(repository: Path) -> Iterator[Gated]:
-    """One answer runs, and who has to wait has waited too long."""
+    """One answer runs, and requests that wait time out immediately."""
     server = Gated(repository, max_queue_wait_s=1e-6)
     yield server
     server.close()
@@ -128,14 +72,14 @@ def check_refusal(path: str, status: int, headers: Any, body: bytes) -> None:
     assert status == 429
     assert int(headers["retry-after"]) >= 1
     assert int(headers["retry-after-ms"]) >= 1
-    told = json.loads(body.removeprefix(b"data: "))
+    content = json.loads(body.removeprefix(b"data: "))
     if path.startswith("/v1/"):
-        assert told["error"]["type"] == "rate_limit_error"
-        assert told["error"]["code"] == "overloaded"
+        assert content["error"]["type"] == "rate_limit_error"
+        assert content["error"]["code"] == "overloaded"
     elif path.startswith("/v2/"):
-        assert "--max-queue" in told["remedy"]
+        assert "--max-queue" in content["remedy"]
     else:
-        assert told["error_type"] == "overloaded"
+        assert content["error_type"] == "overloaded"
 
 
 @pytest.mark.parametrize(("path", "body"), ROUTES)
@@ -155,8 +99,8 @@ def test_a_queue_timeout_is_429_before_the_first_byte_on_every_route(
     with impatient.send(path, body) as client:
         wait_until(lambda: impatient.engine.num_accepted == 2)
         impatient.open_gate()
-        status, headers, told = answer_of(client)
-    check_refusal(path, status, headers, told)
+        status, headers, content = answer_of(client)
+    check_refusal(path, status, headers, content)
     assert impatient.rejections("queue_timeout") == 1
 
 
@@ -239,8 +183,8 @@ def check_grpc_refusal(error: Any) -> None:
 def test_a_grpc_stream_goes_on_after_a_rejection(full: Gated) -> None:
     with grpc.insecure_channel(full.live.grpc_url) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-        told = [message.error_message for message in stub.ModelStreamInfer(iter([triton_request()] * 2))]
-    assert told == ["1 request is running or waiting; the limit is 1"] * 2
+        messages = [message.error_message for message in stub.ModelStreamInfer(iter([triton_request()] * 2))]
+    assert messages == ["1 request is running or waiting; the limit is 1"] * 2
 
 
 def test_infer_of_a_full_generation_model_is_rejected_over_both_protocols(

@@ -30,7 +30,7 @@ def server(tmp_path_factory, tiny_repository):
 
 @pytest.fixture(scope="module")
 def answered(server):
-    """What the SDK gets from `/generate`."""
+    """The answer of `/generate` through the SDK."""
     with Client(server.url) as client:
         plain = client.generate(PROMPT, max_tokens=40, **DRAWN)
         answer = client.generate(PROMPT, max_tokens=40, **DRAWN, **CALLS)
@@ -79,12 +79,12 @@ def test_the_ensemble_accepts_plugins_as_json_parameters(server, answered):
 @pytest.mark.parametrize(
     ("parameters", "words"),
     [
-        ({"output_parser": "hide"}, "output_parser must be JSON as text"),
-        ({"stop_rules": 3}, "stop_rules must be JSON as text"),
+        ({"output_parser": "hide"}, "output_parser must be a string of JSON"),
+        ({"stop_rules": 3}, "stop_rules must be a string of JSON"),
         ({"stop_rules": '[{"name": "x"}]'}, "stop_rules[0].name: the model has no stop rule 'x'"),
         ({"cache_salt": 3}, "cache_salt must be text"),
-        ({"stop_regex": "a"}, "stop_regex is not read from the parameters"),
-        ({"structured_outputs": "{}"}, "structured_outputs is not read from the parameters"),
+        ({"stop_regex": "a"}, "stop_regex cannot be set by a request parameter"),
+        ({"structured_outputs": "{}"}, "structured_outputs cannot be set by a request parameter"),
     ],
 )
 def test_the_ensemble_rejects_invalid_plugin_calls(server, parameters, words):

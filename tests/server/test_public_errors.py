@@ -1,4 +1,4 @@
-"""No answer of any dialect tells where the server's files are, whatever is wrong with its models."""
+"""No response of any dialect contains paths of the server's files, whatever is wrong with its models."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ BACKENDS = {"python": "model.py", "onnxruntime": "model.onnx", "pytorch": "model
 
 
 class Seven(nn.Module):
-    """Fails on what is not seven numbers."""
+    """Fails on anything but seven numbers."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.reshape(7)
@@ -145,7 +145,7 @@ def _weights_elsewhere(file: Path) -> None:
 
 
 def write_chains(root: Path, tiny_repository: Path) -> None:
-    """A model that generates; the like whose tokenizer and decoder are broken."""
+    """A model that generates text, and copies with a broken tokenizer and a broken decoder."""
     shutil.copytree(tiny_repository, root, dirs_exist_ok=True)
     (root / "tiny_decoder" / "1" / "model.py").write_text(textwrap.dedent(PLUGINS))
     breaks = {
@@ -162,8 +162,8 @@ def write_chains(root: Path, tiny_repository: Path) -> None:
         (root / f"{name}_{stage}" / "1" / file).write_text(content)
 
 
-class Told:
-    """All that the server has said, of which nothing may name its files."""
+class Responses:
+    """All responses of the server, none of which may name its files."""
 
     def __init__(self, repository: Path) -> None:
         resolved = {str(repository), str(repository.resolve())}
@@ -184,7 +184,7 @@ class Told:
         ]
 
 
-def over_http(url: str, names: list[str], told: Told) -> None:
+def over_http(url: str, names: list[str], responses: Responses) -> None:
     code = base64.b64encode(INITIALIZE.encode()).decode()
     upload = {"config": '{"backend": "python"}', "file:1/model.py": code}
     tensor = {"name": "X", "datatype": "FP32", "shape": [3], "data": [1, 2, 3]}
@@ -193,7 +193,7 @@ def over_http(url: str, names: list[str], told: Told) -> None:
 
         def ask(path: str, body: Any = None, *, method: str = "POST", **more: Any) -> None:
             answer = http.request(method, path, json=body, **more)
-            told.add(f"{method} {path} {json.dumps(body)}", f"{answer.headers} {answer.text}")
+            responses.add(f"{method} {path} {json.dumps(body)}", f"{answer.headers} {answer.text}")
 
         for path in ("/docs", "/openapi.json", "/metrics", "/info", "/health", "/v1/models", "/v2",
                      "/v2/models/stats", "/nowhere", "/v2/trace/setting", "/v2/logging"):  # fmt: skip
@@ -228,7 +228,7 @@ def over_http(url: str, names: list[str], told: Told) -> None:
                 ask(path, body)
 
 
-def over_grpc(address: str, names: list[str], told: Told) -> None:
+def over_grpc(address: str, names: list[str], responses: Responses) -> None:
     with grpc.insecure_channel(address) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
 
@@ -237,9 +237,9 @@ def over_grpc(address: str, names: list[str], told: Told) -> None:
             try:
                 call = getattr(stub, method)
                 answer = list(call(iter([request]))) if streams else call(request)
-                told.add(place, str(answer))
+                responses.add(place, str(answer))
             except grpc.RpcError as error:
-                told.add(place, f"{error.details()} {error.trailing_metadata()}")
+                responses.add(place, f"{error.details()} {error.trailing_metadata()}")
 
         for name in names:
             request = service_pb2.ModelInferRequest(model_name=name)
@@ -254,21 +254,21 @@ def over_grpc(address: str, names: list[str], told: Told) -> None:
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory, tiny_repository: Path) -> Iterator[Told]:
+def responses(tmp_path_factory: pytest.TempPathFactory, tiny_repository: Path) -> Iterator[Responses]:
     root = tmp_path_factory.mktemp("faults")
     write_faults(root)
     write_chains(root, tiny_repository)
-    told = Told(root)
+    responses = Responses(root)
     settings = {"model_control_mode": "explicit", "load_model": ("*",), "exit_on_error": False}
     with LiveServer(root, allow_client_shm=True, strict_readiness=False, **settings) as server:
         names = [*sorted(path.name for path in root.iterdir()), "unknown"]
-        over_grpc(server.grpc_url, names, told)
-        over_http(server.url, names, told)
-    return told
+        over_grpc(server.grpc_url, names, responses)
+        over_http(server.url, names, responses)
+    return responses
 
 
-def test_no_answer_contains_a_folder_of_the_server_or_a_traceback(told: Told) -> None:
-    assert not told.leaks()
+def test_no_answer_contains_a_folder_of_the_server_or_a_traceback(responses: Responses) -> None:
+    assert not responses.leaks()
 
 
 @pytest.mark.parametrize(
@@ -284,8 +284,8 @@ def test_no_answer_contains_a_folder_of_the_server_or_a_traceback(told: Told) ->
         "models that generate text: ",
     ],
 )
-def test_useful_parts_of_errors_reach_the_client(told: Told, words: str) -> None:
-    assert any(words in answer for answer in told.answers.values())
+def test_useful_parts_of_errors_reach_the_client(responses: Responses, words: str) -> None:
+    assert any(words in answer for answer in responses.answers.values())
 
 
 

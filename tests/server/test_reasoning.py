@@ -1,4 +1,4 @@
-"""A model that thinks aloud: the tiny one with the tags, whose decoder says what is written there."""
+"""A reasoning model: the tiny one with reasoning tags and a decoder that writes a fixed text."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def test_reasoning_is_streamed_in_its_own_field(http):
         for field, text in (("reasoning_content", "hm, <thin"), ("content", "no <think>.")):
             assert "".join(choice["delta"].get(field, "") for choice in mine) == text
         ids = [token_id for choice in mine for token_id in choice.get("token_ids", [])]
-        told = [entry for choice in mine for entry in (choice["logprobs"] or {"content": []})["content"]]
-        assert len(ids) == len(told), "each token once"
+        entries = [entry for choice in mine for entry in (choice["logprobs"] or {"content": []})["content"]]
+        assert len(ids) == len(entries), "each token once"
 
 
 def test_an_answer_that_ends_within_its_reasoning_has_no_content(http):
@@ -132,8 +132,9 @@ def test_the_reasoning_of_an_earlier_answer_reaches_the_template(http, thinker):
     answer = chat(http, messages=[user, earlier, user], return_token_ids=True).json()
     tokenizer = thinker.model.tokenizer
     thoughtful = Message(role="assistant", content="no.", reasoning_content="hm<|im_end|>")
-    asked = Message(role="user", content="hi")
-    assert answer["prompt_token_ids"] == tokenizer.encode_chat(Chat(messages=(asked, thoughtful, asked)))
+    question = Message(role="user", content="hi")
+    earlier_chat = Chat(messages=(question, thoughtful, question))
+    assert answer["prompt_token_ids"] == tokenizer.encode_chat(earlier_chat)
     assert "[hm<|im_end|>]no.<|im_end|>" in tokenizer.decode(
         answer["prompt_token_ids"], skip_special_tokens=False
     )
@@ -198,21 +199,21 @@ def test_reasoning_begins_in_the_template_or_in_the_continued_message(
         response = chat(http, messages=messages, stream=stream, **controls)
     if stream:
         blocks = [block.removeprefix("data: ") for block in response.text.split("\n\n") if block]
-        told = [json.loads(block)["choices"][0]["delta"] for block in blocks[:-1]]
+        parts = [json.loads(block)["choices"][0]["delta"] for block in blocks[:-1]]
     else:
-        told = [response.json()["choices"][0]["message"]]
+        parts = [response.json()["choices"][0]["message"]]
     reasoning, content = (
-        "".join(part.get(field, "") for part in told) for field in ("reasoning_content", "content")
+        "".join(part.get(field, "") for part in parts) for field in ("reasoning_content", "content")
     )
     assert (reasoning, content) == (("hm", "no.") if begun else ("", "hm</think>no."))
 
 
 def test_a_prompt_truncated_at_its_end_begins_no_reasoning(ending):
     messages = (Message(role="user", content="<think> " * 40),)
-    asked = Chat(messages=messages, template_kwargs={"begins": True})
+    prompt = Chat(messages=messages, template_kwargs={"begins": True})
     begun = {
         side: ending.model.prepare(
-            asked, sampling_params({"truncate_prompt_tokens": 60, "truncation_side": side, "max_tokens": 1})
+            prompt, sampling_params({"truncate_prompt_tokens": 60, "truncation_side": side, "max_tokens": 1})
         ).begins_thought
         for side in ("left", "right")
     }
@@ -220,7 +221,7 @@ def test_a_prompt_truncated_at_its_end_begins_no_reasoning(ending):
 
 
 def test_a_thinking_budget_ignores_reasoning_in_the_users_text(ending):
-    asked = Chat(messages=(Message(role="user", content="<think>"),))
+    prompt = Chat(messages=(Message(role="user", content="<think>"),))
     params = sampling_params({"thinking_token_budget": 0, "max_tokens": 8})
-    assert not ending.model.prepare(asked, params).begins_thought
-    assert ending.model.prepare("<think>", params).begins_thought, "who writes the whole prompt may begin one"
+    assert not ending.model.prepare(prompt, params).begins_thought
+    assert ending.model.prepare("<think>", params).begins_thought, "a plain prompt may begin reasoning"

@@ -1,4 +1,4 @@
-"""Parts of the protocols that ask for a header, over HTTP and gRPC."""
+"""Parts of the protocols that need a header, over HTTP and gRPC."""
 
 from __future__ import annotations
 

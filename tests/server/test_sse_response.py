@@ -14,7 +14,7 @@ from tests.fakes.sequences import sequence_of
 
 
 class Idle:
-    """Stands for an `EngineThread`; what it makes is delivered by the test."""
+    """Stands in for an `EngineThread`; the test delivers its deltas."""
 
     def submit(self, *sequences, sink, reservation=None):
         pass
@@ -51,7 +51,7 @@ LAST = delta("last", FinishReason.LENGTH)
 
 
 async def bodies(*steps):
-    """What is written where each step's deltas are there before anybody looks."""
+    """The bodies that are sent if each step's deltas arrive before the next read."""
     sink = EventLoopSink(asyncio.get_running_loop())
     sequence = sequence_of([1])
     response = EventStream(sink.open(Idle(), sequence), Texts())

@@ -1,4 +1,4 @@
-"""Triton's families: over real instances, parsed by Prometheus' own parser."""
+"""Triton's metrics of real instances, parsed by Prometheus' own parser."""
 
 from __future__ import annotations
 
@@ -193,8 +193,8 @@ def test_each_failed_request_is_counted_once_by_its_reason(tmp_path):
     def infer(model: str, **tensors: Any) -> int:
         [(name, data)] = tensors.items()
         kind, shape = ("BYTES", [1]) if isinstance(data[0], str) else ("INT32", [1, 1])
-        asked = {"inputs": [{"name": name, "datatype": kind, "shape": shape, "data": data}]}
-        return httpx2.post(f"{server.url}/v2/models/{model}/infer", json=asked, timeout=30).status_code
+        body = {"inputs": [{"name": name, "datatype": kind, "shape": shape, "data": data}]}
+        return httpx2.post(f"{server.url}/v2/models/{model}/infer", json=body, timeout=30).status_code
 
     with LiveServer(tmp_path) as server:
         assert infer("fails", MODE=["INTERNAL"]) == 500
@@ -203,8 +203,8 @@ def test_each_failed_request_is_counted_once_by_its_reason(tmp_path):
         assert infer("fails", WRONG=["INTERNAL"]) == 400     # is not a request to the model yet
         assert infer("nobody", MODE=["INTERNAL"]) == 404
         with ThreadPoolExecutor() as pool:      # one runs, the other is too late when it could
-            told = list(pool.map(lambda _: infer("queue_timed", SLEEP_MS=[900]), range(2)))
-        assert sorted(told) == [200, 503]
+            statuses = list(pool.map(lambda _: infer("queue_timed", SLEEP_MS=[900]), range(2)))
+        assert sorted(statuses) == [200, 503]
         page = httpx2.get(server.info.metrics_url).text
     assert failures(page, "fails") == FAILED | {"BACKEND": 2, "CANCELED": 1}
     assert failures(page, "ensemble_fails") == FAILED | {"OTHER": 1}

@@ -1,4 +1,4 @@
-"""Pages in a real browser: what those of other origins try, and that the server's own still work."""
+"""Pages in a real browser: attacks from other origins fail, and the server's own page works."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def foreign_site() -> Iterator[int]:
 
 
 class Rebinding(socketserver.ThreadingTCPServer):
-    """A port that leads to one server and later to another, as a name does whose address was changed."""
+    """A port that leads to one server and later to another, as a rebound name does."""
 
     def __init__(self, port: int) -> None:
         super().__init__(("127.0.0.1", 0), _Forward)
@@ -194,7 +194,7 @@ class _Forward(socketserver.BaseRequestHandler):
 
 
 def test_the_same_attack_succeeds_without_protection(browser, tmp_path, marker):
-    """Or what the others show would be that the page does nothing."""
+    """Proves that the attack of the other tests works."""
     repository = tmp_path / "repository"
     write_model(repository, "one")
     settings = {"allowed_origins": ("*",), "allow_uploaded_code": True, "load_model": ("one",)}

@@ -130,7 +130,7 @@ def token_id(llm, text):
 DRAWN = {"temperature": 1.0, "max_tokens": 48, "seed": 3}
 
 
-def test_a_logits_processor_changes_what_can_be_picked(llm):
+def test_a_logits_processor_changes_which_tokens_can_be_sampled(llm):
     plain = [llm.generate("1 2 3", **DRAWN | {"seed": seed}).text for seed in range(4)]
     rid = [
         llm.generate("1 2 3", **DRAWN | {"seed": seed}, logits_processors=[call("no_digits")]).text
@@ -140,7 +140,7 @@ def test_a_logits_processor_changes_what_can_be_picked(llm):
     assert not any(char.isdigit() for char in "".join(rid))
 
 
-def test_the_documented_processor_takes_the_tensor_of_a_device():
+def test_the_documented_processor_accepts_tensors_of_a_device():
     context = PluginContext(
         tokenizer=Digits(), vocab_size=12, prompt_token_ids=(1,), params=SamplingParams(), seed=0
     )
@@ -154,7 +154,7 @@ class Digits:
         return "0123456789ab"[token_ids[0]]
 
 
-def test_its_arguments_are_the_requests(llm):
+def test_a_plugin_gets_the_arguments_of_the_request(llm):
     ones = {"max_tokens": 6, "logit_bias": {token_id(llm, "1"): 100.0}}
     assert llm.generate("x", **ones).text == "111111"
     late = llm.generate("x", **ones, logits_processors=[call("no_digits", first=4)]).token_ids
@@ -162,7 +162,7 @@ def test_its_arguments_are_the_requests(llm):
     assert late[4:] == (token_id(llm, "1"),) * 2
 
 
-def test_log_probabilities_are_the_models_all_the_same(llm):
+def test_plugins_do_not_affect_log_probabilities(llm):
     def first_logprob(**options):
         return llm.generate("x", max_tokens=1, logprobs=True, **options).logprobs[0]
 
@@ -172,7 +172,7 @@ def test_log_probabilities_are_the_models_all_the_same(llm):
     assert first_logprob(**one, logits_processors=[call("no_digits")]) == there
 
 
-def test_a_stop_rule_ends_the_answer_behind_what_it_has_seen(llm):
+def test_a_stop_rule_ends_the_answer_after_the_token_it_saw(llm):
     options = DRAWN | {"logit_bias": {token_id(llm, "\n"): 4.0}, "ignore_eos": True}
     plain = llm.generate("tell me", **options).text
     ended = llm.generate("tell me", **options, stop_rules=[call("at_most_lines", lines=2)])
@@ -204,7 +204,7 @@ PIECES = ["<think>", "</think>", "<", "</", "think>", "a", "\n"]
 
 
 @given(pieces=st.lists(st.sampled_from(PIECES)), cuts=st.lists(st.integers(0, 60)))
-def test_the_documented_parser_hides_the_same_wherever_the_text_is_cut(pieces, cuts):
+def test_the_documented_parser_does_not_depend_on_how_the_text_is_split(pieces, cuts):
     text = "".join(pieces)
     parser = documented()["Hide"](None)
     ends = sorted({min(cut, len(text)) for cut in (0, *cuts, len(text))})
@@ -213,7 +213,7 @@ def test_the_documented_parser_hides_the_same_wherever_the_text_is_cut(pieces, c
     assert "".join(shown) + parser.flush() == expected
 
 
-def test_a_processor_sees_each_token_once_where_several_are_tried_in_one_step():
+def test_a_processor_sees_each_token_once_with_speculation():
     asked: list[int] = []
 
     def counts(token_ids, logits):
@@ -251,13 +251,13 @@ def test_a_parser_is_flushed_where_a_stop_string_ends_the_text():
         ({"stop_rules": [call("at_most_lines")]}, "stop_rules[0].args.lines", "required"),
         ({"stop_rules": [call("at_most_lines", lines="3")]}, "stop_rules[0].args.lines", "integer"),
         ({"stop_rules": [call("at_most_lines", lines=0)]}, "stop_rules[0].args.lines", "greater than"),
-        ({"logits_processors": [call("no_digits", firts=1)]}, "logits_processors[0].args.firts", "none of"),
+        ({"logits_processors": [call("no_digits", fist=1)]}, "logits_processors[0].args.fist", "not one of"),
         ({"logits_processors": [call("no_digits", first={1})]}, "logits_processors[0]", "JSON"),
         ({"output_parser": call("hide", start="")}, "output_parser.args", "a tag is empty"),
         ({"stop_rules": [call("within", start=1)]}, "stop_rules[0].args.start", "start: must be even"),
         ({"stop_rules": [call("within", start=10)]}, "stop_rules[0].args.start", "start: must be small"),
         ({"stop_rules": [call("within", range={"end": 1})]}, "stop_rules[0].args.end", "end: must be even"),
-        ({"output_parser": call("show")}, "output_parser.name", "known are hide"),
+        ({"output_parser": call("show")}, "output_parser.name", "it has hide"),
         ({"output_parser": "hide"}, "output_parser", "name and args"),
         ({"output_parser": {"name": "hide", "code": "x"}}, "output_parser", "name and args"),
         ({"logits_processors": call("no_digits")}, "logits_processors", "list"),
@@ -266,7 +266,7 @@ def test_a_parser_is_flushed_where_a_stop_string_ends_the_text():
         ({"stop_rules": [{"name": "at_most_lines", "args": [3]}]}, "stop_rules[0].args", "must map"),
     ],
 )
-def test_a_call_that_the_model_cannot_make_is_refused_by_its_field(llm, options, field, words):
+def test_an_invalid_plugin_call_is_refused_with_its_field(llm, options, field, words):
     with pytest.raises(InvalidRequest) as raised:
         llm.generate("x", **options)
     assert raised.value.field == field
@@ -284,16 +284,16 @@ def test_a_call_that_the_model_cannot_make_is_refused_by_its_field(llm, options,
         ({"stop_rules": [call("breaks", after=2)]}, "stop rule 'breaks' failed"),
         (
             {"logits_processors": [call("insists", text="n")], "structured_outputs": {"choice": ["yes"]}},
-            "which its grammar forbids",
+            "is not allowed by the request's grammar",
         ),
         ({"logits_processors": [call("hooked")]}, "the hook of the logits processor 'hooked' is 'post'"),
-        ({"output_parser": call("mute")}, "output parser 'mute' returned something that is no text"),
+        ({"output_parser": call("mute")}, "output parser 'mute' did not return a string"),
         ({"output_parser": call("nothing")}, "'nothing' has no method push"),
         ({"output_parser": call("late")}, "output parser 'late' failed"),
         ({"output_parser": call("late"), "max_time_ms": 1}, "output parser 'late' failed"),
     ],
 )
-def test_what_a_plugin_raises_ends_its_own_answer_and_names_it(llm, options, words):
+def test_an_exception_of_a_plugin_ends_its_own_answer_and_names_it(llm, options, words):
     with llm.stream("tell me", **DRAWN) as beside:
         first = next(iter(beside))
         with pytest.raises(ModelFailed, match=re.escape(words)):
@@ -302,7 +302,7 @@ def test_what_a_plugin_raises_ends_its_own_answer_and_names_it(llm, options, wor
     assert text == llm.generate("tell me", **DRAWN).text
 
 
-def test_a_plugin_lives_through_a_preemption():
+def test_a_plugin_survives_preemption():
     """It is asked once for each token, although the tokens are computed anew."""
     asked: list[int] = []
 
@@ -323,7 +323,7 @@ def test_a_plugin_lives_through_a_preemption():
 
 
 @pytest.mark.parametrize("place", [np.array, torch.tensor])
-def test_the_hook_says_whether_the_rules_of_the_request_come_before_or_after(place):
+def test_the_hook_chooses_before_or_after_the_rules_of_the_request(place):
     def forbid_all_but_7(token_ids, logits):
         assert type(logits) is type(place([0.0]))
         logits[:7] = logits[8:] = float("-inf")
@@ -356,7 +356,7 @@ def test_the_hook_says_whether_the_rules_of_the_request_come_before_or_after(pla
         ("def P(context): pass\nP.hook = 'first'", "hook is 'first'"),
     ],
 )
-def test_a_plugin_that_cannot_be_called_is_found_at_load_with_its_line(tmp_path, code, words):
+def test_a_plugin_with_a_wrong_signature_fails_the_load_with_its_line(tmp_path, code, words):
     path = tmp_path / "model.py"
     code = f"from __future__ import annotations\n\n{code}\n"
     path.write_text(
@@ -368,7 +368,7 @@ def test_a_plugin_that_cannot_be_called_is_found_at_load_with_its_line(tmp_path,
     assert raised.value.message.startswith(str(path) if "= 3" in code else f"{path}:3")
 
 
-def test_a_model_without_plugins_knows_none(tiny_repository):
+def test_a_model_without_plugins_lists_none(tiny_repository):
     decoding = load_decoding(tiny_repository / "tiny_decoder" / "1" / "model.py", name="tiny_decoder")
     assert decoding.plugins.described() == {}
     params = SamplingParams()

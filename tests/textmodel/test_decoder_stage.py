@@ -33,7 +33,7 @@ def test_the_shipped_decoder_stage_runs_in_the_engine(tiny_repository):
         ("class TritonPythonModel:\n    def decode(self, s): pass", "no coroutine `decode`"),
     ],
 )
-def test_a_model_py_that_cannot_decode_is_refused_with_the_reason(tmp_path, source, words):
+def test_a_model_py_without_a_decode_loop_is_refused_with_the_reason(tmp_path, source, words):
     path = tmp_path / "model.py"
     if source is not None:
         path.write_text(source)
@@ -57,7 +57,7 @@ def decoded(decode):
     return ended.value.value
 
 
-def test_each_decoder_stage_sees_the_modules_beside_it_until_it_is_gone(tmp_path):
+def test_each_decoder_stage_imports_the_modules_of_its_own_folder(tmp_path):
     stages = []
     for name in ("one", "two"):
         folder = tmp_path / name / "1"

@@ -1,4 +1,4 @@
-"""A generation model whose logits lie on a device: here the CPU, as tensors of torch, and the same code."""
+"""A text model whose logits are torch tensors of a device, here the CPU; the code is that for a GPU."""
 
 from __future__ import annotations
 
@@ -80,7 +80,9 @@ def test_the_text_is_that_of_the_host(on_host: Repository, on_device: Repository
     assert of(answer, "text_output").tolist() == of(expected, "text_output").tolist()
 
 
-def test_the_logits_stage_answers_where_the_logits_lie(on_host: Repository, on_device: Repository) -> None:
+def test_the_logits_stage_answers_with_tensors_of_the_device(
+    on_host: Repository, on_device: Repository
+) -> None:
     for ids in ([[5, 6, 7]], [[5, 6, 7, 8], [9, 8, 7, 6]]):
         rows = np.array(ids, dtype=np.int64)
         [expected] = asked(on_host, "tiny_logits", input_ids=rows)
@@ -98,7 +100,7 @@ def test_a_plain_loop_gets_the_same_logits(on_host: Repository, on_device: Repos
     assert of(answer, "output_ids").tolist() == of(expected, "output_ids").tolist()
 
 
-def test_a_decoding_loop_of_ones_own_reads_either(tiny_repository: Path, tmp_path: Path) -> None:
+def test_a_custom_decoding_loop_reads_arrays_and_tensors(tiny_repository: Path, tmp_path: Path) -> None:
     answers = []
     for name, memory in (("host", logits_runtime.HostMemory), ("device", lambda: DeviceMemory("cpu"))):
         shutil.copytree(tiny_repository, tmp_path / name)

@@ -1,4 +1,4 @@
-"""An ensemble whose logits stage speculates, beside the same one without."""
+"""Text models with speculation, compared with the same model without."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def add_parameter(config: Path, name: str, value: str) -> None:
 
 
 @pytest.mark.parametrize("parameter", [{}, {"speculation": "prompt_lookup"}, {"draft_model": "tiny"}])
-def test_the_texts_are_those_without(tiny_repository, tmp_path, parameter):
+def test_speculation_does_not_change_texts(tiny_repository, tmp_path, parameter):
     with (
         LLM(speculating(tiny_repository, tmp_path / "plain", speculation="none")) as plain,
         LLM(speculating(tiny_repository, tmp_path / "models", **parameter)) as speculative,
@@ -65,13 +65,13 @@ def test_the_texts_are_those_without(tiny_repository, tmp_path, parameter):
         ({"draft_model": "tiny", "speculation": "prompt_lookup"}, "has two drafts"),
     ],
 )
-def test_what_cannot_be_done_is_refused_at_load(tiny_repository, tmp_path, parameters, message):
+def test_an_invalid_draft_fails_the_load(tiny_repository, tmp_path, parameters, message):
     root = speculating(tiny_repository, tmp_path / "models", **parameters)
     with pytest.raises(GenserveError, match=message):
         LLM(root)
 
 
-def test_a_check_tells_the_place_of_a_draft_that_is_not_there(tiny_repository, tmp_path):
+def test_check_reports_the_position_of_an_unknown_draft_model(tiny_repository, tmp_path):
     root = speculating(tiny_repository, tmp_path / "models", draft_model="nobody")
     config = root / "tiny_logits" / "config.pbtxt"
     [diagnostic] = repository_diagnostics([root])["tiny_logits"]
@@ -80,7 +80,7 @@ def test_a_check_tells_the_place_of_a_draft_that_is_not_there(tiny_repository, t
 
 
 @pytest.mark.parametrize("parameter", [{"speculation": "prompt_lookup"}, {"draft_model": "tiny"}])
-def test_a_draft_of_a_stage_that_no_ensemble_has_is_said_to_have_no_effect(
+def test_a_draft_for_a_stage_without_a_text_model_is_a_warning(
     tiny_repository, tmp_path, caplog, parameter
 ):
     root = speculating(tiny_repository, tmp_path / "models", **parameter)
@@ -96,7 +96,7 @@ def test_a_draft_of_a_stage_that_no_ensemble_has_is_said_to_have_no_effect(
     assert diagnostic.message in caplog.text
 
 
-def test_a_draft_model_with_other_words_is_refused(tiny_repository, tmp_path):
+def test_a_draft_model_with_another_vocabulary_is_refused(tiny_repository, tmp_path):
     root = speculating(tiny_repository, tmp_path / "models", draft_model="other")
     for stage in ("", "_tokenizer", "_logits", "_decoder"):
         copy = shutil.copytree(tiny_repository / f"tiny{stage}", root / f"other{stage}")
@@ -116,7 +116,7 @@ def test_a_draft_model_with_other_words_is_refused(tiny_repository, tmp_path):
         ({"speculation": "none"}, "CPU", False),
     ],
 )
-def test_prompts_are_looked_up_on_the_cpu_unless_the_config_says_otherwise(
+def test_prompt_lookup_is_the_default_on_the_cpu(
     tiny_repository, tmp_path, parameters, kind, drafts
 ):
     assert has_drafts(speculating(tiny_repository, tmp_path / "models", **parameters), kind=kind) is drafts
@@ -130,7 +130,7 @@ def test_prompts_are_looked_up_on_the_cpu_unless_the_config_says_otherwise(
         ("past_key_values", "hidden"),                      # no cache
     ],
 )
-def test_other_runtimes_draft_only_if_they_are_asked_to(tiny_repository, tmp_path, old, new):
+def test_other_runtimes_draft_only_on_request(tiny_repository, tmp_path, old, new):
     for parameters in ({}, {"speculation": "prompt_lookup"}):
         root = speculating(tiny_repository, tmp_path / str(len(parameters)), **parameters)
         config = root / "tiny_logits" / "config.pbtxt"

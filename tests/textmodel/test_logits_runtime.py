@@ -1,4 +1,4 @@
-"""Which logits runtime answers for which config: each kind over HTTP, with the tiny model's weights."""
+"""The runtime that each config of a logits stage selects, over HTTP with the tiny model's weights."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from typing import Any
 import httpx2
 import pytest
 
+from genserve.errors import RepositoryError
 from genserve.export import SilentProgress, export_model
 from genserve.repository.index import scan
 from genserve.repository.model_validation import repository_diagnostics
 from genserve.textmodel.logits_config import is_logits_stage
+from genserve.textmodel.logits_runtime import load_logits
+from tests.backends.inferences import config_of
 from tests.chains import WHOLE_CONFIG, add_chain, whole_torchscript
 from tests.checkpoints import tiny_tokenizer
 from tests.live import LiveServer
@@ -44,7 +47,7 @@ def server(root: Path) -> Iterator[LiveServer]:
         yield server
 
 
-def test_all_of_them_are_clean_to_check(root: Path) -> None:
+def test_all_kinds_of_logits_stages_pass_check(root: Path) -> None:
     assert set(repository_diagnostics([root]).values()) == {()}
 
 
@@ -76,7 +79,7 @@ def test_a_graph_without_a_cache_answers_under_the_names_of_its_own_config(serve
     assert numbered == pytest.approx(asked("tiny_logits", "input_ids", "attention_mask"), abs=1e-4)
 
 
-def test_a_graph_without_a_cache_says_what_it_costs_as_it_is_loaded(
+def test_loading_a_graph_without_a_cache_logs_its_cost(
     root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING), LiveServer(root, load_model=("whole",)):
@@ -127,6 +130,14 @@ def test_a_traced_model_answers_as_transformers_does(
     model, tokenizer = reference_model(stablelm_checkpoint), tiny_tokenizer(vocab_size=320)
     for prompt, answer in zip(prompts, answers, strict=True):
         assert answer == greedy_ids(model, tokenizer.encode(prompt).ids, num_tokens=20)
+
+
+def test_a_stage_with_other_tensors_is_refused_before_its_file_is_read(tmp_path: Path) -> None:
+    inputs = "".join(f"input {{ name: '{name}' data_type: TYPE_INT64 dims: [ -1 ] }}" for name in "abc")
+    output = "output { name: 'logits' data_type: TYPE_FP32 dims: [ -1, 8 ] }"
+    config = config_of(f"backend: 'onnxruntime' {inputs} {output}")
+    with pytest.raises(RepositoryError, match="is not a logits stage: its inputs are a, b, c"):
+        load_logits(config, tmp_path)
 
 
 def generated_ids(url: str, prompt: str) -> list[int]:

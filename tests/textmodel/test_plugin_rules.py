@@ -25,7 +25,7 @@ def write(folder, code, plugins):
     return path
 
 
-def test_a_model_with_sound_plugins_has_no_faults(tmp_path):
+def test_a_model_with_valid_plugins_has_no_diagnostics(tmp_path):
     path = tmp_path / "model.py"
     path.write_text(documented_model())
     assert plugin_diagnostics(path) == ()
@@ -45,7 +45,7 @@ def test_a_model_with_sound_plugins_has_no_faults(tmp_path):
         ("p = (\n", "", "", "'(' was never closed"),
     ],
 )
-def test_a_fault_is_found_at_its_place_and_would_not_load(tmp_path, code, plugins, place, words):
+def test_an_error_is_reported_at_its_position_and_fails_the_load(tmp_path, code, plugins, place, words):
     path = write(tmp_path, code, plugins)
     [diagnostic] = plugin_diagnostics(path)
     assert words in diagnostic.message
@@ -54,7 +54,7 @@ def test_a_fault_is_found_at_its_place_and_would_not_load(tmp_path, code, plugin
         load_decoding(path, name="stage")
 
 
-def test_both_methods_of_a_parser_are_missed(tmp_path):
+def test_a_parser_needs_both_methods(tmp_path):
     code = "class P:\n  def __init__(self, context): pass\n"
     found = plugin_diagnostics(write(tmp_path, code, "output_parsers = {'p': P}"))
     messages = [each.message for each in found]
@@ -71,11 +71,11 @@ def test_both_methods_of_a_parser_are_missed(tmp_path):
         ("", "stop_rules = {**rules}"),
     ],
 )
-def test_what_only_running_it_can_tell_is_left_to_loading(tmp_path, code, plugins):
+def test_errors_that_need_a_run_are_left_to_loading(tmp_path, code, plugins):
     assert plugin_diagnostics(write(tmp_path, code, plugins)) == ()
 
 
-def test_checking_a_repository_finds_them(tmp_path, tiny_repository):
+def test_check_reports_plugin_errors(tmp_path, tiny_repository):
     root = copy_with_plugins(tiny_repository, tmp_path / "repository", more="\nif\n")
     [diagnostic] = repository_diagnostics([root])["tiny_decoder"]
     lines = len(documented_model().splitlines())

@@ -1,4 +1,4 @@
-"""What the configs of a text model say and its engine does not do, told by check and by the load alike."""
+"""Fields of a text model's configs that its engine ignores or rejects, in check and in the load."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def change(models: Path, stage: str, old: str, new: str) -> None:
     file.write_text(file.read_text().replace(old, new))
 
 
-def told(models: Path, stage: str) -> list[str]:
+def reported(models: Path, stage: str) -> list[str]:
     diagnostics = repository_diagnostics([models])[stage]
     assert all(diagnostic.position for diagnostic in diagnostics)
     return [f"{diagnostic.severity.value}: {diagnostic.message}" for diagnostic in diagnostics]
@@ -55,8 +55,8 @@ def load_error(models: Path) -> str:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_an_exported_model_asks_for_nothing_in_vain(models, stage):
-    assert told(models, stage) == []
+def test_an_exported_model_has_no_fields_without_effect(models, stage):
+    assert reported(models, stage) == []
 
 
 @pytest.mark.parametrize(
@@ -81,12 +81,12 @@ def test_an_exported_model_asks_for_nothing_in_vain(models, stage):
         ("tiny", 'default_model_filename: "a"', ["default_model_filename"]),
     ],
 )  # fmt: skip
-def test_a_field_that_the_engine_has_no_use_for_is_named(models, stage, config, fields):
+def test_a_field_without_effect_in_the_engine_is_named(models, stage, config, fields):
     add(models, stage, config)
     role = f"{stage.partition('_')[2]} stage" if "_" in stage else "text model"
-    found = [line.partition(" in a ")[0] for line in told(models, stage)]
+    found = [line.partition(" in a ")[0] for line in reported(models, stage)]
     assert found == [f"warning: {field} is ignored" for field in fields]
-    assert all(f"in a {role}: " in line for line in told(models, stage))
+    assert all(f"in a {role}: " in line for line in reported(models, stage))
 
 
 @pytest.mark.parametrize(
@@ -99,9 +99,9 @@ def test_a_field_that_the_engine_has_no_use_for_is_named(models, stage, config, 
         ("direct { }", "direct"),
     ],
 )
-def test_a_strategy_of_sequences_that_the_engine_does_not_follow_is_named(models, new, field):
+def test_a_sequence_strategy_that_the_engine_ignores_is_named(models, new, field):
     change(models, "tiny_logits", "oldest { max_candidate_sequences: 32 }", new)
-    [line] = told(models, "tiny_logits")
+    [line] = reported(models, "tiny_logits")
     assert line.startswith(f"warning: {field} is ignored in a logits stage: ")
 
 
@@ -120,9 +120,9 @@ batch_input { kind: BATCH_ELEMENT_COUNT target_name: "a" data_type: TYPE_FP32 so
         ("sequence_batching {", f"{BATCH_INPUT} sequence_batching {{"),
     ],
 )
-def test_what_would_give_the_graph_something_else_is_an_error(models, old, new):
+def test_a_field_that_changes_the_input_of_the_graph_is_an_error(models, old, new):
     change(models, "tiny_logits", old, new)
-    [line] = told(models, "tiny_logits")
+    [line] = reported(models, "tiny_logits")
     assert line.startswith("error: ")
     assert "the engine gives the graph token ids" in line
     assert "is ignored in a logits stage" in load_error(models)
@@ -136,13 +136,13 @@ def test_what_would_give_the_graph_something_else_is_an_error(models, old, new):
         ("tiny_logits", "inter_op_thread_count", "2"),
     ],
 )
-def test_a_parameter_that_nobody_reads_there_is_named(models, stage, name, value):
+def test_a_parameter_without_effect_is_named(models, stage, name, value):
     add(models, stage, f'parameters {{ key: "{name}" value {{ string_value: "{value}" }} }}')
-    [line] = told(models, stage)
+    [line] = reported(models, stage)
     assert line.startswith(f"warning: parameter '{name}' has no effect in a ")
 
 
-def test_what_the_load_logs_is_what_check_says(models, caplog):
+def test_loading_logs_the_warnings_that_check_reports(models, caplog):
     add(models, "tiny_logits", "instance_group { count: 3 rate_limiter { } }")
     diagnostics = repository_diagnostics([models])["tiny_logits"]
     with caplog.at_level(logging.WARNING):
@@ -152,12 +152,12 @@ def test_what_the_load_logs_is_what_check_says(models, caplog):
         assert f"{diagnostic.where}: {diagnostic.message} ({diagnostic.remedy})" in logged
 
 
-def test_a_stage_without_a_cache_is_told_that_nothing_is_cached(tiny_repository, tiny_checkpoint, tmp_path):
+def test_cache_parameters_of_a_stage_without_a_cache_are_named(tiny_repository, tiny_checkpoint, tmp_path):
     names = {"input_ids": "INPUT__0", "logits": "OUTPUT__0"}
     version = add_chain(tiny_repository, tmp_path, name="whole", logits_config=WHOLE_CONFIG, **names)
     whole_torchscript(version / "model.pt", tiny_checkpoint)
     add(tmp_path, "whole_logits", 'parameters { key: "kv_cache_bytes" value { string_value: "1GiB" } }')
-    assert told(tmp_path, "whole_logits") == [
+    assert reported(tmp_path, "whole_logits") == [
         "warning: parameter 'kv_cache_bytes' has no effect in a logits stage without a KV cache"
     ]
 
@@ -165,12 +165,12 @@ def test_a_stage_without_a_cache_is_told_that_nothing_is_cached(tiny_repository,
 @pytest.mark.parametrize("count", ["", "count: 3"])
 def test_a_warmup_runs_and_leaves_nothing_behind(models, count):
     add(models, "tiny_logits", sample(8, more=count))
-    assert told(models, "tiny_logits") == []
+    assert reported(models, "tiny_logits") == []
     repository = Repository([models])
     repository.start()
     try:
         assert repository.errors == {}
-        assert repository.get("tiny").engine.num_steps == 0
+        assert repository.text_model("tiny").engine.num_steps == 0
         ids = np.zeros((1, 8), np.int64)
         [with_warmup] = asked(repository, "tiny_logits", input_ids=ids)
         assert with_warmup.output("logits").shape == (1, 1, 320)
@@ -182,15 +182,15 @@ def test_a_warmup_runs_and_leaves_nothing_behind(models, count):
 def test_a_warmup_longer_than_the_context_is_refused_by_check_and_by_the_load(models):
     add(models, "tiny_logits", sample(999999))
     expected = "failed to run warmup sample 'w': 999999 token ids are given; the model's context is 256"
-    assert told(models, "tiny_logits") == [f"error: {expected}"]
+    assert reported(models, "tiny_logits") == [f"error: {expected}"]
     assert expected in load_error(models)
 
 
-def test_a_warmup_that_only_the_engine_can_judge_fails_the_load(models):
+def test_a_warmup_that_the_engine_refuses_fails_the_load(models):
     (models / "tiny_logits" / "warmup").mkdir()
     (models / "tiny_logits" / "warmup" / "ids").write_bytes(np.array([1, 320], np.int64).tobytes())
     add(models, "tiny_logits", sample(2, 'input_data_file: "ids"'))
-    assert told(models, "tiny_logits") == []
+    assert reported(models, "tiny_logits") == []
     expected = "failed to run warmup sample 'w': token id 320 is outside the vocabulary of 320"
     assert expected in load_error(models)
 
@@ -198,7 +198,7 @@ def test_a_warmup_that_only_the_engine_can_judge_fails_the_load(models):
 def test_a_warmup_of_the_wrong_tensors_fails_as_it_does_for_other_models(models):
     tensor = 'inputs { key: "x" value { data_type: TYPE_INT64 dims: [ 2 ] zero_data: true } }'
     add(models, "tiny_logits", f'model_warmup {{ name: "w" batch_size: 1 {tensor} }}')
-    assert told(models, "tiny_logits") == ["error: missing required input(s) ['input_ids']"]
+    assert reported(models, "tiny_logits") == ["error: missing required input(s) ['input_ids']"]
     assert "missing required input(s) ['input_ids']" in load_error(models)
 
 
@@ -222,14 +222,14 @@ def test_the_file_of_the_decoder_is_the_one_that_its_config_names(models):
     folder = models / "tiny_decoder" / "1"
     (folder / "model.py").rename(folder / "loop.py")
     add(models, "tiny_decoder", 'default_model_filename: "loop.py"')
-    assert told(models, "tiny_decoder") == []
+    assert reported(models, "tiny_decoder") == []
     assert load_error(models) == ""
 
 
-def test_versions_that_the_engine_does_not_run_are_named(models):
+def test_versions_that_the_engine_does_not_serve_are_named(models):
     shutil.copytree(models / "tiny_logits" / "1", models / "tiny_logits" / "2")
     add(models, "tiny_logits", "version_policy { all { } }")
-    assert told(models, "tiny_logits") == [
+    assert reported(models, "tiny_logits") == [
         "warning: version_policy is ignored in a logits stage: the engine runs one version, 2"
     ]
 
@@ -238,7 +238,7 @@ def test_an_ensemble_may_have_names_of_its_own_for_the_tensors(models):
     for old, new in (("text_input", "prompt"), ("max_tokens", "length"), ("text_output", "answer")):
         change(models, "tiny", f'name: "{old}"', f'name: "{new}"')
         change(models, "tiny", f'value: "{old}"', f'value: "{new}"')
-    assert told(models, "tiny") == []
+    assert reported(models, "tiny") == []
     with LiveServer(models) as server:
         url = f"{server.url}/v2/models/tiny/generate"
         answer = httpx.post(url, json={"prompt": "hello", "length": 3, "random_seed": 1}).json()
@@ -247,17 +247,17 @@ def test_an_ensemble_may_have_names_of_its_own_for_the_tensors(models):
     assert answer["answer"] == own.json()["generated_text"]
 
 
-def test_tensors_that_no_decoding_loop_reads_or_gives_are_named(models):
+def test_tensors_without_effect_in_a_decoder_stage_are_named(models):
     extra = '{ name: "score" data_type: TYPE_INT32 dims: [ 1 ] optional: true }'
     change(models, "tiny_decoder", "input [", f"input [ {extra},")
     change(models, "tiny_decoder", "output [", 'output [ { name: "score" data_type: TYPE_FP32 dims: [ 1 ] },')
-    assert told(models, "tiny_decoder") == [
+    assert reported(models, "tiny_decoder") == [
         "warning: input 'score' is ignored in a decoder stage: a request cannot set it",
         "warning: output 'score' is ignored in a decoder stage: it gives text_output alone",
     ]
 
 
-def test_the_load_of_a_text_model_fails_by_its_warmup_over_the_wire(models):
+def test_a_failed_warmup_fails_a_load_request(models):
     with LiveServer(models, model_control_mode="explicit") as server:
         load = f"{server.url}/v2/repository/models/tiny/load"
         assert httpx.post(load, timeout=60).status_code == 200

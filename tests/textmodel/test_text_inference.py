@@ -1,4 +1,4 @@
-"""The stages of a generation model, asked by named tensors."""
+"""Requests with named tensors to a text model and its stages."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def greedy_ids(repository: Repository, prompt: list[int], *, count: int) -> list
 
 
 def test_text_goes_in_and_the_whole_text_comes_out(repository: Repository) -> None:
-    ensemble = repository.get("tiny")
+    ensemble = repository.text_model("tiny")
     [response] = asked(repository, "tiny", text_input=text("hello"), max_tokens=np.array([[6]], np.int32))
     ids = ensemble.tokenizer.encode("hello")
     expected = greedy_ids(repository, ids, count=6)[len(ids) :]
@@ -146,12 +146,12 @@ def test_the_texts_of_a_batch_are_answered_together(repository: Repository) -> N
         ({"bad_words": np.array([[b"ep", b"\x0c"]], dtype=object)}, {"bad_words": ("ep", "\x0c")}),
     ],
 )
-def test_what_tensors_ask_of_the_answer_is_what_options_ask(
+def test_tensors_and_options_ask_for_the_same_answer(
     repository: Repository, tensors: dict, options: dict
 ) -> None:
     length = np.array([[24]], np.int32)
     [answer] = asked(repository, "tiny", text_input=text("hello"), max_tokens=length, **tensors)
-    ensemble = repository.get("tiny")
+    ensemble = repository.text_model("tiny")
     sequence = ensemble.prepare("hello", sampling_params({"max_tokens": 24, **options}))
     expected = Stream(DeltaStream(ensemble.engine, sequence)).final().text
     assert of(answer, "text_output")[0, 0].decode() == expected
@@ -159,7 +159,7 @@ def test_what_tensors_ask_of_the_answer_is_what_options_ask(
     assert of(plain, "text_output")[0, 0].decode() != expected
 
 
-def test_a_method_that_is_not_offered_is_refused_as_a_parameter_too(repository: Repository) -> None:
+def test_an_unsupported_method_is_refused_as_a_request_parameter(repository: Repository) -> None:
     with pytest.raises(GenserveError, match="penalty_alpha is not supported: contrastive search needs"):
         asked(repository, "tiny", text_input=text("hello"), parameters={"penalty_alpha": 0.6})
 
@@ -181,7 +181,7 @@ def test_a_bad_parameter_is_named(repository: Repository, options: dict, words: 
 
 def test_the_tokenizer_stage_gives_ids(repository: Repository) -> None:
     [response] = asked(repository, "tiny_tokenizer", text_input=text("hello"))
-    assert of(response, "input_ids").tolist() == [repository.get("tiny").tokenizer.encode("hello")]
+    assert of(response, "input_ids").tolist() == [repository.text_model("tiny").tokenizer.encode("hello")]
 
 
 def test_the_logits_stage_gives_those_after_the_last_token_of_each_row(repository: Repository) -> None:
@@ -194,7 +194,7 @@ def test_the_logits_stage_gives_those_after_the_last_token_of_each_row(repositor
         np.testing.assert_allclose(of(both, "logits")[row], of(alone, "logits")[0], atol=1e-4)
 
 
-def test_ids_that_cannot_be_are_refused(repository: Repository) -> None:
+def test_invalid_ids_are_refused(repository: Repository) -> None:
     with pytest.raises(GenserveError, match="outside the vocabulary"):
         asked(repository, "tiny_logits", input_ids=np.array([[10**9]], dtype=np.int64))
     with pytest.raises(GenserveError, match="attention_mask"):
@@ -206,7 +206,7 @@ def test_ids_that_cannot_be_are_refused(repository: Repository) -> None:
         )
 
 
-def test_the_decoder_stage_says_whom_to_ask(repository: Repository) -> None:
+def test_the_decoder_stage_names_the_model_to_ask(repository: Repository) -> None:
     with pytest.raises(InferenceError, match="runs inside of the ensemble 'tiny'"):
         asked(repository, "tiny_decoder", logits=np.zeros((1, 1, 1), np.float32))
 
@@ -214,7 +214,7 @@ def test_the_decoder_stage_says_whom_to_ask(repository: Repository) -> None:
 def test_a_plain_loop_computes_one_token_a_step_and_shares_steps(repository: Repository) -> None:
     prompts = [[3, 4, 5, 6], [7, 8, 9], [10, 11], [12, 13, 14, 15, 16]]
     expected = [greedy_ids(repository, prompt, count=12) for prompt in prompts]
-    loop = repository.get("tiny").engine
+    loop = repository.text_model("tiny").engine
     before = loop.num_steps
     answers: dict[int, list[int]] = {}
 
@@ -260,43 +260,43 @@ def test_a_decoder_that_is_edited_is_loaded_anew(tiny_repository: Path, tmp_path
     options = RepositoryOptions(control_mode=ControlMode.EXPLICIT)
     repository = Repository([root], options=options)
     repository.start(["tiny"])
-    before = repository.get("tiny")
+    before = repository.text_model("tiny")
     repository.load("tiny")
-    assert repository.get("tiny") is before
+    assert repository.text_model("tiny") is before
     path = root / "tiny_decoder" / "1" / "model.py"
     path.write_text(path.read_text() + "# edited\n")
     repository.load("tiny_decoder")
-    assert repository.get("tiny") is not before
+    assert repository.text_model("tiny") is not before
     repository.close()
 
 
 def test_a_stage_may_be_loaded_with_another_config_until_the_next_load(tiny_repository: Path) -> None:
     repository = Repository([tiny_repository], options=RepositoryOptions(control_mode=ControlMode.EXPLICIT))
     repository.start(["tiny"])
-    max_length = repository.get("tiny").max_length
+    max_length = repository.text_model("tiny").max_length
     config = parse_message((tiny_repository / "tiny_logits" / "config.pbtxt").read_text())
     config.parameters["max_sequence_length"].string_value = "64"
     repository.load("tiny_logits", config=config_json(config))
-    assert repository.get("tiny").max_length == 64
+    assert repository.text_model("tiny").max_length == 64
     assert repository.find("tiny_logits").config.parameters["max_sequence_length"] == "64"
     repository.load("tiny", config=config_json(repository.find("tiny").config.message))
-    assert repository.get("tiny").max_length == max_length
+    assert repository.text_model("tiny").max_length == max_length
     repository.close()
 
 
-def test_a_stage_is_not_loaded_with_a_config_that_makes_it_another_model(tiny_repository: Path) -> None:
+def test_a_config_that_breaks_the_text_model_is_refused(tiny_repository: Path) -> None:
     repository = Repository([tiny_repository], options=RepositoryOptions(control_mode=ControlMode.EXPLICIT))
     repository.start(["tiny"])
-    before = repository.get("tiny")
+    before = repository.text_model("tiny")
     with pytest.raises(InferenceError, match="runs in a text engine"):
         repository.load("tiny_decoder", config='{"backend": "tokenizer"}')
     with pytest.raises(InferenceError, match="runs in a text engine"):
         repository.load("tiny_decoder", config='{"backend": "python"}', files={"1/model.py": b""})
-    assert repository.get("tiny") is before
+    assert repository.text_model("tiny") is before
     repository.close()
 
 
-def test_what_meets_the_unload_is_refused_as_closed(tiny_repository: Path) -> None:
+def test_a_request_during_unload_is_refused_as_closed(tiny_repository: Path) -> None:
     repository = Repository([tiny_repository])
     repository.start(["tiny"])
     served = repository.find("tiny")
@@ -353,7 +353,7 @@ class TritonPythonModel:
 """
 
 
-def test_a_reload_lets_streams_end_that_came_to_the_engine_directly(
+def test_a_reload_waits_for_streams_that_bypass_the_repository(
     tiny_repository: Path, tmp_path: Path
 ) -> None:
     root, gate = tmp_path / "models", tmp_path / "gate"
@@ -362,13 +362,13 @@ def test_a_reload_lets_streams_end_that_came_to_the_engine_directly(
     (root / "tiny_decoder" / "1" / "model.py").write_text(GATED_DECODER.format(gate=gate))
     repository = Repository([root], options=RepositoryOptions(control_mode=ControlMode.EXPLICIT))
     repository.start(["tiny"])
-    old = repository.get("tiny")
+    old = repository.text_model("tiny")
     sequence = old.prepare("hello", sampling_params({"max_tokens": 4, "ignore_eos": True}))
     with DeltaStream(old.engine, sequence) as stream:
         config = root / "tiny_decoder" / "config.pbtxt"
         config.write_text(config.read_text() + "# changed\n")
         repository.load("tiny")
-        assert repository.get("tiny") is not old
+        assert repository.text_model("tiny") is not old
         gate.open("w").close()
         assert Stream(stream).final().usage.completion_tokens == 4
     repository.close()
@@ -384,6 +384,6 @@ def test_the_decoder_is_the_file_that_its_config_names(tiny_repository: Path, tm
     try:
         repository.start(["tiny"])
         assert repository.errors == {}
-        assert repository.get("tiny").name == "tiny"
+        assert repository.text_model("tiny").name == "tiny"
     finally:
         repository.close()

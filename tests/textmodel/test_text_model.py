@@ -14,7 +14,7 @@ from genserve.sampling.sampling_params import SamplingParams
 def ensemble(tiny_repository):
     repository = Repository([tiny_repository])
     repository.start()
-    yield repository.get("tiny")
+    yield repository.text_model("tiny")
     repository.close()
 
 
@@ -47,7 +47,7 @@ def test_a_prompt_fits_up_to_the_context_less_one(ensemble, num_tokens):
         assert raised.value.field == "prompt"
 
 
-def test_more_tokens_than_there_is_room_for_are_refused_with_both_numbers(ensemble):
+def test_max_tokens_beyond_the_context_is_refused_with_both_numbers(ensemble):
     room = ensemble.max_length - 10
     ensemble.prepare("!" * 10, SamplingParams(max_tokens=room))
     with pytest.raises(ContextLengthExceeded, match=rf"{room + 1}.*{room}") as raised:
@@ -67,7 +67,7 @@ def test_more_tokens_than_there_is_room_for_are_refused_with_both_numbers(ensemb
         ),
     ],
 )
-def test_what_only_the_model_can_know_is_checked_here(ensemble, prompt, params, field):
+def test_parameters_are_validated_against_the_model(ensemble, prompt, params, field):
     with pytest.raises(InvalidRequest) as raised:
         ensemble.prepare(prompt, params)
     assert raised.value.field == field
@@ -82,13 +82,13 @@ def test_what_only_the_model_can_know_is_checked_here(ensemble, prompt, params, 
         (100, "left", slice(None)),
     ],
 )
-def test_a_prompt_is_cut_to_what_the_request_says(ensemble, limit, side, kept):
+def test_a_prompt_is_truncated_as_the_request_asks(ensemble, limit, side, kept):
     prompt = list(range(20, 40))
     params = SamplingParams(truncate_prompt_tokens=limit, truncation_side=side)
     assert ensemble.prepare(prompt, params).token_ids == prompt[kept]
 
 
-def test_a_prompt_is_cut_to_what_the_context_leaves(ensemble):
+def test_a_prompt_is_truncated_to_the_room_in_the_context(ensemble):
     long = [7] * ensemble.max_length + [8]
     assert ensemble.prepare(long, SamplingParams(truncate_prompt_tokens=-1)).token_ids == long[2:]
     params = SamplingParams(truncate_prompt_tokens=-1, max_tokens=10)
@@ -98,7 +98,7 @@ def test_a_prompt_is_cut_to_what_the_context_leaves(ensemble):
     assert raised.value.field == "max_tokens"
 
 
-def test_the_token_that_begins_each_text_stays_where_a_prompt_is_cut_on_the_left(ensemble, monkeypatch):
+def test_truncation_on_the_left_keeps_the_bos_token(ensemble, monkeypatch):
     monkeypatch.setattr(ensemble.tokenizer, "bos_id", 5)
     params = SamplingParams(truncate_prompt_tokens=3)
     assert ensemble.prepare([5, 6, 7, 8, 9], params).token_ids == [5, 8, 9]
@@ -106,7 +106,7 @@ def test_the_token_that_begins_each_text_stays_where_a_prompt_is_cut_on_the_left
     assert ensemble.prepare([5, 6], SamplingParams(truncate_prompt_tokens=1)).token_ids == [5]
 
 
-def test_the_time_of_a_request_begins_when_it_came_and_is_that_of_all_its_choices(ensemble):
+def test_the_deadline_of_all_choices_begins_when_the_request_arrives(ensemble):
     params = SamplingParams(max_time_ms=1500)
     sequences = ensemble.prepare_choices("x", params, num_choices=2, arrived_s=7.0)
     assert [sequence.deadline_s for sequence in sequences] == [8.5, 8.5]
@@ -132,7 +132,7 @@ def test_bad_words_are_spelled_once_for_all_choices_of_a_request(ensemble, monke
         assert encode("you")[-1] in banned.token_ids
 
 
-def test_what_takes_long_to_prepare_holds_up_neither_answers_with_a_form_nor_other_models(
+def test_slow_preparation_delays_neither_structured_outputs_nor_other_models(
     ensemble, tiny_repository
 ):
     other = Repository([tiny_repository])

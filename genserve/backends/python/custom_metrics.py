@@ -27,7 +27,6 @@ __all__ = [
     "StubMetrics",
 ]
 
-
 _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 _OTHER_TYPE = "Family name already exists with different type"
 _LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")

@@ -29,62 +29,9 @@ from typing import Any, TypeAlias
 from genserve.backends.libraries import importing
 from genserve.backends.python.model_context import current_context
 
-__all__ = ["PRIVATE", "ModelPackage", "PublicModule", "PublicNames"]
-
+__all__ = ["PRIVATE", "ModelPackage", "ModuleProxy", "PublicModuleFinder"]
 
 PRIVATE = "_genserve_"  # prefix of the packages of models
-
-
-class PublicNames(MetaPathFinder, Loader):
-    """Finds modules by their public names, after all other finders, for the code of one model only."""
-
-    def __init__(self, package: str) -> None:
-        self._package = package
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Return the spec of a proxy for a module in the model's package; None: there is no such module."""
-        context = current_context()
-        if fullname.startswith(PRIVATE) or context is None or context.package != self._package:
-            return None
-        try:
-            spec = importlib.util.find_spec(f"{self._package}.{fullname}")
-        except ModuleNotFoundError:  # its parent is not a package
-            return None
-        return None if spec is None else ModuleSpec(fullname, self, is_package=True)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return the proxy."""
-        return PublicModule(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Import the module behind the proxy."""
-        importlib.import_module(f"{self._package}.{module.__name__}")
-
-    @staticmethod
-    def forget() -> None:
-        """Remove all proxies; other models import theirs again."""
-        # By name: iterating over items allocates, and a garbage collection may call this function again.
-        for name in list(sys.modules):
-            if isinstance(sys.modules.get(name), PublicModule):
-                sys.modules.pop(name, None)
-
-
-class PublicModule(ModuleType):
-    """A proxy in `sys.modules` for the modules of one name of several models: each model sees its own."""
-
-    def __getattr__(self, name: str) -> Any:
-        context = current_context()
-        foreign = f"module {self.__name__!r} has no attribute {name!r} outside of its model"
-        if context is None or not context.package:
-            raise AttributeError(foreign)
-        try:
-            own = importlib.import_module(f"{context.package}.{self.__name__}")
-        except ModuleNotFoundError:
-            raise AttributeError(foreign) from None
-        return getattr(own, name)
-
 
 _Execute: TypeAlias = Callable[[ModuleType, CodeType], None]
 
@@ -102,11 +49,11 @@ class ModelPackage:
     name, by `importlib.import_module` or pickle, search `folders` last and return a proxy.
 
     Attributes:
-        package: the name of the package.
+        name: the name of the package.
     """
 
     def __init__(
-        self, path: Path, *, model: str, folders: Sequence[Path], names: Mapping[str, object]
+        self, path: Path, *, model: str, folders: Sequence[Path], module_globals: Mapping[str, object]
     ) -> None:
         """Prepare the import of `path`; nothing is executed yet.
 
@@ -114,15 +61,15 @@ class ModelPackage:
             path: the model.py.
             model: the name of the model, part of the name of the package.
             folders: searched for modules, in this order; usually that of `path` is the first.
-            names: globals added to each module.
+            module_globals: globals added to each module.
         """
         self._path = path
-        self._names = dict(names)
+        self._globals = dict(module_globals)
         self._folders = [str(folder) for folder in folders]
-        self.package = f"{PRIVATE}{re.sub(r'[^0-9A-Za-z_]', '_', model)}_{next(_numbers)}"
+        self.name = f"{PRIVATE}{re.sub(r'[^0-9A-Za-z_]', '_', model)}_{next(_numbers)}"
         self._builtins = {**vars(builtins), "__import__": self._import}
-        self._finder = _Finder(self.package, self._load_module)
-        self._public_names = PublicNames(self.package)
+        self._finder = _Finder(self.name, self._load_module)
+        self._public_modules = PublicModuleFinder(self.name)
         self._siblings: dict[str, bool] = {}
 
     def load(self) -> ModuleType:
@@ -131,26 +78,26 @@ class ModelPackage:
         Raises:
             Exception: raised by the file.
         """
-        package = ModuleType(self.package)
+        package = ModuleType(self.name)
         package.__path__ = self._folders
-        sys.modules[self.package] = package
+        sys.modules[self.name] = package
         with _META_PATH:
-            sys.meta_path = [self._finder, *sys.meta_path, self._public_names]
+            sys.meta_path = [self._finder, *sys.meta_path, self._public_modules]
         linecache.checkcache()
-        return importlib.import_module(f"{self.package}.{self._path.stem}")
+        return importlib.import_module(f"{self.name}.{self._path.stem}")
 
-    def forget(self) -> None:
+    def unload(self) -> None:
         """Remove all modules of the package; their code is freed when nothing refers to it."""
         with _META_PATH:
-            ours = (self._finder, self._public_names)
+            ours = (self._finder, self._public_modules)
             sys.meta_path = [finder for finder in sys.meta_path if finder not in ours]
-        self._public_names.forget()
+        self._public_modules.remove_proxies()
         for name in list(sys.modules):
-            if f"{name}.".startswith(f"{self.package}."):
+            if f"{name}.".startswith(f"{self.name}."):
                 sys.modules.pop(name, None)
 
     def _load_module(self, module: ModuleType, code: CodeType) -> None:
-        vars(module).update(self._names)
+        vars(module).update(self._globals)
         vars(module)["__builtins__"] = self._builtins
         exec(code, vars(module))
 
@@ -165,17 +112,17 @@ class ModelPackage:
         """Replace `__import__` in the modules of the model."""
         top = name.partition(".")[0]
         if level or not self._is_sibling(top):
-            if isinstance(sys.modules.get(top), PublicModule):
+            if isinstance(sys.modules.get(top), ModuleProxy):
                 del sys.modules[top]  # of another model
             with importing(name):
                 return builtins.__import__(name, globals, locals, fromlist or (), level)
-        private = f"{self.package}.{name}"
+        private = f"{self.name}.{name}"
         if isinstance(fromlist, list):
             return importlib.import_module(name)  # from pickle, which then reads `sys.modules`
         if fromlist:
             return builtins.__import__(private, globals, locals, fromlist, 0)
         importlib.import_module(private)
-        return sys.modules[f"{self.package}.{top}"]
+        return sys.modules[f"{self.name}.{top}"]
 
     def _is_sibling(self, top: str) -> bool:
         known = self._siblings.get(top)
@@ -186,7 +133,7 @@ class ModelPackage:
     def _find_sibling(self, top: str) -> bool:
         if top in sys.stdlib_module_names:
             return False
-        spec = self._finder.find_spec(f"{self.package}.{top}", self._folders)
+        spec = self._finder.find_spec(f"{self.name}.{top}", self._folders)
         if spec is None:
             return False
         # A folder without __init__.py may hold weights and have the name of the package that reads them.
@@ -239,3 +186,54 @@ class _Source(SourceFileLoader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._execute(module, self.get_code(module.__name__))
+
+
+class PublicModuleFinder(MetaPathFinder, Loader):
+    """Finds modules by their public names, after all other finders, for the code of one model only."""
+
+    def __init__(self, package: str) -> None:
+        self._package = package
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the spec of a proxy for a module in the model's package; None: there is no such module."""
+        context = current_context()
+        if fullname.startswith(PRIVATE) or context is None or context.package != self._package:
+            return None
+        try:
+            spec = importlib.util.find_spec(f"{self._package}.{fullname}")
+        except ModuleNotFoundError:  # its parent is not a package
+            return None
+        return None if spec is None else ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return the proxy."""
+        return ModuleProxy(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Import the module behind the proxy."""
+        importlib.import_module(f"{self._package}.{module.__name__}")
+
+    @staticmethod
+    def remove_proxies() -> None:
+        """Remove all proxies; other models import theirs again."""
+        # By name: iterating over items allocates, and a garbage collection may call this function again.
+        for name in list(sys.modules):
+            if isinstance(sys.modules.get(name), ModuleProxy):
+                sys.modules.pop(name, None)
+
+
+class ModuleProxy(ModuleType):
+    """A proxy in `sys.modules` for the modules of one name of several models: each model sees its own."""
+
+    def __getattr__(self, name: str) -> Any:
+        context = current_context()
+        foreign = f"module {self.__name__!r} has no attribute {name!r} outside of its model"
+        if context is None or not context.package:
+            raise AttributeError(foreign)
+        try:
+            own = importlib.import_module(f"{context.package}.{self.__name__}")
+        except ModuleNotFoundError:
+            raise AttributeError(foreign) from None
+        return getattr(own, name)

@@ -12,15 +12,13 @@ from google.protobuf import json_format
 from genserve.backends.backend import ModelSource, Placement
 from genserve.backends.python.custom_metrics import CustomMetrics
 from genserve.backends.python.model_context import ModelContext
-from genserve.backends.python.python_model import PythonModel, complete_config
+from genserve.backends.python.python_model import ModelSetup, PythonModel, complete_config
 from genserve.backends.python.stub import ModelProcess
-from genserve.backends.python.stub_process import ModelSetup
 from genserve.config.config_json import config_json
 from genserve.errors import RepositoryError
 from genserve.inference import CURRENT_EXECUTOR, Inference
 
 __all__ = ["PythonBackend", "python_based"]
-
 
 # A class without bases and without this method has no auto_complete_config, and need not be imported.
 _PLAIN_CLASS = re.compile(rb"^class TritonPythonModel\s*(\(\s*(object\s*)?\)\s*)?:", re.MULTILINE)
@@ -79,16 +77,14 @@ class PythonBackend:
             executor=CURRENT_EXECUTOR.get(),
             cpu_inputs=config.parameters.get("FORCE_CPU_ONLY_INPUT_TENSORS", "yes").lower() != "no",
         )
-        arguments = _arguments(source, placement)
-        iterative = batching is not None and batching.iterative
-        self._model: PythonModel | ModelProcess
-        if config.parameters.get("EXECUTION") == "process":
-            setup = ModelSetup(path=path, folders=tuple(folders), arguments=arguments, iterative=iterative)
-            self._model = ModelProcess(setup, context=context)
-        else:
-            self._model = PythonModel(
-                path, folders=folders, context=context, arguments=arguments, iterative=iterative
-            )
+        setup = ModelSetup(
+            path=path,
+            folders=folders,
+            arguments=_arguments(source, placement),
+            iterative=batching is not None and batching.iterative,
+        )
+        model = ModelProcess if config.parameters.get("EXECUTION") == "process" else PythonModel
+        self._model = model(setup, context=context)
 
     def execute(self, batch: Sequence[Inference]) -> None:
         """Execute a batch. See `Backend.execute`."""
@@ -104,18 +100,15 @@ class PythonBackend:
 
     def abort(self) -> bool:
         """Kill the stub process, if there is one; from any thread."""
-        if isinstance(self._model, PythonModel):
-            return False
-        self._model.abort()
-        return True
+        return self._model.abort()
 
     @classmethod
-    def _file(cls, path: Path, version: int, filename: str) -> tuple[Path, list[Path]]:
+    def _file(cls, path: Path, version: int, filename: str) -> tuple[Path, tuple[Path, ...]]:
         if cls.folder is not None:
-            return cls.folder / "model.py", [cls.folder]
+            return cls.folder / "model.py", (cls.folder,)
         folder = path / str(version)
         file = folder / (filename or "model.py")
-        return file, list(dict.fromkeys((file.parent, folder, path)))
+        return file, tuple(dict.fromkeys((file.parent, folder, path)))
 
 
 def python_based(folder: Path) -> type[PythonBackend]:

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextvars import copy_context
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -21,123 +22,55 @@ from genserve.backends.python.pb_utils.pb_error import TritonModelException
 from genserve.errors import GenserveError, InferenceError, Status
 from genserve.inference import CURRENT_EXECUTOR, Inference
 
-__all__ = ["EventLoop", "PythonModel", "complete_config", "failure_text"]
-
+__all__ = ["EventLoop", "ModelSetup", "PythonModel", "complete_config", "failure_text"]
 
 logger = logging.getLogger(__name__)
 
-_CLOSE_TIMEOUT_S = 10.0
-
-
-class EventLoop:
-    """An asyncio event loop on its own thread. Coroutines run in the context of the caller of `submit`."""
-
-    def __init__(self, name: str, *, close_timeout_s: float = _CLOSE_TIMEOUT_S) -> None:
-        """Start the thread.
-
-        Args:
-            name: of the instance.
-            close_timeout_s: how long `close` waits for coroutines to be cancelled.
-        """
-        self._close_timeout_s = close_timeout_s
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name=f"asyncio-{name}", daemon=True)
-        self._thread.start()
-
-    def submit(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """Schedule a coroutine, from another thread."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-    def close(self) -> None:
-        """Cancel all coroutines, and wait for them until the timeout."""
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(self._close_timeout_s)
-        if self._thread.is_alive():
-            logger.error(
-                "%s: a coroutine does not react to its cancellation and is abandoned", self._thread.name
-            )
-
-    def _run(self) -> None:
-        # The runner closes the loop when `close` has stopped it.
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.get_loop().run_forever()
-
-
-_SHOWN = "genserve.backends.python.pb_utils.pb_config"
-
-
-def failure_text(error: BaseException) -> str:
-    """Return `ValueError: boom` and the traceback in Triton's form, the innermost frame first.
-
-    Frames of genserve are left out.
-    """
-    text = str(error) or "<EMPTY MESSAGE>"
-    frames = _frames(error)
-    where = "".join(f"  {frame.filename}({frame.lineno}): {frame.name}\n" for frame in reversed(frames))
-    return f"{type(error).__name__}: {text}" + (f"\n\nAt:\n{where}" if where else "")
-
-
-def _frames(error: BaseException) -> list[traceback.FrameSummary]:
-    step = error.__traceback__
-    while step is not None and CONTEXT_GLOBAL not in step.tb_frame.f_globals:
-        step = step.tb_next
-    return list(traceback.StackSummary.extract(_model_frames(step)))
-
-
-def _model_frames(step: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
-    """Yield the frames outside of genserve, and of the only module of pb_utils that is Python in Triton."""
-    while step is not None:
-        name = step.tb_frame.f_globals.get("__name__", "")
-        if not name.startswith("genserve.") or name == _SHOWN:
-            yield step.tb_frame, step.tb_lineno
-        step = step.tb_next
-
-
-
-
 _READY_TIMEOUT_S = 5.0
+_CLOSE_TIMEOUT_S = 10.0
+_TRACED_MODULE = "genserve.backends.python.pb_utils.pb_config"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSetup:
+    """The code of a model, and how to initialize it."""
+
+    path: Path                      # the model.py
+    folders: tuple[Path, ...]       # searched for other modules
+    arguments: Mapping[str, str]    # of `initialize`
+    iterative: bool                 # whether it may reschedule requests
 
 
 class PythonModel:
     """One `TritonPythonModel`. `execute` and `close` are called on the thread that created it."""
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        folders: Sequence[Path],
-        context: ModelContext,
-        arguments: Mapping[str, str],
-        iterative: bool = False,
-    ) -> None:
+    def __init__(self, setup: ModelSetup, *, context: ModelContext) -> None:
         """Import the file, create the object and call its `initialize`.
 
         Args:
-            path: the model.py.
-            folders: searched for other modules.
+            setup: of the model.
             context: of the instance.
-            arguments: of `initialize`.
-            iterative: whether it may reschedule requests.
 
         Raises:
             InferenceError: INTERNAL; the error of the file or `initialize`, with its traceback.
         """
         self._context = context
-        self._iterative = iterative
+        self._iterative = setup.iterative
         self._loop: EventLoop | None = None
         self._lock = threading.Lock()  # of the loop, which any thread may create
-        self._file = ModelPackage(path, model=context.model, folders=folders, names={CONTEXT_GLOBAL: context})
-        self._path = path
-        context.package = self._file.package
+        self._package = ModelPackage(
+            setup.path, model=context.model, folders=setup.folders, module_globals={CONTEXT_GLOBAL: context}
+        )
+        self._path = setup.path
+        context.package = self._package.name
         CURRENT_CONTEXT.set(context)
         # For `asyncio.get_event_loop()` in `execute`, which in Triton runs on a main thread with a loop.
         self._thread_loop = asyncio.new_event_loop()
         asyncio.set_event_loop(self._thread_loop)
         try:
-            self._model = _model_class(self._file, path)()
+            self._model = _model_class(self._package, setup.path)()
             if hasattr(self._model, "initialize"):
-                self._model.initialize(dict(arguments))
+                self._model.initialize(dict(setup.arguments))
         except (Exception, SystemExit) as error:
             self._release()
             raise _load_error(error) from error
@@ -179,6 +112,10 @@ class PythonModel:
             return False
         return answer is True
 
+    def abort(self) -> bool:
+        """Return False: a running `execute` cannot be interrupted."""
+        return False
+
     def close(self) -> None:
         """Call its `finalize`, and remove its modules.
 
@@ -200,7 +137,7 @@ class PythonModel:
     def _release(self) -> None:
         asyncio.set_event_loop(None)
         self._thread_loop.close()
-        self._file.forget()
+        self._package.unload()
 
     def _run(self, coroutine: Coroutine[Any, Any, Any], requests: Sequence[InferenceRequest]) -> None:
         if not self._context.decoupled:
@@ -303,13 +240,15 @@ def complete_config(
     Raises:
         InferenceError: INTERNAL; the error of the file or the function, with its traceback.
     """
-    file = ModelPackage(path, model=context.model, folders=folders, names={CONTEXT_GLOBAL: context})
-    context.package = file.package
+    package = ModelPackage(
+        path, model=context.model, folders=folders, module_globals={CONTEXT_GLOBAL: context}
+    )
+    context.package = package.name
 
     def complete() -> ModelConfig:
         CURRENT_CONTEXT.set(context)
         completed: Any = ModelConfig(config)
-        model = _model_class(file, path)
+        model = _model_class(package, path)
         if hasattr(model, "auto_complete_config"):
             completed = model.auto_complete_config(completed)
         if isinstance(completed, ModelConfig):
@@ -324,7 +263,7 @@ def complete_config(
     except (Exception, SystemExit) as error:
         raise _load_error(error) from error
     finally:
-        file.forget()
+        package.unload()
 
 
 class _ContractError(Exception):
@@ -335,10 +274,10 @@ class _ContractError(Exception):
         self.remedy = remedy
 
 
-def _model_class(file: ModelPackage, path: Path) -> Any:
+def _model_class(package: ModelPackage, path: Path) -> Any:
     if not path.is_file():
         raise _ContractError(f"Python model file not found in '{path}'")
-    module = file.load()
+    module = package.load()
     if not hasattr(module, "TritonPythonModel"):
         name = f"{path.parent.name}.{path.stem}"
         raise _ContractError(
@@ -380,3 +319,65 @@ def _check_response(request: InferenceRequest, response: object) -> None:
         request._check_answerable()
     except TritonModelException as error:
         raise _ContractError(str(error)) from None
+
+
+def failure_text(error: BaseException) -> str:
+    """Return `ValueError: boom` and the traceback in Triton's form, the innermost frame first.
+
+    Frames of genserve are left out.
+    """
+    text = str(error) or "<EMPTY MESSAGE>"
+    frames = _frames(error)
+    where = "".join(f"  {frame.filename}({frame.lineno}): {frame.name}\n" for frame in reversed(frames))
+    return f"{type(error).__name__}: {text}" + (f"\n\nAt:\n{where}" if where else "")
+
+
+def _frames(error: BaseException) -> list[traceback.FrameSummary]:
+    step = error.__traceback__
+    while step is not None and CONTEXT_GLOBAL not in step.tb_frame.f_globals:
+        step = step.tb_next
+    return list(traceback.StackSummary.extract(_model_frames(step)))
+
+
+def _model_frames(step: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
+    """Yield the frames outside of genserve, and of the only module of pb_utils that is Python in Triton."""
+    while step is not None:
+        name = step.tb_frame.f_globals.get("__name__", "")
+        if not name.startswith("genserve.") or name == _TRACED_MODULE:
+            yield step.tb_frame, step.tb_lineno
+        step = step.tb_next
+
+
+class EventLoop:
+    """An asyncio event loop on its own thread. Coroutines run in the context of the caller of `submit`."""
+
+    def __init__(self, name: str, *, close_timeout_s: float = _CLOSE_TIMEOUT_S) -> None:
+        """Start the thread.
+
+        Args:
+            name: of the instance.
+            close_timeout_s: how long `close` waits for coroutines to be cancelled.
+        """
+        self._close_timeout_s = close_timeout_s
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=f"asyncio-{name}", daemon=True)
+        self._thread.start()
+
+    def submit(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+        """Schedule a coroutine, from another thread."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def close(self) -> None:
+        """Cancel all coroutines, and wait for them until the timeout."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(self._close_timeout_s)
+        if self._thread.is_alive():
+            logger.error(
+                "%s: a coroutine does not react to its cancellation and is abandoned", self._thread.name
+            )
+
+    def _run(self) -> None:
+        # The runner closes the loop when `close` has stopped it.
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.get_loop().run_forever()

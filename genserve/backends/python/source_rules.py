@@ -13,7 +13,6 @@ from genserve.config.diagnostics import Diagnostic, Severity
 
 __all__ = ["parse_source", "source_diagnostic", "source_diagnostics"]
 
-
 _CLASS = "TritonPythonModel"
 
 

@@ -21,6 +21,7 @@ from typing import Any
 from genserve.backends.python.custom_metrics import CustomMetrics, StubMetrics
 from genserve.backends.python.deadlock import CHECK_INTERVAL_S, Wait, lift_backlog_if_circular
 from genserve.backends.python.model_context import ModelContext
+from genserve.backends.python.python_model import ModelSetup
 from genserve.backends.python.stub_channel import (
     Channel,
     WriterThread,
@@ -28,7 +29,7 @@ from genserve.backends.python.stub_channel import (
     portable_inference,
     portable_response,
 )
-from genserve.backends.python.stub_process import ModelSetup, run_model
+from genserve.backends.python.stub_process import run_model
 from genserve.errors import Closed, GenserveError, InferenceError, Status
 from genserve.inference import Inference, InferenceRequest, InferenceResponse
 
@@ -92,12 +93,13 @@ class ModelProcess:
         self._stub.close(timeout_s=self._close_timeout_s)
         self._reader.join()
 
-    def abort(self) -> None:
+    def abort(self) -> bool:
         """Kill the process: the current batch fails, and the process is not restarted."""
         with self._lock:
             self._closing.set()
         logger.error("the process of %s does not finish its batch and is killed", self._context.instance)
         self._stub.kill()
+        return True
 
     def _start(self) -> None:
         with self._lock:

@@ -11,21 +11,18 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeAlias
 
 from genserve.backends.python.custom_metrics import RemoteCustomMetrics
 from genserve.backends.python.model_context import ModelContext
-from genserve.backends.python.python_model import PythonModel
+from genserve.backends.python.python_model import ModelSetup, PythonModel
 from genserve.backends.python.stub_channel import Channel, portable_error, portable_request, portable_response
 from genserve.errors import GenserveError, InferenceError
 from genserve.inference import Backlog, Inference, InferenceRequest, InferenceResponse, InferenceServer
 
-__all__ = ["ModelSetup", "run_model"]
-
+__all__ = ["run_model"]
 
 logger = logging.getLogger(__name__)
 
@@ -36,23 +33,11 @@ _EXIT_TIMEOUT_S = 30.0  # after the server has gone
 _Requests: TypeAlias = list[tuple[int, InferenceRequest, bool]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSetup:
-    """The arguments of a PythonModel for a stub process."""
-
-    path: Path
-    folders: tuple[Path, ...]
-    arguments: Mapping[str, str]
-    iterative: bool
-
-
 def run_model(pipe: Connection[Any, Any], setup: ModelSetup, context: ModelContext) -> None:
     """Run the stub process: the model runs on the main thread."""
     multiprocessing.current_process().daemon = False  # so that the model may start processes
-    for number in (
-        signal.SIGINT,
-        signal.SIGHUP,
-    ):  # a terminal sends them to all processes; the server ends this one
+    # A terminal sends these to all processes of the server, which ends this one itself.
+    for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     channel = Channel(pipe)
     logging.basicConfig(handlers=[_LogHandler(channel)])
@@ -63,13 +48,7 @@ def run_model(pipe: Connection[Any, Any], setup: ModelSetup, context: ModelConte
     context.metrics = RemoteCustomMetrics(connection.server.measure)
     threading.Thread(target=connection.read, daemon=True).start()
     try:
-        model = PythonModel(
-            setup.path,
-            folders=setup.folders,
-            context=context,
-            arguments=setup.arguments,
-            iterative=setup.iterative,
-        )
+        model = PythonModel(setup, context=context)
     except GenserveError as failure:
         channel.send(("started", portable_error(failure), False))
         return
@@ -146,8 +125,8 @@ class _ServerConnection:
 
     def _handle(self, message: tuple[Any, ...]) -> None:
         match message:
-            case ("execute", number, asked):
-                self.work.put((number, asked))
+            case ("execute", number, requests):
+                self.work.put((number, requests))
             case ("cancel", number):
                 if inference := self._inferences.get(number):
                     inference.cancel()
@@ -170,7 +149,7 @@ class _ServerConnection:
 
 
 class _RemoteServer(InferenceServer):
-    """The server, from the process of a model."""
+    """The server, as seen from the stub process."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel

@@ -8,10 +8,11 @@ from typing import Any
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from genserve.errors import InferenceError
-from genserve.kserve.served_models import ModelRepository, reject_repository, require_ready_model
+from genserve.kserve.model_metadata import reject_repository, require_ready_model
 from genserve.kserve.shared_memory import cuda_unsupported, reject_cuda_region
 from genserve.log import LOG_FORMATS
 from genserve.redaction import redacted_text
+from genserve.repository.repository import Repository
 from genserve.server.grpc.rpc_method import rpc_method
 from genserve.server.services import Services
 
@@ -29,7 +30,7 @@ class Administration(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ig
 
     def __init__(self, services: Services) -> None:
         self._services = services
-        self._models: ModelRepository = services.repository
+        self._models: Repository = services.repository
 
     @rpc_method
     async def RepositoryIndex(self, request: Any, context: Any) -> Any:

@@ -14,7 +14,7 @@ from genserve.api_key import bearer, is_bearer
 from genserve.errors import Forbidden, GenserveError, Unauthenticated
 from genserve.log import LoggedRequest, quoted
 from genserve.server.access_control import Restrictions, address_of, parse_restrictions
-from genserve.server.grpc.inference_service import Service
+from genserve.server.grpc.inference_service import InferenceService
 from genserve.server.grpc.rpc_method import log_call, status_code
 from genserve.server.services import Services
 from genserve.server.tls import grpc_credentials
@@ -62,7 +62,7 @@ class GrpcServer:
             ),
             interceptors=interceptors,
         )
-        service = Service(services)
+        service = InferenceService(services)
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(service, self._server)
         self._server.add_generic_rpc_handlers((Health(services).handler,))
         self._server.add_generic_rpc_handlers((_UnknownMethods(),))     # tried after the others

@@ -21,8 +21,8 @@ from genserve.kserve.request_tensors import (
     prepared,
     read_data_type,
 )
-from genserve.kserve.served_models import ServedModel
 from genserve.kserve.shared_memory import RegionPart, SharedMemory
+from genserve.repository.model_versions import ModelVersion
 from genserve.server.offload import offload_if_large, write_cost
 from genserve.tensor import DataType, Tensor
 
@@ -87,13 +87,13 @@ class GrpcRequest:
 
     inference: InferenceRequest
     message: Any
-    model: ServedModel
+    model: ModelVersion
     outputs: Mapping[str, RequestedOutput]
     empty_final_response: bool
 
 
 def read_request(
-    message: Any, *, model: ServedModel, shared_memory: SharedMemory, headers: Mapping[str, Parameter]
+    message: Any, *, model: ModelVersion, shared_memory: SharedMemory, headers: Mapping[str, Parameter]
 ) -> GrpcRequest:
     """Parse a `ModelInferRequest`; tensors in raw form are views of its bytes.
 

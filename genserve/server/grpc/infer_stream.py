@@ -22,7 +22,6 @@ from genserve.tracing import Span
 
 __all__ = ["InferStream", "Submit"]
 
-
 # Parses a `ModelInferRequest` and starts its inference.
 Submit: TypeAlias = Callable[[Any], Awaitable[tuple[GrpcRequest, RunningInference]]]
 

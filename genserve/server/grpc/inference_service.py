@@ -12,14 +12,9 @@ from tritonclient.grpc import service_pb2
 
 from genserve.errors import GenserveError, InferenceError, Status
 from genserve.inference import Parameter
-from genserve.kserve.served_models import (
-    EXTENSIONS,
-    ServedModel,
-    find_for_statistics,
-    model_metadata,
-    statistics_json,
-)
+from genserve.kserve.model_metadata import EXTENSIONS, find_for_statistics, model_metadata, statistics_json
 from genserve.kserve.triton_parsing import read_version
+from genserve.repository.model_versions import ModelVersion
 from genserve.server.grpc.administration import Administration
 from genserve.server.grpc.infer_messages import GrpcRequest, read_request, write_response
 from genserve.server.grpc.infer_stream import InferStream
@@ -30,15 +25,14 @@ from genserve.server.services import Services
 from genserve.tracing import Trace
 from genserve.version import __version__
 
-__all__ = ["Service"]
-
+__all__ = ["InferenceService"]
 
 # The methods have the protocol's names, which are not Python's.
 # ruff: noqa: N802
 _GRPC_ERROR = ("triton_grpc_error", "true")     # metadata of a stream that ends at the first error
 
 
-class Service(Administration):
+class InferenceService(Administration):
     """KServe v2 and Triton's extensions over the models of one server; runs on its event loop."""
 
     def __init__(self, services: Services) -> None:
@@ -167,7 +161,7 @@ class Service(Administration):
             request = replace(request, inference=replace(request.inference, cause=trace.root))
         return request, RunningInference(request.inference, server=self._models, dispatcher=self._dispatcher)
 
-    def _find(self, name: str, version: str) -> ServedModel:
+    def _find(self, name: str, version: str) -> ModelVersion:
         return self._models.find(name, read_version(version))
 
     def _headers(self, context: Any) -> Mapping[str, Parameter]:

@@ -11,8 +11,8 @@ from starlette.concurrency import run_in_threadpool
 
 from genserve.config.config_json import config_json
 from genserve.errors import InferenceError, Status
-from genserve.kserve import served_models
-from genserve.kserve.served_models import (
+from genserve.kserve import model_metadata as metadata
+from genserve.kserve.model_metadata import (
     find_for_statistics,
     reject_repository,
     require_ready_model,
@@ -50,8 +50,17 @@ __all__ = [
     "unregister_region",
 ]
 
-
 _TEXT = b"text/plain"
+_LOG_KINDS: Mapping[str, JsonKind] = {
+    "log_file": JsonKind.STRING,
+    "log_info": JsonKind.BOOLEAN,
+    "log_warning": JsonKind.BOOLEAN,
+    "log_error": JsonKind.BOOLEAN,
+    "log_verbose_level": JsonKind.UNSIGNED,
+    "log_format": JsonKind.STRING,
+}
+_TRACE_STRINGS = ("trace_file", "trace_rate", "trace_count", "log_frequency")
+_FIELDS = ("name", "key", "offset", "byte_size")
 
 
 async def server_live(_call: KServeCall) -> KServeResponse:
@@ -74,7 +83,7 @@ async def model_ready(call: KServeCall) -> KServeResponse:
 async def server_metadata(call: KServeCall) -> KServeResponse:
     """Return the name, version and extensions of the server."""
     name = call.services.settings.server_id
-    return json_response({"name": name, "version": __version__, "extensions": served_models.EXTENSIONS})
+    return json_response({"name": name, "version": __version__, "extensions": metadata.EXTENSIONS})
 
 
 async def model_metadata(call: KServeCall) -> KServeResponse:
@@ -82,7 +91,7 @@ async def model_metadata(call: KServeCall) -> KServeResponse:
     repository = call.services.repository
     model = repository.find(call.model, call.version)
     versions = repository.versions(model.name) if call.version == -1 else [model.version]
-    return json_response(served_models.model_metadata(model.config, versions=versions))
+    return json_response(metadata.model_metadata(model.config, versions=versions))
 
 
 async def model_config(call: KServeCall) -> KServeResponse:
@@ -95,17 +104,6 @@ async def statistics(call: KServeCall) -> KServeResponse:
     """Return the inference statistics of one model, or of all."""
     name = call.names.get("model", "")
     return json_response(statistics_json(find_for_statistics(call.services.repository, name, call.version)))
-
-
-_LOG_KINDS: Mapping[str, JsonKind] = {
-    "log_file": JsonKind.STRING,
-    "log_info": JsonKind.BOOLEAN,
-    "log_warning": JsonKind.BOOLEAN,
-    "log_error": JsonKind.BOOLEAN,
-    "log_verbose_level": JsonKind.UNSIGNED,
-    "log_format": JsonKind.STRING,
-}
-_TRACE_STRINGS = ("trace_file", "trace_rate", "trace_count", "log_frequency")
 
 
 async def repository_index(call: KServeCall) -> KServeResponse:
@@ -233,9 +231,6 @@ def _decoded(name: str, text: str) -> bytes:
         raise InferenceError(
             f"failed to decode base64 of parameter '{name}'", remedy="send the file's bytes in base64"
         ) from None
-
-
-_FIELDS = ("name", "key", "offset", "byte_size")
 
 
 async def region_status(call: KServeCall) -> KServeResponse:

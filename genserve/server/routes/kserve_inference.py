@@ -20,9 +20,9 @@ from genserve.kserve.infer_body import (
     read_raw_body,
     write_infer_response,
 )
-from genserve.kserve.served_models import ServedModel
 from genserve.kserve.triton_parsing import leading_number
 from genserve.log import fail_request
+from genserve.repository.model_versions import ModelVersion
 from genserve.server.error_responses import as_genserve_error, kserve_error, kserve_status
 from genserve.server.offload import COST_PER_OBJECT_BYTE, offload_if_large, write_cost
 from genserve.server.routes.kserve_http import (
@@ -75,7 +75,7 @@ async def infer(call: KServeCall) -> KServeResponse:
     return await _compressed_response(written, accepted=call.header(b"accept-encoding"))
 
 
-async def _read(call: KServeCall, model: ServedModel, encoding: str | None) -> InferRequestBody:
+async def _read(call: KServeCall, model: ModelVersion, encoding: str | None) -> InferRequestBody:
     limit = call.services.settings.http_max_input_size
     text = call.header(_HEADER_LENGTH.lower().encode())
     given = None if text is None else _header_length(text)

@@ -27,7 +27,6 @@ __all__ = [
     "tgi_prefill",
 ]
 
-
 ID_PREFIX = "token_id:"      # and the id
 
 

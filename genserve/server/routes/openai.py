@@ -25,7 +25,6 @@ from genserve.textmodel.text_model import TextModel
 
 __all__ = ["router"]
 
-
 router = APIRouter(prefix="/v1", route_class=StrictRoute, tags=["OpenAI"])
 
 
@@ -133,13 +132,13 @@ async def chat_completions(body: ChatBody, services: SharedServices, request: Re
 @router.get("/models")
 async def models(services: SharedServices) -> dict[str, Any]:
     """List the models that generate text."""
-    return {"object": "list", "data": [_model(model) for model in services.repository.generation_models]}
+    return {"object": "list", "data": [_model(model) for model in services.repository.text_models]}
 
 
 @router.get("/models/{name:path}")
 async def model(name: str, services: SharedServices) -> dict[str, Any]:
     """Describe one model."""
-    return _model(services.repository.get(name))
+    return _model(services.repository.text_model(name))
 
 
 class ChatFrames(OpenAIFrames):

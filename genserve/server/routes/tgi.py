@@ -60,7 +60,7 @@ async def generate_or_stream(body: CompatibleBody, services: SharedServices, req
 @router.get("/info")
 async def info(services: SharedServices) -> dict[str, Any]:
     """Describe the server and its first model."""
-    model = services.repository.generation_models[0] if services.repository.generation_models else None
+    model = services.repository.text_models[0] if services.repository.text_models else None
     return {
         "model_id": model.name if model else None,
         "max_concurrent_requests": (model.max_num_seqs if model else 0) + services.settings.max_queue,

@@ -1,5 +1,1 @@
 """Runtimes: the classes that compute the logits of a text model, and the memory of their KV caches."""
-
-
-
-

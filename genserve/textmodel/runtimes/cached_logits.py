@@ -24,17 +24,21 @@ __all__ = [
     "token_slots",
 ]
 
+logger = logging.getLogger(__name__)
 
-_MAX_LOGITS_BYTES = 2**28  # of a run that gives the logits of every position
+# The remedy for a file of `genserve export` that this version does not run.
+EXPORT_AGAIN = "export it again with `genserve export --overwrite`"
+
+_MAX_LOGITS_BYTES = 2**28   # of a run that computes the logits of every position
 
 _Indices = NDArray[np.integer[Any]]
 
 
 def part_of(batch: ForwardBatch, sequences: _Indices) -> tuple[ForwardBatch, _Indices]:
-    """Return some sequences of a batch, by their ascending numbers, as one of its own.
+    """Return the part of a batch that has only these sequences, given by ascending index.
 
     Returns:
-        The part; and which rows of the whole batch's logits are those of the part.
+        The part, and the rows of the whole batch's logits that belong to it.
     """
     tokens = np.flatnonzero(np.isin(sequence_of_tokens(batch), sequences))
     rows = np.flatnonzero(np.isin(batch.logits_indices, tokens))
@@ -51,19 +55,19 @@ def part_of(batch: ForwardBatch, sequences: _Indices) -> tuple[ForwardBatch, _In
 
 
 def sequence_of_tokens(batch: ForwardBatch) -> TokenArray:
-    """Return which sequence of a batch each of its tokens is of: [T]."""
+    """Return the index of the sequence of each token of a batch: [T]."""
     return np.repeat(np.arange(len(batch.num_computed_tokens)), np.diff(batch.query_start_loc))
 
 
 def token_slots(
     block_table: IndexArray, sequences: _Indices, positions: _Indices, *, block_size: int
 ) -> TokenArray:
-    """Return where tokens lie in a cache whose blocks are one line of slots.
+    """Return the slots of tokens in a cache whose blocks are flattened to one row of slots.
 
     Args:
         block_table: [B, max_blocks].
-        sequences: of each token, its row of the table.
-        positions: of each token in its sequence; its shape and that of `sequences` broadcast.
+        sequences: row of the table of each token.
+        positions: of each token in its sequence; broadcast with `sequences`.
         block_size: tokens of a block.
     """
     blocks = block_table[sequences, positions // block_size].astype(np.int64)
@@ -72,18 +76,12 @@ def token_slots(
 
 
 def rows_per_run(num_tokens: int, vocab_size: int) -> int:
-    """Return how many rows of so many tokens share a run of a graph that gives the logits of every one."""
+    """Return how many rows of `num_tokens` share a run of a graph that computes logits for every token."""
     return max(1, _MAX_LOGITS_BYTES // max(1, num_tokens * vocab_size * 4))
 
 
-logger = logging.getLogger(__name__)
-
-# The remedy for a file of `genserve export` that this genserve does not run.
-EXPORT_AGAIN = "export it again with `genserve export --overwrite`"
-
-
 class CachedLogits:
-    """A `LogitsModel` but for its forward: a KV cache in blocks, and its limits.
+    """The KV cache in blocks and the limits of a `LogitsModel`; subclasses add the forward.
 
     Attributes:
         cache: the keys and values.
@@ -91,7 +89,7 @@ class CachedLogits:
         max_length: see `LogitsModel.max_length`.
         block_size: see `LogitsModel.block_size`.
         num_blocks: see `LogitsModel.num_blocks`.
-        kv_cache_bytes: bytes that the cache takes at the most.
+        kv_cache_bytes: largest size of the cache.
     """
 
     def __init__(
@@ -107,15 +105,16 @@ class CachedLogits:
         """Reserve the cache: blocks for `max_num_seqs` sequences of `max_length` tokens, or as many as fit.
 
         Args:
-            memory: where.
-            shapes: what it holds of each token.
+            memory: of the device.
+            shapes: of one token in the buffers of the cache.
             path: of the model, for messages.
-            max_num_seqs: how many sequences can share a forward.
-            max_length: tokens of a sequence; less, if the cache holds less.
-            kv_cache_bytes: what the cache may take; None: half of what is free.
+            max_num_seqs: maximum sequences of a forward.
+            max_length: maximum tokens of a sequence; reduced to what the cache holds.
+            kv_cache_bytes: bound of the cache's size; None: half of the free memory.
 
         Raises:
-            RepositoryError: there is no room for so much, or `kv_cache_bytes` is too little for one block.
+            RepositoryError: memory, or `kv_cache_bytes`, is too small for one block; or memory cannot be
+                reserved.
         """
         self.max_num_seqs = max_num_seqs
         self.block_size = memory.block_size
@@ -145,8 +144,8 @@ class CachedLogits:
         self.max_length = min(max_length, self.num_blocks * self.block_size)
         if self.max_length < max_length:
             logger.warning(
-                "%s: prompt and answer have %d tokens at the most, not %d: no more fit into the KV cache's "
-                "%d bytes (kv_cache_bytes; without it, half of the memory that is free)",
+                "%s: prompt and answer are limited to %d tokens, not %d, since no more fit into the %d bytes "
+                "of the KV cache (kv_cache_bytes; by default half of the free memory)",
                 path, self.max_length, max_length, self.kv_cache_bytes,
             )
 
@@ -156,26 +155,26 @@ class CachedLogits:
 
 
 def resolve_max_length(max_sequence_length: int | None, *, context_length: int, path: Path) -> int:
-    """Return how many tokens a sequence has at the most: what the config says, or the graph's whole context.
+    """Return the maximum tokens of a sequence: the configured length, or the graph's context length.
 
     Raises:
-        RepositoryError: the config says more than the graph can; `field` is `parameters`.
+        RepositoryError: the configured length exceeds the context length; `field` is `parameters`.
     """
     if (max_sequence_length or 0) > context_length:
         raise RepositoryError(
             f"max_sequence_length is {max_sequence_length}; the context of {path.name} is {context_length}",
-            remedy=f"write {context_length} at the most, or leave it out, in the logits stage's config.pbtxt",
+            remedy=f"write at most {context_length} in the logits stage's config.pbtxt, or leave it out",
             field="parameters",
         )
     return max_sequence_length or context_length
 
 
 def _budget(memory: LogitsMemory, kv_cache_bytes: int | None, wanted_bytes: int) -> int:
-    """Return how many bytes the cache may take."""
+    """Return the bound of the cache's size."""
     free_bytes = memory.free_bytes()
     if free_bytes is None:
         return kv_cache_bytes or wanted_bytes
     if memory.is_lazy:
         return kv_cache_bytes or free_bytes // 2
-    # All of it is taken at once, and a run needs memory of its own.
+    # The whole cache is allocated now, and a run needs memory as well.
     return min(kv_cache_bytes or free_bytes // 2, free_bytes * 9 // 10)

@@ -13,24 +13,23 @@ from genserve.backends.onnx_session import CPU_PROVIDER, Provider
 __all__ = ["DeviceMemory"]
 
 
-
 class DeviceMemory:
     """The memory of one device of torch; implements `LogitsMemory`.
 
-    ONNX Runtime and torch have streams of their own. Neither runs ahead of the other: a run of the graph
-    ends with all that it has begun, and `settle` is called before the next.
+    ONNX Runtime and torch use separate streams. They are synchronized twice: a run of the graph ends with all
+    its work complete, and `settle` is called before the next run.
     """
 
     is_host = False
     is_lazy = False
-    block_size = 256    # FlashAttention in ONNX Runtime reads whole tiles of that many keys
+    block_size = 256    # FlashAttention in ONNX Runtime reads tiles of 256 keys
 
     def __init__(self, device: str) -> None:
-        """Choose the device by torch's name: "cuda:0"; "cpu" is the same in the memory of the host."""
+        """Choose the device by torch's name: "cuda:0", or "cpu" for tensors in the memory of the host."""
         self._torch_device = torch.device(device)
         self.device = self._torch_device.type
         self.device_id = self._torch_device.index or 0
-        # Doubling what it takes, ONNX Runtime's habit, leaves no room beside a large cache.
+        # By default ONNX Runtime doubles its arena, which does not fit next to a large cache.
         options = {"device_id": str(self.device_id), "arena_extend_strategy": "kSameAsRequested"}
         cuda = Provider(name="CUDAExecutionProvider", options=options)
         self.providers: Sequence[Provider] = (
@@ -46,7 +45,7 @@ class DeviceMemory:
         torch_dtype = torch.from_numpy(np.empty(0, dtype)).dtype
         try:
             return torch.zeros(shape, dtype=torch_dtype, device=self._torch_device)
-        except torch.OutOfMemoryError as error:  # what is free may lie in pieces
+        except torch.OutOfMemoryError as error:  # free memory may be fragmented
             raise OverflowError(str(error)) from error
 
     def logits(self, num_rows: int, num_tokens: int) -> torch.Tensor:

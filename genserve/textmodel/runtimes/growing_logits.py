@@ -26,20 +26,19 @@ from genserve.textmodel.runtimes.kv_cache_memory import HostMemory
 
 __all__ = ["GrowingLogits"]
 
-
-_DEFAULT_LENGTH = 1024  # tokens, if neither file nor config says
+_DEFAULT_LENGTH = 1024  # tokens, if neither file nor config has a length
 _CACHE_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
 
 
 class GrowingLogits(CachedLogits):
-    """A graph that is given the past and answers the past with more tokens; a `LogitsModel`.
+    """A graph that takes the past of sequences and returns it with the new tokens; a `LogitsModel`.
 
-    Each run is given a copy of the blocks of its sequences in which the pasts of all end at the same place,
-    with padding on the left, as transformers has it. Sequences with as many new tokens share a run. One
-    thread uses it.
+    Each run gets a copy of the blocks of its sequences, padded on the left so that all pasts end at the same
+    position, as in transformers. Sequences with the same number of new tokens share a run. Used by one
+    thread.
 
     Attributes:
-        metadata: what the exporter wrote into the graph.
+        metadata: of the graph, by its exporter.
     """
 
     def __init__(
@@ -55,16 +54,17 @@ class GrowingLogits(CachedLogits):
         """Load the graph.
 
         Args:
-            path: the model.onnx; its weights lie beside it.
-            max_num_seqs: how many sequences can share a forward.
-            max_length: tokens of a sequence; None: the graph's whole context. Less, if the cache holds less.
-            kv_cache_bytes: what the cache may take; None: half of what is free.
+            path: of the model.onnx, with its weights in the same folder.
+            max_num_seqs: maximum sequences of a forward.
+            max_length: maximum tokens of a sequence, reduced to what the cache holds; None: the graph's
+                context.
+            kv_cache_bytes: bound of the cache's size; None: half of the free memory.
             parameters: of the config, see `open_session`.
-            providers: what runs it; the cache stays in the memory of the host.
+            providers: execution providers; the cache stays in the memory of the host.
 
         Raises:
             MissingDependency: ONNX Runtime is not installed.
-            RepositoryError: the file cannot be loaded, or is not such a graph.
+            RepositoryError: the file cannot be loaded, or the graph has other inputs or outputs.
         """
         self._session = open_session(path, parameters=parameters or {}, graph_level=0, providers=providers)
         self.metadata: dict[str, str] = dict(self._session.get_modelmeta().custom_metadata_map)
@@ -76,8 +76,8 @@ class GrowingLogits(CachedLogits):
         unknown = self._arguments - {"input_ids", "attention_mask", "position_ids"}
         if not past or unknown or not outputs.keys() >= set(self._outputs):
             raise RepositoryError(
-                f"{path} has no KV cache that grows: its inputs are {', '.join(inputs)}",
-                remedy="make it with `genserve export`",
+                f"{path} is not a graph with a KV cache that grows: its inputs are {', '.join(inputs)}",
+                remedy="export it with `genserve export`",
             )
         self.vocab_size = int(outputs["logits"].shape[-1])
         context_length = int(self.metadata.get("genserve.context_length", 0))
@@ -101,17 +101,17 @@ class GrowingLogits(CachedLogits):
         return rows
 
     def _runs(self, num_tokens: Any) -> Iterator[TokenArray]:
-        """Yield the sequences of each run, by how many new tokens each sequence of a forward has."""
+        """Yield the sequences of each run, given the number of new tokens of each sequence of a forward."""
         for width in np.unique(num_tokens):
             sequences, step = np.flatnonzero(num_tokens == width), rows_per_run(int(width), self.vocab_size)
             yield from (sequences[start : start + step] for start in range(0, len(sequences), step))
 
     def _run(self, batch: ForwardBatch) -> FloatArray:
-        """Run sequences of as many new tokens each; see `LogitsModel.forward`."""
+        """Run sequences that have the same number of new tokens; see `LogitsModel.forward`."""
         num_seqs, computed = len(batch.num_computed_tokens), batch.num_computed_tokens[:, np.newaxis]
         ids, positions = (array.reshape(num_seqs, -1) for array in (batch.token_ids, batch.positions))
         width, longest = ids.shape[1], computed.max()
-        padding = longest - computed    # of each row, on the left
+        padding = longest - computed    # on the left of each row
         arguments = {
             "input_ids": ids,
             "attention_mask": (np.arange(longest + width) >= padding).astype(np.int64),
@@ -137,13 +137,13 @@ class GrowingLogits(CachedLogits):
 
 
 def _token_shape(past: Any, path: Path) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Return what is kept of a token for a graph's input of past: [kv_heads, head_dim], and the type."""
+    """Return the shape [kv_heads, head_dim] and the type of a token in an input of the past."""
     match past.shape:
         case [_, int(kv_heads), _, int(head_dim)] if past.type in _CACHE_TYPES:
             return (kv_heads, head_dim), np.dtype(_CACHE_TYPES[past.type])
         case _:
             raise RepositoryError(
-                f"{path} has a KV cache that cannot be kept: {past.name} is {past.type} {past.shape}",
-                remedy=f"have it take [batch, kv_heads, length, head_dim] of {' or '.join(_CACHE_TYPES)} "
-                "with fixed heads and sizes, or make it with `genserve export`",
+                f"{path} has an unsupported KV cache: {past.name} is {past.type} {past.shape}",
+                remedy="export it with `genserve export`, or with inputs [batch, kv_heads, length, head_dim] "
+                f"of {' or '.join(_CACHE_TYPES)} with fixed kv_heads and head_dim",
             )

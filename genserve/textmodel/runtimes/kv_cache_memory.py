@@ -1,4 +1,4 @@
-"""KV cache memory: the buffers of a KV cache, how much memory is free for them, and the host's memory."""
+"""KV cache memory: the buffers of a KV cache, the memory of the host, and how much of it is free."""
 
 from __future__ import annotations
 
@@ -24,29 +24,27 @@ __all__ = [
     "total_memory_bytes",
 ]
 
-
 _CGROUP = Path("/sys/fs/cgroup")
 _MEMINFO = Path("/proc/meminfo")
 
 
 def free_memory_bytes(*, meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int | None:
-    """Return the smaller of what the machine and what the container has free; None: neither says.
+    """Return the free memory of the machine or of the container, whichever is less; None: unknown.
 
     Args:
-        meminfo: Linux's file of that name.
-        cgroup: folder of a control group, version 2. Files that it has cached count as free, as the
-            machine's do.
+        meminfo: Linux's /proc/meminfo.
+        cgroup: folder of a control group, version 2. Its cached files count as free, like the machine's.
     """
-    known = [free for free in (_of_machine(meminfo), _of_container(cgroup)) if free is not None]
+    known = [free for free in (_free_of_machine(meminfo), _free_of_container(cgroup)) if free is not None]
     return min(known, default=None)
 
 
 def total_memory_bytes(*, meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int | None:
-    """Return the smaller of what the machine and what the container has; None: neither says.
+    """Return the memory of the machine or of the container, whichever is less; None: unknown.
 
     Args:
         meminfo: see `free_memory_bytes`.
-        cgroup: likewise.
+        cgroup: see `free_memory_bytes`.
     """
     kilobytes = _fields(meminfo).get("MemTotal:")
     known = [] if kilobytes is None else [kilobytes * 1024]
@@ -57,12 +55,12 @@ def total_memory_bytes(*, meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> i
     return min([*known, int(limit)] if limit.isdecimal() else known, default=None)
 
 
-def _of_machine(meminfo: Path) -> int | None:
+def _free_of_machine(meminfo: Path) -> int | None:
     kilobytes = _fields(meminfo).get("MemAvailable:")
     return None if kilobytes is None else kilobytes * 1024
 
 
-def _of_container(cgroup: Path) -> int | None:
+def _free_of_container(cgroup: Path) -> int | None:
     try:
         limit, used = (cgroup / "memory.max").read_text(), (cgroup / "memory.current").read_text()
     except OSError:
@@ -70,7 +68,7 @@ def _of_container(cgroup: Path) -> int | None:
     if not limit.strip().isdecimal():  # "max": no limit
         return None
     fields = _fields(cgroup / "memory.stat")
-    cached = fields.get("active_file", 0) + fields.get("inactive_file", 0)   # not `file`: that has tmpfs
+    cached = fields.get("active_file", 0) + fields.get("inactive_file", 0)   # not `file`, which counts tmpfs
     return max(0, int(limit) - int(used) + cached)
 
 
@@ -82,49 +80,49 @@ def _fields(path: Path) -> dict[str, int]:
     return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}
 
 
-# What a cache keeps of one token: shape and type, by the name of the graph's input. Keys and values have
-# [kv_heads, head_dim], the scales of a cache in int8 [kv_heads].
+# Shape and type of one token in each buffer of a cache, by the name of the graph's input. Keys and values are
+# [kv_heads, head_dim], the scales of an int8 cache [kv_heads].
 TokenShapes: TypeAlias = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
 
 
 class KVCache:
-    """A buffer [num_blocks, block_size, ...] for each of the graph's inputs that hold keys and values.
+    """One buffer [num_blocks, block_size, ...] for each input of the graph that holds keys or values.
 
-    One thread uses it.
+    Used by one thread.
 
     Attributes:
-        buffers: by the name of the input: numpy arrays or torch tensors.
+        buffers: numpy arrays or torch tensors, by the name of the input.
     """
 
     def __init__(self, buffers: Mapping[str, Any]) -> None:
-        """Take over the buffers."""
+        """Use these buffers."""
         self.buffers = buffers
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole cache."""
+        """Size of the whole cache."""
         return sum(buffer.nbytes for buffer in self.buffers.values())
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks: of each pair (source, target) the first to the second."""
+        """Copy whole blocks, given as pairs (source, target)."""
         for buffer in self.buffers.values():
             for source, target in pairs:
                 buffer[target] = buffer[source]
 
 
 def token_bytes(shapes: TokenShapes) -> int:
-    """Return the bytes of one token's keys and values in all layers."""
+    """Return the size of one token's keys and values in all layers."""
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values())
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Return zeros whose memory is taken page by page as they are touched.
+    """Return zeros whose memory is allocated page by page, when they are touched.
 
-    numpy's own allocation asks for huge pages. Every layer's keys and values then take 2 MiB at least: 120
-    MiB for the first token of 30 layers.
+    numpy's own allocation asks for huge pages, so every layer's keys and values take at least 2 MiB: 120 MiB
+    for the first token of 30 layers.
 
     Raises:
-        OSError, OverflowError: there is not so much address space.
+        OSError, OverflowError: the address space is too small.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -134,15 +132,15 @@ def lazy_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 class LogitsMemory(Protocol):
-    """The memory of one device. A buffer of it is a numpy array, or an object with `__dlpack__`.
+    """The memory of one device. Its buffers are numpy arrays, or objects with `__dlpack__`.
 
     Attributes:
-        device: what ONNX Runtime calls it: "cpu" or "cuda".
-        device_id: which of them.
-        providers: what runs the graph, in the order of preference.
-        is_host: whether what is bound from the memory of the host is read where it lies; else ONNX
-            Runtime copies it to the device when it is bound.
-        is_lazy: whether a buffer takes memory only as it is written.
+        device: ONNX Runtime's name of its kind: "cpu" or "cuda".
+        device_id: number of the device among those of its kind.
+        providers: execution providers for the graph, in the order of preference.
+        is_host: whether ONNX Runtime reads inputs bound from host memory in place; otherwise it copies them
+            to the device when they are bound.
+        is_lazy: whether memory of a buffer is allocated only when it is written.
         block_size: tokens of a block of the KV cache.
     """
 
@@ -154,23 +152,23 @@ class LogitsMemory(Protocol):
     block_size: int
 
     def free_bytes(self) -> int | None:
-        """Return how much of it nobody uses; None where that is not known."""
+        """Return the size of the unused memory; None: unknown."""
 
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         """Return a buffer of zeros.
 
         Raises:
-            OSError, OverflowError: there is no room for it.
+            OSError, OverflowError: it does not fit.
         """
 
     def logits(self, num_rows: int, num_tokens: int) -> Any:
-        """Return a buffer [num_rows, num_tokens] float32, of any content."""
+        """Return an uninitialized buffer [num_rows, num_tokens] float32."""
 
     def address(self, buffer: Any) -> int:
-        """Return where the first element of a buffer lies."""
+        """Return the address of the first element of a buffer."""
 
     def settle(self) -> None:
-        """Wait for what was done to buffers other than by running the graph."""
+        """Wait for all operations on buffers other than runs of the graph."""
 
 
 class HostMemory:
@@ -201,4 +199,4 @@ class HostMemory:
         return address
 
     def settle(self) -> None:
-        """See `LogitsMemory.settle`: nothing is ever under way."""
+        """Do nothing: numpy's operations are complete when they return."""

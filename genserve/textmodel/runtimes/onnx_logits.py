@@ -27,7 +27,6 @@ from genserve.textmodel.runtimes.kv_cache_memory import HostMemory, LogitsMemory
 
 __all__ = ["OnnxLogits", "cache_dtype", "check_logits_graph"]
 
-
 _PAST, _PRESENT = "past_key_values", "present"
 _INPUTS = (
     "input_ids",
@@ -38,18 +37,18 @@ _INPUTS = (
     "logits_indices",
     "attention_metadata",
 )
-_OPERATORS = "1"    # the version of `genserve.kernels` that graphs are written for, and its layouts
-_MAKE_IT = "make it with `genserve export`"
+_OPERATORS = "1"    # version of the operators and layouts of `genserve.kernels`
+_EXPORT = "export it with `genserve export`"
 _ON_THE_CPU = "write `instance_group [ { kind: KIND_CPU } ]` into the logits stage's config.pbtxt"
-_MARK = 3   # no key or value is this in all of its numbers
+_MARK = 3   # no key or value has this in all its numbers
 _CACHE_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int8)": np.int8}
 
 
 class OnnxLogits(CachedLogits):
-    """A logits graph over a KV cache; implements `generation.LogitsModel`. One thread uses it.
+    """A logits graph over a KV cache; implements `generation.LogitsModel`. Used by one thread.
 
     Attributes:
-        metadata: what the exporter wrote into the graph.
+        metadata: of the graph, by its exporter.
         vocab_size: see `LogitsModel.vocab_size`.
     """
 
@@ -66,10 +65,10 @@ class OnnxLogits(CachedLogits):
         """Load the graph.
 
         Args:
-            path: the model.onnx; its weights lie beside it.
-            max_num_seqs: how many sequences can share a forward.
-            max_length: tokens of a sequence; None or 0: the graph's whole context. Less, if the cache holds
-                less.
+            path: of the model.onnx, with its weights in the same folder.
+            max_num_seqs: maximum sequences of a forward.
+            max_length: maximum tokens of a sequence, reduced to what the cache holds; None or 0: the graph's
+                context.
             kv_cache_bytes: what the cache may take; None: half of the memory that is free.
             num_threads: None or 0: one per core that this process may use.
             memory: of the device that runs it; None: of the host. The logits are of its kind.
@@ -99,7 +98,7 @@ class OnnxLogits(CachedLogits):
             place = self._place(buffer)
             self._binding.bind_input(name, *place)
             self._binding.bind_output(name.replace(_PAST, _PRESENT, 1), *place)
-        self._unknown = np.zeros(2, np.int32)   # bounds that the CPU has no use for
+        self._unknown = np.zeros(2, np.int32)   # bounds that only a GPU reads
         self._bind("attention_metadata", self._unknown)
         if not self._memory.is_host:
             self._check_cache(path)
@@ -107,7 +106,7 @@ class OnnxLogits(CachedLogits):
     def forward(self, batch: ForwardBatch) -> LogitsArray:
         """See `LogitsModel.forward`."""
         num_rows = len(batch.logits_indices)
-        # Some operators do not take arrays without rows: where nobody wants any, the first is computed.
+        # Some operators reject arrays without rows, so without wanted rows the first is computed.
         logits_indices = batch.logits_indices if num_rows else np.zeros(1, np.int64)
         inputs: dict[str, NDArray[Any]] = {
             "input_ids": batch.token_ids,
@@ -130,13 +129,13 @@ class OnnxLogits(CachedLogits):
         return logits[:num_rows]
 
     def _bind(self, name: str, array: NDArray[Any]) -> None:
-        """Bind an input where it lies; for a graph on a device, this copies what it holds now."""
+        """Bind an input in place; for a graph on a device, this copies its current content."""
         self._binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
 
     def _check_cache(self, path: Path) -> None:
-        """Run one token, and see that it is written into every buffer of the cache where that lies.
+        """Run one token, and check that it is written into every buffer of the cache.
 
-        An operator that has no kernel on the device would be given a copy, and nobody would notice.
+        An operator without a kernel on the device would silently write to a copy.
         """
         for buffer in self.cache.buffers.values():
             buffer[0] = _MARK
@@ -150,53 +149,53 @@ class OnnxLogits(CachedLogits):
         for name, buffer in self.cache.buffers.items():
             if (buffer[0] == _MARK).all():
                 raise RepositoryError(
-                    f"{path} does not keep its cache on {self._memory.device}: {name} is not written",
+                    f"{path} does not write its cache on {self._memory.device}: {name} is unchanged",
                     remedy=_ON_THE_CPU,
                 )
 
     def _place(self, buffer: Any) -> tuple[Any, ...]:
-        """Return where a buffer lies, in the words of ONNX Runtime's bindings."""
+        """Return the place of a buffer, as arguments of ONNX Runtime's bindings."""
         dtype = np.dtype(str(buffer.dtype).removeprefix("torch."))
         memory = self._memory
         return memory.device, memory.device_id, dtype.type, tuple(buffer.shape), memory.address(buffer)
 
 
 def check_logits_graph(session: Any, path: Path, *, max_length: int | None) -> int:
-    """Check that a graph is one of `genserve export`, and return how many tokens a sequence of it has.
+    """Check that a graph is one of `genserve export`, and return the maximum tokens of its sequences.
 
     Args:
         session: of ONNX Runtime.
         path: of the graph, for errors.
-        max_length: what the config says of it; None or 0: the graph's whole context.
+        max_length: of the config; None or 0: the graph's context.
 
     Raises:
-        RepositoryError: it is no such graph, one of another version, or cannot take so many.
+        RepositoryError: the graph is another one, of another version, or its context is shorter.
     """
     names = [argument.name for argument in session.get_inputs()]
     if not any(name.startswith(f"{_PAST}.") for name in names):
         raise RepositoryError(
-            f"{path} has no KV cache: its inputs are {', '.join(names)}", remedy=_MAKE_IT
+            f"{path} has no KV cache: its inputs are {', '.join(names)}", remedy=_EXPORT
         )
     missing = set(_INPUTS) - set(names)
     if missing:
         raise RepositoryError(
-            f"{path} has no KV cache in blocks: it has no input {', '.join(sorted(missing))}; an older "
-            "genserve has exported it, or another program",
+            f"{path} has no KV cache in blocks: it lacks the inputs {', '.join(sorted(missing))}; it was "
+            "exported by an older version of genserve, or by another program",
             remedy=EXPORT_AGAIN,
         )
     metadata = session.get_modelmeta().custom_metadata_map
     if metadata.get("genserve.operators") != _OPERATORS:
         raise RepositoryError(
-            f"{path} is written for other operators than this genserve has", remedy=EXPORT_AGAIN
+            f"{path} is for another version of genserve's operators", remedy=EXPORT_AGAIN
         )
     text = metadata.get("genserve.context_length", "")
     if not text.isdecimal():
-        raise RepositoryError(f"{path} does not say its context length", remedy=_MAKE_IT)
+        raise RepositoryError(f"{path} does not contain its context length", remedy=_EXPORT)
     return resolve_max_length(max_length, context_length=int(text), path=path)
 
 
 def _token_shapes(session: Any, path: Path) -> TokenShapes:
-    """Return what the cache of a graph keeps of one token."""
+    """Return the shapes and types of one token in the cache of a graph."""
     outputs = {output.name for output in session.get_outputs()}
     shapes = {}
     for past in session.get_inputs():
@@ -205,7 +204,7 @@ def _token_shapes(session: Any, path: Path) -> TokenShapes:
             in_place = past.name.replace(_PAST, _PRESENT, 1) in outputs
             if not in_place or not all(isinstance(size, int) for size in shape):
                 raise RepositoryError(
-                    f"{path} has a KV cache that cannot be kept in place: {past.name} is {past.shape}",
+                    f"{path} has a KV cache that cannot be written in place: {past.name} is {past.shape}",
                     remedy=EXPORT_AGAIN,
                 )
             shapes[past.name] = (tuple(shape), cache_dtype(past, path))
@@ -216,17 +215,17 @@ def cache_dtype(past: Any, path: Path) -> np.dtype[Any]:
     """Return the element type of a graph's input that holds keys or values.
 
     Raises:
-        RepositoryError: it is another than a cache can have.
+        RepositoryError: caches of this type are not supported.
     """
     if past.type not in _CACHE_TYPES:
         raise RepositoryError(
-            f"{path} has a KV cache of {past.type}; known are {', '.join(_CACHE_TYPES)}", remedy=_MAKE_IT
+            f"{path} has a KV cache of {past.type}; supported are {', '.join(_CACHE_TYPES)}", remedy=_EXPORT
         )
     return np.dtype(_CACHE_TYPES[past.type])
 
 
 def _attention_metadata(batch: ForwardBatch) -> IndexArray:
-    """Return [2]: the most new tokens of a sequence, and the most tokens of one; a GPU sizes its launches."""
+    """Return [2]: the maximum of new tokens and of all tokens of a sequence, for launches on a GPU."""
     num_tokens = np.diff(batch.query_start_loc)
     longest = (num_tokens + batch.num_computed_tokens).max()
     return np.array([num_tokens.max(), longest], dtype=np.int32)
@@ -242,27 +241,27 @@ def _open(path: Path, *, num_threads: int | None, providers: Sequence[Provider])
         raise _refusal(path, providers[0], error.message) or RepositoryError(
             f"{path} cannot be loaded: {error.message}", remedy=EXPORT_AGAIN
         ) from error
-    if session.get_providers()[0] != providers[0].name:  # it falls back to the CPU by itself
+    if session.get_providers()[0] != providers[0].name:  # ONNX Runtime has fallen back to the CPU
         raise _not_started(path, providers[0])
     return session
 
 
 def _refusal(path: Path, provider: Provider, message: str) -> RepositoryError | None:
-    """Return what a failure to load a graph on a GPU means, if that is known."""
+    """Return the error for a known reason why a graph cannot be loaded on a GPU; None: unknown."""
     if provider == CPU_PROVIDER:
         return None
-    if "genserve:" in message:  # in front of the name of an operator that is not registered
+    if "genserve:" in message:  # the domain of an operator that is not registered
         return RepositoryError(
-            f"{path} runs on the CPU alone: it has operators that {provider.name} has not",
-            remedy=f"{_ON_THE_CPU}; or export it with `genserve export --precision fp16`, unless it is that "
-            "and has ALiBi or heads of an odd size",
+            f"{path} runs on the CPU alone: {provider.name} does not have its operators",
+            remedy=f"{_ON_THE_CPU}; or export it with `genserve export --precision fp16`, which does not "
+            "support ALiBi and unusual head sizes on a GPU",
         )
-    # Without CUDA the CPU is given the graph, has nothing for attention in float16, and inserts casts.
+    # Without CUDA the graph goes to the CPU, which has no attention in float16 and inserts casts.
     return _not_started(path, provider) if "InsertedPrecisionFreeCast" in message else None
 
 
 def _not_started(path: Path, provider: Provider) -> RepositoryError:
     return RepositoryError(
-        f"{path}: {provider.name} does not start: libraries are missing or do not fit the driver",
-        remedy="ONNX Runtime says which on stderr; `pip install 'genserve[gpu]'` brings the libraries",
+        f"{path}: {provider.name} does not start: libraries are missing or incompatible with the driver",
+        remedy="ONNX Runtime names them on stderr; `pip install 'genserve[gpu]'` installs the libraries",
     )

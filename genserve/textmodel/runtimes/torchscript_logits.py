@@ -17,15 +17,14 @@ from genserve.textmodel.runtimes.kv_cache_memory import HostMemory, LogitsMemory
 
 __all__ = ["TorchLogits"]
 
-
 _CACHE_TYPES = {"fp32": np.float32, "fp16": np.float16}     # by the precision of the export
 
 
 class TorchLogits(CachedLogits):
-    """A `model.pt` of `genserve export`; implements `generation.LogitsModel`. One thread uses it.
+    """A `model.pt` of `genserve export`; implements `generation.LogitsModel`. Used by one thread.
 
     Attributes:
-        metadata: what the exporter wrote into the file.
+        metadata: of the file, by its exporter.
     """
 
     def __init__(
@@ -40,15 +39,16 @@ class TorchLogits(CachedLogits):
         """Load the module.
 
         Args:
-            path: the model.pt.
-            max_num_seqs: how many sequences can share a forward.
-            max_length: tokens of a sequence; None: the module's whole context. Less, if the cache holds less.
-            kv_cache_bytes: what the cache may take; None: half of what is free.
-            memory: of the device that runs it; None: of the host. The logits are of its kind.
+            path: of the model.pt.
+            max_num_seqs: maximum sequences of a forward.
+            max_length: maximum tokens of a sequence, reduced to what the cache holds; None: the module's
+                context.
+            kv_cache_bytes: bound of the cache's size; None: half of the free memory.
+            memory: of the device that runs it, and of the logits; None: of the host.
 
         Raises:
             MissingDependency: PyTorch is not installed.
-            RepositoryError: the file cannot be loaded, or is not such a module.
+            RepositoryError: the file cannot be loaded, or was not exported by `genserve export`.
         """
         self._torch = torch = import_torch()
         memory = memory or HostMemory()
@@ -71,14 +71,14 @@ class TorchLogits(CachedLogits):
         )
         self._past_key_values = [torch.as_tensor(buffer) for buffer in self.cache.buffers.values()]
         one = ForwardBatch.of([[0]], num_computed_tokens=[0], block_table=[[0]])
-        for _ in range(2):  # the first two runs compile, which a request should not wait for
+        for _ in range(2):  # the first two runs compile the module
             self.forward(one)
 
     def forward(self, batch: ForwardBatch) -> LogitsArray:
         """See `LogitsModel.forward`.
 
-        Attention pads the tokens of each sequence to the most that one has. So sequences whose numbers of
-        tokens are between the same powers of two share a run, and a chunk of a prompt leaves decodes alone.
+        Attention pads all sequences to the longest. So sequences share a run if their numbers of tokens are
+        between the same powers of two, and a chunk of a prompt does not slow down decodes.
         """
         sizes = np.ceil(np.log2(np.diff(batch.query_start_loc)))
         with self._torch.inference_mode():
@@ -90,7 +90,7 @@ class TorchLogits(CachedLogits):
                 for size in np.unique(sizes):
                     part, rows = part_of(batch, np.flatnonzero(sizes == size))
                     logits[self._torch.from_numpy(rows).to(self._device)] = self._run(part)
-        # What inference mode made, torch lets nobody change; a decoding loop may.
+        # A decoding loop may write to the logits, which torch forbids for tensors of inference mode.
         return logits.numpy() if self._is_host else logits.clone()
 
     def _run(self, batch: ForwardBatch) -> Any:
@@ -110,7 +110,7 @@ def _load(path: Path, torch: Any, *, device: Any) -> tuple[Any, dict[str, str]]:
     files = {"genserve.json": ""}
     try:
         with warnings.catch_warnings():
-            # torch recommends torch.export to those who write models; those who serve them get what they get.
+            # torch recommends torch.export, which is up to the authors of a model.
             warnings.simplefilter("ignore", DeprecationWarning)
             module = torch.jit.load(str(path), map_location=device, _extra_files=files).eval()
         metadata = json.loads(files["genserve.json"] or "{}")
@@ -119,7 +119,8 @@ def _load(path: Path, torch: Any, *, device: Any) -> tuple[Any, dict[str, str]]:
     arguments = [argument.name for argument in module.forward.schema.arguments]
     if metadata and "block_table" not in arguments:
         raise RepositoryError(
-            f"{path} has no KV cache in blocks: an older genserve has exported it", remedy=EXPORT_AGAIN
+            f"{path} has no KV cache in blocks: it was exported by an older version of genserve",
+            remedy=EXPORT_AGAIN,
         )
     return module, metadata
 
@@ -130,7 +131,7 @@ def _sizes(metadata: dict[str, str], path: Path) -> list[int]:
         return [int(metadata[f"genserve.{name}"]) for name in names]
     except (KeyError, ValueError) as error:
         raise RepositoryError(
-            f"{path} does not tell the sizes of its KV cache: {error}",
-            remedy="make it with `genserve export --format torchscript`; a graph without a cache has no "
-            "`sequence_batching` in its config.pbtxt",
+            f"{path} does not contain the sizes of its KV cache: {error}",
+            remedy="export it with `genserve export --format torchscript`; for a graph without a cache, "
+            "leave `sequence_batching` out of its config.pbtxt",
         ) from error

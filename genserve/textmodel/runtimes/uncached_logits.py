@@ -1,6 +1,6 @@
 """Uncached logits: any graph from token ids to logits, which computes whole sequences at each step.
 
-Users without a graph with a KV cache bring these: a TorchScript module, a plain ONNX graph.
+It serves TorchScript modules and plain ONNX graphs, which have no KV cache.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from genserve.textmodel.runtimes.cached_logits import part_of, rows_per_run, seq
 
 __all__ = ["Run", "UncachedLogits"]
 
-
 Run = Callable[[Mapping[str, Tensor], Sequence[str]], Mapping[str, Tensor]]  # inputs, names of outputs
 
 _BLOCK_SIZE = 16
@@ -29,10 +28,10 @@ _ITEM_TYPES: Mapping[str, type[np.integer[Any]]] = {"TYPE_INT64": np.int64, "TYP
 
 
 class UncachedLogits:
-    """A graph without a KV cache; implements `generation.LogitsModel`. One thread uses it.
+    """A graph without a KV cache; implements `generation.LogitsModel`. Used by one thread.
 
-    What its blocks keep are token ids. A forward runs all tokens again of each sequence whose logits are
-    wanted. Rows of different lengths are padded on the right, where no earlier position attends.
+    Its blocks hold token ids. A forward runs all tokens of each sequence whose logits are wanted. Rows of
+    different lengths are padded on the right, where no earlier position attends.
     """
 
     block_size = _BLOCK_SIZE
@@ -40,15 +39,15 @@ class UncachedLogits:
     metadata: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, run: Run, config: ModelConfig, *, max_length: int) -> None:
-        """Try the graph on two tokens.
+        """Run the graph on two tokens, to validate it.
 
         Args:
-            run: the graph.
-            config: of the stage; `max_batch_size` sequences run together.
-            max_length: tokens of a sequence.
+            run: runs the graph.
+            config: of the stage; `max_batch_size` sequences run concurrently.
+            max_length: maximum tokens of a sequence.
 
         Raises:
-            RepositoryError: the config is not that of a logits stage, or the graph answers other logits than
+            RepositoryError: the config is not that of a logits stage, or the graph returns other logits than
                 [batch, sequence, vocabulary].
         """
         self._run = run
@@ -62,13 +61,13 @@ class UncachedLogits:
         logits = self._logits(np.zeros((1, width), dtype=np.int64), np.array([width]))
         if logits.ndim != 3 or logits.shape[:2] != (1, width) or logits.dtype.kind != "f":
             raise RepositoryError(
-                f"model '{config.name}' answers {width} tokens with {logits.dtype} {list(logits.shape)}",
-                remedy=f"have it give the logits of every position: float32 [1, {width}, vocabulary]",
+                f"model '{config.name}' returns {logits.dtype} {list(logits.shape)} for {width} tokens",
+                remedy=f"change it to return the logits of every position: float32 [1, {width}, vocabulary]",
             )
         self.vocab_size: int = logits.shape[2]
 
     def forward(self, batch: ForwardBatch) -> FloatArray:
-        """See `LogitsModel.forward`. A chunk of a prompt whose logits nobody wants costs no run."""
+        """See `LogitsModel.forward`. A chunk of a prompt without wanted logits costs no run."""
         sequences = sequence_of_tokens(batch)
         slots = token_slots(batch.block_table, sequences, batch.positions, block_size=_BLOCK_SIZE)
         self._token_ids.reshape(-1)[slots] = batch.token_ids
@@ -89,7 +88,7 @@ class UncachedLogits:
             self._token_ids[target] = self._token_ids[source]
 
     def _whole(self, batch: ForwardBatch) -> tuple[TokenArray, NDArray[Any]]:
-        """Gather all ids of the sequences of a batch: [B, the longest], and how many are of each: [B]."""
+        """Return all ids of the sequences of a batch [B, longest], and their lengths [B]."""
         lengths = batch.num_computed_tokens + np.diff(batch.query_start_loc)
         sequences = np.arange(len(lengths))[:, np.newaxis]
         positions = np.minimum(np.arange(lengths.max()), lengths[:, np.newaxis] - 1)
@@ -97,7 +96,7 @@ class UncachedLogits:
         return self._token_ids.reshape(-1)[slots], lengths
 
     def _logits(self, token_ids: TokenArray, lengths: NDArray[Any]) -> NDArray[Any]:
-        """Run the first `lengths[i]` ids of each row; returns [rows, the longest length, vocab_size]."""
+        """Run the first `lengths[i]` ids of each row; return [rows, longest, vocab_size]."""
         mask = np.arange(token_ids.shape[1]) < lengths[:, np.newaxis]
         arrays = {self._names.input_ids: np.where(mask, token_ids, 0)}
         if self._names.attention_mask is not None:
@@ -109,7 +108,7 @@ class UncachedLogits:
 def _item_type(data_type: str, name: str) -> type[np.integer[Any]]:
     if data_type not in _ITEM_TYPES:
         raise RepositoryError(
-            f"the input '{name}' of a logits stage is of {data_type}",
-            remedy=f"known for ids and mask: {', '.join(_ITEM_TYPES)}",
+            f"the input '{name}' of a logits stage has the unsupported type {data_type}",
+            remedy=f"ids and mask have one of the types {', '.join(_ITEM_TYPES)}",
         )
     return _ITEM_TYPES[data_type]

@@ -46,12 +46,12 @@ def ask(model, *tensors, outputs=("Y",), **fields):
 
 
 def declared(*names):
-    """The outputs of a config; of what type they say they are, nobody checks."""
+    """The outputs of a config; their type is not checked."""
     return "".join(f"\noutput {{ name: '{name}' data_type: TYPE_FP32 dims: [ -1 ] }}" for name in names)
 
 
 class Answer:
-    """What came of a request: waits for its end."""
+    """The responses to a request; waits for its end."""
 
     def __init__(self):
         self.responses = []

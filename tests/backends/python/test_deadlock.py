@@ -26,21 +26,21 @@ def waits(instance, *calls):
     instance.waiting_for.update(calls)
 
 
-def test_an_inference_that_waits_for_a_free_instance_is_not_hopeless():
+def test_an_inference_that_waits_for_a_free_instance_is_not_deadlocked():
     assert not deadlocked(inference(executor()))
 
 
-def test_an_inference_that_needs_no_instance_is_not_hopeless():
+def test_an_inference_that_needs_no_instance_is_not_deadlocked():
     assert not deadlocked(inference())
 
 
-def test_an_inference_behind_a_busy_instance_is_not_hopeless():
+def test_an_inference_behind_a_busy_instance_is_not_deadlocked():
     busy = executor()
     executing(busy, inference())
     assert not deadlocked(inference(busy))
 
 
-def test_a_call_to_oneself_is_hopeless():
+def test_a_call_to_the_same_instance_is_deadlocked():
     one = executor()
     executing(one, inference())
     call = inference(one)
@@ -48,7 +48,7 @@ def test_a_call_to_oneself_is_hopeless():
     assert deadlocked(call)
 
 
-def test_a_call_to_oneself_with_a_second_instance_is_not_hopeless():
+def test_a_call_to_the_same_model_with_a_second_instance_is_not_deadlocked():
     one, two = executor(), executor()
     executing(one, inference())
     call = inference(one, two)
@@ -56,7 +56,7 @@ def test_a_call_to_oneself_with_a_second_instance_is_not_hopeless():
     assert not deadlocked(call)
 
 
-def test_of_a_ring_only_the_call_without_an_instance_is_hopeless():
+def test_in_a_cycle_only_the_call_without_an_instance_is_deadlocked():
     a, b = executor("a"), executor("b")
     executing(a, inference())
     to_b, back = inference(), inference(a)
@@ -67,7 +67,7 @@ def test_of_a_ring_only_the_call_without_an_instance_is_hopeless():
     assert not deadlocked(to_b)
 
 
-def test_instances_that_all_wait_for_one_of_them_are_hopeless():
+def test_instances_that_all_wait_for_one_of_them_are_deadlocked():
     pool = [executor(str(number)) for number in range(2)]
     calls = [inference(*pool) for _ in pool]
     for one, call in zip(pool, calls, strict=True):
@@ -76,7 +76,7 @@ def test_instances_that_all_wait_for_one_of_them_are_hopeless():
     assert all(map(deadlocked, calls))
 
 
-def test_an_instance_that_waits_for_another_that_works_is_not_hopeless():
+def test_an_instance_that_waits_for_another_that_works_is_not_deadlocked():
     a, b = executor("a"), executor("b")
     executing(a, inference())
     to_b = inference()
@@ -85,7 +85,7 @@ def test_an_instance_that_waits_for_another_that_works_is_not_hopeless():
     assert not deadlocked(inference(a))
 
 
-def test_a_wait_for_what_has_ended_holds_nobody():
+def test_a_wait_for_an_ended_inference_blocks_nothing():
     one = executor()
     executing(one, inference())
     call = inference(one)
@@ -94,7 +94,7 @@ def test_a_wait_for_what_has_ended_holds_nobody():
     assert not deadlocked(inference(one))
 
 
-def test_one_hopeless_call_among_others_holds_the_instance():
+def test_one_deadlocked_call_among_others_holds_the_instance():
     one, free = executor("one"), executor("free")
     executing(one, inference())
     fine, back = inference(free), inference(one)
@@ -103,7 +103,7 @@ def test_one_hopeless_call_among_others_holds_the_instance():
     assert deadlocked(back)
 
 
-def test_an_inference_is_hopeless_with_its_part():
+def test_an_inference_is_deadlocked_with_its_part():
     one = executor()
     executing(one, inference())
     step = inference(one)
@@ -112,7 +112,7 @@ def test_an_inference_is_hopeless_with_its_part():
     assert deadlocked(ensemble)
 
 
-def test_an_inference_whose_part_runs_is_not_hopeless():
+def test_an_inference_whose_part_runs_is_not_deadlocked():
     one, two = executor("one"), executor("two")
     executing(one, inference())
     step = inference()
@@ -122,7 +122,7 @@ def test_an_inference_whose_part_runs_is_not_hopeless():
     assert not deadlocked(ensemble)
 
 
-def test_a_call_to_an_instance_that_lacks_what_the_caller_holds_is_hopeless():
+def test_a_call_to_an_instance_that_needs_the_callers_resource_is_deadlocked():
     caller, target = executor("caller"), executor("target")
     executing(caller, inference())
     call = inference(target)
@@ -143,7 +143,7 @@ def in_line(*others):
 
 
 def answering(instance, *waiting):
-    """Return what an instance executes and has answered, with what waits of its responses."""
+    """Return an inference that an instance executes, with a backlog of responses."""
     made = inference(backlog=Backlog())
     executing(instance, made)
     for other in waiting:
@@ -151,7 +151,7 @@ def answering(instance, *waiting):
     return made
 
 
-def test_a_step_that_calls_the_ensemble_it_is_in_is_hopeless_where_the_line_is_full():
+def test_a_step_that_calls_its_own_full_ensemble_is_deadlocked():
     one = executor()
     ahead = inference()
     executing(one, ahead)
@@ -160,7 +160,7 @@ def test_a_step_that_calls_the_ensemble_it_is_in_is_hopeless_where_the_line_is_f
     assert deadlocked(call)
 
 
-def test_a_line_with_somebody_in_it_who_works_is_not_hopeless():
+def test_a_full_ensemble_with_a_running_request_is_not_deadlocked():
     one, two = executor(), executor()
     ahead, other = inference(), inference()
     executing(one, ahead)
@@ -170,7 +170,7 @@ def test_a_line_with_somebody_in_it_who_works_is_not_hopeless():
     assert not deadlocked(call)
 
 
-def test_an_answer_waits_for_itself_if_a_later_step_calls_whoever_answers():
+def test_a_response_waits_for_itself_if_a_later_step_calls_its_model():
     producer, consumer = executor(), executor()
     taken = inference()
     executing(consumer, taken)
@@ -184,6 +184,6 @@ def test_an_answer_waits_for_itself_if_a_later_step_calls_whoever_answers():
     assert not waits_for_itself(answered)
 
 
-def test_an_answer_of_which_nothing_waits_does_not_wait_for_itself():
+def test_a_response_without_a_backlog_does_not_wait_for_itself():
     assert not waits_for_itself(answering(executor()))
     assert not waits_for_itself(inference(executor()))

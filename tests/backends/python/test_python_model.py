@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import logging
@@ -8,10 +9,12 @@ import sys
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 import torch
 
+from genserve.backends.python.python_model import EventLoop
 from genserve.errors import InferenceError, Status
 from genserve.tensor import DataType, Tensor
 from tests.backends.python.models import DECOUPLED, declared, floats
@@ -39,7 +42,7 @@ def failure(models, body, config=""):
     return error
 
 
-def test_the_array_of_the_request_is_the_array_of_the_model(models):
+def test_the_input_array_is_not_copied(models):
     models.add("m", IDENTITY)
     x = floats(1, 2)
     assert models.infer("m", x).array.ctypes.data == x.ctypes.data
@@ -99,13 +102,13 @@ def test_initialize_gets_the_instance_in_strings(models):
         ),
     ],
 )
-def test_a_broken_contract_is_told_in_the_words_of_triton(models, body, text):
+def test_a_contract_violation_is_an_error_in_tritons_words(models, body, text):
     error = failure(models, body)
     assert error.message == f"Failed to process the request(s) for model 'm_0', message: {text}"
     assert error.status is Status.INTERNAL
 
 
-def test_an_exception_is_told_with_its_place(models):
+def test_an_exception_is_reported_with_its_position(models):
     error = failure(models, "raise ValueError('boom')")
     path = models.root / "m" / "1" / "model.py"
     line = path.read_text().splitlines().index("        raise ValueError('boom')") + 1
@@ -115,7 +118,7 @@ def test_an_exception_is_told_with_its_place(models):
     )
 
 
-def test_frames_of_helpers_come_first_and_ours_are_left_out(models):
+def test_tracebacks_begin_with_the_innermost_frame_and_omit_genserve(models):
     models.add(
         "m",
         executing("import helper\nhelper.make(pb_utils)"),
@@ -126,7 +129,7 @@ def test_frames_of_helpers_come_first_and_ours_are_left_out(models):
     assert [line.rsplit(" ")[-1] for line in text.splitlines()[-2:]] == ["make", "execute"]
 
 
-def test_an_exception_without_text_and_an_exit_are_failures_too(models):
+def test_an_exception_without_text_and_an_exit_are_failures(models):
     assert "message: ValueError: <EMPTY MESSAGE>\n" in failure(models, "raise ValueError").message
     models.stop("m")
     assert "message: SystemExit: 3\n" in failure(models, "raise SystemExit(3)").message
@@ -142,7 +145,7 @@ def test_an_error_has_the_code_of_the_model(models):
     assert (error.message, error.status) == ("no", Status.NOT_FOUND)
 
 
-def test_outputs_that_were_not_asked_for_are_left_out(models):
+def test_outputs_that_were_not_requested_are_dropped(models):
     tensors = "[pb_utils.Tensor(name, np.zeros(1)) for name in ('Y', 'Z', 'UNDECLARED')]"
     models.add("m", executing(f"return [pb_utils.InferenceResponse({tensors})]"), declared("Y", "Z"))
     for asked, got in [((), ["Y", "Z"]), (("Z",), ["Z"]), (("N",), [])]:
@@ -150,13 +153,13 @@ def test_outputs_that_were_not_asked_for_are_left_out(models):
         assert [tensor.name for tensor in response.outputs] == got
 
 
-def test_whoever_asks_for_no_output_asks_for_all(models):
+def test_a_request_without_output_names_gets_all_outputs(models):
     body = "return [answer(np.array([json.dumps(sorted(request.requested_output_names()))], dtype=object))]"
     models.add("m", executing(body), declared("Y", "Z"))
     assert json.loads(models.infer("m", floats(1)).array[0]) == ["Y", "Z"]
 
 
-def test_a_request_shows_all_that_was_asked(models):
+def test_a_request_shows_all_fields(models):
     models.add(
         "m",
         executing(
@@ -253,7 +256,7 @@ def test_a_model_that_is_not_decoupled_may_use_a_sender_once(models):
     ]
 
 
-def test_a_sender_that_is_closed_says_so(models, caplog):
+def test_a_closed_sender_raises(models, caplog):
     caplog.set_level(logging.INFO)
     models.add(
         "m",
@@ -332,7 +335,7 @@ DECOUPLED_ASYNC = """
 """
 
 
-def test_decoupled_async_executes_run_beside_each_other(models):
+def test_decoupled_async_executes_run_concurrently(models):
     models.add("m", DECOUPLED_ASYNC, DECOUPLED)
     first = models.infer("m", floats(1))
     assert models.infer("m", floats(2)).array == [2]
@@ -348,7 +351,7 @@ def test_a_decoupled_async_execute_that_raises_fails_its_requests(models):
     assert "ValueError: a" in models.infer("m", floats(5)).error.message
 
 
-def test_a_model_sees_that_its_client_has_left(models):
+def test_a_model_sees_a_cancellation(models):
     models.add(
         "m",
         """
@@ -394,7 +397,7 @@ COUNTS = """
 
 
 @pytest.mark.parametrize("execution", ["thread", "process"])
-def test_a_request_is_executed_again_until_it_says_that_it_has_ended(models, execution):
+def test_a_request_is_rescheduled_until_it_ends(models, execution):
     parameter = f'parameters {{ key: "EXECUTION" value {{ string_value: "{execution}" }} }}'
     models.add("m", COUNTS, ITERATIVE + parameter)
     answers = [models.infer("m", floats(3)[None], id=name) for name in "ab"]
@@ -402,7 +405,7 @@ def test_a_request_is_executed_again_until_it_says_that_it_has_ended(models, exe
         assert [array[0].tolist() for array in answer.arrays] == [[2, 1], [1, 0], [0, 0]]  # START once
 
 
-def test_rescheduling_is_refused_where_nothing_is_iterative(models):
+def test_rescheduling_is_rejected_if_the_model_is_not_iterative(models):
     error = failure(
         models, "request.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)\nreturn None"
     )
@@ -412,7 +415,7 @@ def test_rescheduling_is_refused_where_nothing_is_iterative(models):
     )
 
 
-def test_a_model_without_execute_says_so(models):
+def test_a_model_without_execute_is_an_error(models):
     models.add("m", "class TritonPythonModel: pass")
     path = models.root / "m" / "1" / "model.py"
     text = f"message: Python model {path} does not implement `execute` method."
@@ -430,14 +433,14 @@ def test_a_model_without_execute_says_so(models):
         ),
     ],
 )
-def test_a_model_that_cannot_be_loaded_says_why_and_where(models, source, text):
+def test_a_failed_load_has_the_reason_and_the_position(models, source, text):
     with pytest.raises(InferenceError) as raised:
         models.add("m", source)
     assert raised.value.message == text.format(path=models.root / "m" / "1" / "model.py")
     assert raised.value.status is Status.INTERNAL
 
 
-def test_a_syntax_error_is_told_without_frames(models):
+def test_a_syntax_error_is_reported_without_a_traceback(models):
     with pytest.raises(InferenceError) as raised:
         models.add("m", "def f(:")
     assert re.fullmatch(r"SyntaxError: .*\(model.py, line \d+\)", raised.value.message)
@@ -455,7 +458,7 @@ def test_a_syntax_error_is_told_without_frames(models):
         ("raise ValueError('none')", ""),
     ],
 )
-def test_a_model_that_cannot_be_loaded_says_what_to_do(models, source, remedy):
+def test_a_failed_load_has_a_remedy(models, source, remedy):
     with pytest.raises(InferenceError) as raised:
         models.add("m", source)
     assert raised.value.remedy == remedy.format(path=models.root / "m" / "1" / "model.py")
@@ -469,7 +472,7 @@ def test_a_missing_file_is_named(models):
     assert raised.value.message == f"Python model file not found in '{path}'"
 
 
-def test_each_instance_has_modules_and_a_thread_of_its_own(models):
+def test_each_instance_has_its_own_modules_and_thread(models):
     models.add(
         "m",
         """
@@ -491,7 +494,7 @@ def test_each_instance_has_modules_and_a_thread_of_its_own(models):
     assert seen <= {(b"m_0_0",), (b"m_0_1",)}
 
 
-def test_finalize_is_called_and_its_failure_is_only_logged(models, caplog):
+def test_finalize_is_called_and_its_failure_is_logged(models, caplog):
     models.add(
         "m",
         """
@@ -516,7 +519,7 @@ def test_finalize_is_called_and_its_failure_is_only_logged(models, caplog):
         ("is_ready = property(lambda self: 1 / 0)", False),
     ],
 )
-def test_a_model_may_say_whether_it_is_ready(models, method, ready):
+def test_a_model_may_implement_is_ready(models, method, ready):
     models.add("m", f"class TritonPythonModel:\n    {method}\n    def execute(self, requests): pass")
     assert models.is_ready("m") is ready
 
@@ -530,7 +533,7 @@ def test_the_thread_of_an_instance_has_an_event_loop(models):
     assert [models.infer("m", floats(1)).array[0] for _ in range(2)] == [4, 4]
 
 
-def test_inputs_on_a_device_are_brought_to_the_cpu_unless_the_config_says_not(models):
+def test_inputs_on_a_device_are_copied_to_the_cpu_unless_configured_otherwise(models):
     class OnDevice:
         """A tensor whose memory says that it is a GPU's."""
 
@@ -576,7 +579,7 @@ def test_no_thread_is_left_behind(models):
     assert not [thread for thread in threading.enumerate() if thread.name.endswith("-m_0")]
 
 
-def test_threads_that_ask_at_once_whether_a_model_is_ready_share_its_event_loop(models):
+def test_concurrent_readiness_checks_share_an_event_loop(models):
     source = """
     class TritonPythonModel:
         async def is_ready(self):
@@ -592,7 +595,7 @@ def test_threads_that_ask_at_once_whether_a_model_is_ready_share_its_event_loop(
     assert not [thread for thread in threading.enumerate() if thread.name.endswith("-m_0")]
 
 
-def test_what_a_model_holds_is_freed_once_it_is_unloaded(models):
+def test_objects_of_a_model_are_freed_when_it_is_unloaded(models):
     source = """
     class TritonPythonModel:
         def initialize(self, args):
@@ -606,3 +609,22 @@ def test_what_a_model_holds_is_freed_once_it_is_unloaded(models):
     models.stop("m")
     gc.collect()
     assert weights() is None
+
+
+def test_a_coroutine_that_ignores_its_cancellation_does_not_block_close(caplog):
+    started, end = threading.Event(), threading.Event()
+
+    async def refuse():
+        while not end.is_set():
+            started.set()
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.01)
+
+    loop = EventLoop("m_0", close_timeout_s=0)
+    loop.submit(refuse())
+    assert started.wait(10)
+    loop.close()
+    assert "asyncio-m_0: a coroutine does not react to its cancellation" in caplog.text
+    [thread] = [thread for thread in threading.enumerate() if thread.name == "asyncio-m_0"]
+    end.set()
+    thread.join()

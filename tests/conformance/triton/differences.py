@@ -196,7 +196,7 @@ DIFFERENCES = (
     Difference(
         exchanges=r"ensembles/diamond_one_output",
         reason="an ensemble can be asked for one output whose tensor also feeds a step (there: a deadlock)",
-        row="an ensemble is asked for one output that also feeds a step",
+        row="a request for one ensemble output that also feeds a step",
         answer=_answers(
             _outputs(
                 "ensemble_diamond",
@@ -234,7 +234,7 @@ DIFFERENCES = (
     Difference(
         exchanges=r"infer_binary/header_length_is_no_number",
         reason="a length that is no number is refused as such, not taken for 0",
-        row="`Inference-Header-Content-Length` that is not a number",
+        row="`Inference-Header-Content-Length` is not a number",
         answer=_answers(
             _json({"error": "Unable to parse Inference-Header-Content-Length, got: many"}, status=400)
         ),
@@ -259,21 +259,21 @@ DIFFERENCES = (
     Difference(
         exchanges=r"infer_json/sibling_modules",
         reason="a module beside model.py is one, whichever way it is imported: there, its state is doubled",
-        row="`import helper` and `from .helper import x` beside `model.py`",
+        row="`import helper` and `from .helper import x` next to `model.py`",
         answer=_answers(
             _outputs("imports", _output("Y", "INT32", [1], [12]), _output("SAME", "BOOL", [1], [True]))
         ),
     ),
     Difference(
         exchanges=r"statistics/a_failure_of_the_model",
-        reason="a request that a model answers with an error has failed: there, it counts as a success",
-        row="a model answers with an error",
+        reason="a request that a model returns an error has failed: there, it counts as a success",
+        row="a model returns an error",
         counts=_counts(fails=_failed()),
     ),
     Difference(
         exchanges=r"statistics/a_failure_of_an_ensemble",
-        reason="a request that a model answers with an error has failed, in its ensemble too, and once",
-        row="a model answers with an error",
+        reason="a request that a model returns an error has failed, in its ensemble too, and once",
+        row="a model returns an error",
         counts=_counts(
             fails=_failed(),
             ensemble_fails={
@@ -323,14 +323,14 @@ DIFFERENCES = (
     ),
     Difference(
         exchanges=r"decoupled/error_in_the_middle",
-        reason="a request that a model answers with an error has failed: there, it counts as a success",
-        row="a model answers with an error",
+        reason="a request that a model returns an error has failed: there, it counts as a success",
+        row="a model returns an error",
         counts=_counts(repeat=_failed()),
     ),
     Difference(
         exchanges=r"bls/error_of_the_model",
-        reason="a request that a model answers with an error has failed: there, it counts as a success",
-        row="a model answers with an error",
+        reason="a request that a model returns an error has failed: there, it counts as a success",
+        row="a model returns an error",
         counts=lambda counts: {**counts, "fails": _failed()},
     ),
     *(
@@ -382,8 +382,8 @@ DIFFERENCES = (
     ),
     Difference(
         exchanges=r"routes/get_quoted_name",
-        reason="quoted characters in a path are what they stand for",
-        row="quoted characters in a path",
+        reason="percent-encoded characters in a path are what they stand for",
+        row="percent-encoded characters in a path",
         answer=_answers(
             _json(
                 {
@@ -411,7 +411,7 @@ DIFFERENCES = (
     Difference(
         exchanges=r"grpc_infer/unknown_method",
         reason="the text is the gRPC library's",
-        row="text of an unknown gRPC method",
+        row="message for an unknown gRPC method",
         answer=_answers({"code": "UNIMPLEMENTED", "details": "Method not found!"}),
     ),
 )

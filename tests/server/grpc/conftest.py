@@ -1,4 +1,4 @@
-"""The stub that tritonclient ships, of a module's own server."""
+"""tritonclient's stub for the server of a module."""
 
 from __future__ import annotations
 

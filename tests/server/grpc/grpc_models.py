@@ -15,7 +15,7 @@ from tests.fakes.inference_server import FakeModel, fake_model, identity
 
 
 def describe(inference: Inference) -> None:
-    """Answer with what the model gets to see of the request, as JSON."""
+    """Answer with the request as the model receives it, as JSON."""
     request = inference.request
     seen = {
         "id": request.id,
@@ -57,17 +57,17 @@ def silent(inference: Inference) -> None:
 
 
 def unwritable(inference: Inference) -> None:
-    """Answer with a number that no message of the protocol can hold."""
+    """Answer with a number that no message can hold."""
     inference.send(InferenceResponse(parameters={"n": 2**70}), final=True)
 
 
 def fail_at_length(inference: Inference) -> None:
-    """Fail with as long a text as X says."""
+    """Fail with a message of X characters."""
     raise InferenceError("ß%\n" * int(inference.inputs["X"].array[0]), remedy="x" * 20000)
 
 
 class Blocking:
-    """A model that waits until it is let go, or its request is cancelled; it tells how each one ended."""
+    """A model that waits until it is released or its request is cancelled, and records how each ended."""
 
     def __init__(self, name: str = "blocking", *, decoupled: bool = False) -> None:
         self.go = threading.Event()

@@ -1,4 +1,4 @@
-"""A gRPC endpoint on a free port of 127.0.0.1, on an event loop in a thread of the test's process."""
+"""A gRPC server on a free port of 127.0.0.1, on an event loop in a thread of the test's process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class LiveGrpc:
         return await self._endpoint.open(host="127.0.0.1", port=0)
 
     def open_again(self) -> None:
-        """Open a second endpoint on the same port."""
+        """Open a second server on the same port."""
 
         async def open_second() -> None:
             second = GrpcServer(self.services)

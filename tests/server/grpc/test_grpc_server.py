@@ -8,8 +8,8 @@ from pathlib import Path
 import grpc
 import pytest
 
+from tests.live import line_with, serving
 from tests.models import write_model
-from tests.server.test_api_server import line_with, serving
 
 MESSAGE_BYTES = 96 * 2**20
 CALLS = [
@@ -24,7 +24,7 @@ CALLS = [
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, str]]:
-    """The id of a process that asks for a key, and its gRPC address."""
+    """The id of a process that needs an API key, and its gRPC address."""
     if not sys.platform.startswith("linux"):
         pytest.skip("the memory of a process is read from /proc")
     repository = tmp_path_factory.mktemp("repository")

@@ -1,4 +1,4 @@
-"""ModelStreamInfer, by the generated stub and by tritonclient, on a real socket."""
+"""ModelStreamInfer through the generated stub and tritonclient, over a real socket."""
 
 from __future__ import annotations
 

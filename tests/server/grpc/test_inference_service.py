@@ -1,4 +1,4 @@
-"""The unary methods, judged by tritonclient and by the generated stub on a real socket."""
+"""The unary methods through tritonclient and the generated stub, over a real socket."""
 
 from __future__ import annotations
 
@@ -557,14 +557,14 @@ def test_disabled_shared_memory_disables_cuda_shared_memory_too():
 def test_the_standard_health_service_follows_readiness():
     with LiveGrpc([]) as server, grpc.insecure_channel(server.address) as channel:
         health = health_pb2_grpc.HealthStub(channel)
-        asked = health_pb2.HealthCheckRequest(service="inference.GRPCInferenceService")
+        request = health_pb2.HealthCheckRequest(service="inference.GRPCInferenceService")
         statuses = health_pb2.HealthCheckResponse
-        assert health.Check(asked).status == statuses.SERVING
-        watch = health.Watch(asked)
+        assert health.Check(request).status == statuses.SERVING
+        watch = health.Watch(request)
         assert next(watch).status == statuses.SERVING
         server.inference_server.ready = False
         assert next(watch).status == statuses.NOT_SERVING
-        assert health.Check(asked).status == statuses.NOT_SERVING
+        assert health.Check(request).status == statuses.NOT_SERVING
         server.services.draining = True
         assert list(watch) == []
 

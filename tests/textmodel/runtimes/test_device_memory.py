@@ -1,4 +1,4 @@
-"""The memory of a GPU, on the CPU: torch tensors that a graph is bound to."""
+"""Torch tensors bound to a graph as its KV cache, here on the CPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SmallDevice(DeviceMemory):
         return 100 * self.block_size * 512
 
 
-def test_a_budget_leaves_a_device_memory_to_run_in(path):
+def test_a_budget_leaves_memory_for_runs_on_a_device(path):
     def num_blocks(kv_cache_blocks: int | None) -> int:
         num_bytes = None if kv_cache_blocks is None else kv_cache_blocks * 256 * 512
         return OnnxLogits(
@@ -53,12 +53,12 @@ class CopiedMemory(DeviceMemory):
         return self.copies[-1].data_ptr()
 
 
-def test_a_graph_whose_cache_is_not_written_where_it_lies_is_refused(path):
-    with pytest.raises(RepositoryError, match=r"does not keep its cache on cpu: past_key_values\.0\.key"):
+def test_a_graph_that_does_not_write_its_cache_in_place_is_refused(path):
+    with pytest.raises(RepositoryError, match=r"does not write its cache on cpu: past_key_values\.0\.key"):
         OnnxLogits(path, max_num_seqs=2, max_length=64, memory=CopiedMemory())
 
 
-def test_larger_blocks_hold_the_same(path):
+def test_larger_blocks_hold_the_same_tokens(path):
     ids = list(range(5, 150))
     small, large = (
         OnnxLogits(path, max_num_seqs=1, memory=memory) for memory in (None, DeviceMemory("cpu"))
@@ -77,7 +77,7 @@ def test_a_provider_that_does_not_start_is_refused_rather_than_replaced_by_the_c
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_graph_with_operators_for_the_cpu_is_refused_on_a_gpu_with_what_to_do(path):
+def test_a_graph_with_operators_for_the_cpu_is_refused_on_a_gpu_with_a_remedy(path):
     with pytest.raises(RepositoryError, match="runs on the CPU alone") as caught:
         OnnxLogits(path, max_num_seqs=2, memory=DeviceMemory("cuda:0"))
     assert "--precision fp16" in caught.value.remedy

@@ -1,4 +1,4 @@
-"""In the default precision a sequence's tokens are the same alone and in any company, on the real engine."""
+"""In the default precision a sequence's tokens do not depend on its batch, on the real engine."""
 
 from __future__ import annotations
 
@@ -118,16 +118,16 @@ def compare(file: Path, prompts: Sequence[Sequence[int]], seeds: range) -> None:
 @pytest.mark.parametrize(
     "seeds", [range(100), pytest.param(range(100, NUM_SCHEDULES), marks=pytest.mark.slow)], ids=str
 )
-def test_a_sequences_tokens_are_the_same_alone_and_in_every_company(tiny: Path, seeds: range) -> None:
+def test_tokens_of_a_sequence_do_not_depend_on_its_batch(tiny: Path, seeds: range) -> None:
     compare(tiny, prompts(), seeds)
 
 
-def test_so_are_they_over_a_cache_in_int8(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_an_int8_cache_does_not_depend_on_the_batch(tiny_checkpoint: Path, tmp_path: Path) -> None:
     compare(exported(tiny_checkpoint, tmp_path / "repository", kv_cache="int8"), prompts(), range(0, 100, 10))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_so_are_those_of_the_default_model(smollm2_repository: Path) -> None:
+def test_tokens_of_the_default_model_do_not_depend_on_the_batch(smollm2_repository: Path) -> None:
     """Its 30 layers make a rounding that differs a wide difference of logits; two layers do not."""
     compare(smollm2_repository / "smollm2_logits" / "1" / "model.onnx", prompts()[:8], range(0, 12, 2))

@@ -30,13 +30,13 @@ def cache_of(*, num_blocks: int = 8, block_size: int = 16) -> KVCache:
     )
 
 
-def test_it_takes_what_its_tokens_take():
+def test_the_size_of_a_cache_is_that_of_its_tokens():
     cache = cache_of()
     assert token_bytes(SHAPES) == 2 * 3 * 64 + 3 * 4
     assert cache.nbytes == 8 * 16 * token_bytes(SHAPES)
 
 
-def test_whole_blocks_are_copied_one_after_the_other_and_nothing_else():
+def test_copying_blocks_copies_whole_blocks_in_order():
     cache = cache_of()
     for buffer in cache.buffers.values():
         buffer[:] = np.arange(8).reshape(8, *[1] * (buffer.ndim - 1))
@@ -46,7 +46,7 @@ def test_whole_blocks_are_copied_one_after_the_other_and_nothing_else():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_memory_is_taken_as_it_is_written():
+def test_memory_is_allocated_as_it_is_written():
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
@@ -70,22 +70,22 @@ def cgroup(folder: Path, *, limit: str, used: int, cached: int) -> Path:
     return folder
 
 
-def test_what_the_machine_has_available_is_free(meminfo: Path, tmp_path: Path) -> None:
+def test_available_memory_of_the_machine_is_free(meminfo: Path, tmp_path: Path) -> None:
     assert free_memory_bytes(meminfo=meminfo, cgroup=tmp_path / "none") == 4000 * 1024
     unlimited = cgroup(tmp_path, limit="max", used=1, cached=7)
     assert free_memory_bytes(meminfo=meminfo, cgroup=unlimited) == 4000 * 1024
 
 
-def test_a_container_has_what_its_limit_leaves_without_its_files(meminfo: Path, tmp_path: Path) -> None:
+def test_free_memory_of_a_container_ignores_its_cached_files(meminfo: Path, tmp_path: Path) -> None:
     folder = cgroup(tmp_path, limit="1000000", used=700_000, cached=100_000)
     assert free_memory_bytes(meminfo=meminfo, cgroup=folder) == 400_000
 
 
-def test_nothing_is_said_where_nothing_is_known(tmp_path: Path) -> None:
+def test_unknown_memory_is_none(tmp_path: Path) -> None:
     assert free_memory_bytes(meminfo=tmp_path / "none", cgroup=tmp_path) is None
 
 
-def test_a_container_has_no_more_than_its_limit_in_total(meminfo: Path, tmp_path: Path) -> None:
+def test_the_total_memory_of_a_container_is_its_limit(meminfo: Path, tmp_path: Path) -> None:
     assert total_memory_bytes(meminfo=meminfo, cgroup=tmp_path / "none") == 8000 * 1024
     unlimited = cgroup(tmp_path, limit="max", used=1, cached=7)
     assert total_memory_bytes(meminfo=meminfo, cgroup=unlimited) == 8000 * 1024

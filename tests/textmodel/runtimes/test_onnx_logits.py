@@ -1,4 +1,4 @@
-"""Logits by ONNX Runtime: buffers, limits of the cache, and what spoils a row or a file."""
+"""Logits by ONNX Runtime: buffers, limits of the cache, NaN rows and damaged files."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_logits_are_a_view_of_one_buffer_that_grows(logits):
     assert pointers[1] != pointers[2]
 
 
-def test_copied_blocks_go_on_as_those_they_were_copied_from(logits):
+def test_a_sequence_continues_from_copied_blocks(logits):
     pool, row = BlockPool(logits, seed=1), Row(random_ids(40))
     pool.forward([row], lengths=[24])
     copy = Row(row.ids, num_computed=24, blocks=[pool.free.pop() for _ in row.blocks])
@@ -64,7 +64,7 @@ def test_copied_blocks_go_on_as_those_they_were_copied_from(logits):
     np.testing.assert_array_equal(pool.forward([copy], lengths=[16])[0], expected)
 
 
-def test_a_cache_has_as_many_blocks_as_its_budget_has_room_for(path):
+def test_a_cache_has_the_blocks_that_fit_into_its_budget(path):
     whole = OnnxLogits(path, max_num_seqs=4, max_length=100)
     assert (whole.block_size, whole.num_blocks, whole.max_length) == (16, 4 * 7, 100)
     block_bytes = 16 * 2 * 2 * 2 * 16 * 4   # tokens, layers, keys and values, heads, numbers, bytes
@@ -73,11 +73,11 @@ def test_a_cache_has_as_many_blocks_as_its_budget_has_room_for(path):
     assert (less.num_blocks, less.max_num_seqs, less.max_length) == (10, 4, 100)
 
 
-def test_a_budget_for_less_than_one_sequence_shortens_all(path, caplog):
+def test_a_budget_below_one_sequence_shortens_the_context(path, caplog):
     with caplog.at_level(logging.WARNING):
         logits = OnnxLogits(path, max_num_seqs=4, max_length=100, kv_cache_bytes=3 * 16 * 512)
     assert (logits.num_blocks, logits.max_length) == (3, 48)
-    assert "prompt and answer have 48 tokens at the most, not 100" in caplog.text
+    assert "prompt and answer are limited to 48 tokens, not 100" in caplog.text
 
 
 def test_a_budget_without_room_for_a_block_is_refused(path):
@@ -92,7 +92,7 @@ def test_more_tokens_than_the_context_are_refused(path):
 
 
 @pytest.mark.parametrize("block", [-1, 64, 2**30])
-def test_a_block_that_the_cache_has_not_is_an_error(logits, block):
+def test_a_block_outside_the_cache_is_an_error(logits, block):
     row = Row(random_ids(5), blocks=[block])
     with pytest.raises(Exception, match="block_table"):     # onnxruntime's share no base class
         logits.forward(forward_batch([row], [5]))
@@ -100,7 +100,7 @@ def test_a_block_that_the_cache_has_not_is_an_error(logits, block):
     assert np.isfinite(expected).all()
 
 
-def test_a_graph_without_a_cache_is_refused_with_what_to_do(tmp_path):
+def test_a_graph_without_a_cache_is_refused_with_a_remedy(tmp_path):
     value, out = (helper.make_tensor_value_info(name, 1, [1]) for name in "xy")
     graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "g", [value], [out])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
@@ -109,7 +109,7 @@ def test_a_graph_without_a_cache_is_refused_with_what_to_do(tmp_path):
         OnnxLogits(tmp_path / "model.onnx", max_num_seqs=1)
 
 
-def test_a_graph_of_an_older_export_is_refused_with_what_to_do(tmp_path):
+def test_a_graph_of_an_older_export_is_refused_with_a_remedy(tmp_path):
     """As genserve wrote them before the cache had blocks."""
     shape = ["batch", 2, "max_len", 16]
     values = [
@@ -123,7 +123,7 @@ def test_a_graph_of_an_older_export_is_refused_with_what_to_do(tmp_path):
     graph = helper.make_graph([node], "g", values, [out])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
     onnx.save(model, tmp_path / "model.onnx")
-    with pytest.raises(RepositoryError, match=r"no input .*block_table.*older genserve") as caught:
+    with pytest.raises(RepositoryError, match=r"lacks the inputs .*block_table.*older version") as caught:
         OnnxLogits(tmp_path / "model.onnx", max_num_seqs=1)
     assert "export it again" in caught.value.remedy
 
@@ -159,7 +159,7 @@ def drop_metadata(folder: Path, model: onnx.ModelProto) -> None:
     "spoil",
     [drop_weights, truncate_weights, write_another_version_of_operators, rename_an_operator, drop_metadata],
 )
-def test_a_spoilt_export_is_refused_at_the_load(path, tmp_path, spoil):
+def test_a_damaged_export_is_refused_at_load(path, tmp_path, spoil):
     with pytest.raises(RepositoryError, match="export"):
         OnnxLogits(spoilt(path, tmp_path, spoil), max_num_seqs=1)
 
@@ -241,7 +241,7 @@ def with_a_nan(request, tmp_path_factory):
     return OnnxLogits(file, max_num_seqs=2, max_length=32)
 
 
-def test_what_is_no_number_spoils_its_own_row_alone_and_is_gone_with_it(with_a_nan):
+def test_nan_affects_its_own_row_only_and_is_gone_with_it(with_a_nan):
     def run(first: list[int]) -> list[np.ndarray]:
         """The logits behind the last token of two rows, after a prompt and after one token more."""
         pool, rows = BlockPool(with_a_nan), [Row(np.array(ids)) for ids in ([*first, 9], [5, 6, 9, 8, 9])]

@@ -1,4 +1,4 @@
-"""Each kind of logits runtime against transformers' own model of the same checkpoint."""
+"""Each logits runtime, compared with transformers on the same checkpoint."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_prompts_of_different_lengths_and_their_decodes_equal_transformers(logit
         assert_equal_to_reference(sequences.forward(next_ids), reference)
 
 
-def test_chunks_decodes_and_drafts_in_one_forward_equal_transformers_behind_every_token(logits, reference):
+def test_chunks_decodes_and_drafts_in_one_forward_equal_transformers_at_every_token(logits, reference):
     sequences = CachedSequences(logits)
     sequences.forward({"decode": random_ids(1, 9), "draft": random_ids(2, 30)})
     prompt = random_ids(3, 60)
@@ -121,7 +121,7 @@ def test_chunks_decodes_and_drafts_in_one_forward_equal_transformers_behind_ever
         assert_equal_to_reference(rows, reference)
 
 
-def test_logits_are_given_behind_the_tokens_that_are_asked_for(logits, reference):
+def test_logits_are_computed_at_the_requested_tokens(logits, reference):
     sequences = CachedSequences(logits)
     prompts = {"a": random_ids(1, 20), "b": random_ids(2, 3), "c": random_ids(3, 20)}
     assert_equal_to_reference(sequences.forward(prompts, wanted=[0, 7, 19, 21, 42]), reference)
@@ -132,7 +132,7 @@ def test_logits_are_given_behind_the_tokens_that_are_asked_for(logits, reference
     assert_equal_to_reference(rows, reference)
 
 
-def test_tokens_of_a_draft_that_was_wrong_leave_nothing(logits, reference):
+def test_rejected_draft_tokens_leave_no_trace(logits, reference):
     sequences = CachedSequences(logits)
     sequences.forward({"a": random_ids(1, 14), "b": random_ids(2, 30)})
     for step, length in enumerate((15, 17, 18)):
@@ -152,7 +152,7 @@ def test_a_sequence_goes_on_in_copied_blocks_and_the_first_in_its_own(logits, re
     assert_equal_to_reference(sequences.forward(new, wanted="all"), reference)
 
 
-def test_blocks_that_others_had_show_nothing_of_them(logits, reference):
+def test_reused_blocks_do_not_leak_their_old_content(logits, reference):
     sequences = CachedSequences(logits)
     for step in range(3):
         for name in range(8):
@@ -196,7 +196,7 @@ def test_the_engine_s_greedy_tokens_are_those_of_generate(logits, reference, spe
         assert sequence.token_ids[len(prompt) :] == expected
 
 
-def test_beam_searches_beside_each_other_are_those_of_generate(logits, reference):
+def test_concurrent_beam_searches_equal_those_of_generate(logits, reference):
     """Their blocks are copied while others go on."""
     engine = Engine(logits, decode=sample_loop, clock=Clock())
     answers = {}

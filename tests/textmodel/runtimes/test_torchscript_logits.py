@@ -1,4 +1,4 @@
-"""TorchScript with a KV cache; what it computes is in test_logits_runtimes.py and tests/export."""
+"""TorchScript with a KV cache; its results are tested in test_runtimes.py and tests/export."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def spoiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_graph(source, folder / "graph", export_format=ExportFormat.TORCHSCRIPT).folder / "model.pt"
 
 
-def test_what_is_no_number_does_not_outlast_its_sequence(spoiled: Path) -> None:
+def test_nan_does_not_outlast_its_sequence(spoiled: Path) -> None:
     """A mask hides what lies behind a sequence in its last block, but 0 * NaN would be NaN."""
     logits, fresh = (TorchLogits(spoiled, max_num_seqs=2, max_length=32) for _ in range(2))
     sequences = CachedSequences(logits)
@@ -53,7 +53,7 @@ def test_what_is_no_number_does_not_outlast_its_sequence(spoiled: Path) -> None:
             np.testing.assert_array_equal(found, row)
 
 
-def test_what_is_no_number_leaves_the_sequences_beside_it_alone(spoiled: Path) -> None:
+def test_nan_does_not_affect_other_sequences(spoiled: Path) -> None:
     sequences = CachedSequences(TorchLogits(spoiled, max_num_seqs=2, max_length=32))
     for new in ({"a": [7, 5, 6], "b": [5, 6, 8]}, {"a": [5], "b": [6]}):
         (_, failed), (_, row) = sequences.forward(new)
@@ -61,17 +61,17 @@ def test_what_is_no_number_leaves_the_sequences_beside_it_alone(spoiled: Path) -
         assert np.isfinite(row).all()
 
 
-def test_a_budget_that_shortens_the_context_is_told(
+def test_a_budget_that_shortens_the_context_is_logged(
     module: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     whole = TorchLogits(module, max_num_seqs=1, max_length=256)
     assert not caplog.text
     half = TorchLogits(module, max_num_seqs=1, max_length=256, kv_cache_bytes=whole.kv_cache_bytes // 2)
     assert half.max_length == whole.max_length // 2
-    assert f"{half.max_length} tokens at the most, not 256" in caplog.text
+    assert f"limited to {half.max_length} tokens, not 256" in caplog.text
 
 
-def test_the_cache_keeps_to_its_budget(module: Path) -> None:
+def test_the_cache_stays_within_its_budget(module: Path) -> None:
     whole = TorchLogits(module, max_num_seqs=4, max_length=256)
     half = TorchLogits(module, max_num_seqs=4, max_length=256, kv_cache_bytes=whole.kv_cache_bytes // 2)
     assert half.num_blocks == whole.num_blocks // 2
@@ -79,7 +79,7 @@ def test_the_cache_keeps_to_its_budget(module: Path) -> None:
         TorchLogits(module, max_num_seqs=4, max_length=256, kv_cache_bytes=100)
 
 
-def test_a_decoding_loop_may_change_its_row_where_it_lies(module: Path) -> None:
+def test_a_decoding_loop_may_change_its_row_in_place(module: Path) -> None:
     """Of the memory of the host it is numpy's, of a device torch's; for that the CPU stands in."""
     batch = ForwardBatch(
         token_ids=np.array([5, 6, 7]),
@@ -96,7 +96,7 @@ def test_a_decoding_loop_may_change_its_row_where_it_lies(module: Path) -> None:
         assert int(rows[1].argmax()) == 7
 
 
-def test_a_module_with_slots_in_the_place_of_blocks_is_refused_with_what_to_do(tmp_path: Path) -> None:
+def test_a_module_with_slots_in_place_of_blocks_is_refused_with_a_remedy(tmp_path: Path) -> None:
     def forward(input_ids, past, rows, kv_cache):
         return kv_cache[past, rows] + input_ids
 
@@ -106,21 +106,21 @@ def test_a_module_with_slots_in_the_place_of_blocks_is_refused_with_what_to_do(t
         warnings.simplefilter("ignore", DeprecationWarning)     # of torch, for torch.export
         traced = torch.jit.trace(forward, (zeros, zeros, zeros, torch.zeros(1, 1)), check_trace=False)
         torch.jit.save(traced, str(file), _extra_files=told)
-    with pytest.raises(RepositoryError, match="no KV cache in blocks: an older genserve") as caught:
+    with pytest.raises(RepositoryError, match="no KV cache in blocks: it was exported by an older") as caught:
         TorchLogits(file, max_num_seqs=1)
     assert "--overwrite" in caught.value.remedy
 
 
-def test_a_file_that_is_no_module_is_refused_with_what_to_do(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_module_is_refused_with_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "model.pt").write_bytes(b"nothing")
     with pytest.raises(RepositoryError, match="cannot be loaded") as caught:
         TorchLogits(tmp_path / "model.pt", max_num_seqs=1)
     assert "--overwrite" in caught.value.remedy
 
 
-def test_a_module_without_a_cache_is_refused_with_what_to_do(tmp_path: Path) -> None:
+def test_a_module_without_a_cache_is_refused_with_a_remedy(tmp_path: Path) -> None:
     torch.manual_seed(0)
     path = two_outputs_torchscript(tmp_path / "model.pt")
-    with pytest.raises(RepositoryError, match="does not tell the sizes of its KV cache") as caught:
+    with pytest.raises(RepositoryError, match="does not contain the sizes of its KV cache") as caught:
         TorchLogits(path, max_num_seqs=1)
     assert "--format torchscript" in caught.value.remedy

@@ -1,4 +1,4 @@
-"""Graphs without a KV cache; what they compute is in test_logits_runtimes.py."""
+"""Graphs without a KV cache; their results are tested in test_runtimes.py."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ output [ { name: "logits" data_type: TYPE_FP32 dims: [ -1, 500 ] } ]
 """
 
 
-def test_an_onnx_graph_of_whole_sequences_is_decoded_with_one(tmp_path):
+def test_an_onnx_graph_without_a_cache_decodes(tmp_path):
     config = config_of(CONFIG)
     graph = open_graph(bloom_onnx(tmp_path / "model.onnx", vocab_size=500), config=config, placement=ON_CPU)
     logits = UncachedLogits(graph.run, config, max_length=32)
@@ -65,7 +65,7 @@ def test_a_graph_of_the_last_position_only_is_refused(shape, words):
     assert "[1, 2, vocabulary]" in caught.value.remedy
 
 
-def test_logits_that_do_not_fit_into_memory_together_come_from_several_runs():
+def test_logits_that_do_not_fit_into_memory_are_split_into_runs():
     """Eight rows of a large vocabulary: as 32 prompts of 512 tokens would take 3 GiB."""
     num_rows, vocab_size, sizes = 8, 2**20, []
 
@@ -96,7 +96,7 @@ def test_logits_that_do_not_fit_into_memory_together_come_from_several_runs():
         (["input_ids"], ["hidden", "logits"], ("input_ids", None, "logits")),
     ],
 )
-def test_ids_mask_and_logits_are_found_by_name_or_place(inputs, outputs, found):
+def test_ids_mask_and_logits_are_found_by_name_or_order(inputs, outputs, found):
     names = LogitsNames.of(config_with(inputs, outputs))
     assert (names.input_ids, names.attention_mask, names.logits) == found
 
@@ -115,9 +115,9 @@ def test_a_model_of_other_tensors_is_refused_by_their_names(inputs, outputs):
         LogitsNames.of(config_with(inputs, outputs))
 
 
-def test_ids_of_a_type_that_they_cannot_be_are_refused():
+def test_ids_of_an_unsupported_type_are_refused():
     config = config_of(CONFIG.replace('ids" data_type: TYPE_INT64', 'ids" data_type: TYPE_FP32'))
-    with pytest.raises(RepositoryError, match="'input_ids' of a logits stage is of TYPE_FP32"):
+    with pytest.raises(RepositoryError, match=r"'input_ids' .* has the unsupported type TYPE_FP32"):
         UncachedLogits(lambda inputs, outputs: {}, config, max_length=32)
 
 

@@ -29,7 +29,6 @@ from genserve.tracing import Span
 
 __all__ = ["RESCHEDULE", "InferenceRequest", "InferenceTrace", "MemoryType", "PreferredMemory"]
 
-
 RESCHEDULE = 2  # TRITONSERVER_REQUEST_RELEASE_RESCHEDULE
 
 
@@ -282,7 +281,7 @@ class InferenceRequest:
             self._inference.fail(error)
 
     def _server_and_executor(self) -> tuple[InferenceServer, Executor | None]:
-        """Return the server to other models, and the instance that waits for what is asked there."""
+        """Return the server, and the instance that waits for the response."""
         context = self._context or current_context()
         if context is None or context.server is None or context.phase is not Phase.RUNNING:
             raise TritonModelException("BLS is only supported during the 'execute' function.")

@@ -23,7 +23,6 @@ __all__ = [
     "triton_to_numpy_type",
 ]
 
-
 # BF16 is missing, as in Triton: numpy has no such type.
 TRITON_STRING_TO_NUMPY: dict[str, Any] = {
     data_type.config_name: data_type.numpy.type for data_type in DataType if data_type is not DataType.BF16

@@ -14,7 +14,7 @@ from genserve.backends.python.pb_utils import InferenceRequest, InferenceRespons
 
 X = Tensor("X", np.zeros(1, np.float32))
 
-# dir() of the module in the real server, with what can be reached from it.
+# dir() of the module in a Triton server, and of its classes.
 SURFACE = """
     InferenceRequest InferenceResponse Logger MetricFamily ModelConfig PreferredMemory TRITONSERVER_MEMORY_CPU
     TRITONSERVER_MEMORY_GPU TRITONSERVER_REQUEST_FLAG_SEQUENCE_END TRITONSERVER_REQUEST_FLAG_SEQUENCE_START
@@ -29,11 +29,11 @@ SURFACE = """
 
 
 @pytest.mark.parametrize("name", SURFACE.split())
-def test_the_module_has_all_that_the_real_one_has(name):
+def test_the_module_has_all_names_of_tritons(name):
     assert hasattr(pb_utils, name)
 
 
-def test_its_own_names_import_it_only_once_it_is_needed(tmp_path):
+def test_tritons_names_import_it_lazily(tmp_path):
     (tmp_path / "model.py").write_text(
         "import triton_python_backend_utils as pb_utils\nhere = pb_utils.Tensor"
     )
@@ -74,7 +74,7 @@ def request(**fields):
     return InferenceRequest(**{"model_name": "a", "inputs": [X], "requested_output_names": ["b"]} | fields)
 
 
-def test_a_request_shows_what_it_was_made_of():
+def test_a_request_has_getters_for_its_arguments():
     made = request(correlation_id="s", parameters={"a": 1, "b": True, "c": "é"})
     assert (made.request_id(), made.correlation_id(), made.flags(), made.timeout()) == ("", "s", 0, 0)
     assert made.parameters() == '{"a": 1, "b": true, "c": "\\u00e9"}'
@@ -84,7 +84,7 @@ def test_a_request_shows_what_it_was_made_of():
     assert made.trace().get_context() is None
 
 
-def test_a_request_takes_its_arguments_in_the_order_of_triton():
+def test_the_arguments_of_a_request_have_tritons_order():
     memory = pb_utils.PreferredMemory(pb_utils.TRITONSERVER_MEMORY_CPU, 0)
     made = InferenceRequest("7", 3, [X], ["Y"], "m", 2, 1, 9, memory, X and made_trace(), {"a": 1})
     assert (made.request_id(), made.correlation_id(), made.flags(), made.timeout()) == ("7", 3, 1, 9)
@@ -111,7 +111,7 @@ def made_trace():
         ({"parameters": {1: 1}}, "Expect parameters keys to have type str, found type <class 'int'>"),
     ],
 )
-def test_a_wrong_request_is_refused_in_the_words_of_triton(fields, text):
+def test_an_invalid_request_is_rejected_in_tritons_words(fields, text):
     with pytest.raises(pb_utils.TritonModelException) as raised:
         request(**fields)
     assert str(raised.value) == text
@@ -123,12 +123,12 @@ def test_a_request_needs_a_model_inputs_and_outputs(missing):
         request(**{missing: None})
 
 
-def test_the_sender_of_a_request_that_was_made_answers_nobody():
+def test_a_sender_of_a_bls_request_cannot_send():
     with pytest.raises(pb_utils.TritonModelException, match="has no reference to the decoupled state"):
         request().get_response_sender().send(flags=1)
 
 
-def test_a_response_shows_what_it_was_made_of():
+def test_a_response_has_getters_for_its_arguments():
     made = InferenceResponse([X], TritonError("no"), parameters={"a": 1})
     assert made.has_error()
     assert (made.error().message(), made.error().code()) == ("no", TritonError.INTERNAL)
@@ -137,7 +137,7 @@ def test_a_response_shows_what_it_was_made_of():
     assert InferenceResponse().error() is None
 
 
-def test_a_response_of_nothing_is_refused():
+def test_a_response_with_none_is_rejected():
     with pytest.raises(
         pb_utils.TritonModelException, match=r"^Output tensor for inference response should not be empty\.$"
     ):
@@ -149,13 +149,13 @@ def test_a_response_of_nothing_is_refused():
 
 @pytest.mark.parametrize("make", [request, InferenceResponse])
 @pytest.mark.parametrize("number", [2**63, -(2**63) - 1, 1 << 20000], ids=["above", "below", "far"])
-def test_a_parameter_that_no_protocol_can_send_is_refused(make, number):
+def test_a_parameter_that_no_protocol_can_send_is_rejected(make, number):
     with pytest.raises(pb_utils.TritonModelException, match="64 bits with their sign: 'a' does not"):
         make(parameters={"a": number})
     assert make(parameters={"a": -(2**63)}).parameters().endswith("9223372036854775808}")
 
 
-def test_codes_have_the_numbers_of_triton():
+def test_codes_have_tritons_numbers():
     words = "UNKNOWN INTERNAL NOT_FOUND INVALID_ARG UNAVAILABLE UNSUPPORTED ALREADY_EXISTS CANCELLED"
     assert [int(getattr(TritonError, word)) for word in words.split()] == list(range(8))
     assert (int(pb_utils.TRITONSERVER_MEMORY_GPU), int(pb_utils.TRITONSERVER_MEMORY_CPU)) == (0, 1)
@@ -174,7 +174,7 @@ def test_data_types_have_numpy_types():
     assert pb_utils.numpy_to_triton_type(np.complex64) is None
 
 
-def test_strings_are_written_each_after_its_length():
+def test_strings_are_serialized_after_their_lengths():
     array = np.array([[b"ab", "ü"], [3, b""]], dtype=object)
     encoded = pb_utils.serialize_byte_tensor(array)
     assert encoded == b"".join(

@@ -13,7 +13,7 @@ NUMPY = [data_type for data_type in DataType if data_type.name not in ("BYTES", 
 
 
 @pytest.mark.parametrize("data_type", NUMPY, ids=lambda data_type: data_type.name)
-def test_an_array_is_held_as_it_is(data_type):
+def test_an_array_is_not_copied(data_type):
     array = np.ones((2, 3), data_type.numpy)
     tensor = Tensor("x", array)
     assert tensor.as_numpy() is array
@@ -44,7 +44,7 @@ def test_memory_imported_by_dlpack_outlives_its_maker():
     assert tensor.as_numpy().sum() == 499500
 
 
-def test_bfloat16_goes_by_dlpack_alone():
+def test_bfloat16_is_only_passed_by_dlpack():
     made = torch.tensor([1.5, 2.5], dtype=torch.bfloat16)
     tensor = Tensor.from_dlpack("x", made)
     assert tensor.triton_dtype() == DataType.BF16.number
@@ -62,7 +62,7 @@ def test_bfloat16_from_the_wire_is_bfloat16_to_torch():
     assert torch.equal(torch.from_dlpack(tensor), torch.tensor([1.5], dtype=torch.bfloat16))
 
 
-def test_strings_are_bytes_to_whoever_gets_them():
+def test_received_strings_are_bytes():
     given = np.array([["a", 1], [b"c", "ü"]], dtype=object)
     tensor = Tensor("x", given)
     assert tensor.as_numpy() is given
@@ -70,12 +70,12 @@ def test_strings_are_bytes_to_whoever_gets_them():
     assert Tensor("x", np.array([b"a", b"bc"]))._wrapped.array.tolist() == [b"a", b"bc"]
 
 
-def test_an_array_of_bytes_is_held_as_it_is():
+def test_an_array_of_bytes_is_not_copied():
     array = np.array([b"a", b"b\0"], dtype=object)
     assert Tensor("x", array)._wrapped.array is array
 
 
-def test_strings_are_objects_that_np_char_takes_too():
+def test_string_arrays_work_with_np_char():
     array = np.array([[b"a"], [b"\xc3\xbc\0"]], dtype=object)
     seen = Tensor._of(inner.Tensor("x", array)).as_numpy()
     assert seen.dtype == object
@@ -87,7 +87,7 @@ def test_strings_are_objects_that_np_char_takes_too():
     assert Tensor("y", seen)._wrapped.array.tolist() == array.tolist()
 
 
-def test_an_array_that_is_not_contiguous_is_made_so():
+def test_an_array_that_is_not_contiguous_is_copied():
     array = np.arange(6.0).reshape(2, 3).T
     tensor = Tensor("x", array)
     assert tensor.as_numpy().flags.c_contiguous
@@ -132,12 +132,12 @@ def test_a_scalar_has_no_dimensions():
         (lambda: Tensor.from_dlpack("x", np.zeros(1, ">f4")), "Unsupported triton dtype."),
     ],
 )
-def test_what_is_no_tensor_is_refused_in_the_words_of_triton(make, text):
+def test_a_value_that_is_not_a_tensor_is_rejected_in_tritons_words(make, text):
     with pytest.raises(TritonModelException) as raised:
         make()
     assert str(raised.value) == text
 
 
-def test_what_is_no_array_is_a_type_error():
+def test_a_value_that_is_not_an_array_is_a_type_error():
     with pytest.raises(TypeError):
         Tensor("x", [1.0])

@@ -50,7 +50,7 @@ def test_a_backend_of_another_package_is_found_by_its_entry_point(installed):
     assert find_backend("doubling").__name__ == "DoublingBackend"
 
 
-def test_an_entry_point_that_leads_nowhere_is_told(installed):
+def test_an_entry_point_that_leads_nowhere_is_an_error(installed):
     with pytest.raises(RepositoryError, match="'broken' cannot be imported from doubling_that_is_not"):
         find_backend("broken")
 
@@ -70,7 +70,7 @@ def test_a_python_based_backend_is_found_in_the_backend_directory(tmp_path):
     assert issubclass(find_backend("vllm", backend_directory=tmp_path), find_backend("python"))
 
 
-def test_an_unknown_backend_is_refused_with_those_that_there_are(installed, tmp_path):
+def test_an_unknown_backend_is_rejected_with_the_known_ones(installed, tmp_path):
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "model.py").touch()
     with pytest.raises(RepositoryError) as raised:

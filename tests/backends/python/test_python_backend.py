@@ -47,7 +47,7 @@ def test_a_model_completes_its_config(models):
     )
 
 
-def test_a_class_that_inherits_from_a_helper_completes_too(models):
+def test_a_class_that_inherits_from_a_helper_completes_its_config(models):
     helper = "import triton_python_backend_utils\n" + COMPLETES.replace(
         "TritonPythonModel", "Parent"
     ).replace("\n    ", "\n")
@@ -88,7 +88,7 @@ def test_a_model_that_cannot_complete_says_why(models, source, text):
     assert message == text.format(path=models.root / "m" / "1" / "model.py", config="CONFIG")
 
 
-def test_a_config_that_is_none_is_refused(models):
+def test_an_invalid_completed_config_is_rejected(models):
     source = """
         class TritonPythonModel:
             @staticmethod
@@ -100,7 +100,7 @@ def test_a_config_that_is_none_is_refused(models):
         completed(models, source)
 
 
-def test_another_file_can_be_named(models):
+def test_another_model_file_can_be_configured(models):
     folder = models.write("m", "", 'default_model_filename: "other.py"')
     (folder / "model.py").rename(folder / "other.py")
     with (folder / "other.py").open("a") as file:
@@ -113,7 +113,7 @@ def test_another_file_can_be_named(models):
     assert models.infer("m", floats(1)).array == [1]
 
 
-def test_a_backend_of_python_runs_models_without_a_file_of_their_own(models, tmp_path):
+def test_a_python_based_backend_runs_models_without_a_model_py(models, tmp_path):
     folder = tmp_path / "backends" / "own"
     folder.mkdir(parents=True)
     (folder / "helper.py").write_text("name = 'helper'")

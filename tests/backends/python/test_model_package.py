@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import importlib
 import sys
 import traceback
 
 import pytest
 
 from genserve.backends.python.model_package import ModelPackage
+from tests.backends.python.models import floats
 
 
 @pytest.fixture
@@ -13,14 +15,14 @@ def load():
     files = []
 
     def load(path, **names):
-        file = ModelPackage(path, model="m", folders=[path.parent, path.parent.parent], names=names)
+        file = ModelPackage(path, model="m", folders=[path.parent, path.parent.parent], module_globals=names)
         files.append(file)
         return file.load()
 
     load.files = files
     yield load
     for file in files:
-        file.forget()
+        file.unload()
 
 
 def write(folder, **sources):
@@ -39,7 +41,7 @@ def write(folder, **sources):
         "from utils import name; import utils",
     ],
 )
-def test_models_with_modules_of_one_name_have_each_its_own(tmp_path, load, statement):
+def test_each_model_has_its_own_module_of_a_name(tmp_path, load, statement):
     models = [
         load(write(tmp_path / folder / "1", model=statement, utils=f"name = {folder!r}"))
         for folder in ("a", "b")
@@ -97,7 +99,7 @@ def test_no_bytecode_is_written_and_a_reload_gets_the_new_text(tmp_path, load):
     assert sorted(file.name for file in path.parent.iterdir()) == ["helper.py", "model.py"]
 
 
-def test_the_globals_it_was_given_are_in_every_module(tmp_path, load):
+def test_the_given_globals_are_in_every_module(tmp_path, load):
     model = load(
         write(tmp_path / "1", model="import helper\nhere = secret", helper="here = secret"), secret=7
     )
@@ -107,7 +109,7 @@ def test_the_globals_it_was_given_are_in_every_module(tmp_path, load):
 def test_forgetting_removes_every_module(tmp_path, load):
     model = load(write(tmp_path / "1", model="import helper", helper=""))
     before = [name for name in sys.modules if name.startswith(model.__package__)]
-    load.files[0].forget()
+    load.files[0].unload()
     assert len(before) == 3
     assert not [name for name in sys.modules if name.startswith(model.__package__)]
 
@@ -123,3 +125,77 @@ def test_a_traceback_shows_the_file_and_its_lines(tmp_path, load):
 def test_a_missing_module_is_named(tmp_path, load):
     with pytest.raises(ModuleNotFoundError, match="No module named 'not_there'"):
         load(write(tmp_path / "1", model="import not_there"))
+
+
+SAYS = """
+    import importlib, pickle
+    class TritonPythonModel:
+        def execute(self, requests):
+            {body}
+            return [answer(np.array([repr(said)], dtype=object))]
+"""
+PICKLE = """b"chelper\\nKind\\n." """.strip()
+
+
+def said(models, name, body, **files):
+    models.add(name, SAYS.format(body=body), **{f"{path}.py": text for path, text in files.items()})
+    return models.infer(name, floats(1)).array[0].decode()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "said = importlib.import_module('helper').name",
+        f"said = pickle.loads({PICKLE}).name",
+        f"said = pickle._loads({PICKLE}).name",
+        "import helper; said = pickle.loads(pickle.dumps(helper.Kind)).name",
+        "said = __import__('helper').name",
+    ],
+)
+def test_each_model_finds_its_own_module_by_name(models, body):
+    found = [
+        said(models, name, body, helper=f"name = {name!r}\nclass Kind:\n    name = {name!r}") for name in "ab"
+    ]
+    assert found == ["'a'", "'b'"]
+
+
+def test_modules_of_packages_are_found(models):
+    files = {"lib/__init__": "", "lib/deep": "name = 'deep'"}
+    assert said(models, "m", "said = importlib.import_module('lib.deep').name", **files) == "'deep'"
+
+
+def test_import_by_name_and_import_statement_give_the_same_module(models):
+    body = "import helper; helper.value = 3; said = importlib.import_module('helper').value"
+    assert said(models, "m", body, helper="") == "3"
+
+
+def test_a_thread_of_the_model_finds_them(models):
+    body = (
+        "found = []; thread = threading.Thread(target=lambda: found.append("
+        "importlib.import_module('helper').name)); thread.start(); thread.join(); said = found"
+    )
+    assert said(models, "m", body, helper="name = 1") == "[1]"
+
+
+def test_other_code_does_not_find_them(models):
+    assert said(models, "a", "said = importlib.import_module('helper').name", helper="name = 1") == "1"
+    for name, body, why in [
+        ("b", "said = importlib.import_module('helper').name", "outside of its model"),
+        ("c", "import helper", "No module named 'helper'"),
+        ("d", "said = importlib.import_module('helper').name", "No module named 'helper'"),
+    ]:
+        models.add(name, SAYS.format(body=body))
+        assert why in models.infer(name, floats(1)).error.message
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("helper")
+
+
+def test_they_are_removed_with_the_model(models):
+    said(models, "a", "said = importlib.import_module('helper').name", helper="name = 1")
+    assert "helper" in sys.modules
+    models.stop("a")
+    assert "helper" not in sys.modules
+
+
+def test_an_installed_module_takes_precedence(models):
+    assert said(models, "m", "said = importlib.import_module('pytest').__name__", pytest="") == "'pytest'"

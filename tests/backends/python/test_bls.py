@@ -26,7 +26,7 @@ REPEAT = """
 
 
 def calling(body, kind="def"):
-    """A model whose `call` has this body; what it returns is shown as text."""
+    """A model whose `call` has this body and returns text."""
     lines = "".join(f"\n            {line}" for line in body.splitlines())
     wait = "await " if kind == "async def" else ""
     return f"""
@@ -43,7 +43,7 @@ def shown(models, body, kind="def"):
     return models.infer("caller", floats(3)).array[0].decode()
 
 
-def test_a_tensor_reaches_the_target_and_comes_back_by_pointer(models):
+def test_a_tensor_is_passed_to_the_target_and_back_by_pointer(models):
     models.add(
         "target",
         """
@@ -64,7 +64,7 @@ return [sent.ctypes.data, y.as_numpy().ctypes.data] == pointers.as_numpy().tolis
     assert shown(models, body) == "True"
 
 
-def test_tensors_of_a_call_are_gone_without_a_garbage_collection(models):
+def test_tensors_of_a_call_are_freed_without_garbage_collection(models):
     models.add("double", DOUBLE)
     body = """\
 import gc, weakref
@@ -72,7 +72,7 @@ sent = np.arange(5, dtype=np.float32)
 held = weakref.ref(sent)
 gc.disable()
 try:
-    for array in (sent, np.zeros(1, np.float32)):  # with the second, the instance has let go of the first
+    for array in (sent, np.zeros(1, np.float32)):  # the second one makes the instance drop the first
         assert not ask("double", pb_utils.Tensor("X", array)).exec().has_error()
     del sent, array
     return held() is None
@@ -81,7 +81,7 @@ finally:
     assert shown(models, body) == "True"
 
 
-def test_everything_that_was_asked_reaches_the_target(models):
+def test_all_fields_of_a_request_reach_the_target(models):
     models.add(
         "target",
         """
@@ -137,7 +137,7 @@ return (response.has_error(), response.error().message(), response.error().code(
     assert shown(models, body) == repr((True, text, code))
 
 
-def test_a_target_that_raises_answers_with_its_text(models):
+def test_an_exception_of_the_target_is_in_the_response(models):
     models.add(
         "target", "class TritonPythonModel:\n    def execute(self, requests):\n        raise ValueError('b')"
     )
@@ -145,7 +145,7 @@ def test_a_target_that_raises_answers_with_its_text(models):
     assert "Failed to process the request(s) for model 'target_0', message: ValueError: b\\n\\nAt:" in text
 
 
-def test_async_calls_run_together(models):
+def test_async_calls_run_concurrently(models):
     models.add("target", DOUBLE, TWO)
     body = """\
 async def both():
@@ -156,7 +156,7 @@ return asyncio.run(both())"""
     assert shown(models, body) == "[2.0, 4.0]"
 
 
-def test_nothing_looks_at_an_async_call_that_is_answered(models):
+def test_an_answered_async_call_is_not_checked_for_deadlock(models):
     models.add("target", DOUBLE)
     body = """\
 looks = []
@@ -192,7 +192,7 @@ return first, numbers(responses), asyncio.run(later())"""
     assert shown(models, body) == repr(([(1, False)] * 3 + [(0, False)], [0, 1, 2], [0, 1, 2]))
 
 
-def test_a_target_that_is_not_decoupled_is_iterated_too(models):
+def test_a_target_that_is_not_decoupled_is_iterated(models):
     models.add("target", DOUBLE)
     body = "return [len(r.output_tensors()) for r in ask('target', x).exec(decoupled=True)]"
     assert shown(models, body) == "[1]"
@@ -233,7 +233,7 @@ return {float(response.output_tensors()[0].as_numpy()[0]) for response in respon
     assert shown(models, body) == "{6.0}"
 
 
-def test_calls_are_refused_before_and_after_execute(models):
+def test_calls_are_rejected_before_and_after_execute(models):
     models.add("target", DOUBLE)
     source = """
         said = []
@@ -280,7 +280,7 @@ def fails_fast(*answers):
     return errors
 
 
-def test_a_model_that_calls_itself_without_a_free_instance_is_told(models):
+def test_a_model_that_calls_itself_without_a_free_instance_gets_an_error(models):
     models.add("m", RECURSE.format(target="m"))
     [error] = fails_fast(models.infer("m", floats(1)))
     assert isinstance(error, InferenceError)
@@ -295,7 +295,7 @@ def test_a_model_that_calls_itself_with_enough_instances_works(models):
     assert models.infer("m", floats(2)).array == [2]
 
 
-def test_models_that_call_each_other_in_a_circle_are_told(models):
+def test_models_that_call_each_other_in_a_cycle_get_an_error(models):
     models.add("a", RECURSE.format(target="b"))
     models.add("b", RECURSE.format(target="a"))
     assert models.infer("a", floats(1)).array == [1]
@@ -329,12 +329,12 @@ return found[0].error().message()""",
         "return next(asyncio.run(later(decoupled=True))).error().message()",
     ],
 )
-def test_a_circle_is_seen_however_the_call_is_made(models, body):
+def test_a_cycle_is_detected_for_each_kind_of_call(models, body):
     later = "async def later(**how):\n    return await ask('caller', x).async_exec(**how)\n"
     assert NO_INSTANCE in shown(models, later + body)
 
 
-def test_a_circle_is_seen_from_an_async_execute(models):
+def test_a_cycle_is_detected_in_an_async_execute(models):
     body = "return (await ask('caller', x).async_exec()).error().message()"
     assert NO_INSTANCE in shown(models, body, "async def")
 
@@ -378,7 +378,7 @@ return asyncio.run(give_up())"""
     assert models.instances("target").ready
 
 
-def test_models_load_and_ask_for_others(models):
+def test_models_load_and_check_other_models(models):
     models.add("target", DOUBLE)
     body = """\
 pb_utils.load_model("target", config="{}", files={"file:1/model.py": b""})

@@ -14,7 +14,7 @@ def spec(kind, name, *, data_type="TYPE_FP32", dims="-1", more=""):
 
 
 def run_batch(config, *asked, outputs):
-    """Execute a batch; return what the network saw, and the answers."""
+    """Execute a batch; return the inputs of the network, and the responses."""
     seen = {}
 
     def run(inputs, names):
@@ -30,7 +30,7 @@ def rows(*values):
     return np.array(values, dtype=np.float32).reshape(len(values), -1)
 
 
-def test_rows_are_joined_in_the_order_of_the_requests_and_divided_again():
+def test_rows_are_joined_in_request_order_and_split_again():
     config = config_of("max_batch_size: 8 " + spec("input", "x") + spec("output", "y"))
     asked = (ask({"x": rows(1, 2)}, batch_size=2), ask({"x": rows(3)}))
     seen, answers = run_batch(config, *asked, outputs=lambda inputs: {"y": inputs["x"].array * 10})
@@ -38,7 +38,7 @@ def test_rows_are_joined_in_the_order_of_the_requests_and_divided_again():
     assert [answer["y"].tolist() for answer in answers] == [[[10], [20]], [[30]]]
 
 
-def test_strings_are_joined_too():
+def test_strings_are_joined():
     config = config_of(
         "max_batch_size: 8 "
         + spec("input", "x", data_type="TYPE_STRING")
@@ -51,13 +51,13 @@ def test_strings_are_joined_too():
     assert [answer["y"].tolist() for answer in answers] == [[[b"a"]], [[b"b"]]]
 
 
-def test_more_rows_than_the_batch_has_are_left_over():
+def test_extra_rows_of_an_output_are_ignored():
     config = config_of("max_batch_size: 8 " + spec("input", "x") + spec("output", "y"))
     _, [answer] = run_batch(config, ask({"x": rows(1)}), outputs={"y": rows(5, 6)})
     assert answer["y"].tolist() == [[5]]
 
 
-def test_an_optional_input_that_no_request_has_is_not_given():
+def test_an_optional_input_that_no_request_has_is_left_out():
     config = config_of(
         "max_batch_size: 8 " + spec("input", "x") + spec("input", "o", more="optional: true")
         + spec("output", "y")
@@ -78,7 +78,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("data_type", ["TYPE_INT32", "TYPE_FP32"])
-def test_ragged_inputs_are_flat_and_described(kind, data_type):
+def test_ragged_inputs_are_flat_with_batch_inputs(kind, data_type):
     config = config_of(
         "max_batch_size: 8 "
         + spec("input", "x", more="allow_ragged_batch: true")
@@ -92,7 +92,7 @@ def test_ragged_inputs_are_flat_and_described(kind, data_type):
     assert DataType.of_numpy(seen["d"].dtype).config_name == data_type
 
 
-def test_the_shape_of_an_item_is_told_for_each_row_of_a_request():
+def test_item_shapes_are_repeated_for_each_row():
     config = config_of(
         "max_batch_size: 8 "
         + spec("input", "x", dims="-1, -1", more="allow_ragged_batch: true")
@@ -107,7 +107,7 @@ def test_the_shape_of_an_item_is_told_for_each_row_of_a_request():
     assert seen["d"].tolist() == [[2, 1], [2, 1], [1, 2]]
 
 
-def test_a_flat_output_is_divided_by_the_shapes_of_the_input():
+def test_a_flat_output_is_split_by_the_shapes_of_the_input():
     config = config_of(
         "max_batch_size: 8 "
         + spec("input", "x", more="allow_ragged_batch: true")
@@ -132,7 +132,7 @@ def state(value):
     return {"before": Tensor("before", rows(value))}
 
 
-def test_a_state_is_an_input_and_what_the_model_makes_of_it_is_kept_for_each_sequence():
+def test_a_state_is_an_input_and_its_new_value_is_kept_per_sequence():
     asked = [ask({"x": rows(1)}, states=state(10)), ask({"x": rows(2)}, states=state(20))]
 
     def add(inputs):
@@ -151,7 +151,7 @@ def test_a_state_is_kept_though_the_request_asks_for_another_output():
     assert asked.inference.states["before"].array.tolist() == [[7]]
 
 
-def test_a_state_that_is_an_output_too_is_answered():
+def test_a_state_that_is_also_an_output_is_returned():
     config = config_of(STATEFUL + spec("output", "after", dims="1"))
     _, [answer] = run_batch(
         config, ask({"x": rows(1)}, states=state(1)), outputs={"y": rows(0), "after": rows(7)}
@@ -159,7 +159,7 @@ def test_a_state_that_is_an_output_too_is_answered():
     assert answer["after"].tolist() == [[7]]
 
 
-def test_a_batch_whose_output_does_not_fit_is_not_answered_at_all():
+def test_a_batch_with_an_invalid_output_sends_no_response():
     config = config_of("max_batch_size: 8 " + spec("input", "x") + spec("output", "y"))
     asked = [ask({"x": rows(1)}), ask({"x": rows(2)})]
     with pytest.raises(InferenceError, match="model provides TYPE_FP64"):

@@ -34,7 +34,7 @@ def test_the_transaction_policy_is_read(fields, decoupled):
     assert using_decoupled_model_transaction_policy(config(**fields).as_dict()) is decoupled
 
 
-def test_what_is_missing_is_added():
+def test_missing_tensors_are_added():
     made = config(max_batch_size=0)
     made.set_max_batch_size(4)
     made.set_dynamic_batching()
@@ -51,7 +51,7 @@ def test_what_is_missing_is_added():
     }
 
 
-def test_what_config_pbtxt_leaves_open_is_filled_in():
+def test_fields_missing_in_config_pbtxt_are_filled_in():
     made = config(input=[{"name": "X", "data_type": "TYPE_INVALID", "dims": [], "format": "FORMAT_NONE"}])
     made.add_input(X)
     assert made.as_dict()["input"] == [{**X, "format": "FORMAT_NONE"}]
@@ -63,7 +63,7 @@ def test_a_smaller_batch_of_config_pbtxt_is_raised():
     assert made.as_dict()["max_batch_size"] == 16
 
 
-def test_a_scheduler_that_is_there_stays():
+def test_an_existing_scheduler_is_kept():
     made = config(dynamic_batching={"max_queue_delay_microseconds": 5})
     made.set_dynamic_batching()
     assert made.as_dict()["dynamic_batching"] == {"max_queue_delay_microseconds": 5}
@@ -135,7 +135,7 @@ IN = "in auto-complete-config function for model 'm'"
         ),
     ],
 )
-def test_a_contradiction_is_told_in_the_words_of_triton(fields, complete, text):
+def test_a_contradiction_is_an_error_in_tritons_words(fields, complete, text):
     with pytest.raises(ValueError) as raised:  # noqa: PT011  # the whole text is compared
         complete(config(**fields))
     assert str(raised.value) == text

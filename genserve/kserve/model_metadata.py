@@ -1,21 +1,19 @@
-"""Served models: the repository as the protocols see it, and its models' metadata and statistics."""
+"""Model metadata: the metadata and statistics of models, as the protocols return them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from genserve.config.model_config import ModelConfig, TensorSpec
 from genserve.errors import InferenceError, Status
-from genserve.inference import InferenceServer
-from genserve.inference_statistics import DurationStat, ModelStatistics
+from genserve.inference_statistics import DurationStat
+from genserve.repository.model_versions import ModelVersion
+from genserve.repository.repository import Repository
 from genserve.tensor import DataType
 
 __all__ = [
     "EXTENSIONS",
-    "IndexLine",
-    "ModelRepository",
-    "ServedModel",
     "find_for_statistics",
     "model_metadata",
     "reject_repository",
@@ -44,100 +42,6 @@ _CACHE = ("cache_hit", "cache_miss")
 _COMPUTE = ("compute_input", "compute_infer", "compute_output")
 
 
-class ServedModel(Protocol):
-    """One version of a model that is ready."""
-
-    @property
-    def config(self) -> ModelConfig:
-        """The normalised config."""
-
-    @property
-    def name(self) -> str:
-        """The name of the model."""
-
-    @property
-    def version(self) -> int:
-        """The number of the version's folder."""
-
-    @property
-    def statistics(self) -> ModelStatistics:
-        """The inference statistics."""
-
-    @property
-    def num_waiting(self) -> int:
-        """The number of requests that are accepted and not executed yet."""
-
-    @property
-    def load_s(self) -> float:
-        """The duration of the load, seconds."""
-
-    @property
-    def labels(self) -> Mapping[str, Sequence[str]]:
-        """The labels of the classes by output name, for outputs with a `label_filename`."""
-
-
-class IndexLine(Protocol):
-    """One line of the repository's index."""
-
-    @property
-    def name(self) -> str:
-        """The name of the model."""
-
-    @property
-    def version(self) -> int | None:
-        """The version; None: the model was never loaded."""
-
-    @property
-    def state(self) -> str | None:
-        """READY, LOADING, UNLOADING or UNAVAILABLE."""
-
-    @property
-    def reason(self) -> str:
-        """The reason why it is not ready."""
-
-
-class ModelRepository(InferenceServer, Protocol):
-    """A repository: runs its models, and reports what is known of them. Safe from any thread."""
-
-    @property
-    def state(self) -> str:
-        """The worst state of all models: READY, LOADING or UNAVAILABLE."""
-
-    @property
-    def served(self) -> Sequence[ServedModel]:
-        """Every version of every model that is ready, by name and version."""
-
-    def load(
-        self,
-        name: str,
-        *,
-        config: str = "",
-        files: Mapping[str, bytes] | None = None,
-        allow_code: bool = True,
-    ) -> None:
-        """Load or reload a model; see `InferenceServer.load`.
-
-        Args:
-            name: of the model.
-            config: its config as JSON; empty: that of its folder.
-            files: by `<version>/<name>`, instead of its folder; None: its folder.
-            allow_code: whether config and files may cause code to run that is not in the repository.
-        """
-
-    def find(self, name: str, version: int = -1) -> ServedModel:
-        """Return a version of a model; -1: the highest that is ready.
-
-        Raises:
-            InferenceError: there is none; with Triton's message.
-        """
-
-    def versions(self, name: str) -> Sequence[int]:
-        """Return the versions of a model that are ready, ascending."""
-
-    def index(self, *, ready_only: bool = False) -> Sequence[IndexLine]:
-        """Return a line for each version, and one for each model that was never loaded; by name."""
-
-
 def model_metadata(config: ModelConfig, *, versions: Sequence[int]) -> dict[str, Any]:
     """Return the body of `/v2/models/NAME`; its keys are also those of `ModelMetadataResponse`."""
     return {
@@ -162,7 +66,7 @@ def _tensor(spec: TensorSpec, *, config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def find_for_statistics(models: ModelRepository, name: str, version: int = -1) -> list[ServedModel]:
+def find_for_statistics(models: Repository, name: str, version: int = -1) -> list[ModelVersion]:
     """Return a version of a model, or all that are ready if `version` is -1.
 
     An empty name means all models.
@@ -181,12 +85,12 @@ def find_for_statistics(models: ModelRepository, name: str, version: int = -1) -
     return found
 
 
-def statistics_json(served: Iterable[ServedModel]) -> dict[str, Any]:
+def statistics_json(served: Iterable[ModelVersion]) -> dict[str, Any]:
     """Return the body of `/v2/models/stats`; its keys are also those of `ModelStatisticsResponse`."""
     return {"model_stats": [_model(model) for model in served]}
 
 
-def _model(served: ServedModel) -> dict[str, Any]:
+def _model(served: ModelVersion) -> dict[str, Any]:
     statistics = served.statistics
     return {
         "name": served.name,
@@ -215,7 +119,7 @@ def reject_repository(name: str) -> None:
         raise InferenceError(text, status=Status.UNSUPPORTED)
 
 
-def require_ready_model(models: ModelRepository, name: str) -> None:
+def require_ready_model(models: Repository, name: str) -> None:
     """Raise InferenceError, INVALID_ARG, if no version of a model is ready."""
     if not models.versions(name):
         raise InferenceError(f"Request for unknown model : {name}")

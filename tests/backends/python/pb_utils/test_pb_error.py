@@ -29,13 +29,13 @@ DOUBLE = """
 """
 
 
-def test_a_model_is_asked_by_names_that_are_bytes(models):
+def test_names_in_a_bls_request_may_be_bytes(models):
     models.add("double", DOUBLE, declared("Y"))
     models.add("caller", NAMED_BY_A_TENSOR, declared("Y"))
     assert models.infer("caller", floats(3)).array.tolist() == [6]
 
 
-def test_what_is_no_utf_8_is_replaced_and_what_is_no_text_is_refused():
+def test_invalid_utf_8_is_replaced_and_other_types_are_rejected():
     assert text_argument(b"caf\xe9", "a name") == "caf�"
     assert text_argument(np.bytes_(b"a"), "a name") == "a"
     with pytest.raises(TypeError, match="a name is a str or bytes, got <class 'int'>"):

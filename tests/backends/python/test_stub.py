@@ -13,8 +13,8 @@ import pytest
 from prometheus_client import generate_latest
 
 from genserve.backends.python.model_context import ModelContext
+from genserve.backends.python.python_model import ModelSetup
 from genserve.backends.python.stub import ModelProcess
-from genserve.backends.python.stub_process import ModelSetup
 from genserve.errors import InferenceError
 from genserve.inference import Backlog, Inference, InferenceRequest
 from genserve.tensor import Tensor
@@ -23,7 +23,7 @@ from tests.backends.python.models import DECOUPLED, Answer, declared, floats
 PROCESS = 'parameters { key: "EXECUTION" value { string_value: "process" } }'
 
 
-def test_a_model_runs_in_a_process_of_its_own(models, caplog):
+def test_a_model_runs_in_a_stub_process(models, caplog):
     caplog.set_level(logging.INFO)
     models.add(
         "m",
@@ -50,7 +50,7 @@ def test_a_model_runs_in_a_process_of_its_own(models, caplog):
     assert ("genserve.models.m", logging.INFO, "in it") in caplog.record_tuples
 
 
-def test_it_logs_at_the_level_that_the_server_has_now_and_tracebacks_stay_apart(models, caplog):
+def test_log_records_use_the_servers_current_level_and_keep_tracebacks_separate(models, caplog):
     logger = logging.getLogger("genserve")
     caplog.set_level(logging.WARNING)
     models.add(
@@ -73,7 +73,7 @@ def test_it_logs_at_the_level_that_the_server_has_now_and_tracebacks_stay_apart(
     assert failed.exc_text.endswith("ValueError: boom")
 
 
-def test_its_failures_are_those_of_any_model(models):
+def test_failures_equal_those_of_a_model_in_the_server(models):
     models.add(
         "m",
         """
@@ -90,7 +90,7 @@ def test_its_failures_are_those_of_any_model(models):
     assert models.infer("m", floats(0)).error.status.name == "NOT_FOUND"
 
 
-def test_a_load_that_fails_says_why(models):
+def test_a_failed_load_has_the_reason(models):
     source = "class TritonPythonModel:\n    def initialize(self, args):\n        raise ValueError('none')"
     with pytest.raises(InferenceError, match=r"^ValueError: none\n\nAt:\n"):
         models.add("m", source, PROCESS)
@@ -113,7 +113,7 @@ CALLS = """
 """
 
 
-def test_its_calls_reach_the_models_of_the_server(models):
+def test_its_bls_requests_reach_the_models_of_the_server(models):
     models.add(
         "double",
         """
@@ -141,7 +141,7 @@ def test_its_calls_reach_the_models_of_the_server(models):
     )
 
 
-def test_a_circle_of_calls_is_seen(models):
+def test_a_cycle_of_calls_is_detected(models):
     models.add(
         "m",
         """
@@ -155,7 +155,7 @@ def test_a_circle_of_calls_is_seen(models):
     assert "every instance that could run the request waits" in models.infer("m", floats(1)).error.message
 
 
-def test_a_circle_of_calls_is_seen_however_much_the_process_says(models):
+def test_a_cycle_of_calls_is_detected_while_the_process_sends_many_messages(models):
     models.add(
         "m",
         """
@@ -174,7 +174,7 @@ def test_a_circle_of_calls_is_seen_however_much_the_process_says(models):
     assert "every instance that could run the request waits" in models.infer("m", floats(1)).error.message
 
 
-def test_a_look_that_fails_harms_no_request(models, caplog):
+def test_a_failed_check_does_not_affect_requests(models, caplog):
     models.add(
         "m",
         """
@@ -204,7 +204,7 @@ def test_a_look_that_fails_harms_no_request(models, caplog):
     assert "no look" in caplog.text
 
 
-def test_a_decoupled_model_answers_by_its_senders(models):
+def test_a_decoupled_model_responds_through_its_senders(models):
     models.add(
         "m",
         """
@@ -228,7 +228,7 @@ def test_a_decoupled_model_answers_by_its_senders(models):
     assert np.concatenate(answer.arrays).tolist() == [1, 2]
 
 
-def test_a_crash_fails_its_own_calls_and_the_process_comes_back(models):
+def test_a_crash_fails_its_own_requests_and_the_process_is_restarted(models):
     models.add(
         "m",
         """
@@ -252,7 +252,7 @@ def test_a_crash_fails_its_own_calls_and_the_process_comes_back(models):
     assert models.infer("m", floats(0)).array != first
 
 
-def test_its_metrics_are_those_of_the_server(models):
+def test_its_metrics_are_exposed_by_the_server(models):
     models.add(
         "m",
         """
@@ -280,7 +280,7 @@ def test_its_metrics_are_those_of_the_server(models):
     assert "calls" not in generate_latest(models.metrics.registry).decode()
 
 
-def test_it_says_itself_whether_it_is_ready(models):
+def test_its_is_ready_decides_readiness(models):
     models.add(
         "m",
         """
@@ -306,7 +306,7 @@ ECHO = """
 """
 
 
-def test_a_response_that_cannot_be_delivered_harms_no_other_request(models, caplog):
+def test_an_undeliverable_response_does_not_affect_other_requests(models, caplog):
     models.add("m", ECHO, PROCESS)
 
     def refuse(response, final):
@@ -318,7 +318,7 @@ def test_a_response_that_cannot_be_delivered_harms_no_other_request(models, capl
     assert "no room" in caplog.text
 
 
-def test_a_failure_of_the_door_reaches_the_model(models):
+def test_a_failure_of_the_server_reaches_the_model(models):
     class Broken:
         def load(self, name, *, config, files):
             raise OSError("disk is full")
@@ -339,7 +339,7 @@ def test_a_failure_of_the_door_reaches_the_model(models):
     assert b"message: OSError: disk is full" in models.infer("m", floats(1)).array[0]
 
 
-def test_requests_of_a_batch_that_failed_are_forgotten_on_both_sides(models):
+def test_requests_of_a_failed_batch_are_removed_in_both_processes(models):
     models.add(
         "m",
         """
@@ -368,7 +368,7 @@ def started(models, source, *, arguments, **limits):
     return ModelProcess(setup, context=ModelContext(model="m", instance="m_0", folder=folder), **limits)
 
 
-def test_a_model_may_be_closed_while_its_process_is_started_again(models):
+def test_a_model_may_be_closed_while_its_process_is_restarted(models):
     starts, go_on = threading.Semaphore(0), threading.Event()
 
     class Arguments(dict):
@@ -414,7 +414,7 @@ def test_a_process_that_does_not_end_is_killed(models):
     assert not process.is_alive()
 
 
-def test_a_process_that_died_is_seen_even_if_what_it_forked_lives(models):
+def test_a_dead_process_is_detected_even_if_its_child_lives(models):
     models.add(
         "m",
         """
@@ -435,7 +435,7 @@ def test_a_process_that_died_is_seen_even_if_what_it_forked_lives(models):
 
 
 @pytest.mark.parametrize("signal_name", ["SIGINT", "SIGHUP"])
-def test_what_a_terminal_tells_all_of_its_processes_is_for_the_server_to_hear(models, signal_name):
+def test_a_terminals_signals_do_not_end_the_process(models, signal_name):
     models.add("m", ECHO, PROCESS)
     [process] = multiprocessing.active_children()
     os.kill(process.pid, getattr(signal, signal_name))
@@ -453,7 +453,7 @@ def stopped(models):
     process.kill()
 
 
-def test_who_cancels_does_not_wait_for_a_process_that_reads_nothing(models, stopped):
+def test_cancelling_does_not_block_on_a_process_that_does_not_read(models, stopped):
     answer = models.infer("m", np.zeros(2**22, np.float32))  # more than a pipe holds
     while not answer.inference.started_ns:
         pass
@@ -465,7 +465,7 @@ def test_who_cancels_does_not_wait_for_a_process_that_reads_nothing(models, stop
     assert "is not healthy" in answer.error.message
 
 
-def test_a_process_that_executes_without_an_end_is_killed_when_its_model_goes(models, stopped, caplog):
+def test_a_process_with_an_endless_batch_is_killed_when_its_model_is_unloaded(models, stopped, caplog):
     answer = models.infer("m", np.zeros(2**22, np.float32))
     while not answer.inference.started_ns:
         pass
@@ -476,7 +476,7 @@ def test_a_process_that_executes_without_an_end_is_killed_when_its_model_goes(mo
     assert "abandoned" not in caplog.text
 
 
-def test_a_process_that_ends_in_time_is_not_killed_however_many_wait_for_it(models, caplog):
+def test_a_process_that_ends_in_time_is_not_killed_even_if_many_threads_wait(models, caplog):
     model = started(models, ECHO, arguments={})
     closing = [threading.Thread(target=model.close) for _ in range(16)]
     for thread in closing:

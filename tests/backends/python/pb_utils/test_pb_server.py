@@ -18,7 +18,7 @@ LOADS = """
 """
 
 
-def test_a_model_is_loaded_from_the_files_that_another_one_gives(tmp_path: Path) -> None:
+def test_a_model_is_loaded_from_files_of_another_model(tmp_path: Path) -> None:
     write_model(tmp_path, "one")
     write_model(tmp_path, "loader", code=LOADS)
     repository = Repository([tmp_path], options=RepositoryOptions(control_mode=ControlMode.EXPLICIT))

@@ -35,7 +35,7 @@ def page(models, word):
     return [line for line in text.splitlines() if word in line]
 
 
-def test_a_name_of_the_servers_own_is_refused(models):
+def test_a_metric_name_of_the_server_is_rejected(models):
     models.metrics.prompt_tokens.labels("m").inc()
     said = run(
         models,
@@ -49,7 +49,7 @@ told(lambda: self.held.append(M("requests", "", M.GAUGE)))""",
     assert said == [refused, refused, None, None]
 
 
-def test_a_counter_counts_under_its_own_name(models):
+def test_a_counter_keeps_its_name(models):
     said = run(
         models,
         "c = M(name='c1', description='d', kind=M.COUNTER).Metric(labels={'a': '1'})\n"
@@ -68,7 +68,7 @@ def test_a_counter_counts_under_its_own_name(models):
     assert page(models, "c1") == ["# HELP c1 d", "# TYPE c1 counter", 'c1{a="1"} 2.0']
 
 
-def test_a_gauge_goes_up_and_down(models):
+def test_a_gauge_increases_and_decreases(models):
     said = run(
         models,
         "g = M(name='g1', description='d', kind=M.GAUGE).Metric()\n"
@@ -103,7 +103,7 @@ def test_a_histogram_counts_in_buckets(models):
     ]
 
 
-def test_what_is_no_metric_is_refused_in_the_words_of_triton(models):
+def test_an_invalid_metric_is_rejected_in_tritons_words(models):
     said = run(
         models,
         "c = M('c2', 'd', M.COUNTER)\n"
@@ -142,7 +142,7 @@ def test_two_models_share_a_family_and_a_metric(models):
     assert page(models, "c3{") == ['c3{a="1",b="2"} 2.0']
 
 
-def test_metrics_go_with_the_model_that_held_them(models):
+def test_metrics_are_removed_with_their_model(models):
     run(models, "c = M('c4', 'd', M.COUNTER).Metric()\nself.held.append(c)")
     assert page(models, "c4")
     models.stop("m")

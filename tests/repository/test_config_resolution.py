@@ -1,4 +1,4 @@
-"""Where a logits stage runs, on machines with GPUs and without."""
+"""Completed, validated and normalised configs of models, stages and drafts, and their devices."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from genserve.config.model_config import InstanceGroup
+from genserve.config.supported_fields import Role
 from genserve.errors import RepositoryError
 from genserve.repository import config_resolution
-from genserve.repository.config_resolution import resolve_model
+from genserve.repository.config_resolution import ResolvedModel, resolve_model
 from genserve.repository.index import ModelEntry, scan
+from genserve.repository.model_validation import repository_diagnostics
 from genserve.repository.options import RepositoryOptions
 from genserve.textmodel import logits_runtime
 
@@ -88,17 +90,17 @@ def test_a_float16_cache_goes_to_the_gpu_that_the_config_names(stage, machine, g
     assert (group.kind, group.gpus[0]) == ("KIND_GPU", device)
 
 
-def test_a_torchscript_cache_goes_there_in_any_precision(stage, machine):
+def test_a_torchscript_cache_goes_to_the_gpu_in_any_precision(stage, machine):
     machine(gpus=1, cuda=True)
     assert placed(stage(backend="pytorch"), strict_placement=True).kind == "KIND_GPU"
 
 
-def test_a_graph_whose_cache_grows_goes_there_in_any_precision(stage, machine):
+def test_a_growing_cache_goes_to_the_gpu_in_any_precision(stage, machine):
     machine(gpus=1, providers=CUDA)
     assert placed(stage(grows=True), strict_placement=True).kind == "KIND_GPU"
 
 
-def test_a_config_for_the_cpu_stays_there(stage, machine):
+def test_a_config_for_the_cpu_stays_on_the_cpu(stage, machine):
     machine(gpus=1, providers=CUDA, cuda=True)
     group = placed(stage("instance_group { kind: KIND_CPU }", fp16=True))
     assert group.kind == "KIND_CPU"
@@ -115,7 +117,7 @@ def test_a_config_for_the_cpu_stays_there(stage, machine):
         ({"grows": True}, (), "ONNX Runtime is the build for CPUs"),
     ],
 )
-def test_what_no_gpu_can_run_here_runs_on_the_cpu_and_says_why(
+def test_a_stage_that_no_gpu_can_run_runs_on_the_cpu_with_the_reason(
     stage, machine, caplog, logits, providers, words
 ):
     machine(gpus=1, providers=providers)
@@ -128,14 +130,14 @@ def test_what_no_gpu_can_run_here_runs_on_the_cpu_and_says_why(
         placed(entry, strict_placement=True)
 
 
-def test_nobody_is_warned_of_a_gpu_that_was_not_asked_for(stage, machine, caplog):
+def test_an_unused_gpu_that_was_not_asked_for_is_no_warning(stage, machine, caplog):
     machine(gpus=1, providers=CUDA, cuda=True)
     with caplog.at_level(logging.WARNING):
         assert placed(stage(), strict_placement=True).kind == "KIND_CPU"
     assert not caplog.records
 
 
-def test_without_a_gpu_the_config_that_wants_one_is_told(stage, machine, caplog):
+def test_without_a_gpu_a_config_that_asks_for_one_is_reported(stage, machine, caplog):
     machine(gpus=0)
     entry = stage("instance_group { kind: KIND_GPU }", fp16=True)
     with caplog.at_level(logging.WARNING):
@@ -143,3 +145,64 @@ def test_without_a_gpu_the_config_that_wants_one_is_told(stage, machine, caplog)
     assert "no GPUs are available" in caplog.text
     with pytest.raises(RepositoryError, match="no GPUs are available"):
         placed(entry, strict_placement=True)
+
+
+def resolved(root: Path, name: str, **options: bool) -> ResolvedModel:
+    entries = scan([root])
+    return resolve_model(entries[name], entries, options=RepositoryOptions(**options))
+
+
+def test_a_text_model_is_resolved_with_its_stages(tiny_repository):
+    model = resolved(tiny_repository, "tiny")
+    assert (model.role, model.versions, model.warnings) == (Role.ENSEMBLE, (1,), ())
+    assert {name: (stage.name, stage.role) for name, stage in model.stages.items()} == {
+        "tokenizer": ("tiny_tokenizer", Role.TOKENIZER),
+        "logits": ("tiny_logits", Role.LOGITS),
+        "decoder": ("tiny_decoder", Role.DECODER),
+    }
+    assert all(stage.config.instance_groups for stage in model.stages.values())   # normalised
+    assert [stage.runs_in_engine for stage in model.stages.values()] == [False, True, True]
+    assert not model.stages["logits"].draft
+
+
+@pytest.mark.parametrize(("speculation", "draft"), [("", "tiny_logits"), ("none", None)])
+def test_a_draft_model_is_resolved_like_the_stages(tiny_repository, tmp_path, speculation, draft):
+    root = shutil.copytree(tiny_repository, tmp_path / "models")
+    with (root / "tiny_logits" / "config.pbtxt").open("a") as config:
+        config.write('parameters [ { key: "draft_model" value { string_value: "tiny" } } ]\n')
+        if speculation:
+            parameter = f'key: "speculation" value {{ string_value: "{speculation}" }}'
+            config.write(f"parameters [ {{ {parameter} }} ]\n")
+    stages = resolved(root, "tiny").stages["logits"].draft
+    assert (stages["logits"].name if stages else None) == draft
+
+
+def test_warnings_of_the_stages_are_those_of_the_text_model(tiny_repository, tmp_path):
+    root = shutil.copytree(tiny_repository, tmp_path / "models")
+    for stage in ("tokenizer", "logits", "decoder"):
+        with (root / f"tiny_{stage}" / "config.pbtxt").open("a") as config:
+            config.write("instance_group { count: 2 }\n")
+    warnings = resolved(root, "tiny").warnings
+    expected = [one for found in repository_diagnostics([root]).values() for one in found]
+    assert sorted(map(str, warnings)) == sorted(map(str, expected))
+    assert len(warnings) == 3
+
+
+COMPLETING = """
+class TritonPythonModel:
+    @staticmethod
+    def auto_complete_config(config):
+        config.add_output({"name": "score", "data_type": "TYPE_FP32", "dims": [1]})
+        return config
+
+    async def decode(self, sequence):
+        sequence.finish("stop")
+"""
+
+
+@pytest.mark.parametrize("strict_config", [False, True])
+def test_a_decoder_stage_is_completed_like_any_python_model(tiny_repository, tmp_path, strict_config):
+    root = shutil.copytree(tiny_repository, tmp_path / "models")
+    (root / "tiny_decoder" / "1" / "model.py").write_text(COMPLETING)
+    decoder = resolved(root, "tiny", strict_config=strict_config).stages["decoder"]
+    assert (decoder.config.output("score") is None) is strict_config
