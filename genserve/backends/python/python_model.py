@@ -22,7 +22,7 @@ from genserve.backends.python.pb_utils.pb_error import TritonModelException
 from genserve.errors import GenserveError, InferenceError, Status
 from genserve.inference import CURRENT_EXECUTOR, Inference
 
-__all__ = ["EventLoop", "ModelSetup", "PythonModel", "complete_config", "failure_text"]
+__all__ = ["EventLoop", "ModelSetup", "PythonModel", "complete_config"]
 
 logger = logging.getLogger(__name__)
 
@@ -217,7 +217,7 @@ class PythonModel:
         logger.error("model %s failed", self._context.model, exc_info=error)
         for request in requests:
             request._close()
-        text = str(error) if isinstance(error, _ContractError) else failure_text(error)
+        text = str(error) if isinstance(error, _ContractError) else _failure_text(error)
         return InferenceError(
             f"Failed to process the request(s) for model '{self._context.instance}', message: {text}",
             status=Status.INTERNAL,
@@ -288,7 +288,7 @@ def _model_class(package: ModelPackage, path: Path) -> Any:
 
 
 def _load_error(error: BaseException) -> GenserveError:
-    text = str(error) if isinstance(error, _ContractError) else failure_text(error)
+    text = str(error) if isinstance(error, _ContractError) else _failure_text(error)
     return InferenceError(text, status=Status.INTERNAL, remedy=_load_remedy(error))
 
 
@@ -321,7 +321,7 @@ def _check_response(request: InferenceRequest, response: object) -> None:
         raise _ContractError(str(error)) from None
 
 
-def failure_text(error: BaseException) -> str:
+def _failure_text(error: BaseException) -> str:
     """Return `ValueError: boom` and the traceback in Triton's form, the innermost frame first.
 
     Frames of genserve are left out.
