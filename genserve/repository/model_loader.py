@@ -70,7 +70,7 @@ class ModelLoader:
     """Loads the versions of models, which share these objects."""
 
     server: InferenceServer
-    versions: ModelTable
+    table: ModelTable
     options: RepositoryOptions
     metrics: Metrics
     cache: ResponseCache | None
@@ -196,7 +196,7 @@ class ModelLoader:
         )
 
     def _config_of(self, step: EnsembleStep) -> ModelConfig:
-        return self.versions.find(step.model_name, step.model_version).config
+        return self.table.find(step.model_name, step.model_version).config
 
     def _instances(self, model: ResolvedModel, version: int, statistics: ModelStatistics) -> ModelInstances:
         config = model.config
