@@ -246,7 +246,7 @@ def _arguments(module: Any) -> list[tuple[str, str]]:
 def _check_strings(config: ModelConfig) -> None:
     specs = [(spec, "input") for spec in config.inputs] + [(spec, "output") for spec in config.outputs]
     for spec, kind in specs:
-        if spec.data_type == "TYPE_STRING" and len(spec.model_dims) + (config.max_batch_size > 0) > 1:
+        if spec.data_type == "TYPE_STRING" and len(config.with_batch(spec.model_dims)) > 1:
             raise RepositoryError(
                 f"Triton only supports 1 dimensional List of String as {kind} for '{spec.name}' "
                 f"for model '{config.name}'",

@@ -38,7 +38,7 @@ class ResolvedModel:
     Attributes:
         config: of the model.
         path: its folder.
-        versions: those to serve, ascending; for a model that runs in a text engine, the one that it runs.
+        versions: the versions to serve, ascending; of a model that runs in a text engine, only one.
         role: its role in a text model; None: it has none.
         stages: of a text model, by role: "tokenizer", "logits", "decoder".
         draft: the text model that drafts tokens for this logits stage, as `stages`; empty: none does.

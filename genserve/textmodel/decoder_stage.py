@@ -76,7 +76,7 @@ def load_decoding(path: Path, *, name: str) -> Decoding:
     try:
         model = _model_of(package, path)
         plugins = plugins_of(model, path)
-        # A callable of our own, whose finalizer runs when nobody can call the file's any more.
+        # A new callable, whose finalizer runs when the file's can no longer be called.
         decode: DecodeFunction = partial(_decode_of(model, path))
     except BaseException:
         package.unload()

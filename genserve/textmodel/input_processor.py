@@ -223,7 +223,7 @@ class InputProcessor:
         except ModelFailed as error:
             raise ModelFailed(f"model {self._name!r}: {error.message}", remedy=error.remedy) from error
         finally:
-            if not self._engine.alive:  # the model was closed before: nobody else ends this process
+            if not self._engine.alive:  # the model was closed before, so only this ends the process
                 self._tokenizer.close()
 
     def _spellings(self, word: str) -> list[list[int]]:

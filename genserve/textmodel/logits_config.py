@@ -56,7 +56,7 @@ def is_logits_stage(config: ModelConfig | None) -> bool:
 
 
 def context_length(config: ModelConfig) -> int:
-    """Return the tokens of a sequence by the config of a logits stage; 0: as many as the graph takes.
+    """Return the tokens of a sequence by the config of a logits stage; 0: the graph's context.
 
     Raises:
         RepositoryError: `max_sequence_length` is not a number.

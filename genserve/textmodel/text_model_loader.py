@@ -37,7 +37,7 @@ __all__ = [
     "looks_up_prompts",
 ]
 
-# Prompts of so many full KV caches may wait by default.
+# By default, prompts that would fill the KV cache this many times may wait.
 _CACHES_IN_QUEUE = 4
 
 
@@ -80,7 +80,7 @@ class QueueOptions:
     max_wait_s: float           # for the first step; 0: no bound
 
     def limits(self, *, num_cache_tokens: int) -> QueueLimits:
-        """Return the limits in front of an engine whose KV cache holds so many tokens."""
+        """Return the limits for an engine whose KV cache holds `num_cache_tokens`."""
         max_tokens = self.max_tokens
         if max_tokens is None:
             max_tokens = _CACHES_IN_QUEUE * num_cache_tokens

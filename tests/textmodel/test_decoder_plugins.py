@@ -108,7 +108,7 @@ class TritonPythonModel(TritonPythonModel):
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory, tiny_repository):
-    """With plug-ins that fail beside those of the documentation."""
+    """With plug-ins that fail, and those of the documentation."""
     return copy_with_plugins(tiny_repository, tmp_path_factory.mktemp("plugins") / "repository", more=FAULTY)
 
 
@@ -294,11 +294,11 @@ def test_an_invalid_plugin_call_is_refused_with_its_field(llm, options, field, w
     ],
 )
 def test_an_exception_of_a_plugin_ends_its_own_answer_and_names_it(llm, options, words):
-    with llm.stream("tell me", **DRAWN) as beside:
-        first = next(iter(beside))
+    with llm.stream("tell me", **DRAWN) as other:
+        first = next(iter(other))
         with pytest.raises(ModelFailed, match=re.escape(words)):
             llm.generate("x", max_tokens=8, **options)
-        text = first.text + "".join(delta.text for delta in beside)
+        text = first.text + "".join(delta.text for delta in other)
     assert text == llm.generate("tell me", **DRAWN).text
 
 

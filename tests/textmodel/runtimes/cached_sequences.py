@@ -15,7 +15,7 @@ __all__ = ["CachedSequences"]
 
 
 class CachedSequences:
-    """Sequences that grow, shrink and are copied, in blocks of a model's cache that lie in a random order."""
+    """Sequences that grow, shrink and are copied, in randomly ordered blocks of a model's cache."""
 
     def __init__(self, model: LogitsModel, *, seed: int = 0) -> None:
         self._pool = BlockPool(model, seed=seed)

@@ -42,7 +42,7 @@ def test_a_budget_leaves_memory_for_runs_on_a_device(path):
 
 
 class CopiedMemory(DeviceMemory):
-    """What ONNX Runtime does with a buffer that lies elsewhere than an operator wants it: it takes a copy."""
+    """Copies buffers, as ONNX Runtime does if they are not on the device of an operator."""
 
     def __init__(self) -> None:
         super().__init__("cpu")

@@ -75,14 +75,14 @@ def run(engine: Engine, arrivals: Sequence[TokenSequence], *, rng: random.Random
 
 
 def answered_alone(logits: OnnxLogits, prompt: Sequence[int]) -> TokenSequence:
-    """What a prompt is answered when nobody else is there, and nothing is cached."""
+    """Return the answer to a prompt that runs alone, without cached tokens."""
     one = sequence(prompt, logits=logits)
     run(Engine(logits, decode=sample_loop, prefix_cache=False), [one], rng=random.Random(0))
     return one
 
 
 def compare(file: Path, prompts: Sequence[Sequence[int]], seeds: range) -> None:
-    """Run a schedule for each seed: some of those that were alone, now together, with and without drafts."""
+    """Run a schedule for each seed: some of the same prompts together, with and without drafts."""
     logits = logits_of(file)
     alone = [answered_alone(logits, prompt) for prompt in prompts]
     num_preempted = num_cached = num_accepted = 0

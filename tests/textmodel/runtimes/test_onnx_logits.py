@@ -34,7 +34,7 @@ def path(tiny_repository: Path) -> Path:
 
 @pytest.fixture(params=["host", "device"])
 def logits(request, path):
-    # The memory of a GPU is here that of the CPU: tensors of torch, which the graph is bound to alike.
+    # Stands for the memory of a GPU: torch tensors on the CPU, bound to the graph in the same way.
     memory = HostMemory() if request.param == "host" else DeviceMemory("cpu")
     return OnnxLogits(path, max_num_seqs=4, max_length=128, memory=memory)
 

@@ -55,7 +55,7 @@ def onnx_host(checkpoint: Path, folder: Path) -> LogitsModel:
 
 
 def onnx_device(checkpoint: Path, folder: Path) -> LogitsModel:
-    """The memory of a GPU is here that of the CPU: tensors of torch, which the graph is bound to alike."""
+    """Stands for the memory of a GPU: torch tensors on the CPU, bound to the graph in the same way."""
     return onnx(checkpoint, folder, DeviceMemory("cpu"))
 
 
@@ -172,7 +172,7 @@ def test_a_sequence_is_filled_to_its_end(logits, reference):
 
 @pytest.mark.parametrize("speculation", [None, Speculation(PromptLookup())], ids=["plain", "speculating"])
 def test_the_engine_s_greedy_tokens_are_those_of_generate(logits, reference, speculation):
-    """Ragged prompts that come and go, beside a request for logits that branches off one of them."""
+    """Ragged prompts that come and go, with a logits request that branches off one of them."""
     engine = Engine(
         logits, decode=sample_loop, clock=Clock(), speculation=speculation
     )

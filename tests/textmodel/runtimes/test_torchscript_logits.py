@@ -29,7 +29,7 @@ def module(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 @pytest.fixture(scope="module")
 def spoiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A module to which token 7 is embedded as what is no number."""
+    """A module that embeds token 7 as NaN."""
     folder = tmp_path_factory.mktemp("spoiled")
     source = tiny_llama_checkpoint(folder / "checkpoint", tie_word_embeddings=False)
     weights = load_file(source / "model.safetensors")
@@ -39,7 +39,7 @@ def spoiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_nan_does_not_outlast_its_sequence(spoiled: Path) -> None:
-    """A mask hides what lies behind a sequence in its last block, but 0 * NaN would be NaN."""
+    """A mask hides the rest of a sequence's last block, but 0 * NaN would be NaN."""
     logits, fresh = (TorchLogits(spoiled, max_num_seqs=2, max_length=32) for _ in range(2))
     sequences = CachedSequences(logits)
     for _, row in sequences.forward({"a": [7] * 32, "b": [5, 7, *[6] * 30]}):
@@ -101,11 +101,11 @@ def test_a_module_with_slots_in_place_of_blocks_is_refused_with_a_remedy(tmp_pat
         return kv_cache[past, rows] + input_ids
 
     zeros = torch.zeros(1, dtype=torch.long)
-    file, told = tmp_path / "model.pt", {"genserve.json": '{"genserve.num_layers": "2"}'}
+    file, metadata = tmp_path / "model.pt", {"genserve.json": '{"genserve.num_layers": "2"}'}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)     # of torch, for torch.export
         traced = torch.jit.trace(forward, (zeros, zeros, zeros, torch.zeros(1, 1)), check_trace=False)
-        torch.jit.save(traced, str(file), _extra_files=told)
+        torch.jit.save(traced, str(file), _extra_files=metadata)
     with pytest.raises(RepositoryError, match="no KV cache in blocks: it was exported by an older") as caught:
         TorchLogits(file, max_num_seqs=1)
     assert "--overwrite" in caught.value.remedy

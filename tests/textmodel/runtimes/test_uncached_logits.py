@@ -72,7 +72,7 @@ def test_logits_that_do_not_fit_into_memory_are_split_into_runs():
     def run(inputs, outputs):
         ids = inputs["input_ids"].array
         sizes.append(len(ids))
-        # Of every token's logits, the one that has its id as number is 1.
+        # The logits of a token are one-hot at its id.
         return {"logits": Tensor("logits", one_hot(ids))}
 
     def one_hot(ids):
