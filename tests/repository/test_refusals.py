@@ -1,4 +1,4 @@
-"""Configs that a real Triton (2.51) rejected, with its messages; and those that it loaded."""
+"""Configs that a real Triton (2.51) rejected, with its messages; and those that it loaded.
 
 `recorded/refusals.json` has the configs of one repository of Python models and ensembles, each with the
 message of Triton's log; REPOSITORY stands for the path. Without a message, the model became ready.
