@@ -8,17 +8,26 @@ from pathlib import Path
 
 import pytest
 
+from genserve.backends.onnx_session import num_cores
 from genserve.export import export_model, pull
 from genserve.export.export_options import SilentProgress
 from tests.checkpoints import tiny_llama_checkpoint
 from tests.export import tiny_models
 from tests.live import LiveServer
+from tests.support.torch_threads import torch_threads
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _ctrl_c_arrives() -> None:
     """A shell that started the tests in the background lets them, and so their children, ignore Ctrl-C."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread_of_torch() -> Iterator[None]:
+    """Matrix products of the tiny models are several times slower on several threads."""
+    with torch_threads(1):
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -73,5 +82,6 @@ def tiny_server(tiny_repository: Path) -> Iterator[LiveServer]:
 def smollm2_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The default model as it is pulled, int8."""
     repository = tmp_path_factory.mktemp("smollm2")
-    pull("smollm2", repository=repository, progress=SilentProgress())
+    with torch_threads(num_cores()):
+        pull("smollm2", repository=repository, progress=SilentProgress())
     return repository

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from genserve import LLM
+from genserve.backends.onnx_session import num_cores
 from genserve.export.checkpoint_reader import read_checkpoint
 from genserve.export.pulling import cache_folder, fetch_gguf
 from genserve.export.source_model import source_model
 from tests.export.graphs import write_graph
+from tests.support.torch_threads import torch_threads
 
 NUM_TOKENS = 64
 END = 2  # <|im_end|>
@@ -38,6 +40,12 @@ PROMPTS = [
     "Photosynthesis is the process by which",
     "La capitale de l'Italie est",
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _all_cores() -> Iterator[None]:
+    with torch_threads(num_cores()):
+        yield
 
 
 @pytest.fixture(scope="module")

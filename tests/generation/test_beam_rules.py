@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -39,15 +39,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "bloom": {"n_layer": 1, "n_head": 2},
     "llama": {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24},
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Matrix products this small are several times slower on several threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @cache

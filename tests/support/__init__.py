@@ -1,0 +1,1 @@
+"""Support: servers, models and references for the tests of several folders."""
