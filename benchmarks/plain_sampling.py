@@ -1,4 +1,4 @@
-"""Plain sampling: the methods in plain torch, vectorised over rows, by sorting."""
+"""Plain sampling: the methods in plain torch, vectorized over rows, by sorting."""
 
 from __future__ import annotations
 

@@ -30,9 +30,6 @@ __all__ = [
     "NetworkBackend",
     "NetworkVersion",
     "RunFunction",
-    "batch_input_tensors",
-    "flat_input",
-    "scatter_output",
 ]
 
 logger = logging.getLogger(__name__)
@@ -143,7 +140,8 @@ class BatchRunner:
         self._inputs = {spec.name: spec for spec in config.inputs}
         self._batch_inputs = config.batch_inputs
         self._states = config.sequence_batching.states if config.sequence_batching else ()
-        self._specs = {spec.name: spec for spec in config.outputs}
+        self._outputs = {spec.name: spec for spec in config.outputs}
+        self._expected_shapes = {spec.name: config.with_batch(spec.model_dims) for spec in config.outputs}
         types = {state.output_name: state.data_type for state in self._states}
         types |= {spec.name: spec.data_type for spec in config.outputs}
         self._types = {name: DataType.from_config_name(data_type) for name, data_type in types.items()}
@@ -159,18 +157,18 @@ class BatchRunner:
             InferenceError: the outputs do not match the config, in Triton's words; nothing has been sent.
             Exception: raised by `run`; nothing has been sent.
         """
-        names = self._wanted(batch)
+        names = self._wanted_outputs(batch)
         outputs = run(self._gather(batch), names)
         parts = {name: self._split_output(outputs[name], batch) for name in names}
         for index, inference in enumerate(batch):
             self._keep_states(inference, parts, index=index)
-            requested = inference.request.requested_outputs or self._specs
+            requested = inference.request.requested_outputs or self._outputs
             response = InferenceResponse(
                 outputs=tuple(parts[name][index] for name in names if name in requested)
             )
             inference.send(response, final=True)
 
-    def _wanted(self, batch: Sequence[Inference]) -> tuple[str, ...]:
+    def _wanted_outputs(self, batch: Sequence[Inference]) -> tuple[str, ...]:
         if not all(inference.request.requested_outputs for inference in batch):
             return self._output_names
         wanted = {name for inference in batch for name in inference.request.requested_outputs}
@@ -178,18 +176,21 @@ class BatchRunner:
         return tuple(name for name in self._output_names if name in wanted)
 
     def _gather(self, batch: Sequence[Inference]) -> dict[str, Tensor]:
-        given = [inference.inputs | (inference.states or {}) for inference in batch]
+        batch_inputs = [inference.inputs | (inference.states or {}) for inference in batch]
         # The scheduler only batches requests with the same inputs.
-        inputs = {name: self._join(name, [one[name] for one in given]) for name in given[0]}
+        joined = {
+            name: self._join(name, [inputs[name] for inputs in batch_inputs])
+            for name in batch_inputs[0]
+        }
         for batch_input in self._batch_inputs:
-            for tensor in batch_input_tensors(batch_input, _shapes(batch, batch_input.source_inputs[0])):
-                inputs[tensor.name] = tensor
-        return inputs
+            for tensor in _batch_input_tensors(batch_input, _shapes(batch, batch_input.source_inputs[0])):
+                joined[tensor.name] = tensor
+        return joined
 
     def _join(self, name: str, tensors: Sequence[Tensor]) -> Tensor:
         spec = self._inputs.get(name)
         if spec is not None and spec.allow_ragged_batch:
-            return flat_input(name, tensors)
+            return _flat_input(name, tensors)
         if len(tensors) == 1:
             return _aligned(tensors[0])
         array = np.concatenate([tensor.array for tensor in tensors])
@@ -197,12 +198,12 @@ class BatchRunner:
 
     def _split_output(self, output: Tensor, batch: Sequence[Inference]) -> Sequence[Tensor]:
         self._check_type(output)
-        spec = self._specs.get(output.name)
+        spec = self._outputs.get(output.name)
         scattered = self._scattered.get(output.name)
         if scattered is not None and spec is not None:
-            return scatter_output(output, spec, _shapes(batch, scattered.source_inputs[0]))
+            return _scatter_output(output, spec, _shapes(batch, scattered.source_inputs[0]))
         if spec is not None:
-            self._warn_of_shape(output, spec)
+            self._warn_of_shape(output)
         return self._split_rows(output, [inference.batch_size for inference in batch])
 
     def _split_rows(self, output: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
@@ -232,11 +233,11 @@ class BatchRunner:
             raise InferenceError(
                 f"configuration expects datatype TYPE_{expected.name} for output '{output.name}', "
                 f"model provides TYPE_{output.data_type.name}",
-                remedy=f"write data_type: {output.data_type.config_name} in config.pbtxt",
+                remedy=f"set data_type to {output.data_type.config_name} in config.pbtxt",
             )
 
-    def _warn_of_shape(self, output: Tensor, spec: TensorSpec) -> None:
-        expected = (-1, *spec.model_dims) if self._has_batch else spec.model_dims
+    def _warn_of_shape(self, output: Tensor) -> None:
+        expected = self._expected_shapes[output.name]
         if output.name in self._warned or fits(output.shape, expected):
             return
         self._warned.add(output.name)
@@ -270,14 +271,14 @@ def _shapes(batch: Sequence[Inference], name: str) -> list[tuple[int, ...]]:
     return [inference.inputs[name].shape for inference in batch]
 
 
-def flat_input(name: str, tensors: Sequence[Tensor]) -> Tensor:
+def _flat_input(name: str, tensors: Sequence[Tensor]) -> Tensor:
     """Return one tensor [all elements of all requests]; the input of a single request is not copied."""
     arrays = [tensor.array.reshape(-1) for tensor in tensors]
     joined = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
     return Tensor(name, joined, data_type=tensors[0].data_type)
 
 
-def batch_input_tensors(batch_input: BatchInput, shapes: Sequence[Shape]) -> tuple[Tensor, ...]:
+def _batch_input_tensors(batch_input: BatchInput, shapes: Sequence[Shape]) -> tuple[Tensor, ...]:
     """Return the inputs that are computed from the shapes of a batch, one per target name.
 
     Args:
@@ -315,7 +316,7 @@ def _item_shapes(shapes: Sequence[Shape]) -> NDArray[np.int64]:
     return np.array(rows, dtype=np.int64).reshape(len(rows), len(shapes[0]) - 1)
 
 
-def scatter_output(output: Tensor, spec: TensorSpec, shapes: Sequence[Shape]) -> list[Tensor]:
+def _scatter_output(output: Tensor, spec: TensorSpec, shapes: Sequence[Shape]) -> list[Tensor]:
     """Split a flat output into one view per request, in the shape of the config.
 
     Args:

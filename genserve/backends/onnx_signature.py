@@ -241,10 +241,9 @@ def _check_scalar(tensor: GraphTensor, spec: TensorSpec, config: ModelConfig) ->
 
 def _check_dims(tensor: GraphTensor, spec: TensorSpec, config: ModelConfig) -> None:
     dims = spec.model_dims
-    whole, extra = dims, ""
+    whole, extra = config.with_batch(dims), ""
     if config.max_batch_size:
         _check_batch_dimension(tensor, model=config.name)
-        whole = (-1, *dims)
         extra = (
             "an initial batch dimension because max_batch_size > 0 followed by the explicit tensor shape, "
             "making complete "

@@ -95,24 +95,20 @@ class Conversion:
             if is_smoothable(role) and (scheme.head if role == "norm" else scheme.normed) == "int8"
         }
 
-    def write_graph(self, folder: Path, *, reference: Reference, progress: Progress) -> Path:
-        """Write the graph and its weights; returns their folder.
+    def write_graph(self, version: Path, *, reference: Reference, progress: Progress) -> None:
+        """Write the graph and its weights.
 
         Args:
-            folder: the parent of the stages' folders.
+            version: their folder.
             reference: the source's run. Norms whose activations it has are smoothed.
             progress: displays the stages of the work.
 
         Raises:
             ExportError: the checkpoint lacks a tensor, or has one that the family does not know.
         """
-        layout = self.layout
-        version = folder / layout.folders.logits / "1"
-        version.mkdir(parents=True, exist_ok=True)
-        num_layers = layout.dimensions.num_layers
-        with progress.stage(f"converting to {layout.precision}", total=num_layers) as advance:
+        num_layers = self.layout.dimensions.num_layers
+        with progress.stage(f"converting to {self.layout.precision}", total=num_layers) as advance:
             self._write(version, activations=reference.activations, advance=advance)
-        return version
 
     def _write(
         self, version: Path, *, activations: Mapping[str, FloatArray], advance: Callable[[int], None]
@@ -146,8 +142,8 @@ class Conversion:
         unknown = sorted(filterfalse(self.family.may_ignore, checkpoint.tensor_names - used))
         if unknown:
             raise ExportError(
-                f"{checkpoint.source} has {len(unknown)} tensors that the family {self.family.name} "
-                f"does not know, {unknown[0]!r} first",
+                f"{checkpoint.source} has {len(unknown)} tensors unknown to the family {self.family.name}, "
+                f"such as {unknown[0]!r}",
                 remedy="it is a variant of the architecture that its config names; nothing was installed",
             )
 
@@ -218,8 +214,9 @@ def write_model(
             layout.require_agreeing_config(repository, beside=beside is not None)
         if beside is None:
             layout.write(staged, repository=repository)
-        weights, parity = _write_checked(conversion, staged, progress=progress)
-        size_bytes = sum(path.stat().st_size for path in weights.glob(f"{layout.export_format.file_name}*"))
+        version = layout.version_folder(staged)
+        parity = _write_checked(conversion, version, progress=progress)
+        size_bytes = sum(path.stat().st_size for path in version.glob(f"{layout.export_format.file_name}*"))
         if beside is None:
             install(staged, repository, layout.folders, overwrite=overwrite)
         else:
@@ -239,9 +236,9 @@ def write_model(
 
 
 def _write_checked(
-    conversion: Conversion | TracedConversion, folder: Path, *, progress: Progress
-) -> tuple[Path, Parity]:
-    """Run the source, write the graph below `folder`, and compare both; returns the graph's folder."""
+    conversion: Conversion | TracedConversion, version: Path, *, progress: Progress
+) -> Parity:
+    """Run the source, write the graph into the folder `version`, and compare both."""
     layout = conversion.layout
     dimensions = layout.dimensions
     with progress.stage("running the source", total=dimensions.num_layers) as advance:
@@ -251,9 +248,9 @@ def _write_checked(
             norms=conversion.norms,
             advance=advance,
         )
-    version = conversion.write_graph(folder, reference=reference, progress=progress)
+    conversion.write_graph(version, reference=reference, progress=progress)
     with progress.stage("comparing with the source"):
-        parity = check_parity(
+        return check_parity(
             reference,
             version,
             export_format=layout.export_format,
@@ -261,4 +258,3 @@ def _write_checked(
             kv_cache=layout.kv_cache,
             source=layout.checkpoint.source,
         )
-    return version, parity

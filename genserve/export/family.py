@@ -61,11 +61,11 @@ class Family:
 
         Raises:
             Unsupported: the config has an option that the graph does not support.
-            ExportError: the config is invalid, or the weights are quantised.
+            ExportError: the config is invalid, or the weights are quantized.
         """
         if "quantization_config" in config:
             raise ExportError(
-                "the config has quantised weights, which are not supported",
+                "the config has quantized weights, which are not supported",
                 remedy="known: float32, float16 and bfloat16",
             )
         try:

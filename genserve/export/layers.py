@@ -223,7 +223,7 @@ class FusedLayers(Layers):
 
 
 def _quantized(weight: FloatArray, weight_format: WeightFormat) -> Quantized:
-    """Quantise a weight block of rows by block, since the temporaries take several times its memory."""
+    """Quantize a weight block of rows by block, since the temporaries take several times its memory."""
     parts = [quantize(weight[i : i + _ROWS], weight_format) for i in range(0, len(weight), _ROWS)]
     values, scales = map(np.concatenate, zip(*parts, strict=True))
     return Quantized(values, scales)

@@ -109,6 +109,12 @@ class ModelLayout:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
 
+    def version_folder(self, folder: Path) -> Path:
+        """The version folder of the logits stage below `folder`, created if missing."""
+        version = folder / self.folders.logits / "1"
+        version.mkdir(parents=True, exist_ok=True)
+        return version
+
     def metadata(self, *, family: str) -> dict[str, str]:
         """The metadata in the file of the logits stage."""
         return {

@@ -117,7 +117,7 @@ def source_model(checkpoint: Checkpoint) -> PreTrainedModel:
 
 
 def _empty_model(checkpoint: Checkpoint) -> PreTrainedModel:
-    """The model with uninitialised weights, whose memory is reserved and not yet touched."""
+    """The model with uninitialized weights, whose memory is reserved and not yet touched."""
     config = AutoConfig.for_model(**checkpoint.config)
     try:
         with no_init_weights():

@@ -56,16 +56,14 @@ class TracedConversion:
         )
         return cls(layout=layout)
 
-    def write_graph(self, folder: Path, *, reference: Reference, progress: Progress) -> Path:
-        """Write the graph and its weights, in float32; returns their folder. `reference` is not used.
+    def write_graph(self, version: Path, *, reference: Reference, progress: Progress) -> None:
+        """Write the graph and its weights, in float32, into the folder `version`; `reference` is not used.
 
         Raises:
             ExportError: torch cannot export the model, or ONNX Runtime cannot run the exported graph.
         """
         del reference
         checkpoint, dimensions = self.layout.checkpoint, self.layout.dimensions
-        version = folder / self.layout.folders.logits / "1"
-        version.mkdir(parents=True, exist_ok=True)
         path = version / ExportFormat.TRACED.file_name
         with progress.stage("tracing", total=dimensions.num_layers) as advance:
             with _as_export_error(checkpoint), _quiet():
@@ -75,7 +73,6 @@ class TracedConversion:
             with _as_export_error(checkpoint):
                 GrowingLogits(path, max_num_seqs=1)  # ONNX Runtime lacks some operators that torch writes
             advance(dimensions.num_layers)
-        return version
 
 
 class _Cached(nn.Module):

@@ -15,7 +15,7 @@ import numpy as np
 from genserve.completion import TokenLogprob
 from genserve.generation.logits_model import FloatArray
 from genserve.sampling.sampler import best_ids
-from genserve.sampling.staged_sampler import NUMPY_OPS, exponentials
+from genserve.sampling.staged_sampler import NUMPY_OPS
 
 __all__ = [
     "BeamRules",
@@ -90,7 +90,7 @@ def log_softmax(logits: FloatArray) -> FloatArray:
     with np.errstate(invalid="ignore"):
         log_probs: FloatArray = logits - logits.max(axis=1, keepdims=True)
         for row in log_probs:
-            row -= np.float32(np.log(exponentials(row, NUMPY_OPS).sum(dtype=np.float64)))
+            row -= np.float32(np.log(NUMPY_OPS.exponentials(row).sum(dtype=np.float64)))
     return log_probs
 
 

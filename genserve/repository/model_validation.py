@@ -91,7 +91,7 @@ def _sequences(entry: ModelEntry, config: ModelConfig, *, is_logits: bool) -> It
         count *= sum(max(1, group.count) for group in config.instance_groups) or 1
     if count > _MAX_SEQUENCES:
         message = f"{count} concurrent sequences are configured; the limit is {_MAX_SEQUENCES}"
-        yield _diagnostic(entry, path, message, remedy="set it to the number that is to run concurrently")
+        yield _diagnostic(entry, path, message, remedy="set it to the number of concurrent sequences")
 
 
 def _kv_cache(entry: ModelEntry, config: ModelConfig, *, available: int) -> Iterator[Diagnostic]:
@@ -101,8 +101,8 @@ def _kv_cache(entry: ModelEntry, config: ModelConfig, *, available: int) -> Iter
         yield entry.parsed.diagnostic(
             Severity.WARNING,
             "parameters",
-            f"kv_cache_bytes is {asked}; this machine has {available} bytes, and a larger cache "
-            "ends the server",
+            f"kv_cache_bytes is {asked}; this machine has {available} bytes, and a server whose cache grows "
+            "beyond them is killed",
             remedy="write less, or leave it out: the default is half of the free memory",
             key="kv_cache_bytes",
         )

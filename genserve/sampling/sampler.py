@@ -112,7 +112,7 @@ class SamplingMetadata:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerOutput:
-    """What was sampled of R rows, in the memory of the host."""
+    """The tokens and log-probabilities of R rows, in the memory of the host."""
 
     token_ids: TokenArray               # [R]
     finite: NDArray[np.bool_]           # [R]; False: a NaN or no finite maximum, the token is void

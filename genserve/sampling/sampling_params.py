@@ -315,7 +315,7 @@ class SamplingParams(_DrawParams):
 
     truncate_prompt_tokens: int | None = _prompt(
         "a longer prompt is truncated to this number of tokens; without it, it is refused",
-        default=None, range=Range(1, _INT_MAX, extra=-1, extra_means="as many as the context has room for"),
+        default=None, range=Range(1, _INT_MAX, extra=-1, extra_means="as many as max_tokens leaves room for"),
         tgi="truncate",
     )
     truncation_side: Literal["left", "right"] = _prompt(

@@ -7,9 +7,10 @@ and meaning in both. `ArrayOps` has the few that differ.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from genserve.kernels.logits import SAMPLING_RULE, sample_logits, scan_logits
 from genserve.sampling.sampling_params import STAGES, SamplingParams, active
 
-__all__ = ["COLDEST", "NUMPY_OPS", "ArrayOps", "DrawStages", "apply_stages", "exponentials", "stages_of"]
+__all__ = ["COLDEST", "NUMPY_OPS", "ArrayOps", "DrawStages", "apply_stages", "stages_of"]
 
 # At this temperature and below a draw is greedy: no two float32 logits are nearer than this divides.
 COLDEST = 1e-6
@@ -33,24 +34,50 @@ NUM_BINS = 2560
 Array: TypeAlias = Any          # of numpy or of torch: [G, V], or [G, 1] of one number per row
 
 
-class ArrayOps(Protocol):
-    """The functions that differ between numpy and torch, and the module that has all others."""
+class ArrayOps(ABC):
+    """The functions on rows [G, V] that the stages share, and those in which numpy and torch differ."""
 
-    @property
-    def xp(self) -> Any:
-        """The module."""
+    xp: Any         # the module
 
+    def exponentials(self, rows: Array) -> Array:
+        """Return e to the power of each value; next to nothing for -inf: [G, V] -> [G, V] float32."""
+        return self.xp.exp(rows.clip(min=LOWEST_EXPONENT))
+
+    def from_best(self, rows: Array) -> Array:
+        """Return rows whose maximum is 0: [G, V] -> [G, V]."""
+        return rows - self.xp.amax(rows, axis=1, keepdims=True)
+
+    def keep(self, rows: Array, kept: Array) -> Array:
+        """Return rows with -inf where they are not kept: [G, V] and [G, V] bool -> [G, V]."""
+        return self.xp.where(kept, rows, -math.inf)
+
+    def sum(self, rows: Array) -> Array:
+        """Return the sum of each row: [G, V] -> [G, 1] float64."""
+        return self.xp.sum(rows, axis=1, keepdims=True, dtype=self.xp.float64)
+
+    def entropy(self, rows: Array) -> tuple[Array, Array]:
+        """Return entropy (nats) and log(sum(exp)) of rows whose maximum is 0: [G, V] -> [G, 1], [G, 1]."""
+        weights = self.exponentials(rows)
+        total = self.sum(weights)
+        mean = self.sum(weights * rows.clip(min=LOWEST_EXPONENT)) / total
+        log_total = self.xp.log(total)
+        return log_total - mean, log_total
+
+    @abstractmethod
     def column(self, values: Sequence[float], like: Array) -> Array:
         """Return numbers as [G, 1] float64, on the device of `like`."""
 
+    @abstractmethod
     def best(self, rows: Array, count: int) -> Array:
         """Return the `count` highest values of each row, the highest first: [G, V] -> [G, count]."""
 
+    @abstractmethod
     def truncation_level(
         self, rows: Array, *, top_k: Array | None = None, top_p: Array | None = None
     ) -> Array:
         """Return the smallest value that each row keeps: [G, V] and [G, 1] -> [G, 1]."""
 
+    @abstractmethod
     def mass_level(self, keys: Array, weights: Array, mass: Array) -> Array:
         """Return the smallest key of each row that, with all smaller ones, has the mass: [G, V] -> [G, 1].
 
@@ -120,9 +147,9 @@ def apply_stages(
     """
     batch = _StagedRows(stages=stages, chances=chances, ops=ops)
     with np.errstate(all="ignore"):     # divisions by 0 and logarithms of 0 have the results wanted here
-        left = _from_best(rows, ops)
+        left = ops.from_best(rows)
         for name in stages[0].order:
-            left = _from_best(_STAGES[name](left, batch), ops)
+            left = ops.from_best(_STAGES[name](left, batch))
     return left
 
 
@@ -139,32 +166,6 @@ class _StagedRows:
         return self.ops.column([getattr(s.params, name) for s in self.stages], like)
 
 
-def exponentials(rows: Array, ops: ArrayOps) -> Array:
-    """Return e to the power of each value; next to nothing for -inf: [G, V] -> [G, V] float32."""
-    return ops.xp.exp(rows.clip(min=LOWEST_EXPONENT))
-
-
-def _from_best(rows: Array, ops: ArrayOps) -> Array:
-    return rows - ops.xp.amax(rows, axis=1, keepdims=True)
-
-
-def _keep(rows: Array, kept: Array, ops: ArrayOps) -> Array:
-    return ops.xp.where(kept, rows, -math.inf)
-
-
-def _sum(values: Array, ops: ArrayOps) -> Array:
-    return ops.xp.sum(values, axis=1, keepdims=True, dtype=ops.xp.float64)
-
-
-def _entropy(rows: Array, ops: ArrayOps) -> tuple[Array, Array]:
-    """Return of each row of logits, of which the best is 0, the entropy in nats and log(sum(exp)): [G, 1]."""
-    weights = exponentials(rows, ops)
-    total = _sum(weights, ops)
-    mean = _sum(weights * rows.clip(min=LOWEST_EXPONENT), ops) / total
-    log_total = ops.xp.log(total)
-    return log_total - mean, log_total
-
-
 # The stages: each takes rows [G, V] whose maximum is 0, and returns them scaled, or with -inf.
 
 
@@ -178,8 +179,8 @@ def _temperature(rows: Array, batch: _StagedRows) -> Array:
     if any(s.params.dynatemp_range for s in batch.stages):
         reach = batch.column("dynatemp_range", rows)
         low, high = (temperature - reach).clip(min=0.0), temperature + reach
-        entropy, _ = _entropy(rows, batch.ops)
-        num_tokens = _sum(rows > -math.inf, batch.ops).clip(min=2)  # a single token has the entropy 0
+        entropy, _ = batch.ops.entropy(rows)
+        num_tokens = batch.ops.sum(rows > -math.inf).clip(min=2)  # a single token has the entropy 0
         share = (entropy / xp.log(num_tokens)).clip(min=0.0)
         temperature = low + (high - low) * share ** batch.column("dynatemp_exponent", rows)
     return rows / xp.asarray(temperature.clip(min=COLDEST), dtype=rows.dtype)
@@ -192,10 +193,10 @@ def _top_n_sigma(rows: Array, batch: _StagedRows) -> Array:
     """
     xp = batch.ops.xp
     free = rows > MASKED
-    count = _sum(free, batch.ops)
-    mean = xp.asarray(_sum(xp.where(free, rows, 0.0), batch.ops) / count, dtype=rows.dtype)
-    variance = _sum(xp.where(free, rows - mean, 0.0) ** 2, batch.ops) / count
-    return _keep(rows, rows >= -batch.column("top_n_sigma", rows) * xp.sqrt(variance), batch.ops)
+    count = batch.ops.sum(free)
+    mean = xp.asarray(batch.ops.sum(xp.where(free, rows, 0.0)) / count, dtype=rows.dtype)
+    variance = batch.ops.sum(xp.where(free, rows - mean, 0.0) ** 2) / count
+    return batch.ops.keep(rows, rows >= -batch.column("top_n_sigma", rows) * xp.sqrt(variance))
 
 
 def _top_h(rows: Array, batch: _StagedRows) -> Array:
@@ -206,28 +207,28 @@ def _top_h(rows: Array, batch: _StagedRows) -> Array:
     xp = batch.ops.xp
     best = batch.ops.best(rows, min(NUM_BEST, rows.shape[1]))
     wide = xp.asarray(best, dtype=xp.float64)
-    log_shares = wide - xp.log(_sum(xp.exp(wide), batch.ops))
+    log_shares = wide - xp.log(batch.ops.sum(xp.exp(wide)))
     terms = xp.where(log_shares > -math.inf, -xp.exp(log_shares) * log_shares, 0.0)
     entropy = xp.cumsum(terms, axis=1)
     kept = entropy <= batch.column("top_h", rows) * entropy[:, -1:]
     level = xp.amin(xp.where(kept, best, 0.0), axis=1, keepdims=True)   # at least the best, which is 0
-    return _keep(rows, rows >= level, batch.ops)
+    return batch.ops.keep(rows, rows >= level)
 
 
 def _top_k(rows: Array, batch: _StagedRows) -> Array:
     level = batch.ops.truncation_level(rows, top_k=batch.column("top_k", rows))
-    return _keep(rows, rows >= level, batch.ops)
+    return batch.ops.keep(rows, rows >= level)
 
 
 def _top_p(rows: Array, batch: _StagedRows) -> Array:
     """Source: Holtzman et al. (2020)."""
     level = batch.ops.truncation_level(rows, top_p=batch.column("top_p", rows))
-    return _keep(rows, rows >= level, batch.ops)
+    return batch.ops.keep(rows, rows >= level)
 
 
 def _min_p(rows: Array, batch: _StagedRows) -> Array:
     """Source: Nguyen et al. (2024)."""
-    return _keep(rows, rows >= batch.ops.xp.log(batch.column("min_p", rows)), batch.ops)
+    return batch.ops.keep(rows, rows >= batch.ops.xp.log(batch.column("min_p", rows)))
 
 
 def _typical(rows: Array, batch: _StagedRows) -> Array:
@@ -236,30 +237,30 @@ def _typical(rows: Array, batch: _StagedRows) -> Array:
     Source: Meister et al. (2022), as transformers has it.
     """
     xp = batch.ops.xp
-    weights = exponentials(rows, batch.ops)
-    total = _sum(weights, batch.ops)
+    weights = batch.ops.exponentials(rows)
+    total = batch.ops.sum(weights)
     # The distance of a logit from the mean of the logits is that of its log-probability from the entropy.
-    mean = _sum(weights * rows.clip(min=LOWEST_EXPONENT), batch.ops) / total
+    mean = batch.ops.sum(weights * rows.clip(min=LOWEST_EXPONENT)) / total
     distance = abs(xp.asarray(rows, dtype=xp.float64) - mean)
     share = batch.column("typical_p", rows)
     level = batch.ops.mass_level(distance, weights, share * total)
-    return _keep(rows, (distance <= level) | (share >= 1.0), batch.ops)
+    return batch.ops.keep(rows, (distance <= level) | (share >= 1.0))
 
 
 def _epsilon_cutoff(rows: Array, batch: _StagedRows) -> Array:
     """Keep tokens of a probability, and the best. Source: Hewitt et al. (2022), as transformers has it."""
-    _, log_total = _entropy(rows, batch.ops)
+    _, log_total = batch.ops.entropy(rows)
     level = batch.ops.xp.log(batch.column("epsilon_cutoff", rows)) + log_total
-    return _keep(rows, rows >= level.clip(max=0.0), batch.ops)
+    return batch.ops.keep(rows, rows >= level.clip(max=0.0))
 
 
 def _eta_cutoff(rows: Array, batch: _StagedRows) -> Array:
     """As epsilon, with a lower cutoff where the entropy is high. Source: as of epsilon."""
     xp = batch.ops.xp
-    entropy, log_total = _entropy(rows, batch.ops)
+    entropy, log_total = batch.ops.entropy(rows)
     log_cutoff = xp.log(batch.column("eta_cutoff", rows))
     level = xp.minimum(log_cutoff, log_cutoff / 2 - entropy) + log_total
-    return _keep(rows, rows >= level.clip(max=0.0), batch.ops)
+    return batch.ops.keep(rows, rows >= level.clip(max=0.0))
 
 
 def _xtc(rows: Array, batch: _StagedRows) -> Array:
@@ -271,12 +272,12 @@ def _xtc(rows: Array, batch: _StagedRows) -> Array:
     acts = [chance < s.params.xtc_probability for s, chance in zip(batch.stages, batch.chances, strict=True)]
     if not any(acts):
         return rows
-    _, log_total = _entropy(rows, batch.ops)
+    _, log_total = batch.ops.entropy(rows)
     likely = (rows >= xp.log(batch.column("xtc_threshold", rows)) + log_total) & (rows > -math.inf)
     kept = rows <= xp.amin(xp.where(likely, rows, math.inf), axis=1, keepdims=True)
     if spared_ids := list(batch.stages[0].spared_ids):
         kept = kept | ~xp.all(kept[:, spared_ids], axis=1, keepdims=True)
-    return _keep(rows, kept | (batch.ops.column(acts, rows) == 0), batch.ops)
+    return batch.ops.keep(rows, kept | (batch.ops.column(acts, rows) == 0))
 
 
 def _mirostat(rows: Array, batch: _StagedRows) -> Array:
@@ -286,11 +287,11 @@ def _mirostat(rows: Array, batch: _StagedRows) -> Array:
     """
     bits = batch.ops.column([s.max_surprise_bits for s in batch.stages], rows)
     if batch.stages[0].params.mirostat_mode == 2:
-        _, log_total = _entropy(rows, batch.ops)
+        _, log_total = batch.ops.entropy(rows)
         level = (log_total - bits * math.log(2)).clip(max=0.0)
     else:
         level = batch.ops.truncation_level(rows, top_k=_zipf_count(rows, bits, batch.ops))
-    return _keep(rows, rows >= level, batch.ops)
+    return batch.ops.keep(rows, rows >= level)
 
 
 def _zipf_count(rows: Array, bits: Array, ops: ArrayOps) -> Array:
@@ -301,7 +302,7 @@ def _zipf_count(rows: Array, bits: Array, ops: ArrayOps) -> Array:
     ranks = xp.arange(1, best.shape[1], dtype=xp.float64, device=rows.device)
     steps = xp.where(best[:, 1:] > -math.inf, xp.log((ranks + 1) / ranks)[None], 0.0)
     falls = xp.where(steps > 0, best[:, :-1] - best[:, 1:], 0.0)
-    exponent = _sum(steps * falls, ops) / _sum(steps**2, ops)
+    exponent = ops.sum(steps * falls) / ops.sum(steps**2)
     excess = exponent - 1
     count = (excess * 2.0 ** bits.clip(max=1000.0) / (1 - vocab_size**-excess)) ** (1 / exponent)
     return xp.where(xp.isnan(count), 1.0, count).clip(min=1, max=vocab_size)
@@ -323,8 +324,8 @@ _STAGES: Mapping[str, Callable[[Array, _StagedRows], Array]] = {
 }
 
 
-class NumpyOps:
-    """`ArrayOps` of numpy. No row is sorted."""
+class NumpyOps(ArrayOps):
+    """Rows of numpy. No row is sorted."""
 
     xp = np
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from genserve.completion import TokenLogprob
 from genserve.sampling.logits_edits import LogitsEdits, apply_edits
 from genserve.sampling.sampler import LOWEST_LOGPROB, LogprobsRequest, SamplerOutput, SamplingMetadata
-from genserve.sampling.staged_sampler import apply_stages, exponentials
+from genserve.sampling.staged_sampler import ArrayOps, apply_stages
 
 __all__ = ["TORCH_OPS", "sample_on_device"]
 
@@ -88,7 +88,7 @@ def _draw(
         stages = [s for i in indices if (s := metadata.stages[i]) is not None]
         chances = [metadata.chances[i] for i in indices]
         scaled[rows] = apply_stages(shifted[rows], stages, chances=chances, ops=TORCH_OPS)
-    weights = torch.where(scaled == -torch.inf, 0.0, exponentials(scaled, TORCH_OPS))
+    weights = torch.where(scaled == -torch.inf, 0.0, TORCH_OPS.exponentials(scaled))
     cumulative = weights.cumsum(1, dtype=torch.float64)
     drawn = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
     return torch.where(draws[:, 0] > 0, drawn[:, 0].clamp(max=num_tokens - 1), token_ids), scaled
@@ -102,7 +102,7 @@ def _logprobs(
     Each row has `_num_others` others, even if it asks for fewer.
     """
     shifted = rows - rows.amax(dim=1, keepdim=True)
-    total = exponentials(shifted, TORCH_OPS).sum(dim=1, keepdim=True, dtype=torch.float64).log()
+    total = TORCH_OPS.exponentials(shifted).sum(dim=1, keepdim=True, dtype=torch.float64).log()
     others = torch.zeros((len(requests), _num_others(requests)), dtype=torch.int64)
     for index, request in enumerate(requests):
         others[index, : len(request.token_ids)] = torch.tensor(request.token_ids, dtype=torch.int64)
@@ -146,8 +146,8 @@ def _staged_groups(metadata: SamplingMetadata) -> Iterator[tuple[list[int], list
         yield [metadata.drawing[index] for index in indices], indices
 
 
-class TorchOps:
-    """`ArrayOps` of torch. A GPU sorts faster than it counts, and nothing here waits for it."""
+class TorchOps(ArrayOps):
+    """Tensors of torch. A GPU sorts faster than it counts, and nothing here waits for it."""
 
     xp = torch
 
@@ -170,7 +170,7 @@ class TorchOps:
         else:
             rank = torch.where(top_k > 0, top_k, num_tokens).clamp(max=num_tokens).long() - 1
         if top_p is not None:
-            cumulative = exponentials(ordered, self).cumsum(1, dtype=torch.float64)
+            cumulative = self.exponentials(ordered).cumsum(1, dtype=torch.float64)
             reached = torch.searchsorted(cumulative, top_p * cumulative.gather(1, rank))
             rank = torch.where(top_p < 1.0, torch.minimum(reached, rank), rank)
         return ordered.gather(1, rank)

@@ -15,153 +15,10 @@ from genserve.errors import InferenceError, Status
 from genserve.inference import Inference, InferenceResponse, OnResponse, with_request_id
 from genserve.schedulers.request_queue import ANY_INSTANCE, NO_BATCH, BatchPlan, Rejection
 
-__all__ = ["BatchRules", "DynamicQueue", "QueuedRequest", "ResponseOrder", "batch_key", "plan_batch"]
+__all__ = ["BatchKey", "DynamicQueue", "QueuedRequest", "batch_key"]
 
 # Requests with equal keys can share a batch.
 BatchKey = Callable[[Inference], Hashable]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchRules:
-    """When a batch is complete. Rows are the sum of the batch sizes of the requests."""
-
-    max_rows: int                                       # 1 if the model does not batch
-    preferred_rows: frozenset[int] = frozenset()        # sizes that run immediately; empty: any
-    max_delay_ns: int = 0                               # how long the oldest request waits for a larger batch
-
-    @classmethod
-    def of(
-        cls, *, max_batch_size: int, preferred_batch_sizes: Iterable[int], max_queue_delay_us: int
-    ) -> BatchRules:
-        """Make the rules of a config; without preferred sizes the largest one is preferred."""
-        max_rows = max(1, max_batch_size)
-        return cls(
-            max_rows=max_rows,
-            preferred_rows=frozenset(preferred_batch_sizes) or frozenset({max_rows}),
-            max_delay_ns=max_queue_delay_us * 1000,
-        )
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class QueuedRequest:
-    """A waiting request."""
-
-    inference: Inference
-    added_ns: int
-    batch_key: Hashable = None
-    expires_ns: int | None = None
-
-
-def batch_key(config: ModelConfig) -> BatchKey:
-    """Return the function that computes the batch key of a request.
-
-    The key holds the shapes of the inputs of variable shape that are not ragged, the names of the inputs if
-    some are optional, and the current shapes of the implicit states of its sequence.
-    """
-    input_key = _input_key(config)
-    if config.sequence_batching is None or not config.sequence_batching.states:
-        return input_key
-    return lambda sent: (input_key(sent), tuple(state.shape for state in (sent.states or {}).values()))
-
-
-def _input_key(config: ModelConfig) -> BatchKey:
-    enforced = [spec.name for spec in config.inputs if -1 in spec.dims and not spec.allow_ragged_batch]
-    first = 1 if config.max_batch_size else 0  # the batch dimension may differ
-    if any(spec.optional for spec in config.inputs):
-        return lambda sent: (frozenset(sent.request.inputs), _shapes(sent, enforced, first=first))
-    if enforced:
-        return lambda sent: _shapes(sent, enforced, first=first)
-    return lambda sent: None
-
-
-def plan_batch(entries: Iterable[QueuedRequest], rules: BatchRules, *, now_ns: int) -> BatchPlan:
-    """Form the batch at the head of the queue, without skipping a request.
-
-    The largest preferred size that was reached runs immediately, and so does a batch that cannot grow. Any
-    other batch runs when the delay of its oldest request is over.
-    """
-    batch: list[QueuedRequest] = []
-    rows = num_preferred = 0
-    largest = max(rules.preferred_rows, default=0)
-    is_full = False
-    for entry in entries:
-        if batch:
-            rows_then = rows + entry.inference.batch_size
-            if rows_then > largest and not num_preferred:
-                num_preferred = len(batch)
-            if rows_then > rules.max_rows or entry.batch_key != batch[0].batch_key:
-                is_full = True
-                break
-        batch.append(entry)
-        rows += entry.inference.batch_size
-        if rows in rules.preferred_rows:
-            num_preferred = len(batch)
-    if not batch:
-        return NO_BATCH
-    due_ns = min(entry.added_ns for entry in batch) + rules.max_delay_ns
-    is_late = rules.max_delay_ns > 0 and now_ns >= due_ns
-    if num_preferred and not is_late:
-        return BatchPlan(_inferences(batch[:num_preferred]))
-    if is_full or is_late or rows >= largest or not rules.max_delay_ns:
-        return BatchPlan(_inferences(batch))
-    return BatchPlan(until_ns=due_ns)
-
-
-def _inferences(entries: Sequence[QueuedRequest]) -> tuple[Inference, ...]:
-    return tuple(entry.inference for entry in entries)
-
-
-def _shapes(inference: Inference, names: Sequence[str], *, first: int) -> tuple[tuple[int, ...] | None, ...]:
-    inputs = inference.request.inputs  # as sent: without the controls, which vary
-    return tuple(inputs[name].shape[first:] if name in inputs else None for name in names)
-
-
-class _Turn:
-    """The responses of one request that have not been passed on."""
-
-    def __init__(self, on_response: OnResponse) -> None:
-        self.on_response = on_response
-        self.responses: deque[tuple[InferenceResponse | None, bool]] = deque()
-
-
-class ResponseOrder:
-    """Passes responses on in the order in which the requests were executed; safe from any thread.
-
-    The responses of the oldest unfinished request are passed on as they arrive, all others are held back.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._turns: deque[_Turn] = deque()
-        self._is_passing_on = False
-
-    def enter(self, inference: Inference) -> None:
-        """Append an inference, and intercept its responses."""
-        turn = _Turn(inference.on_response)
-        with self._lock:
-            self._turns.append(turn)
-        inference.on_response = partial(self._respond, turn)
-
-    def _respond(self, turn: _Turn, response: InferenceResponse | None, final: bool) -> None:  # noqa: FBT001
-        with self._lock:
-            turn.responses.append((response, final))
-            if self._is_passing_on:
-                return  # the thread that passes on finds this response too; callbacks run without the lock
-            self._is_passing_on = True
-        for on_response, passed, is_final in self._due():
-            on_response(passed, is_final)
-
-    def _due(self) -> Iterator[tuple[OnResponse, InferenceResponse | None, bool]]:
-        while True:
-            with self._lock:
-                if not self._turns or not self._turns[0].responses:
-                    self._is_passing_on = False
-                    return
-                turn = self._turns[0]
-                response, final = turn.responses.popleft()
-                if final:
-                    self._turns.popleft()
-            yield turn.on_response, response, final
 
 
 class DynamicQueue:
@@ -179,12 +36,12 @@ class DynamicQueue:
             batch_key: computes the key that the requests of a batch share.
         """
         self._batch_key = batch_key
-        self._rules = BatchRules.of(
+        self._rules = _BatchRules.of(
             max_batch_size=max_batch_size,
             preferred_batch_sizes=config.preferred_batch_sizes,
             max_queue_delay_us=config.max_queue_delay_us,
         )
-        self._order = ResponseOrder() if config.preserve_ordering else None
+        self._order = _ResponseOrder() if config.preserve_ordering else None
         policies = config.priority_queue_policy
         # Without priorities there is one level, 0.
         self._default_level = config.default_priority_level if config.priority_levels else 0
@@ -231,7 +88,7 @@ class DynamicQueue:
 
     def plan(self, instance: int, *, now_ns: int) -> BatchPlan:
         """Return the batch at the head of the queue, if it is complete."""
-        return plan_batch(self._entries(), self._rules, now_ns=now_ns)
+        return _plan_batch(self._entries(), self._rules, now_ns=now_ns)
 
     def start(self, instance: int, batch: Sequence[Inference], *, now_ns: int) -> tuple[Inference, ...]:
         """Remove a planned batch."""
@@ -321,3 +178,146 @@ def _timeout() -> InferenceError:
         status=Status.UNAVAILABLE,
         remedy="it waited longer than its queue policy allows; add instances or raise the timeout",
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _BatchRules:
+    """When a batch is complete. Rows are the sum of the batch sizes of the requests."""
+
+    max_rows: int                                       # 1 if the model does not batch
+    preferred_rows: frozenset[int] = frozenset()        # sizes that run immediately; empty: any
+    max_delay_ns: int = 0                               # how long the oldest request waits for a larger batch
+
+    @classmethod
+    def of(
+        cls, *, max_batch_size: int, preferred_batch_sizes: Iterable[int], max_queue_delay_us: int
+    ) -> _BatchRules:
+        """Make the rules of a config; without preferred sizes the largest one is preferred."""
+        max_rows = max(1, max_batch_size)
+        return cls(
+            max_rows=max_rows,
+            preferred_rows=frozenset(preferred_batch_sizes) or frozenset({max_rows}),
+            max_delay_ns=max_queue_delay_us * 1000,
+        )
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class QueuedRequest:
+    """A waiting request."""
+
+    inference: Inference
+    added_ns: int
+    batch_key: Hashable = None
+    expires_ns: int | None = None
+
+
+def batch_key(config: ModelConfig) -> BatchKey:
+    """Return the function that computes the batch key of a request.
+
+    The key holds the shapes of the inputs of variable shape that are not ragged, the names of the inputs if
+    some are optional, and the current shapes of the implicit states of its sequence.
+    """
+    input_key = _input_key(config)
+    if config.sequence_batching is None or not config.sequence_batching.states:
+        return input_key
+    return lambda sent: (input_key(sent), tuple(state.shape for state in (sent.states or {}).values()))
+
+
+def _input_key(config: ModelConfig) -> BatchKey:
+    enforced = [spec.name for spec in config.inputs if -1 in spec.dims and not spec.allow_ragged_batch]
+    first = 1 if config.max_batch_size else 0  # the batch dimension may differ
+    if any(spec.optional for spec in config.inputs):
+        return lambda sent: (frozenset(sent.request.inputs), _shapes(sent, enforced, first=first))
+    if enforced:
+        return lambda sent: _shapes(sent, enforced, first=first)
+    return lambda sent: None
+
+
+def _plan_batch(entries: Iterable[QueuedRequest], rules: _BatchRules, *, now_ns: int) -> BatchPlan:
+    """Form the batch at the head of the queue, without skipping a request.
+
+    The largest preferred size that was reached runs immediately, and so does a batch that cannot grow. Any
+    other batch runs when the delay of its oldest request is over.
+    """
+    batch: list[QueuedRequest] = []
+    rows = num_preferred = 0
+    largest = max(rules.preferred_rows, default=0)
+    is_full = False
+    for entry in entries:
+        if batch:
+            rows_then = rows + entry.inference.batch_size
+            if rows_then > largest and not num_preferred:
+                num_preferred = len(batch)
+            if rows_then > rules.max_rows or entry.batch_key != batch[0].batch_key:
+                is_full = True
+                break
+        batch.append(entry)
+        rows += entry.inference.batch_size
+        if rows in rules.preferred_rows:
+            num_preferred = len(batch)
+    if not batch:
+        return NO_BATCH
+    due_ns = min(entry.added_ns for entry in batch) + rules.max_delay_ns
+    is_late = rules.max_delay_ns > 0 and now_ns >= due_ns
+    if num_preferred and not is_late:
+        return BatchPlan(_inferences(batch[:num_preferred]))
+    if is_full or is_late or rows >= largest or not rules.max_delay_ns:
+        return BatchPlan(_inferences(batch))
+    return BatchPlan(until_ns=due_ns)
+
+
+def _inferences(entries: Sequence[QueuedRequest]) -> tuple[Inference, ...]:
+    return tuple(entry.inference for entry in entries)
+
+
+def _shapes(inference: Inference, names: Sequence[str], *, first: int) -> tuple[tuple[int, ...] | None, ...]:
+    inputs = inference.request.inputs  # as sent: without the controls, which vary
+    return tuple(inputs[name].shape[first:] if name in inputs else None for name in names)
+
+
+class _Turn:
+    """The responses of one request that have not been passed on."""
+
+    def __init__(self, on_response: OnResponse) -> None:
+        self.on_response = on_response
+        self.responses: deque[tuple[InferenceResponse | None, bool]] = deque()
+
+
+class _ResponseOrder:
+    """Passes responses on in the order in which the requests were executed; safe from any thread.
+
+    The responses of the oldest unfinished request are passed on as they arrive, all others are held back.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._turns: deque[_Turn] = deque()
+        self._is_passing_on = False
+
+    def enter(self, inference: Inference) -> None:
+        """Append an inference, and intercept its responses."""
+        turn = _Turn(inference.on_response)
+        with self._lock:
+            self._turns.append(turn)
+        inference.on_response = partial(self._respond, turn)
+
+    def _respond(self, turn: _Turn, response: InferenceResponse | None, final: bool) -> None:  # noqa: FBT001
+        with self._lock:
+            turn.responses.append((response, final))
+            if self._is_passing_on:
+                return  # the thread that passes on finds this response too; callbacks run without the lock
+            self._is_passing_on = True
+        for on_response, passed, is_final in self._due():
+            on_response(passed, is_final)
+
+    def _due(self) -> Iterator[tuple[OnResponse, InferenceResponse | None, bool]]:
+        while True:
+            with self._lock:
+                if not self._turns or not self._turns[0].responses:
+                    self._is_passing_on = False
+                    return
+                turn = self._turns[0]
+                response, final = turn.responses.popleft()
+                if final:
+                    self._turns.popleft()
+            yield turn.on_response, response, final

@@ -65,10 +65,8 @@ def _initial_state(spec: StateSpec, *, rows: tuple[int, ...], path: Path) -> Ten
         )
         return data.reshaped(rows + initial.dims)
     dims = spec.dims if initial is None else initial.dims
-    array = np.zeros(rows + tuple(max(dim, 1) for dim in dims), data_type.numpy)  # -1 becomes 1
-    if data_type is DataType.BYTES:
-        array.fill(b"")
-    return Tensor(spec.input_name, array, data_type=data_type)
+    shape = rows + tuple(max(dim, 1) for dim in dims)  # -1 becomes 1
+    return _zeros(spec.input_name, shape, data_type=data_type)
 
 
 class SequenceControls:
@@ -152,7 +150,7 @@ def null_inference(like: Inference, *, controls: SequenceControls) -> Inference:
         request=InferenceRequest(
             model_name=request.model_name,
             model_version=request.model_version,
-            inputs={name: _zeros(tensor) for name, tensor in like.inputs.items()},
+            inputs={name: _zeros_like(tensor) for name, tensor in like.inputs.items()},
         ),
         on_response=_discard,
         batch_size=like.batch_size,
@@ -161,7 +159,7 @@ def null_inference(like: Inference, *, controls: SequenceControls) -> Inference:
     )
     null.inputs.update(controls.of_null)
     if like.states is not None:
-        null.states = {name: _zeros(tensor) for name, tensor in like.states.items()}
+        null.states = {name: _zeros_like(tensor) for name, tensor in like.states.items()}
     return null
 
 
@@ -169,8 +167,12 @@ def _discard(response: InferenceResponse | None, final: bool) -> None:  # noqa: 
     """Discard the responses to a null request."""
 
 
-def _zeros(tensor: Tensor) -> Tensor:
-    array = np.zeros(tensor.shape, tensor.data_type.numpy)
-    if tensor.data_type is DataType.BYTES:
+def _zeros_like(tensor: Tensor) -> Tensor:
+    return _zeros(tensor.name, tensor.shape, data_type=tensor.data_type)
+
+
+def _zeros(name: str, shape: Sequence[int], *, data_type: DataType) -> Tensor:
+    array = np.zeros(tuple(shape), data_type.numpy)
+    if data_type is DataType.BYTES:
         array.fill(b"")
-    return Tensor(tensor.name, array, data_type=tensor.data_type)
+    return Tensor(name, array, data_type=data_type)

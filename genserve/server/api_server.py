@@ -403,5 +403,5 @@ def _nothing_to_load(settings: ServerSettings) -> RepositoryError:
     roots = ", ".join(str(root) for root in settings.model_repository)
     return RepositoryError(
         f"there is no model in {roots}",
-        remedy=f"bring one: `genserve pull smollm2 --model-repository {settings.model_repository[0]}`",
+        remedy=f"add one: `genserve pull smollm2 --model-repository {settings.model_repository[0]}`",
     )

@@ -110,8 +110,8 @@ class DecodingFields(_TableFields):
     """The fields with the names and meanings of `SamplingParams`; None: not given."""
 
     def given(self) -> dict[str, Any]:
-        """Return the options that the request gives, for `sampling_params`."""
-        values = self.model_dump(include=set(DecodingFields.model_fields))
+        """Return the parameters that the body has by their own names, for `sampling_params`."""
+        values = self.model_dump(include=type(self).model_fields.keys() & {*PARAMETERS, *REFUSED})
         return {name: value for name, value in values.items() if value is not None}
 
     def form_or(self, own: Any, *, field: str) -> Any:

@@ -252,7 +252,8 @@ async def _on_invalid_body(request: Request, error: Exception) -> JSONResponse:
 
 def _invalid_field(field: str, problem: Mapping[str, Any]) -> InvalidRequest:
     if problem["type"] == "extra_forbidden":
-        return InvalidRequest(f"unknown field {field[:128]!r}", field=field[:128])
+        name = field[:128]
+        return InvalidRequest(f"unknown field {name!r}", field=name, remedy="GET /docs lists the fields")
     return InvalidRequest(f"{field}: {problem['msg'].removeprefix('Value error, ')[:200]}", field=field)
 
 

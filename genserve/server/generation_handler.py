@@ -127,7 +127,7 @@ async def submit(
     Raises:
         InvalidRequest: it has more choices than may run and wait; otherwise, see
             `TextModel.prepare_choices`. With several prompts, `field` names the prompt.
-        GenserveError: see `Repository.get`, `EngineThread.reserve`, `EngineThread.submit`.
+        GenserveError: see `Repository.text_model`, `EngineThread.reserve`, `EngineThread.submit`.
     """
     if services.draining:
         raise ModelNotReady("the server is stopping", remedy="try again on another server")

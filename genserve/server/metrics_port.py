@@ -121,7 +121,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._access.check(method="GET", path=path, headers=headers)
         except GenserveError as error:
             client = f"{self.client_address[0]}:{self.client_address[1]}"
-            logger.warning("%s %s %s was refused: %s", client, self.command, quoted(path), error.code)
+            logger.warning("%s %s %s was rejected: %s", client, self.command, quoted(path), error.code)
             self._answer(f"{error}\n".encode(), status=http_status(error), headers=error_headers(error))
             return
         # As in Triton, other paths are empty, and no error.

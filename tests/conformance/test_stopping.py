@@ -56,14 +56,14 @@ def test_the_stop_that_ended_the_text_is_named(client, ask, stream):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_string_is_kept_where_that_is_asked_for(client, whole, stream):
+def test_a_stop_string_may_be_included(client, whole, stream):
     stop = whole.text[4:6]
     extras = {"stop": [stop], "include_stop_str_in_output": True}
     kept = whole.text[: whole.text.index(stop) + len(stop)]
     assert complete(client, stream=stream, **extras) == (kept, "stop", stop)
 
 
-def test_a_stop_token_is_named_and_its_text_is_kept_where_that_is_asked_for(client, whole):
+def test_a_stop_token_is_named_and_its_text_may_be_included(client, whole):
     stop_id = whole.token_ids[6]
     first = whole.token_ids.index(stop_id)
     text, finish_reason, stop_reason = complete(client, stop_token_ids=[stop_id])
@@ -84,7 +84,7 @@ def test_a_stop_string_within_min_tokens_does_not_end_the_text(client, whole):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("ask", [complete, chat])
-def test_an_answer_that_goes_round_in_circles_ends(client, ask, stream):
+def test_a_repetition_ends_the_answer(client, ask, stream):
     circling = {"logit_bias": {"270": 100}, "repetition_detection": {"max_pattern_size": 3, "min_count": 4}}
     _, finish_reason, stop_reason = ask(client, stream=stream, **circling)
     assert (finish_reason, stop_reason) == ("repetition", "repetition_detected")
@@ -97,14 +97,14 @@ def test_the_first_match_of_a_regex_ends_the_text(client, whole, stream):
     assert complete(client, stream=stream, stop_regex=regex) == (whole.text[:first], "stop", regex)
 
 
-def test_a_regex_that_is_none_is_refused(client):
+def test_a_malformed_regex_is_refused(client):
     with pytest.raises(openai.BadRequestError, match="unclosed group") as raised:
         complete(client, stop_regex="(")
     assert raised.value.param == "stop_regex"
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_special_tokens_are_shown_where_that_is_asked_for(client, tiny_server, stream):
+def test_special_tokens_may_be_included(client, tiny_server, stream):
     ids = range(tiny_server.model.tokenizer.vocab_size)
     special = next(i for i in ids if not tiny_server.model.tokenizer.decode([i]))
     name = tiny_server.model.tokenizer.decode([special], skip_special_tokens=False)
@@ -122,7 +122,7 @@ def test_the_tokens_of_the_logprobs_are_those_of_the_text(client, tiny_server):
 
 
 @pytest.mark.parametrize("ask", ["completions", "chat"])
-def test_events_have_at_least_as_many_tokens_as_are_asked_for(client, ask):
+def test_stream_interval_is_the_number_of_tokens_of_an_event(client, ask):
     """The first has one, and the last what is left; a step may bring several."""
     extras = EXTRAS | {"stream_interval": 5, "return_token_ids": True}
     if ask == "chat":
@@ -137,13 +137,13 @@ def test_events_have_at_least_as_many_tokens_as_are_asked_for(client, ask):
     assert first + sum(others) + last == 12
 
 
-def test_an_answer_ends_when_its_time_is_over(client):
+def test_max_time_ms_ends_the_answer(client):
     extras = {"max_time_ms": 1, "max_tokens": 100}
     _, finish_reason, stop_reason = complete(client, **extras)
     assert (finish_reason, stop_reason) == ("length", "deadline")
 
 
-def test_tgi_says_it_in_the_details(tiny_server, whole):
+def test_tgi_reports_the_stop_in_its_details(tiny_server, whole):
     stop = whole.text[4:6]
     parameters = {"max_new_tokens": 12, "details": True, "ignore_eos": True, "stop": [stop]}
     body = httpx2.post(

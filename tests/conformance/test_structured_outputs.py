@@ -59,7 +59,7 @@ def test_the_form_of_a_completion(client):
         jsonschema.validate(json.loads(choice.text), schema)
 
 
-def test_a_form_that_max_tokens_cuts_ends_by_length(client):
+def test_max_tokens_ends_an_incomplete_form(client):
     answer = client.chat.completions.create(
         model="tiny", messages=TURN, max_tokens=3, extra_body={"structured_outputs": {"regex": "[ab]{50}"}}
     )
@@ -78,7 +78,7 @@ def test_a_form_that_max_tokens_cuts_ends_by_length(client):
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_form_that_cannot_be_kept_to_is_refused_where_it_was_said(client, extra, param, stream):
+def test_an_impossible_form_is_refused_with_its_field(client, extra, param, stream):
     with pytest.raises(openai.BadRequestError) as refusal:
         client.chat.completions.create(
             model="tiny", messages=TURN, max_tokens=5, temperature=0, stream=stream, extra_body=extra
@@ -129,14 +129,14 @@ def test_the_tensors_of_the_ensemble(tiny_server, kind, guide, form):
         ("regex", "[a", "unclosed"),
     ],
 )
-def test_tensors_that_say_no_form_are_refused(tiny_server, kind, guide, reason):
+def test_tensors_without_a_valid_form_are_refused(tiny_server, kind, guide, reason):
     guided = {"guided_decoding_guide_type": kind, "guided_decoding_guide": guide}
     answer = httpx2.post(f"{tiny_server.url}/v2/models/tiny/generate", json={"text_input": "x", **guided})
     assert answer.status_code == 400
     assert reason in answer.json()["error"]
 
 
-def test_our_client_and_our_library_answer_alike(tiny_server, tiny_repository):
+def test_client_and_library_give_the_same_answer(tiny_server, tiny_repository):
     options: Any = {"structured_outputs": {"choice": ["yes", "no", "both"]}, "temperature": 1.0, "seed": 5}
     with Client(tiny_server.url) as client, LLM(tiny_repository) as llm:
         here = llm.chat("?", **options)
@@ -148,7 +148,7 @@ def test_our_client_and_our_library_answer_alike(tiny_server, tiny_repository):
     assert refusal.value.field == "structured_outputs"
 
 
-def test_a_form_is_kept_beside_answers_without_one(tiny_server):
+def test_answers_with_and_without_a_form_share_a_batch(tiny_server):
     """The neighbours' texts are those that they have alone."""
     free: Any = {"temperature": 1.0, "seed": 6, "max_tokens": 20, "ignore_eos": True}
     with Client(tiny_server.url) as client:

@@ -18,7 +18,7 @@ __all__ = ["write_gguf"]
 
 
 def write_gguf(folder: Path, path: Path, *, pre: str = "smollm", **metadata: Any) -> Path:
-    """Write the checkpoint in `folder`, unquantised; `metadata` adds or replaces string fields."""
+    """Write the checkpoint in `folder`, unquantized; `metadata` adds or replaces string fields."""
     config = AutoConfig.from_pretrained(folder)
     architecture = config.model_type
     writer = gguf.GGUFWriter(path, architecture)

@@ -80,8 +80,10 @@ def write_conversion(
 ) -> WrittenGraph:
     layout = conversion.layout
     layout.write(folder, repository=folder)
+    version = layout.version_folder(folder)
+    conversion.write_graph(version, reference=reference, progress=SilentProgress())
     return WrittenGraph(
-        folder=conversion.write_graph(folder, reference=reference, progress=SilentProgress()),
+        folder=version,
         export_format=layout.export_format,
         precision=layout.precision,
         dimensions=layout.dimensions,

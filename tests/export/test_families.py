@@ -157,7 +157,7 @@ def test_a_checkpoint_saved_without_its_head_has_the_same_graph(tmp_path: Path) 
         ({"hidden_act": "mish"}, "mish"),
         ({"rope_scaling": {"rope_type": "proportional"}}, "proportional"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantised"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantized"),
         ({"architectures": ["FooForCausalLM"]}, "FooForCausalLM"),
         ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
     ],

@@ -1,4 +1,4 @@
-"""Traced models: accuracy and refusals; tests/repository/test_logits_runtime.py serves one."""
+"""Traced models: accuracy and refusals; tests/textmodel/test_logits_runtime.py serves one."""
 
 from __future__ import annotations
 

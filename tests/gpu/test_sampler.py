@@ -12,7 +12,7 @@ from tests.fakes.sequences import sequence_of
 from tests.sampling.test_torch_sampler import VOCAB_SIZE, asked, levels, on_a_border, random_rules
 
 
-def test_tokens_are_those_of_the_host_for_the_same_seeds(device):
+def test_the_same_seeds_sample_the_tokens_of_the_host(device):
     rng = np.random.default_rng(8)
     for spread in (0.5, 3.0, 12.0):
         logits = (rng.standard_normal((64, VOCAB_SIZE)) * spread).astype(np.float32)
@@ -25,7 +25,7 @@ def test_tokens_are_those_of_the_host_for_the_same_seeds(device):
         np.testing.assert_allclose(levels(host)[same], levels(picked)[same], atol=1e-4)
 
 
-def test_rows_that_are_not_finite_are_told(device):
+def test_rows_that_are_not_finite_are_reported(device):
     logits = np.zeros((4, 100), dtype=np.float32)
     logits[1, 5], logits[2, 0], logits[3] = np.nan, np.inf, -np.inf
     rules = random_rules(4, rng=np.random.default_rng(2), logprobs=asked(*range(4)))
@@ -42,7 +42,7 @@ STAGED = [
 ]
 
 
-def test_rows_with_stages_of_their_own_are_drawn_as_on_the_host(device):
+def test_staged_rows_get_the_tokens_of_the_host(device):
     rng = np.random.default_rng(3)
     logits = (rng.standard_normal((60, VOCAB_SIZE)) * 3).astype(np.float32)
 
@@ -57,7 +57,7 @@ def test_rows_with_stages_of_their_own_are_drawn_as_on_the_host(device):
         assert a.token_id != b.token_id or a.surprise_bits == pytest.approx(b.surprise_bits, abs=1e-4)
 
 
-def test_what_a_grammar_forbids_is_masked_where_the_logits_lie(device):
+def test_a_grammar_bitmask_is_applied_on_the_device(device):
     rng = np.random.default_rng(4)
     logits = rng.standard_normal((3, VOCAB_SIZE), dtype=np.float32)
     allowed = [[7], [3, VOCAB_SIZE - 1], rng.choice(VOCAB_SIZE, 5000, replace=False).tolist()]

@@ -55,7 +55,7 @@ def test_a_sanitizer_finds_nothing(sanitizer: str, name: str, hashes: str, tmp_p
         pytest.skip("g++ is not installed, and with it the sanitizers' runtime")
     if not library("portable").genserve_cpu_supports(name.encode()):
         pytest.skip(f"this processor does not have {name}")
-    # ziglang drops "address", and so the compiler proper is told; that one does not know "undefined".
+    # ziglang drops "address", so it is passed to the compiler proper, which does not know "undefined".
     wanted = f"-fsanitize={sanitizer}"
     chosen = ("-Xclang", wanted) if sanitizer != "undefined" else (wanted, "-fno-sanitize-recover=undefined")
     flags = ("-c", "-O1", "-g", *chosen)

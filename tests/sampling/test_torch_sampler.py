@@ -56,7 +56,7 @@ def both(logits: np.ndarray, metadata: SamplingMetadata) -> tuple[SamplerOutput,
 
 
 @pytest.mark.parametrize("spread", [0.5, 3.0, 12.0])
-def test_tokens_are_those_of_the_host_for_the_same_seeds(spread):
+def test_the_same_seeds_sample_the_tokens_of_the_host(spread):
     rng = np.random.default_rng(8)
     for _ in range(4):
         logits = (rng.standard_normal((40, VOCAB_SIZE)) * spread).astype(np.float32)

@@ -317,7 +317,7 @@ def test_the_metrics_port_logs_rejections_and_not_disconnects(server, caplog, ca
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
     assert exchange(url, "HEAD", "/metrics") == (200, "")
     assert exchange(url, "GET", "/metrics", host="evil.example")[0] == 403
-    assert "GET /metrics was refused: forbidden" in caplog.text
+    assert "GET /metrics was rejected: forbidden" in caplog.text
     assert "Traceback" not in capfd.readouterr().err + caplog.text
 
 

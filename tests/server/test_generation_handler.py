@@ -32,7 +32,7 @@ class Outdated(Repository):
     older: list[TextModel]
 
     def text_model(self, name: str | None = None) -> TextModel:
-        return self.older.pop() if self.older else super().get(name)
+        return self.older.pop() if self.older else super().text_model(name)
 
 
 def test_a_request_for_a_replaced_model_goes_to_its_replacement(
@@ -52,10 +52,10 @@ def test_a_request_for_a_replaced_model_goes_to_its_replacement(
     services = Services(settings=settings, repository=repository, metrics=Metrics())
 
     async def ask() -> int:
-        opened = await submit(
+        submitted = await submit(
             services, "tiny", ["hello"], SamplingParams(max_tokens=3, ignore_eos=True)
         )
-        return sum([len(delta.token_ids) async for deltas in opened.stream for delta in deltas])
+        return sum([len(delta.token_ids) async for deltas in submitted.stream for delta in deltas])
 
     repository.older = [old]
     assert asyncio.run(ask()) == 3

@@ -427,7 +427,7 @@ class Linear {
     scales_ = scratch.take<float>(num_scales);
     starts_ = scratch.take<int32_t>(num_scales);
 
-    // Few inputs are quantized before the other threads are woken, which is faster than synchronising them.
+    // Few inputs are quantized before the other threads are woken, which is faster than synchronizing them.
     const bool at_once = num_rows_ * sizes_.inputs <= 4096;
     if (!as_they_are && at_once) prepare(0, num_rows_);
     const int64_t row_chunks = as_they_are || at_once ? 0 : (num_rows_ + 3) / 4;

@@ -185,7 +185,7 @@ struct CustomOp {
   size_t num_outputs;
 };
 
-// An operator of the CPU, computed by a Kernel: a plain struct that is zero-initialised, has the name `kName`, and
+// An operator of the CPU, computed by a Kernel: a plain struct that is zero-initialized, has the name `kName`, and
 //     bool create(const KernelInfo*, Error&)      reads attributes, checks weights; failure: the session does not load
 //     bool compute(KernelContext*, Error&)        checks the other inputs and computes; failure: the run fails
 // Several threads may run one session concurrently, so a kernel keeps no state of a call.

@@ -18,7 +18,7 @@ from genserve.sampling.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from genserve.server.generation_handler import SubmittedRequest, handle_generation
 from genserve.server.request_body import Body, StrictRoute
 from genserve.server.routes.logprob_formats import ID_PREFIX, TokenScores, prompt_logprobs
-from genserve.server.routes.openai_protocol import FINISH, OpenAIBody, OpenAIFrames, choose, head
+from genserve.server.routes.openai_protocol import FINISH_REASONS, OpenAIBody, OpenAIFrames, choose, head
 from genserve.server.services import SharedServices
 from genserve.text.reasoning_parser import ReasoningParser
 from genserve.textmodel.text_model import TextModel
@@ -58,7 +58,7 @@ class ChatMessage(Body):
 class ChatBody(OpenAIBody):
     """Body of `POST /v1/chat/completions`."""
 
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "audio": (),
         "chat_template": (),
         "function_call": ("none", "auto"),
@@ -171,7 +171,8 @@ class ChatFrames(OpenAIFrames):
             chunks += self._chunk(delta.choice, added, logprobs=logprobs, extra=extra)
             logprobs, extra = "null", ""    # only in the first chunk of a delta
         if delta.finish_reason is not None:
-            ending = f'"{FINISH[delta.finish_reason]}", "stop_reason": {json.dumps(delta.stop_reason)}'
+            reason = FINISH_REASONS[delta.finish_reason]
+            ending = f'"{reason}", "stop_reason": {json.dumps(delta.stop_reason)}'
             chunks += self._chunk(delta.choice, "{}", finish_reason=ending)
             chunks += self.ending(delta)
         return chunks
@@ -222,7 +223,7 @@ def _choice(
         "index": index,
         "message": {"role": "assistant", "content": "", **dict(_message_parts(reasoned, completion))},
         "logprobs": None if scores is None else _logprobs(scores, completion),
-        "finish_reason": FINISH[completion.finish_reason],
+        "finish_reason": FINISH_REASONS[completion.finish_reason],
         "stop_reason": completion.stop_reason,
         **token_ids,
     }

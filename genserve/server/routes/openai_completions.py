@@ -22,7 +22,7 @@ from genserve.sampling.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from genserve.server.generation_handler import SubmittedRequest, handle_generation
 from genserve.server.request_body import StrictRoute
 from genserve.server.routes.logprob_formats import CompletionLogprobs, prompt_logprobs
-from genserve.server.routes.openai_protocol import FINISH, OpenAIBody, OpenAIFrames, choose, head
+from genserve.server.routes.openai_protocol import FINISH_REASONS, OpenAIBody, OpenAIFrames, choose, head
 from genserve.server.services import SharedServices
 from genserve.text.tokenizer import Tokenizer
 
@@ -42,7 +42,7 @@ def _one_of_four(value: Any, validate: Callable[[Any], Any]) -> Any:
 class CompletionBody(OpenAIBody):
     """Body of `POST /v1/completions`."""
 
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "suffix": ("",),
     }
 
@@ -163,7 +163,7 @@ class ChoiceWriter:
         fields: dict[str, Any] = {
             "text": text,
             "logprobs": self._logprobs.part(part) if self._logprobs else None,
-            "finish_reason": FINISH[part.finish_reason] if part.finish_reason else None,
+            "finish_reason": FINISH_REASONS[part.finish_reason] if part.finish_reason else None,
         }
         if part.finish_reason:
             fields["stop_reason"] = part.stop_reason

@@ -34,7 +34,7 @@ from genserve.server.sse_response import event
 from genserve.text.detokenizer import Detokenizer
 from genserve.text.tokenizer import Tokenizer
 
-__all__ = ["FINISH", "OpenAIBody", "OpenAIFrames", "StreamOptions", "choose", "head"]
+__all__ = ["FINISH_REASONS", "OpenAIBody", "OpenAIFrames", "choose", "head"]
 
 # What huggingface_hub's InferenceClient writes for "the model at this URL".
 _ANY_MODEL = frozenset({"dummy", "tgi"})
@@ -56,6 +56,12 @@ _REMEDIES = {
     "put chat_template.jinja into the model's tokenizer stage",
 }
 MAX_CHOICES = 128
+FINISH_REASONS = {
+    FinishReason.END_OF_SEQUENCE: "stop",
+    FinishReason.STOP_STRING: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.REPETITION: "repetition",
+}
 
 
 class StreamOptions(Body):
@@ -69,11 +75,11 @@ class OpenAIBody(DecodingFields):
     """Base of the bodies of `/v1`; extras beyond OpenAI's have vLLM's names.
 
     Attributes:
-        neutral: the fields that are not supported, with the values that have no effect.
+        unsupported: the fields that are not supported, with the values that have no effect.
     """
 
     model_config = ConfigDict(extra="allow")
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
     model: str | None = None
     max_tokens: int | None = None
@@ -107,12 +113,8 @@ class OpenAIBody(DecodingFields):
                 "max_tokens": max_tokens,
                 "temperature": self._default_temperature if self.temperature is None else self.temperature,
                 "best_of": self.num_drawn if self.num_drawn > self.num_choices else 1,
-                "top_k": self.top_k or 0,
-                "stop": self.stop,
                 # OpenAI's seeds are signed.
                 "seed": None if self.seed is None else self.seed % 2**64,
-                "logprob_token_ids": self.logprob_token_ids,
-                "prompt_logprobs": self.prompt_logprobs,
                 "structured_outputs": self.form_or(self.response_format, field="response_format"),
                 **others,
             }
@@ -160,7 +162,7 @@ class OpenAIBody(DecodingFields):
             InvalidRequest: a field of OpenAI's is not supported, or two fields contradict each other.
         """
         for name, value in (self.model_extra or {}).items():
-            if name in self.neutral and value is not None and value not in self.neutral[name]:
+            if name in self.unsupported and value is not None and value not in self.unsupported[name]:
                 remedy = _REMEDIES.get(name, "leave it out")
                 raise InvalidRequest(f"{name} is not supported", field=name, remedy=remedy)
         if self.num_drawn < self.num_choices:
@@ -173,17 +175,9 @@ class OpenAIBody(DecodingFields):
             raise InvalidRequest("prompt_logprobs needs stream: false", field="prompt_logprobs")
 
     def ignored(self, params: SamplingParams) -> list[str]:
-        """The unknown fields, and the sampling parameters without effect."""
-        unknown = (name for name in self.model_extra or {} if name not in self.neutral and name not in _INERT)
-        return [*unknown, *unused_parameters(params)]
-
-
-FINISH = {
-    FinishReason.END_OF_SEQUENCE: "stop",
-    FinishReason.STOP_STRING: "stop",
-    FinishReason.LENGTH: "length",
-    FinishReason.REPETITION: "repetition",
-}
+        """Return the unknown fields, and the sampling parameters without effect."""
+        known = self.unsupported.keys() | _INERT
+        return [*(name for name in self.model_extra or {} if name not in known), *unused_parameters(params)]
 
 
 def choose(body: OpenAIBody, deltas: Sequence[Delta]) -> tuple[list[Completion], dict[str, Any]]:

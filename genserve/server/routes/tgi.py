@@ -34,7 +34,7 @@ __all__ = ["router"]
 router = APIRouter(route_class=StrictRoute, tags=["TGI"])
 
 # TGI has no word for a text that was stopped because it repeats itself.
-FINISH = {reason: reason.value for reason in FinishReason} | {FinishReason.REPETITION: "length"}
+FINISH_REASONS = {reason: reason.value for reason in FinishReason} | {FinishReason.REPETITION: "length"}
 
 _NO_TOKEN: Mapping[str, Any] = {"id": 0, "text": "", "logprob": None, "special": True}
 
@@ -98,7 +98,7 @@ class _Generation:
             for name, neutral in (("best_of", 1), ("decoder_input_details", False)):
                 if getattr(parameters, name) not in (None, neutral):
                     place = f"parameters.{name}"
-                    raise InvalidRequest(f"{place} cannot be streamed", field=place, remedy="ask /generate")
+                    raise InvalidRequest(f"{place} cannot be streamed", field=place, remedy="use /generate")
         elif not self.has_details:
             for name in ("top_n_tokens", "decoder_input_details", "logprobs_mode"):
                 if getattr(parameters, name) not in (None, False, 0, "raw"):
@@ -180,7 +180,7 @@ class TokenFrames:
 
     def _ending(self, delta: Delta) -> str:
         details = {
-            "finish_reason": delta.finish_reason and FINISH[delta.finish_reason],
+            "finish_reason": delta.finish_reason and FINISH_REASONS[delta.finish_reason],
             "stop_reason": delta.stop_reason,
             "generated_tokens": delta.usage.completion_tokens if delta.usage else self._num_tokens,
             "input_length": len(self._submitted.prompts[0]),
@@ -218,7 +218,7 @@ def _details(
     if parameters.decoder_input_details:
         scored_prompt = tgi_prefill(tokenizer, submitted.prompts[0], completion.prompt_logprobs)
     details: dict[str, Any] = {
-        "finish_reason": FINISH[completion.finish_reason],
+        "finish_reason": FINISH_REASONS[completion.finish_reason],
         "stop_reason": completion.stop_reason,
         "generated_tokens": completion.usage.completion_tokens,
         "seed": submitted.seeds[choice] if parameters.draws else None,

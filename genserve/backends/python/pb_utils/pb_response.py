@@ -30,6 +30,9 @@ __all__ = [
     "parameters_json",
 ]
 
+logger = logging.getLogger(__name__)
+FINAL = 1  # TRITONSERVER_RESPONSE_COMPLETE_FINAL
+
 
 class InferenceResponse:
     """Output tensors, or an error, which takes precedence."""
@@ -92,67 +95,6 @@ class InferenceResponse:
     def parameters(self) -> str:
         """Return the parameters of the response as JSON."""
         return parameters_json(self._parameters)
-
-
-class ResponseIterator:
-    """The responses to a BLS request as they arrive; after the last one they can be iterated again."""
-
-    def __init__(self, responses: BlsResponses) -> None:
-        self._responses = responses
-        self._incoming = map(InferenceResponse._of, responses)
-        self._received: list[InferenceResponse] = []
-        self._again: Iterator[InferenceResponse] | None = None
-
-    def __iter__(self) -> ResponseIterator:
-        if self._again is not None:
-            self._again = iter(self._received)
-        return self
-
-    def __next__(self) -> InferenceResponse:
-        if self._again is not None:
-            return next(self._again)
-        try:
-            response = next(self._incoming)
-        except StopIteration:
-            self._again = iter(())
-            raise
-        self._received.append(response)
-        return response
-
-    def cancel(self) -> None:
-        """Cancel the request."""
-        self._responses.cancel()
-
-
-def checked_parameters(parameters: Mapping[str, inner.Parameter]) -> dict[str, inner.Parameter]:
-    """Return validated parameters.
-
-    Raises:
-        TritonModelException: a key is not a string, a value is not a boolean, integer or string, or an
-            integer does not fit in 64 bits.
-    """
-    for key, value in parameters.items():
-        if not isinstance(key, str):
-            raise TritonModelException(f"Expect parameters keys to have type str, found type {type(key)}")
-        if not isinstance(value, (bool, int, str)):
-            raise TritonModelException(
-                f"Expect parameters values to have type bool/int/str, found type {type(value)}"
-            )
-        if isinstance(value, int) and not -(2**63) <= value < 2**63:
-            raise TritonModelException(
-                f"Expect parameters values of type int to fit in 64 bits with their sign: '{key}' does not"
-            )
-    return dict(parameters)
-
-
-def parameters_json(parameters: Mapping[str, inner.Parameter]) -> str:
-    """Return parameters as JSON, for models."""
-    return json.dumps(dict(parameters), separators=(",", ":"), ensure_ascii=False) if parameters else "{}"
-
-
-logger = logging.getLogger(__name__)
-
-FINAL = 1  # TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 
 class InferenceResponseSender:
@@ -236,6 +178,62 @@ class InferenceResponseSender:
         if inference is not None and not self._released and not inference.ended:
             # On another thread, since the garbage collector may run while locks are held.
             start_new_thread(_end_dropped, (inference,))
+
+
+class ResponseIterator:
+    """The responses to a BLS request as they arrive; after the last one they can be iterated again."""
+
+    def __init__(self, responses: BlsResponses) -> None:
+        self._responses = responses
+        self._incoming = map(InferenceResponse._of, responses)
+        self._received: list[InferenceResponse] = []
+        self._again: Iterator[InferenceResponse] | None = None
+
+    def __iter__(self) -> ResponseIterator:
+        if self._again is not None:
+            self._again = iter(self._received)
+        return self
+
+    def __next__(self) -> InferenceResponse:
+        if self._again is not None:
+            return next(self._again)
+        try:
+            response = next(self._incoming)
+        except StopIteration:
+            self._again = iter(())
+            raise
+        self._received.append(response)
+        return response
+
+    def cancel(self) -> None:
+        """Cancel the request."""
+        self._responses.cancel()
+
+
+def checked_parameters(parameters: Mapping[str, inner.Parameter]) -> dict[str, inner.Parameter]:
+    """Return validated parameters.
+
+    Raises:
+        TritonModelException: a key is not a string, a value is not a boolean, integer or string, or an
+            integer does not fit in 64 bits.
+    """
+    for key, value in parameters.items():
+        if not isinstance(key, str):
+            raise TritonModelException(f"Expect parameters keys to have type str, found type {type(key)}")
+        if not isinstance(value, (bool, int, str)):
+            raise TritonModelException(
+                f"Expect parameters values to have type bool/int/str, found type {type(value)}"
+            )
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise TritonModelException(
+                f"Expect parameters values of type int to fit in 64 bits with their sign: '{key}' does not"
+            )
+    return dict(parameters)
+
+
+def parameters_json(parameters: Mapping[str, inner.Parameter]) -> str:
+    """Return parameters as JSON, for models."""
+    return json.dumps(dict(parameters), separators=(",", ":"), ensure_ascii=False) if parameters else "{}"
 
 
 def _wait_for_backlog(inference: Inference, backlog: Backlog) -> None:

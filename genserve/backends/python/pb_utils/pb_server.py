@@ -15,6 +15,8 @@ from genserve.inference import InferenceServer
 
 __all__ = ["LogLevel", "Logger", "Metric", "MetricFamily", "is_model_ready", "load_model", "unload_model"]
 
+T = TypeVar("T")
+
 
 class LogLevel(IntEnum):
     """Triton's levels."""
@@ -73,9 +75,6 @@ def _log(message: str | bytes, level: LogLevel) -> None:
     name = "genserve.models" if context is None else f"genserve.models.{context.model}"
     # Log the position of the caller in the model: two calls up.
     logging.getLogger(name).log(_LEVELS[level], "%s", text, stacklevel=3)
-
-
-T = TypeVar("T")
 
 
 class MetricFamily:
@@ -161,9 +160,7 @@ def _translated(prefix: str, instance: str, act: Callable[[], T]) -> T:
     try:
         return act()
     except ValueError as error:
-        raise TritonModelException(
-            f"{prefix}: Failed to process the request for model '{instance}', message: {error}"
-        ) from error
+        raise _failure(prefix, instance, str(error)) from error
 
 
 def load_model(
@@ -190,7 +187,7 @@ def load_model(
     try:
         server.load(model_name, config=config, files=by_path)
     except GenserveError as error:
-        raise _error("Failed to load model", error.message, context) from error
+        raise _failure("Failed to load model", context.instance, error.message) from error
 
 
 def unload_model(model_name: str | bytes, unload_dependents: bool = False) -> None:  # noqa: FBT001, FBT002
@@ -203,7 +200,7 @@ def unload_model(model_name: str | bytes, unload_dependents: bool = False) -> No
     try:
         server.unload(text_argument(model_name, "a model name"), dependents=unload_dependents)
     except GenserveError as error:
-        raise _error("Failed to unload model", error.message, context) from error
+        raise _failure("Failed to unload model", context.instance, error.message) from error
 
 
 def is_model_ready(model_name: str | bytes, model_version: str | bytes = "") -> bool:
@@ -221,11 +218,11 @@ def is_model_ready(model_name: str | bytes, model_version: str | bytes = "") -> 
     except ValueError:
         version, details = -2, " (details: stol)"
     if version < -1:
-        text = (
+        reason = (
             f"failed to get model version from specified version string '{model_version}'{details}, version "
             "should be an integral value > 0"
         )
-        raise _error("Failed to check model readiness", text, context)
+        raise _failure("Failed to check model readiness", context.instance, reason)
     return server.is_ready(model_name, version)
 
 
@@ -236,7 +233,7 @@ def _context_and_server() -> tuple[ModelContext, InferenceServer]:
     return context, context.server
 
 
-def _error(prefix: str, reason: str, context: ModelContext) -> TritonModelException:
+def _failure(prefix: str, instance: str, reason: str) -> TritonModelException:
     return TritonModelException(
-        f"{prefix}: Failed to process the request for model '{context.instance}', message: {reason}"
+        f"{prefix}: Failed to process the request for model '{instance}', message: {reason}"
     )

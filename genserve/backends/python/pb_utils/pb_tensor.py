@@ -23,62 +23,16 @@ __all__ = [
     "triton_to_numpy_type",
 ]
 
-# BF16 is missing, as in Triton: numpy has no such type.
-TRITON_STRING_TO_NUMPY: dict[str, Any] = {
-    data_type.config_name: data_type.numpy.type for data_type in DataType if data_type is not DataType.BF16
-} | {"TYPE_BOOL": bool}
-
-
-def triton_string_to_numpy(triton_type_string: str) -> Any:
-    """Return the numpy type of a data type of config.pbtxt: TYPE_FP32 is float32, TYPE_STRING is object.
-
-    Raises:
-        KeyError: it is unknown, or TYPE_BF16, which numpy does not have.
-    """
-    return TRITON_STRING_TO_NUMPY[triton_type_string]
-
-
-def triton_to_numpy_type(data_type: int) -> Any:
-    """Return the numpy type of a `Tensor.triton_dtype`; None: numpy has no such type."""
-    return next((one.numpy.type for one in DataType if one.number == data_type and one.name != "BF16"), None)
-
-
-def numpy_to_triton_type(data_type: Any) -> int | None:
-    """Return the `Tensor.triton_dtype` of a numpy type; None: the protocol has no such type."""
-    try:
-        return DataType.of_numpy(np.dtype(data_type)).number
-    except KeyError:
-        return None
-
-
-class StringArray(np.ndarray[Any, np.dtype[np.object_]]):
-    """An array of `bytes` objects that the functions of `np.char` also accept.
-
-    Old releases of Triton passed arrays of dtype `S`, and old models call `np.char.decode` on them, which
-    rejects arrays of objects. Newer releases pass objects, since `S` drops trailing NUL bytes.
-    """
-
-    def __array_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: Iterable[Any],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
-        if func.__module__ not in ("numpy.char", "numpy.strings"):
-            return super().__array_function__(func, types, args, kwargs)
-        return func(*(_as_strings(arg) for arg in args), **kwargs)
-
-
-def _as_strings(value: object) -> object:
-    return np.asarray(value).astype("S") if isinstance(value, StringArray) else value
-
-
 _CPU, _CUDA, _CUDA_HOST = 1, 2, 3  # DLDeviceType of dlpack.h
 
 _BY_TORCH_NAME = {
     f"torch.{data_type.numpy}": data_type for data_type in DataType if data_type is not DataType.BF16
 } | {"torch.bfloat16": DataType.BF16}
+
+# BF16 is missing, as in Triton: numpy has no such type.
+TRITON_STRING_TO_NUMPY: dict[str, Any] = {
+    data_type.config_name: data_type.numpy.type for data_type in DataType if data_type is not DataType.BF16
+} | {"TYPE_BOOL": bool}
 
 
 class Tensor:
@@ -267,6 +221,51 @@ def _check_contiguous(*, contiguous: bool) -> None:
             "DLPack tensor is not contiguous. Only contiguous DLPack tensors that are stored in C-Order are "
             "supported."
         )
+
+
+class StringArray(np.ndarray[Any, np.dtype[np.object_]]):
+    """An array of `bytes` objects that the functions of `np.char` also accept.
+
+    Old releases of Triton passed arrays of dtype `S`, and old models call `np.char.decode` on them, which
+    rejects arrays of objects. Newer releases pass objects, since `S` drops trailing NUL bytes.
+    """
+
+    def __array_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: Iterable[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        if func.__module__ not in ("numpy.char", "numpy.strings"):
+            return super().__array_function__(func, types, args, kwargs)
+        return func(*(_as_strings(arg) for arg in args), **kwargs)
+
+
+def _as_strings(value: object) -> object:
+    return np.asarray(value).astype("S") if isinstance(value, StringArray) else value
+
+
+def triton_string_to_numpy(triton_type_string: str) -> Any:
+    """Return the numpy type of a data type of config.pbtxt: TYPE_FP32 is float32, TYPE_STRING is object.
+
+    Raises:
+        KeyError: it is unknown, or TYPE_BF16, which numpy does not have.
+    """
+    return TRITON_STRING_TO_NUMPY[triton_type_string]
+
+
+def triton_to_numpy_type(data_type: int) -> Any:
+    """Return the numpy type of a `Tensor.triton_dtype`; None: numpy has no such type."""
+    return next((one.numpy.type for one in DataType if one.number == data_type and one.name != "BF16"), None)
+
+
+def numpy_to_triton_type(data_type: Any) -> int | None:
+    """Return the `Tensor.triton_dtype` of a numpy type; None: the protocol has no such type."""
+    try:
+        return DataType.of_numpy(np.dtype(data_type)).number
+    except KeyError:
+        return None
 
 
 def serialize_byte_tensor(input_tensor: NDArray[Any]) -> bytes | tuple[()] | None:

@@ -1,4 +1,4 @@
-"""Rules beside transformers' own: greedy answers token for token, and what each stage leaves of a row."""
+"""Sampling compared with transformers: greedy answers, and the distribution after each stage."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def both(request, tmp_path_factory) -> Iterator[tuple[LLM, torch.nn.Module]]:
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_each_answer_is_transformers_own(both, setting):
+def test_each_answer_matches_transformers(both, setting):
     llm, reference = both
     ours, theirs = SETTINGS[setting]
     for prompt in PROMPTS:
@@ -79,7 +79,7 @@ def test_each_answer_is_transformers_own(both, setting):
         assert list(llm.generate(prompt, max_tokens=NUM_TOKENS, **ours).token_ids) == expected
 
 
-def test_a_bad_word_is_not_written(both):
+def test_a_bad_word_is_not_generated(both):
     llm, _ = both
     plain = llm.generate("hello there", max_tokens=NUM_TOKENS, suppress_tokens=[END])
     tokenizer = llm._model.tokenizer
@@ -115,7 +115,7 @@ def random_rules(rng: np.random.Generator, llm: LLM) -> tuple[dict[str, Any], di
 
 
 @pytest.mark.parametrize("num_cases", [5, pytest.param(70, marks=pytest.mark.slow)])
-def test_random_prompts_under_random_rules_have_transformers_answers(both, num_cases):
+def test_random_prompts_and_rules_match_transformers(both, num_cases):
     llm, reference = both
     rng = np.random.default_rng(num_cases)
     for _ in range(num_cases):
@@ -163,7 +163,7 @@ def distribution(row: torch.Tensor | np.ndarray, sequence: TokenSequence) -> np.
 
 @pytest.mark.parametrize("num_stages", range(1, len(STAGES) + 1))
 @pytest.mark.parametrize("alone", [False, True])
-def test_after_each_stage_alone_and_in_turn_rows_are_as_transformers_has_them(both, num_stages, alone):
+def test_each_stage_alone_and_in_turn_matches_transformers(both, num_stages, alone):
     _, reference = both
     stages = STAGES[num_stages - 1 :][:1] if alone else STAGES[:num_stages]
     options = {"temperature": 1.0}
