@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from genserve import LLM
-from genserve.backends.onnx_session import num_cores
+from genserve.export.checkpoint import Checkpoint
 from genserve.export.checkpoint_reader import read_checkpoint
 from genserve.export.pulling import cache_folder, fetch_gguf
 from genserve.export.source_model import source_model
 from tests.export.graphs import write_graph
-from tests.support.torch_threads import torch_threads
 
 NUM_TOKENS = 64
 END = 2  # <|im_end|>
@@ -42,24 +41,23 @@ PROMPTS = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _all_cores() -> Iterator[None]:
-    with torch_threads(num_cores()):
-        yield
+@pytest.fixture(scope="module")
+def checkpoint() -> Checkpoint:
+    return read_checkpoint(fetch_gguf(cache_folder()), source="smollm2")
 
 
 @pytest.fixture(scope="module")
-def fp32(tmp_path_factory):
+def fp32(checkpoint, tmp_path_factory):
     repository = tmp_path_factory.mktemp("fp32")
-    write_graph(fetch_gguf(cache_folder()), repository)
+    write_graph(checkpoint, repository)
     with LLM(repository) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
-def expected(fp32) -> list[tuple[int, ...]]:
+def expected(checkpoint, fp32) -> list[tuple[int, ...]]:
     """What transformers generates, the end-of-sequence token included."""
-    model = source_model(read_checkpoint(fetch_gguf(cache_folder()), source="smollm2"))
+    model = source_model(checkpoint)
     prompts = [fp32._model.tokenizer.encode(prompt) for prompt in PROMPTS]
     width = max(map(len, prompts))
     ids = torch.full((len(prompts), width), END)

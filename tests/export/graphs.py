@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from genserve.export.checkpoint import Checkpoint
 from genserve.export.checkpoint_reader import read_checkpoint
 from genserve.export.conversion import Conversion
 from genserve.export.decoder import Dimensions
@@ -47,7 +48,7 @@ class WrittenGraph:
 
 
 def write_graph(
-    source: Path,
+    source: Path | Checkpoint,
     folder: Path,
     *,
     precision: Precision = "fp32",
@@ -59,13 +60,13 @@ def write_graph(
 
 
 def conversion_of(
-    source: Path,
+    source: Path | Checkpoint,
     *,
     precision: Precision = "fp32",
     export_format: ExportFormat = ExportFormat.ONNX,
     kv_cache: CacheType = "float",
 ) -> Conversion:
-    checkpoint = read_checkpoint(source, source=source.name)
+    checkpoint = read_checkpoint(source, source=source.name) if isinstance(source, Path) else source
     return Conversion.of(
         checkpoint,
         folders=ModelFolders("tiny"),
