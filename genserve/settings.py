@@ -26,7 +26,7 @@ class Flag:
     """The command-line flag of a setting.
 
     Attributes:
-        help: what `--help` says.
+        help: its text in `--help`.
         panel: the heading in `--help`.
         names: all spellings; empty: the field's name. The first one also names the GENSERVE_* variable.
         minimum: the least value of a number.
@@ -64,7 +64,7 @@ def _cache_config_bytes(text: str) -> int:
         return 0
     kind, _, size = text.partition(",size=")
     if kind != "local" or not size.isdecimal():
-        raise ValueError(f"{text!r} is not local,size=BYTES, the only cache there is")
+        raise ValueError(f"{text!r} is not local,size=BYTES, the only supported cache")
     return int(size)
 
 
@@ -303,12 +303,12 @@ class ServerSettings:
 
     @property
     def cache_bytes(self) -> int:
-        """Size of the response cache, bytes; 0: there is none."""
+        """Size of the response cache, bytes; 0: no cache."""
         return _cache_config_bytes(self.cache_config) or self.response_cache_byte_size
 
     @property
     def grpc_channel_arguments(self) -> tuple[tuple[str, int], ...]:
-        """The arguments of the server's gRPC channels, without those that are left at gRPC's default."""
+        """The arguments of the server's gRPC channels, except those at gRPC's default."""
         flags = ((setting.name, setting.metadata.get("flag")) for setting in fields(self))
         values = ((flag.grpc_argument, getattr(self, name)) for name, flag in flags if flag)
         return tuple(

@@ -90,7 +90,7 @@ class Tensor:
     Attributes:
         name: of the input or output.
         data_type: of its elements.
-        shape: with the batch dimension, if the model batches.
+        shape: with the batch dimension, if the model has one.
     """
 
     __slots__ = ("_data", "data_type", "name", "shape")
@@ -126,11 +126,11 @@ class Tensor:
 
     @property
     def data(self) -> Any:
-        """The numpy array, or the object with `__dlpack__`, that this tensor was made of."""
+        """The numpy array or the object with `__dlpack__` that the tensor was created from."""
         return self._data
 
     def on_cpu(self) -> Tensor:
-        """Return the tensor in the memory of the CPU, without a copy if it is there."""
+        """Return the tensor in CPU memory; no copy if it is there already."""
         return self if self.is_cpu else Tensor(self.name, self.array, data_type=self.data_type)
 
     def renamed(self, name: str) -> Tensor:

@@ -34,7 +34,7 @@ class Trace:
     """One traced request of a client, with the requests that its model sends to other models.
 
     It ends when the protocol has called `close` and every model has ended its request. Its methods are safe
-    from any thread. Times are those of `time.monotonic_ns()`, as Triton's are of the steady clock.
+    from any thread. Times are those of `time.monotonic_ns()`, as Triton uses the steady clock.
 
     Attributes:
         root: the span of the model that the client called.
@@ -65,7 +65,7 @@ class Trace:
         self.root.note(name)
 
     def close(self) -> None:
-        """End the part of the protocol, or of a model."""
+        """End the protocol's part, or that of a model."""
         with self._lock:
             self._num_open -= 1
             is_over = not self._num_open

@@ -318,7 +318,7 @@ def test_a_killed_server_leaves_a_valid_file(repository, tmp_path):
 
 
 def wait_for(file: Path) -> Path:
-    """Return it once it has something in it; whoever runs the tests ends what never happens."""
+    """Return it once it has something in it; the test runner's timeout ends the wait."""
     while not (file.exists() and file.stat().st_size):
         time.sleep(0.01)
     return file

@@ -1,4 +1,4 @@
-"""Admission control: accepts or rejects requests for an engine, and says when to retry a rejected one."""
+"""Admission control: accepts or rejects requests for an engine; a rejection has a time to retry."""
 
 from __future__ import annotations
 

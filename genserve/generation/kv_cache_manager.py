@@ -5,7 +5,7 @@ recently used first. A free block stays in the prefix cache until it is allocate
 
 A block is cached as soon as it is full and computed, while its request still runs, and is never written
 again. The last block of a request that leaves is cached with the tokens that it holds; a request that
-continues these tokens takes the block over and writes on.
+continues these tokens reuses the block and appends to it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class BlockTable:
 
     Attributes:
         block_ids: in the order of its tokens.
-        keys: of its first full blocks, computed or not, as far as they were needed.
+        keys: of its first full blocks, computed or not; added when they are needed.
         num_cached: how many of its blocks were put into the prefix cache because they are full and computed.
         num_rewrites: counts the changes of `block_ids` other than appending.
     """
@@ -53,7 +53,7 @@ class KVCacheManager:
         Args:
             num_blocks: of the model's KV cache.
             block_size: tokens of a block.
-            prefix_cache: whether requests share blocks; logits requests do in any case.
+            prefix_cache: whether token sequences share blocks; logits requests always do.
         """
         self.block_size = block_size
         self.copies: list[tuple[int, int]] = []
@@ -120,7 +120,7 @@ class KVCacheManager:
             num_tokens: to be written behind the computed ones.
 
         Returns:
-            False: there are too few free blocks; what has been allocated so far is kept.
+            False: there are too few free blocks; blocks already allocated are kept.
         """
         table, num_computed = self._tables[request], request.num_computed_tokens
         block_ids = table.block_ids
@@ -207,7 +207,7 @@ class KVCacheManager:
         """Return the cached blocks that a request starts with, and how many of its tokens they hold.
 
         At least one token is left to compute, since the request needs the logits behind it. So a last block
-        that is cached whole, or with some of the tokens that follow, is taken over and written if it is free.
+        that is cached whole, or with some of the tokens that follow, is reused and written if it is free.
         """
         block_ids: list[int] = []
         if request.skip_reading_prefix_cache or not self._uses_prefix_cache(request):

@@ -58,7 +58,7 @@ class PrefixCache:
             tokens, block = candidates[index - 1]
             if token_ids[: len(tokens)] == tokens:
                 return len(tokens), block
-            # It sorts before `token_ids` but is no prefix of it: prefixes are no longer than what both share.
+            # It sorts before `token_ids` but is no prefix of it: prefixes end within their common part.
             shared = takewhile(lambda pair: pair[0] == pair[1], zip(tokens, token_ids, strict=False))
             token_ids = [token_id for token_id, _ in shared]
         return None

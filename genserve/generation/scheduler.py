@@ -33,7 +33,7 @@ _MIN_PROMPT_TOKENS = 8      # for each prompt of a step that also decodes
 _LONGEST_SHARE = 4          # the longest prompt gets at least one in 4 of the prompts' tokens
 _MAX_UNFINISHED = 2         # prompts that a step leaves unfinished, before others may begin
 _MAX_SCORED_ROWS = 64       # rows of logits of a step that prompts need for prompt_logprobs
-_DRAFT_MARGIN = 1.25        # a draft must be worth this many times what it costs
+_DRAFT_MARGIN = 1.25        # a draft must be worth this many times its cost
 
 
 @dataclass(slots=True)
@@ -141,7 +141,7 @@ class Scheduler:
         self._times.note(output, seconds)
 
     def schedule(self, *, num_held: int = 0) -> SchedulerOutput | None:
-        """Choose the tokens of the next forward and allocate their blocks; None: there is nothing to compute.
+        """Choose the tokens of the next forward and allocate their blocks; None: nothing to compute.
 
         Args:
             num_held: places of the forward that are kept free.
@@ -238,7 +238,7 @@ class Scheduler:
     def _admit(
         self, output: SchedulerOutput, prompts: list[Request], *, budget: int, num_places: int
     ) -> int:
-        """Start waiting requests as far as there are places, blocks and tokens in the budget.
+        """Admit waiting requests while places, blocks and tokens of the budget remain.
 
         A request whose next block another one is about to compute waits for that block. A long prompt waits
         while the step has two prompts that it does not finish; shorter ones of the same priority overtake it.

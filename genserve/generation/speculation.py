@@ -36,7 +36,7 @@ class Proposer(Protocol):
     """Proposes the tokens that may come next in a sequence."""
 
     def propose(self, request: Request, count: int) -> Sequence[int]:
-        """Return up to `count` tokens that may follow the last one; none if there is no good guess."""
+        """Return up to `count` tokens that may follow the last one; empty if it has no good guess."""
 
     def drop(self, request: Request) -> None:
         """Forget a sequence that leaves; does nothing if it is unknown."""
@@ -102,7 +102,7 @@ class Speculation:
             self._proposer.drop(request)
 
     def _propose(self, request: Request, count: int) -> Sequence[int]:
-        """Ask the proposer, unless it has failed before: sequences are decoded without it then."""
+        """Ask the proposer; once it has failed, sequences are decoded without it."""
         if self._has_failed:
             return ()
         try:
@@ -137,7 +137,7 @@ class PromptLookup:
 
 
 class _NgramIndex:
-    """Where each n-gram of one growing list occurred last; reads each token once."""
+    """The last occurrence of each n-gram in a growing list; reads each token once."""
 
     def __init__(self) -> None:
         self._ends: dict[tuple[int, ...], int] = {}     # n-gram -> index of the token behind it

@@ -19,7 +19,7 @@ __all__ = ["Param", "Range", "is_number", "is_token_id", "param", "param_table",
 
 # The table of docs/sampling.md that has the row.
 Section: TypeAlias = Literal["logits", "draw", "beams", "end", "text", "logprobs", "prompt"]
-_DEFAULT: Any = object()        # stands for the default of the field
+_DEFAULT: Any = object()        # means: the default of the field
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def _written(number: float) -> str:
 class Param:
     """The row of one parameter."""
 
-    name: str = ""                          # name, hint, kinds and default are those of the field
+    name: str = ""                          # name, hint, kinds and default come from the field
     hint: Any = None
     kinds: tuple[Any, ...] = ()             # types of the values; empty if they have their own reader
     default: Any = None
@@ -80,7 +80,7 @@ class Param:
     own_field: bool = False                 # every dialect over HTTP declares it by itself
     one_text: bool = False                  # the dialects take one text for a list of it
     tgi: str | None = None                  # TGI's name, if it has another
-    triton: str | None = None               # the input tensor of Triton's clients, if there is one
+    triton: str | None = None               # the input tensor of Triton's clients, if any
 
     @property
     def item(self) -> Any:
@@ -137,7 +137,7 @@ def param_table(of: Any) -> Mapping[str, Param]:
 
 
 def validate(params: Any, table: Mapping[str, Param]) -> None:
-    """Validate each parameter that is not at its default, and those that it requires or excludes.
+    """Validate each parameter that is not at its default, and its `requires` and `excludes`.
 
     Raises:
         InvalidRequest: `field` is the name of the parameter.

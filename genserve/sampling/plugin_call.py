@@ -1,4 +1,4 @@
-"""Plug-in call: a plug-in of the model that a request uses, and its arguments."""
+"""Plug-in call: the name of a plug-in that a request uses, and its arguments."""
 
 from __future__ import annotations
 

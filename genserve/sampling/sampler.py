@@ -1,6 +1,7 @@
 """Sampler: rows of logits to token ids and log-probabilities; pure.
 
-Greedy rows, and draws by temperature, top-k, top-p and min-p, take one call of `sample_logits` together.
+Greedy rows, and draws by temperature, top-k, top-p and min-p, take one call of `sample_logits`
+(kernels/src/sampling.hpp); torch_sampler.py draws on a GPU, staged_sampler.py with other stages or orders.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genserve.completion import TokenLogprob
-from genserve.kernels.logits import SAMPLING_RULE, sample_logits, scan_logits
+from genserve.kernels.sampling_kernels import SAMPLING_RULE, sample_logits, scan_logits
 from genserve.sampling.logits_edits import (
     FloatArray,
     LogitsArray,

@@ -195,7 +195,7 @@ class _DrawParams(_LogitsParams):
         default=0.1, range=Range(0, 1), unused_without=_OF_MIROSTAT,
     )
     seed: int | None = _draw(
-        "the same seed gives the same text, whatever else runs; without one it is random",
+        "the same seed gives the same text, whatever else runs; without one, the server draws a seed",
         default=None, range=Range(0, 2**64 - 1), own_field=True, triton="random_seed",
     )
     best_of: int = _draw(
@@ -241,7 +241,7 @@ class SamplingParams(_DrawParams):
     )
 
     max_tokens: int | None = _end(
-        "this number of tokens ends the answer; without it, the end of the context",
+        "this number of tokens ends the answer; without it, the end of the context (`/v1/completions`: 16)",
         default=None, range=Range(1), own_field=True, tgi="max_new_tokens", triton="max_tokens",
     )
     max_time_ms: int | None = _end(

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from genserve.kernels.logits import SAMPLING_RULE, sample_logits, scan_logits
+from genserve.kernels.sampling_kernels import SAMPLING_RULE, sample_logits, scan_logits
 from genserve.sampling.sampling_params import STAGES, SamplingParams, active
 
 __all__ = ["COLDEST", "NUMPY_OPS", "ArrayOps", "DrawStages", "apply_stages", "stages_of"]

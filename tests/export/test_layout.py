@@ -97,7 +97,7 @@ class Countdown:
         return int(np.argmax([0.1, 0.7, 0.2]))
 
 
-async def test_the_decoding_loop_appends_what_it_samples_until_the_sequence_is_finished() -> None:
+async def test_the_decoding_loop_appends_samples_until_the_sequence_is_finished() -> None:
     spec = importlib.util.spec_from_file_location("decoder", SHIPPED / "smollm2_decoder" / "1" / "model.py")
     assert spec is not None
     assert spec.loader is not None

@@ -173,7 +173,7 @@ def test_a_step_waits_for_loops_that_always_come_back_quickly():
             self.num_calls += 1
             return super().__call__()
 
-    model, clock = PagedLogits(), CountingClock()  # it stands still, so no loop ever stays away
+    model, clock = PagedLogits(), CountingClock()  # it does not advance, so no pause is ever too long
     engine = engine_thread(model, clock=clock)
     early, late = loops_that_come_back(engine)
     before = engine.num_steps

@@ -273,7 +273,7 @@ def test_a_periodic_text_is_continued_with_its_period():
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 6))
-def test_the_index_finds_what_a_linear_search_finds(token_ids, count):
+def test_the_index_agrees_with_a_linear_search(token_ids, count):
     assert proposed(token_ids, count) == searched(token_ids, count)
 
 

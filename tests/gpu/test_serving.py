@@ -71,7 +71,7 @@ def test_a_loop_over_plain_requests_goes_on_in_the_slot_and_gets_the_text_of_the
     assert of(answer, "output_ids").tolist() == greedy_ids(repository, [3, 4, 5, 6], count=12)
 
 
-def test_a_request_is_sampled_alike_alone_and_beside_others(repository):
+def test_a_request_is_sampled_alike_alone_and_in_a_batch(repository):
     request = {
         "max_tokens": np.array([[16]], np.int32),
         "temperature": np.array([[0.9]], np.float32),
@@ -107,7 +107,7 @@ PROMPTS = ["The capital of France is", "def fibonacci(n):", "Once upon a time, i
 
 
 @pytest.mark.timeout(900)  # the first of them exports the model
-def test_the_default_model_picks_what_transformers_finds_best(smollm2, source):
+def test_the_default_model_agrees_with_transformers(smollm2, source):
     texts: dict[str, Completion] = {}
 
     def ask(prompt: str) -> None:

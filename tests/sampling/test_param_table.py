@@ -54,7 +54,7 @@ def test_a_row_refuses_values_with_a_message(values, message):
     assert str(refused.value) == message
 
 
-def test_a_row_accepts_its_default_and_what_it_requires():
+def test_a_row_accepts_its_default_with_the_parameter_it_requires():
     validate(Oven(), param_table(Oven))
     validate(Oven(heat=200, fan=True, tins=("a",)), param_table(Oven))
 

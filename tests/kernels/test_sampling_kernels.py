@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genserve.kernels.logits import SAMPLED_ROW, SAMPLING_RULE, sample_logits, scan_logits
+from genserve.kernels.sampling_kernels import SAMPLED_ROW, SAMPLING_RULE, sample_logits, scan_logits
 from tests.kernels.c_types import instruction_sets
 
 

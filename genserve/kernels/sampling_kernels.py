@@ -1,4 +1,4 @@
-"""Logits: the kernels on rows of logits: the best ids, log-sum-exp, and sampling."""
+"""Sampling kernels: the best ids, the log-sum-exp and samples of rows of logits."""
 
 from __future__ import annotations
 
