@@ -77,7 +77,7 @@ def generate(prompt: str, *, model: str | None, options: Mapping[str, Any]) -> A
 
 
 def generate_stream(prompt: str, *, model: str | None, options: Mapping[str, Any]) -> StreamingApiCall:
-    """Complete a prompt, delta by delta. Raises what `generate` raises."""
+    """Complete a prompt, delta by delta. Raises the errors of `generate`."""
     params = _generate_params(options)
     body = tgi_dialect.request_body(prompt, model=model, params=params)
     return StreamingApiCall(
@@ -106,7 +106,7 @@ def chat(
 def chat_stream(
     messages: Messages, *, model: str | None, options: Mapping[str, Any]
 ) -> StreamingApiCall:
-    """Answer a chat, delta by delta. Raises what `chat` raises."""
+    """Answer a chat, delta by delta. Raises the errors of `chat`."""
     params, body = _chat_body(messages, model=model, options=options)
     body |= {"stream": True, "stream_options": {"include_usage": True}}
     return StreamingApiCall(

@@ -67,7 +67,7 @@ class AsyncStream:
 class OpeningStream(Coroutine[Any, Any, AsyncStream]):
     """A stream that is being opened: `await` it, or enter it with `async with`, which closes it at the end.
 
-    Do either once. Both raise the error that the server refused the request with.
+    Do either once. Both raise the error of a refused request.
     """
 
     def __init__(self, opening: Coroutine[Any, Any, AsyncStream]) -> None:
@@ -110,7 +110,7 @@ class Client:
     Every call raises:
         InvalidRequest: the request is invalid; `field` names the place.
         ModelNotFound, ModelNotReady: the server does not have the model, or it is not loaded.
-        Overloaded: the server has no room, nor had any at the retries.
+        Overloaded: the server refused the request and all retries.
         ModelFailed: the model failed.
         Unreachable: the server did not answer.
         Closed: this client was closed.

@@ -79,7 +79,7 @@ class Connection:
 def connection(
     base_url: str | None, *, api_key: str | None, timeout_s: float, max_retries: int
 ) -> Connection:
-    """Return the settings of a client; GENSERVE_BASE_URL and GENSERVE_API_KEY stand in for None.
+    """Return the settings of a client; None means GENSERVE_BASE_URL and GENSERVE_API_KEY.
 
     Raises:
         InvalidRequest: the URL is not an HTTP URL, or ends with /v1, or the key is not a valid header value;

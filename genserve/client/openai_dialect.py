@@ -122,7 +122,7 @@ class ChatChunks:
         self._stop_reason: StopReason | None = None
 
     def read(self, chunk: Mapping[str, Any]) -> Delta | None:
-        """Return the delta of a chunk; None: it adds nothing. Raises what `read_completion` raises."""
+        """Return the delta of a chunk; None: it adds nothing. Raises the errors of `read_completion`."""
         # The chunk with the usage has no choice.
         choice = chunk["choices"][0] if chunk["choices"] else {"delta": {}}
         if choice.get("finish_reason"):

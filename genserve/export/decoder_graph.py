@@ -1,5 +1,7 @@
 """Decoder graph: writes the ONNX graph of any decoder, from its description and its weights.
 
+Attention (MHA, GQA or MQA, by the number of kv_heads) is one PagedAttention node per layer.
+
 The graph runs the new tokens of B sequences, packed: the tokens of a sequence are contiguous and in order,
 and follow its tokens in the KV cache. The cache is paged: a token at position p of sequence b is in the block
 `block_table[b, p // block_size]`.
@@ -10,7 +12,7 @@ inputs
     past_seqlens [batch] int32: the number of cached tokens per sequence
     block_table [batch, max_blocks] int32
     logits_indices [num_logits] int64: the tokens whose hidden states reach the head
-    attention_metadata [2] int32, on the host, used on GPUs only: upper bounds of the new tokens and of all
+    attention_metadata [2] int32, on the host, read on a GPU only: upper bounds of the new tokens and of all
     tokens of a sequence
     past_key_values.{i}.key, .value [num_blocks, block_size, kv_heads, head_dim]; in int8 also
     .key_scale, .value_scale [num_blocks, block_size, kv_heads] float32

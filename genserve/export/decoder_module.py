@@ -1,4 +1,4 @@
-"""Decoder module: any decoder as a module of torch, over packed tokens and a paged KV cache; TorchScript."""
+"""Decoder module: any decoder as a torch module over packed tokens and a paged KV cache, for TorchScript."""
 
 from __future__ import annotations
 

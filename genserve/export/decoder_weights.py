@@ -1,4 +1,4 @@
-"""Decoder weights: the tensors of a decoder by role, however its checkpoint packs them.
+"""Decoder weights: the tensors of a decoder by role, unpacked from any checkpoint layout.
 
 Roles are the same for all families. `{}` is a layer; each has a `.weight`, some have a `.bias`:
 
@@ -75,7 +75,7 @@ class DecoderWeights:
 
     @staticmethod
     def of(checkpoint: Checkpoint, *, names: TensorMap, decoder: Decoder) -> DecoderWeights:
-        """The tensors of a checkpoint: a weight for each role in `names`, and its bias if there is one.
+        """The tensors of a checkpoint: a weight for each role in `names`, and its bias, if any.
 
         `load` raises ExportError for a tensor that the checkpoint lacks.
         """

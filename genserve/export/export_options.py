@@ -21,11 +21,11 @@ __all__ = [
 
 Precision = Literal["int8", "int4", "fp16", "fp32"]
 CacheType = Literal["float", "int8"]            # of the KV cache; float: fp16, of an fp32 export fp32
-FileFormat = Literal["onnx", "torchscript"]     # of the logits model, as a user asks for it
+FileFormat = Literal["onnx", "torchscript"]     # of the logits model, as the user requests it
 
 
 class ExportFormat(Enum):
-    """How a logits model is written; a traced one is what `FileFormat` "onnx" falls back to."""
+    """How a logits model is written; `FileFormat` "onnx" falls back to TRACED."""
 
     ONNX = "onnx"                   # a graph of ours, which writes its KV cache in place
     TORCHSCRIPT = "torchscript"     # a module of ours, which does the same

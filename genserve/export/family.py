@@ -32,7 +32,7 @@ _ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     }
 )
 
-# Raised when a config lacks a field, or has one of another type, or a zero.
+# Raised by a config that lacks a field, or has one of another type, or a zero.
 _INVALID_CONFIG = (StrictDataclassError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 # A checkpoint with a tied head may still have a copy of it.

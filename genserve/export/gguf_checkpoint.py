@@ -23,7 +23,7 @@ __all__ = ["DIALECTS", "Dialect", "read_gguf"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """The translation of one `general.architecture` into the terms of Hugging Face."""
+    """The translation of one `general.architecture` into the names of Hugging Face."""
 
     architecture: str                # as in config.json
     fields: Mapping[str, str]        # key of config.json: key of the metadata, without the architecture
@@ -167,9 +167,9 @@ def _refuse_unknown(
     architecture = metadata.get("general.architecture")
     scaling = metadata.get(f"{architecture}.rope.scaling.type", "none")
     if architecture not in DIALECTS or scaling != "none" or "rope_freqs.weight" in tensors:
-        what = "scaled rotary positions" if architecture in DIALECTS else f"architecture {architecture!r}"
+        feature = "scaled rotary positions" if architecture in DIALECTS else f"architecture {architecture!r}"
         raise ExportError(
-            f"{source} has {what}, which is not supported in GGUF files",
+            f"{source} has {feature}, which is not supported in GGUF files",
             remedy="export from the original checkpoint folder (config.json and safetensors)",
         )
 

@@ -1,4 +1,4 @@
-"""Parity: the exported graph compared with its source, logit by logit."""
+"""Parity: compares the logits of an exported graph with those of its source."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class QuantizationScheme:
     activations: type[np.float32] | type[np.float16] = np.float32
     kv_cache: type[np.float32] | type[np.float16] = np.float16
     normed: WeightFormat | None = None      # of linear layers that read a norm
-    inner: WeightFormat | None = None       # of those that read attention or the inside of an MLP
+    inner: WeightFormat | None = None       # of layers that read attention or the inside of an MLP
     head: WeightFormat | None = None
     embedding: WeightFormat | None = None
 

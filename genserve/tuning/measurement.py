@@ -1,4 +1,4 @@
-"""Measurement: runs a logits stage with each setting in turn, as a server would, and times its steps."""
+"""Measurement: runs a logits stage with each setting in turn, as a server does, and times its steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Sample:
     context: int                    # tokens in the KV cache of each sequence
     steps_s: tuple[float, ...]
     cpu_s: float                    # CPU time of the thread, for all steps together
-    token_bytes: int                # of the KV cache, per token of a sequence; 0: there is no cache
+    token_bytes: int                # of the KV cache, per token of a sequence; 0: no cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
