@@ -185,10 +185,7 @@ class GenerationMetrics:
 def bare_family(name: str, text: str, kind: str) -> Metric:
     """Return a metric family without samples whose name is shown as it is: a counter gets no `_total`.
 
-    Args:
-        name: of the family and of its samples.
-        text: the help text.
-        kind: Prometheus's type: counter, gauge or histogram.
+    `kind` is Prometheus's type: counter, gauge or histogram.
     """
     return Metric(_BareName(name), text, kind)
 

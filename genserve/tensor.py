@@ -15,6 +15,8 @@ from genserve.errors import InvalidRequest
 
 __all__ = ["DataType", "Tensor"]
 
+_CPU = 1  # kDLCPU of dlpack.h
+
 
 class DataType(Enum):
     """The data types of KServe v2.
@@ -79,9 +81,6 @@ class DataType(Enum):
 
 
 _OF_NUMPY = {data_type.numpy: data_type for data_type in reversed(DataType)}
-
-
-_CPU = 1  # kDLCPU of dlpack.h
 
 
 class Tensor:

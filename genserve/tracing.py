@@ -45,13 +45,7 @@ class Trace:
     def __init__(
         self, *, has_timestamps: bool, has_tensors: bool, on_end: Callable[[Trace], None]
     ) -> None:
-        """Begin a trace.
-
-        Args:
-            has_timestamps: the level includes TIMESTAMPS.
-            has_tensors: the level includes TENSORS.
-            on_end: called once, when the trace ends.
-        """
+        """Begin a trace with the levels TIMESTAMPS and TENSORS; `on_end` is called once, when it ends."""
         self.has_timestamps = has_timestamps
         self.has_tensors = has_tensors
         self._on_end = on_end
@@ -127,13 +121,6 @@ class Span:
         self, *, model: str, version: int, request_id: str, inputs: Iterable[Tensor], at_ns: int
     ) -> Span | None:
         """Begin the span of a model that the client calls, or that the model of this span calls.
-
-        Args:
-            model: name of the model.
-            version: of the model.
-            request_id: of the request; empty: none.
-            inputs: of the request.
-            at_ns: when the request arrived.
 
         Returns:
             The span, to be closed; None: the trace has ended.

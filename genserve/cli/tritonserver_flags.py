@@ -13,6 +13,8 @@ from typer.core import TyperCommand, TyperOption
 
 __all__ = ["REFUSED_FLAGS", "RefusedFlag", "TritonserverCommand"]
 
+_TRUE, _FALSE = frozenset({"true", "1", "yes", "on"}), frozenset({"false", "0", "no", "off"})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefusedFlag:
@@ -101,8 +103,6 @@ REFUSED_FLAGS = {
     for flags, remedy in _FLAGS
     for name, _, value in (flag.partition("=") for flag in flags.split())
 }
-
-_TRUE, _FALSE = frozenset({"true", "1", "yes", "on"}), frozenset({"false", "0", "no", "off"})
 
 
 class TritonserverCommand(TyperCommand):

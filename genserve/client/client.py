@@ -20,6 +20,8 @@ from genserve.sampling.sampling_params import SamplingOptions
 
 __all__ = ["AsyncClient", "AsyncStream", "Client", "OpeningStream"]
 
+Answer = TypeVar("Answer")
+
 
 class AsyncStream:
     """The asynchronous `Stream`: an async iterator over the deltas of one answer, for one task."""
@@ -94,9 +96,6 @@ class OpeningStream(Coroutine[Any, Any, AsyncStream]):
 
     async def __aexit__(self, *_raised: object) -> None:
         await self._stream.close()
-
-
-Answer = TypeVar("Answer")
 
 
 class Client:
@@ -258,9 +257,6 @@ class Client:
     def _refuse_if_closed(self) -> None:
         if self._is_closed():
             raise reply_errors.closed()
-
-
-
 
 
 class AsyncClient:

@@ -17,6 +17,9 @@ __all__ = ["LIMITS", "Connection", "connection", "retry_wait_s"]
 _FIRST_WAIT_S = 0.5
 _LONGEST_WAIT_S = 60.0      # for a longer Retry-After the client gives up
 _NEVER_ARRIVED = (httpx2.NetworkError, httpx2.RemoteProtocolError, httpx2.ConnectTimeout)
+_CONNECT_S = 5.0
+# With httpx2's default of 100 connections, further streams would wait in the client unnoticed.
+LIMITS = httpx2.Limits(max_connections=1000, max_keepalive_connections=100)
 
 
 def retry_wait_s(error: GenserveError, *, attempt: int, max_retries: int, jitter: float) -> float | None:
@@ -45,11 +48,6 @@ def _is_temporary(error: GenserveError) -> bool:
     if isinstance(error, Unreachable):
         return isinstance(error.__cause__, _NEVER_ARRIVED)
     return isinstance(error, (Overloaded, ModelNotReady))
-
-
-_CONNECT_S = 5.0
-# With httpx2's default of 100 connections, further streams would wait in the client unnoticed.
-LIMITS = httpx2.Limits(max_connections=1000, max_keepalive_connections=100)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

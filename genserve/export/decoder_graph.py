@@ -37,6 +37,24 @@ from genserve.export.onnx_graph import Dims, OnnxGraphBuilder
 
 __all__ = ["has_function", "paged_attention_function", "write_decoder"]
 
+_ATTENTION_INPUTS = (
+    "query", "key_cache", "value_cache", "cumulative_sequence_length", "past_seqlens", "block_table",
+    "cos_cache", "sin_cache", "q_norm_weight", "k_norm_weight", "alibi_slopes", "key_scales", "value_scales",
+    "attention_metadata",
+)
+_ATTENTION_OUTPUTS = ("output", "key_cache_out", "value_cache_out")
+_ATTRIBUTES = {
+    "num_heads": AttributeProto.INT, "kv_num_heads": AttributeProto.INT, "scale": AttributeProto.FLOAT,
+    "softcap": AttributeProto.FLOAT, "local_window_size": AttributeProto.INT,
+    "do_rotary": AttributeProto.INT, "qk_norm_epsilon": AttributeProto.FLOAT,
+}
+# The inputs of com.microsoft.PagedAttention in order; "" are those without a counterpart here: separate keys
+# and values, a mapping of slots, sinks, scales of a cache in int8.
+_BODY_INPUTS = (
+    "query", "", "", "key_cache", "value_cache", "cumulative_sequence_length", "past_seqlens", "block_table",
+    "cos_cache", "sin_cache", "", "", "q_norm_weight", "k_norm_weight", "", "", "attention_metadata",
+)
+
 
 def write_decoder(
     weights: DecoderWeights,
@@ -46,14 +64,7 @@ def write_decoder(
     *,
     kv_cache: type[np.generic],
 ) -> None:
-    """Add the graph of a decoder to that of `layers`.
-
-    Args:
-        weights: of the decoder.
-        decoder: its description.
-        layers: writes its layers.
-        advance: called with 1 after each layer.
-        kv_cache: the type of keys and values in the cache.
+    """Add the graph of a decoder to that of `layers`; `advance` is called with 1 after each layer.
 
     Raises:
         ExportError: the checkpoint lacks a tensor.
@@ -246,40 +257,6 @@ class _GraphWriter:
 
     def _has(self, part: str) -> bool:
         return f"{part}.weight" in self.weights.roles
-
-
-_ATTENTION_INPUTS = (
-    "query",
-    "key_cache",
-    "value_cache",
-    "cumulative_sequence_length",
-    "past_seqlens",
-    "block_table",
-    "cos_cache",
-    "sin_cache",
-    "q_norm_weight",
-    "k_norm_weight",
-    "alibi_slopes",
-    "key_scales",
-    "value_scales",
-    "attention_metadata",
-)
-_ATTENTION_OUTPUTS = ("output", "key_cache_out", "value_cache_out")
-_ATTRIBUTES = {
-    "num_heads": AttributeProto.INT,
-    "kv_num_heads": AttributeProto.INT,
-    "scale": AttributeProto.FLOAT,
-    "softcap": AttributeProto.FLOAT,
-    "local_window_size": AttributeProto.INT,
-    "do_rotary": AttributeProto.INT,
-    "qk_norm_epsilon": AttributeProto.FLOAT,
-}
-# The inputs of com.microsoft.PagedAttention in order; "" are those without a counterpart here: separate keys
-# and values, a mapping of slots, sinks, scales of a cache in int8.
-_BODY_INPUTS = (
-    "query", "", "", "key_cache", "value_cache", "cumulative_sequence_length", "past_seqlens", "block_table",
-    "cos_cache", "sin_cache", "", "", "q_norm_weight", "k_norm_weight", "", "", "attention_metadata",
-)
 
 
 def has_function(decoder: Decoder) -> bool:

@@ -48,6 +48,8 @@ __all__ = [
 
 # Turns a tensor of the checkpoint into that of a role: a weight [outputs, inputs], or a bias [outputs].
 Unpack = Callable[[FloatArray, Decoder], FloatArray]
+_Projection = Literal["query", "key", "value"]
+_PROJECTIONS: tuple[_Projection, ...] = ("query", "key", "value")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,10 +114,6 @@ def _in_layer(source: str | PackedTensor, *, layer: int) -> PackedTensor:
 
 def _unchanged(tensor: FloatArray, _decoder: Decoder) -> FloatArray:
     return tensor
-
-
-_Projection = Literal["query", "key", "value"]
-_PROJECTIONS: tuple[_Projection, ...] = ("query", "key", "value")
 
 
 def packed(name: str, unpacking: Callable[[_Projection], Unpack]) -> TensorMap:

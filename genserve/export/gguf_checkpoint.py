@@ -20,6 +20,19 @@ from genserve.export.gguf_tokenizer import tokenizer_files
 
 __all__ = ["DIALECTS", "Dialect", "read_gguf"]
 
+_LLAMA_FIELDS = {
+    "max_position_embeddings": "context_length",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+}
+# Optional in a file: transformers and llama.cpp have the same defaults.
+_OPTIONAL = ("attention.head_count_kv", "attention.key_length", "rope.dimension_count", "rope.freq_base")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
@@ -62,17 +75,6 @@ def _head_by_head(tensor: FloatArray, name: str, config: Mapping[str, Any]) -> F
     stack = tensor.reshape(3, config["n_head"], -1, *tensor.shape[1:])
     return stack.swapaxes(0, 1).reshape(tensor.shape)
 
-
-_LLAMA_FIELDS = {
-    "max_position_embeddings": "context_length",
-    "hidden_size": "embedding_length",
-    "intermediate_size": "feed_forward_length",
-    "num_hidden_layers": "block_count",
-    "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-    "rope_theta": "rope.freq_base",
-}
 
 DIALECTS: Mapping[str, Dialect] = MappingProxyType(
     {
@@ -122,9 +124,6 @@ DIALECTS: Mapping[str, Dialect] = MappingProxyType(
         ),
     }
 )
-
-# Optional in a file: transformers and llama.cpp have the same defaults.
-_OPTIONAL = ("attention.head_count_kv", "attention.key_length", "rope.dimension_count", "rope.freq_base")
 
 
 def read_gguf(path: Path, *, source: str) -> Checkpoint:

@@ -32,9 +32,7 @@ _READERS = {
 def smooth(weights: DecoderWeights, activations: Mapping[str, FloatArray]) -> DecoderWeights:
     """Return equivalent weights, in which the norms with known activations are smoothed.
 
-    Args:
-        weights: of a decoder.
-        activations: the root mean square [hidden] of the output of norms, by role without .weight.
+    `activations` are the root mean square [hidden] of the output of norms, by role without .weight.
     """
     norm_of = {reader: norm for norm in activations for reader in _readers(norm)}
 

@@ -136,14 +136,7 @@ class BeamGroup:
         num_ending_ids: int,
         ends: Callable[[Beam, int], bool],
     ) -> None:
-        """Start before the first token.
-
-        Args:
-            beams: `rules.width` of them.
-            rules: of the search.
-            num_ending_ids: how many tokens end an answer.
-            ends: whether this token completes the answer of this beam.
-        """
+        """Start before the first token; `ends` returns whether a token completes the answer of a beam."""
         self.beams = list(beams)
         self.state = BeamState()
         self._rules = rules

@@ -21,6 +21,12 @@ __all__ = ["Engine", "PausedLoops", "StepResult"]
 
 logger = logging.getLogger(__name__)
 
+# A paused loop keeps its place in the forward, as a running sequence does, for this time and a few pauses.
+_HOLD_S = 0.02
+_NUM_PAUSES = 4
+_MAX_PAUSE_S = 1.0          # longer pauses are treated like those of a loop that never resumed
+_MAX_PAUSED = 256
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
@@ -199,13 +205,6 @@ class Engine:
             except GenserveError as error:  # of an output parser
                 failed[sequence] = error
         return expired
-
-
-# A paused loop keeps its place in the forward, as a running sequence does, for this time and a few pauses.
-_HOLD_S = 0.02
-_NUM_PAUSES = 4
-_MAX_PAUSE_S = 1.0          # longer pauses are treated like those of a loop that never resumed
-_MAX_PAUSED = 256
 
 
 @dataclass(frozen=True, slots=True)

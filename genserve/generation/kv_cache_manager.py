@@ -48,13 +48,7 @@ class KVCacheManager:
     """
 
     def __init__(self, *, num_blocks: int, block_size: int, prefix_cache: bool = True) -> None:
-        """Start with all blocks free.
-
-        Args:
-            num_blocks: of the model's KV cache.
-            block_size: tokens of a block.
-            prefix_cache: whether token sequences share blocks; logits requests always do.
-        """
+        """Start with all blocks free; without `prefix_cache`, only logits requests share blocks."""
         self.block_size = block_size
         self.copies: list[tuple[int, int]] = []
         self._shares_blocks = prefix_cache
@@ -85,13 +79,9 @@ class KVCacheManager:
         return found
 
     def allocate(self, request: Request, *, num_spare: int) -> bool:
-        """Allocate blocks for all tokens of a request that holds none, cached blocks where possible.
+        """Allocate blocks for all tokens of a waiting request, cached blocks where possible.
 
-        Sets its `num_computed_tokens`.
-
-        Args:
-            request: a waiting one.
-            num_spare: blocks that must stay free.
+        Sets its `num_computed_tokens`. `num_spare` blocks must stay free.
 
         Returns:
             False: there are too few free blocks; nothing has changed.
@@ -114,10 +104,6 @@ class KVCacheManager:
 
     def extend(self, request: Request, num_tokens: int) -> bool:
         """Allocate blocks for the next tokens of a running request; shared ones that it writes are copied.
-
-        Args:
-            request: a running one.
-            num_tokens: to be written behind the computed ones.
 
         Returns:
             False: there are too few free blocks; blocks already allocated are kept.

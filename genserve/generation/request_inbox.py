@@ -173,17 +173,13 @@ class RequestInbox:
     ) -> None:
         """Accept the token sequences of a request, all of them or none; their outputs go to `sink`.
 
-        Args:
-            sequences: of one request.
-            sink: called on the engine's thread.
-            reservation: of the request; it is released whether they are accepted or not.
+        The reservation is released in any case. If none of the sequences has its first step within the limit,
+        they end with Overloaded too.
 
         Raises:
             Closed: `close` was called.
             ModelNotReady: the engine's thread has died.
             Overloaded: the queue is full, or they would wait too long.
-
-        If none of the sequences has its first step within the limit, they end with Overloaded too.
         """
         now_s = self._clock()
         submission = Submission(arrived_s=reservation.arrived_s if reservation else now_s)
@@ -303,11 +299,7 @@ class RequestInbox:
         return states
 
     def _overdue(self, accepted: Container[Request]) -> list[RequestOutput]:
-        """Return the errors of requests that have waited too long for their first step.
-
-        Args:
-            accepted: the sequences in the engine; later arrivals are left for the next call.
-        """
+        """Return the errors of requests in the engine that have waited too long for their first step."""
         limit_s, now_s = self._admission.limits.max_wait_s, self._clock()
         if limit_s is None or now_s - self._oldest_s <= limit_s:
             return []

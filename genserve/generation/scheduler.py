@@ -83,14 +83,7 @@ class Scheduler:
         max_num_batched_tokens: int = 256,
         speculation: Speculation | None = None,
     ) -> None:
-        """Start with empty queues.
-
-        Args:
-            kv_cache_manager: allocates the blocks.
-            max_num_seqs: sequences of a forward.
-            max_num_batched_tokens: tokens of a forward; one for each sequence is always allowed.
-            speculation: drafts tokens; None: no speculation.
-        """
+        """Start with empty queues. Above `max_num_batched_tokens`, each sequence may still have one token."""
         self.max_num_batched_tokens = max(max_num_batched_tokens, max_num_seqs)
         self._kv = kv_cache_manager
         self._max_num_seqs = max_num_seqs
@@ -112,12 +105,7 @@ class Scheduler:
         return sum(len(lead.group) for lead in self._running)
 
     def add(self, lead: Request, *, arrival: int | None = None) -> None:
-        """Put a request into the queue.
-
-        Args:
-            lead: the request.
-            arrival: the arrival number that it inherits; None: it arrives now.
-        """
+        """Put a request into the queue; without an inherited arrival number, it gets the next one."""
         self._ranks[lead] = (lead.priority, next(self._next_arrival) if arrival is None else arrival)
         insort(self._waiting, lead, key=self._ranks.__getitem__)
 
@@ -143,8 +131,7 @@ class Scheduler:
     def schedule(self, *, num_held: int = 0) -> SchedulerOutput | None:
         """Choose the tokens of the next forward and allocate their blocks; None: nothing to compute.
 
-        Args:
-            num_held: places of the forward that are kept free.
+        `num_held` places of the forward are kept free.
         """
         output = SchedulerOutput()
         prompts: list[Request] = []
@@ -325,9 +312,7 @@ def _num_pending(lead: Request) -> int:
 def divide_budget(lengths: Sequence[int], budget: int) -> list[int]:
     """Return how many tokens of each prompt a step computes: the shortest first, and a share for the longest.
 
-    Args:
-        lengths: pending tokens of the prompts, ascending; at least one.
-        budget: tokens of all prompts together.
+    `lengths` are the pending tokens of at least one prompt, ascending.
     """
     reserved = min(lengths[-1], budget // _LONGEST_SHARE)
     left = budget - reserved

@@ -59,12 +59,7 @@ class Speculation:
     """
 
     def __init__(self, proposer: Proposer, *, num_tokens: int = 5) -> None:
-        """Start with the initial acceptance rate for every sequence.
-
-        Args:
-            proposer: drafts the tokens.
-            num_tokens: the most tokens that are drafted for a sequence in one step.
-        """
+        """Start with the initial acceptance rate for every sequence; a draft has at most `num_tokens`."""
         self._proposer = proposer
         self._num_tokens = num_tokens
         self._has_failed = False
@@ -181,9 +176,7 @@ class DraftModel:
     def __init__(self, model: LogitsModel, *, vocab_size: int) -> None:
         """Start with an empty cache.
 
-        Args:
-            model: the draft model; nothing else uses it.
-            vocab_size: of the target model; the logits of either model may be longer.
+        `vocab_size` is that of the target model; the rows of logits of either model may be longer.
         """
         self._model = model
         self._vocab_size = vocab_size

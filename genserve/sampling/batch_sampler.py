@@ -86,17 +86,7 @@ class SamplingState:
         plugins: PluginProcessors | None = None,
         grammar: StructuredOutputGrammar | None = None,
     ) -> None:
-        """Start before the first token.
-
-        Args:
-            params: of the request.
-            seed: below 2^64.
-            num_prompt_tokens: the tokens behind them are the answer.
-            ending_ids: the token ids that end the answer, in the vocabulary.
-            tokenized: the texts of `params`.
-            plugins: of the sequence.
-            grammar: of `params.structured_outputs`.
-        """
+        """Start before the first token; `seed` is below 2^64, and `ending_ids` are in the vocabulary."""
         self.params = params
         self.seed = seed
         self.num_prompt_tokens = num_prompt_tokens

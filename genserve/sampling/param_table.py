@@ -20,6 +20,8 @@ __all__ = ["Param", "Range", "is_number", "is_token_id", "param", "param_table",
 # The table of docs/sampling.md that has the row.
 Section: TypeAlias = Literal["logits", "draw", "beams", "end", "text", "logprobs", "prompt"]
 _DEFAULT: Any = object()        # means: the default of the field
+# The kinds of values in messages.
+_WORDS: Mapping[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +103,9 @@ class Param:
 
 
 def param(doc: str, *, default: Any, section: Section, **rules: Any) -> Any:
-    """Declare a field of `SamplingParams` and its row.
+    """Declare a field of `SamplingParams` and its row; `rules` are the other columns of `Param`.
 
-    Args:
-        doc: the effect.
-        default: of the field; a dict is copied for each instance.
-        section: of docs/sampling.md.
-        rules: the other columns of `Param`.
+    A `default` that is a dict is copied for each instance.
     """
     row = {"param": Param(doc=doc, section=section, **rules)}
     if isinstance(default, dict):
@@ -168,10 +166,6 @@ def _validate_value(value: Any, row: Param) -> None:
     for index, text in enumerate(value if row.max_chars else ()):
         holds = isinstance(text, str) and 0 < len(text) <= row.max_chars
         require(holds, f"{name}[{index}]", f"must have 1 to {row.max_chars} characters")
-
-
-# The kinds of values in messages.
-_WORDS: Mapping[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
 def _words(kind: Any) -> str:

@@ -121,12 +121,7 @@ class SamplerOutput:
 
 
 def sample_on_host(logits: FloatArray, metadata: SamplingMetadata) -> SamplerOutput:
-    """Sample one token per row.
-
-    Args:
-        logits: [R, V] float32; modified by `metadata.edits` only.
-        metadata: of these rows.
-    """
+    """Sample one token per row of logits [R, V] float32, which only `metadata.edits` modify."""
     raw = {asked.row: logits[asked.row] for asked in metadata.logprobs if not asked.processed}
     if metadata.edits is not None:
         raw = {row: values.copy() for row, values in raw.items()}

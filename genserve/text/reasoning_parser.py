@@ -41,7 +41,7 @@ class ReasoningParser:
         self._strip_start = True    # of the reasoning, or of the content after it, nothing was returned yet
 
     def push(self, text: str, *, last: bool = False) -> ReasoningDelta:
-        """Add a piece; return the reasoning and content that later pieces cannot change; for the last, all."""
+        """Add a piece; return the reasoning and content that no later piece can change."""
         self._held += text
         if self._state is _State.BEFORE:
             self._read_start(last=last)

@@ -18,6 +18,8 @@ from genserve.tuning.search_space import SearchSpace, Setting, with_setting
 
 __all__ = ["Measurement", "Sample", "Samples", "take_samples"]
 
+_NUM_STEPS = 3      # per sample, after a warmup step that binds buffers and allocates memory
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
@@ -86,9 +88,6 @@ class Samples:
             for setting, by_context in self._steps_s.items()
             if by_context.keys() == contexts
         ]
-
-
-_NUM_STEPS = 3      # per sample, after a warmup step that binds buffers and allocates memory
 
 
 def take_samples(
