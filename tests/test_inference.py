@@ -55,24 +55,24 @@ def test_an_inference_is_freed_without_a_garbage_collection():
 
 
 def test_a_backlog_calls_back_when_it_is_empty() -> None:
-    backlog, told = Backlog(), []
+    backlog, calls = Backlog(), []
     one, two = inference(), inference()
-    backlog.when_clear(lambda: told.append("at once"))
+    backlog.when_clear(lambda: calls.append("at once"))
     for waiting in (one, two, two):
         backlog.add(waiting)
-    backlog.when_clear(lambda: told.append("later"))
+    backlog.when_clear(lambda: calls.append("later"))
     for waiting in (two, one, one):
         backlog.remove(waiting)
-    assert (told, backlog.waiting) == (["at once"], (two,))
+    assert (calls, backlog.waiting) == (["at once"], (two,))
     backlog.remove(two)
-    assert told == ["at once", "later"]
+    assert calls == ["at once", "later"]
 
 
 def test_a_lifted_backlog_blocks_no_model() -> None:
-    backlog, told = Backlog(), []
+    backlog, calls = Backlog(), []
     one = inference()
     backlog.add(one)
-    backlog.when_clear(lambda: told.append("clear"))
+    backlog.when_clear(lambda: calls.append("clear"))
     backlog.lift()
     backlog.add(one)
-    assert (told, backlog.waiting) == (["clear"], ())
+    assert (calls, backlog.waiting) == (["clear"], ())

@@ -96,8 +96,8 @@ class Traced:
             self.times.append((stamp["name"], stamp["ns"]))
         if "tensor" in event:
             tensor = event["tensor"]
-            told = (tensor[field] for field in ("name", "data", "shape", "dtype"))
-            self.tensors.append((event["activity"], *told))
+            fields = (tensor[field] for field in ("name", "data", "shape", "dtype"))
+            self.tensors.append((event["activity"], *fields))
 
     @property
     def names(self) -> list[str]:
@@ -231,8 +231,8 @@ def test_every_nth_request_is_traced_up_to_the_count(repository, tmp_path):
         client = triton.InferenceServerClient(server.url.removeprefix("http://"))
         for number in range(1, 11):
             client.infer("add_sub", numbers(triton), request_id=str(number))
-        told = client.get_trace_settings()
-        assert (told["trace_count"], told["trace_file"]) == ("0", "t.json")
+        settings = client.get_trace_settings()
+        assert (settings["trace_count"], settings["trace_file"]) == ("0", "t.json")
         client.close()
     assert not (tmp_path / "t.json").exists()   # what has a count is in a numbered file, as with Triton
     assert [trace.head["request_id"] for trace in traces(tmp_path / "t.json.0").values()] == ["2", "4", "6"]
@@ -318,7 +318,7 @@ def test_a_killed_server_leaves_a_valid_file(repository, tmp_path):
 
 
 def wait_for(file: Path) -> Path:
-    """Return it once it has something in it; the test runner's timeout ends the wait."""
+    """Return its text once it is not empty; the test times out otherwise."""
     while not (file.exists() and file.stat().st_size):
         time.sleep(0.01)
     return file
@@ -331,9 +331,9 @@ def test_a_file_that_cannot_be_written_does_not_stop_answers(repository, tmp_pat
         folder.rmdir()
         add(server)
         add(server)
-    told = [record.message for record in caplog.records if "further failures" in record.message]
+    failures = [record.message for record in caplog.records if "further failures" in record.message]
     what = f"a trace could not be written to {folder / 't.json'}: No such file or directory"
-    assert told == [f"{what}; further failures are not logged"]
+    assert failures == [f"{what}; further failures are not logged"]
 
 
 def put(file: TraceFile, *, model: Any = "m", request_id: str = "", text: str = "") -> None:

@@ -24,9 +24,7 @@ from genserve.tensor import DataType, Tensor
 __all__ = [
     "PyTorchBackend",
     "TorchModule",
-    "argument_indexes",
     "open_module",
-    "output_indexes",
     "set_threads",
 ]
 
@@ -125,9 +123,9 @@ class TorchModule:
         arguments = _arguments(self._module)
         self._takes_dict = [kind for _, kind in arguments] == ["DictType"]
         self._arguments = (
-            {} if self._takes_dict else argument_indexes(config, [name for name, _ in arguments])
+            {} if self._takes_dict else _argument_indexes(config, [name for name, _ in arguments])
         )
-        self._outputs = output_indexes(config)
+        self._outputs = _output_indexes(config)
         _check_strings(config)
         # In-place operators must not write into the memory of a request.
         self._copies_inputs = any(kind.endswith("_") for kind in _operations(self._module.inlined_graph))
@@ -271,7 +269,7 @@ def _data_types(torch: ModuleType) -> dict[Any, DataType]:
     }
 
 
-def argument_indexes(config: ModelConfig, arguments: Sequence[str]) -> dict[str, int]:
+def _argument_indexes(config: ModelConfig, arguments: Sequence[str]) -> dict[str, int]:
     """Return the argument position of each input, including batch inputs, controls and states.
 
     Inputs are matched by argument name, else by the `__<index>` at the end of all names, else by their order
@@ -299,7 +297,7 @@ def argument_indexes(config: ModelConfig, arguments: Sequence[str]) -> dict[str,
     return indexes
 
 
-def output_indexes(config: ModelConfig) -> dict[str, int]:
+def _output_indexes(config: ModelConfig) -> dict[str, int]:
     """Return the result position of each output and state: by `__<index>`, else by the config's order.
 
     Raises:

@@ -73,7 +73,7 @@ class ModelLifecycle:
     """
 
     def __init__(
-        self, roots: Iterable[Path], *, options: RepositoryOptions, versions: ModelTable, loader: ModelLoader
+        self, roots: Iterable[Path], *, options: RepositoryOptions, table: ModelTable, loader: ModelLoader
     ) -> None:
         """Read the folders; nothing is loaded yet.
 
@@ -83,9 +83,9 @@ class ModelLifecycle:
         self.errors: dict[str, GenserveError] = {}
         self._roots = tuple(roots)
         self._options = options
-        self._versions = versions
+        self._table = table
         self._loader = loader
-        self._unloader = _Unloader(versions)
+        self._unloader = _Unloader(table)
         self._models: dict[str, _Model] = {}
         self._following = threading.Lock()
         self.entries: Mapping[str, ModelEntry] = {}
@@ -116,13 +116,13 @@ class ModelLifecycle:
 
     def unload(self, name: str, *, dependents: bool) -> None:
         """Begin to unload a model, and with `dependents` the models of its steps that nothing else needs."""
-        steps = {step for served in self._versions.of(name) for step in _steps(served)}
+        steps = {step for served in self._table.of(name) for step in _steps(served)}
         model = self._model(name)
         model.is_requested = model.waits_for_steps = False
         model.override = None
         self._unload(name)
         if dependents:
-            needed = {step for served in self._versions.served for step in _steps(served)}
+            needed = {step for served in self._table.served for step in _steps(served)}
             for step in steps - needed:
                 if not self._model(step).is_requested:
                     self._unload(step)
@@ -152,7 +152,7 @@ class ModelLifecycle:
     def close(self) -> None:
         """Unload all models; blocks."""
         self._unloader.is_closing = True
-        for name in dict.fromkeys(served.name for served in self._versions.served):
+        for name in dict.fromkeys(served.name for served in self._table.served):
             self._unload(name, timeout_s=0)
         self._unloader.join()
 
@@ -175,11 +175,11 @@ class ModelLifecycle:
         As in Triton. Not to be called with the lock of a model.
         """
         with self._following:
-            while torn := [served.name for served in self._versions.served if self._lacks_step(served)]:
+            while torn := [served.name for served in self._table.served if self._lacks_step(served)]:
                 for name in torn:
                     self._model(name).waits_for_steps = True
                     self._unload(name)
-            while whole := [entry for entry in self._waiting() if self._versions.has_steps(entry.config)]:
+            while whole := [entry for entry in self._waiting() if self._table.has_steps(entry.config)]:
                 for entry in whole:
                     model = self._model(entry.name)
                     model.waits_for_steps = False
@@ -193,7 +193,7 @@ class ModelLifecycle:
         return [entry for entry in found if entry is not None]
 
     def _lacks_step(self, served: ModelVersion) -> bool:
-        return served.text_model is None and not self._versions.has_steps(served.config)
+        return served.text_model is None and not self._table.has_steps(served.config)
 
     @contextmanager
     def _noting_errors(self, name: str) -> Iterator[None]:
@@ -221,7 +221,7 @@ class ModelLifecycle:
         model = self._model(entry.name)
         with model.lock:
             together = {entry.name, *model.stages}
-            is_loaded = model.loaded == current and all(map(self._versions.of, together))
+            is_loaded = model.loaded == current and all(map(self._table.of, together))
             if is_loaded and not is_override:
                 return
             for each in {requested.name: requested, entry.name: entry}.values():
@@ -230,7 +230,7 @@ class ModelLifecycle:
             fresh = self._load_or_note(entry, entries, upload)
             names = {served.name for served in fresh}
             for name in together | names:
-                old = self._versions.put(name, [served for served in fresh if served.name == name])
+                old = self._table.put(name, [served for served in fresh if served.name == name])
                 self._unloader.unload(old, timeout_s=self._options.exit_timeout_s)
             model.stages = frozenset(names - {entry.name})
             _log_loaded(entry.name, fresh, seconds=time.monotonic() - started_s)
@@ -274,7 +274,7 @@ class ModelLifecycle:
         """Yield the models of steps that are not ready, without those that depend on the ensemble itself."""
         for step in step_models(entry, self.entries):
             below = {step.name, *(model.name for model in all_step_models(step, self.entries))}
-            if not self._versions.of(step.name) and entry.name not in below:
+            if not self._table.of(step.name) and entry.name not in below:
                 yield step
 
     def _load_or_note(
@@ -282,18 +282,18 @@ class ModelLifecycle:
     ) -> list[ModelVersion]:
         """Load a model; if that fails, the old versions keep answering, and the index has the reason."""
         name, version = entry.name, (entry.versions or (1,))[-1]
-        serves = bool(self._versions.of(name))
+        serves = bool(self._table.of(name))
         if not serves:
-            self._versions.set_state(name, version, ModelState.LOADING)
+            self._table.set_state(name, version, ModelState.LOADING)
         try:
             return self._loader.load(entry, entries, upload=upload)
         except Exception as error:
             failed = error if isinstance(error, VersionFailed) else VersionFailed(error, version=version)
         if not serves:
             reason = _reason(failed.error)
-            self._versions.set_state(name, failed.version, ModelState.UNAVAILABLE, reason=reason)
+            self._table.set_state(name, failed.version, ModelState.UNAVAILABLE, reason=reason)
             for other in failed.others:
-                self._versions.set_state(name, other, ModelState.UNAVAILABLE, reason="unloaded")
+                self._table.set_state(name, other, ModelState.UNAVAILABLE, reason="unloaded")
         raise _load_error(name, failed) from failed.error
 
     def _unload(self, name: str, *, timeout_s: float | None = None) -> None:
@@ -301,7 +301,7 @@ class ModelLifecycle:
         model = self._model(name)
         with model.lock:
             for each in (name, *model.stages):
-                self._unloader.unload(self._versions.put(each, ()), timeout_s=timeout_s)
+                self._unloader.unload(self._table.put(each, ()), timeout_s=timeout_s)
             model.stages = frozenset()
             model.loaded = None
             self.errors.pop(name, None)
@@ -320,9 +320,9 @@ class _Unloader:
         is_closing: the process is about to exit.
     """
 
-    def __init__(self, versions: ModelTable) -> None:
+    def __init__(self, table: ModelTable) -> None:
         self.is_closing = False
-        self._versions = versions
+        self._table = table
         self._threads: set[threading.Thread] = set()
 
     def unload(self, old: list[ModelVersion], *, timeout_s: float) -> None:
@@ -355,8 +355,8 @@ class _Unloader:
     def _set_state(self, keys: Iterable[tuple[str, int]], state: ModelState, *, reason: str = "") -> None:
         """Set the state of versions, except those that another one has replaced."""
         for name, version in keys:
-            if self._versions.get(name, version) is None:
-                self._versions.set_state(name, version, state, reason=reason)
+            if self._table.get(name, version) is None:
+                self._table.set_state(name, version, state, reason=reason)
 
 
 def _log_loaded(name: str, fresh: Iterable[ModelVersion], *, seconds: float) -> None:

@@ -57,7 +57,7 @@ class VersionFailed(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Started:
-    """A runtime that answers for a model, before it is put into the table of versions."""
+    """A started runtime of a model that is not in the table of versions yet."""
 
     model: ResolvedModel
     runtime: ModelRuntime
@@ -67,10 +67,10 @@ class _Started:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLoader:
-    """Loads the versions of models, which share these objects."""
+    """Loads the versions of models, which share the attributes of this."""
 
     server: InferenceServer
-    versions: ModelTable
+    table: ModelTable
     options: RepositoryOptions
     metrics: Metrics
     cache: ResponseCache | None
@@ -196,7 +196,7 @@ class ModelLoader:
         )
 
     def _config_of(self, step: EnsembleStep) -> ModelConfig:
-        return self.versions.find(step.model_name, step.model_version).config
+        return self.table.find(step.model_name, step.model_version).config
 
     def _instances(self, model: ResolvedModel, version: int, statistics: ModelStatistics) -> ModelInstances:
         config = model.config
@@ -221,34 +221,35 @@ class ModelLoader:
                 raise
             return instance
 
-        groups_and_places = [
-            (group, place) for group in config.instance_groups for place in group_placements(group)
+        placements = [
+            (group, placement) for group in config.instance_groups for placement in group_placements(group)
         ]
-        permits = self._permits(groups_and_places)
+        permits = self._permits(placements)
         try:
             scheduler = make_scheduler(
-                config, num_instances=len(groups_and_places), path=model.path, permits=permits
+                config, num_instances=len(placements), path=model.path, permits=permits
             )
         except RepositoryError:
             _withdraw(permits)
             raise
         return ModelInstances(
             start,
-            placements=[placement for _, placement in groups_and_places],
+            placements=[placement for _, placement in placements],
             scheduler=scheduler,
             statistics=statistics,
             exit_timeout_s=self.options.exit_timeout_s,
             permits=permits,
         )
 
-    def _permits(self, places: Iterable[tuple[InstanceGroup, Placement]]) -> list[ResourcePermit]:
+    def _permits(self, placements: Iterable[tuple[InstanceGroup, Placement]]) -> list[ResourcePermit]:
         """Register the instances with the rate limiter, if there is one: all of them, or none."""
         permits: list[ResourcePermit] = []
         if self.rate_limiter is None:
             return permits
         try:
-            for group, place in places:
-                permits.append(self.rate_limiter.register(group.rate_limiter, device_id=place.device_id))
+            for group, placement in placements:
+                claim = group.rate_limiter
+                permits.append(self.rate_limiter.register(claim, device_id=placement.device_id))
         except RepositoryError:
             _withdraw(permits)
             raise
@@ -309,5 +310,5 @@ def _output_labels(config: ModelConfig, path: Path) -> dict[str, Sequence[str]]:
                 labels[spec.name] = (path / spec.label_filename).read_text(encoding="utf-8").splitlines()
             except OSError as error:
                 file = path / spec.label_filename
-                logger.warning("%s cannot be read, and classes have no labels: %s", file, error.strerror)
+                logger.warning("%s cannot be read: %s; its classes have no labels", file, error.strerror)
     return labels

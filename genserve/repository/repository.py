@@ -52,18 +52,18 @@ class Repository:
             RepositoryError: a root is not a folder.
         """
         self.options = options or RepositoryOptions()
-        self._versions = ModelTable()
+        self._table = ModelTable()
         cache_bytes = self.options.cache_bytes
         loader = ModelLoader(
             server=self,
-            versions=self._versions,
+            table=self._table,
             options=self.options,
             metrics=metrics or Metrics(),
             cache=ResponseCache(size_bytes=cache_bytes) if cache_bytes else None,
             rate_limiter=RateLimiter(self.options.resources) if self.options.rate_limiter else None,
         )
         self._lifecycle = ModelLifecycle(
-            roots, options=self.options, versions=self._versions, loader=loader
+            roots, options=self.options, table=self._table, loader=loader
         )
         self._wanted: list[str] | None = None       # None: `start` has not been called
         self._started = False
@@ -80,12 +80,12 @@ class Repository:
     @property
     def text_models(self) -> list[TextModel]:
         """The text models that answer."""
-        return [served.text_model for served in self._versions.served if served.text_model is not None]
+        return [served.text_model for served in self._table.served if served.text_model is not None]
 
     @property
     def served(self) -> list[ModelVersion]:
         """All versions of all models that answer."""
-        return self._versions.served
+        return self._table.served
 
     @property
     def errors(self) -> dict[str, GenserveError]:
@@ -95,13 +95,13 @@ class Repository:
     @property
     def state(self) -> ModelState:
         """The worst state of all models: UNAVAILABLE if a load failed or an engine died."""
-        if self._lifecycle.errors or not all(served.runtime.ready for served in self._versions.served):
+        if self._lifecycle.errors or not all(served.runtime.ready for served in self._table.served):
             return ModelState.UNAVAILABLE
         return ModelState.READY if self._started else ModelState.LOADING
 
     def index(self, *, ready_only: bool = False) -> list[IndexEntry]:
         """Return an entry for each version and for each model that was never loaded, by name."""
-        known = self._versions.index()
+        known = self._table.index()
         if ready_only:
             return [entry for entry in known if entry.state is ModelState.READY]
         names = {entry.name for entry in known}
@@ -112,7 +112,7 @@ class Repository:
 
     def versions(self, name: str) -> list[int]:
         """Return the versions of a model that answer, ascending."""
-        return [served.version for served in self._versions.of(name)]
+        return [served.version for served in self._table.of(name)]
 
     def find(self, name: str, version: int = -1) -> ModelVersion:
         """Return a version of a model; -1: the highest that answers.
@@ -120,7 +120,7 @@ class Repository:
         Raises:
             InferenceError: there is none, with Triton's text.
         """
-        return self._versions.find(name, version)
+        return self._table.find(name, version)
 
     def text_model(self, name: str | None = None) -> TextModel:
         """Return a text model; without a name, the only one.
@@ -131,7 +131,7 @@ class Repository:
         """
         if name is None:
             name = self.only_text_model_name()
-        served = self._versions.get(name)
+        served = self._table.get(name)
         if served is not None and served.text_model is not None:
             return served.text_model
         if name not in self._lifecycle.entries:
@@ -141,7 +141,7 @@ class Repository:
             raise ModelNotFound(
                 f"model {name!r} does not generate text", remedy=f"models that do: {known}", field="model"
             )
-        states = self._versions.states(name)
+        states = self._table.states(name)
         state = states[-1].state.lower() if states and states[-1].state else "not loaded"
         if name in self._lifecycle.errors:
             state = "unavailable"
@@ -169,7 +169,7 @@ class Repository:
         request = inference.request
         refused: ModelVersion | None = None
         while True:
-            served = self._versions.find(request.model_name, request.model_version)
+            served = self._table.find(request.model_name, request.model_version)
             if served is refused:
                 text = f"Request for unknown model: '{request.model_name}' has no available versions"
                 raise InferenceError(text, status=Status.NOT_FOUND)
@@ -182,7 +182,7 @@ class Repository:
 
     def is_ready(self, name: str, version: int = -1) -> bool:
         """Whether a model answers."""
-        served = self._versions.get(name, version)
+        served = self._table.get(name, version)
         return served is not None and served.ready
 
     def load(

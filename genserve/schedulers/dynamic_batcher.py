@@ -15,7 +15,7 @@ from genserve.errors import InferenceError, Status
 from genserve.inference import Inference, InferenceResponse, OnResponse, with_request_id
 from genserve.schedulers.request_queue import ANY_INSTANCE, NO_BATCH, BatchPlan, Rejection
 
-__all__ = ["BatchRules", "DynamicQueue", "QueuedRequest", "ResponseOrder", "batch_key", "plan_batch"]
+__all__ = ["BatchKey", "DynamicQueue", "QueuedRequest", "batch_key"]
 
 # Requests with equal keys can share a batch.
 BatchKey = Callable[[Inference], Hashable]
@@ -36,12 +36,12 @@ class DynamicQueue:
             batch_key: computes the key that the requests of a batch share.
         """
         self._batch_key = batch_key
-        self._rules = BatchRules.of(
+        self._rules = _BatchRules.of(
             max_batch_size=max_batch_size,
             preferred_batch_sizes=config.preferred_batch_sizes,
             max_queue_delay_us=config.max_queue_delay_us,
         )
-        self._order = ResponseOrder() if config.preserve_ordering else None
+        self._order = _ResponseOrder() if config.preserve_ordering else None
         policies = config.priority_queue_policy
         # Without priorities there is one level, 0.
         self._default_level = config.default_priority_level if config.priority_levels else 0
@@ -88,7 +88,7 @@ class DynamicQueue:
 
     def plan(self, instance: int, *, now_ns: int) -> BatchPlan:
         """Return the batch at the head of the queue, if it is complete."""
-        return plan_batch(self._entries(), self._rules, now_ns=now_ns)
+        return _plan_batch(self._entries(), self._rules, now_ns=now_ns)
 
     def start(self, instance: int, batch: Sequence[Inference], *, now_ns: int) -> tuple[Inference, ...]:
         """Remove a planned batch."""
@@ -181,7 +181,7 @@ def _timeout() -> InferenceError:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchRules:
+class _BatchRules:
     """When a batch is complete. Rows are the sum of the batch sizes of the requests."""
 
     max_rows: int                                       # 1 if the model does not batch
@@ -191,7 +191,7 @@ class BatchRules:
     @classmethod
     def of(
         cls, *, max_batch_size: int, preferred_batch_sizes: Iterable[int], max_queue_delay_us: int
-    ) -> BatchRules:
+    ) -> _BatchRules:
         """Make the rules of a config; without preferred sizes the largest one is preferred."""
         max_rows = max(1, max_batch_size)
         return cls(
@@ -233,7 +233,7 @@ def _input_key(config: ModelConfig) -> BatchKey:
     return lambda sent: None
 
 
-def plan_batch(entries: Iterable[QueuedRequest], rules: BatchRules, *, now_ns: int) -> BatchPlan:
+def _plan_batch(entries: Iterable[QueuedRequest], rules: _BatchRules, *, now_ns: int) -> BatchPlan:
     """Form the batch at the head of the queue, without skipping a request.
 
     The largest preferred size that was reached runs immediately, and so does a batch that cannot grow. Any
@@ -283,7 +283,7 @@ class _Turn:
         self.responses: deque[tuple[InferenceResponse | None, bool]] = deque()
 
 
-class ResponseOrder:
+class _ResponseOrder:
     """Passes responses on in the order in which the requests were executed; safe from any thread.
 
     The responses of the oldest unfinished request are passed on as they arrive, all others are held back.

@@ -21,7 +21,7 @@ from genserve.server.offload import start_daemon
 from genserve.server.running_inference import ResponseDispatcher
 from genserve.settings import ServerSettings
 
-__all__ = ["Readiness", "Services", "SharedServices"]
+__all__ = ["Services", "SharedServices"]
 
 T = TypeVar("T")
 

@@ -10,6 +10,7 @@ from typing import Protocol, TypedDict
 
 from genserve.backends.backend import Placement, bytes_parameter, integer_parameter
 from genserve.backends.libraries import import_onnxruntime, import_torch
+from genserve.backends.network_backend import RunFunction
 from genserve.backends.onnxruntime import open_graph
 from genserve.backends.pytorch import open_module, set_threads
 from genserve.config.model_config import ModelConfig
@@ -26,7 +27,7 @@ from genserve.textmodel.runtimes.growing_logits import GrowingLogits
 from genserve.textmodel.runtimes.kv_cache_memory import HostMemory, LogitsMemory
 from genserve.textmodel.runtimes.onnx_logits import OnnxLogits
 from genserve.textmodel.runtimes.torchscript_logits import TorchLogits
-from genserve.textmodel.runtimes.uncached_logits import Run, UncachedLogits
+from genserve.textmodel.runtimes.uncached_logits import UncachedLogits
 
 __all__ = ["ON_CPU", "GpuObstacle", "LoadedLogits", "gpu_obstacle", "load_logits"]
 
@@ -112,7 +113,7 @@ def _load_growing(path: Path, config: ModelConfig, placement: Placement) -> Load
 
 
 def _load_uncached(path: Path, config: ModelConfig, placement: Placement) -> LoadedLogits:
-    run: Run
+    run: RunFunction
     if config.backend == "pytorch":
         run = open_module(path, config=config, placement=placement).run
     else:

@@ -105,8 +105,8 @@ def test_outputs_are_matched_by_index_even_if_their_dims_are_wrong(tmp_path, cap
     first, second = direct(file, ids)
     np.testing.assert_allclose(answer["output__0"], first.numpy(), rtol=1e-6)
     np.testing.assert_allclose(answer["output__1"], second.numpy(), rtol=1e-6)
-    told = "returns shape [2, 3, 4] for output output__0, but config.pbtxt says [-1, -1, -1, 4]"
-    assert told in caplog.text
+    warning = "returns shape [2, 3, 4] for output output__0, but config.pbtxt says [-1, -1, -1, 4]"
+    assert warning in caplog.text
 
 
 def test_a_request_in_read_only_memory_is_not_copied_and_causes_no_warning(tmp_path):

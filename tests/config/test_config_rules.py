@@ -21,7 +21,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
         ["4:23: error: the buckets of 'nv_inference_first_response_histogram_ms' are not ascending numbers "
          "of milliseconds; write for example `buckets: [ 100, 500, 2000 ]`"],
     ),
-    "buckets of a metric without them": (
+    "buckets of another metric": (
         PYTHON + 'model_metrics { metric_control { metric_identifier { family: "nv_other" } } }',
         ["2:54: warning: Metric family 'nv_other' in 'metric_identifier' is not a customizable metric; "
          "the customizable one: nv_inference_first_response_histogram_ms"],
@@ -43,7 +43,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
         ["1:1: error: unable to find backend library for backend 'onnx_runtime', try specifying "
          "runtime on the model configuration.; did you mean onnxruntime?"],
     ),
-    "a backend of somebody else's": (
+    "an unknown backend": (
         '\n  backend: "dali"',
         ["2:3: error: unable to find backend library for backend 'dali', try specifying runtime "
          "on the model configuration.; known there: tensorflow, onnxruntime, pytorch, python, "
@@ -67,7 +67,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
          "runtime on the model configuration.; leave `backend` out, and write `platform: "
          '"ensemble"`'],
     ),
-    "what only Triton runs": (
+    "a backend that only Triton has": (
         'platform: "tensorrt_plan"',
         ["1:1: error: unexpected platform type 'tensorrt_plan' for m; only Triton runs a TensorRT "
          "plan; export the model to ONNX for `onnxruntime`"],
@@ -81,7 +81,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
         ["1:1: error: unexpected platform type 'ensamble' for m; did you mean ensemble?; or write "
          "`backend` instead: tensorflow, onnxruntime, pytorch, python, tokenizer"],
     ),
-    "a backend with another's platform": (
+    "a platform of another backend": (
         'backend: "pytorch" platform: "onnxruntime_onnx"',
         ["1:20: error: unexpected 'platform' and 'backend' pair, got:onnxruntime_onnx, pytorch; "
          "leave `platform` out"],
@@ -91,7 +91,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
         ["1:1: error: ensemble scheduling must be set for ensemble m whose platform is ensemble; "
          "add `ensemble_scheduling { step [ { model_name: ... } ] }`"],
     ),
-    "steps of no ensemble": (
+    "steps without an ensemble": (
         PYTHON + "ensemble_scheduling { }",
         ["2:1: error: ensemble scheduling cannot be set for model 'm' whose platform is not "
          'ensemble; write `platform: "ensemble"`, and leave `backend` out'],
@@ -108,7 +108,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
          "3:14: error: model input 'b' must specify 'data_type' for m; write `data_type: TYPE_INT64`, "
          "or another type"],
     ),
-    "dimensions that no tensor has": (
+    "invalid dimensions": (
         ONNX + 'output { name: "y" data_type: TYPE_FP32 dims: [ -1, 0, -2 ] }',
         ["2:41: error: model output 'y' dimension must be integer >= 1, or -1 to indicate a "
          "variable-size dimension for m; write a size above 0, or -1 for any size"],
@@ -149,7 +149,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
         ["2:3: error: failed to convert INFERENCE_MODE 'on' to boolean value; write \"true\" or "
          '"false"'],
     ),
-    "a parameter of Triton's backend for PyTorch that has no meaning": (
+    "an ignored parameter of Triton's PyTorch backend": (
         'backend: "pytorch" parameters { key: "ENABLE_NVFUSER" value { string_value: "true" } }\n'
         'parameters { key: "ENABLE_WEIGHT_SHARING" value { string_value: "true" } }',
         ["1:20: warning: parameter 'ENABLE_NVFUSER' is ignored: torch no longer has NVFuser; leave it "
@@ -202,12 +202,12 @@ CASES: dict[str, tuple[str, list[str]]] = {
         ["3:31: warning: execution accelerator 'tensorrt' is used only if it is installed; if it is "
          "missing, the load logs that and the model runs without it"],
     ),
-    "what is not of the schema": (
+    "a field that the schema lacks": (
         PYTHON + "dynamic_batchin { }",
         ['2:1: error: Message type "inference.ModelConfig" has no field named "dynamic_batchin"; '
          "did you mean dynamic_batching?"],
     ),
-    "several at once": (
+    "several errors": (
         'name: "x" backend: "python"\nmax_batch_size: -1\nruntime: "a"',
         ["1:1: error: unexpected directory name 'm' for model 'x', directory name must equal "
          "model name; give both the same name, or leave `name` out",

@@ -39,7 +39,7 @@ def test_instances_are_placed_on_available_devices(text, gpus, groups):
 
 
 @pytest.mark.parametrize(
-    ("text", "gpus", "groups", "told"),
+    ("text", "gpus", "groups", "message"),
     [
         ("instance_group { kind: KIND_GPU }", 0, [("KIND_CPU", 1, [])],
          "instance group m_0 of model m has kind KIND_GPU but no GPUs are available"),
@@ -49,9 +49,9 @@ def test_instances_are_placed_on_available_devices(text, gpus, groups):
          "instance group g of model m specifies invalid or unsupported gpu id 3. Available GPUs: 0, 1"),
     ],
 )  # fmt: skip
-def test_missing_gpus_are_a_warning_or_with_strict_placement_an_error(text, gpus, groups, told):
-    assert normalised(text, gpus=gpus) == (groups, [f"warning: {told}"])
-    assert normalised(text, gpus=gpus, strict=True) == (groups, [f"error: {told}"])
+def test_missing_gpus_are_a_warning_or_with_strict_placement_an_error(text, gpus, groups, message):
+    assert normalised(text, gpus=gpus) == (groups, [f"warning: {message}"])
+    assert normalised(text, gpus=gpus, strict=True) == (groups, [f"error: {message}"])
 
 
 def test_normalising_twice_changes_nothing(tmp_path: Path):

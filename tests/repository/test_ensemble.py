@@ -354,14 +354,14 @@ class Limited:
         )
 
     def ask(self, number: float = 0) -> tuple[Inference, list[InferenceResponse]]:
-        """Ask for something; returns what is asked, and where its responses come."""
+        """Submit a request; return it, and the list of its responses."""
         arrived: list[InferenceResponse] = []
         asked = inference_of(lambda response, _: arrived.append(response), x=[number])
         self.ensemble.submit(asked)
         return asked, arrived
 
     def at(self, name: str) -> list[Inference]:
-        """What is at the model of a step, and has not ended."""
+        """The running requests at the model of a step."""
         return [part for part in self.server.held.get(name, []) if not part.ended]
 
 
@@ -385,7 +385,7 @@ def test_a_request_leaves_its_step_when_its_later_requests_are_submitted():
     for number in range(4):
         limited.ask(number)
     answer(limited.at("one")[0], 0)
-    answer(limited.at("one")[0], 1)     # now "two" has one, and one that waits for it
+    answer(limited.at("one")[0], 1)     # now "two" has one, and another waits
     assert (len(limited.at("one")), len(limited.at("two"))) == (0, 1)
     answer(limited.at("two")[0], 0)
     assert (len(limited.at("one")), len(limited.at("two"))) == (1, 1)
@@ -407,16 +407,16 @@ def test_the_responses_of_a_decoupled_step_are_passed_on_in_order():
 
 
 def test_a_blocked_sender_is_called_back_when_a_place_is_free():
-    limited, told = Limited(limit=1, decoupled=True), []
+    limited, calls = Limited(limit=1, decoupled=True), []
     limited.ask()
     (producer,) = limited.at("one")
     answer(producer, 0, final=False)
-    producer.backlog.when_clear(lambda: told.append("room"))
+    producer.backlog.when_clear(lambda: calls.append("room"))
     answer(producer, 1, final=False)
-    producer.backlog.when_clear(lambda: told.append("room again"))
-    assert told == ["room"]
+    producer.backlog.when_clear(lambda: calls.append("room again"))
+    assert calls == ["room"]
     answer(limited.at("two")[0], 0)
-    assert told == ["room", "room again"]
+    assert calls == ["room", "room again"]
 
 
 def test_a_request_cancelled_in_the_queue_leaves_it():

@@ -184,7 +184,7 @@ def test_a_fast_step_waits_for_a_slow_one_that_has_a_limit(root, producer, more)
     with served(root, producer=producer, consumer=CONSUMER, more=more) as server:
         num_sent = list(Stream(server, 60).numbers())
     assert len(num_sent) == 60
-    # When the consumer begins with one, so many have ended before, and two at most are with it.
+    # When the consumer begins with number n, n have ended, and at most two are at the consumer.
     assert all(sent <= ended + 2 for ended, sent in enumerate(num_sent))
 
 

@@ -28,7 +28,7 @@ def step(backend_stage: str) -> str:
           "41:5: error: in ensemble smollm2, input logits in model smollm2_decoder is not mapped to any "
           'ensemble tensors; add `input_map { key: "logits" value: ... }`']),
         ('input_map { key: "top_p" value', 'input_map { key: "topp" value',
-         ["48:7: error: in ensemble smollm2, ensemble tensor top_p is mapping to non-existing input topp in "
+         ["52:7: error: in ensemble smollm2, ensemble tensor top_p is mapping to non-existing input topp in "
           "model smollm2_decoder; did you mean top_p?"]),
         (OUTPUT_OF_LOGITS, OUTPUT_OF_LOGITS.replace('key: "logits"', 'key: "logit"'),
          ["39:7: error: in ensemble smollm2, ensemble tensor logits is mapped from non-existing output logit "
@@ -53,7 +53,7 @@ def step(backend_stage: str) -> str:
           "smollm2_decoder which only allows maximum batch size to be 32; write `max_batch_size: 32` in the "
           "ensemble, or more in the model"]),
         ('name: "top_p" data_type: TYPE_FP32 dims: [ 1 ]', 'name: "top_p" data_type: TYPE_FP16 dims: [ 2 ]',
-         ["48:7: error: in ensemble smollm2, ensemble tensor top_p: inconsistent data type: TYPE_FP16 "
+         ["52:7: error: in ensemble smollm2, ensemble tensor top_p: inconsistent data type: TYPE_FP16 "
           "is inferred from model smollm2 while TYPE_FP32 is inferred from model smollm2_decoder; both "
           "configs must agree; -1 fits any size"]),
     ],

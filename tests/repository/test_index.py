@@ -123,7 +123,7 @@ def test_a_stray_config_next_to_models_is_ignored(tmp_path):
 
 @pytest.fixture
 def linked(tmp_path: Path, model: Path) -> Path:
-    """A repository whose `m` lies beside it: its version folder, and a file in it, are links to there."""
+    """A repository whose `m` is outside: its version folder, and a file in it, are links to there."""
     root = tmp_path / "repository"
     (root / "m").mkdir(parents=True)
     (root / "m" / "1").symlink_to(model / "1")

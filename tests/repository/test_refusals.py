@@ -1,4 +1,4 @@
-"""What a real Triton (2.51) refused to load, in its words; and what it loaded.
+"""Configs that a real Triton (2.51) rejected, with its messages; and those that it loaded.
 
 `recorded/refusals.json` has the configs of one repository of Python models and ensembles, each with the
 message of Triton's log; REPOSITORY stands for the path. Without a message, the model became ready.
@@ -17,7 +17,7 @@ from genserve.repository.model_validation import repository_diagnostics
 RECORDED = json.loads((Path(__file__).parent / "recorded" / "refusals.json").read_text())
 
 
-# Here these are a warning: the model is served as far as it goes.
+# Only warnings here: the model is served.
 WARNED = {"label"}
 
 
@@ -45,7 +45,7 @@ def errors(root: Path) -> dict[str, list[Diagnostic]]:
 
 @pytest.mark.parametrize("name", [name for name, model in RECORDED.items() if "message" in model])
 def test_a_config_that_triton_rejects_is_rejected_with_its_message_and_a_remedy(name, root, errors):
-    # Triton tells some of these while it runs the model, with more words around them.
+    # Triton reports some of these while it runs the model, in a longer text.
     message = RECORDED[name]["message"].replace("REPOSITORY", str(root))
     assert any(diagnostic.message in message for diagnostic in errors[name])
     assert all(diagnostic.remedy for diagnostic in errors[name])

@@ -132,9 +132,9 @@ def test_after_the_delay_all_requests_run_not_only_a_preferred_size():
 def test_a_full_queue_rejects_in_tritons_words():
     queue = driver(default_queue_policy=QueuePolicy(max_queue_size=2))
     queue.add(*asked(2))
-    with pytest.raises(InferenceError, match=r"^\[request id: r7\] Exceeds maximum queue size") as refusal:
+    with pytest.raises(InferenceError, match=r"^\[request id: r7\] Exceeds maximum queue size") as raised:
         queue.add(SentRequest(request_id="r7"))
-    assert refusal.value.status is Status.UNAVAILABLE
+    assert raised.value.status is Status.UNAVAILABLE
     with pytest.raises(InferenceError, match=r"^\[request id: <id_unknown>\] "):
         queue.add(SentRequest())
     queue.take()

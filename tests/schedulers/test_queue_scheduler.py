@@ -252,9 +252,9 @@ def test_waiting_requests_fail_at_close_and_later_ones_are_rejected(start, make)
     for error in (call.wait() for call in waiting):
         assert error.message.startswith("[request id: x] Server is stopping")
         assert error.status is Status.UNAVAILABLE
-    with pytest.raises(InferenceError, match=r"^\[request id: x\] Server is stopping") as refusal:
+    with pytest.raises(InferenceError, match=r"^\[request id: x\] Server is stopping") as raised:
         Call(scheduler, "x")
-    assert refusal.value.status is Status.UNAVAILABLE
+    assert raised.value.status is Status.UNAVAILABLE
     model.is_shut = False
     model.gate.release()
     assert running.wait() is None

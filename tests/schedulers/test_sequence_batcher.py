@@ -72,10 +72,10 @@ STRATEGIES = pytest.mark.parametrize(
     ],
 )
 def test_a_request_that_violates_the_rules_is_rejected_in_tritons_words(strategy, wrong, message):
-    with pytest.raises(InferenceError) as refusal:
+    with pytest.raises(InferenceError) as raised:
         driver(strategy).add(wrong)
-    assert refusal.value.message == message
-    assert refusal.value.status is Status.INVALID_ARG
+    assert raised.value.message == message
+    assert raised.value.status is Status.INVALID_ARG
 
 
 @STRATEGIES
@@ -163,7 +163,7 @@ def test_the_model_gets_the_controls_of_the_sequence(max_batch_size, shape):
 
 
 @pytest.mark.parametrize(
-    ("data_type", "name", "told"),
+    ("data_type", "name", "value"),
     [
         ("TYPE_INT32", 2**32 + 5, 5),
         ("TYPE_UINT32", 2**33 + 6, 6),
@@ -171,13 +171,13 @@ def test_the_model_gets_the_controls_of_the_sequence(max_batch_size, shape):
         ("TYPE_STRING", "é", "é".encode()),
     ],
 )
-def test_a_correlation_id_has_the_type_of_the_control(data_type, name, told):
+def test_a_correlation_id_has_the_type_of_the_control(data_type, name, value):
     control = Control(name="C", kind="CONTROL_SEQUENCE_CORRID", data_type=data_type)
     queue = driver(controls=(control,))
     one = of(name, START)
     queue.add(one)
     queue.run()
-    assert one.inference.inputs["C"].array.tolist() == [[told]]
+    assert one.inference.inputs["C"].array.tolist() == [[value]]
     assert one.inference.inputs["C"].data_type.config_name == data_type
 
 
@@ -187,9 +187,9 @@ def test_a_correlation_id_has_the_type_of_the_control(data_type, name, told):
 )
 def test_a_correlation_id_of_another_type_than_the_control_is_rejected(data_type, name, given, expected):
     control = Control(name="C", kind="CONTROL_SEQUENCE_CORRID", data_type=data_type)
-    with pytest.raises(InferenceError) as refusal:
+    with pytest.raises(InferenceError) as raised:
         driver(controls=(control,)).add(of(name, START, request_id="r1"))
-    assert refusal.value.message == (
+    assert raised.value.message == (
         f"[request id: r1] sequence batching control 'C' data-type is '{given}', "
         f"but model 'm' expects '{expected}'"
     )

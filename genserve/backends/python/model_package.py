@@ -29,9 +29,9 @@ from typing import Any, TypeAlias
 from genserve.backends.libraries import importing
 from genserve.backends.python.model_context import current_context
 
-__all__ = ["PRIVATE", "ModelPackage", "ModuleProxy", "PublicModuleFinder"]
+__all__ = ["ModelPackage"]
 
-PRIVATE = "_genserve_"  # prefix of the packages of models
+_PRIVATE = "_genserve_"  # prefix of the packages of models
 
 _Execute: TypeAlias = Callable[[ModuleType, CodeType], None]
 
@@ -66,10 +66,10 @@ class ModelPackage:
         self._path = path
         self._globals = dict(module_globals)
         self._folders = [str(folder) for folder in folders]
-        self.name = f"{PRIVATE}{re.sub(r'[^0-9A-Za-z_]', '_', model)}_{next(_numbers)}"
+        self.name = f"{_PRIVATE}{re.sub(r'[^0-9A-Za-z_]', '_', model)}_{next(_numbers)}"
         self._builtins = {**vars(builtins), "__import__": self._import}
         self._finder = _Finder(self.name, self._load_module)
-        self._public_modules = PublicModuleFinder(self.name)
+        self._public_modules = _PublicModuleFinder(self.name)
         self._siblings: dict[str, bool] = {}
 
     def load(self) -> ModuleType:
@@ -112,7 +112,7 @@ class ModelPackage:
         """Replace `__import__` in the modules of the model."""
         top = name.partition(".")[0]
         if level or not self._is_sibling(top):
-            if isinstance(sys.modules.get(top), ModuleProxy):
+            if isinstance(sys.modules.get(top), _ModuleProxy):
                 del sys.modules[top]  # of another model
             with importing(name):
                 return builtins.__import__(name, globals, locals, fromlist or (), level)
@@ -188,7 +188,7 @@ class _Source(SourceFileLoader):
         self._execute(module, self.get_code(module.__name__))
 
 
-class PublicModuleFinder(MetaPathFinder, Loader):
+class _PublicModuleFinder(MetaPathFinder, Loader):
     """Finds modules by their public names, after all other finders, for the code of one model only."""
 
     def __init__(self, package: str) -> None:
@@ -199,7 +199,7 @@ class PublicModuleFinder(MetaPathFinder, Loader):
     ) -> ModuleSpec | None:
         """Return the spec of a proxy for a module in the model's package; None: there is no such module."""
         context = current_context()
-        if fullname.startswith(PRIVATE) or context is None or context.package != self._package:
+        if fullname.startswith(_PRIVATE) or context is None or context.package != self._package:
             return None
         try:
             spec = importlib.util.find_spec(f"{self._package}.{fullname}")
@@ -209,7 +209,7 @@ class PublicModuleFinder(MetaPathFinder, Loader):
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Return the proxy."""
-        return ModuleProxy(spec.name)
+        return _ModuleProxy(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
         """Import the module behind the proxy."""
@@ -220,11 +220,11 @@ class PublicModuleFinder(MetaPathFinder, Loader):
         """Remove all proxies; other models import theirs again."""
         # By name: iterating over items allocates, and a garbage collection may call this function again.
         for name in list(sys.modules):
-            if isinstance(sys.modules.get(name), ModuleProxy):
+            if isinstance(sys.modules.get(name), _ModuleProxy):
                 sys.modules.pop(name, None)
 
 
-class ModuleProxy(ModuleType):
+class _ModuleProxy(ModuleType):
     """A proxy in `sys.modules` for the modules of one name of several models: each model sees its own."""
 
     def __getattr__(self, name: str) -> Any:

@@ -22,7 +22,7 @@ from genserve.backends.python.pb_utils.pb_error import TritonModelException
 from genserve.errors import GenserveError, InferenceError, Status
 from genserve.inference import CURRENT_EXECUTOR, Inference
 
-__all__ = ["EventLoop", "ModelSetup", "PythonModel", "complete_config", "failure_text"]
+__all__ = ["EventLoop", "ModelSetup", "PythonModel", "complete_config"]
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class PythonModel:
                 raise _ContractError(f"Python model {self._path} does not implement `execute` method.")
             returned = self._model.execute(requests)
             if isinstance(returned, list) or not asyncio.iscoroutine(returned):
-                self._take_returned(returned, requests)
+                self._send_returned(returned, requests)
             else:
                 self._run(returned, requests)
         except (Exception, SystemExit) as error:
@@ -141,7 +141,7 @@ class PythonModel:
 
     def _run(self, coroutine: Coroutine[Any, Any, Any], requests: Sequence[InferenceRequest]) -> None:
         if not self._context.decoupled:
-            self._take_returned(self._event_loop().submit(coroutine).result(), requests)
+            self._send_returned(self._event_loop().submit(coroutine).result(), requests)
             return
 
         def start() -> Future[Any]:
@@ -170,8 +170,8 @@ class PythonModel:
                 self._loop = EventLoop(self._context.instance)
             return self._loop
 
-    def _take_returned(self, returned: object, requests: Sequence[InferenceRequest]) -> None:
-        responses = [None] * len(requests) if returned is None else self._checked(returned, requests)
+    def _send_returned(self, returned: object, requests: Sequence[InferenceRequest]) -> None:
+        responses = [None] * len(requests) if returned is None else self._validated(returned, requests)
         for request, response in zip(requests, responses, strict=True):
             if response is not None:
                 request._respond(response)
@@ -180,7 +180,7 @@ class PythonModel:
             elif not self._context.decoupled and not request._has_sender():
                 request._fail(self._failed(_ContractError("execute has left a request unanswered."), ()))
 
-    def _checked(
+    def _validated(
         self, returned: object, requests: Sequence[InferenceRequest]
     ) -> list[InferenceResponse | None]:
         if self._context.decoupled:
@@ -217,7 +217,7 @@ class PythonModel:
         logger.error("model %s failed", self._context.model, exc_info=error)
         for request in requests:
             request._close()
-        text = str(error) if isinstance(error, _ContractError) else failure_text(error)
+        text = str(error) if isinstance(error, _ContractError) else _failure_text(error)
         return InferenceError(
             f"Failed to process the request(s) for model '{self._context.instance}', message: {text}",
             status=Status.INTERNAL,
@@ -288,7 +288,7 @@ def _model_class(package: ModelPackage, path: Path) -> Any:
 
 
 def _load_error(error: BaseException) -> GenserveError:
-    text = str(error) if isinstance(error, _ContractError) else failure_text(error)
+    text = str(error) if isinstance(error, _ContractError) else _failure_text(error)
     return InferenceError(text, status=Status.INTERNAL, remedy=_load_remedy(error))
 
 
@@ -321,7 +321,7 @@ def _check_response(request: InferenceRequest, response: object) -> None:
         raise _ContractError(str(error)) from None
 
 
-def failure_text(error: BaseException) -> str:
+def _failure_text(error: BaseException) -> str:
     """Return `ValueError: boom` and the traceback in Triton's form, the innermost frame first.
 
     Frames of genserve are left out.

@@ -11,7 +11,7 @@ import logging
 import multiprocessing
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -161,16 +161,6 @@ class Stub:
         self._channel = Channel(here)
         self._writer = WriterThread(self._channel, name=f"write-{context.instance}")
         self._requests = _StubRequests(self._writer, context=context)
-        self._handlers: Mapping[str, Callable[..., None]] = {
-            "response": self._on_response,
-            "executed": self._on_executed,
-            "ready": self._resolve,
-            "log": _on_log,
-            "call": self._requests.call,
-            "cancel_call": self._requests.cancel_call,
-            "ask": self._requests.ask,
-            "measure": self._requests.measure,
-        }
 
     def start(self) -> None:
         """Wait until the model is initialized.
@@ -252,13 +242,29 @@ class Stub:
                 next_check_s = time.monotonic() + CHECK_INTERVAL_S
 
     def _handle(self, message: tuple[Any, ...]) -> None:
-        kind, *rest = message
         try:
-            self._handlers[kind](*rest)
+            match message:
+                case ("response", number, response, final):
+                    self._on_response(number, response, final=final)
+                case ("executed", number, error, rescheduled):
+                    self.has_executed = True
+                    self._resolve(number, rescheduled, error=error)
+                case ("ready", number, ready):
+                    self._resolve(number, ready)
+                case ("log", name, level, text, traceback):
+                    _log(name, level, text, traceback=traceback)
+                case ("call", number, request, takes_stream):
+                    self._requests.call(number, request, takes_stream=takes_stream)
+                case ("cancel_call", number):
+                    self._requests.cancel_call(number)
+                case ("ask", number, method, args, fields):
+                    self._requests.ask(number, method, args, fields)
+                case ("measure", number, *arguments):
+                    self._requests.measure(number, *arguments)
         except Exception:  # the next messages must be read
-            logger.exception("a message (%s) of the process of %s failed", kind, self._instance)
+            logger.exception("a message (%s) of the process of %s failed", message[0], self._instance)
 
-    def _on_response(self, number: int, response: InferenceResponse | None, final: bool) -> None:  # noqa: FBT001
+    def _on_response(self, number: int, response: InferenceResponse | None, *, final: bool) -> None:
         inference = self._pending.get(number)
         if inference is None:
             self._clear(number)
@@ -277,10 +283,6 @@ class Stub:
     def _clear(self, number: int) -> None:
         """Allow the process to send one more response to a request with a backlog."""
         self._writer.send(("clear", number))
-
-    def _on_executed(self, number: int, error: InferenceError | None, rescheduled: list[int]) -> None:
-        self.has_executed = True
-        self._resolve(number, rescheduled, error=error)
 
     def _check_waits(self) -> None:
         try:
@@ -371,7 +373,7 @@ class _StubRequests:
         self._calls: dict[int, Wait] = {}
         self._metrics = StubMetrics(context.metrics or CustomMetrics())
 
-    def call(self, number: int, request: InferenceRequest, takes_stream: bool) -> None:  # noqa: FBT001
+    def call(self, number: int, request: InferenceRequest, *, takes_stream: bool) -> None:
         """Send a BLS request to another model."""
 
         def receive(response: InferenceResponse | None, final: bool) -> None:  # noqa: FBT001
@@ -444,7 +446,7 @@ class _StubRequests:
         return wait
 
 
-def _on_log(name: str, level: int, text: str, traceback: str) -> None:
+def _log(name: str, level: int, text: str, *, traceback: str) -> None:
     logger = logging.getLogger(name)
     if logger.isEnabledFor(level):
         record = logger.makeRecord(name, level, "", 0, "%s", (text,), None)

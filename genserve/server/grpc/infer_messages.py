@@ -26,21 +26,10 @@ from genserve.repository.model_versions import ModelVersion
 from genserve.server.offload import offload_if_large, write_cost
 from genserve.tensor import DataType, Tensor
 
-__all__ = [
-    "SHARED_MEMORY",
-    "GrpcRequest",
-    "RequestParameters",
-    "empty_response",
-    "read_classification",
-    "read_parameters",
-    "read_request",
-    "read_shared_memory",
-    "write_parameter",
-    "write_response",
-]
+__all__ = ["GrpcRequest", "empty_response", "read_request", "write_response"]
 
 # The parameters of an input or output in shared memory.
-SHARED_MEMORY = ("shared_memory_region", "shared_memory_byte_size", "shared_memory_offset")
+_SHARED_MEMORY = ("shared_memory_region", "shared_memory_byte_size", "shared_memory_offset")
 _EMPTY_FINAL = "triton_enable_empty_final_response"
 _CHOICE = "parameter_choice"
 _CUSTOM = ("int64_param", "bool_param", "string_param", "double_param")
@@ -106,7 +95,7 @@ def read_request(
     Raises:
         InferenceError: the request contradicts itself. `submit` validates it against the model's config.
     """
-    parameters = read_parameters(message.parameters)
+    parameters = _read_parameters(message.parameters)
     inputs: dict[str, Tensor] = {}
     for tensor in _tensors(message, model.config, shared_memory):
         if tensor.name in inputs:
@@ -142,7 +131,7 @@ def read_request(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestParameters:
+class _RequestParameters:
     """The parsed parameters of a request; `custom` are those that the model receives."""
 
     custom: Mapping[str, Parameter]
@@ -153,7 +142,7 @@ class RequestParameters:
     empty_final_response: bool = False
 
 
-def read_parameters(messages: Mapping[str, Any]) -> RequestParameters:
+def _read_parameters(messages: Mapping[str, Any]) -> _RequestParameters:
     """Parse `ModelInferRequest.parameters`: names to `InferParameter`.
 
     Raises:
@@ -181,10 +170,10 @@ def read_parameters(messages: Mapping[str, Any]) -> RequestParameters:
             )
         else:
             custom[name] = _custom(name, message)
-    return RequestParameters(custom=custom, flags=flags, **known)
+    return _RequestParameters(custom=custom, flags=flags, **known)
 
 
-def read_classification(messages: Mapping[str, Any]) -> int:
+def _read_classification(messages: Mapping[str, Any]) -> int:
     """Return the number of classes that an output's parameters request; 0: its values.
 
     Raises:
@@ -201,30 +190,30 @@ def read_classification(messages: Mapping[str, Any]) -> int:
     return count
 
 
-def read_shared_memory(tensor: Any, shared_memory: SharedMemory) -> RegionPart | None:
+def _read_shared_memory(tensor: Any, shared_memory: SharedMemory) -> RegionPart | None:
     """Return the part of a region that the parameters of an input or output name; None: no region.
 
     Raises:
         InferenceError: they contradict each other, or there is no such part.
     """
     messages, name = tensor.parameters, tensor.name
-    region, size, offset = (messages.get(key) for key in SHARED_MEMORY)
+    region, size, offset = (messages.get(key) for key in _SHARED_MEMORY)
     where = f"parameter for tensor '{name}'"
     if region is None:
-        for key, message in ((SHARED_MEMORY[2], offset), (SHARED_MEMORY[1], size)):
+        for key, message in ((_SHARED_MEMORY[2], offset), (_SHARED_MEMORY[1], size)):
             if message is not None:
-                raise InferenceError(f"'{key}' can not be specified without '{SHARED_MEMORY[0]}' {where}")
+                raise InferenceError(f"'{key}' can not be specified without '{_SHARED_MEMORY[0]}' {where}")
         return None
-    region_name = _typed(region, "string_param", what=f"'{SHARED_MEMORY[0]}' {where}")
-    start = 0 if offset is None else _typed(offset, "int64_param", what=f"'{SHARED_MEMORY[2]}' {where}")
+    region_name = _typed(region, "string_param", what=f"'{_SHARED_MEMORY[0]}' {where}")
+    start = 0 if offset is None else _typed(offset, "int64_param", what=f"'{_SHARED_MEMORY[2]}' {where}")
     if size is None:
-        text = f"'{SHARED_MEMORY[1]}' must be specified along with '{SHARED_MEMORY[0]}' {where}"
+        text = f"'{_SHARED_MEMORY[1]}' must be specified along with '{_SHARED_MEMORY[0]}' {where}"
         raise InferenceError(text)
-    byte_size = _typed(size, "int64_param", what=f"'{SHARED_MEMORY[1]}' {where}")
+    byte_size = _typed(size, "int64_param", what=f"'{_SHARED_MEMORY[1]}' {where}")
     return shared_memory.part(region_name, offset=start, byte_size=byte_size)
 
 
-def write_parameter(message: Any, value: Parameter) -> None:
+def _write_parameter(message: Any, value: Parameter) -> None:
     """Set an `InferParameter`."""
     if isinstance(value, bool):
         message.bool_param = value
@@ -279,7 +268,7 @@ def _tensors(message: Any, config: ModelConfig, shared_memory: SharedMemory) -> 
             yield _typed_tensor(spec, config=config, request_id=message.id)
             continue
         data_type = read_data_type(spec.datatype, name=spec.name, config=config, request_id=message.id)
-        part = read_shared_memory(spec, shared_memory) if spec.parameters else None
+        part = _read_shared_memory(spec, shared_memory) if spec.parameters else None
         blob = next(blobs, None) if part is None else part.read()
         if blob is None:
             raise InferenceError(
@@ -293,8 +282,8 @@ def _tensors(message: Any, config: ModelConfig, shared_memory: SharedMemory) -> 
 def _requested_output(spec: Any, shared_memory: SharedMemory) -> RequestedOutput:
     return RequestedOutput(
         name=spec.name,
-        classification=read_classification(spec.parameters),
-        target=read_shared_memory(spec, shared_memory),
+        classification=_read_classification(spec.parameters),
+        target=_read_shared_memory(spec, shared_memory),
     )
 
 
@@ -356,7 +345,7 @@ def _write_response(response: InferenceResponse, *, request: GrpcRequest, infere
     message = empty_response(request)
     message.model_version = str(inference.model_version)
     for name, value in response.parameters.items():
-        write_parameter(message.parameters[name], value)
+        _write_parameter(message.parameters[name], value)
     for output in response.outputs:
         _write_output(message, output, request)
     return message
@@ -371,6 +360,6 @@ def _write_output(message: Any, output: Tensor, request: GrpcRequest) -> None:
         return
     message.raw_output_contents.append(b"")     # clients expect one for each output
     [spec] = [spec for spec in request.message.outputs if spec.name == output.name][:1]
-    for key in SHARED_MEMORY:
+    for key in _SHARED_MEMORY:
         if key in spec.parameters:
             entry.parameters[key].CopyFrom(spec.parameters[key])

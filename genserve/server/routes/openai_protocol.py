@@ -34,7 +34,7 @@ from genserve.server.sse_response import event
 from genserve.text.detokenizer import Detokenizer
 from genserve.text.tokenizer import Tokenizer
 
-__all__ = ["FINISH_REASONS", "OpenAIBody", "OpenAIFrames", "StreamOptions", "choose", "head"]
+__all__ = ["FINISH_REASONS", "OpenAIBody", "OpenAIFrames", "choose", "head"]
 
 # What huggingface_hub's InferenceClient writes for "the model at this URL".
 _ANY_MODEL = frozenset({"dummy", "tgi"})

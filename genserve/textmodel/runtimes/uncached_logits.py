@@ -5,13 +5,14 @@ It serves TorchScript modules and plain ONNX graphs, which have no KV cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from genserve.backends.network_backend import RunFunction
 from genserve.config.model_config import ModelConfig
 from genserve.errors import RepositoryError
 from genserve.generation.logits_model import FloatArray, ForwardBatch, TokenArray
@@ -19,9 +20,8 @@ from genserve.tensor import Tensor
 from genserve.textmodel.logits_config import LogitsNames
 from genserve.textmodel.runtimes.cached_logits import part_of, rows_per_run, sequence_of_tokens, token_slots
 
-__all__ = ["Run", "UncachedLogits"]
+__all__ = ["UncachedLogits"]
 
-Run = Callable[[Mapping[str, Tensor], Sequence[str]], Mapping[str, Tensor]]  # inputs, names of outputs
 
 _BLOCK_SIZE = 16
 _ITEM_TYPES: Mapping[str, type[np.integer[Any]]] = {"TYPE_INT64": np.int64, "TYPE_INT32": np.int32}
@@ -38,7 +38,7 @@ class UncachedLogits:
     kv_cache_bytes = 0
     metadata: Mapping[str, str] = MappingProxyType({})
 
-    def __init__(self, run: Run, config: ModelConfig, *, max_length: int) -> None:
+    def __init__(self, run: RunFunction, config: ModelConfig, *, max_length: int) -> None:
         """Run the graph on two tokens, to validate it.
 
         Args:

@@ -188,7 +188,7 @@ first = [(len(r.output_tensors()), r.has_error()) for r in responses]
 async def later():
     return numbers(await ask("target", x).async_exec(decoupled=True))
 return first, numbers(responses), asyncio.run(later())"""
-    # One at the end is empty, for the target says apart that it has ended.
+    # One at the end is empty, since the target ends the request separately.
     assert shown(models, body) == repr(([(1, False)] * 3 + [(0, False)], [0, 1, 2], [0, 1, 2]))
 
 
@@ -236,7 +236,7 @@ return {float(response.output_tensors()[0].as_numpy()[0]) for response in respon
 def test_calls_are_rejected_before_and_after_execute(models):
     models.add("target", DOUBLE)
     source = """
-        said = []
+        messages = []
         class TritonPythonModel:
             def initialize(self, args):
                 self.call()
@@ -244,7 +244,7 @@ def test_calls_are_rejected_before_and_after_execute(models):
                 try:
                     ask("target", pb_utils.Tensor("X", np.zeros(1, np.float32))).exec()
                 except pb_utils.TritonModelException as error:
-                    with open(pb_utils.get_model_dir() + "/said", "a") as file:
+                    with open(pb_utils.get_model_dir() + "/messages", "a") as file:
                         file.write(str(error) + "\\n")
             def execute(self, requests):
                 return [answer(np.zeros(1)) for _ in requests]
@@ -253,8 +253,8 @@ def test_calls_are_rejected_before_and_after_execute(models):
     """
     models.add("caller", source)
     models.stop("caller")
-    said = (models.root / "caller" / "1" / "said").read_text().splitlines()
-    assert said == ["BLS is only supported during the 'execute' function."] * 2
+    messages = (models.root / "caller" / "1" / "messages").read_text().splitlines()
+    assert messages == ["BLS is only supported during the 'execute' function."] * 2
 
 
 RECURSE = """

@@ -13,19 +13,19 @@ HOLDS = """
             self.held = []
         def execute(self, requests):
             M = pb_utils.MetricFamily
-            said = []
-            def told(act):
+            results = []
+            def record(act):
                 try:
-                    return said.append(act())
+                    return results.append(act())
                 except pb_utils.TritonModelException as error:
-                    said.append(str(error))
+                    results.append(str(error))
 """
 BY = "Failed to process the request for model 'm_0', message: "
 
 
 def run(models, body, name="m"):
     lines = "".join(f"\n            {line}" for line in body.splitlines())
-    tail = "\n            return [answer(np.array([json.dumps(said)], dtype=object))]"
+    tail = "\n            return [answer(np.array([json.dumps(results)], dtype=object))]"
     models.add(name, HOLDS + lines + tail)
     return json.loads(models.infer(name, floats(1)).array[0])
 
@@ -37,27 +37,27 @@ def page(models, word):
 
 def test_a_metric_name_of_the_server_is_rejected(models):
     models.metrics.prompt_tokens.labels("m").inc()
-    said = run(
+    results = run(
         models,
         """
-told(lambda: M("genserve_requests", "", M.GAUGE) and None)
-told(lambda: M("genserve_prompt_tokens_total", "", M.COUNTER) and None)
-told(lambda: self.held.append(M("requests", "", M.GAUGE)))
-told(lambda: self.held.append(M("requests", "", M.GAUGE)))""",
+record(lambda: M("genserve_requests", "", M.GAUGE) and None)
+record(lambda: M("genserve_prompt_tokens_total", "", M.COUNTER) and None)
+record(lambda: self.held.append(M("requests", "", M.GAUGE)))
+record(lambda: self.held.append(M("requests", "", M.GAUGE)))""",
     )
-    refused = f"Error when creating MetricFamily: {BY}Family name already exists with different type"
-    assert said == [refused, refused, None, None]
+    rejected = f"Error when creating MetricFamily: {BY}Family name already exists with different type"
+    assert results == [rejected, rejected, None, None]
 
 
 def test_a_counter_keeps_its_name(models):
-    said = run(
+    results = run(
         models,
         "c = M(name='c1', description='d', kind=M.COUNTER).Metric(labels={'a': '1'})\n"
         "self.held.append(c)\n"
         "for act in [lambda: c.increment(2), c.value, lambda: c.set(3), lambda: c.observe(3),"
-        " lambda: c.increment(-1)]: told(act)",
+        " lambda: c.increment(-1)]: record(act)",
     )
-    assert said == [
+    assert results == [
         None,
         2.0,
         f"Failed to set metric value: {BY}TRITONSERVER_METRIC_KIND_COUNTER does not support Set",
@@ -69,27 +69,27 @@ def test_a_counter_keeps_its_name(models):
 
 
 def test_a_gauge_increases_and_decreases(models):
-    said = run(
+    results = run(
         models,
         "g = M(name='g1', description='d', kind=M.GAUGE).Metric()\n"
         "self.held.append(g)\n"
-        "for act in [lambda: g.set(3), lambda: g.increment(-1), g.value, lambda: g.observe(1)]: told(act)",
+        "for act in [lambda: g.set(3), lambda: g.increment(-1), g.value, lambda: g.observe(1)]: record(act)",
     )
-    assert said[:3] == [None, None, 2.0]
-    assert said[3].endswith("TRITONSERVER_METRIC_KIND_GAUGE does not support Observe")
+    assert results[:3] == [None, None, 2.0]
+    assert results[3].endswith("TRITONSERVER_METRIC_KIND_GAUGE does not support Observe")
     assert page(models, "g1") == ["# HELP g1 d", "# TYPE g1 gauge", "g1 2.0"]
 
 
 def test_a_histogram_counts_in_buckets(models):
-    said = run(
+    results = run(
         models,
         "h = M(name='h1', description='d', kind=M.HISTOGRAM).Metric(labels={'a': '1'}, buckets=[1.0, 2.0])\n"
         "self.held.append(h)\n"
         "for act in [lambda: h.observe(1.5), lambda: h.observe(2), h.value, lambda: h.increment(1),"
-        " lambda: h.set(1)]: told(act)",
+        " lambda: h.set(1)]: record(act)",
     )
     assert (
-        said[2]
+        results[2]
         == f"Failed to get metric value: {BY}TRITONSERVER_METRIC_KIND_HISTOGRAM does not support Value"
     )
     assert page(models, "h1") == [
@@ -104,7 +104,7 @@ def test_a_histogram_counts_in_buckets(models):
 
 
 def test_an_invalid_metric_is_rejected_in_tritons_words(models):
-    said = run(
+    results = run(
         models,
         "c = M('c2', 'd', M.COUNTER)\n"
         "h = M('h2', 'd', M.HISTOGRAM)\n"
@@ -114,10 +114,10 @@ def test_an_invalid_metric_is_rejected_in_tritons_words(models):
         "    lambda: c.Metric(labels={'a b': 'x'}),\n"
         "    lambda: c.Metric(buckets=[1.0]), lambda: h.Metric(), lambda: h.Metric(buckets=(1.0,)),\n"
         "    lambda: h.Metric(buckets=[2.0, 1.0]),\n"
-        "]: told(act)",
+        "]: record(act)",
     )
     family, metric = f"Error when creating MetricFamily: {BY}", f"Error when creating Metric: {BY}"
-    assert said == [
+    assert results == [
         f"{family}Family name already exists with different type",
         f"{family}Invalid metric name",
         f"{family}Invalid metric name",
@@ -136,7 +136,7 @@ def test_two_models_share_a_family_and_a_metric(models):
         "c = M('c3', 'd', M.COUNTER).Metric(labels={'a': '1', 'b': '2'})\n"
         "self.held.append(c)\n"
         "c.increment(1)\n"
-        "said.append(c.value())"
+        "results.append(c.value())"
     )
     assert [run(models, body, "m"), run(models, body, "n")] == [[1.0], [2.0]]
     assert page(models, "c3{") == ['c3{a="1",b="2"} 2.0']

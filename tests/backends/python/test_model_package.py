@@ -132,12 +132,12 @@ SAYS = """
     class TritonPythonModel:
         def execute(self, requests):
             {body}
-            return [answer(np.array([repr(said)], dtype=object))]
+            return [answer(np.array([repr(result)], dtype=object))]
 """
 PICKLE = """b"chelper\\nKind\\n." """.strip()
 
 
-def said(models, name, body, **files):
+def result(models, name, body, **files):
     models.add(name, SAYS.format(body=body), **{f"{path}.py": text for path, text in files.items()})
     return models.infer(name, floats(1)).array[0].decode()
 
@@ -145,44 +145,45 @@ def said(models, name, body, **files):
 @pytest.mark.parametrize(
     "body",
     [
-        "said = importlib.import_module('helper').name",
-        f"said = pickle.loads({PICKLE}).name",
-        f"said = pickle._loads({PICKLE}).name",
-        "import helper; said = pickle.loads(pickle.dumps(helper.Kind)).name",
-        "said = __import__('helper').name",
+        "result = importlib.import_module('helper').name",
+        f"result = pickle.loads({PICKLE}).name",
+        f"result = pickle._loads({PICKLE}).name",
+        "import helper; result = pickle.loads(pickle.dumps(helper.Kind)).name",
+        "result = __import__('helper').name",
     ],
 )
 def test_each_model_finds_its_own_module_by_name(models, body):
     found = [
-        said(models, name, body, helper=f"name = {name!r}\nclass Kind:\n    name = {name!r}") for name in "ab"
+        result(models, name, body, helper=f"name = {name!r}\nclass Kind:\n    name = {name!r}")
+        for name in "ab"
     ]
     assert found == ["'a'", "'b'"]
 
 
 def test_modules_of_packages_are_found(models):
     files = {"lib/__init__": "", "lib/deep": "name = 'deep'"}
-    assert said(models, "m", "said = importlib.import_module('lib.deep').name", **files) == "'deep'"
+    assert result(models, "m", "result = importlib.import_module('lib.deep').name", **files) == "'deep'"
 
 
 def test_import_by_name_and_import_statement_give_the_same_module(models):
-    body = "import helper; helper.value = 3; said = importlib.import_module('helper').value"
-    assert said(models, "m", body, helper="") == "3"
+    body = "import helper; helper.value = 3; result = importlib.import_module('helper').value"
+    assert result(models, "m", body, helper="") == "3"
 
 
 def test_a_thread_of_the_model_finds_them(models):
     body = (
         "found = []; thread = threading.Thread(target=lambda: found.append("
-        "importlib.import_module('helper').name)); thread.start(); thread.join(); said = found"
+        "importlib.import_module('helper').name)); thread.start(); thread.join(); result = found"
     )
-    assert said(models, "m", body, helper="name = 1") == "[1]"
+    assert result(models, "m", body, helper="name = 1") == "[1]"
 
 
 def test_other_code_does_not_find_them(models):
-    assert said(models, "a", "said = importlib.import_module('helper').name", helper="name = 1") == "1"
+    assert result(models, "a", "result = importlib.import_module('helper').name", helper="name = 1") == "1"
     for name, body, why in [
-        ("b", "said = importlib.import_module('helper').name", "outside of its model"),
+        ("b", "result = importlib.import_module('helper').name", "outside of its model"),
         ("c", "import helper", "No module named 'helper'"),
-        ("d", "said = importlib.import_module('helper').name", "No module named 'helper'"),
+        ("d", "result = importlib.import_module('helper').name", "No module named 'helper'"),
     ]:
         models.add(name, SAYS.format(body=body))
         assert why in models.infer(name, floats(1)).error.message
@@ -191,11 +192,11 @@ def test_other_code_does_not_find_them(models):
 
 
 def test_they_are_removed_with_the_model(models):
-    said(models, "a", "said = importlib.import_module('helper').name", helper="name = 1")
+    result(models, "a", "result = importlib.import_module('helper').name", helper="name = 1")
     assert "helper" in sys.modules
     models.stop("a")
     assert "helper" not in sys.modules
 
 
 def test_an_installed_module_takes_precedence(models):
-    assert said(models, "m", "said = importlib.import_module('pytest').__name__", pytest="") == "'pytest'"
+    assert result(models, "m", "result = importlib.import_module('pytest').__name__", pytest="") == "'pytest'"

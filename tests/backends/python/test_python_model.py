@@ -535,7 +535,7 @@ def test_the_thread_of_an_instance_has_an_event_loop(models):
 
 def test_inputs_on_a_device_are_copied_to_the_cpu_unless_configured_otherwise(models):
     class OnDevice:
-        """A tensor whose memory says that it is a GPU's."""
+        """A tensor that reports the memory of a GPU."""
 
         def __init__(self, tensor):
             self.tensor, self.shape = tensor, tuple(tensor.shape)

@@ -66,8 +66,8 @@ def test_log_records_use_the_servers_current_level_and_keep_tracebacks_separate(
     models.infer("m", floats(1)).wait()
     with caplog.at_level(logging.DEBUG, logger=logger.name):
         models.infer("m", floats(2)).wait()
-    said = [record.getMessage() for record in caplog.records if record.name == "genserve.models.m"]
-    assert said == ["verbose 2"]
+    results = [record.getMessage() for record in caplog.records if record.name == "genserve.models.m"]
+    assert results == ["verbose 2"]
     failed = next(record for record in caplog.records if record.getMessage() == "model m failed")
     assert failed.exc_text.startswith("Traceback")
     assert failed.exc_text.endswith("ValueError: boom")
@@ -107,9 +107,9 @@ CALLS = """
             async def both():
                 return await asyncio.gather(*[ask("double", x).async_exec() for _ in range(2)])
             async_ = [r.output_tensors()[0].as_numpy().item() for r in asyncio.run(both())]
-            said = [ok.output_tensors()[0].as_numpy().item(), unknown.error().message(), stream, async_,
+            results = [ok.output_tensors()[0].as_numpy().item(), unknown.error().message(), stream, async_,
                     pb_utils.is_model_ready("double")]
-            return [answer(np.array([json.dumps(said)], dtype=object))]
+            return [answer(np.array([json.dumps(results)], dtype=object))]
 """
 
 
