@@ -81,9 +81,7 @@ class Metrics:
     def _histogram(
         self, name: str, text: str, *labels: str, buckets: Sequence[float] = _LATENCY_S
     ) -> Histogram:
-        return Histogram(
-            _PREFIX + name, text, ("model", *labels), buckets=buckets, registry=self.registry
-        )
+        return Histogram(_PREFIX + name, text, ("model", *labels), buckets=buckets, registry=self.registry)
 
     def collector(self, kind: Callable[[CollectorRegistry], C]) -> C:
         """Return the registry's collector of this class; the first call constructs it with the registry."""

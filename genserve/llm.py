@@ -76,16 +76,12 @@ class LLM:
         params = self._params(options)
         return self._stream(self._model.prepare(prompt, params))
 
-    def chat(
-        self, messages: Messages, **options: Unpack[SamplingOptions]
-    ) -> Completion:
+    def chat(self, messages: Messages, **options: Unpack[SamplingOptions]) -> Completion:
         """Answer a chat; a text alone is one turn of the user. Raises the errors of `generate`."""
         params = self._params(options)
         return self._complete_one(read_chat(messages), params)
 
-    def chat_stream(
-        self, messages: Messages, **options: Unpack[SamplingOptions]
-    ) -> Stream:
+    def chat_stream(self, messages: Messages, **options: Unpack[SamplingOptions]) -> Stream:
         """Answer a chat, delta by delta. Raises the errors of `generate`."""
         params = self._params(options)
         return self._stream(self._model.prepare(read_chat(messages), params))

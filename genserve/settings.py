@@ -117,9 +117,7 @@ class ServerSettings:
     model_config_name: str = _flag(
         "", _MODELS, "Read configs/NAME.pbtxt instead of config.pbtxt, if a model has it."
     )
-    backend_directory: Path | None = _flag(
-        None, _MODELS, "Folder of Python backends, each NAME/model.py."
-    )
+    backend_directory: Path | None = _flag(None, _MODELS, "Folder of Python backends, each NAME/model.py.")
     backend_config: tuple[str, ...] = _flag(
         (), _MODELS,
         "BACKEND,SETTING=VALUE, or SETTING=VALUE for all backends, such as "
@@ -216,13 +214,9 @@ class ServerSettings:
         (), _CLIENTS,
         "counter_latencies=false or histogram_latencies=true: kinds of latencies in /metrics; repeatable.",
     )
-    allow_cpu_metrics: bool = _flag(
-        True, _CLIENTS, "Report CPU and memory usage of the machine in /metrics."
-    )
+    allow_cpu_metrics: bool = _flag(True, _CLIENTS, "Report CPU and memory usage of the machine in /metrics.")
     metrics_interval_ms: float = _flag(
-        2000.0, _CLIENTS,
-        "Minimum interval over which CPU usage is measured, milliseconds.",
-        minimum=0,
+        2000.0, _CLIENTS, "Minimum interval over which CPU usage is measured, milliseconds.", minimum=0
     )
     server_id: str = _flag("genserve", _CLIENTS, "The server's name in the metadata of KServe.", "--id")
     allowed_hosts: tuple[str, ...] = _flag(

@@ -42,9 +42,7 @@ class Trace:
 
     __slots__ = ("_lock", "_num_open", "_on_end", "_spans", "has_tensors", "has_timestamps", "root")
 
-    def __init__(
-        self, *, has_timestamps: bool, has_tensors: bool, on_end: Callable[[Trace], None]
-    ) -> None:
+    def __init__(self, *, has_timestamps: bool, has_tensors: bool, on_end: Callable[[Trace], None]) -> None:
         """Begin a trace with the levels TIMESTAMPS and TENSORS; `on_end` is called once, when it ends."""
         self.has_timestamps = has_timestamps
         self.has_tensors = has_tensors

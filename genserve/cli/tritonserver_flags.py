@@ -79,10 +79,7 @@ _FLAGS = (
         "--cache-directory",
         "cache libraries are not loaded; the only cache is --cache-config=local,size=BYTES",
     ),
-    (
-        "--repoagent-directory",
-        "repository agents are not run; change a model's files before they are served",
-    ),
+    ("--repoagent-directory", "repository agents are not run; change a model's files before they are served"),
     (
         "--allow-gpu-metrics=false",
         "there are no nv_gpu_* metrics; run NVIDIA's dcgm-exporter alongside the server",

@@ -44,12 +44,10 @@ def tune(
         typer.Option(min=1, help="Number to measure; repeatable. Default: all cores, half, a quarter."),
     ] = None,
     context: Annotated[
-        list[int] | None,
-        typer.Option(min=1, help="Tokens in the KV cache; repeatable. Default: 64 and 512."),
+        list[int] | None, typer.Option(min=1, help="Tokens in the KV cache; repeatable. Default: 64 and 512.")
     ] = None,
     min_top1_agreement: Annotated[
-        float,
-        typer.Option(min=0, max=1, help="Minimum agreement of another graph with its source."),
+        float, typer.Option(min=0, max=1, help="Minimum agreement of another graph with its source.")
     ] = 0.9,
     budget_seconds: Annotated[
         float, typer.Option(min=0, help="Time to measure; every setting is measured at least once.")
@@ -105,9 +103,7 @@ def _choose(
     return choice
 
 
-def _measure(
-    tuned: TunedModel, space: SearchSpace, *, goal: Goal, budget_s: float
-) -> tuple[Samples, bool]:
+def _measure(tuned: TunedModel, space: SearchSpace, *, goal: Goal, budget_s: float) -> tuple[Samples, bool]:
     """Return the samples, and whether Ctrl-C ended the measurement."""
     from genserve.cli.console import ConsoleProgress
     from genserve.tuning.measurement import Samples, take_samples

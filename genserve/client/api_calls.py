@@ -86,9 +86,7 @@ def generate_stream(prompt: str, *, model: str | None, options: Mapping[str, Any
     )
 
 
-def chat(
-    messages: Messages, *, model: str | None, options: Mapping[str, Any]
-) -> ApiCall[Completion]:
+def chat(messages: Messages, *, model: str | None, options: Mapping[str, Any]) -> ApiCall[Completion]:
     """Answer a chat.
 
     Raises:
@@ -103,9 +101,7 @@ def chat(
     return ApiCall(request=_post("/v1/chat/completions", body), read=read)
 
 
-def chat_stream(
-    messages: Messages, *, model: str | None, options: Mapping[str, Any]
-) -> StreamingApiCall:
+def chat_stream(messages: Messages, *, model: str | None, options: Mapping[str, Any]) -> StreamingApiCall:
     """Answer a chat, delta by delta. Raises the errors of `chat`."""
     params, body = _chat_body(messages, model=model, options=options)
     body |= {"stream": True, "stream_options": {"include_usage": True}}

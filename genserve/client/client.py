@@ -133,9 +133,7 @@ class Client:
             max_retries: how often to repeat a request that is refused because of load, or cannot connect.
             http_client: another transport; `close` does not close it.
         """
-        self._connection = connection(
-            base_url, api_key=api_key, timeout_s=timeout_s, max_retries=max_retries
-        )
+        self._connection = connection(base_url, api_key=api_key, timeout_s=timeout_s, max_retries=max_retries)
         self._http = http_client or httpx2.Client(limits=LIMITS)
         self._owns_http = http_client is None
         self._closed = False
@@ -151,32 +149,19 @@ class Client:
         return self._stream(api_calls.generate_stream(prompt, model=model, options=options))
 
     def chat(
-        self,
-        messages: Messages,
-        *,
-        model: str | None = None,
-        **options: Unpack[SamplingOptions],
+        self, messages: Messages, *, model: str | None = None, **options: Unpack[SamplingOptions]
     ) -> Completion:
         """Answer a chat; a text alone is one turn of the user."""
         return self._call(api_calls.chat(messages, model=model, options=options))
 
     def chat_stream(
-        self,
-        messages: Messages,
-        *,
-        model: str | None = None,
-        **options: Unpack[SamplingOptions],
+        self, messages: Messages, *, model: str | None = None, **options: Unpack[SamplingOptions]
     ) -> Stream:
         """Answer a chat, delta by delta. An error before the first delta is raised here."""
         return self._stream(api_calls.chat_stream(messages, model=model, options=options))
 
     def complete(
-        self,
-        prompts: Prompts,
-        *,
-        n: int = 1,
-        model: str | None = None,
-        **options: Unpack[SamplingOptions],
+        self, prompts: Prompts, *, n: int = 1, model: str | None = None, **options: Unpack[SamplingOptions]
     ) -> tuple[Completion, ...]:
         """Complete prompts `n` times each; the default of `max_tokens` is 16."""
         return self._call(api_calls.complete(prompts, n=n, model=model, options=options))
@@ -228,10 +213,7 @@ class Client:
                 return self._send_once(request)
             except GenserveError as error:
                 wait_s = retry_wait_s(
-                    error,
-                    attempt=attempt,
-                    max_retries=self._connection.max_retries,
-                    jitter=random.random(),
+                    error, attempt=attempt, max_retries=self._connection.max_retries, jitter=random.random()
                 )
                 if wait_s is None:
                     raise
@@ -280,9 +262,7 @@ class AsyncClient:
         http_client: httpx2.AsyncClient | None = None,
     ) -> None:
         """Configure the client, with the arguments of `Client`; the first call connects."""
-        self._connection = connection(
-            base_url, api_key=api_key, timeout_s=timeout_s, max_retries=max_retries
-        )
+        self._connection = connection(base_url, api_key=api_key, timeout_s=timeout_s, max_retries=max_retries)
         self._http = http_client or httpx2.AsyncClient(limits=LIMITS)
         self._owns_http = http_client is None
         self._closed = False
@@ -300,32 +280,19 @@ class AsyncClient:
         return OpeningStream(self._stream(api_calls.generate_stream(prompt, model=model, options=options)))
 
     async def chat(
-        self,
-        messages: Messages,
-        *,
-        model: str | None = None,
-        **options: Unpack[SamplingOptions],
+        self, messages: Messages, *, model: str | None = None, **options: Unpack[SamplingOptions]
     ) -> Completion:
         """Answer a chat; a text alone is one turn of the user."""
         return await self._call(api_calls.chat(messages, model=model, options=options))
 
     def chat_stream(
-        self,
-        messages: Messages,
-        *,
-        model: str | None = None,
-        **options: Unpack[SamplingOptions],
+        self, messages: Messages, *, model: str | None = None, **options: Unpack[SamplingOptions]
     ) -> OpeningStream:
         """Answer a chat, delta by delta. An error before the first delta is raised when it opens."""
         return OpeningStream(self._stream(api_calls.chat_stream(messages, model=model, options=options)))
 
     async def complete(
-        self,
-        prompts: Prompts,
-        *,
-        n: int = 1,
-        model: str | None = None,
-        **options: Unpack[SamplingOptions],
+        self, prompts: Prompts, *, n: int = 1, model: str | None = None, **options: Unpack[SamplingOptions]
     ) -> tuple[Completion, ...]:
         """Complete prompts `n` times each; the default of `max_tokens` is 16."""
         return await self._call(api_calls.complete(prompts, n=n, model=model, options=options))
@@ -377,10 +344,7 @@ class AsyncClient:
                 return await self._send_once(request)
             except GenserveError as error:
                 wait_s = retry_wait_s(
-                    error,
-                    attempt=attempt,
-                    max_retries=self._connection.max_retries,
-                    jitter=random.random(),
+                    error, attempt=attempt, max_retries=self._connection.max_retries, jitter=random.random()
                 )
                 if wait_s is None:
                     raise

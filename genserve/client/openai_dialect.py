@@ -163,9 +163,7 @@ def _top_logprobs(choice: Mapping[str, Any], params: SamplingParams) -> tuple[To
     if not _wants_alternatives(params) or not found:
         return ()
     tops = (entry["top_logprobs"] for entry in found["content"])
-    return tuple(
-        tuple((token_id_of(token["token"]), token["logprob"]) for token in top) for top in tops
-    )
+    return tuple(tuple((token_id_of(token["token"]), token["logprob"]) for token in top) for top in tops)
 
 
 def finish_reason_of(choice: Mapping[str, Any]) -> FinishReason:

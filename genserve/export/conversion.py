@@ -23,13 +23,7 @@ from genserve.export.export_options import CacheType, ExportFormat, ExportReport
 from genserve.export.family import Family, Unsupported
 from genserve.export.layers import FusedLayers, StandardLayers
 from genserve.export.layout import ModelLayout
-from genserve.export.model_folders import (
-    ModelFolders,
-    install,
-    install_beside,
-    staging_folder,
-    writing_into,
-)
+from genserve.export.model_folders import ModelFolders, install, install_beside, staging_folder, writing_into
 from genserve.export.onnx_graph import OnnxGraphBuilder
 from genserve.export.parity import Parity, check_parity
 from genserve.export.precision import SCHEMES, cache_dtype, require_cache, resolve_precision
@@ -229,9 +223,7 @@ def write_model(
     )
 
 
-def _write_checked(
-    conversion: Conversion | TracedConversion, version: Path, *, progress: Progress
-) -> Parity:
+def _write_checked(conversion: Conversion | TracedConversion, version: Path, *, progress: Progress) -> Parity:
     """Run the source, write the graph into the folder `version`, and compare both."""
     layout = conversion.layout
     dimensions = layout.dimensions

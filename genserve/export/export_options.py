@@ -45,9 +45,7 @@ class ExportFormat(Enum):
 class Progress(Protocol):
     """Displays the stages of an export."""
 
-    def stage(
-        self, name: str, *, total: int | None = None
-    ) -> AbstractContextManager[Callable[[int], None]]:
+    def stage(self, name: str, *, total: int | None = None) -> AbstractContextManager[Callable[[int], None]]:
         """Open a stage of `total` units of work (None: unknown); its value advances it by n units."""
 
 

@@ -72,18 +72,11 @@ def export_model(
             kv_cache=kv_cache,
         )
     return write_model(
-        conversion,
-        repository,
-        beside=beside,
-        overwrite=overwrite,
-        progress=progress,
-        started_s=started_s,
+        conversion, repository, beside=beside, overwrite=overwrite, progress=progress, started_s=started_s
     )
 
 
-def _require_free(
-    folders: ModelFolders, repository: Path, *, beside: str | None, overwrite: bool
-) -> None:
+def _require_free(folders: ModelFolders, repository: Path, *, beside: str | None, overwrite: bool) -> None:
     has_weights = folders.have_weights(repository)
     if beside is None:
         if has_weights and not overwrite:

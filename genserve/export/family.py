@@ -85,9 +85,7 @@ class Family:
         """The checkpoint with its tensors renamed to the names of transformers' modules."""
         prefixed = any(name.startswith(self.prefix) for name in checkpoint.tensor_names)
         own = {self._module_name(name, prefixed=prefixed): name for name in checkpoint.tensor_names}
-        return replace(
-            checkpoint, tensor_names=frozenset(own), load=lambda name: checkpoint.load(own[name])
-        )
+        return replace(checkpoint, tensor_names=frozenset(own), load=lambda name: checkpoint.load(own[name]))
 
     def _module_name(self, name: str, *, prefixed: bool) -> str:
         for old, new in self.renamed.items():

@@ -160,9 +160,7 @@ def _dialect(metadata: Mapping[str, Any]) -> Dialect:
     return DIALECTS[metadata["general.architecture"]]
 
 
-def _refuse_unknown(
-    metadata: Mapping[str, Any], *, tensors: Mapping[str, ReaderTensor], source: str
-) -> None:
+def _refuse_unknown(metadata: Mapping[str, Any], *, tensors: Mapping[str, ReaderTensor], source: str) -> None:
     architecture = metadata.get("general.architecture")
     scaling = metadata.get(f"{architecture}.rope.scaling.type", "none")
     if architecture not in DIALECTS or scaling != "none" or "rope_freqs.weight" in tensors:

@@ -56,9 +56,7 @@ class Beam(Request):
 
     __slots__ = ("logprobs", "processors", "search", "text")
 
-    def __init__(
-        self, search: BeamSearch, prompt_token_ids: Sequence[int], *, text: BeamText | None
-    ) -> None:
+    def __init__(self, search: BeamSearch, prompt_token_ids: Sequence[int], *, text: BeamText | None) -> None:
         first = search.answers[0]
         super().__init__(prompt_token_ids, cache_salt=first.cache_salt, priority=first.priority)
         self.search = search

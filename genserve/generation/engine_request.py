@@ -76,9 +76,7 @@ class Request:
         "token_ids",
     )
 
-    def __init__(
-        self, token_ids: Sequence[int], *, cache_salt: str | None = None, priority: int = 0
-    ) -> None:
+    def __init__(self, token_ids: Sequence[int], *, cache_salt: str | None = None, priority: int = 0) -> None:
         self.token_ids = list(token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.num_computed_tokens = 0

@@ -48,11 +48,7 @@ class OutputProcessor:
     """
 
     def __init__(
-        self,
-        kv_cache_manager: KVCacheManager,
-        loops: DecodingLoops,
-        *,
-        speculation: Speculation | None,
+        self, kv_cache_manager: KVCacheManager, loops: DecodingLoops, *, speculation: Speculation | None
     ) -> None:
         """See `Engine`."""
         self._kv = kv_cache_manager

@@ -222,9 +222,7 @@ class Scheduler:
         doubling = self._times.doubling_prompt_tokens(output.num_decodes)
         return min(left, int(num_prompts * max(_MIN_PROMPT_TOKENS, _PROMPT_SHARE * doubling)))
 
-    def _admit(
-        self, output: SchedulerOutput, prompts: list[Request], *, budget: int, num_places: int
-    ) -> int:
+    def _admit(self, output: SchedulerOutput, prompts: list[Request], *, budget: int, num_places: int) -> int:
         """Admit waiting requests while places, blocks and tokens of the budget remain.
 
         A request whose next block another one is about to compute waits for that block. A long prompt waits

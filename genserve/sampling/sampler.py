@@ -141,9 +141,7 @@ def sample_on_host(logits: FloatArray, metadata: SamplingMetadata) -> SamplerOut
         if values is None:
             values = _processed(logits[asked.row], rule=table[asked.row], found=sampled[asked.row])
         token_id = int(token_ids[asked.row])
-        logprobs.append(
-            token_logprob(values, token_id, num_top=asked.num_top, token_ids=asked.token_ids)
-        )
+        logprobs.append(token_logprob(values, token_id, num_top=asked.num_top, token_ids=asked.token_ids))
     return SamplerOutput(token_ids=token_ids, finite=finite, logprobs=tuple(logprobs))
 
 

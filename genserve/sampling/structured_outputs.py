@@ -132,9 +132,7 @@ def structured_outputs_of_format(value: Any, *, field: str) -> StructuredOutputs
         case "json_schema", {"value": {"schema": schema}, **rest} if not rest:
             return _json(schema, f"{field}.value.schema")
     raise InvalidRequest(
-        f"{field} has an unknown type, or lacks a field that its type requires",
-        field=field,
-        remedy=_FORMATS,
+        f"{field} has an unknown type, or lacks a field that its type requires", field=field, remedy=_FORMATS
     )
 
 

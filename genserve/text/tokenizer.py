@@ -362,9 +362,7 @@ class Spellings:
             if text in token_text:
                 yield [token_id]
             elif token_text.endswith(tuple(starts)):
-                yield from (
-                    [token_id, *rest] for start, rest in rests.items() if token_text.endswith(start)
-                )
+                yield from ([token_id, *rest] for start, rest in rests.items() if token_text.endswith(start))
 
 
 @contextmanager

@@ -110,8 +110,5 @@ _PHI3_NAMES: TensorMap = MappingProxyType(
 )
 
 PHI3 = Family(
-    name="phi3",
-    describe=partial(describe_llama, partial_rotary=True),
-    names=_PHI3_NAMES,
-    prefix="model.",
+    name="phi3", describe=partial(describe_llama, partial_rotary=True), names=_PHI3_NAMES, prefix="model."
 )
