@@ -147,7 +147,7 @@ class TestFlood:
         assert lines[:100] == [f"bad {n}" for n in range(100)]
         assert lines[100:] == ["50 more like this within 10 s, the last: bad 149"]
 
-    def test_the_count_comes_before_the_next_stretch_which_is_fresh(self) -> None:
+    def test_the_count_is_written_before_the_next_interval(self) -> None:
         records = [record("bad %d", n, created=1000.0) for n in range(101)]
         lines = self.written(*records, record("bad %d", 101, created=1010.0))
         assert lines[100:] == ["1 more like this within 10 s, the last: bad 100", "bad 101"]
@@ -172,7 +172,7 @@ class TestFlood:
             writing.result(timeout=30)
             telling.result(timeout=30)
 
-    def test_what_is_left_out_keeps_no_traceback(self) -> None:
+    def test_dropped_records_keep_no_traceback(self) -> None:
         handler = logging.StreamHandler(io.StringIO())
         flood = FloodFilter(handler)
         handler.addFilter(flood)

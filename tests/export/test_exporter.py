@@ -333,7 +333,7 @@ def test_the_error_for_an_unknown_precision_lists_the_known_ones(
     assert "int8, int4, fp16, fp32" in caught.value.remedy
 
 
-def test_tensors_that_the_family_does_not_know_are_refused_by_name(tmp_path: Path) -> None:
+def test_tensors_unknown_to_the_family_are_refused_by_name(tmp_path: Path) -> None:
     source = tiny_llama_checkpoint(tmp_path / "odd")
     extra = {"model.layers.0.self_attn.q_norm.weight": np.ones(16, np.float32)}
     save_file(load_file(source / "model.safetensors") | extra, source / "model.safetensors")

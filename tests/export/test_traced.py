@@ -44,7 +44,7 @@ def export(source: Path, repository: Path, **options: object) -> ExportReport:
     ],
     ids=lambda config: config["model_type"],
 )
-def test_other_architectures_are_exact_too(tmp_path: Path, config: dict[str, Any]) -> None:
+def test_traced_architectures_equal_their_source(tmp_path: Path, config: dict[str, Any]) -> None:
     source = tiny_checkpoint(tmp_path / "checkpoint", **config)
     assert export(source, tmp_path / "repository").largest_logit_difference < 1e-4
 

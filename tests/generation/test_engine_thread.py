@@ -165,7 +165,7 @@ def loops_that_come_back(engine: EngineThread) -> tuple[LogitsLoop, LogitsLoop]:
     return loops
 
 
-def test_a_step_waits_for_loops_that_always_come_back_quickly():
+def test_a_step_waits_for_loops_that_always_resume_quickly():
     class CountingClock(Clock):
         num_calls = 0
 
@@ -189,7 +189,7 @@ def test_a_step_waits_for_loops_that_always_come_back_quickly():
     engine.close()
 
 
-def test_a_step_does_not_wait_for_a_loop_that_stays_away():
+def test_a_step_does_not_wait_for_a_loop_that_never_resumes():
     model, clock = PagedLogits(), Clock()
     engine = engine_thread(model, clock=clock)
     stays, _ = loops_that_come_back(engine)

@@ -123,7 +123,7 @@ def test_a_step_is_never_longer_than_its_budget():
     assert min(sum(forward) for forward in model.forwards[:4]) >= 20
 
 
-def test_half_of_simultaneous_prompts_have_their_first_token_when_half_are_computed():
+def test_half_of_simultaneous_prompts_have_their_first_token_at_half_time():
     run = Run()
     prompts = [run.add(40, max_tokens=50, start=i) for i in range(32)]
     while not all(run.times[sequence] for sequence in prompts):

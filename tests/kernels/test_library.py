@@ -100,7 +100,7 @@ def test_the_error_for_a_broken_library_has_a_remedy(
     kernels._choose.cache_clear()
 
 
-def test_an_unknown_machine_cannot_be_built_for(
+def test_an_unknown_architecture_is_a_readable_error(
     build: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")

@@ -32,7 +32,7 @@ class Oven:
         (Range(-(2**31), 2**64 - 1), "between -2^31 and 2^64 - 1", [2**64 - 1], [2**64]),
     ],
 )
-def test_a_range_has_its_numbers_and_says_them(allowed, text, inside, outside):
+def test_a_range_contains_its_numbers_and_describes_them(allowed, text, inside, outside):
     assert str(allowed) == text
     assert [x for x in inside + outside if x in allowed] == inside
 

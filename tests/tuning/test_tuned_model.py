@@ -73,7 +73,7 @@ def test_a_graph_that_cannot_be_read_is_named(repository: Path) -> None:
         find_model("tiny", repository=repository).edits(settings(8, graph="broken/model.onnx"))
 
 
-def test_at_no_time_does_the_ensemble_exceed_a_stages_batch_size(repository: Path) -> None:
+def test_the_ensemble_never_exceeds_a_stages_batch_size(repository: Path) -> None:
     for batch_size in (8, 64):
         edits = find_model("tiny", repository=repository).edits(settings(batch_size))
         for edit in edits:
