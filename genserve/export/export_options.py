@@ -27,8 +27,8 @@ FileFormat = Literal["onnx", "torchscript"]     # of the logits model, as the us
 class ExportFormat(Enum):
     """How a logits model is written; `FileFormat` "onnx" falls back to TRACED."""
 
-    ONNX = "onnx"                   # a graph of ours, which writes its KV cache in place
-    TORCHSCRIPT = "torchscript"     # a module of ours, which does the same
+    ONNX = "onnx"                   # a graph of a known family, which writes its KV cache in place
+    TORCHSCRIPT = "torchscript"     # a module of a known family, which does the same
     TRACED = "traced"               # torch's export of transformers' own model, which copies its KV cache
 
     @property

@@ -1,6 +1,6 @@
 """Layers: the layers with weights of a graph (embedding, linear layers, head, norms), in two implementations.
 
-`decoder_graph.py` writes a model through `Layers`. `FusedLayers` writes our custom operators, for the CPU;
+`decoder_graph.py` writes a model through `Layers`. `FusedLayers` writes custom operators, for the CPU;
 `StandardLayers` writes operators of ONNX, which also run on a GPU.
 """
 

@@ -4,8 +4,8 @@ After a norm, some channels are always much larger than the others, which keep f
 by its largest value. Dividing the norm's weight by a factor per channel, and multiplying the inputs of its
 readers by the same factor, does not change the output of the model.
 
-Source: Xiao et al., "SmoothQuant" (2023), with a strength of one half. For the activations we take the root
-mean square instead of the largest value, which depends on a few tokens (SmolLM2-135M: a divergence of 0.015
+Source: Xiao et al., "SmoothQuant" (2023), with a strength of one half. The activations are measured by their
+root mean square instead of the largest value, which depends on a few tokens (SmolLM2-135M: a divergence of 0.015
 instead of 0.018).
 """
 

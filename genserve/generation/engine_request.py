@@ -156,7 +156,7 @@ class LogitsRequest(Request):
 
     Attributes:
         submitted_s: when it was submitted, by the engine's clock.
-        pause_s: how long its loop took to come back with one more token; infinite for its first request.
+        pause_s: how long its loop took to resume with one more token; infinite for its first request.
     """
 
     __slots__ = ("_on_logits", "pause_s", "submitted_s")

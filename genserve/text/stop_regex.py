@@ -134,7 +134,7 @@ class _Bytes:
 
 
 def _reason(error: str) -> str:
-    """The line of llguidance's message that states the error, without our additions."""
+    """The line of llguidance's message that states the error, without the added context."""
     lines = error.splitlines()
     line = next((line for line in lines if line.startswith("error: ")), lines[0])
     return line.removeprefix("error: ").split("(in regex): ")[-1].split(" in regex /")[0]
