@@ -271,7 +271,7 @@ def has_function(decoder: Decoder) -> bool:
 def paged_attention_function(*, rotary: bool, qk_norm: bool) -> FunctionProto:
     """Return an ONNX function for `genserve.PagedAttention` whose body is com.microsoft.PagedAttention.
 
-    ONNX Runtime has the latter for CUDA. A session with genserve's library uses its kernel, any other the body.
+    ONNX Runtime has the latter for CUDA. Sessions with genserve's library use its kernel, others the body.
 
     Args:
         rotary: whether the function is called with tables of cosines and sines.

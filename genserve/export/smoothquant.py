@@ -5,8 +5,8 @@ by its largest value. Dividing the norm's weight by a factor per channel, and mu
 readers by the same factor, does not change the output of the model.
 
 Source: Xiao et al., "SmoothQuant" (2023), with a strength of one half. The activations are measured by their
-root mean square instead of the largest value, which depends on a few tokens (SmolLM2-135M: a divergence of 0.015
-instead of 0.018).
+root mean square instead of the largest value, which depends on a few tokens (SmolLM2-135M: a divergence of
+0.015 instead of 0.018).
 """
 
 from __future__ import annotations

@@ -16,11 +16,7 @@ from genserve.generation.engine import Engine
 from genserve.generation.engine_thread import EngineThread
 from genserve.generation.speculation import DraftModel, Speculation
 from genserve.generation_metrics import Metrics
-from tests.fakes.engines import (
-    LogitsLoop,
-    RecordingSink,
-    engine_thread,
-)
+from tests.fakes.engines import LogitsLoop, RecordingSink, engine_thread
 from tests.fakes.logits import VOCAB_SIZE, PagedLogits, greedy_answer
 from tests.fakes.sequences import Clock, IdText, logits_request, sample_loop, sequence_of
 

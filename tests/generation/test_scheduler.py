@@ -11,13 +11,7 @@ from genserve.generation.engine import Engine
 from genserve.generation.engine_request import TokenSequence
 from genserve.generation.kv_cache_manager import KVCacheManager
 from genserve.generation.logits_model import FloatArray, ForwardBatch
-from genserve.generation.scheduler import (
-    Scheduler,
-    SchedulerOutput,
-    StepTimes,
-    divide_budget,
-    num_unfinished,
-)
+from genserve.generation.scheduler import Scheduler, SchedulerOutput, StepTimes, divide_budget, num_unfinished
 from tests.fakes.logits import PagedLogits
 from tests.fakes.sequences import Clock, sample_loop, sequence_of
 
@@ -165,9 +159,7 @@ def scheduler_with(
     *, num_decodes: int = 0, num_blocks: int = 100, max_num_seqs: int = 4
 ) -> tuple[Scheduler, list[TokenSequence]]:
     """A scheduler of steps of 256 tokens, with sequences that decode behind prompts of 3 tokens."""
-    scheduler = Scheduler(
-        KVCacheManager(num_blocks=num_blocks, block_size=16), max_num_seqs=max_num_seqs
-    )
+    scheduler = Scheduler(KVCacheManager(num_blocks=num_blocks, block_size=16), max_num_seqs=max_num_seqs)
     decoding = [sequence_of([i] * 3, max_length=999) for i in range(num_decodes)]
     for sequence in decoding:
         scheduler.add(sequence)

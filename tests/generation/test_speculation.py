@@ -111,9 +111,7 @@ def test_speculation_changes_no_answer_whatever_the_sampling_parameters(seed):
     found = run(speculating(model, Foreseen([plain], error_rate=0.1)), sequence)
     assert sequence.token_ids == plain.token_ids
     for part in ("logprobs", "top_logprobs", "prompt_logprobs"):
-        assert [x for d in found for x in getattr(d, part)] == [
-            x for d in expected for x in getattr(d, part)
-        ]
+        assert [x for d in found for x in getattr(d, part)] == [x for d in expected for x in getattr(d, part)]
     assert len(model.forwards) < 30
 
 

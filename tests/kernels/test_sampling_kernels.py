@@ -133,9 +133,7 @@ def test_draws_agree_with_float64(size: int, spread: float, whole: bool, seed: i
 
 
 @pytest.mark.parametrize("name", instruction_sets())
-def test_draws_do_not_depend_on_instruction_set_and_batch(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_draws_do_not_depend_on_instruction_set_and_batch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(1)
     logits = 4 * rng.standard_normal((60, 7001), dtype=np.float32)
     rules = rules_of(len(logits), rng)

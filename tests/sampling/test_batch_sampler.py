@@ -206,9 +206,7 @@ def test_a_row_gets_the_same_token_with_any_neighbours_at_any_index(place, rows,
 @given(rows=st.lists(sequences(), min_size=1, max_size=3))
 def test_numpy_and_torch_sample_the_same_tokens(rows):
     logits = np.random.default_rng(len(rows)).standard_normal((len(rows), 60)).astype(np.float32) * 2
-    [host, device] = [
-        sample(place(logits.copy()), [begun(**row) for row in rows]) for place in PLACES
-    ]
+    [host, device] = [sample(place(logits.copy()), [begun(**row) for row in rows]) for place in PLACES]
     assert [p.token_id for p in host] == [p.token_id for p in device]
     assert [p.surprise_bits for p in host] == [pytest.approx(p.surprise_bits, abs=1e-4) for p in device]
 

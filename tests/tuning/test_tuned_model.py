@@ -26,9 +26,7 @@ def batch_sizes(repository: Path) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("batch_size", [7, 64])
-def test_a_setting_is_written_into_all_stages(
-    repository: Path, batch_size: int
-) -> None:
+def test_a_setting_is_written_into_all_stages(repository: Path, batch_size: int) -> None:
     version = repository / "tiny_logits" / "1"
     (version / "other").mkdir()
     for file in ("model.onnx", "model.onnx.data"):
@@ -45,9 +43,7 @@ def test_a_setting_is_written_into_all_stages(
     assert not [diagnostic for diagnostic in diagnostics if diagnostic.severity is Severity.ERROR]
 
 
-def test_another_graph_changes_the_state_types(
-    repository: Path, tiny_checkpoint: Path
-) -> None:
+def test_another_graph_changes_the_state_types(repository: Path, tiny_checkpoint: Path) -> None:
     export_model(
         str(tiny_checkpoint),
         repository=repository,
