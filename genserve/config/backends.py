@@ -28,10 +28,38 @@ logger = logging.getLogger(__name__)
 ENTRY_POINTS = "genserve.backends"
 DEFAULT_MAX_BATCH_SIZE = 4      # Triton's
 
-logger = logging.getLogger(__name__)
-
-ENTRY_POINTS = "genserve.backends"
-DEFAULT_MAX_BATCH_SIZE = 4      # Triton's
+_DIRECTORY = "backend-directory"
+_BATCH = "default-max-batch-size"
+_PIPES = "tensors go to a model's process through a pipe, and within the server by pointer"
+_POOLS = "each session has its own threads, as many as `intra_op_thread_count` in the model's parameters"
+# The settings by backend; "" has the settings for all backends. None: supported. A text: ignored, since the
+# setting changes memory and threads but no answer; the text says what happens instead.
+_KNOWN: Mapping[str, Mapping[str, str | None]] = {
+    "": {
+        _DIRECTORY: None,
+        _BATCH: None,
+        "triton-backend-memory-tracker": "statistics do not include the memory of models",
+    },
+    "onnxruntime": {
+        _BATCH: None,
+        "enable-global-threadpool": _POOLS,
+        "intra_op_thread_count": _POOLS,
+        "inter_op_thread_count": _POOLS,
+    },
+    "tensorflow": {
+        _BATCH: "configs of TensorFlow models are not completed from their files",
+        "allow-soft-placement": "TensorFlow places operators by its own default",
+        "gpu-memory-fraction": "TensorFlow takes memory as it needs it",
+    },
+    "python": {  # and of every backend that is a model.py
+        "shm-default-byte-size": _PIPES,
+        "shm-growth-byte-size": _PIPES,
+        "shm-region-prefix-name": _PIPES,
+        "shm_message_queue_size": _PIPES,
+        "stub-timeout-seconds": "the server waits for a model's process until it exits",
+        "thread-pool-size": "a BLS call waits on the thread that makes it",
+    },
+}
 
 
 def version_folders(model_folder: Path) -> dict[int, Path]:
@@ -96,7 +124,7 @@ def known_backends(folders: Iterable[Path] = ()) -> tuple[str, ...]:
     """Return the names that `backend` may have.
 
     Args:
-        folders: with backends that are written in Python: `<folder>/<name>/model.py`.
+        folders: of backends written in Python: `<folder>/<name>/model.py`.
     """
     installed = (entry.name for entry in entry_points(group=ENTRY_POINTS))
     in_folders = (file.parent.name for folder in folders for file in folder.glob("*/model.py"))
@@ -167,41 +195,6 @@ def _suffix(model: str) -> str:
             '`platform: "ensemble"`; or name the file of the model 1/model.py or 1/model.onnx',
         )
     return suffix
-
-
-_DIRECTORY = "backend-directory"
-_BATCH = "default-max-batch-size"
-
-_PIPES = "tensors go to a model's process through a pipe, and within the server by pointer"
-_POOLS = "each session has its own threads, as many as `intra_op_thread_count` in the model's parameters"
-# The settings by backend; "" has the settings for all backends. None: supported. A text: ignored, since the
-# setting changes memory and threads but no answer; the text says what happens instead.
-_KNOWN: Mapping[str, Mapping[str, str | None]] = {
-    "": {
-        _DIRECTORY: None,
-        _BATCH: None,
-        "triton-backend-memory-tracker": "statistics do not include the memory of models",
-    },
-    "onnxruntime": {
-        _BATCH: None,
-        "enable-global-threadpool": _POOLS,
-        "intra_op_thread_count": _POOLS,
-        "inter_op_thread_count": _POOLS,
-    },
-    "tensorflow": {
-        _BATCH: "configs of TensorFlow models are not completed from their files",
-        "allow-soft-placement": "TensorFlow places operators by its own default",
-        "gpu-memory-fraction": "TensorFlow takes memory as it needs it",
-    },
-    "python": {  # and of every backend that is a model.py
-        "shm-default-byte-size": _PIPES,
-        "shm-growth-byte-size": _PIPES,
-        "shm-region-prefix-name": _PIPES,
-        "shm_message_queue_size": _PIPES,
-        "stub-timeout-seconds": "the server waits for a model's process until it exits",
-        "thread-pool-size": "a BLS call waits on the thread that makes it",
-    },
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

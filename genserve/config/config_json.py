@@ -14,7 +14,6 @@ from genserve.errors import RepositoryError
 
 __all__ = ["config_json", "read_config_json"]
 
-
 # Triton accepts, and JSON does not: strings in single quotes, names without quotes, trailing commas.
 _TOKEN = re.compile(
     r"""(?P<string>"(?:\\.|[^"\\])*") | '(?P<single>(?:\\.|[^'\\])*)' | (?P<name>[A-Za-z_]\w*)(?=\s*:)
@@ -22,6 +21,13 @@ _TOKEN = re.compile(
     re.VERBOSE,
 )
 _OLD_NAMES = {"generative_sequence": "iterative_sequence", "generativeSequence": "iterative_sequence"}
+
+# 64-bit numbers that Triton leaves in quotes, as protobuf's JSON does; it unquotes all others.
+_IN_QUOTES = {
+    "inference.ModelInstanceGroup.SecondaryDevice.device_id",
+    "inference.ModelOptimizationPolicy.Cuda.GraphSpec.Shape.dim",
+    "inference.ModelSequenceBatching.InitialState.dims",
+}
 
 
 def read_config_json(text: str, *, name: str) -> Any:
@@ -87,14 +93,6 @@ def _lenient_item(value: Any, field: Any) -> Any:
     if field.enum_type is not None:
         return value.upper()
     return {"true": True, "false": False}.get(value, value) if field.type == field.TYPE_BOOL else value
-
-
-# 64-bit numbers that Triton leaves in quotes, as protobuf's JSON does; it unquotes all others.
-_IN_QUOTES = {
-    "inference.ModelInstanceGroup.SecondaryDevice.device_id",
-    "inference.ModelOptimizationPolicy.Cuda.GraphSpec.Shape.dim",
-    "inference.ModelSequenceBatching.InitialState.dims",
-}
 
 
 def config_json(message: Any) -> str:

@@ -23,8 +23,19 @@ from genserve.config.tensor_rules import validate_batch_tensors, validate_tensor
 
 __all__ = ["MAX_NAME_BYTES", "config_diagnostics", "validate_file_names"]
 
-
 MAX_NAME_BYTES = 255  # of a file, on nearly every file system
+
+_EXPORT = "genserve has its own engine: `genserve export CHECKPOINT` makes a model for it"
+# Remedies for values that `backend` does not have.
+_BACKEND_REMEDIES = {
+    "ensemble": 'leave `backend` out, and write `platform: "ensemble"`',
+    "libtorch": 'write `backend: "pytorch"` instead',
+    "torch": 'write `backend: "pytorch"` instead',
+    "onnx": 'write `backend: "onnxruntime"` instead',
+    "tensorrt_llm": _EXPORT,
+    "vllm": _EXPORT,
+    "tensorrt": "only Triton runs a TensorRT plan; export the model to ONNX for `onnxruntime`",
+}
 
 
 def validate_file_names(config: ValidationContext) -> Iterator[Diagnostic]:
@@ -64,19 +75,6 @@ def _named(message: Any) -> Iterator[tuple[str, str, str]]:
     for index, state in enumerate(message.sequence_batching.state):
         for initial in state.initial_state:
             yield f"sequence_batching.state[{index}]", initial.data_file, "the model's folder `initial_state`"
-
-
-_EXPORT = "genserve has its own engine: `genserve export CHECKPOINT` makes a model for it"
-# Remedies for values that `backend` does not have.
-_BACKEND_REMEDIES = {
-    "ensemble": 'leave `backend` out, and write `platform: "ensemble"`',
-    "libtorch": 'write `backend: "pytorch"` instead',
-    "torch": 'write `backend: "pytorch"` instead',
-    "onnx": 'write `backend: "onnxruntime"` instead',
-    "tensorrt_llm": _EXPORT,
-    "vllm": _EXPORT,
-    "tensorrt": "only Triton runs a TensorRT plan; export the model to ONNX for `onnxruntime`",
-}
 
 
 def config_diagnostics(config: ValidationContext) -> tuple[Diagnostic, ...]:

@@ -28,7 +28,6 @@ __all__ = [
     "nearest",
 ]
 
-
 _CLOSING = {"{": "}", "<": ">"}
 _MAX_LISTED = 12    # names in a remedy
 

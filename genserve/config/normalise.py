@@ -12,7 +12,6 @@ from genserve.config.diagnostics import Diagnostic, Severity
 
 __all__ = ["normalise", "num_gpus"]
 
-
 # A folder for each GPU; asking CUDA would import torch.
 _DRIVER = Path("/proc/driver/nvidia/gpus")
 

@@ -9,16 +9,7 @@ from genserve.config.diagnostics import Diagnostic, ValidationContext, nearest
 
 __all__ = ["LOGITS_PARAMETERS", "byte_size", "validate_parameters"]
 
-
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-
-
-def byte_size(text: str) -> int | None:
-    """Return the bytes of a text such as `2GiB`, `1.5 GB` or `1048576`; None: the text is not an amount."""
-    match = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    unit = _UNITS.get(match[2].upper()) if match else None
-    return None if match is None or unit is None else int(float(match[1]) * unit)
-
 
 _NUMBER, _POSITIVE, _SWITCH, _TEXT = "integral number", "number above 0", "boolean value", "text"
 _BYTES = "number of bytes above 0"
@@ -86,6 +77,13 @@ _IGNORED_IN_PYTORCH = {
 }
 # The parameters of logits stages; in any other model they are a mistake.
 LOGITS_PARAMETERS = frozenset(_LOGITS)
+
+
+def byte_size(text: str) -> int | None:
+    """Return the bytes of a text such as `2GiB`, `1.5 GB` or `1048576`; None: the text is not an amount."""
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    unit = _UNITS.get(match[2].upper()) if match else None
+    return None if match is None or unit is None else int(float(match[1]) * unit)
 
 
 def validate_parameters(config: ValidationContext) -> Iterator[Diagnostic]:

@@ -139,17 +139,16 @@ def _read(kind: type[_T], message: Any, /, **computed: Any) -> _T:
 
 
 def _value(message: Any, field: Any) -> Any:
-    value = getattr(message, field.name)
-    if field.message_type is not None and field.message_type.GetOptions().map_entry:
-        of_values = field.message_type.fields_by_name["value"]
-        return MappingProxyType({key: _item(item, of_values) for key, item in value.items()})
+    value, kind = getattr(message, field.name), field.message_type
+    if kind is not None and kind.GetOptions().map_entry:
+        kind = kind.fields_by_name["value"].message_type
+        entries = value.items() if kind is None else ((key, _READERS[kind.name](value[key])) for key in value)
+        return MappingProxyType(dict(entries))
     if field.is_repeated:
-        return tuple(_item(item, field) for item in value)
-    return enum_name(message, field.name) if field.enum_type is not None else _item(value, field)
-
-
-def _item(value: Any, field: Any) -> Any:
-    return value if field.message_type is None else _READERS[field.message_type.name](value)
+        return tuple(value if kind is None else map(_READERS[kind.name], value))
+    if kind is not None:
+        return _READERS[kind.name](value)
+    return value if field.enum_type is None else enum_name(message, field.name)
 
 
 def _version_policy(message: Any) -> VersionPolicy:

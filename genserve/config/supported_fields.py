@@ -175,15 +175,17 @@ def unsupported_in_role(message: Any, role: Role) -> Iterator[UnsupportedField]:
             yield _unsupported(name, path=path, instead=instead, is_error=is_error, where=f" in a {role}")
 
 
-def _written(message: Any, *, schema: str = "", path: str = "") -> Iterator[tuple[Any, str, str]]:
-    """Yield the message, the name in the schema and the path of each written field, at any depth."""
+def _written(message: Any, *, schema: str = "", path: str = "") -> list[tuple[Any, str, str]]:
+    """Return the message, the name in the schema and the path of each written field, at any depth."""
+    found: list[tuple[Any, str, str]] = []
     for field, value in message.ListFields():
         name, written = f"{schema}.{field.name}".lstrip("."), f"{path}{field.name}"
-        yield message, name, written
+        found.append((message, name, written))
         if field.message_type is not None and not field.message_type.GetOptions().map_entry:
             members = [value] if isinstance(value, Message) else value
             for index, member in enumerate(members):
-                yield from _written(member, schema=name, path=f"{written}[{index}].")
+                found += _written(member, schema=name, path=f"{written}[{index}].")
+    return found
 
 
 def _text(owner: Any, name: str) -> str:

@@ -28,17 +28,10 @@ from genserve.schedulers.queue_scheduler import make_scheduler
 from genserve.schedulers.rate_limiter import RateLimiter, ResourcePermit
 from genserve.textmodel.decoder_stage import DecoderInference
 from genserve.textmodel.logits_inference import LogitsInference
-from genserve.textmodel.logits_runtime import LoadedLogits, load_logits
+from genserve.textmodel.logits_runtime import LoadedLogits, engine_placement, load_logits
 from genserve.textmodel.text_inference import TextInference
 from genserve.textmodel.text_model import TextModel
-from genserve.textmodel.text_model_loader import (
-    DraftSource,
-    QueueOptions,
-    StageSource,
-    TextModelSource,
-    load_logits_stage,
-    load_text_model,
-)
+from genserve.textmodel.text_model_loader import load_logits_stage, load_text_model
 
 __all__ = ["ModelLoader", "VersionFailed", "load_stage_logits", "stage_placement"]
 
@@ -136,11 +129,7 @@ class ModelLoader:
         statistics = ModelStatistics()
         if model.runs_in_engine:
             runtime: ModelRuntime = load_logits_stage(
-                _source(model),
-                placement=_first_placement(model.config),
-                queue=self._queue,
-                metrics=self.metrics,
-                statistics=statistics,
+                self._source(model, version), limits=self.options.queue_limits, statistics=statistics
             )
         elif model.config.ensemble_steps:
             runtime = Ensemble(
@@ -152,25 +141,16 @@ class ModelLoader:
 
     def _text_model(self, model: ResolvedModel) -> list[_Started]:
         """Start the engine of a text model, which answers for the ensemble and for two of its stages."""
-        stages = model.stages
-        logits, decoder = stages["logits"], stages["decoder"]
-        source = TextModelSource(
-            name=model.name,
-            tokenizer=_source(stages["tokenizer"]),
-            logits=_source(logits),
-            decoder=_source(decoder),
-            placement=_first_placement(logits.config),
-            draft=_draft(logits),
+        logits, decoder = model.stages["logits"], model.stages["decoder"]
+        text_model = load_text_model(
+            model.name,
+            self._sources(model.stages),
+            draft=self._sources(logits.draft) if logits.draft else None,
+            limits=self.options.queue_limits,
         )
-        text_model = load_text_model(source, queue=self._queue, metrics=self.metrics)
-        of_text, of_logits = ModelStatistics(), ModelStatistics()
+        engine, of_text, of_logits = text_model.engine, ModelStatistics(), ModelStatistics()
         of_stage = LogitsInference(
-            text_model.engine,
-            logits.config,
-            vocab_size=text_model.vocab_size,
-            max_length=text_model.max_length,
-            statistics=of_logits,
-            owns_engine=False,
+            engine, logits.config, logits=text_model.logits, statistics=of_logits, owns_engine=False
         )
         return [
             _Started(
@@ -182,17 +162,22 @@ class ModelLoader:
             _Started(model=logits, runtime=of_stage, statistics=of_logits),
             _Started(
                 model=decoder,
-                runtime=DecoderInference(text_model.engine, text_model=model.name),
+                runtime=DecoderInference(engine, text_model=model.name),
                 statistics=ModelStatistics(),
             ),
         ]
 
-    @property
-    def _queue(self) -> QueueOptions:
-        return QueueOptions(
-            max_requests=self.options.max_queue,
-            max_tokens=self.options.max_queue_tokens,
-            max_wait_s=self.options.max_queue_wait_s,
+    def _sources(self, stages: Mapping[str, ResolvedModel]) -> dict[str, ModelSource]:
+        return {role: self._source(stage, stage.versions[-1]) for role, stage in stages.items()}
+
+    def _source(self, model: ResolvedModel, version: int) -> ModelSource:
+        return ModelSource(
+            config=model.config,
+            version=version,
+            path=model.path,
+            folder=model.path / str(version),
+            server=self.server,
+            metrics=self.metrics,
         )
 
     def _config_of(self, step: EnsembleStep) -> ModelConfig:
@@ -201,14 +186,7 @@ class ModelLoader:
     def _instances(self, model: ResolvedModel, version: int, statistics: ModelStatistics) -> ModelInstances:
         config = model.config
         backend = find_backend(config.backend, backend_directory=self.options.backend_directory)
-        source = ModelSource(
-            config=config,
-            version=version,
-            path=model.path,
-            folder=model.path / str(version),
-            server=self.server,
-            metrics=self.metrics,
-        )
+        source = self._source(model, version)
         shared = backend.load(source)
         warmups = warmup_batches(config, model.path)
 
@@ -261,24 +239,9 @@ def _withdraw(permits: Iterable[ResourcePermit]) -> None:
         permit.withdraw()
 
 
-def _source(model: ResolvedModel) -> StageSource:
-    folder = model.path / str(model.versions[-1])
-    return StageSource(config=model.config, path=model.path, folder=folder)
-
-
-def _draft(logits: ResolvedModel) -> DraftSource | None:
-    if not logits.draft:
-        return None
-    return DraftSource(
-        name=logits.config.parameters["draft_model"],
-        tokenizer=_source(logits.draft["tokenizer"]),
-        logits=_source(logits.draft["logits"]),
-    )
-
-
 def stage_placement(entry: ModelEntry) -> Placement:
     """Return where a logits stage would run in a server. Raises what `resolve_model` raises."""
-    return _first_placement(_resolve_alone(entry).config)
+    return engine_placement(_resolve_alone(entry).config)
 
 
 def load_stage_logits(entry: ModelEntry) -> LoadedLogits:
@@ -288,17 +251,13 @@ def load_stage_logits(entry: ModelEntry) -> LoadedLogits:
         RepositoryError: its config has an error, or its file cannot be loaded.
         MissingDependency: its runtime is not installed.
     """
-    source = _source(_resolve_alone(entry))
-    return load_logits(source.config, source.folder, placement=_first_placement(source.config))
+    model = _resolve_alone(entry)
+    folder = model.path / str(model.versions[-1])
+    return load_logits(model.config, folder, placement=engine_placement(model.config))
 
 
 def _resolve_alone(entry: ModelEntry) -> ResolvedModel:
     return resolve_model(entry, {entry.name: entry}, options=RepositoryOptions())
-
-
-def _first_placement(config: ModelConfig) -> Placement:
-    """Return where the engine of a logits stage runs: on the first device of its first group."""
-    return next(group_placements(config.instance_groups[0]))
 
 
 def _output_labels(config: ModelConfig, path: Path) -> dict[str, Sequence[str]]:

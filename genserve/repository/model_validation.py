@@ -27,12 +27,19 @@ from genserve.textmodel.stage_rules import DRAFT_PARAMETERS, draft_diagnostics, 
 
 __all__ = ["accept", "model_diagnostics", "repository_diagnostics", "size_diagnostics"]
 
+logger = logging.getLogger(__name__)
 
 # More than anyone needs, and still quickly allocated.
 _MAX_INSTANCES = 4096           # each is a thread or a process
 _MAX_SEQUENCES = 2**20          # concurrent, of all instances
 _MAX_PRIORITY_LEVELS = 2**16    # each has a queue
 _STRING_BYTES = 64              # of an empty string in an array, roughly
+# Names that look like a version.
+_VERSION_LIKE = re.compile(r"(v|ver|version)?[-_. ]?(?P<number>\d+)([._]\d+)*", re.IGNORECASE)
+# The backends whose models are files, and their further files.
+_WITH_FILES = ("onnxruntime", "python", "pytorch", "tensorflow", "tokenizer")
+_MORE_FILES = {"tokenizer": ("tokenizer_config.json",)}
+_BRINGS_FILES = "add the file; `genserve pull` and `genserve export` make those of exported models"
 
 
 def size_diagnostics(entry: ModelEntry, config: ModelConfig, role: Role | None) -> Iterator[Diagnostic]:
@@ -145,16 +152,6 @@ def _num_bytes(data_type: str, dims: Sequence[int]) -> int:
 
 def _diagnostic(entry: ModelEntry, path: str, message: str, *, remedy: str) -> Diagnostic:
     return entry.parsed.diagnostic(Severity.ERROR, path, message, remedy=remedy)
-
-
-logger = logging.getLogger(__name__)
-
-# Names that look like a version.
-_VERSION_LIKE = re.compile(r"(v|ver|version)?[-_. ]?(?P<number>\d+)([._]\d+)*", re.IGNORECASE)
-# The backends whose models are files, and their further files.
-_WITH_FILES = ("onnxruntime", "python", "pytorch", "tensorflow", "tokenizer")
-_MORE_FILES = {"tokenizer": ("tokenizer_config.json",)}
-_BRINGS_FILES = "add the file; `genserve pull` and `genserve export` make those of exported models"
 
 
 def repository_diagnostics(

@@ -23,7 +23,6 @@ from genserve.tracing import Span
 
 __all__ = ["IndexEntry", "ModelRuntime", "ModelState", "ModelTable", "ModelVersion"]
 
-
 _LOADS = itertools.count()  # part of cache keys: a reloaded model does not use old responses
 
 

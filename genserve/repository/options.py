@@ -7,9 +7,13 @@ from enum import StrEnum
 from pathlib import Path
 
 from genserve.config.backends import DEFAULT_MAX_BATCH_SIZE
+from genserve.generation.admission_control import QueueLimits
 from genserve.schedulers.rate_limiter import ResourceCapacity
 
 __all__ = ["ControlMode", "RepositoryOptions"]
+
+# By default, prompts that would fill the KV cache this many times may wait.
+_CACHES_IN_QUEUE = 4
 
 
 class ControlMode(StrEnum):
@@ -36,10 +40,19 @@ class RepositoryOptions:
     load_threads: int = 4                   # models that load in parallel at the start
     exit_timeout_s: float = 30.0            # how long an unload waits for requests, and for the model's code
     max_queue: int = 256                    # per text model: requests that may wait for their first step
-    max_queue_tokens: int | None = 0        # of their prompts; None: 4 times the KV cache; 0: any
+    max_queue_tokens: int | None = 0        # of their prompts; None: 4 full KV caches; 0: any
     max_queue_wait_s: float = 0.0           # longest wait for the first step; 0: unlimited
     histogram_latencies: bool = False       # measure the time to the first response
-    rate_limiter: bool = False  # instances acquire the resources of their groups
-    resources: tuple[
-        ResourceCapacity, ...
-    ] = ()  # of the rate limiter; empty: the most that one instance needs
+    rate_limiter: bool = False              # instances acquire the resources of their groups
+    resources: tuple[ResourceCapacity, ...] = ()    # of the rate limiter; empty: the most of one instance
+
+    def queue_limits(self, num_cache_tokens: int) -> QueueLimits:
+        """Return the limits of the queue of a text model whose KV cache holds `num_cache_tokens`."""
+        max_tokens = self.max_queue_tokens
+        if max_tokens is None:
+            max_tokens = _CACHES_IN_QUEUE * num_cache_tokens
+        return QueueLimits(
+            max_requests=self.max_queue,
+            max_tokens=max_tokens or None,
+            max_wait_s=self.max_queue_wait_s or None,
+        )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from genserve.errors import ContextLengthExceeded, InvalidRequest, ModelFailed
 from genserve.generation.beam_search import BeamSearch
 from genserve.generation.engine_request import TokenSequence
 from genserve.generation.engine_thread import EngineThread
+from genserve.generation.logits_model import LogitsModel
 from genserve.generation.sequence_plugins import LogitsProcessor, PluginContext, ThinkingBudget
 from genserve.prompt import Chat, Prompt
 from genserve.sampling.logits_processors import DryBreakers, TokenizedParams
@@ -22,16 +22,7 @@ from genserve.text.stop_strings import StopChecker, StopFinder, StopStrings
 from genserve.text.tokenizer import Spellings, Tokenizer
 from genserve.textmodel.decoder_plugins import Plugins
 
-__all__ = ["InputProcessor", "ModelLimits", "ReasoningTokens"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelLimits:
-    """Sizes that bound the requests of a text model."""
-
-    max_length: int         # tokens of prompt and answer together
-    max_num_seqs: int       # sequences that run concurrently; more wait
-    vocab_size: int         # length of a row of logits
+__all__ = ["InputProcessor", "ReasoningTokens"]
 
 
 class ReasoningTokens:
@@ -100,7 +91,7 @@ class InputProcessor:
     """
 
     def __init__(
-        self, *, name: str, tokenizer: Tokenizer, engine: EngineThread, plugins: Plugins, limits: ModelLimits
+        self, *, name: str, tokenizer: Tokenizer, engine: EngineThread, plugins: Plugins, logits: LogitsModel
     ) -> None:
         """Process the requests of the model `name`."""
         self.reasoning = ReasoningTokens(tokenizer)
@@ -108,8 +99,8 @@ class InputProcessor:
         self._tokenizer = tokenizer
         self._engine = engine
         self._plugins = plugins
-        self._limits = limits
-        self._grammars = GrammarCompiler(tokenizer, vocab_size=limits.vocab_size)
+        self._logits = logits
+        self._grammars = GrammarCompiler(tokenizer, vocab_size=logits.vocab_size)
         self._spellings_within = Spellings(tokenizer)
 
     def process(
@@ -117,7 +108,7 @@ class InputProcessor:
     ) -> list[TokenSequence]:
         """Return one token sequence for each choice; see `TextModel.prepare_choices`."""
         width = self._beam_width(params, num_choices=num_choices)
-        max_length = self._engine.max_tokens_per_sequence(width) if width > 1 else self._limits.max_length
+        max_length = self._engine.max_tokens_per_sequence(width) if width > 1 else self._logits.max_length
         field, whole = self._encode(prompt)
         token_ids = _truncated(whole, params, max_length=max_length, bos_id=self._tokenizer.bos_id)
         is_cut = len(token_ids) < len(whole) and params.truncation_side == "right"
@@ -131,7 +122,7 @@ class InputProcessor:
             params=params,
             eos_token_ids=self._tokenizer.eos_token_ids,
             max_length=max_length,
-            vocab_size=self._limits.vocab_size,
+            vocab_size=self._logits.vocab_size,
             tokenized=self._tokenized(params),
             deadline_s=self._deadline_s(params, arrived_s),
             begins_thought=begun,
@@ -163,7 +154,7 @@ class InputProcessor:
                 f"num_beam_groups is {params.num_beam_groups}, which does not divide {width} beams",
                 field="num_beam_groups",
             )
-        max_num_seqs = self._limits.max_num_seqs
+        max_num_seqs = self._logits.max_num_seqs
         if width > max_num_seqs:
             raise InvalidRequest(
                 f"the request has {width} beams; {self._name} runs {max_num_seqs} sequences concurrently",
@@ -182,7 +173,7 @@ class InputProcessor:
         seed = secrets.randbits(64) if params.seed is None else (params.seed + choice) % 2**64
         return PluginContext(
             tokenizer=self._tokenizer,
-            vocab_size=self._limits.vocab_size,
+            vocab_size=self._logits.vocab_size,
             prompt_token_ids=tuple(token_ids),
             params=params,
             seed=seed,
@@ -209,10 +200,10 @@ class InputProcessor:
         if isinstance(prompt, Chat):
             return "messages", self._encode_chat(self._tokenizer.encode_chat, prompt)
         for index, token_id in enumerate(prompt):
-            if not 0 <= token_id < self._limits.vocab_size:
+            if not 0 <= token_id < self._logits.vocab_size:
                 field = f"prompt[{index}]"
                 raise InvalidRequest(
-                    f"{field} is {token_id}; the vocabulary has the ids 0 to {self._limits.vocab_size - 1}",
+                    f"{field} is {token_id}; the vocabulary has the ids 0 to {self._logits.vocab_size - 1}",
                     field=field,
                 )
         return "prompt", prompt
@@ -229,14 +220,14 @@ class InputProcessor:
     def _spellings(self, word: str) -> list[list[int]]:
         """Return the ids of a word at the beginning of a text, and after another word."""
         spelled = (self._tokenizer.encode(text, add_special_tokens=False) for text in (word, f" {word}"))
-        return [ids for ids in spelled if ids and max(ids) < self._limits.vocab_size]
+        return [ids for ids in spelled if ids and max(ids) < self._logits.vocab_size]
 
     def _tokenized(self, params: SamplingParams) -> TokenizedParams:
         breakers = params.dry_sequence_breakers if params.dry_multiplier else ()
         spared: list[int] = []
         if params.xtc_probability:
             newline = self._tokenizer.encode("\n", add_special_tokens=False)[-1:]
-            spared = [i for i in (*self._tokenizer.eos_token_ids, *newline) if i < self._limits.vocab_size]
+            spared = [i for i in (*self._tokenizer.eos_token_ids, *newline) if i < self._logits.vocab_size]
         return TokenizedParams(
             bad_words=[ids for word in params.bad_words for ids in self._spellings(word)],
             dry_breakers=DryBreakers(ids for text in breakers for ids in self._spellings_within.of(text)),
@@ -267,7 +258,7 @@ class InputProcessor:
         return self.reasoning.is_open_after(suffix)
 
     def _check_ids(self, params: SamplingParams) -> None:
-        vocab_size = self._limits.vocab_size
+        vocab_size = self._logits.vocab_size
         for name, named_ids in params.token_ids().items():
             if any(token_id >= vocab_size for token_id in named_ids):
                 raise InvalidRequest(f"{name} must be below the vocabulary's size, {vocab_size}", field=name)
@@ -282,7 +273,7 @@ class InputProcessor:
     ) -> None:
         if num_prompt_tokens == 0:
             raise InvalidRequest(f"{field} is empty", field=field, remedy="give at least one token of text")
-        per_beam = "" if max_length == self._limits.max_length else " for each of its beams"
+        per_beam = "" if max_length == self._logits.max_length else " for each of its beams"
         if num_prompt_tokens >= max_length:
             raise ContextLengthExceeded(
                 f"the prompt has {num_prompt_tokens} tokens; "

@@ -14,7 +14,7 @@ from genserve.config.model_config import ModelConfig
 from genserve.errors import Closed, GenserveError, InvalidRequest
 from genserve.generation.engine_request import LogitsRequest
 from genserve.generation.engine_thread import EngineThread
-from genserve.generation.logits_model import LogitsArray
+from genserve.generation.logits_model import LogitsArray, LogitsModel
 from genserve.inference import Inference, InferenceResponse
 from genserve.inference_statistics import ModelStatistics
 from genserve.tensor import DataType, Tensor
@@ -36,8 +36,7 @@ class LogitsInference:
         engine: EngineThread,
         config: ModelConfig,
         *,
-        vocab_size: int,
-        max_length: int,
+        logits: LogitsModel,
         statistics: ModelStatistics,
         owns_engine: bool,
     ) -> None:
@@ -46,8 +45,7 @@ class LogitsInference:
         Args:
             engine: runs the stage.
             config: of the stage.
-            vocab_size: length of a row of logits.
-            max_length: maximum tokens of a row of ids.
+            logits: the model that the engine runs.
             statistics: counts the executions.
             owns_engine: whether closing this closes the engine; otherwise it is a text model's.
 
@@ -58,8 +56,7 @@ class LogitsInference:
         self._names = LogitsNames.of(config)
         self._statistics = statistics
         self._owns_engine = owns_engine
-        self._vocab_size = vocab_size
-        self._max_length = max_length
+        self._logits = logits
 
     @property
     def ready(self) -> bool:
@@ -84,8 +81,8 @@ class LogitsInference:
             LogitsRequest(
                 token_ids,
                 on_logits=partial(rows.take, row),
-                vocab_size=self._vocab_size,
-                max_length=self._max_length,
+                vocab_size=self._logits.vocab_size,
+                max_length=self._logits.max_length,
             )
             for row, token_ids in enumerate(_unpadded(inference, self._names))
         ]

@@ -15,6 +15,7 @@ from genserve.backends.onnxruntime import open_graph
 from genserve.backends.pytorch import open_module, set_threads
 from genserve.config.model_config import ModelConfig
 from genserve.generation.logits_model import LogitsModel
+from genserve.schedulers.model_instance import group_placements
 from genserve.textmodel.logits_config import (
     CacheKind,
     LogitsNames,
@@ -29,7 +30,7 @@ from genserve.textmodel.runtimes.onnx_logits import OnnxLogits
 from genserve.textmodel.runtimes.torchscript_logits import TorchLogits
 from genserve.textmodel.runtimes.uncached_logits import UncachedLogits
 
-__all__ = ["ON_CPU", "GpuObstacle", "LoadedLogits", "gpu_obstacle", "load_logits"]
+__all__ = ["ON_CPU", "GpuObstacle", "LoadedLogits", "engine_placement", "gpu_obstacle", "load_logits"]
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +75,11 @@ def load_logits(config: ModelConfig, folder: Path, *, placement: Placement = ON_
         return TorchLogits(path, memory=memory, **_sizes(config))
     num_threads = integer_parameter(config.parameters, "intra_op_thread_count", default=0)
     return OnnxLogits(path, num_threads=num_threads, memory=memory, **_sizes(config))
+
+
+def engine_placement(config: ModelConfig) -> Placement:
+    """Return where the engine of a logits stage runs, by its resolved config: on the first device."""
+    return next(group_placements(config.instance_groups[0]))
 
 
 class _Sizes(TypedDict):

@@ -15,7 +15,8 @@ from genserve.sampling.sampling_params import SamplingParams
 from genserve.text.reasoning_parser import ReasoningParser
 from genserve.text.tokenizer import Tokenizer
 from genserve.textmodel.decoder_plugins import Plugins
-from genserve.textmodel.input_processor import InputProcessor, ModelLimits
+from genserve.textmodel.input_processor import InputProcessor
+from genserve.textmodel.logits_runtime import LoadedLogits
 
 __all__ = ["TextModel"]
 
@@ -33,6 +34,7 @@ class TextModel:
         tokenizer: its tokenizer stage.
         engine: runs its logits and decoder stages.
         plugins: of its decoder stage.
+        logits: the model that the engine runs.
         max_length: maximum tokens of prompt and answer together.
         max_num_seqs: sequences that run concurrently; more wait.
         kv_cache_bytes: largest size of the KV cache.
@@ -48,23 +50,22 @@ class TextModel:
         tokenizer: Tokenizer,
         engine: EngineThread,
         plugins: Plugins,
-        limits: ModelLimits,
-        kv_cache_bytes: int,
-        precision: str,
+        logits: LoadedLogits,
         loaded_s: float,
     ) -> None:
         self.name = name
         self.tokenizer = tokenizer
         self.engine = engine
         self.plugins = plugins
-        self.max_length = limits.max_length
-        self.max_num_seqs = limits.max_num_seqs
-        self.vocab_size = limits.vocab_size
-        self.kv_cache_bytes = kv_cache_bytes
-        self.precision = precision
+        self.logits = logits
+        self.max_length = logits.max_length
+        self.max_num_seqs = logits.max_num_seqs
+        self.vocab_size = logits.vocab_size
+        self.kv_cache_bytes = logits.kv_cache_bytes
+        self.precision = logits.metadata.get("genserve.precision", "unknown")
         self.loaded_s = loaded_s
         self._inputs = InputProcessor(
-            name=name, tokenizer=tokenizer, engine=engine, plugins=plugins, limits=limits
+            name=name, tokenizer=tokenizer, engine=engine, plugins=plugins, logits=logits
         )
         self._workers = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix=f"prepare-{name}")
         self._compilers = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix=f"compile-{name}")

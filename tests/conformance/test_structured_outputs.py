@@ -124,8 +124,8 @@ def test_the_tensors_of_the_ensemble(tiny_server, kind, guide, form):
     [
         ("xml", "a", "json_schema"),
         ("", "a", "json_schema"),
-        ("json", "{}", "must not be there"),
-        ("regex", "", "must be there"),
+        ("json", "{}", "cannot be used with json"),
+        ("regex", "", "is required for regex"),
         ("regex", "[a", "unclosed"),
     ],
 )

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from genserve import LLM
-from genserve.backends.backend import Placement
 from genserve.config.diagnostics import Severity
 from genserve.errors import GenserveError
 from genserve.repository.index import scan
@@ -139,6 +138,8 @@ def test_other_runtimes_draft_only_on_request(tiny_repository, tmp_path, old, ne
 
 
 def has_drafts(root: Path, *, kind: str) -> bool:
-    config = scan([root])["tiny_logits"].config
-    assert config is not None
-    return looks_up_prompts(config, placement=Placement(name="there", kind=kind))
+    with (root / "tiny_logits" / "config.pbtxt").open("a") as config:
+        config.write(f"instance_group [ {{ kind: KIND_{kind} {'gpus: [ 0 ]' if kind == 'GPU' else ''} }} ]\n")
+    resolved = scan([root])["tiny_logits"].config
+    assert resolved is not None
+    return looks_up_prompts(resolved)

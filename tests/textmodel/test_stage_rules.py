@@ -213,7 +213,7 @@ def test_the_versions_of_the_stages_are_those_of_policy_and_step(models):
     try:
         [answer] = asked(repository, "tiny", text_input=text("hello"), max_tokens=np.array([[3]], np.int32))
         assert answer.output("text_output") is not None
-        assert [served.version for served in repository._versions.of("tiny_decoder")] == [1]
+        assert repository.versions("tiny_decoder") == [1]
     finally:
         repository.close()
 

@@ -140,11 +140,11 @@ def test_slow_preparation_delays_neither_structured_outputs_nor_other_models(
     may_go_on = threading.Event()
     slow = [ensemble.run_soon(may_go_on.wait, compiles=False) for _ in range(50)]
     assert ensemble.run_soon(lambda: "form", compiles=True).result(timeout=30) == "form"
-    assert other.get("tiny").run_soon(lambda: "other", compiles=False).result(timeout=30) == "other"
+    assert other.text_model("tiny").run_soon(lambda: "other", compiles=False).result(timeout=30) == "other"
     assert not any(one.done() for one in slow)
     may_go_on.set()
     assert all(one.result(timeout=30) for one in slow)
-    closed = other.get("tiny")
+    closed = other.text_model("tiny")
     other.close()
     with pytest.raises(Closed):
         closed.run_soon(lambda: None, compiles=False)
