@@ -1,4 +1,4 @@
-"""API key: sent by a client and compared by the server, as a bearer token."""
+"""API key: the bearer token that a client sends and the server compares."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors: every failure that a user may see, each with a code, a message and a remedy.
+"""Errors: every failure that a user may see, with a code, a message and a remedy.
 
     GenserveError
     ├── InvalidRequest            the caller can correct it; `field` names the place
@@ -108,7 +108,7 @@ class UnsupportedMediaType(GenserveError):
 
 
 class ModelNotFound(GenserveError):
-    """There is no model of this name, or no such version of it."""
+    """No model has this name, or it has no such version."""
 
     code = "model_not_found"
 
@@ -133,7 +133,7 @@ class Overloaded(GenserveError):
     """The server refuses new requests at the moment. Nothing was computed, so a retry is safe.
 
     Attributes:
-        retry_after_s: estimated seconds until there is room.
+        retry_after_s: estimated seconds until the queue has room.
     """
 
     code = "overloaded"

@@ -81,9 +81,7 @@ class Metrics:
     def _histogram(
         self, name: str, text: str, *labels: str, buckets: Sequence[float] = _LATENCY_S
     ) -> Histogram:
-        return Histogram(
-            _PREFIX + name, text, ("model", *labels), buckets=buckets, registry=self.registry
-        )
+        return Histogram(_PREFIX + name, text, ("model", *labels), buckets=buckets, registry=self.registry)
 
     def collector(self, kind: Callable[[CollectorRegistry], C]) -> C:
         """Return the registry's collector of this class; the first call constructs it with the registry."""
@@ -185,10 +183,7 @@ class GenerationMetrics:
 def bare_family(name: str, text: str, kind: str) -> Metric:
     """Return a metric family without samples whose name is shown as it is: a counter gets no `_total`.
 
-    Args:
-        name: of the family and of its samples.
-        text: the help text.
-        kind: Prometheus's type: counter, gauge or histogram.
+    `kind` is Prometheus's type: counter, gauge or histogram.
     """
     return Metric(_BareName(name), text, kind)
 

@@ -13,7 +13,7 @@ def shape_text(shape: Iterable[int]) -> str:
 
 
 def fits(shape: Sequence[int], dims: Sequence[int]) -> bool:
-    """Whether a shape has the sizes of `dims`, of which -1 stands for any size."""
+    """Whether a shape has the sizes of `dims`, where -1 matches any size."""
     if len(shape) != len(dims):
         return False
     for size, dim in zip(shape, dims, strict=True):  # noqa: SIM110 - of every request: twice as fast
@@ -23,7 +23,7 @@ def fits(shape: Sequence[int], dims: Sequence[int]) -> bool:
 
 
 def compatible(one: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether a shape can have the sizes of both, of which -1 stands for any size."""
+    """Whether a shape can have the sizes of both, where -1 matches any size."""
     return len(one) == len(other) and all(a == b or -1 in (a, b) for a, b in zip(one, other, strict=True))
 
 

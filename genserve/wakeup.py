@@ -1,4 +1,4 @@
-"""Wakeup: lets any thread wake the one thread that waits."""
+"""Wakeup: any thread wakes the one thread that waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampling tables: writes what is derived from the table of sampling parameters.
+"""Sampling tables: writes the files derived from the table of sampling parameters.
 
     python scripts/sampling_tables.py           # write
     python scripts/sampling_tables.py --check   # exit 1 if a file is out of date

@@ -68,7 +68,7 @@ def test_a_backlog_calls_back_when_it_is_empty() -> None:
     assert calls == ["at once", "later"]
 
 
-def test_a_lifted_backlog_blocks_nobody() -> None:
+def test_a_lifted_backlog_blocks_no_model() -> None:
     backlog, calls = Backlog(), []
     one = inference()
     backlog.add(one)

@@ -27,9 +27,7 @@ def chat(
     model: ModelArgument = None,
     model_repository: ModelRepository = DEFAULT_REPOSITORY,
     url: Url = None,
-    system: Annotated[
-        str | None, typer.Option(envvar="GENSERVE_SYSTEM", help="The system prompt.")
-    ] = None,
+    system: Annotated[str | None, typer.Option(envvar="GENSERVE_SYSTEM", help="The system prompt.")] = None,
     temperature: Temperature = 0.7,
     max_tokens: MaxTokens = None,
     seed: Seed = None,

@@ -100,7 +100,7 @@ def run_load(load: Load) -> LoadResult:
 
 
 class _ClosedLoop:
-    """The connections of a load, those that wait for an answer and those that were refused."""
+    """The connections of a load: waiting for an answer, or for the retry of a refused request."""
 
     def __init__(self, load: Load, result: LoadResult, selector: selectors.BaseSelector) -> None:
         self._load = load

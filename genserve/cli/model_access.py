@@ -104,7 +104,7 @@ def _describe(ensemble: ModelEntry, entries: Mapping[str, ModelEntry]) -> LocalM
 
 
 def _quality(stage: ModelEntry) -> tuple[str, str, str, str] | None:
-    """Return what the export measured for the stage's graph; None: this stage is not a graph."""
+    """Return the parity of the stage's graph, as the export measured it; None: this stage is not a graph."""
     from genserve.textmodel.logits_config import read_parity
 
     # In the folder of the configured graph; other graphs of the stage have their own folders.
@@ -186,7 +186,7 @@ def choose_remote(name: str | None, known: Sequence[str]) -> str:
     """Return the name of a server's model: `name`, or the only one.
 
     Raises:
-        ModelNotFound: the server has no such model; or there is not exactly one, and `name` is None.
+        ModelNotFound: the server has no such model, or not exactly one if `name` is None.
     """
     if name is None and len(known) == 1:
         return known[0]

@@ -121,7 +121,7 @@ def _save(session: ChatSession, argument: str) -> None:
 
 
 def _write_new(path: Path, text: str) -> None:
-    """Write a new file, completely or not at all."""
+    """Write a new file, atomically."""
     path.open("x").close()
     try:
         path.write_text(text, encoding="utf-8")

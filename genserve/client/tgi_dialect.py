@@ -68,7 +68,7 @@ class GenerateEvents:
         self._num_chars = 0
 
     def read(self, event: Mapping[str, Any]) -> Delta | None:
-        """Return the delta of an event. Raises what `read_completion` raises."""
+        """Return the delta of an event. Raises the errors of `read_completion`."""
         token = event["token"]
         whole_text = event["generated_text"]
         finish_reason, stop_reason, usage = None, None, None

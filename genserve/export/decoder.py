@@ -1,4 +1,4 @@
-"""Decoder: the description of a decoder-only transformer, its sizes and options, apart from its weights."""
+"""Decoder: the description of a decoder-only transformer: sizes and options, without the weights."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def staging_folder(repository: Path, folders: ModelFolders) -> Iterator[Path]:
     leftover = re.compile(rf"\.{re.escape(folders.ensemble)}\.[a-z0-9_]{{8}}\.tmp")
     for path in repository.iterdir():
         if leftover.fullmatch(path.name):
-            # Its export may end, and delete it, while we look.
+            # Its export may end and delete it in the meantime.
             with suppress(FileNotFoundError), _locked(path) as is_free:
                 if is_free:
                     shutil.rmtree(path)

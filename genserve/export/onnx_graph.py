@@ -68,7 +68,7 @@ class OnnxGraphBuilder:
         return name
 
     def function(self, function: onnx.FunctionProto) -> None:
-        """Add the body of a custom operator in standard operators, for sessions without our kernels."""
+        """Add the body of a custom operator, for sessions without genserve's kernels."""
         self._functions.append(function)
 
     def constant(self, name: str, value: NDArray[Any]) -> str:

@@ -1,4 +1,4 @@
-"""Source model: a checkpoint as transformers itself computes it, to which exports are compared.
+"""Source model: runs a checkpoint in transformers, as the reference for exports.
 
 It runs over two texts in `texts/`, which were written for this purpose and share no sentence: prose,
 dialogue, instructions, code, tables, numbers, other languages. `calibration` yields the size of activations;

@@ -1,4 +1,4 @@
-"""Traced: the graphs of models without a family, exported by torch from transformers' own code."""
+"""Traced conversion: graphs of models without a family, which torch exports from transformers' code."""
 
 from __future__ import annotations
 

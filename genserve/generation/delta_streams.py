@@ -27,7 +27,7 @@ class DeltaStream:
     """
 
     def __init__(self, engine: RequestInbox, sequence: TokenSequence) -> None:
-        """Submit the sequence; raises what `RequestInbox.submit` raises."""
+        """Submit the sequence; raises the errors of `RequestInbox.submit`."""
         self._engine = engine
         self._sequence = sequence
         # Bounded by the longest answer: at most one delta per token.

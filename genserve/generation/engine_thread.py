@@ -21,7 +21,7 @@ __all__ = ["EngineThread"]
 
 logger = logging.getLogger(__name__)
 
-# How long a step may wait for loops over logits that always come back, as a share of the last decode step.
+# How long a step may wait for loops over logits that always resume, as a share of the last decode step.
 _GATHER_SHARE = 0.5
 _GATHER_SHARE_WITH_SEQUENCES = 0.1
 
@@ -40,7 +40,7 @@ class EngineThread(RequestInbox):
         super().__init__(clock=engine.clock, admission=admission)
         self._engine = engine
         self._metrics = metrics
-        self._states: dict[Request, RequestState] = {}          # of the sequences that the engine has
+        self._states: dict[Request, RequestState] = {}          # of the sequences in the engine
         self._unanswered: dict[Request, LogitsRequest] = {}
         self._decode_s = 0.0                # of the last step that only decoded
         self._num_steps = 0
@@ -49,7 +49,7 @@ class EngineThread(RequestInbox):
 
     @property
     def alive(self) -> bool:
-        """Whether the thread runs; False after `close` or a failure that nothing caught."""
+        """Whether the thread runs; False after `close` or an uncaught exception."""
         return self._thread.is_alive() and not self._closing and self._failure is None
 
     @property
@@ -112,9 +112,9 @@ class EngineThread(RequestInbox):
                 self._end(left)
 
     def _gather(self) -> None:
-        """Wait briefly for loops over logits that always come back, so that they share the step.
+        """Wait briefly for loops over logits that always resume, so that they share the step.
 
-        Otherwise loops that are answered together and come back microseconds apart fall into groups that
+        Otherwise loops that are answered together and resume microseconds apart fall into groups that
         take turns, with steps as long as one for all of them.
         """
         if not self._busy:

@@ -22,13 +22,7 @@ class ModelRunner:
     def __init__(
         self, model: LogitsModel, kv_cache_manager: KVCacheManager, *, max_num_batched_tokens: int
     ) -> None:
-        """Allocate the arrays.
-
-        Args:
-            model: computes the logits.
-            kv_cache_manager: has the block tables of the requests.
-            max_num_batched_tokens: of a step.
-        """
+        """Allocate the arrays."""
         self._model = model
         self._kv = kv_cache_manager
         num_seqs = model.max_num_seqs

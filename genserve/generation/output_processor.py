@@ -48,11 +48,7 @@ class OutputProcessor:
     """
 
     def __init__(
-        self,
-        kv_cache_manager: KVCacheManager,
-        loops: DecodingLoops,
-        *,
-        speculation: Speculation | None,
+        self, kv_cache_manager: KVCacheManager, loops: DecodingLoops, *, speculation: Speculation | None
     ) -> None:
         """See `Engine`."""
         self._kv = kv_cache_manager
@@ -221,8 +217,8 @@ def _not_finite(sequence: TokenSequence) -> GenserveError:
         return sequence.plugins.failure
     grammar = sequence.sampling.grammar
     if grammar is not None and (failure := grammar.failure):
-        message = f"structured_outputs became too complex to follow: {failure}"
-        return InvalidRequest(message, field="structured_outputs", remedy="ask for a simpler grammar")
+        message = f"structured_outputs became too complex: {failure}"
+        return InvalidRequest(message, field="structured_outputs", remedy="simplify the grammar")
     if grammar is None and not sequence.sampling.edits_logits:
         return ModelFailed("the model's logits are not finite")
     return ModelFailed(
@@ -247,7 +243,7 @@ class DecodingLoops:
         return len(self._loops)
 
     def awaited(self, sequence: TokenSequence) -> Awaited | None:
-        """Return what the sequence's loop waits for; None if it has ended. Starts the loop if necessary.
+        """Return the value that the sequence's loop awaits; None if it has ended. Starts a new loop.
 
         Raises:
             GenserveError: the loop failed before its first await.
@@ -258,7 +254,7 @@ class DecodingLoops:
         return self._awaited.get(sequence)
 
     def resume(self, sequence: TokenSequence, value: Any) -> None:
-        """Send the loop the value that it waits for, and run it to its next await or its end.
+        """Send the loop the value that it awaits, and run it to its next await or its end.
 
         Raises:
             GenserveError: the loop raised, awaited something else, or did not append a token.
@@ -271,7 +267,7 @@ class DecodingLoops:
             )
 
     def drop(self, request: Request) -> None:
-        """Close the loop of a request that leaves; does nothing if it has none."""
+        """Close the loop of a finished or removed request; does nothing if it has none."""
         self._awaited.pop(request, None)
         loop = self._loops.pop(request, None)
         if loop is None:

@@ -80,8 +80,7 @@ def quantize(weight: NDArray[np.float32], weight_format: WeightFormat) -> Quanti
         lowest, highest = -127, 127
     values = np.rint(blocks / np.where(scales == 0, np.float32(1), scales)).clip(lowest, highest)
     return Quantized(
-        values.astype(np.int8).reshape(outputs, -1)[:, :inputs],
-        scales[:, :, 0].astype(np.float32),
+        values.astype(np.int8).reshape(outputs, -1)[:, :inputs], scales[:, :, 0].astype(np.float32)
     )
 
 

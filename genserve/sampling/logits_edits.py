@@ -37,26 +37,26 @@ ToDevice: TypeAlias = Callable[[NDArray[Any]], Any]
 
 
 def on_host(logits: LogitsArray) -> FloatArray:
-    """Return logits in the memory of the host; not copied if they are there."""
+    """Return logits in host memory; logits that are there already are not copied."""
     return np.asarray(logits.cpu() if hasattr(logits, "cpu") else logits)
 
 
 class StructuredOutputGrammar(Protocol):
-    """The state of one answer within the form that it must have. Belongs to the engine's thread."""
+    """The state of one answer within its grammar. Belongs to the engine's thread."""
 
     @property
     def complete(self) -> bool:
-        """Whether the answer has the form, and no token may follow."""
+        """Whether the answer is complete, so that no token may follow."""
 
     @property
     def failure(self) -> str:
-        """Why no token may follow though the answer is not complete; empty if some may."""
+        """Why no token may follow an incomplete answer; empty if some may."""
 
     def fill(self, mask: NDArray[np.int32]) -> None:
         """Set bit `i % 32` of word `i // 32` for each token i that may follow, and clear the others."""
 
     def accept(self, token_id: int) -> bool:
-        """Advance by one token; False if it may not follow, and then the state is void."""
+        """Advance by one token; False: it may not follow, and the state is invalid from now on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

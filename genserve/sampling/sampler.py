@@ -1,6 +1,7 @@
 """Sampler: rows of logits to token ids and log-probabilities; pure.
 
-Greedy rows, and draws by temperature, top-k, top-p and min-p, take one call of `sample_logits` together.
+Greedy rows, and draws by temperature, top-k, top-p and min-p, take one call of `sample_logits`
+(kernels/src/sampling.hpp); torch_sampler.py draws on a GPU, staged_sampler.py with other stages or orders.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genserve.completion import TokenLogprob
-from genserve.kernels.logits import SAMPLING_RULE, sample_logits, scan_logits
+from genserve.kernels.sampling_kernels import SAMPLING_RULE, sample_logits, scan_logits
 from genserve.sampling.logits_edits import (
     FloatArray,
     LogitsArray,
@@ -120,12 +121,7 @@ class SamplerOutput:
 
 
 def sample_on_host(logits: FloatArray, metadata: SamplingMetadata) -> SamplerOutput:
-    """Sample one token per row.
-
-    Args:
-        logits: [R, V] float32; modified by `metadata.edits` only.
-        metadata: of these rows.
-    """
+    """Sample one token per row of logits [R, V] float32, which only `metadata.edits` modify."""
     raw = {asked.row: logits[asked.row] for asked in metadata.logprobs if not asked.processed}
     if metadata.edits is not None:
         raw = {row: values.copy() for row, values in raw.items()}
@@ -145,9 +141,7 @@ def sample_on_host(logits: FloatArray, metadata: SamplingMetadata) -> SamplerOut
         if values is None:
             values = _processed(logits[asked.row], rule=table[asked.row], found=sampled[asked.row])
         token_id = int(token_ids[asked.row])
-        logprobs.append(
-            token_logprob(values, token_id, num_top=asked.num_top, token_ids=asked.token_ids)
-        )
+        logprobs.append(token_logprob(values, token_id, num_top=asked.num_top, token_ids=asked.token_ids))
     return SamplerOutput(token_ids=token_ids, finite=finite, logprobs=tuple(logprobs))
 
 

@@ -150,7 +150,7 @@ class TemplateFailed(Exception):
 
 
 class TemplateExceeded(TemplateFailed):
-    """It exceeded its limit on time, memory or output; or its process died, or sent an invalid answer."""
+    """The template exceeded a limit on time, memory or output; or its process died or answered nonsense."""
 
 
 class ChatRefused(Exception):
@@ -164,9 +164,9 @@ class NotSerializable(Exception):
 class TemplateProcess:
     """Compiles a template and renders chats one by one, in a sandboxed process; safe from any thread.
 
-    The first call starts the process, and so does the next call after it ended: by `close`, because a
-    template exceeded its limits, or by itself. It outlives neither this object nor its process, because it
-    ends with its input, or when its CPU time is used up.
+    The first call starts the process, and so does the first one after the process has ended: after `close`,
+    after an exceeded limit, or by itself. The process ends with its input, so it outlives neither this
+    object nor the server.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ __all__ = ["Spellings", "TokenTexts", "Tokenizer"]
 logger = logging.getLogger(__name__)
 
 # Code points that are not characters, so that no message and no template contains them. The mark is part of
-# the names of renamed special tokens. Surrogates stand in for special tokens that a message has as text; the
+# the names of renamed special tokens. Surrogates replace the names of special tokens in messages; the
 # last but one marks the ends of messages, the last belongs to `chat_template.py`.
 MARK = "\ufdd0"
 SURROGATES = range(0xD800, 0xDFFE)
@@ -41,7 +41,7 @@ _IN_USE: WeakValueDictionary[tuple[object, ...], Tokenizer] = WeakValueDictionar
 class Tokenizer:
     """The tokenizer of one model; immutable, so safe from any thread.
 
-    It uses only the batch calls of `tokenizers`, because they release the GIL. Long texts take long even so:
+    It uses only the batch calls of `tokenizers`, because they release the GIL. Long texts still take long:
     call `encode` and `encode_chat` off the event loop.
 
     Attributes:
@@ -89,7 +89,7 @@ class Tokenizer:
         return bool(self._backend.get_vocab() == other._backend.get_vocab())
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a prompt, in which the names of special tokens stand for these tokens.
+        """The ids of a prompt; the names of special tokens in it are encoded as these tokens.
 
         Args:
             text: any length.
@@ -112,7 +112,7 @@ class Tokenizer:
         are special if tokenizer.json says so; `<think>` and the like usually are not.)
 
         Raises:
-            InvalidRequest: there is no template, it refuses the messages, or a message is not valid Unicode.
+            InvalidRequest: no template, it refuses the messages, or a message is not valid Unicode.
             ModelFailed: the template or the tokenizer is broken.
         """
         if self.chat_template is None:
@@ -143,7 +143,7 @@ class Tokenizer:
             InvalidRequest: as `encode_chat`.
             ModelFailed: as `encode_chat`.
         """
-        assert self.chat_template is not None  # or there is no prompt
+        assert self.chat_template is not None  # without one there is no prompt
 
         # Rendered with marks where messages end. Tags are broken up, since a template may drop a mark.
         broken = START[0] + _END_OF_MESSAGE + START[1:]
@@ -211,7 +211,7 @@ class Tokenizer:
         return self._backend.id_to_token(token_id) is None
 
     def is_byte_fallback(self, token_id: int) -> bool:
-        """Whether the token stands for one byte (`<0x0A>`) and is decoded with the bytes around it."""
+        """Whether the token is one byte (`<0x0A>`), which is decoded together with the bytes around it."""
         return token_id in self._byte_fallback
 
     def _encode(self, texts: Sequence[str], *, add_special_tokens: bool = False) -> list[list[int]]:
@@ -225,7 +225,7 @@ class Tokenizer:
             return self._encode([prompt])[0]
         if MARK in prompt:
             raise InvalidRequest(
-                "the messages contain the name of a special token and U+FDD0, which is not a character",
+                "the messages contain the noncharacter U+FDD0 together with the name of a special token",
                 field="messages",
             )
         renamed = self._special_text.sub(lambda match: self._renamed_specials.names[match[0]], prompt)
@@ -301,7 +301,7 @@ class RenamedSpecials:
         return str(self._backend.to_str())
 
     def _rename_words(self, model: dict[str, Any]) -> None:
-        """Rename special tokens that are also words of the model, which could find them in a text."""
+        """Rename special tokens that are also ordinary vocabulary, which would match them in a text."""
         words = model["vocab"]
         if isinstance(words, dict):
             model["vocab"] = {self._renamed(word): token_id for word, token_id in words.items()}
@@ -333,8 +333,7 @@ class Spellings:
     """Finds the token sequences that can contain a text, for banned words and DRY's sequence breakers.
 
     The text may begin and end within a token. If it takes several, the tokens after the first are the
-    tokenizer's encoding of the rest. Searches the whole vocabulary, and caches the latest texts. Safe from
-    any thread.
+    tokenizer's encoding of the rest. Scans the vocabulary, and caches the latest texts. Safe from any thread.
     """
 
     def __init__(self, tokenizer: TokenTexts) -> None:
@@ -363,9 +362,7 @@ class Spellings:
             if text in token_text:
                 yield [token_id]
             elif token_text.endswith(tuple(starts)):
-                yield from (
-                    [token_id, *rest] for start, rest in rests.items() if token_text.endswith(start)
-                )
+                yield from ([token_id, *rest] for start, rest in rests.items() if token_text.endswith(start))
 
 
 @contextmanager

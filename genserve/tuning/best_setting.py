@@ -18,7 +18,7 @@ class Objective(StrEnum):
     """The quantity to optimise."""
 
     THROUGHPUT = "throughput"   # tokens per second of all sequences together
-    LATENCY = "latency"         # the time between tokens of a sequence that is alone
+    LATENCY = "latency"         # the time between tokens of a single sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ def eligible(
     Args:
         measurements: of any graphs.
         agreements: top-1 agreement of each graph with its source, from 0 to 1, where it is known.
-        least: the least agreement. The current graph, and those of unknown agreement, are always eligible.
+        least: the required agreement. The current graph, and those of unknown agreement, are always eligible.
         current: the setting in the config.
     """
     return [

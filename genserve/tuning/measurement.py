@@ -1,4 +1,4 @@
-"""Measurement: runs a logits stage with each setting in turn, as a server would, and times its steps."""
+"""Measurement: runs a logits stage with each setting in turn, as a server does, and times its steps."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from genserve.tuning.search_space import SearchSpace, Setting, with_setting
 
 __all__ = ["Measurement", "Sample", "Samples", "take_samples"]
 
+_NUM_STEPS = 3      # per sample, after a warmup step that binds buffers and allocates memory
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
@@ -27,7 +29,7 @@ class Sample:
     context: int                    # tokens in the KV cache of each sequence
     steps_s: tuple[float, ...]
     cpu_s: float                    # CPU time of the thread, for all steps together
-    token_bytes: int                # of the KV cache, per token of a sequence; 0: there is no cache
+    token_bytes: int                # of the KV cache, per token of a sequence; 0: no cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,9 +88,6 @@ class Samples:
             for setting, by_context in self._steps_s.items()
             if by_context.keys() == contexts
         ]
-
-
-_NUM_STEPS = 3      # per sample, after a warmup step that binds buffers and allocates memory
 
 
 def take_samples(

@@ -1,4 +1,4 @@
-"""Tuned model: the stages of a model that is tuned, and their configs with what was chosen."""
+"""Tuned model: the stages of a model, and their configs with the chosen settings."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def find_model(name: str, *, repository: Path) -> TunedModel:
     """Find a model to tune, by its own name or that of its logits stage.
 
     Raises:
-        ModelNotFound: there is no such model.
+        ModelNotFound: no such model.
         RepositoryError: the folder does not exist, or the model is not a text model or has an error.
     """
     entries = scan([repository])
@@ -162,7 +162,7 @@ def _read(path: Path) -> str:
     try:
         return path.read_bytes().decode("utf-8")    # bytes, to keep its line ends
     except (OSError, UnicodeDecodeError) as error:
-        raise RepositoryError(f"{path} cannot be read: {error}", remedy="is it still there?") from error
+        raise RepositoryError(f"{path} cannot be read: {error}", remedy="check that it exists") from error
 
 
 def _write(path: Path, text: str) -> None:

@@ -11,7 +11,7 @@ from genserve.completion import Completion, Delta
 
 
 class BlockingStream:
-    """An AsyncStream, driven by a loop of its own."""
+    """An AsyncStream on its own event loop."""
 
     def __init__(self, runner: asyncio.Runner, stream: AsyncStream) -> None:
         self._runner = runner
@@ -51,7 +51,7 @@ class BlockingStream:
 
 
 class BlockingClient:
-    """An AsyncClient, driven by a loop of its own."""
+    """An AsyncClient on its own event loop."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._runner = asyncio.Runner()

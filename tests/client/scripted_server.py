@@ -15,14 +15,14 @@ PATIENCE_S = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """What is sent for one request; the connection is closed after it."""
+    """The bytes sent for one request; the connection is closed after them."""
 
     body: bytes = b""
     status: int = 200
     headers: dict[str, str] = field(default_factory=dict)
     is_cut: bool = False            # close before the body that was announced is complete
     stays_open: bool = False        # say nothing more, until the client leaves
-    no_answer: bool = False         # close at once
+    no_answer: bool = False         # close immediately
 
 
 @dataclass(frozen=True, kw_only=True)

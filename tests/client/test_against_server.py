@@ -144,9 +144,7 @@ def test_the_models_are_those_of_the_repository(client: Any, llm: LLM) -> None:
     assert client.models() == [llm.model]
 
 
-@pytest.mark.parametrize(
-    "options", [{"prompt_logprobs": 0}, {"logprobs": True, "logprob_token_ids": [3]}]
-)
+@pytest.mark.parametrize("options", [{"prompt_logprobs": 0}, {"logprobs": True, "logprob_token_ids": [3]}])
 def test_an_option_without_a_field_in_tgis_dialect_is_refused(client: Any, options: SamplingOptions) -> None:
     for ask in (client.generate, client.stream):
         with pytest.raises(InvalidRequest) as refused:

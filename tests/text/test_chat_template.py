@@ -123,7 +123,7 @@ def test_a_chat_renders_as_transformers_renders_it(name: str, chat: str) -> None
 
 @pytest.mark.parametrize("chat", CHATS)
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_without_a_generation_prompt_as_well(name: str, chat: str) -> None:
+def test_a_chat_renders_without_a_generation_prompt(name: str, chat: str) -> None:
     rendered = template(TEMPLATES[name]).render(messages(chat, add_generation_prompt=False))
     assert rendered == reference(TEMPLATES[name], chat, add_generation_prompt=False)
 
