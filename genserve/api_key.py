@@ -6,8 +6,6 @@ import hmac
 
 from genserve.errors import InvalidRequest
 
-__all__ = ["bearer", "is_bearer"]
-
 
 def bearer(api_key: str) -> str:
     """Return the value of the header `Authorization`.

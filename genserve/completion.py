@@ -11,20 +11,6 @@ from typing import Protocol, Self, TypeAlias
 
 from genserve.errors import StreamBroken
 
-__all__ = [
-    "Completion",
-    "Delta",
-    "FinishReason",
-    "StopReason",
-    "Stream",
-    "TokenLogprob",
-    "TopTokens",
-    "Usage",
-    "join_choices",
-    "join_deltas",
-    "likeliest",
-]
-
 # The stop string, the id out of `stop_token_ids`, or the name of another stop rule.
 StopReason: TypeAlias = str | int
 # Ids of the likeliest tokens with their log-probabilities (natural logarithm), the likeliest first.

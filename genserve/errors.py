@@ -26,31 +26,6 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import ClassVar
 
-__all__ = [
-    "SEE_LOG",
-    "Closed",
-    "ConfigError",
-    "ContextLengthExceeded",
-    "ExportError",
-    "Forbidden",
-    "GenserveError",
-    "InferenceError",
-    "InvalidRequest",
-    "MissingDependency",
-    "ModelFailed",
-    "ModelNotFound",
-    "ModelNotReady",
-    "Overloaded",
-    "RepositoryError",
-    "Status",
-    "StreamBroken",
-    "Unauthenticated",
-    "Unreachable",
-    "UnsupportedMediaType",
-    "require",
-    "status_of",
-]
-
 # The remedy of a failure whose cause is not shown to clients: it may hold paths, or the output of a program.
 SEE_LOG = "the server's log has the reason"
 

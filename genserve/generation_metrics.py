@@ -16,8 +16,6 @@ from prometheus_client.registry import Collector
 
 from genserve.completion import FinishReason
 
-__all__ = ["GenerationMetrics", "Metrics", "bare_family"]
-
 C = TypeVar("C", bound=Collector)
 
 _PREFIX = "genserve_"

@@ -14,20 +14,6 @@ from genserve.errors import Closed, GenserveError, InferenceError, Status
 from genserve.tensor import Tensor
 from genserve.tracing import Span
 
-__all__ = [
-    "CURRENT_EXECUTOR",
-    "Backlog",
-    "Executor",
-    "Inference",
-    "InferenceRequest",
-    "InferenceResponse",
-    "InferenceServer",
-    "OnResponse",
-    "Parameter",
-    "RequestFlags",
-    "with_request_id",
-]
-
 Parameter: TypeAlias = bool | int | float | str
 
 

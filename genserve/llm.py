@@ -14,9 +14,8 @@ from genserve.generation.delta_streams import DeltaStream
 from genserve.generation.engine_request import TokenSequence
 from genserve.prompt import COMPLETION_TOKENS, Messages, Prompt, Prompts, read_chat, read_prompts
 from genserve.repository.repository import Repository
-from genserve.sampling.sampling_params import SamplingOptions, SamplingParams, sampling_params
-
-__all__ = ["LLM"]
+from genserve.sampling.sampling_options import SamplingOptions
+from genserve.sampling.sampling_params import SamplingParams, sampling_params
 
 
 class LLM:

@@ -15,18 +15,6 @@ from typing import Protocol
 
 from genserve.errors import GenserveError
 
-__all__ = [
-    "CURRENT_REQUEST",
-    "LOG_FORMATS",
-    "FloodFilter",
-    "LineFormatter",
-    "LoggedRequest",
-    "escaped",
-    "fail_request",
-    "open_log",
-    "quoted",
-]
-
 # The format of a line and of its time, by Triton's names.
 LOG_FORMATS = {
     "default": ("%(asctime)s %(levelname)s %(name)s: %(message)s", None),

@@ -8,20 +8,6 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from genserve.errors import InvalidRequest, require
 
-__all__ = [
-    "COMPLETION_TOKENS",
-    "MAX_CHAT_MESSAGES",
-    "Chat",
-    "Message",
-    "Messages",
-    "Prompt",
-    "Prompts",
-    "Role",
-    "read_chat",
-    "read_messages",
-    "read_prompts",
-]
-
 Role = Literal["system", "user", "assistant"]
 
 COMPLETION_TOKENS = 16      # the default `max_tokens` of `/v1/completions` and `complete`

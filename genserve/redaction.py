@@ -18,8 +18,6 @@ from typing import TypeVar
 
 from genserve.errors import GenserveError
 
-__all__ = ["redact_repositories", "redacted_error", "redacted_text"]
-
 logger = logging.getLogger(__name__)
 
 _Error = TypeVar("_Error", bound=GenserveError)

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["Flag", "ServerSettings"]
-
 # The headings of `genserve serve --help`.
 _MODELS, _PORTS, _GRPC, _ACCESS, _CLIENTS, _LOG = (
     "Models", "Ports", "Connections of gRPC", "Access", "Clients", "Log",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-__all__ = ["compatible", "fits", "reshape", "shape_text"]
-
 
 def shape_text(shape: Iterable[int]) -> str:
     """Return a shape as Triton writes it: `[-1,3]`."""

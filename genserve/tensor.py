@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 
 from genserve.errors import InvalidRequest
 
-__all__ = ["DataType", "Tensor"]
-
 _CPU = 1  # kDLCPU of dlpack.h
 
 

@@ -19,8 +19,6 @@ import orjson
 
 from genserve.tensor import DataType, Tensor
 
-__all__ = ["Span", "Trace", "TraceFile"]
-
 logger = logging.getLogger(__name__)
 
 # Traces that may wait for the disk; further ones are lost.

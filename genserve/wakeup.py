@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import select
 
-__all__ = ["Wakeup"]
-
 
 class Wakeup:
     """Each `notify` ends one `wait`, before or after it. Any thread notifies, one waits.

@@ -24,14 +24,6 @@ from genserve.inference import Inference, InferenceResponse
 from genserve.shapes import fits
 from genserve.tensor import DataType, Tensor
 
-__all__ = [
-    "BatchRunner",
-    "Network",
-    "NetworkBackend",
-    "NetworkVersion",
-    "RunFunction",
-]
-
 logger = logging.getLogger(__name__)
 
 Shape = tuple[int, ...]

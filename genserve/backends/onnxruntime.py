@@ -26,8 +26,6 @@ from genserve.config.model_config import ModelConfig
 from genserve.errors import InferenceError, Status
 from genserve.tensor import DataType, Tensor
 
-__all__ = ["OnnxGraph", "OnnxRuntimeBackend", "open_graph"]
-
 logger = logging.getLogger(__name__)
 
 _ONNX_BFLOAT16 = 16     # of TensorProto.DataType

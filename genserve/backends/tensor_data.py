@@ -11,8 +11,6 @@ import numpy as np
 from genserve.errors import InferenceError, InvalidRequest, RepositoryError, Status
 from genserve.tensor import DataType, Tensor
 
-__all__ = ["decode_strings", "read_tensor", "string_tensor"]
-
 
 def decode_strings(tensor: Tensor) -> list[str]:
     """Return the elements of a BYTES tensor, row-major, as str.

@@ -17,8 +17,6 @@ from genserve.inference import Inference, InferenceRequest, InferenceResponse, w
 from genserve.shapes import reshape
 from genserve.tensor import DataType, Tensor
 
-__all__ = ["WarmupBatch", "run_warmups", "warmup_batches"]
-
 _FOLDER = "warmup"
 _MAX_ITERATIONS = 1000  # of an iterative request, which is then ended
 

@@ -12,9 +12,7 @@ from genserve.cli.console import make_console, write_text
 from genserve.cli.model_access import OpenedModel
 from genserve.completion import FinishReason, Stream, Usage
 from genserve.prompt import Message
-from genserve.sampling.sampling_params import SamplingOptions
-
-__all__ = ["ChatSession", "Conversation", "Exchange", "PrintedAnswer", "print_answer"]
+from genserve.sampling.sampling_options import SamplingOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

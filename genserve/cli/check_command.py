@@ -14,8 +14,6 @@ from genserve.cli.flags import DEFAULT_REPOSITORY, ModelRepositories
 if TYPE_CHECKING:
     from genserve.config.diagnostics import Diagnostic
 
-__all__ = ["check"]
-
 
 def check(
     repository: Annotated[

@@ -10,26 +10,8 @@ from typing import Annotated, Literal, cast
 import typer
 
 from genserve.errors import InvalidRequest
-from genserve.sampling.sampling_params import SamplingOptions, sampling_params
-
-__all__ = [
-    "DEFAULT_REPOSITORY",
-    "Beside",
-    "FileFormat",
-    "KvCache",
-    "MaxTokens",
-    "ModelArgument",
-    "ModelRepositories",
-    "ModelRepository",
-    "Overwrite",
-    "Precision",
-    "Seed",
-    "Set",
-    "Temperature",
-    "Url",
-    "read_value",
-    "with_assignments",
-]
+from genserve.sampling.sampling_options import SamplingOptions
+from genserve.sampling.sampling_params import sampling_params
 
 DEFAULT_REPOSITORY = Path("model_repository")
 

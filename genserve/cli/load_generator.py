@@ -24,8 +24,6 @@ from typing import Any
 from genserve.api_key import bearer
 from genserve.errors import StreamBroken, Unreachable
 
-__all__ = ["APIS", "Load", "LoadResult", "percentile", "random_prompts", "run_load"]
-
 # An event with text; the first event has only a role, and the last one only the usage.
 _TEXT = re.compile(rb'^data:.*?"(?:(?:reasoning_)?content|text)": ?"(?!")', re.MULTILINE)
 _PROMPT_TOKENS = re.compile(rb'"(?:prompt_tokens|input_length)": ?(\d+)')

@@ -12,21 +12,12 @@ from genserve.cli.flags import DEFAULT_REPOSITORY
 from genserve.completion import Stream
 from genserve.errors import ModelNotFound, RepositoryError
 from genserve.prompt import Message
-from genserve.sampling.sampling_params import SamplingOptions
+from genserve.sampling.sampling_options import SamplingOptions
 
 if TYPE_CHECKING:
     from genserve.client import Client
     from genserve.repository.index import ModelEntry
 
-__all__ = [
-    "LocalModel",
-    "OpenedModel",
-    "TextGenerator",
-    "choose_model",
-    "choose_remote",
-    "local_models",
-    "open_model",
-]
 
 _DEFAULT_MODEL = "smollm2"
 

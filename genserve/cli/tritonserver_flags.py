@@ -11,8 +11,6 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperOption
 
-__all__ = ["REFUSED_FLAGS", "RefusedFlag", "TritonserverCommand"]
-
 _TRUE, _FALSE = frozenset({"true", "1", "yes", "on"}), frozenset({"false", "0", "no", "off"})
 
 

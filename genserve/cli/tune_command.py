@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from genserve.tuning.search_space import SearchSpace, Setting
     from genserve.tuning.tuned_model import TunedModel
 
-__all__ = ["tune"]
 
 _MAX_STOLEN_SHARE = 0.1     # with more, the times depend more on other programs than on the model
 

@@ -15,18 +15,6 @@ from genserve.errors import InvalidRequest
 from genserve.prompt import Messages, Prompts, read_chat, read_prompts
 from genserve.sampling.sampling_params import SamplingParams, sampling_params
 
-__all__ = [
-    "ApiCall",
-    "ApiRequest",
-    "StreamingApiCall",
-    "chat",
-    "chat_stream",
-    "complete",
-    "generate",
-    "generate_stream",
-    "models",
-]
-
 Answer = TypeVar("Answer")
 
 

@@ -16,9 +16,7 @@ from genserve.client.connection import LIMITS, connection, retry_wait_s
 from genserve.completion import Completion, Delta, Stream, join_deltas
 from genserve.errors import GenserveError
 from genserve.prompt import Messages, Prompts
-from genserve.sampling.sampling_params import SamplingOptions
-
-__all__ = ["AsyncClient", "AsyncStream", "Client", "OpeningStream"]
+from genserve.sampling.sampling_options import SamplingOptions
 
 Answer = TypeVar("Answer")
 

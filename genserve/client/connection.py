@@ -12,8 +12,6 @@ from genserve.client.api_calls import ApiRequest
 from genserve.errors import GenserveError, InvalidRequest, ModelNotReady, Overloaded, Unreachable
 from genserve.version import __version__
 
-__all__ = ["LIMITS", "Connection", "connection", "retry_wait_s"]
-
 _FIRST_WAIT_S = 0.5
 _LONGEST_WAIT_S = 60.0      # for a longer Retry-After the client gives up
 _NEVER_ARRIVED = (httpx2.NetworkError, httpx2.RemoteProtocolError, httpx2.ConnectTimeout)

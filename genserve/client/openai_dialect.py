@@ -15,18 +15,6 @@ from genserve.completion import Completion, Delta, FinishReason, StopReason, Tok
 from genserve.prompt import Chat
 from genserve.sampling.sampling_params import SamplingParams
 
-__all__ = [
-    "ChatChunks",
-    "chat_body",
-    "completions_body",
-    "finish_reason_of",
-    "read_completion",
-    "read_completions",
-    "read_logprob",
-    "read_prompt_logprobs",
-    "token_id_of",
-]
-
 _PREFIX = "token_id:"
 
 

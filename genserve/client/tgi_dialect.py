@@ -13,8 +13,6 @@ from genserve.client.openai_dialect import read_logprob
 from genserve.completion import Completion, Delta, FinishReason, TopTokens, Usage
 from genserve.sampling.sampling_params import DRAW_PARAMETERS, PARAMETERS, SamplingParams
 
-__all__ = ["GenerateEvents", "read_completion", "request_body"]
-
 
 def request_body(prompt: str, *, model: str | None, params: SamplingParams) -> dict[str, Any]:
     """Return the body of either route, without disabled parameters: TGI has no value for "disabled"."""

@@ -8,8 +8,6 @@ from typing import Any
 from genserve.config.diagnostics import Diagnostic, ValidationContext
 from genserve.config.schema import enum_name
 
-__all__ = ["validate_sequences"]
-
 _VALUES = ("int32_false_true", "fp32_false_true", "bool_false_true")
 _CORRID = "CONTROL_SEQUENCE_CORRID"
 _CORRID_TYPES = ("TYPE_UINT64", "TYPE_INT64", "TYPE_UINT32", "TYPE_INT32", "TYPE_STRING")

@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 
 from genserve.errors import ExportError
 
-__all__ = ["Checkpoint", "FloatArray"]
-
 FloatArray = NDArray[np.float32]
 
 

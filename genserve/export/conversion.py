@@ -31,8 +31,6 @@ from genserve.export.smoothquant import is_smoothable, smooth
 from genserve.export.source_model import Reference, run_source
 from genserve.export.traced import TracedConversion
 
-__all__ = ["Conversion", "convert", "write_model"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -9,8 +9,6 @@ import numpy as np
 
 from genserve.export.checkpoint import FloatArray
 
-__all__ = ["Activation", "Attention", "Decoder", "Dimensions", "Rotary", "alibi_slopes"]
-
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
 

@@ -35,8 +35,6 @@ from genserve.export.decoder_weights import DecoderWeights
 from genserve.export.layers import Layers, Linear, LinearKind, Norm
 from genserve.export.onnx_graph import Dims, OnnxGraphBuilder
 
-__all__ = ["has_function", "paged_attention_function", "write_decoder"]
-
 _ATTENTION_INPUTS = (
     "query", "key_cache", "value_cache", "cumulative_sequence_length", "past_seqlens", "block_table",
     "cos_cache", "sin_cache", "q_norm_weight", "k_norm_weight", "alibi_slopes", "key_scales", "value_scales",

@@ -16,8 +16,6 @@ from genserve.export.decoder import Attention, Decoder, Rotary, alibi_slopes
 from genserve.export.decoder_weights import DecoderWeights
 from genserve.export.export_options import Precision
 
-__all__ = ["DecoderModule", "write_torchscript"]
-
 _TYPES = {"fp32": torch.float32, "fp16": torch.float16}
 
 

@@ -30,22 +30,6 @@ import numpy as np
 from genserve.export.checkpoint import Checkpoint, FloatArray
 from genserve.export.decoder import Decoder
 
-__all__ = [
-    "DecoderWeights",
-    "PackedTensor",
-    "TensorMap",
-    "Unpack",
-    "add_one",
-    "half",
-    "interleaved",
-    "packed",
-    "skip_rows",
-    "stacked",
-    "tensor_sources",
-    "transposed",
-    "transposed_stack",
-]
-
 # Turns a tensor of the checkpoint into that of a role: a weight [outputs, inputs], or a bias [outputs].
 Unpack = Callable[[FloatArray, Decoder], FloatArray]
 _Projection = Literal["query", "key", "value"]

@@ -9,16 +9,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Literal, Protocol
 
-__all__ = [
-    "CacheType",
-    "ExportFormat",
-    "ExportReport",
-    "FileFormat",
-    "Precision",
-    "Progress",
-    "SilentProgress",
-]
-
 Precision = Literal["int8", "int4", "fp16", "fp32"]
 CacheType = Literal["float", "int8"]            # of the KV cache; float: fp16, of an fp32 export fp32
 FileFormat = Literal["onnx", "torchscript"]     # of the logits model, as the user requests it

@@ -17,8 +17,6 @@ from genserve.export.export_options import (
 )
 from genserve.export.model_folders import ModelFolders
 
-__all__ = ["export_model"]
-
 
 def export_model(
     source: str,

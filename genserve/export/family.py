@@ -18,8 +18,6 @@ from genserve.export.checkpoint import Checkpoint
 from genserve.export.decoder import Activation, Decoder, Rotary
 from genserve.export.decoder_weights import DecoderWeights, TensorMap
 
-__all__ = ["Family", "Unsupported", "read_activation", "read_rotary", "require", "rotary_limit"]
-
 # By the names in transformers.
 _ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     {

@@ -18,8 +18,6 @@ from genserve.export.checkpoint import Checkpoint, FloatArray
 from genserve.export.decoder_weights import tensor_sources
 from genserve.export.gguf_tokenizer import tokenizer_files
 
-__all__ = ["DIALECTS", "Dialect", "read_gguf"]
-
 _LLAMA_FIELDS = {
     "max_position_embeddings": "context_length",
     "hidden_size": "embedding_length",

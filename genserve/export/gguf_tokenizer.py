@@ -11,8 +11,6 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from genserve.errors import ExportError
 
-__all__ = ["tokenizer_files"]
-
 _BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
 
 

@@ -18,8 +18,6 @@ from genserve.export.onnx_graph import OnnxGraphBuilder
 from genserve.export.precision import QuantizationScheme
 from genserve.kernels.packing import BLOCKS, Quantized, WeightFormat, pack_float32, pack_quantized, quantize
 
-__all__ = ["FusedLayers", "Layers", "Linear", "LinearKind", "Norm", "StandardLayers"]
-
 LinearKind = Literal["normed", "inner", "head"]   # the field of `QuantizationScheme` for the weight
 
 _ROWS = 1024    # that are quantized together

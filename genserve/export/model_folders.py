@@ -16,8 +16,6 @@ from pathlib import Path
 from genserve.errors import ExportError
 from genserve.export.export_options import ExportFormat
 
-__all__ = ["ModelFolders", "install", "install_beside", "staging_folder", "writing_into"]
-
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 _NO_SPACE = "free some space, or choose a folder on another disk"

@@ -11,8 +11,6 @@ import onnx
 from numpy.typing import DTypeLike, NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-__all__ = ["DATA_FILE", "MODEL_FILE", "Dims", "OnnxGraphBuilder"]
-
 MODEL_FILE = "model.onnx"
 DATA_FILE = "model.onnx.data"
 

@@ -13,8 +13,6 @@ from genserve.errors import ExportError
 from genserve.export.export_options import CacheType, ExportFormat, Precision
 from genserve.kernels.packing import WeightFormat
 
-__all__ = ["SCHEMES", "QuantizationScheme", "cache_dtype", "require_cache", "resolve_precision"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizationScheme:

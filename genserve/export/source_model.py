@@ -27,8 +27,6 @@ from genserve.export.checkpoint import Checkpoint, FloatArray
 from genserve.prompt import Chat, Message
 from genserve.text.tokenizer import Tokenizer
 
-__all__ = ["Reference", "read_text", "run_source", "source_model"]
-
 _TEXTS = Path(__file__).parent / "texts"
 _MAX_LENGTH = 256  # tokens of a row
 _MAX_ROWS = 8      # of each text

@@ -26,8 +26,6 @@ from genserve.export.model_folders import ModelFolders
 from genserve.export.source_model import Reference, source_model
 from genserve.textmodel.runtimes.growing_logits import GrowingLogits
 
-__all__ = ["TracedConversion"]
-
 _DEFAULT_CONTEXT = 2048  # tokens, for configs that state none
 
 

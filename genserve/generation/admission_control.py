@@ -9,8 +9,6 @@ from enum import StrEnum
 from genserve.errors import Overloaded
 from genserve.generation_metrics import GenerationMetrics
 
-__all__ = ["AdmissionControl", "QueueLimits", "RejectionReason"]
-
 _MAX_RETRY_AFTER_S = 60.0       # the official clients do not wait longer
 _MIN_RETRY_AFTER_S = 0.1
 _UNKNOWN_RETRY_AFTER_S = 1.0    # as long as the throughput is not known

@@ -24,11 +24,8 @@ from genserve.generation.beam_rules import (
 )
 from genserve.generation.delta_builder import AnswerText
 from genserve.generation.engine_request import BeamReorder, LogitsConsumer, Request, TokenSequence
-from genserve.generation.logits_model import FloatArray
-from genserve.sampling.logits_edits import apply_edits, join_edits
+from genserve.sampling.logits_edits import FloatArray, apply_edits, join_edits
 from genserve.sampling.sampler import token_logprob
-
-__all__ = ["Beam", "BeamSearch", "BeamText"]
 
 # Score of a beam that takes the place of a missing one, if the logits processors leave too few candidates.
 _SPARE = -np.inf

@@ -9,8 +9,6 @@ from typing import Protocol
 from genserve.completion import Delta, FinishReason, StopReason, TokenLogprob, TopTokens, Usage
 from genserve.sampling.sampling_params import SamplingParams
 
-__all__ = ["AnswerText", "DeltaBuilder"]
-
 
 class AnswerText(Protocol):
     """The text of an answer as it grows: whole characters, never past the stop that ends it."""

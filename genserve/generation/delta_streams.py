@@ -17,8 +17,6 @@ from genserve.errors import GenserveError
 from genserve.generation.engine_request import TokenSequence
 from genserve.generation.request_inbox import RequestInbox, RequestOutput, Reservation
 
-__all__ = ["AsyncDeltaStream", "DeltaStream", "EventLoopSink"]
-
 
 class DeltaStream:
     """An iterator over the deltas of one request, for one ordinary thread.

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from genserve.errors import SEE_LOG, GenserveError, ModelFailed
 from genserve.generation.engine_request import LogitsRequest, Request, TokenSequence
 from genserve.generation.kv_cache_manager import KVCacheManager
-from genserve.generation.logits_model import LogitsArray, LogitsModel
+from genserve.generation.logits_model import LogitsModel
 from genserve.generation.model_runner import ModelRunner
 from genserve.generation.output_processor import DecodeFunction, DecodingLoops, OutputProcessor, StepOutputs
 from genserve.generation.scheduler import Scheduler, SchedulerOutput
 from genserve.generation.speculation import Speculation
-
-__all__ = ["Engine", "PausedLoops", "StepResult"]
+from genserve.sampling.logits_edits import LogitsArray
 
 logger = logging.getLogger(__name__)
 

@@ -15,24 +15,12 @@ import numpy as np
 from genserve.completion import Delta, FinishReason, StopReason, TokenLogprob
 from genserve.errors import ContextLengthExceeded, GenserveError, InvalidRequest, ModelFailed
 from genserve.generation.delta_builder import AnswerText, DeltaBuilder
-from genserve.generation.logits_model import LogitsArray, TokenArray
 from genserve.generation.sequence_plugins import SequencePlugins
 from genserve.sampling.batch_sampler import SamplingState
-from genserve.sampling.logits_edits import StructuredOutputGrammar
+from genserve.sampling.logits_edits import LogitsArray, StructuredOutputGrammar, TokenArray
 from genserve.sampling.logits_processors import TokenizedParams
 from genserve.sampling.sampler import token_logprob
 from genserve.sampling.sampling_params import SamplingParams
-
-__all__ = [
-    "Awaited",
-    "BeamReorder",
-    "LogitsConsumer",
-    "LogitsRequest",
-    "Request",
-    "SequenceSearch",
-    "TokenSequence",
-]
-
 
 _CHECK_FINISHED = "check `sequence.finished` before each append"
 _KEEP_GRAMMAR = "append only tokens of sequence.sample(), and do not undo the grammar in a logits processor"

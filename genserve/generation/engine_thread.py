@@ -13,11 +13,9 @@ from genserve.errors import Closed, GenserveError, ModelFailed, Overloaded
 from genserve.generation.admission_control import AdmissionControl, QueueLimits
 from genserve.generation.engine import Engine, StepResult
 from genserve.generation.engine_request import LogitsRequest, Request, TokenSequence
-from genserve.generation.logits_model import LogitsArray
 from genserve.generation.request_inbox import OutputSink, RequestInbox, RequestOutput, RequestState
 from genserve.generation_metrics import GenerationMetrics
-
-__all__ = ["EngineThread"]
+from genserve.sampling.logits_edits import LogitsArray
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,6 @@ from itertools import chain
 from genserve.generation.engine_request import Request
 from genserve.generation.prefix_cache import PrefixCache, block_key, root_key
 
-__all__ = ["BlockTable", "KVCacheManager"]
-
 
 class BlockTable:
     """The blocks of one request.

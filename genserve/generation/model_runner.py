@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from genserve.generation.kv_cache_manager import BlockTable, KVCacheManager
-from genserve.generation.logits_model import ForwardBatch, LogitsArray, LogitsModel, TokenArray
+from genserve.generation.logits_model import ForwardBatch, LogitsModel
 from genserve.generation.scheduler import SchedulerOutput
-
-__all__ = ["ModelRunner"]
+from genserve.sampling.logits_edits import LogitsArray, TokenArray
 
 
 class ModelRunner:

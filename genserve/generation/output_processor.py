@@ -11,13 +11,11 @@ from genserve.completion import FinishReason
 from genserve.errors import SEE_LOG, GenserveError, InvalidRequest, ModelFailed
 from genserve.generation.engine_request import Awaited, LogitsRequest, Request, SequenceSearch, TokenSequence
 from genserve.generation.kv_cache_manager import KVCacheManager
-from genserve.generation.logits_model import LogitsArray, on_host
 from genserve.generation.scheduler import SchedulerOutput
 from genserve.generation.speculation import Speculation
 from genserve.sampling.batch_sampler import sample
+from genserve.sampling.logits_edits import LogitsArray, on_host
 from genserve.sampling.sampler import select_rows
-
-__all__ = ["DecodeFunction", "DecodingLoops", "OutputProcessor", "StepOutputs"]
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,6 @@ from hashlib import blake2b
 from itertools import takewhile
 from operator import itemgetter
 
-__all__ = ["PrefixCache", "block_key", "root_key"]
-
 _tokens_of = itemgetter(0)
 
 

@@ -13,8 +13,6 @@ from genserve.errors import Closed, GenserveError, ModelNotReady, Overloaded
 from genserve.generation.admission_control import AdmissionControl
 from genserve.generation.engine_request import LogitsRequest, Request, TokenSequence
 
-__all__ = ["Arrivals", "OutputSink", "RequestInbox", "RequestOutput", "RequestState", "Reservation"]
-
 # An error is the last output of its sequence, like a delta with a finish reason.
 RequestOutput: TypeAlias = tuple[TokenSequence, Delta | GenserveError]
 

@@ -20,8 +20,6 @@ from genserve.generation.engine_request import Request
 from genserve.generation.kv_cache_manager import KVCacheManager
 from genserve.generation.speculation import Speculation
 
-__all__ = ["Scheduler", "SchedulerOutput", "StepTimes", "divide_budget", "num_unfinished"]
-
 _NEWEST = 0.2           # weight of the last step in the moving averages of step times
 _GUESS = 15             # tokens, besides the decodes, that double a step as long as nothing is measured
 _FORGIVEN = 0.002       # share of a drafted token's time that each step without drafts takes off again,

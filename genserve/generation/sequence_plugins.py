@@ -15,21 +15,8 @@ from functools import partial
 from typing import Any, Protocol
 
 from genserve.errors import SEE_LOG, GenserveError, ModelFailed
-from genserve.generation.logits_model import LogitsArray
-from genserve.sampling.logits_edits import RowEdit
+from genserve.sampling.logits_edits import LogitsArray, RowEdit
 from genserve.sampling.sampling_params import SamplingParams
-
-__all__ = [
-    "HOOKS",
-    "LogitsProcessor",
-    "OutputParser",
-    "PluginContext",
-    "SequencePlugins",
-    "StopRule",
-    "ThinkingBudget",
-    "plugin_call",
-]
-
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,6 @@ from typing import Protocol
 from genserve.generation.engine_request import Request
 from genserve.generation.logits_model import ForwardBatch, LogitsModel
 
-__all__ = ["DraftModel", "PromptLookup", "Proposer", "Speculation"]
-
 logger = logging.getLogger(__name__)
 
 # The acceptance rate of a new sequence, as moving averages of the numbers of right and wrong tokens.

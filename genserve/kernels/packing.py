@@ -22,17 +22,6 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "BLOCKS",
-    "PANEL",
-    "Packed",
-    "Quantized",
-    "WeightFormat",
-    "pack_float32",
-    "pack_quantized",
-    "quantize",
-]
-
 PANEL = 32
 
 T = TypeVar("T", bound=np.generic)

@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 
 from genserve.kernels import instruction_set, library_path
 
-__all__ = ["SAMPLED_ROW", "SAMPLING_RULE", "LogitsScan", "sample_logits", "scan_logits"]
-
 # The sampling of one row. The draw inverts `uniform`, a number in [0, 1). top_p 1, top_k 0 and log_min_p -inf
 # keep all tokens; the temperature 0 picks the best token.
 SAMPLING_RULE = np.dtype(

@@ -27,16 +27,6 @@ from genserve.kserve.triton_parsing import (
 from genserve.repository.model_versions import ModelVersion
 from genserve.tensor import DataType, Tensor
 
-__all__ = [
-    "InferRequestBody",
-    "InferResponseBody",
-    "custom_parameter",
-    "dump",
-    "read_infer_body",
-    "read_raw_body",
-    "write_infer_response",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferRequestBody:

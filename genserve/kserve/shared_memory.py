@@ -11,8 +11,6 @@ from pathlib import Path
 from genserve.errors import InferenceError, Status
 from genserve.tensor import Tensor
 
-__all__ = ["Region", "RegionPart", "SharedMemory", "cuda_unsupported", "reject_cuda_region"]
-
 _FOLDER = Path("/dev/shm")  # the names of POSIX shared memory objects
 
 

@@ -12,8 +12,6 @@ from genserve.errors import GenserveError, InferenceError, Status
 from genserve.kserve.triton_parsing import leading_number
 from genserve.tracing import Trace, TraceFile
 
-__all__ = ["TraceSettings", "Value", "read_trace_config"]
-
 Value: TypeAlias = str | Sequence[str]
 _DEFAULTS: Mapping[str, Value] = {
     "trace_level": ["OFF"],

@@ -24,8 +24,6 @@ from genserve.repository.options import RepositoryOptions
 from genserve.repository.text_stages import role_of, text_stages
 from genserve.textmodel.logits_runtime import gpu_obstacle
 
-__all__ = ["ResolvedModel", "check_usable", "resolve_model", "with_config"]
-
 logger = logging.getLogger(__name__)
 
 _LOGITS = (Role.LOGITS, Role.LOGITS_WITHOUT_CACHE)

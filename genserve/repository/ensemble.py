@@ -22,8 +22,6 @@ from genserve.inference import (
 from genserve.inference_statistics import ModelStatistics
 from genserve.tensor import Tensor
 
-__all__ = ["Ensemble"]
-
 logger = logging.getLogger(__name__)
 
 

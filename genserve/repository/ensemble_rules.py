@@ -15,8 +15,6 @@ from genserve.repository.index import ModelEntry, all_step_models, is_decoupled,
 from genserve.repository.text_stages import text_stages
 from genserve.shapes import compatible, shape_text
 
-__all__ = ["EnsembleGraph", "TensorSignature", "ensemble_diagnostics"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSignature:

@@ -21,8 +21,6 @@ from genserve.repository.response_cache import ResponseCache
 from genserve.textmodel.text_model import TextModel
 from genserve.tracing import Span
 
-__all__ = ["IndexEntry", "ModelRuntime", "ModelState", "ModelTable", "ModelVersion"]
-
 _LOADS = itertools.count()  # part of cache keys: a reloaded model does not use old responses
 
 

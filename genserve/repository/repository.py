@@ -28,8 +28,6 @@ from genserve.repository.text_stages import stage_owners
 from genserve.schedulers.rate_limiter import RateLimiter
 from genserve.textmodel.text_model import TextModel
 
-__all__ = ["Repository"]
-
 logger = logging.getLogger(__name__)
 
 

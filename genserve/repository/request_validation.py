@@ -11,8 +11,6 @@ from genserve.inference import InferenceRequest, InferenceResponse, with_request
 from genserve.shapes import fits, reshape, shape_text
 from genserve.tensor import DataType, Tensor
 
-__all__ = ["RequestValidator", "decoupled_error"]
-
 _BATCH_NOTE = (
     "NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be prepended "
     "to each input shape. If you want to specify the full shape including the batch dim in your input dims "

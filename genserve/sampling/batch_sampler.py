@@ -32,8 +32,6 @@ from genserve.sampling.sampler import (
 from genserve.sampling.sampling_params import SamplingParams
 from genserve.sampling.staged_sampler import COLDEST, DrawStages, stages_of
 
-__all__ = ["SampledToken", "SamplingState", "sample", "sample_rows", "sampling_metadata"]
-
 
 class PluginProcessors(Protocol):
     """The logits-processor plug-ins of one sequence."""

@@ -10,22 +10,6 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "NO_EDITS",
-    "Entries",
-    "FloatArray",
-    "GrammarBitmask",
-    "LogitsArray",
-    "LogitsEdits",
-    "RowEdit",
-    "StructuredOutputGrammar",
-    "TokenArray",
-    "apply_edits",
-    "grammar_bitmask",
-    "join_edits",
-    "on_host",
-]
-
 FloatArray: TypeAlias = NDArray[np.float32]
 TokenArray: TypeAlias = NDArray[np.int64]
 # float32: a numpy array, or a torch tensor on the device of its model. Both are indexed alike and have

@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 from genserve.sampling.logits_edits import Entries, FloatArray, LogitsEdits, TokenArray
 from genserve.sampling.sampling_params import EDIT_PARAMETERS, PARAMETERS, SamplingParams
 
-__all__ = ["BuiltinLogitsProcessors", "DryBreakers", "DryPenalty", "TokenizedParams"]
-
 # Of a longer repetition only this many tokens count: it costs more than any logit is worth.
 MAX_LENGTH = 256
 MAX_PENALTY = 1e9   # rules a token out, and sums with it stay exact

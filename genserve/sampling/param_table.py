@@ -15,8 +15,6 @@ from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_typ
 
 from genserve.errors import require
 
-__all__ = ["Param", "Range", "is_number", "is_token_id", "param", "param_table", "validate"]
-
 # The table of docs/sampling.md that has the row.
 Section: TypeAlias = Literal["logits", "draw", "beams", "end", "text", "logprobs", "prompt"]
 _DEFAULT: Any = object()        # means: the default of the field

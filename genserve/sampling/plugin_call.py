@@ -8,8 +8,6 @@ from typing import Any, TypedDict
 
 from genserve.errors import InvalidRequest, require
 
-__all__ = ["PluginCall", "PluginCallOptions", "read_plugin_call", "read_plugin_calls"]
-
 MAX_PLUGIN_CALLS = 16
 MAX_NAME_CHARS = 128
 _REMEDY = 'write {"name": "...", "args": {...}}'

@@ -7,8 +7,6 @@ from dataclasses import dataclass, fields
 
 from genserve.errors import InvalidRequest, require
 
-__all__ = ["RepetitionDetection", "repetition_detection"]
-
 MAX_REPEATED_TOKENS = 4096
 
 

@@ -27,21 +27,6 @@ from genserve.sampling.logits_edits import (
 from genserve.sampling.sampling_params import SamplingParams
 from genserve.sampling.staged_sampler import NUMPY_OPS, DrawStages, apply_stages
 
-__all__ = [
-    "GREEDY_RULE",
-    "LOWEST_LOGPROB",
-    "LogprobsRequest",
-    "SamplerOutput",
-    "SamplingMetadata",
-    "SamplingRule",
-    "best_ids",
-    "sample_on_host",
-    "sampling_rule",
-    "select_rows",
-    "token_logprob",
-    "uniforms",
-]
-
 LOWEST_LOGPROB = -9999.0    # of a token that cannot be sampled, since JSON has no infinity; vLLM's figure
 # Makes a second seed of a sequence's seed, for the second number of a step.
 _SECOND_SEED = np.uint64(0xD1B54A32D192ED03)

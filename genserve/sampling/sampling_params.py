@@ -12,26 +12,7 @@ from genserve.errors import InvalidRequest, require
 from genserve.sampling.param_table import Param, Range, is_number, is_token_id, param, param_table, validate
 from genserve.sampling.plugin_call import PluginCall, read_plugin_call, read_plugin_calls
 from genserve.sampling.repetition_detection import RepetitionDetection, repetition_detection
-from genserve.sampling.sampling_options import SamplingOptions
 from genserve.sampling.structured_outputs import StructuredOutputs, structured_outputs
-
-__all__ = [
-    "DRAW_PARAMETERS",
-    "EDIT_PARAMETERS",
-    "MAX_BEST_OF",
-    "MAX_STOP_STRINGS",
-    "MAX_TOP_LOGPROBS",
-    "PARAMETERS",
-    "REFUSED",
-    "STAGES",
-    "TRITON_TENSORS",
-    "SamplingOptions",
-    "SamplingParams",
-    "active",
-    "sampling_params",
-    "unused_parameters",
-    "without_refused_methods",
-]
 
 MAX_BEST_OF = 128
 MAX_STOP_STRINGS = 16

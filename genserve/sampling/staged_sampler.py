@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 from genserve.kernels.sampling_kernels import SAMPLING_RULE, sample_logits, scan_logits
 from genserve.sampling.sampling_params import STAGES, SamplingParams, active
 
-__all__ = ["COLDEST", "NUMPY_OPS", "ArrayOps", "DrawStages", "apply_stages", "stages_of"]
-
 # At this temperature and below a draw is greedy: no two float32 logits are nearer than this divides.
 COLDEST = 1e-6
 NUM_BEST = 100  # tokens that top-h chooses from, and from which mirostat 1 estimates the slope of a row

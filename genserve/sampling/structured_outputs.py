@@ -9,14 +9,6 @@ from typing import Any, Literal, TypeAlias, TypedDict, cast, get_args
 
 from genserve.errors import InvalidRequest, require
 
-__all__ = [
-    "Form",
-    "StructuredOutputOptions",
-    "StructuredOutputs",
-    "structured_outputs",
-    "structured_outputs_of_format",
-]
-
 Form: TypeAlias = Literal["json", "json_object", "regex", "choice", "grammar", "structural_tag"]
 FORMS: tuple[Form, ...] = get_args(Form)
 # A longer text takes a parser minutes, or more stack than it has.

@@ -19,8 +19,6 @@ from genserve.sampling.logits_edits import LogitsEdits, apply_edits
 from genserve.sampling.sampler import LOWEST_LOGPROB, LogprobsRequest, SamplerOutput, SamplingMetadata
 from genserve.sampling.staged_sampler import ArrayOps, apply_stages
 
-__all__ = ["TORCH_OPS", "sample_on_device"]
-
 # Of a row that takes the best token: whether it draws, and the fields of a SAMPLING_RULE.
 _GREEDY = {"draws": 0.0, "uniform": 0.0, "temperature": 1.0, "top_k": 0.0, "top_p": 1.0, "log_min_p": -np.inf}
 

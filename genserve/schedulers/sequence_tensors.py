@@ -19,8 +19,6 @@ from genserve.inference import (
 )
 from genserve.tensor import DataType, Tensor
 
-__all__ = ["SequenceControls", "SequenceStates", "null_inference"]
-
 
 class SequenceStates:
     """Makes the initial states of sequences; the backend replaces them after each execution."""

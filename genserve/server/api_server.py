@@ -36,7 +36,6 @@ from genserve.settings import ServerSettings
 if TYPE_CHECKING:
     from genserve.server.grpc.grpc_server import GrpcServer
 
-__all__ = ["ModelInfo", "Server", "ServerInfo", "VersionInfo", "serve"]
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,6 @@ from pydantic import BaseModel, ConfigDict
 from genserve.errors import InvalidRequest
 from genserve.server.offload import offload_if_large
 
-__all__ = ["Body", "BodyTooLarge", "StrictRoute"]
-
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _MAX_INT_DIGITS = 20
 _JSON_OBJECT = "send a JSON object in UTF-8; GET /docs has examples"

@@ -21,8 +21,6 @@ from genserve.server.offload import start_daemon
 from genserve.server.running_inference import ResponseDispatcher
 from genserve.settings import ServerSettings
 
-__all__ = ["Services", "SharedServices"]
-
 T = TypeVar("T")
 
 _READINESS_TIMEOUT_S = 5.0

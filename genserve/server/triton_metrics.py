@@ -19,8 +19,6 @@ from genserve.inference_statistics import ModelStatistics
 from genserve.repository.model_versions import ModelVersion
 from genserve.repository.repository import Repository
 
-__all__ = ["CpuCollector", "InferenceCollector", "read_metrics_config"]
-
 # As Triton prints them; names that end in `_us` are in microseconds.
 _COUNTERS: Mapping[str, tuple[str, Callable[[ModelStatistics], float]]] = {
     "nv_inference_request_success": (

@@ -24,15 +24,6 @@ from typing import Any
 from genserve.errors import SEE_LOG, InvalidRequest, ModelFailed, RepositoryError
 from genserve.prompt import Chat
 
-__all__ = [
-    "ChatRefused",
-    "ChatTemplate",
-    "NotSerializable",
-    "TemplateExceeded",
-    "TemplateFailed",
-    "TemplateProcess",
-]
-
 logger = logging.getLogger(__name__)
 
 # Marks the end of a continued message; a code point that is not a character, so that no message contains it.

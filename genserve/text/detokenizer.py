@@ -7,8 +7,6 @@ from copy import copy
 from types import MappingProxyType
 from typing import Protocol
 
-__all__ = ["Detokenizer", "TokenDecoder"]
-
 NO_TOKENS: Mapping[int, str] = MappingProxyType({})
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
     from llguidance._lib import JsonCompileOptions
 
-__all__ = ["GrammarCompiler", "GuidanceGrammar"]
 
 MAX_COMPILED = 16
 # Whitespace is bounded, because small models tend to repeat it forever. Unsupported parts of a

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
-__all__ = ["START", "THINKING_TAGS", "ReasoningDelta", "ReasoningParser"]
-
 # The tags of Qwen, DeepSeek and SmolLM.
 THINKING_TAGS = START, END = ("<think>", "</think>")
 

@@ -12,7 +12,6 @@ from genserve.text.stop_strings import Stop
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-__all__ = ["MAX_MATCH_CHARS", "StopRegex"]
 
 MAX_MATCH_CHARS = 256
 END_OF_TEXT = 256       # the token id after those of the bytes

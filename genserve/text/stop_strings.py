@@ -10,8 +10,6 @@ from typing import Protocol
 
 from genserve.text.detokenizer import Detokenizer
 
-__all__ = ["Stop", "StopChecker", "StopFinder", "StopStrings"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:

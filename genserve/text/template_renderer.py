@@ -30,8 +30,6 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-__all__ = ["Answer", "Renderer"]
-
 MAX_REASON_CHARS = 600
 
 Answer: TypeAlias = tuple[str, Any]

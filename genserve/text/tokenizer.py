@@ -21,8 +21,6 @@ from genserve.text.detokenizer import Detokenizer
 from genserve.text.reasoning_parser import START
 from genserve.text.tokenizer_files import TokenizerFiles, read_tokenizer_files
 
-__all__ = ["Spellings", "TokenTexts", "Tokenizer"]
-
 logger = logging.getLogger(__name__)
 
 # Code points that are not characters, so that no message and no template contains them. The mark is part of

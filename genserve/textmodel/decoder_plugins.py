@@ -34,8 +34,6 @@ from genserve.sampling.plugin_call import PluginCall
 if TYPE_CHECKING:
     from pydantic import TypeAdapter, ValidationError
 
-__all__ = ["METHODS", "ParsedText", "Plugin", "Plugins", "plugins_of"]
-
 
 class ParsedText:
     """A text rewritten by an output parser, piece by piece; an `AnswerText` of the engine.

@@ -13,17 +13,6 @@ from genserve.backends.backend import integer_parameter, model_file
 from genserve.config.model_config import ModelConfig, TensorSpec
 from genserve.errors import RepositoryError
 
-__all__ = [
-    "PARITY_FILE",
-    "CacheKind",
-    "LogitsNames",
-    "cache_kind",
-    "context_length",
-    "is_logits_stage",
-    "logits_file",
-    "read_parity",
-]
-
 PARITY_FILE = "parity.json"
 _FILES: Mapping[str, str] = {"onnxruntime": "model.onnx", "pytorch": "model.pt"}
 _DEFAULT_LENGTH = 1024  # tokens; a graph without a cache does not say how many it takes

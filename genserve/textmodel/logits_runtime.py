@@ -30,8 +30,6 @@ from genserve.textmodel.runtimes.onnx_logits import OnnxLogits
 from genserve.textmodel.runtimes.torchscript_logits import TorchLogits
 from genserve.textmodel.runtimes.uncached_logits import UncachedLogits
 
-__all__ = ["ON_CPU", "GpuObstacle", "LoadedLogits", "engine_placement", "gpu_obstacle", "load_logits"]
-
 logger = logging.getLogger(__name__)
 
 ON_CPU = Placement(name="cpu", kind="CPU")

@@ -27,8 +27,6 @@ from genserve.sampling.sampling_params import (
 from genserve.tensor import Tensor
 from genserve.textmodel.text_model import TextModel
 
-__all__ = ["INPUTS", "OUTPUT", "TextInference"]
-
 # The sampling parameters that Triton's backends for language models have tensors for.
 _PARAMETERS = {tensor: row.name for tensor, row in TRITON_TENSORS.items() if row.item is None}
 # Their kinds of structured outputs, and the fields of `structured_outputs`.

@@ -26,8 +26,6 @@ from genserve.textmodel.logits_inference import LogitsInference
 from genserve.textmodel.logits_runtime import LoadedLogits, engine_placement, load_logits
 from genserve.textmodel.text_model import TextModel
 
-__all__ = ["Limits", "Stages", "load_logits_stage", "load_text_model", "looks_up_prompts"]
-
 Stages: TypeAlias = Mapping[str, ModelSource]       # "tokenizer", "logits" and "decoder", resolved
 Limits: TypeAlias = Callable[[int], QueueLimits]    # of an engine whose KV cache holds so many tokens
 

@@ -9,8 +9,6 @@ from enum import StrEnum
 from genserve.tuning.measurement import Measurement
 from genserve.tuning.search_space import Setting
 
-__all__ = ["BestSetting", "Goal", "Objective", "choose", "eligible"]
-
 _NOISE = 0.03   # relative; medians within one run scatter by this much
 
 

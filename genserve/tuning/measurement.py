@@ -16,8 +16,6 @@ from genserve.repository.index import ModelEntry
 from genserve.repository.model_loader import load_stage_logits
 from genserve.tuning.search_space import SearchSpace, Setting, with_setting
 
-__all__ = ["Measurement", "Sample", "Samples", "take_samples"]
-
 _NUM_STEPS = 3      # per sample, after a warmup step that binds buffers and allocates memory
 
 

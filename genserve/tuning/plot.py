@@ -11,8 +11,6 @@ from genserve.errors import MissingDependency, RepositoryError
 from genserve.tuning.best_setting import BestSetting, Goal
 from genserve.tuning.measurement import Measurement
 
-__all__ = ["check_plot", "draw"]
-
 
 def check_plot(path: Path) -> None:
     """Check that a plot can be drawn, before anything is measured.

@@ -17,17 +17,6 @@ from genserve.repository.index import ModelEntry
 from genserve.repository.model_loader import stage_placement
 from genserve.textmodel.logits_config import read_parity
 
-__all__ = [
-    "SearchSpace",
-    "Setting",
-    "config_change",
-    "make_search_space",
-    "state_types",
-    "thread_counts",
-    "top1_agreement",
-    "with_setting",
-]
-
 _DATA_TYPES = {"FLOAT": "TYPE_FP32", "FLOAT16": "TYPE_FP16", "INT8": "TYPE_INT8"}
 # The parameter for the number of threads of a forward, by backend.
 _THREADS = {"onnxruntime": "intra_op_thread_count", "pytorch": "INTRA_OP_THREAD_COUNT"}

@@ -19,8 +19,6 @@ from genserve.repository.text_stages import stage_owners, text_models
 from genserve.textmodel.logits_config import is_logits_stage
 from genserve.tuning.search_space import Setting, config_change, top1_agreement
 
-__all__ = ["ConfigEdit", "TunedModel", "find_model", "write_edits"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TunedModel:

@@ -9,7 +9,7 @@ import pytest
 from genserve.cli.chat_session import ChatSession
 from genserve.cli.slash_commands import COMMANDS, run_slash
 from genserve.errors import InvalidRequest
-from genserve.sampling.sampling_params import SamplingOptions
+from genserve.sampling.sampling_options import SamplingOptions
 from tests.cli.fake_model import FakeModel, chat_with
 
 

@@ -14,7 +14,7 @@ from genserve.client import Client
 from genserve.completion import Completion
 from genserve.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from genserve.llm import LLM
-from genserve.sampling.sampling_params import SamplingOptions
+from genserve.sampling.sampling_options import SamplingOptions
 from tests.client.either_client import BlockingClient
 
 OPTIONS = [

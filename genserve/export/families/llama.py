@@ -10,8 +10,6 @@ from genserve.export.decoder import Attention, Decoder, Rotary
 from genserve.export.decoder_weights import PackedTensor, TensorMap, half, packed, stacked
 from genserve.export.family import Family, read_activation, read_rotary, require, rotary_limit
 
-__all__ = ["LLAMA", "LLAMA_NAMES", "PHI3", "QWEN2", "QWEN3", "describe_llama"]
-
 LLAMA_NAMES: TensorMap = MappingProxyType(
     {
         "embedding": "model.embed_tokens",

@@ -19,8 +19,6 @@ from genserve.server.grpc.rpc_method import log_call, status_code
 from genserve.server.services import Services
 from genserve.server.tls import grpc_credentials
 
-__all__ = ["GrpcServer"]
-
 _OPEN = "/grpc.health.v1.Health/"
 _PARTS = {
     "ServerLive": "health",

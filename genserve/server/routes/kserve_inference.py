@@ -35,8 +35,6 @@ from genserve.server.routes.kserve_http import (
 )
 from genserve.tensor import DataType
 
-__all__ = ["generate", "generate_stream", "infer"]
-
 _HEADER_LENGTH = "Inference-Header-Content-Length"
 _MAX_BODY_BYTES = 2**31 - 1
 _WINDOW_BITS = {"gzip": 31, "deflate": 15}  # of zlib

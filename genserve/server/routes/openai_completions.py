@@ -26,8 +26,6 @@ from genserve.server.routes.openai_protocol import FINISH_REASONS, OpenAIBody, O
 from genserve.server.services import SharedServices
 from genserve.text.tokenizer import Tokenizer
 
-__all__ = ["router"]
-
 router = APIRouter(prefix="/v1", route_class=StrictRoute, tags=["OpenAI"])
 
 

@@ -29,8 +29,6 @@ from genserve.server.services import Services, SharedServices
 from genserve.server.sse_response import event
 from genserve.version import __version__
 
-__all__ = ["router"]
-
 router = APIRouter(route_class=StrictRoute, tags=["TGI"])
 
 # TGI has no word for a text that was stopped because it repeats itself.

@@ -21,11 +21,10 @@ from genserve.backends.onnx_session import (
     session_options,
 )
 from genserve.errors import RepositoryError
-from genserve.generation.logits_model import ForwardBatch, IndexArray, LogitsArray
+from genserve.generation.logits_model import ForwardBatch, IndexArray
+from genserve.sampling.logits_edits import LogitsArray
 from genserve.textmodel.runtimes.cached_logits import EXPORT_AGAIN, CachedLogits, resolve_max_length
 from genserve.textmodel.runtimes.kv_cache_memory import HostMemory, LogitsMemory, TokenShapes
-
-__all__ = ["OnnxLogits", "cache_dtype", "check_logits_graph"]
 
 _PAST, _PRESENT = "past_key_values", "present"
 _INPUTS = (
