@@ -45,9 +45,7 @@ class GraphTensor:
     def of(cls, argument: Any) -> GraphTensor:
         """Make the tensor of an `onnxruntime.NodeArg`."""
         shape = tuple(size if isinstance(size, int) and size >= 0 else -1 for size in argument.shape)
-        return cls(
-            name=argument.name, element=argument.type.removeprefix("tensor(").rstrip(")"), shape=shape
-        )
+        return cls(name=argument.name, element=argument.type.removeprefix("tensor(").rstrip(")"), shape=shape)
 
 
 class OnnxSignature:

@@ -96,10 +96,7 @@ def open_graph(path: Path, *, config: ModelConfig, placement: Placement) -> Onnx
     for warning in choice.warnings:
         logger.warning("model %s: %s", config.name, warning)
     session = open_session(
-        path,
-        parameters=config.parameters,
-        graph_level=optimization.graph.level,
-        providers=choice.providers,
+        path, parameters=config.parameters, graph_level=optimization.graph.level, providers=choice.providers
     )
     graph = OnnxGraph(session, parameters=config.parameters)
     graph.signature.check(config)

@@ -40,12 +40,7 @@ def string_tensor(name: str, elements: Iterable[str], *, shape: Sequence[int]) -
 
 
 def read_tensor(
-    file: Path,
-    name: str,
-    *,
-    data_type: DataType,
-    shape: Sequence[int],
-    too_short: Callable[[int, int], str],
+    file: Path, name: str, *, data_type: DataType, shape: Sequence[int], too_short: Callable[[int, int], str]
 ) -> Tensor:
     """Read a tensor from a file: elements row-major, strings each after their length (uint32).
 

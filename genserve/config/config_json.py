@@ -47,8 +47,7 @@ def read_config_json(text: str, *, name: str) -> Any:
         return json_format.ParseDict(_by_schema(value, message.DESCRIPTOR), message)
     except (ValueError, json_format.ParseError) as error:
         raise RepositoryError(
-            f"Invalid config override: {error}",
-            remedy=f"start from the JSON of `/v2/models/{name}/config`",
+            f"Invalid config override: {error}", remedy=f"start from the JSON of `/v2/models/{name}/config`"
         ) from None
 
 

@@ -54,10 +54,7 @@ _KNOWN: dict[str, dict[str, str]] = {
     "tokenizer": {},
 }
 # The valid values of a Python model's parameters.
-_PYTHON = {
-    "EXECUTION": ("process",),
-    "FORCE_CPU_ONLY_INPUT_TENSORS": ("yes", "no"),
-}
+_PYTHON = {"EXECUTION": ("process",), "FORCE_CPU_ONLY_INPUT_TENSORS": ("yes", "no")}
 # Parameters of any model that Triton reads and genserve ignores.
 _IGNORED = {
     "TRITON_BATCH_STRATEGY_PATH": "`dynamic_batching` decides how requests are batched",

@@ -108,8 +108,7 @@ def _corrid(config: ValidationContext, control: Any, *, path: str) -> Iterator[D
     if any(len(getattr(control, name)) for name in _VALUES):
         yield config.error(
             path,
-            f"sequence batching must not specify either {_list_values('or')} for {_CORRID} "
-            f"for {config.name}",
+            f"sequence batching must not specify either {_list_values('or')} for {_CORRID} for {config.name}",
             remedy="write `data_type: TYPE_UINT64` instead",
         )
     elif enum_name(control, "data_type") not in _CORRID_TYPES:

@@ -154,9 +154,7 @@ class SharedMemory:
                 return list(self._regions.values())
             if name in self._regions:
                 return [self._regions[name]]
-        raise InferenceError(
-            f"Unable to find system shared memory region: '{name}'", status=Status.NOT_FOUND
-        )
+        raise InferenceError(f"Unable to find system shared memory region: '{name}'", status=Status.NOT_FOUND)
 
     def part(self, name: str, *, offset: int, byte_size: int) -> RegionPart:
         """Return a part of a region, for reading or writing.
@@ -167,9 +165,7 @@ class SharedMemory:
         with self._lock:
             region = self._regions.get(name)
         if region is None:
-            raise InferenceError(
-                f"Unable to find shared memory region: '{name}'", status=Status.NOT_FOUND
-            )
+            raise InferenceError(f"Unable to find shared memory region: '{name}'", status=Status.NOT_FOUND)
         if not 0 <= offset < region.byte_size:
             raise InferenceError(f"Invalid offset for shared memory region: '{name}'")
         if not 0 < byte_size <= region.byte_size - offset:

@@ -176,10 +176,7 @@ def _complete(message: Any, entry: ModelEntry, *, version: int, options: Reposit
         return
     backend = find_backend(message.backend, backend_directory=options.backend_directory)
     backend.auto_complete(
-        message,
-        path=entry.path,
-        version=version,
-        default_max_batch_size=options.default_max_batch_size,
+        message, path=entry.path, version=version, default_max_batch_size=options.default_max_batch_size
     )
 
 

@@ -386,13 +386,7 @@ class _Run:
         return True
 
     def _on_response(
-        self,
-        flow: _Flow,
-        step: _Step,
-        response: InferenceResponse | None,
-        *,
-        final: bool,
-        part: Inference,
+        self, flow: _Flow, step: _Step, response: InferenceResponse | None, *, final: bool, part: Inference
     ) -> None:
         if response is not None and response.error is not None:
             self._fail(response.error)

@@ -431,6 +431,5 @@ def _decoupling(ensemble: _Ensemble) -> Iterator[Diagnostic]:
             f"in ensemble {ensemble.name}, step of model "
             f"'{ensemble.name if step is None or is_last else step.model_name}' receives inputs originated "
             "from different decoupled models",
-            remedy="give it inputs from one decoupled step only: it runs once for each response of "
-            "that step",
+            remedy="give it inputs from one decoupled step only: it runs once for each response of that step",
         )

@@ -349,9 +349,7 @@ class ModelTable:
     def set_state(self, name: str, version: int, state: ModelState, *, reason: str = "") -> None:
         """Set the state of a version in the index."""
         with self._lock:
-            self._entries[name, version] = IndexEntry(
-                name=name, version=version, state=state, reason=reason
-            )
+            self._entries[name, version] = IndexEntry(name=name, version=version, state=state, reason=reason)
 
     def put(self, name: str, fresh: Iterable[ModelVersion]) -> list[ModelVersion]:
         """Replace all versions of a model; return the old ones."""

@@ -8,14 +8,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from genserve.errors import (
-    Closed,
-    GenserveError,
-    InferenceError,
-    ModelNotFound,
-    ModelNotReady,
-    Status,
-)
+from genserve.errors import Closed, GenserveError, InferenceError, ModelNotFound, ModelNotReady, Status
 from genserve.generation_metrics import Metrics
 from genserve.inference import Inference
 from genserve.repository.load_request import LoadRequest

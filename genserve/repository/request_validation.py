@@ -123,16 +123,14 @@ class RequestValidator:
                 )
             if batch_size not in (None, tensor.shape[0]):
                 raise self._error(
-                    request,
-                    f"input '{name}' batch size does not match other inputs for '{self._model}'",
+                    request, f"input '{name}' batch size does not match other inputs for '{self._model}'"
                 )
             batch_size = tensor.shape[0]
         if batch_size is None:
             return 1
         if batch_size > self._max_batch_size:
             raise self._error(
-                request,
-                f"inference request batch-size must be <= {self._max_batch_size} for '{self._model}'",
+                request, f"inference request batch-size must be <= {self._max_batch_size} for '{self._model}'"
             )
         return batch_size
 

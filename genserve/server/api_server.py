@@ -154,9 +154,7 @@ class Server(uvicorn.Server):
             metrics=metrics,
         )
         metrics.registry.register(
-            InferenceCollector(
-                self.services.repository, latency_counters=metrics_config["counter_latencies"]
-            )
+            InferenceCollector(self.services.repository, latency_counters=metrics_config["counter_latencies"])
         )
         if settings.allow_cpu_metrics:
             metrics.registry.register(CpuCollector(interval_s=settings.metrics_interval_ms / 1000))

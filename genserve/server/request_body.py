@@ -91,15 +91,10 @@ def parse_json(body: bytes) -> dict[str, Any]:
     try:
         text = body.decode("utf-8")
         value = json.loads(
-            text,
-            object_pairs_hook=_object,
-            parse_constant=_no_constant,
-            parse_int=_bounded_int,
+            text, object_pairs_hook=_object, parse_constant=_no_constant, parse_int=_bounded_int
         )
     except UnicodeDecodeError as error:
-        raise InvalidRequest(
-            f"the body is not UTF-8, at byte {error.start}", remedy=_JSON_OBJECT
-        ) from None
+        raise InvalidRequest(f"the body is not UTF-8, at byte {error.start}", remedy=_JSON_OBJECT) from None
     except json.JSONDecodeError as error:
         raise InvalidRequest(
             f"the body is not JSON: {error.msg} at character {error.pos}", remedy=_JSON_OBJECT

@@ -42,9 +42,7 @@ class Readiness:
 
     async def of_model(self, name: str, version: int) -> bool:
         """Whether a version of a model is ready; -1: its latest version."""
-        return await self._ask(
-            (name, version), lambda: self._models.is_ready(name, version), otherwise=False
-        )
+        return await self._ask((name, version), lambda: self._models.is_ready(name, version), otherwise=False)
 
     async def _ask(self, key: object, question: Callable[[], T], *, otherwise: T) -> T:
         running: asyncio.Future[T] | None = self._running.get(key)

@@ -194,9 +194,7 @@ def _first_responses(served: Iterable[ModelVersion]) -> Iterator[Metric]:
     yield family
 
 
-def _family(
-    name: str, text: str, kind: str, values: Iterable[tuple[Mapping[str, str], float]]
-) -> Metric:
+def _family(name: str, text: str, kind: str, values: Iterable[tuple[Mapping[str, str], float]]) -> Metric:
     family = bare_family(name, text, kind)
     for labels, value in values:
         family.add_sample(name, dict(labels), value)

@@ -150,10 +150,7 @@ class Plugins:
             ModelFailed: see `Plugin.make`.
         """
         return SequencePlugins(
-            processors=[
-                *self._made("logits_processors", context.params.logits_processors, context),
-                *ours,
-            ],
+            processors=[*self._made("logits_processors", context.params.logits_processors, context), *ours],
             stop_rules=self._made("stop_rules", context.params.stop_rules, context),
         )
 

@@ -61,10 +61,7 @@ def logits_file(config: ModelConfig, folder: Path) -> Path:
         RepositoryError: it does not exist.
     """
     return model_file(
-        folder,
-        filename=config.default_model_filename,
-        default=_FILES[config.backend],
-        model=config.name,
+        folder, filename=config.default_model_filename, default=_FILES[config.backend], model=config.name
     )
 
 
@@ -103,9 +100,7 @@ class LogitsNames:
                 "output `logits`",
             )
         return cls(
-            input_ids=ids[0].name,
-            attention_mask=masks[0].name if masks else None,
-            logits=outputs[0].name,
+            input_ids=ids[0].name, attention_mask=masks[0].name if masks else None, logits=outputs[0].name
         )
 
 

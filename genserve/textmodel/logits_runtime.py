@@ -109,10 +109,7 @@ def _load_growing(path: Path, config: ModelConfig, placement: Placement) -> Load
         config.name,
     )
     return GrowingLogits(
-        path,
-        parameters=config.parameters,
-        providers=_memory(placement).providers,
-        **_sizes(config),
+        path, parameters=config.parameters, providers=_memory(placement).providers, **_sizes(config)
     )
 
 

@@ -82,9 +82,7 @@ class TextInference:
             Overloaded: see `EngineThread.reserve`.
             Closed: after `close`.
         """
-        inference.inputs = {
-            self._names.get(name, name): tensor for name, tensor in inference.inputs.items()
-        }
+        inference.inputs = {self._names.get(name, name): tensor for name, tensor in inference.inputs.items()}
         reservation = self.text_model.engine.reserve(inference.batch_size)
         try:
             self.text_model.run_soon(

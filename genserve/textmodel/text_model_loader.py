@@ -74,9 +74,7 @@ def load_text_model(name: str, stages: Stages, *, draft: Stages | None, limits: 
     )
 
 
-def load_logits_stage(
-    source: ModelSource, *, limits: Limits, statistics: ModelStatistics
-) -> LogitsInference:
+def load_logits_stage(source: ModelSource, *, limits: Limits, statistics: ModelStatistics) -> LogitsInference:
     """Load a logits stage that is not part of a text model, with an engine of its own.
 
     Args:

@@ -37,10 +37,7 @@ _PARTS = {
     "LogSettings": "logging",
 }
 _WATCH_INTERVAL_S = 0.5
-_OPTIONS = (
-    ("grpc.max_receive_message_length", 2**31 - 1),
-    ("grpc.max_send_message_length", 2**31 - 1),
-)
+_OPTIONS = (("grpc.max_receive_message_length", 2**31 - 1), ("grpc.max_send_message_length", 2**31 - 1))
 
 
 class GrpcServer:

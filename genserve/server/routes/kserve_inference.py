@@ -83,9 +83,7 @@ async def _read(call: KServeCall, model: ModelVersion, encoding: str | None) -> 
         body = await run_in_threadpool(_decompress, body, encoding, limit=body_limit)
     length = len(body) if given is None else given
     if not 0 <= length <= len(body):
-        raise InferenceError(
-            f"inference header size should be in range (0, {len(body)}), got: {text}"
-        )
+        raise InferenceError(f"inference header size should be in range (0, {len(body)}), got: {text}")
     if length > limit:
         raise too_large(length, limit=limit)
     version = call.version

@@ -14,12 +14,7 @@ from fastapi.responses import JSONResponse, Response
 
 from genserve.completion import Completion, Delta, FinishReason, Usage, join_choices, likeliest
 from genserve.errors import GenserveError, InvalidRequest
-from genserve.sampling.sampling_params import (
-    MAX_BEST_OF,
-    MAX_STOP_STRINGS,
-    SamplingParams,
-    unused_parameters,
-)
+from genserve.sampling.sampling_params import MAX_BEST_OF, MAX_STOP_STRINGS, SamplingParams, unused_parameters
 from genserve.server.error_responses import tgi_error
 from genserve.server.generation_handler import SubmittedRequest, handle_generation
 from genserve.server.request_body import StrictRoute

@@ -220,11 +220,7 @@ class StringArray(np.ndarray[Any, np.dtype[np.object_]]):
     """
 
     def __array_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: Iterable[Any],
-        kwargs: Mapping[str, Any],
+        self, func: Callable[..., Any], types: Iterable[type], args: Iterable[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         if func.__module__ not in ("numpy.char", "numpy.strings"):
             return super().__array_function__(func, types, args, kwargs)
