@@ -132,7 +132,7 @@ class Engine:
                     self._speculation.drop(answer)
             self._timed.difference_update(request.answers)
 
-    def expected_back(self, *, within_s: float) -> tuple[int, float]:
+    def expected_to_resume(self, *, within_s: float) -> tuple[int, float]:
         """Return how many paused loops over logits always resume within a time, and how long to wait.
 
         Args:
