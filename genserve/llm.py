@@ -29,11 +29,7 @@ class LLM:
     """
 
     def __init__(self, model_repository: str | Path, model: str | None = None) -> None:
-        """Load a model.
-
-        Args:
-            model_repository: the folder.
-            model: its name; None: the only generation model of the repository.
+        """Load a model; without a name, the only generation model of the repository.
 
         Raises:
             RepositoryError: the folder, or the model in it, is invalid.

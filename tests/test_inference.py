@@ -1,4 +1,4 @@
-"""An inference by itself: how it ends, and what it lets go of then."""
+"""An inference by itself: its end, and the objects that it then releases."""
 
 from __future__ import annotations
 

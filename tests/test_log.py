@@ -115,7 +115,7 @@ class Tensor:
 
 
 class Crossing(logging.Handler):
-    """A handler whose first write logs a line of its own, once it is told to."""
+    """A handler whose first write logs another line, once enabled."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class TestFlood:
         assert lines[-2:] == ["x", "1 more like this within 10 s, the last: 100"]
 
     def test_a_log_call_during_a_write_does_not_deadlock(self) -> None:
-        """As a garbage collection does, which runs in any thread and says what it found."""
+        """As a garbage collection does, which runs in any thread and logs its finds."""
         handler = Crossing()
         flood = FloodFilter(handler)
         handler.addFilter(flood)

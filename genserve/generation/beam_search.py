@@ -228,10 +228,8 @@ class BeamSearch:
     def __init__(self, answers: Sequence[TokenSequence], *, width: int, text: BeamText) -> None:
         """Start before the prompt; from now on the answers belong to the search.
 
-        Args:
-            answers: with the same prompt and parameters; at most `width`.
-            width: how many beams; at least 2.
-            text: of an answer before its first token; used if there are stop strings.
+        There are at most `width` answers, with the same prompt and parameters; `width` is at least 2.
+        `text` is that of an answer before its first token, used if there are stop strings.
         """
         first = answers[0]
         params = first.params

@@ -64,13 +64,8 @@ class Engine:
     ) -> None:
         """Start without requests.
 
-        Args:
-            model: computes the logits.
-            decode: the decoding loop of each token sequence.
-            max_num_batched_tokens: of a step.
-            prefix_cache: whether token sequences share prefixes; logits requests always do.
-            speculation: drafts several tokens of a sequence for one step; None: no speculation.
-            clock: seconds.
+        Each token sequence gets a `decode` loop, which `speculation` may help with drafts. Without
+        `prefix_cache`, only logits requests share prefixes. `clock` returns seconds.
         """
         self.clock = clock
         self._max_length = model.max_length
@@ -131,7 +126,7 @@ class Engine:
                     self._speculation.drop(answer)
             self._timed.difference_update(request.answers)
 
-    def expected_back(self, *, within_s: float) -> tuple[int, float]:
+    def expected_to_resume(self, *, within_s: float) -> tuple[int, float]:
         """Return how many paused loops over logits always resume within a time, and how long to wait.
 
         Args:

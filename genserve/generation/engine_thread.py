@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from genserve.completion import Delta
-from genserve.errors import Closed, GenserveError, ModelFailed, Overloaded
+from genserve.errors import SEE_LOG, Closed, GenserveError, ModelFailed, Overloaded
 from genserve.generation.admission_control import AdmissionControl, QueueLimits
 from genserve.generation.engine import Engine, StepResult
 from genserve.generation.engine_request import LogitsRequest, Request, TokenSequence
@@ -88,7 +88,7 @@ class EngineThread(RequestInbox):
             self._end_all(Closed("the server stopped before the answer was complete"))
         except BaseException:
             logger.exception("engine thread died")
-            failure = ModelFailed("the engine failed", remedy="load its model again; the log has the error")
+            failure = ModelFailed("the engine failed", remedy=f"load its model again; {SEE_LOG}")
             with self._changed:
                 self._failure = failure
             self._end_all(failure)
@@ -119,7 +119,7 @@ class EngineThread(RequestInbox):
             return
         share = _GATHER_SHARE_WITH_SEQUENCES if self._states else _GATHER_SHARE
         while not self._closing:
-            num_awaited, seconds = self._engine.expected_back(within_s=share * self._decode_s)
+            num_awaited, seconds = self._engine.expected_to_resume(within_s=share * self._decode_s)
             if not num_awaited:
                 return
             self._wait_for_change(seconds, num_awaited=num_awaited)

@@ -61,10 +61,7 @@ class OutputProcessor:
     def process(self, output: SchedulerOutput, logits: LogitsArray, num_rows: Sequence[int]) -> StepOutputs:
         """Count the computed tokens, and continue every request that has no more pending ones.
 
-        Args:
-            output: the step.
-            logits: [R, V] float32; overwritten.
-            num_rows: how many of these rows each request has.
+        `logits` are [R, V] float32, and overwritten; `num_rows` are the numbers of rows of the requests.
         """
         self._outputs = StepOutputs()
         ready: list[tuple[Request, int]] = []

@@ -188,12 +188,8 @@ class ThinkingBudget:
     ) -> None:
         """Start before the first token.
 
-        Args:
-            num_tokens: the budget, 0 or more.
-            start_id: of the tag that begins a thought.
-            end_id: of the tag that ends it.
-            num_prompt_tokens: tokens before the answer.
-            begun: whether the prompt ends within a thought; its tokens there do not use up the budget.
+        The budget `num_tokens` is 0 or more; the ids are those of the tags around a thought. `begun`: the
+        prompt ends within a thought, whose tokens there do not use up the budget.
         """
         self._num_tokens = num_tokens
         self._start_id = start_id

@@ -132,12 +132,9 @@ def join_edits(edits: Sequence[LogitsEdits], *, bitmask: GrammarBitmask | None =
 
 
 def apply_edits(logits: LogitsArray, edits: LogitsEdits, *, to_device: ToDevice = np.asarray) -> None:
-    """Apply edits to the logits; all other rows stay as they are.
+    """Apply edits to logits [R, V] float32, of numpy or of torch; all other rows stay as they are.
 
-    Args:
-        logits: [R, V] float32, of numpy or of torch; overwritten.
-        edits: of its rows.
-        to_device: copies a numpy array to the device of the logits.
+    `to_device` copies a numpy array to the device of the logits.
 
     Source: the repetition penalty is that of Keskar et al., "CTRL" (2019), as transformers applies it.
     """

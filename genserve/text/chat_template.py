@@ -334,5 +334,5 @@ class _Child:
 
 
 def _json(value: object) -> bytes:
-    # Lone surrogates stand in for special tokens in a chat; if escaped, two of them would become a pair.
+    # Lone surrogates are placeholders in a chat; if escaped, two of them would become a pair.
     return json.dumps(value, ensure_ascii=False).encode(errors="surrogatepass")

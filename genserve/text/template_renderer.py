@@ -117,7 +117,7 @@ def _strftime_now(form: str) -> str:
 
 
 def _reason(error: Exception) -> str:
-    # It may quote a chat, in which lone surrogates stand in for special tokens; logs cannot contain them.
+    # It may quote a chat, with lone surrogates as placeholders of special tokens; logs cannot contain them.
     return str(error)[:MAX_REASON_CHARS].encode(errors="replace").decode()
 
 

@@ -128,9 +128,9 @@ class Tokenizer:
         written = sorted({special for text in texts for special in self._special_text.findall(text)})
         if len(written) > len(SURROGATES):
             raise InvalidRequest("the messages contain too many special tokens", field="messages")
-        stand_ins = dict(zip(written, map(chr, SURROGATES), strict=False))
-        prompt = self.chat_template.render(self._with_stand_ins(chat, stand_ins))
-        return self._encode_prompt(prompt, stands_for={char: text for text, char in stand_ins.items()})
+        placeholders = dict(zip(written, map(chr, SURROGATES), strict=False))
+        prompt = self.chat_template.render(self._with_placeholders(chat, placeholders))
+        return self._encode_prompt(prompt, placeholders=placeholders)
 
     def encode_generation_prompt(self, chat: Chat) -> list[int]:
         """The ids of the text that the template writes after the last message.
@@ -217,9 +217,9 @@ class Tokenizer:
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
-    def _encode_prompt(self, prompt: str, *, stands_for: dict[str, str]) -> list[int]:
+    def _encode_prompt(self, prompt: str, *, placeholders: dict[str, str]) -> list[int]:
         # The template writes its own bos token, so none is added, as in transformers.
-        if not stands_for:
+        if not placeholders:
             return self._encode([prompt])[0]
         if MARK in prompt:
             raise InvalidRequest(
@@ -227,7 +227,7 @@ class Tokenizer:
                 field="messages",
             )
         renamed = self._special_text.sub(lambda match: self._renamed_specials.names[match[0]], prompt)
-        for char, text in stands_for.items():
+        for text, char in placeholders.items():
             renamed = renamed.replace(char, text)
         with _tokenizer_call():
             return self._renamed_specials.encode(renamed)
@@ -237,21 +237,21 @@ class Tokenizer:
         # Built lazily, because few messages contain the name of a special token.
         return RenamedSpecials(self._backend, self._special)
 
-    def _with_stand_ins(self, chat: Chat, stand_ins: dict[str, str]) -> Chat:
-        def stand_in(text: str) -> str:
-            return self._special_text.sub(lambda match: stand_ins[match[0]], text)
+    def _with_placeholders(self, chat: Chat, placeholders: dict[str, str]) -> Chat:
+        def mask(text: str) -> str:
+            return self._special_text.sub(lambda match: placeholders[match[0]], text)
 
         return replace(
             chat,
             messages=tuple(
                 replace(
                     message,
-                    content=stand_in(message.content),
-                    reasoning_content=stand_in(message.reasoning_content),
+                    content=mask(message.content),
+                    reasoning_content=mask(message.reasoning_content),
                 )
                 for message in chat.messages
             ),
-            template_kwargs=_map_strings(chat.template_kwargs, stand_in),
+            template_kwargs=_map_strings(chat.template_kwargs, mask),
         )
 
 

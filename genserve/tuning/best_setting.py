@@ -63,11 +63,8 @@ def eligible(
 ) -> list[Measurement]:
     """Return the measurements of graphs that agree well enough with their source.
 
-    Args:
-        measurements: of any graphs.
-        agreements: top-1 agreement of each graph with its source, from 0 to 1, where it is known.
-        least: the required agreement. The current graph, and those of unknown agreement, are always eligible.
-        current: the setting in the config.
+    `agreements` are the known top-1 agreements of graphs with their source, 0 to 1, and `least` is the
+    required one. The current graph, and those of unknown agreement, are always eligible.
     """
     return [
         m

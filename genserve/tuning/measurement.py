@@ -97,11 +97,8 @@ def take_samples(
     is open at a time, and each round opens it again. Rounds alternate their direction, so that a machine that
     slows down does so for all sessions.
 
-    Args:
-        stage: the logits stage.
-        space: the settings.
-        budget_s: seconds after which no sample begins; the first round is always complete.
-        max_step_s: a session with a slower step is not measured with more sequences.
+    No sample begins after `budget_s`, but the first round is always complete. A session with a step slower
+    than `max_step_s` is not measured with more sequences.
 
     Raises:
         RepositoryError: a graph cannot be loaded.

@@ -1,4 +1,4 @@
-"""Either client: both clients with the same blocking methods, so that one test says it for both."""
+"""Either client: both clients with the same blocking methods, so that one test covers both."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class BlockingClient:
         return call
 
     def collect_garbage(self) -> None:
-        """Let the loop close what was dropped open."""
+        """Let the loop close streams that were dropped open."""
         self._runner.run(asyncio.sleep(0.01))
 
     def __enter__(self) -> BlockingClient:

@@ -1,4 +1,4 @@
-"""Both clients against the real server: what comes over the wire is what `LLM` says in process."""
+"""Both clients against the real server: their answers equal those of `LLM` in process."""
 
 from __future__ import annotations
 

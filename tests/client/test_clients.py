@@ -1,4 +1,4 @@
-"""Both clients against a real socket: each test says it for either."""
+"""Both clients against a real socket; each test covers both."""
 
 from __future__ import annotations
 

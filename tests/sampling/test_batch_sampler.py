@@ -165,7 +165,7 @@ ORDERS = st.permutations(list(STAGES)).map(lambda order: {"samplers": tuple(orde
 
 @st.composite
 def sequences(draw) -> dict:
-    """What `sequence_of` takes: any of the parameters, and some tokens."""
+    """Arguments of `sequence_of`: any of the parameters, and some tokens."""
     chosen = draw(st.fixed_dictionaries({}, optional=EDITS)) | {"logprobs": draw(st.booleans())}
     if draw(st.integers(0, 3)):
         chosen |= draw(st.fixed_dictionaries({}, optional=KEEPING | TEMPERATURE))

@@ -1,4 +1,4 @@
-"""Which configs say what was chosen, and how they are written."""
+"""The chosen setting in all configs of a model, and how these are written."""
 
 from __future__ import annotations
 
