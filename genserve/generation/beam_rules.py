@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from genserve.completion import TokenLogprob
-from genserve.sampling.logits_edits import FloatArray
+from genserve.sampling.logits_array import FloatArray
 from genserve.sampling.sampler import best_ids
 from genserve.sampling.staged_sampler import NUMPY_OPS
 

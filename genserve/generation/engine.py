@@ -16,7 +16,7 @@ from genserve.generation.model_runner import ModelRunner
 from genserve.generation.output_processor import DecodeFunction, DecodingLoops, OutputProcessor, StepOutputs
 from genserve.generation.scheduler import Scheduler, SchedulerOutput
 from genserve.generation.speculation import Speculation
-from genserve.sampling.logits_edits import LogitsArray
+from genserve.sampling.logits_array import LogitsArray
 
 logger = logging.getLogger(__name__)
 

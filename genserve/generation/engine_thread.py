@@ -15,7 +15,7 @@ from genserve.generation.engine import Engine, StepResult
 from genserve.generation.engine_request import LogitsRequest, Request, TokenSequence
 from genserve.generation.request_inbox import OutputSink, RequestInbox, RequestOutput, RequestState
 from genserve.generation_metrics import GenerationMetrics
-from genserve.sampling.logits_edits import LogitsArray
+from genserve.sampling.logits_array import LogitsArray
 
 logger = logging.getLogger(__name__)
 

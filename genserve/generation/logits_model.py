@@ -9,7 +9,7 @@ from typing import Protocol, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from genserve.sampling.logits_edits import LogitsArray, TokenArray
+from genserve.sampling.logits_array import LogitsArray, TokenArray
 
 IndexArray = NDArray[np.int32]
 

@@ -9,7 +9,7 @@ import numpy as np
 from genserve.generation.kv_cache_manager import BlockTable, KVCacheManager
 from genserve.generation.logits_model import ForwardBatch, LogitsModel
 from genserve.generation.scheduler import SchedulerOutput
-from genserve.sampling.logits_edits import LogitsArray, TokenArray
+from genserve.sampling.logits_array import LogitsArray, TokenArray
 
 
 class ModelRunner:

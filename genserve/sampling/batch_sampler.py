@@ -10,9 +10,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from genserve.completion import TokenLogprob
+from genserve.sampling.logits_array import LogitsArray
 from genserve.sampling.logits_edits import (
     NO_EDITS,
-    LogitsArray,
     LogitsEdits,
     RowEdit,
     StructuredOutputGrammar,

@@ -10,19 +10,10 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-FloatArray: TypeAlias = NDArray[np.float32]
-TokenArray: TypeAlias = NDArray[np.int64]
-# float32: a numpy array, or a torch tensor on the device of its model. Both are indexed alike and have
-# `__dlpack__`.
-LogitsArray: TypeAlias = Any
+from genserve.sampling.logits_array import FloatArray, LogitsArray, TokenArray
 
 # Copies an index or numbers to the device of the logits.
 ToDevice: TypeAlias = Callable[[NDArray[Any]], Any]
-
-
-def on_host(logits: LogitsArray) -> FloatArray:
-    """Return logits in host memory; logits that are there already are not copied."""
-    return np.asarray(logits.cpu() if hasattr(logits, "cpu") else logits)
 
 
 class StructuredOutputGrammar(Protocol):

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from genserve.sampling.logits_edits import Entries, FloatArray, LogitsEdits, TokenArray
+from genserve.sampling.logits_array import FloatArray, TokenArray
+from genserve.sampling.logits_edits import Entries, LogitsEdits
 from genserve.sampling.sampling_params import EDIT_PARAMETERS, PARAMETERS, SamplingParams
 
 # Of a longer repetition only this many tokens count: it costs more than any logit is worth.

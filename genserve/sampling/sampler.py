@@ -16,14 +16,8 @@ from numpy.typing import NDArray
 
 from genserve.completion import TokenLogprob
 from genserve.kernels.sampling_kernels import SAMPLING_RULE, sample_logits, scan_logits
-from genserve.sampling.logits_edits import (
-    FloatArray,
-    LogitsArray,
-    LogitsEdits,
-    TokenArray,
-    apply_edits,
-    on_host,
-)
+from genserve.sampling.logits_array import FloatArray, LogitsArray, TokenArray, on_host
+from genserve.sampling.logits_edits import LogitsEdits, apply_edits
 from genserve.sampling.sampling_params import SamplingParams
 from genserve.sampling.staged_sampler import NUMPY_OPS, DrawStages, apply_stages
 

@@ -17,7 +17,7 @@ from genserve.generation.engine_thread import EngineThread
 from genserve.generation.logits_model import LogitsModel
 from genserve.inference import Inference, InferenceResponse
 from genserve.inference_statistics import ModelStatistics
-from genserve.sampling.logits_edits import LogitsArray
+from genserve.sampling.logits_array import LogitsArray
 from genserve.tensor import DataType, Tensor
 from genserve.textmodel.logits_config import LogitsNames
 

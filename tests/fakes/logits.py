@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 
 from genserve.generation.logits_model import ForwardBatch
-from genserve.sampling.logits_edits import FloatArray
+from genserve.sampling.logits_array import FloatArray
 
 VOCAB_SIZE = 64
 

@@ -12,7 +12,7 @@ from genserve.generation.engine_request import TokenSequence
 from genserve.generation.kv_cache_manager import KVCacheManager
 from genserve.generation.logits_model import ForwardBatch
 from genserve.generation.scheduler import Scheduler, SchedulerOutput, StepTimes, divide_budget, num_unfinished
-from genserve.sampling.logits_edits import FloatArray
+from genserve.sampling.logits_array import FloatArray
 from tests.fakes.logits import PagedLogits
 from tests.fakes.sequences import Clock, sample_loop, sequence_of
 

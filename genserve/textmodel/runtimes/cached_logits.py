@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from genserve.errors import RepositoryError
 from genserve.generation.logits_model import ForwardBatch, IndexArray
-from genserve.sampling.logits_edits import TokenArray
+from genserve.sampling.logits_array import TokenArray
 from genserve.textmodel.runtimes.kv_cache_memory import KVCache, LogitsMemory, TokenShapes, token_bytes
 
 logger = logging.getLogger(__name__)

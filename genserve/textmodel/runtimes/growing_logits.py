@@ -15,7 +15,7 @@ import numpy as np
 from genserve.backends.onnx_session import Provider, open_session
 from genserve.errors import RepositoryError
 from genserve.generation.logits_model import ForwardBatch
-from genserve.sampling.logits_edits import FloatArray, TokenArray
+from genserve.sampling.logits_array import FloatArray, TokenArray
 from genserve.textmodel.runtimes.cached_logits import (
     CachedLogits,
     part_of,

@@ -22,7 +22,7 @@ from genserve.backends.onnx_session import (
 )
 from genserve.errors import RepositoryError
 from genserve.generation.logits_model import ForwardBatch, IndexArray
-from genserve.sampling.logits_edits import LogitsArray
+from genserve.sampling.logits_array import LogitsArray
 from genserve.textmodel.runtimes.cached_logits import EXPORT_AGAIN, CachedLogits, resolve_max_length
 from genserve.textmodel.runtimes.kv_cache_memory import HostMemory, LogitsMemory, TokenShapes
 

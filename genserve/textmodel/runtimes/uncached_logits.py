@@ -16,7 +16,7 @@ from genserve.backends.network_backend import RunFunction
 from genserve.config.model_config import ModelConfig
 from genserve.errors import RepositoryError
 from genserve.generation.logits_model import ForwardBatch
-from genserve.sampling.logits_edits import FloatArray, TokenArray
+from genserve.sampling.logits_array import FloatArray, TokenArray
 from genserve.tensor import Tensor
 from genserve.textmodel.logits_config import LogitsNames
 from genserve.textmodel.runtimes.cached_logits import part_of, rows_per_run, sequence_of_tokens, token_slots
