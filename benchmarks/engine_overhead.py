@@ -17,7 +17,8 @@ import numpy as np
 
 from genserve.generation.engine import Engine, StepResult
 from genserve.generation.engine_request import TokenSequence
-from genserve.generation.logits_model import FloatArray, ForwardBatch
+from genserve.generation.logits_model import ForwardBatch
+from genserve.sampling.logits_array import FloatArray
 from genserve.sampling.sampling_params import SamplingParams
 
 NUM_STEPS = 400

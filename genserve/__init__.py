@@ -1,6 +1,6 @@
 """genserve: text generation from a model repository in Triton's format, in one Python process.
 
-Importing this package loads nothing heavy; each public name is loaded when it is first used.
+Each public name is imported when it is first used, so importing the package is fast.
 """
 
 from __future__ import annotations

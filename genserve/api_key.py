@@ -1,12 +1,10 @@
-"""API key: sent by a client and compared by the server, as a bearer token."""
+"""API key: the bearer token that a client sends and the server compares."""
 
 from __future__ import annotations
 
 import hmac
 
 from genserve.errors import InvalidRequest
-
-__all__ = ["bearer", "is_bearer"]
 
 
 def bearer(api_key: str) -> str:

@@ -11,19 +11,10 @@ from typing import Protocol, Self, TypeAlias
 
 from genserve.errors import StreamBroken
 
-__all__ = [
-    "Completion",
-    "Delta",
-    "FinishReason",
-    "StopReason",
-    "Stream",
-    "TokenLogprob",
-    "TopTokens",
-    "Usage",
-    "join_choices",
-    "join_deltas",
-    "likeliest",
-]
+# The stop string, the id out of `stop_token_ids`, or the name of another stop rule.
+StopReason: TypeAlias = str | int
+# Ids of the likeliest tokens with their log-probabilities (natural logarithm), the likeliest first.
+TopTokens: TypeAlias = tuple[tuple[int, float], ...]
 
 
 class FinishReason(StrEnum):
@@ -35,10 +26,6 @@ class FinishReason(StrEnum):
     REPETITION = "repetition"         # a loop, found by `repetition_detection`
 
 
-# The stop string, the id out of `stop_token_ids`, or the name of another stop rule.
-StopReason: TypeAlias = str | int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
     """The number of tokens of one request."""
@@ -47,10 +34,6 @@ class Usage:
     completion_tokens: int
     # Tokens of the prompt that were in the prefix cache. Not compared: the answer does not depend on it.
     cached_tokens: int = field(default=0, compare=False)
-
-
-# Ids of the likeliest tokens with their log-probabilities (natural logarithm), the likeliest first.
-TopTokens: TypeAlias = tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

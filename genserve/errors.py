@@ -1,4 +1,4 @@
-"""Errors: every failure that a user may see, each with a code, a message and a remedy.
+"""Errors: every failure that a user may see, with a code, a message and a remedy.
 
     GenserveError
     ├── InvalidRequest            the caller can correct it; `field` names the place
@@ -25,31 +25,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import ClassVar
-
-__all__ = [
-    "SEE_LOG",
-    "Closed",
-    "ConfigError",
-    "ContextLengthExceeded",
-    "ExportError",
-    "Forbidden",
-    "GenserveError",
-    "InferenceError",
-    "InvalidRequest",
-    "MissingDependency",
-    "ModelFailed",
-    "ModelNotFound",
-    "ModelNotReady",
-    "Overloaded",
-    "RepositoryError",
-    "Status",
-    "StreamBroken",
-    "Unauthenticated",
-    "Unreachable",
-    "UnsupportedMediaType",
-    "require",
-    "status_of",
-]
 
 # The remedy of a failure whose cause is not shown to clients: it may hold paths, or the output of a program.
 SEE_LOG = "the server's log has the reason"
@@ -108,7 +83,7 @@ class UnsupportedMediaType(GenserveError):
 
 
 class ModelNotFound(GenserveError):
-    """There is no model of this name, or no such version of it."""
+    """No model has this name, or it has no such version."""
 
     code = "model_not_found"
 
@@ -133,7 +108,7 @@ class Overloaded(GenserveError):
     """The server refuses new requests at the moment. Nothing was computed, so a retry is safe.
 
     Attributes:
-        retry_after_s: estimated seconds until there is room.
+        retry_after_s: estimated seconds until the queue has room.
     """
 
     code = "overloaded"

@@ -16,8 +16,6 @@ from prometheus_client.registry import Collector
 
 from genserve.completion import FinishReason
 
-__all__ = ["GenerationMetrics", "Metrics", "bare_family"]
-
 C = TypeVar("C", bound=Collector)
 
 _PREFIX = "genserve_"
@@ -81,9 +79,7 @@ class Metrics:
     def _histogram(
         self, name: str, text: str, *labels: str, buckets: Sequence[float] = _LATENCY_S
     ) -> Histogram:
-        return Histogram(
-            _PREFIX + name, text, ("model", *labels), buckets=buckets, registry=self.registry
-        )
+        return Histogram(_PREFIX + name, text, ("model", *labels), buckets=buckets, registry=self.registry)
 
     def collector(self, kind: Callable[[CollectorRegistry], C]) -> C:
         """Return the registry's collector of this class; the first call constructs it with the registry."""
@@ -185,10 +181,7 @@ class GenerationMetrics:
 def bare_family(name: str, text: str, kind: str) -> Metric:
     """Return a metric family without samples whose name is shown as it is: a counter gets no `_total`.
 
-    Args:
-        name: of the family and of its samples.
-        text: the help text.
-        kind: Prometheus's type: counter, gauge or histogram.
+    `kind` is Prometheus's type: counter, gauge or histogram.
     """
     return Metric(_BareName(name), text, kind)
 

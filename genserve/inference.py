@@ -14,20 +14,6 @@ from genserve.errors import Closed, GenserveError, InferenceError, Status
 from genserve.tensor import Tensor
 from genserve.tracing import Span
 
-__all__ = [
-    "CURRENT_EXECUTOR",
-    "Backlog",
-    "Executor",
-    "Inference",
-    "InferenceRequest",
-    "InferenceResponse",
-    "InferenceServer",
-    "OnResponse",
-    "Parameter",
-    "RequestFlags",
-    "with_request_id",
-]
-
 Parameter: TypeAlias = bool | int | float | str
 
 
@@ -97,9 +83,9 @@ CURRENT_EXECUTOR: ContextVar[Executor | None] = ContextVar("current_executor", d
 
 
 class Backlog:
-    """Requests that an ensemble made of the responses to an inference and has not submitted yet.
+    """Requests that an ensemble made from the responses to an inference and has not submitted yet.
 
-    The model that answers waits until the backlog is empty: so an ensemble applies back-pressure to a step
+    The responding model waits until the backlog is empty: so an ensemble applies back-pressure to a step
     that is too fast. Safe from any thread.
     """
 
@@ -173,8 +159,8 @@ class Inference:
         executors: the candidates to execute it, and while it is executed, its executor; empty: none is
             needed.
         parts: the inferences that it waits for, as an ensemble for its steps.
-        blocked_by: returns the inferences of which one must end before this one can be submitted.
-        backlog: of its responses; the model that answers waits until it is empty. None: always empty.
+        blocked_by: returns inferences; one of them must end before this one can be submitted.
+        backlog: of its responses; the responding model waits until it is empty. None: always empty.
         span: of its trace; None: not traced.
     """
 
@@ -246,7 +232,7 @@ class Inference:
             return
 
     def cancel(self) -> None:
-        """Cancel it: nobody waits for it any more. A second call does nothing."""
+        """Cancel it for the requester. A second call does nothing."""
         with self._lock:
             if self._cancelled or self._ended:
                 return
@@ -287,7 +273,7 @@ class InferenceServer(Protocol):
 
         Raises:
             InferenceError: an unknown model or version, not ready, an invalid request, a full queue. No
-                response was sent, and `inference` has not ended.
+                response was sent, and `inference` is still open.
         """
 
     def load(self, name: str, *, config: str = "", files: Mapping[str, bytes] | None = None) -> None:

@@ -15,8 +15,6 @@ from enum import StrEnum
 from genserve.errors import GenserveError, InferenceError, Status
 from genserve.inference import Inference
 
-__all__ = ["BatchStatistics", "DurationStat", "FailureReason", "LatencyHistogram", "ModelStatistics"]
-
 
 class FailureReason(StrEnum):
     """Why a request failed; the label of `nv_inference_request_failure`."""

@@ -14,9 +14,8 @@ from genserve.generation.delta_streams import DeltaStream
 from genserve.generation.engine_request import TokenSequence
 from genserve.prompt import COMPLETION_TOKENS, Messages, Prompt, Prompts, read_chat, read_prompts
 from genserve.repository.repository import Repository
-from genserve.sampling.sampling_params import SamplingOptions, SamplingParams, sampling_params
-
-__all__ = ["LLM"]
+from genserve.sampling.sampling_options import SamplingOptions
+from genserve.sampling.sampling_params import SamplingParams, sampling_params
 
 
 class LLM:
@@ -30,15 +29,11 @@ class LLM:
     """
 
     def __init__(self, model_repository: str | Path, model: str | None = None) -> None:
-        """Load a model.
-
-        Args:
-            model_repository: the folder.
-            model: its name; None: the only generation model of the repository.
+        """Load a model; without a name, the only generation model of the repository.
 
         Raises:
             RepositoryError: the folder, or the model in it, is invalid.
-            ModelNotFound: there is no such model.
+            ModelNotFound: no such model.
         """
         self._closed = False
         self._repository = Repository([Path(model_repository)])
@@ -72,21 +67,17 @@ class LLM:
         return self._complete_one(prompt, self._params(options))
 
     def stream(self, prompt: str, **options: Unpack[SamplingOptions]) -> Stream:
-        """Complete a prompt, delta by delta. Raises what `generate` raises."""
+        """Complete a prompt, delta by delta. Raises the errors of `generate`."""
         params = self._params(options)
         return self._stream(self._model.prepare(prompt, params))
 
-    def chat(
-        self, messages: Messages, **options: Unpack[SamplingOptions]
-    ) -> Completion:
-        """Answer a chat; a text alone is one turn of the user. Raises what `generate` raises."""
+    def chat(self, messages: Messages, **options: Unpack[SamplingOptions]) -> Completion:
+        """Answer a chat; a text alone is one turn of the user. Raises the errors of `generate`."""
         params = self._params(options)
         return self._complete_one(read_chat(messages), params)
 
-    def chat_stream(
-        self, messages: Messages, **options: Unpack[SamplingOptions]
-    ) -> Stream:
-        """Answer a chat, delta by delta. Raises what `generate` raises."""
+    def chat_stream(self, messages: Messages, **options: Unpack[SamplingOptions]) -> Stream:
+        """Answer a chat, delta by delta. Raises the errors of `generate`."""
         params = self._params(options)
         return self._stream(self._model.prepare(read_chat(messages), params))
 
@@ -98,7 +89,7 @@ class LLM:
         The answers are in the order of the prompts, the `n` answers to a prompt next to each other. With
         `prompt_logprobs` each scores the tokens of its prompt, which are in `prompt_token_ids`.
 
-        Raises what `generate` raises.
+        Raises the errors of `generate`.
         """
         params = self._params(options)
         if n < 1 or 1 < params.best_of < n:

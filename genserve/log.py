@@ -15,18 +15,6 @@ from typing import Protocol
 
 from genserve.errors import GenserveError
 
-__all__ = [
-    "CURRENT_REQUEST",
-    "LOG_FORMATS",
-    "FloodFilter",
-    "LineFormatter",
-    "LoggedRequest",
-    "escaped",
-    "fail_request",
-    "open_log",
-    "quoted",
-]
-
 # The format of a line and of its time, by Triton's names.
 LOG_FORMATS = {
     "default": ("%(asctime)s %(levelname)s %(name)s: %(message)s", None),
@@ -38,7 +26,7 @@ _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\
 _MAX_LINE = 32768       # characters
 _WORD = re.compile(r"[\w.:/@+\-%?&=,~!*()]+", re.ASCII)
 
-# At most so many lines of one kind of warning or error are written per interval.
+# The most lines of one kind of warning or error that are written per interval.
 _MAX_ALIKE = 100
 _INTERVAL_S = 10
 
@@ -52,7 +40,7 @@ class LoggedAnswer(Protocol):
 
     @property
     def finish_reason(self) -> str | None:
-        """Why it ended; None: it has not ended."""
+        """Why it ended; None: it still runs."""
 
     @property
     def first_token_s(self) -> float | None:
@@ -96,7 +84,7 @@ CURRENT_REQUEST: ContextVar[LoggedRequest | None] = ContextVar("current_request"
 
 
 def fail_request(error: GenserveError) -> None:
-    """Record the error that the current request, if there is one, was refused or failed with."""
+    """Record the error that the current request, if any, was refused or failed with."""
     request = CURRENT_REQUEST.get()
     if request is not None:
         request.error = error

@@ -8,22 +8,9 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from genserve.errors import InvalidRequest, require
 
-__all__ = [
-    "COMPLETION_TOKENS",
-    "MAX_CHAT_MESSAGES",
-    "Chat",
-    "Message",
-    "Messages",
-    "Prompt",
-    "Prompts",
-    "Role",
-    "read_chat",
-    "read_messages",
-    "read_prompts",
-]
-
 Role = Literal["system", "user", "assistant"]
 
+COMPLETION_TOKENS = 16      # the default `max_tokens` of `/v1/completions` and `complete`
 # A template may take milliseconds per message, and the chats of all other clients wait for it.
 MAX_CHAT_MESSAGES = 1024
 
@@ -49,7 +36,7 @@ class Message:
         require(may_reason, "reasoning_content", "is only for messages of the assistant")
 
     def as_dict(self) -> dict[str, str]:
-        """Return the message as JSON and templates have it; `reasoning_content` only if there is any."""
+        """Return the message as JSON and templates have it; `reasoning_content` only if it is not empty."""
         reasoning = {"reasoning_content": self.reasoning_content} if self.reasoning_content else {}
         return {"role": self.role, "content": self.content, **reasoning}
 
@@ -90,7 +77,7 @@ Messages: TypeAlias = str | Sequence[Message | Mapping[str, str]] | Chat
 
 
 def read_chat(messages: Messages) -> Chat:
-    """Return the chat of some messages; raises what `read_messages` raises."""
+    """Return the chat of some messages; raises the errors of `read_messages`."""
     return messages if isinstance(messages, Chat) else Chat(messages=read_messages(messages))
 
 
@@ -127,15 +114,12 @@ def _read_message(message: Message | Mapping[str, str], index: int) -> Message:
 # One prompt or several, as texts or as token ids, for `/v1/completions` and `complete`.
 Prompts: TypeAlias = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
 
-# Their default of `max_tokens`.
-COMPLETION_TOKENS = 16
-
 
 def read_prompts(prompts: Prompts) -> list[str] | list[list[int]]:
     """Return the prompts as a list of texts or of lists of token ids.
 
     Raises:
-        InvalidRequest: there is no prompt, or one of another type; `field` is `prompt`.
+        InvalidRequest: no prompt, or one of another type; `field` is `prompt`.
     """
     items: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
     if items and all(_is_id(item) for item in items):

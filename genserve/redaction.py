@@ -1,6 +1,6 @@
 """Redaction: removes the paths of the server's file system from error texts that clients see.
 
-Errors are raised with full paths, for the log and for the person who runs the command. They quote model.py,
+Errors are raised with full paths, for the log and the command line. They quote model.py,
 ONNX Runtime, torch and the operating system, so paths are removed where an error leaves the server.
 """
 
@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from genserve.errors import GenserveError
-
-__all__ = ["redact_repositories", "redacted_error", "redacted_text"]
 
 logger = logging.getLogger(__name__)
 

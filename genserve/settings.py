@@ -12,8 +12,6 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["Flag", "ServerSettings"]
-
 # The headings of `genserve serve --help`.
 _MODELS, _PORTS, _GRPC, _ACCESS, _CLIENTS, _LOG = (
     "Models", "Ports", "Connections of gRPC", "Access", "Clients", "Log",
@@ -26,7 +24,7 @@ class Flag:
     """The command-line flag of a setting.
 
     Attributes:
-        help: what `--help` says.
+        help: its text in `--help`.
         panel: the heading in `--help`.
         names: all spellings; empty: the field's name. The first one also names the GENSERVE_* variable.
         minimum: the least value of a number.
@@ -64,7 +62,7 @@ def _cache_config_bytes(text: str) -> int:
         return 0
     kind, _, size = text.partition(",size=")
     if kind != "local" or not size.isdecimal():
-        raise ValueError(f"{text!r} is not local,size=BYTES, the only cache there is")
+        raise ValueError(f"{text!r} is not local,size=BYTES, the only supported cache")
     return int(size)
 
 
@@ -117,9 +115,7 @@ class ServerSettings:
     model_config_name: str = _flag(
         "", _MODELS, "Read configs/NAME.pbtxt instead of config.pbtxt, if a model has it."
     )
-    backend_directory: Path | None = _flag(
-        None, _MODELS, "Folder of Python backends, each NAME/model.py."
-    )
+    backend_directory: Path | None = _flag(None, _MODELS, "Folder of Python backends, each NAME/model.py.")
     backend_config: tuple[str, ...] = _flag(
         (), _MODELS,
         "BACKEND,SETTING=VALUE, or SETTING=VALUE for all backends, such as "
@@ -216,13 +212,9 @@ class ServerSettings:
         (), _CLIENTS,
         "counter_latencies=false or histogram_latencies=true: kinds of latencies in /metrics; repeatable.",
     )
-    allow_cpu_metrics: bool = _flag(
-        True, _CLIENTS, "Report CPU and memory usage of the machine in /metrics."
-    )
+    allow_cpu_metrics: bool = _flag(True, _CLIENTS, "Report CPU and memory usage of the machine in /metrics.")
     metrics_interval_ms: float = _flag(
-        2000.0, _CLIENTS,
-        "Minimum interval over which CPU usage is measured, milliseconds.",
-        minimum=0,
+        2000.0, _CLIENTS, "Minimum interval over which CPU usage is measured, milliseconds.", minimum=0
     )
     server_id: str = _flag("genserve", _CLIENTS, "The server's name in the metadata of KServe.", "--id")
     allowed_hosts: tuple[str, ...] = _flag(
@@ -303,12 +295,12 @@ class ServerSettings:
 
     @property
     def cache_bytes(self) -> int:
-        """Size of the response cache, bytes; 0: there is none."""
+        """Size of the response cache, bytes; 0: no cache."""
         return _cache_config_bytes(self.cache_config) or self.response_cache_byte_size
 
     @property
     def grpc_channel_arguments(self) -> tuple[tuple[str, int], ...]:
-        """The arguments of the server's gRPC channels, without those that are left at gRPC's default."""
+        """The arguments of the server's gRPC channels, except those at gRPC's default."""
         flags = ((setting.name, setting.metadata.get("flag")) for setting in fields(self))
         values = ((flag.grpc_argument, getattr(self, name)) for name, flag in flags if flag)
         return tuple(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-__all__ = ["compatible", "fits", "reshape", "shape_text"]
-
 
 def shape_text(shape: Iterable[int]) -> str:
     """Return a shape as Triton writes it: `[-1,3]`."""
@@ -13,7 +11,7 @@ def shape_text(shape: Iterable[int]) -> str:
 
 
 def fits(shape: Sequence[int], dims: Sequence[int]) -> bool:
-    """Whether a shape has the sizes of `dims`, of which -1 stands for any size."""
+    """Whether a shape has the sizes of `dims`, where -1 matches any size."""
     if len(shape) != len(dims):
         return False
     for size, dim in zip(shape, dims, strict=True):  # noqa: SIM110 - of every request: twice as fast
@@ -23,7 +21,7 @@ def fits(shape: Sequence[int], dims: Sequence[int]) -> bool:
 
 
 def compatible(one: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether a shape can have the sizes of both, of which -1 stands for any size."""
+    """Whether a shape can have the sizes of both, where -1 matches any size."""
     return len(one) == len(other) and all(a == b or -1 in (a, b) for a, b in zip(one, other, strict=True))
 
 

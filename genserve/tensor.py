@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from genserve.errors import InvalidRequest
 
-__all__ = ["DataType", "Tensor"]
+_CPU = 1  # kDLCPU of dlpack.h
 
 
 class DataType(Enum):
@@ -81,16 +81,13 @@ class DataType(Enum):
 _OF_NUMPY = {data_type.numpy: data_type for data_type in reversed(DataType)}
 
 
-_CPU = 1  # kDLCPU of dlpack.h
-
-
 class Tensor:
     """A named array, on the CPU or on a device; renamed and reshaped without a copy.
 
     Attributes:
         name: of the input or output.
         data_type: of its elements.
-        shape: with the batch dimension, if the model batches.
+        shape: with the batch dimension, if the model has one.
     """
 
     __slots__ = ("_data", "data_type", "name", "shape")
@@ -126,11 +123,11 @@ class Tensor:
 
     @property
     def data(self) -> Any:
-        """The numpy array, or the object with `__dlpack__`, that this tensor was made of."""
+        """The numpy array or the object with `__dlpack__` that the tensor was created from."""
         return self._data
 
     def on_cpu(self) -> Tensor:
-        """Return the tensor in the memory of the CPU, without a copy if it is there."""
+        """Return the tensor in CPU memory; no copy if it is there already."""
         return self if self.is_cpu else Tensor(self.name, self.array, data_type=self.data_type)
 
     def renamed(self, name: str) -> Tensor:

@@ -19,8 +19,6 @@ import orjson
 
 from genserve.tensor import DataType, Tensor
 
-__all__ = ["Span", "Trace", "TraceFile"]
-
 logger = logging.getLogger(__name__)
 
 # Traces that may wait for the disk; further ones are lost.
@@ -34,7 +32,7 @@ class Trace:
     """One traced request of a client, with the requests that its model sends to other models.
 
     It ends when the protocol has called `close` and every model has ended its request. Its methods are safe
-    from any thread. Times are those of `time.monotonic_ns()`, as Triton's are of the steady clock.
+    from any thread. Times are those of `time.monotonic_ns()`, as Triton uses the steady clock.
 
     Attributes:
         root: the span of the model that the client called.
@@ -42,16 +40,8 @@ class Trace:
 
     __slots__ = ("_lock", "_num_open", "_on_end", "_spans", "has_tensors", "has_timestamps", "root")
 
-    def __init__(
-        self, *, has_timestamps: bool, has_tensors: bool, on_end: Callable[[Trace], None]
-    ) -> None:
-        """Begin a trace.
-
-        Args:
-            has_timestamps: the level includes TIMESTAMPS.
-            has_tensors: the level includes TENSORS.
-            on_end: called once, when the trace ends.
-        """
+    def __init__(self, *, has_timestamps: bool, has_tensors: bool, on_end: Callable[[Trace], None]) -> None:
+        """Begin a trace with the levels TIMESTAMPS and TENSORS; `on_end` is called once, when it ends."""
         self.has_timestamps = has_timestamps
         self.has_tensors = has_tensors
         self._on_end = on_end
@@ -65,7 +55,7 @@ class Trace:
         self.root.note(name)
 
     def close(self) -> None:
-        """End the part of the protocol, or of a model."""
+        """End the protocol's part, or that of a model."""
         with self._lock:
             self._num_open -= 1
             is_over = not self._num_open
@@ -127,13 +117,6 @@ class Span:
         self, *, model: str, version: int, request_id: str, inputs: Iterable[Tensor], at_ns: int
     ) -> Span | None:
         """Begin the span of a model that the client calls, or that the model of this span calls.
-
-        Args:
-            model: name of the model.
-            version: of the model.
-            request_id: of the request; empty: none.
-            inputs: of the request.
-            at_ns: when the request arrived.
 
         Returns:
             The span, to be closed; None: the trace has ended.

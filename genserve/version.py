@@ -1,5 +1,4 @@
-"""Version: of the package, the server's answers and the client's requests."""
+"""Version: of genserve; the server and the client report it too."""
 
-__all__ = ["__version__"]
 
 __version__ = "0.1.0"

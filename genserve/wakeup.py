@@ -1,11 +1,9 @@
-"""Wakeup: lets any thread wake the one thread that waits."""
+"""Wakeup: any thread wakes the one thread that waits."""
 
 from __future__ import annotations
 
 import os
 import select
-
-__all__ = ["Wakeup"]
 
 
 class Wakeup:

@@ -1,4 +1,4 @@
-"""Sampling tables: writes what is derived from the table of sampling parameters.
+"""Sampling tables: writes the files derived from the table of sampling parameters.
 
     python scripts/sampling_tables.py           # write
     python scripts/sampling_tables.py --check   # exit 1 if a file is out of date
@@ -44,8 +44,6 @@ from typing import Literal, TypedDict
 from genserve.sampling.plugin_call import PluginCall, PluginCallOptions
 from genserve.sampling.repetition_detection import RepetitionDetection
 from genserve.sampling.structured_outputs import StructuredOutputOptions, StructuredOutputs
-
-__all__ = ["SamplingOptions"]
 
 
 class SamplingOptions(TypedDict, total=False):

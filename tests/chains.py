@@ -25,7 +25,7 @@ parameters [ { key: "max_sequence_length" value: { string_value: "128" } } ]
 
 
 class Whole(torch.nn.Module):
-    """Ids and mask [batch, sequence] to logits [batch, sequence, vocabulary], as people trace them."""
+    """Ids and mask [batch, sequence] to logits [batch, sequence, vocabulary], as users trace them."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()

@@ -87,9 +87,7 @@ def stablelm_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def traced_repository(tmp_path_factory: pytest.TempPathFactory, stablelm_checkpoint: Path) -> Path:
     """That checkpoint as model `traced`."""
     repository = tmp_path_factory.mktemp("traced")
-    export_model(
-        str(stablelm_checkpoint), repository=repository, name="traced", progress=SilentProgress()
-    )
+    export_model(str(stablelm_checkpoint), repository=repository, name="traced", progress=SilentProgress())
     return repository
 
 

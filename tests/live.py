@@ -60,7 +60,7 @@ class LiveServer:
 
 
 def children() -> set[int]:
-    """The processes that this one has started and that have not ended."""
+    """The live child processes."""
     found = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

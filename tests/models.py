@@ -56,9 +56,7 @@ def ask_all(
     arrived: queue.SimpleQueue[tuple[InferenceResponse | None, bool]] = queue.SimpleQueue()
     inputs = {name: Tensor(name, np.asarray(array, np.float32)) for name, array in arrays.items()}
     request = InferenceRequest(model_name=model, model_version=version, inputs=inputs)
-    inference = Inference(
-        request=request, on_response=lambda response, final: arrived.put((response, final))
-    )
+    inference = Inference(request=request, on_response=lambda response, final: arrived.put((response, final)))
     server.submit(inference)
     responses: list[InferenceResponse] = []
     while True:

@@ -1,4 +1,4 @@
-"""An inference by itself: how it ends, and what it lets go of then."""
+"""An inference by itself: its end, and the objects that it then releases."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_backlog_calls_back_when_it_is_empty() -> None:
     assert calls == ["at once", "later"]
 
 
-def test_a_lifted_backlog_blocks_nobody() -> None:
+def test_a_lifted_backlog_blocks_no_model() -> None:
     backlog, calls = Backlog(), []
     one = inference()
     backlog.add(one)

@@ -9,10 +9,7 @@ from hypothesis import strategies as st
 from genserve.inference_statistics import LatencyHistogram
 
 
-@given(
-    st.lists(st.integers(1, 100), unique=True).map(sorted),
-    st.lists(st.integers(0, 120), max_size=20),
-)
+@given(st.lists(st.integers(1, 100), unique=True).map(sorted), st.lists(st.integers(0, 120), max_size=20))
 def test_a_bucket_counts_all_durations_up_to_its_bound(bounds_ms: list[int], durations_ms: list[int]) -> None:
     histogram = LatencyHistogram(bounds_ms)
     for duration_ms in durations_ms:

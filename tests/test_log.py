@@ -115,7 +115,7 @@ class Tensor:
 
 
 class Crossing(logging.Handler):
-    """A handler whose first write logs a line of its own, once it is told to."""
+    """A handler whose first write logs another line, once enabled."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,12 +142,12 @@ class TestFlood:
         flood.close()
         return stream.getvalue().splitlines()
 
-    def test_of_one_kind_so_many_are_written_and_then_counted(self) -> None:
+    def test_records_of_one_kind_beyond_the_limit_are_counted(self) -> None:
         lines = self.written(*(record("bad %d", n, created=1000.0) for n in range(150)))
         assert lines[:100] == [f"bad {n}" for n in range(100)]
         assert lines[100:] == ["50 more like this within 10 s, the last: bad 149"]
 
-    def test_the_count_comes_before_the_next_stretch_which_is_fresh(self) -> None:
+    def test_the_count_is_written_before_the_next_interval(self) -> None:
         records = [record("bad %d", n, created=1000.0) for n in range(101)]
         lines = self.written(*records, record("bad %d", 101, created=1010.0))
         assert lines[100:] == ["1 more like this within 10 s, the last: bad 100", "bad 101"]
@@ -157,8 +157,8 @@ class TestFlood:
         lines = self.written(*records, record("%s", "x", kind="503", created=1000.0))
         assert lines[-2:] == ["x", "1 more like this within 10 s, the last: 100"]
 
-    def test_what_logs_in_the_middle_of_a_write_waits_for_nobody_who_waits_for_it(self) -> None:
-        """As a garbage collection does, which runs in any thread and says what it found."""
+    def test_a_log_call_during_a_write_does_not_deadlock(self) -> None:
+        """As a garbage collection does, which runs in any thread and logs its finds."""
         handler = Crossing()
         flood = FloodFilter(handler)
         handler.addFilter(flood)
@@ -172,7 +172,7 @@ class TestFlood:
             writing.result(timeout=30)
             telling.result(timeout=30)
 
-    def test_what_is_left_out_keeps_no_traceback(self) -> None:
+    def test_dropped_records_keep_no_traceback(self) -> None:
         handler = logging.StreamHandler(io.StringIO())
         flood = FloodFilter(handler)
         handler.addFilter(flood)
@@ -187,7 +187,7 @@ class TestFlood:
         gc.collect()
         assert seen() is None
 
-    def test_what_is_no_warning_and_what_models_say_is_written(self) -> None:
+    def test_info_records_and_those_of_models_always_pass(self) -> None:
         info = {"levelno": logging.INFO, "created": 1000.0}
         models = {"name": "genserve.models.m", "created": 1000.0}
         assert len(self.written(*(record("x", **info) for _ in range(150)))) == 150

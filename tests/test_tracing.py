@@ -28,7 +28,7 @@ backend: "python"
 input { name: "A" data_type: TYPE_FP32 dims: [ -1 ] }
 output { name: "Y" data_type: TYPE_FP32 dims: [ -1 ] }
 """
-# Asks twice, and says of the first request alone whose part it is.
+# Calls twice, and passes the trace on in the first call only.
 CALLER = """
 import triton_python_backend_utils as pb_utils
 
@@ -75,7 +75,7 @@ def numbers(module: Any) -> list[Any]:
 
 
 def traces(file: Path) -> dict[int, Traced]:
-    """Return what a file has, by id; it is JSON, and each id has one head."""
+    """Return the records of a file by id; it is JSON, and each id has one head."""
     found: dict[int, Traced] = {}
     for event in json.loads(file.read_text()):
         found.setdefault(event["id"], Traced()).add(event)
@@ -234,7 +234,7 @@ def test_every_nth_request_is_traced_up_to_the_count(repository, tmp_path):
         settings = client.get_trace_settings()
         assert (settings["trace_count"], settings["trace_file"]) == ("0", "t.json")
         client.close()
-    assert not (tmp_path / "t.json").exists()   # what has a count is in a numbered file, as with Triton
+    assert not (tmp_path / "t.json").exists()   # traces with a count are in a numbered file, as with Triton
     assert [trace.head["request_id"] for trace in traces(tmp_path / "t.json.0").values()] == ["2", "4", "6"]
 
 

@@ -16,17 +16,6 @@ from genserve.errors import RepositoryError, Status
 from genserve.generation_metrics import Metrics
 from genserve.inference import Inference, InferenceServer
 
-__all__ = [
-    "Backend",
-    "ModelSource",
-    "Placement",
-    "boolean_parameter",
-    "bytes_parameter",
-    "find_backend",
-    "integer_parameter",
-    "model_file",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:

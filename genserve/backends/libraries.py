@@ -19,8 +19,6 @@ from types import ModuleType
 
 from genserve.errors import MissingDependency
 
-__all__ = ["import_onnxruntime", "import_tensorflow", "import_torch", "importing"]
-
 logger = logging.getLogger(__name__)
 
 _LOCK = threading.RLock()

@@ -24,14 +24,6 @@ from genserve.inference import Inference, InferenceResponse
 from genserve.shapes import fits
 from genserve.tensor import DataType, Tensor
 
-__all__ = [
-    "BatchRunner",
-    "Network",
-    "NetworkBackend",
-    "NetworkVersion",
-    "RunFunction",
-]
-
 logger = logging.getLogger(__name__)
 
 Shape = tuple[int, ...]
@@ -107,10 +99,7 @@ class NetworkBackend:
         """See `Backend.load`. A network is opened when the first instance on its device starts."""
         config = source.config
         path = model_file(
-            source.folder,
-            filename=config.default_model_filename,
-            default=cls.default_file,
-            model=config.name,
+            source.folder, filename=config.default_model_filename, default=cls.default_file, model=config.name
         )
         return NetworkVersion(lambda placement: cls.open_network(path, config, placement), config=config)
 
@@ -179,8 +168,7 @@ class BatchRunner:
         batch_inputs = [inference.inputs | (inference.states or {}) for inference in batch]
         # The scheduler only batches requests with the same inputs.
         joined = {
-            name: self._join(name, [inputs[name] for inputs in batch_inputs])
-            for name in batch_inputs[0]
+            name: self._join(name, [inputs[name] for inputs in batch_inputs]) for name in batch_inputs[0]
         }
         for batch_input in self._batch_inputs:
             for tensor in _batch_input_tensors(batch_input, _shapes(batch, batch_input.source_inputs[0])):

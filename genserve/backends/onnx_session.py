@@ -17,20 +17,6 @@ from genserve.backends.libraries import import_onnxruntime
 from genserve.errors import GenserveError, RepositoryError, Status
 from genserve.kernels import instruction_set, library_path
 
-__all__ = [
-    "CPU_PROVIDER",
-    "Provider",
-    "ProviderChoice",
-    "choose_providers",
-    "create_session",
-    "num_cores",
-    "open_for_inspection",
-    "open_session",
-    "register_kernels",
-    "runtime_message",
-    "session_options",
-]
-
 logger = logging.getLogger(__name__)
 
 # After a run ONNX Runtime's workers spin while they wait for the next one. By default that burns 36 ms of a

@@ -12,8 +12,6 @@ from genserve.errors import RepositoryError
 from genserve.shapes import fits, shape_text
 from genserve.tensor import DataType
 
-__all__ = ["GraphTensor", "OnnxSignature", "has_signature"]
-
 _DATA_TYPES = {
     "bool": DataType.BOOL, "uint8": DataType.UINT8, "uint16": DataType.UINT16, "uint32": DataType.UINT32,
     "uint64": DataType.UINT64, "int8": DataType.INT8, "int16": DataType.INT16, "int32": DataType.INT32,
@@ -47,9 +45,7 @@ class GraphTensor:
     def of(cls, argument: Any) -> GraphTensor:
         """Make the tensor of an `onnxruntime.NodeArg`."""
         shape = tuple(size if isinstance(size, int) and size >= 0 else -1 for size in argument.shape)
-        return cls(
-            name=argument.name, element=argument.type.removeprefix("tensor(").rstrip(")"), shape=shape
-        )
+        return cls(name=argument.name, element=argument.type.removeprefix("tensor(").rstrip(")"), shape=shape)
 
 
 class OnnxSignature:

@@ -26,8 +26,6 @@ from genserve.config.model_config import ModelConfig
 from genserve.errors import InferenceError, Status
 from genserve.tensor import DataType, Tensor
 
-__all__ = ["OnnxGraph", "OnnxRuntimeBackend", "open_graph"]
-
 logger = logging.getLogger(__name__)
 
 _ONNX_BFLOAT16 = 16     # of TensorProto.DataType
@@ -98,10 +96,7 @@ def open_graph(path: Path, *, config: ModelConfig, placement: Placement) -> Onnx
     for warning in choice.warnings:
         logger.warning("model %s: %s", config.name, warning)
     session = open_session(
-        path,
-        parameters=config.parameters,
-        graph_level=optimization.graph.level,
-        providers=choice.providers,
+        path, parameters=config.parameters, graph_level=optimization.graph.level, providers=choice.providers
     )
     graph = OnnxGraph(session, parameters=config.parameters)
     graph.signature.check(config)

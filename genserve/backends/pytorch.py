@@ -21,13 +21,6 @@ from genserve.config.model_config import ModelConfig
 from genserve.errors import InferenceError, RepositoryError, Status
 from genserve.tensor import DataType, Tensor
 
-__all__ = [
-    "PyTorchBackend",
-    "TorchModule",
-    "open_module",
-    "set_threads",
-]
-
 logger = logging.getLogger(__name__)
 
 

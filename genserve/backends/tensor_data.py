@@ -11,8 +11,6 @@ import numpy as np
 from genserve.errors import InferenceError, InvalidRequest, RepositoryError, Status
 from genserve.tensor import DataType, Tensor
 
-__all__ = ["decode_strings", "read_tensor", "string_tensor"]
-
 
 def decode_strings(tensor: Tensor) -> list[str]:
     """Return the elements of a BYTES tensor, row-major, as str.
@@ -42,12 +40,7 @@ def string_tensor(name: str, elements: Iterable[str], *, shape: Sequence[int]) -
 
 
 def read_tensor(
-    file: Path,
-    name: str,
-    *,
-    data_type: DataType,
-    shape: Sequence[int],
-    too_short: Callable[[int, int], str],
+    file: Path, name: str, *, data_type: DataType, shape: Sequence[int], too_short: Callable[[int, int], str]
 ) -> Tensor:
     """Read a tensor from a file: elements row-major, strings each after their length (uint32).
 

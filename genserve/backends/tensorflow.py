@@ -16,8 +16,6 @@ from genserve.config.model_config import ModelConfig
 from genserve.errors import InferenceError, RepositoryError, Status
 from genserve.tensor import DataType, Tensor
 
-__all__ = ["SavedModel", "TensorFlowBackend"]
-
 logger = logging.getLogger(__name__)
 
 DEFAULT_SIGNATURE = "serving_default"

@@ -14,8 +14,6 @@ from genserve.inference import Inference, InferenceResponse
 from genserve.tensor import Tensor
 from genserve.text.tokenizer import Tokenizer
 
-__all__ = ["TokenizerBackend"]
-
 
 class TokenizerBackend:
     """A `Backend` that encodes texts: `text_input` [batch, 1] to `input_ids` [batch, num_tokens]."""

@@ -17,8 +17,6 @@ from genserve.inference import Inference, InferenceRequest, InferenceResponse, w
 from genserve.shapes import reshape
 from genserve.tensor import DataType, Tensor
 
-__all__ = ["WarmupBatch", "run_warmups", "warmup_batches"]
-
 _FOLDER = "warmup"
 _MAX_ITERATIONS = 1000  # of an iterative request, which is then ended
 
@@ -46,9 +44,7 @@ def warmup_batches(config: ModelConfig, path: Path) -> tuple[WarmupBatch, ...]:
     return tuple(_batch(sample, config, path) for sample in config.warmups if sample.batch_size)
 
 
-def run_warmups(
-    execute: Callable[[Sequence[Inference]], None], batches: Sequence[WarmupBatch]
-) -> None:
+def run_warmups(execute: Callable[[Sequence[Inference]], None], batches: Sequence[WarmupBatch]) -> None:
     """Execute every sample, and wait for the responses.
 
     Args:
@@ -66,9 +62,7 @@ def run_warmups(
 def _batch(sample: WarmupSample, config: ModelConfig, path: Path) -> WarmupBatch:
     tensors = {spec.name: _tensor(spec, config, path) for spec in sample.inputs}
     request = InferenceRequest(model_name=config.name, inputs=tensors)
-    return WarmupBatch(
-        name=sample.name, count=max(1, sample.count), requests=(request,) * sample.batch_size
-    )
+    return WarmupBatch(name=sample.name, count=max(1, sample.count), requests=(request,) * sample.batch_size)
 
 
 def _tensor(spec: WarmupInput, config: ModelConfig, path: Path) -> Tensor:

@@ -13,7 +13,6 @@ import typer
 if TYPE_CHECKING:
     from genserve.cli.load_generator import LoadResult
 
-__all__ = ["bench"]
 
 _HEADINGS = ("at once", "tokens/s", "first token, ms: p50", "p95", "between tokens, ms: p50", "p95")
 

@@ -18,18 +18,14 @@ from genserve.cli.flags import (
     Url,
     with_assignments,
 )
-from genserve.sampling.sampling_params import SamplingOptions
-
-__all__ = ["chat"]
+from genserve.sampling.sampling_options import SamplingOptions
 
 
 def chat(
     model: ModelArgument = None,
     model_repository: ModelRepository = DEFAULT_REPOSITORY,
     url: Url = None,
-    system: Annotated[
-        str | None, typer.Option(envvar="GENSERVE_SYSTEM", help="The system prompt.")
-    ] = None,
+    system: Annotated[str | None, typer.Option(envvar="GENSERVE_SYSTEM", help="The system prompt.")] = None,
     temperature: Temperature = 0.7,
     max_tokens: MaxTokens = None,
     seed: Seed = None,

@@ -12,9 +12,7 @@ from genserve.cli.console import make_console, write_text
 from genserve.cli.model_access import OpenedModel
 from genserve.completion import FinishReason, Stream, Usage
 from genserve.prompt import Message
-from genserve.sampling.sampling_params import SamplingOptions
-
-__all__ = ["ChatSession", "Conversation", "Exchange", "PrintedAnswer", "print_answer"]
+from genserve.sampling.sampling_options import SamplingOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +27,7 @@ class Conversation:
     """The system prompt and the exchanges so far.
 
     Attributes:
-        system: the system prompt; None: there is none.
+        system: the system prompt, if any.
     """
 
     def __init__(self, *, system: str | None = None) -> None:
@@ -53,7 +51,7 @@ class Conversation:
         self._exchanges.append(Exchange(question=question, answer=answer))
 
     def undo(self) -> Exchange | None:
-        """Remove the last exchange and return it; None: there is none."""
+        """Remove the last exchange and return it; None: no exchange is left."""
         return self._exchanges.pop() if self._exchanges else None
 
     def clear(self) -> None:
@@ -71,14 +69,14 @@ class PrintedAnswer:
 
     text: str
     num_tokens: int
-    first_token_s: float | None = None          # from the question to the first token; None: there is none
+    first_token_s: float | None = None          # from the question to the first token; None: no token
     last_token_s: float | None = None           # from the question to the last token
     finish_reason: FinishReason | None = None   # None: stopped by Ctrl-C
     usage: Usage | None = None
 
     @property
     def tokens_per_s(self) -> float | None:
-        """The rate after the first token; None: there is only one."""
+        """The rate after the first token; None: too few tokens."""
         if self.first_token_s is None or self.last_token_s is None or self.last_token_s <= self.first_token_s:
             return None
         return (self.num_tokens - 1) / (self.last_token_s - self.first_token_s)

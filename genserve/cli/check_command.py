@@ -14,8 +14,6 @@ from genserve.cli.flags import DEFAULT_REPOSITORY, ModelRepositories
 if TYPE_CHECKING:
     from genserve.config.diagnostics import Diagnostic
 
-__all__ = ["check"]
-
 
 def check(
     repository: Annotated[
@@ -26,8 +24,7 @@ def check(
         str, typer.Option(help="Read configs/NAME.pbtxt instead of config.pbtxt, if a model has it.")
     ] = "",
     backend_directory: Annotated[
-        list[Path] | None,
-        typer.Option(help="Folder of Python backends, each NAME/model.py; repeatable."),
+        list[Path] | None, typer.Option(help="Folder of Python backends, each NAME/model.py; repeatable.")
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Treat warnings as errors.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the diagnostics as a JSON list.")] = False,
@@ -37,9 +34,7 @@ def check(
     from genserve.repository.model_validation import repository_diagnostics
 
     diagnostics = repository_diagnostics(
-        repository or model_repository,
-        config_name=model_config_name,
-        backend_folders=backend_directory or (),
+        repository or model_repository, config_name=model_config_name, backend_folders=backend_directory or ()
     )
     severities = [diagnostic.severity for of_model in diagnostics.values() for diagnostic in of_model]
     num_errors, num_warnings = severities.count(Severity.ERROR), severities.count(Severity.WARNING)

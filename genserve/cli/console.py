@@ -14,16 +14,6 @@ from rich.text import Text
 
 from genserve.errors import GenserveError, InvalidRequest
 
-__all__ = [
-    "ConsoleProgress",
-    "make_console",
-    "print_error",
-    "read_lines",
-    "read_text",
-    "visible",
-    "write_text",
-]
-
 # Control characters except tab and line feed; U+0080 to U+009F control some terminals too.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 

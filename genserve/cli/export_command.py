@@ -19,8 +19,6 @@ from genserve.cli.flags import (
 if TYPE_CHECKING:
     from genserve.export import ExportReport
 
-__all__ = ["export", "print_report", "pull"]
-
 
 def export(
     source: Annotated[

@@ -10,26 +10,8 @@ from typing import Annotated, Literal, cast
 import typer
 
 from genserve.errors import InvalidRequest
-from genserve.sampling.sampling_params import SamplingOptions, sampling_params
-
-__all__ = [
-    "DEFAULT_REPOSITORY",
-    "Beside",
-    "FileFormat",
-    "KvCache",
-    "MaxTokens",
-    "ModelArgument",
-    "ModelRepositories",
-    "ModelRepository",
-    "Overwrite",
-    "Precision",
-    "Seed",
-    "Set",
-    "Temperature",
-    "Url",
-    "read_value",
-    "with_assignments",
-]
+from genserve.sampling.sampling_options import SamplingOptions
+from genserve.sampling.sampling_params import sampling_params
 
 DEFAULT_REPOSITORY = Path("model_repository")
 
@@ -61,9 +43,7 @@ MaxTokens = Annotated[
 Temperature = Annotated[
     float, typer.Option(envvar="GENSERVE_TEMPERATURE", help="0: always the likeliest token.")
 ]
-Seed = Annotated[
-    int | None, typer.Option(envvar="GENSERVE_SEED", help="The same seed gives the same text.")
-]
+Seed = Annotated[int | None, typer.Option(envvar="GENSERVE_SEED", help="The same seed gives the same text.")]
 Set = Annotated[
     list[str],
     typer.Option(
@@ -117,9 +97,7 @@ def with_assignments(options: SamplingOptions, assignments: Iterable[str]) -> Sa
     for assignment in assignments:
         name, equals, value = assignment.partition("=")
         if not equals:
-            raise InvalidRequest(
-                f"--set {assignment} has no value", remedy=f"write --set {assignment}=VALUE"
-            )
+            raise InvalidRequest(f"--set {assignment} has no value", remedy=f"write --set {assignment}=VALUE")
         merged[name] = read_value(value)
     sampling_params(merged)     # validated here, before a model is loaded
     return cast(SamplingOptions, merged)

@@ -19,9 +19,7 @@ from genserve.cli.flags import (
     Url,
     with_assignments,
 )
-from genserve.sampling.sampling_params import SamplingOptions
-
-__all__ = ["generate"]
+from genserve.sampling.sampling_options import SamplingOptions
 
 
 def generate(

@@ -24,8 +24,6 @@ from typing import Any
 from genserve.api_key import bearer
 from genserve.errors import StreamBroken, Unreachable
 
-__all__ = ["APIS", "Load", "LoadResult", "percentile", "random_prompts", "run_load"]
-
 # An event with text; the first event has only a role, and the last one only the usage.
 _TEXT = re.compile(rb'^data:.*?"(?:(?:reasoning_)?content|text)": ?"(?!")', re.MULTILINE)
 _PROMPT_TOKENS = re.compile(rb'"(?:prompt_tokens|input_length)": ?(\d+)')
@@ -100,7 +98,7 @@ def run_load(load: Load) -> LoadResult:
 
 
 class _ClosedLoop:
-    """The connections of a load, those that wait for an answer and those that were refused."""
+    """The connections of a load: waiting for an answer, or for the retry of a refused request."""
 
     def __init__(self, load: Load, result: LoadResult, selector: selectors.BaseSelector) -> None:
         self._load = load

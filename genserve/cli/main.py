@@ -18,8 +18,6 @@ from genserve.cli.tritonserver_flags import TritonserverCommand
 from genserve.cli.tune_command import tune
 from genserve.errors import GenserveError
 
-__all__ = ["app", "main"]
-
 app = typer.Typer(
     name="genserve",
     help="Serve text-generation models from a model repository in Triton's format.",

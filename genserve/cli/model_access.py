@@ -12,21 +12,12 @@ from genserve.cli.flags import DEFAULT_REPOSITORY
 from genserve.completion import Stream
 from genserve.errors import ModelNotFound, RepositoryError
 from genserve.prompt import Message
-from genserve.sampling.sampling_params import SamplingOptions
+from genserve.sampling.sampling_options import SamplingOptions
 
 if TYPE_CHECKING:
     from genserve.client import Client
     from genserve.repository.index import ModelEntry
 
-__all__ = [
-    "LocalModel",
-    "OpenedModel",
-    "TextGenerator",
-    "choose_model",
-    "choose_remote",
-    "local_models",
-    "open_model",
-]
 
 _DEFAULT_MODEL = "smollm2"
 
@@ -104,7 +95,7 @@ def _describe(ensemble: ModelEntry, entries: Mapping[str, ModelEntry]) -> LocalM
 
 
 def _quality(stage: ModelEntry) -> tuple[str, str, str, str] | None:
-    """Return what the export measured for the stage's graph; None: this stage is not a graph."""
+    """Return the parity of the stage's graph, as the export measured it; None: this stage is not a graph."""
     from genserve.textmodel.logits_config import read_parity
 
     # In the folder of the configured graph; other graphs of the stage have their own folders.
@@ -186,7 +177,7 @@ def choose_remote(name: str | None, known: Sequence[str]) -> str:
     """Return the name of a server's model: `name`, or the only one.
 
     Raises:
-        ModelNotFound: the server has no such model; or there is not exactly one, and `name` is None.
+        ModelNotFound: the server has no such model, or not exactly one if `name` is None.
     """
     if name is None and len(known) == 1:
         return known[0]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from genserve.cli.flags import DEFAULT_REPOSITORY, ModelRepository, Url
 
-__all__ = ["models"]
-
 
 def models(model_repository: ModelRepository = DEFAULT_REPOSITORY, url: Url = None) -> None:
     """List the text models of a repository, or the models of a server."""

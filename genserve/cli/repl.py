@@ -22,8 +22,6 @@ from genserve.cli.console import print_error
 from genserve.cli.slash_commands import COMMANDS, run_slash
 from genserve.errors import GenserveError
 
-__all__ = ["history_path", "run_repl"]
-
 _BLOCK = '"""'
 
 

@@ -18,8 +18,6 @@ from genserve.settings import Flag, ServerSettings
 if TYPE_CHECKING:
     from genserve.server import ServerInfo, VersionInfo
 
-__all__ = ["print_startup_banner", "serve"]
-
 
 def serve(**options: Any) -> None:
     """Serve the models of a repository over HTTP and gRPC.

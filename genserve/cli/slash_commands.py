@@ -12,9 +12,8 @@ from typing import cast
 from genserve.cli.chat_session import ChatSession
 from genserve.cli.flags import read_value
 from genserve.errors import InvalidRequest
-from genserve.sampling.sampling_params import SamplingOptions, sampling_params
-
-__all__ = ["COMMANDS", "SlashCommand", "run_slash"]
+from genserve.sampling.sampling_options import SamplingOptions
+from genserve.sampling.sampling_params import sampling_params
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +120,7 @@ def _save(session: ChatSession, argument: str) -> None:
 
 
 def _write_new(path: Path, text: str) -> None:
-    """Write a new file, completely or not at all."""
+    """Write a new file, atomically."""
     path.open("x").close()
     try:
         path.write_text(text, encoding="utf-8")

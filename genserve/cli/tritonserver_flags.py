@@ -11,7 +11,7 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperOption
 
-__all__ = ["REFUSED_FLAGS", "RefusedFlag", "TritonserverCommand"]
+_TRUE, _FALSE = frozenset({"true", "1", "yes", "on"}), frozenset({"false", "0", "no", "off"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,10 +77,7 @@ _FLAGS = (
         "--cache-directory",
         "cache libraries are not loaded; the only cache is --cache-config=local,size=BYTES",
     ),
-    (
-        "--repoagent-directory",
-        "repository agents are not run; change a model's files before they are served",
-    ),
+    ("--repoagent-directory", "repository agents are not run; change a model's files before they are served"),
     (
         "--allow-gpu-metrics=false",
         "there are no nv_gpu_* metrics; run NVIDIA's dcgm-exporter alongside the server",
@@ -101,8 +98,6 @@ REFUSED_FLAGS = {
     for flags, remedy in _FLAGS
     for name, _, value in (flag.partition("=") for flag in flags.split())
 }
-
-_TRUE, _FALSE = frozenset({"true", "1", "yes", "on"}), frozenset({"false", "0", "no", "off"})
 
 
 class TritonserverCommand(TyperCommand):

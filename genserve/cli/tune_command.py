@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from genserve.tuning.search_space import SearchSpace, Setting
     from genserve.tuning.tuned_model import TunedModel
 
-__all__ = ["tune"]
 
 _MAX_STOLEN_SHARE = 0.1     # with more, the times depend more on other programs than on the model
 
@@ -44,12 +43,10 @@ def tune(
         typer.Option(min=1, help="Number to measure; repeatable. Default: all cores, half, a quarter."),
     ] = None,
     context: Annotated[
-        list[int] | None,
-        typer.Option(min=1, help="Tokens in the KV cache; repeatable. Default: 64 and 512."),
+        list[int] | None, typer.Option(min=1, help="Tokens in the KV cache; repeatable. Default: 64 and 512.")
     ] = None,
     min_top1_agreement: Annotated[
-        float,
-        typer.Option(min=0, max=1, help="Minimum agreement of another graph with its source."),
+        float, typer.Option(min=0, max=1, help="Minimum agreement of another graph with its source.")
     ] = 0.9,
     budget_seconds: Annotated[
         float, typer.Option(min=0, help="Time to measure; every setting is measured at least once.")
@@ -99,15 +96,13 @@ def _choose(
     choice = choose(candidates, goal=goal, current=current) if candidates else None
     _print_measurements(measurements, choice=choice, current=current, agreements=agreements)
     if samples.stolen_share > _MAX_STOLEN_SHARE:
-        print(f"other programs had {samples.stolen_share:.0%} of the time: tune again when they rest")
+        print(f"other programs used {samples.stolen_share:.0%} of the time: tune again without them")
     if choice is not None:
         _print_choice(choice, goal=goal, measurements=measurements, current=current)
     return choice
 
 
-def _measure(
-    tuned: TunedModel, space: SearchSpace, *, goal: Goal, budget_s: float
-) -> tuple[Samples, bool]:
+def _measure(tuned: TunedModel, space: SearchSpace, *, goal: Goal, budget_s: float) -> tuple[Samples, bool]:
     """Return the samples, and whether Ctrl-C ended the measurement."""
     from genserve.cli.console import ConsoleProgress
     from genserve.tuning.measurement import Samples, take_samples
@@ -179,7 +174,7 @@ def _print_choice(
 ) -> None:
     if not choice.meets_bound:
         bound = f"{goal.max_inter_token_s * 1e3:g} ms"
-        print(f"no setting keeps {bound} between tokens; best is the one that comes nearest")
+        print(f"no setting keeps {bound} between tokens; the best is the nearest")
     for m in measurements:
         if m.setting == current:
             print(f"now:  {_line(m)}")
@@ -208,12 +203,12 @@ def _write(tuned: TunedModel, choice: BestSetting | None, *, dry_run: bool) -> N
     for edit in edits:
         print(edit.diff(), end="")
     if not edits:
-        print("the configs say so already")
+        print("the configs already have this setting")
     elif dry_run:
         print("nothing was written: --dry-run")
     else:
         write_edits(edits)
         print(
-            "written; a running server reads it when it loads the model again, "
-            "which --model-control-mode poll does by itself"
+            "written; a running server reads it at the next load of the model, "
+            "which --model-control-mode poll starts by itself"
         )

@@ -15,18 +15,6 @@ from genserve.errors import InvalidRequest
 from genserve.prompt import Messages, Prompts, read_chat, read_prompts
 from genserve.sampling.sampling_params import SamplingParams, sampling_params
 
-__all__ = [
-    "ApiCall",
-    "ApiRequest",
-    "StreamingApiCall",
-    "chat",
-    "chat_stream",
-    "complete",
-    "generate",
-    "generate_stream",
-    "models",
-]
-
 Answer = TypeVar("Answer")
 
 
@@ -77,7 +65,7 @@ def generate(prompt: str, *, model: str | None, options: Mapping[str, Any]) -> A
 
 
 def generate_stream(prompt: str, *, model: str | None, options: Mapping[str, Any]) -> StreamingApiCall:
-    """Complete a prompt, delta by delta. Raises what `generate` raises."""
+    """Complete a prompt, delta by delta. Raises the errors of `generate`."""
     params = _generate_params(options)
     body = tgi_dialect.request_body(prompt, model=model, params=params)
     return StreamingApiCall(
@@ -86,9 +74,7 @@ def generate_stream(prompt: str, *, model: str | None, options: Mapping[str, Any
     )
 
 
-def chat(
-    messages: Messages, *, model: str | None, options: Mapping[str, Any]
-) -> ApiCall[Completion]:
+def chat(messages: Messages, *, model: str | None, options: Mapping[str, Any]) -> ApiCall[Completion]:
     """Answer a chat.
 
     Raises:
@@ -103,10 +89,8 @@ def chat(
     return ApiCall(request=_post("/v1/chat/completions", body), read=read)
 
 
-def chat_stream(
-    messages: Messages, *, model: str | None, options: Mapping[str, Any]
-) -> StreamingApiCall:
-    """Answer a chat, delta by delta. Raises what `chat` raises."""
+def chat_stream(messages: Messages, *, model: str | None, options: Mapping[str, Any]) -> StreamingApiCall:
+    """Answer a chat, delta by delta. Raises the errors of `chat`."""
     params, body = _chat_body(messages, model=model, options=options)
     body |= {"stream": True, "stream_options": {"include_usage": True}}
     return StreamingApiCall(

@@ -16,9 +16,9 @@ from genserve.client.connection import LIMITS, connection, retry_wait_s
 from genserve.completion import Completion, Delta, Stream, join_deltas
 from genserve.errors import GenserveError
 from genserve.prompt import Messages, Prompts
-from genserve.sampling.sampling_params import SamplingOptions
+from genserve.sampling.sampling_options import SamplingOptions
 
-__all__ = ["AsyncClient", "AsyncStream", "Client", "OpeningStream"]
+Answer = TypeVar("Answer")
 
 
 class AsyncStream:
@@ -67,7 +67,7 @@ class AsyncStream:
 class OpeningStream(Coroutine[Any, Any, AsyncStream]):
     """A stream that is being opened: `await` it, or enter it with `async with`, which closes it at the end.
 
-    Do either once. Both raise the error that the server refused the request with.
+    Do either once. Both raise the error of a refused request.
     """
 
     def __init__(self, opening: Coroutine[Any, Any, AsyncStream]) -> None:
@@ -96,9 +96,6 @@ class OpeningStream(Coroutine[Any, Any, AsyncStream]):
         await self._stream.close()
 
 
-Answer = TypeVar("Answer")
-
-
 class Client:
     """A genserve server over HTTP; the methods are those of `genserve.LLM`.
 
@@ -110,7 +107,7 @@ class Client:
     Every call raises:
         InvalidRequest: the request is invalid; `field` names the place.
         ModelNotFound, ModelNotReady: the server does not have the model, or it is not loaded.
-        Overloaded: the server has no room, nor had any at the retries.
+        Overloaded: the server refused the request and all retries.
         ModelFailed: the model failed.
         Unreachable: the server did not answer.
         Closed: this client was closed.
@@ -134,9 +131,7 @@ class Client:
             max_retries: how often to repeat a request that is refused because of load, or cannot connect.
             http_client: another transport; `close` does not close it.
         """
-        self._connection = connection(
-            base_url, api_key=api_key, timeout_s=timeout_s, max_retries=max_retries
-        )
+        self._connection = connection(base_url, api_key=api_key, timeout_s=timeout_s, max_retries=max_retries)
         self._http = http_client or httpx2.Client(limits=LIMITS)
         self._owns_http = http_client is None
         self._closed = False
@@ -152,32 +147,19 @@ class Client:
         return self._stream(api_calls.generate_stream(prompt, model=model, options=options))
 
     def chat(
-        self,
-        messages: Messages,
-        *,
-        model: str | None = None,
-        **options: Unpack[SamplingOptions],
+        self, messages: Messages, *, model: str | None = None, **options: Unpack[SamplingOptions]
     ) -> Completion:
         """Answer a chat; a text alone is one turn of the user."""
         return self._call(api_calls.chat(messages, model=model, options=options))
 
     def chat_stream(
-        self,
-        messages: Messages,
-        *,
-        model: str | None = None,
-        **options: Unpack[SamplingOptions],
+        self, messages: Messages, *, model: str | None = None, **options: Unpack[SamplingOptions]
     ) -> Stream:
         """Answer a chat, delta by delta. An error before the first delta is raised here."""
         return self._stream(api_calls.chat_stream(messages, model=model, options=options))
 
     def complete(
-        self,
-        prompts: Prompts,
-        *,
-        n: int = 1,
-        model: str | None = None,
-        **options: Unpack[SamplingOptions],
+        self, prompts: Prompts, *, n: int = 1, model: str | None = None, **options: Unpack[SamplingOptions]
     ) -> tuple[Completion, ...]:
         """Complete prompts `n` times each; the default of `max_tokens` is 16."""
         return self._call(api_calls.complete(prompts, n=n, model=model, options=options))
@@ -229,10 +211,7 @@ class Client:
                 return self._send_once(request)
             except GenserveError as error:
                 wait_s = retry_wait_s(
-                    error,
-                    attempt=attempt,
-                    max_retries=self._connection.max_retries,
-                    jitter=random.random(),
+                    error, attempt=attempt, max_retries=self._connection.max_retries, jitter=random.random()
                 )
                 if wait_s is None:
                     raise
@@ -260,9 +239,6 @@ class Client:
             raise reply_errors.closed()
 
 
-
-
-
 class AsyncClient:
     """The asynchronous `Client`, with the same methods and errors.
 
@@ -284,9 +260,7 @@ class AsyncClient:
         http_client: httpx2.AsyncClient | None = None,
     ) -> None:
         """Configure the client, with the arguments of `Client`; the first call connects."""
-        self._connection = connection(
-            base_url, api_key=api_key, timeout_s=timeout_s, max_retries=max_retries
-        )
+        self._connection = connection(base_url, api_key=api_key, timeout_s=timeout_s, max_retries=max_retries)
         self._http = http_client or httpx2.AsyncClient(limits=LIMITS)
         self._owns_http = http_client is None
         self._closed = False
@@ -304,32 +278,19 @@ class AsyncClient:
         return OpeningStream(self._stream(api_calls.generate_stream(prompt, model=model, options=options)))
 
     async def chat(
-        self,
-        messages: Messages,
-        *,
-        model: str | None = None,
-        **options: Unpack[SamplingOptions],
+        self, messages: Messages, *, model: str | None = None, **options: Unpack[SamplingOptions]
     ) -> Completion:
         """Answer a chat; a text alone is one turn of the user."""
         return await self._call(api_calls.chat(messages, model=model, options=options))
 
     def chat_stream(
-        self,
-        messages: Messages,
-        *,
-        model: str | None = None,
-        **options: Unpack[SamplingOptions],
+        self, messages: Messages, *, model: str | None = None, **options: Unpack[SamplingOptions]
     ) -> OpeningStream:
         """Answer a chat, delta by delta. An error before the first delta is raised when it opens."""
         return OpeningStream(self._stream(api_calls.chat_stream(messages, model=model, options=options)))
 
     async def complete(
-        self,
-        prompts: Prompts,
-        *,
-        n: int = 1,
-        model: str | None = None,
-        **options: Unpack[SamplingOptions],
+        self, prompts: Prompts, *, n: int = 1, model: str | None = None, **options: Unpack[SamplingOptions]
     ) -> tuple[Completion, ...]:
         """Complete prompts `n` times each; the default of `max_tokens` is 16."""
         return await self._call(api_calls.complete(prompts, n=n, model=model, options=options))
@@ -381,10 +342,7 @@ class AsyncClient:
                 return await self._send_once(request)
             except GenserveError as error:
                 wait_s = retry_wait_s(
-                    error,
-                    attempt=attempt,
-                    max_retries=self._connection.max_retries,
-                    jitter=random.random(),
+                    error, attempt=attempt, max_retries=self._connection.max_retries, jitter=random.random()
                 )
                 if wait_s is None:
                     raise

@@ -12,11 +12,12 @@ from genserve.client.api_calls import ApiRequest
 from genserve.errors import GenserveError, InvalidRequest, ModelNotReady, Overloaded, Unreachable
 from genserve.version import __version__
 
-__all__ = ["LIMITS", "Connection", "connection", "retry_wait_s"]
-
 _FIRST_WAIT_S = 0.5
 _LONGEST_WAIT_S = 60.0      # for a longer Retry-After the client gives up
 _NEVER_ARRIVED = (httpx2.NetworkError, httpx2.RemoteProtocolError, httpx2.ConnectTimeout)
+_CONNECT_S = 5.0
+# With httpx2's default of 100 connections, further streams would wait in the client unnoticed.
+LIMITS = httpx2.Limits(max_connections=1000, max_keepalive_connections=100)
 
 
 def retry_wait_s(error: GenserveError, *, attempt: int, max_retries: int, jitter: float) -> float | None:
@@ -47,11 +48,6 @@ def _is_temporary(error: GenserveError) -> bool:
     return isinstance(error, (Overloaded, ModelNotReady))
 
 
-_CONNECT_S = 5.0
-# With httpx2's default of 100 connections, further streams would wait in the client unnoticed.
-LIMITS = httpx2.Limits(max_connections=1000, max_keepalive_connections=100)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connection:
     """The settings of a client."""
@@ -79,7 +75,7 @@ class Connection:
 def connection(
     base_url: str | None, *, api_key: str | None, timeout_s: float, max_retries: int
 ) -> Connection:
-    """Return the settings of a client; GENSERVE_BASE_URL and GENSERVE_API_KEY stand in for None.
+    """Return the settings of a client; None means GENSERVE_BASE_URL and GENSERVE_API_KEY.
 
     Raises:
         InvalidRequest: the URL is not an HTTP URL, or ends with /v1, or the key is not a valid header value;

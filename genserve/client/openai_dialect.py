@@ -15,18 +15,6 @@ from genserve.completion import Completion, Delta, FinishReason, StopReason, Tok
 from genserve.prompt import Chat
 from genserve.sampling.sampling_params import SamplingParams
 
-__all__ = [
-    "ChatChunks",
-    "chat_body",
-    "completions_body",
-    "finish_reason_of",
-    "read_completion",
-    "read_completions",
-    "read_logprob",
-    "read_prompt_logprobs",
-    "token_id_of",
-]
-
 _PREFIX = "token_id:"
 
 
@@ -122,7 +110,7 @@ class ChatChunks:
         self._stop_reason: StopReason | None = None
 
     def read(self, chunk: Mapping[str, Any]) -> Delta | None:
-        """Return the delta of a chunk; None: it adds nothing. Raises what `read_completion` raises."""
+        """Return the delta of a chunk; None: it adds nothing. Raises the errors of `read_completion`."""
         # The chunk with the usage has no choice.
         choice = chunk["choices"][0] if chunk["choices"] else {"delta": {}}
         if choice.get("finish_reason"):
@@ -163,9 +151,7 @@ def _top_logprobs(choice: Mapping[str, Any], params: SamplingParams) -> tuple[To
     if not _wants_alternatives(params) or not found:
         return ()
     tops = (entry["top_logprobs"] for entry in found["content"])
-    return tuple(
-        tuple((token_id_of(token["token"]), token["logprob"]) for token in top) for top in tops
-    )
+    return tuple(tuple((token_id_of(token["token"]), token["logprob"]) for token in top) for top in tops)
 
 
 def finish_reason_of(choice: Mapping[str, Any]) -> FinishReason:

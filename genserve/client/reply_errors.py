@@ -22,16 +22,6 @@ from genserve.errors import (
     Unreachable,
 )
 
-__all__ = [
-    "broken_stream",
-    "closed",
-    "closed_if",
-    "error_of_event",
-    "error_of_reply",
-    "unknown_reply",
-    "unreachable_at",
-]
-
 _KINDS: tuple[type[GenserveError], ...] = (
     InvalidRequest, ContextLengthExceeded, ModelNotFound, ModelNotReady, Overloaded, ModelFailed,
 )

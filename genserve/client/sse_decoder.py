@@ -16,8 +16,6 @@ from genserve.client.reply_errors import error_of_event, unknown_reply
 from genserve.completion import Delta
 from genserve.errors import StreamBroken
 
-__all__ = ["DeltaDecoder", "Event", "EventDecoder"]
-
 # Not `str.splitlines`, which also splits at U+2028, a character that JSON strings may contain.
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"

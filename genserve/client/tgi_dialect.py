@@ -13,8 +13,6 @@ from genserve.client.openai_dialect import read_logprob
 from genserve.completion import Completion, Delta, FinishReason, TopTokens, Usage
 from genserve.sampling.sampling_params import DRAW_PARAMETERS, PARAMETERS, SamplingParams
 
-__all__ = ["GenerateEvents", "read_completion", "request_body"]
-
 
 def request_body(prompt: str, *, model: str | None, params: SamplingParams) -> dict[str, Any]:
     """Return the body of either route, without disabled parameters: TGI has no value for "disabled"."""
@@ -68,7 +66,7 @@ class GenerateEvents:
         self._num_chars = 0
 
     def read(self, event: Mapping[str, Any]) -> Delta | None:
-        """Return the delta of an event. Raises what `read_completion` raises."""
+        """Return the delta of an event. Raises the errors of `read_completion`."""
         token = event["token"]
         whole_text = event["generated_text"]
         finish_reason, stop_reason, usage = None, None, None

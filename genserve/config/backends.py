@@ -11,18 +11,6 @@ from typing import Any
 
 from genserve.errors import GenserveError, RepositoryError
 
-__all__ = [
-    "BUILT_IN",
-    "DEFAULT_MAX_BATCH_SIZE",
-    "ENTRY_POINTS",
-    "BackendConfig",
-    "BuiltInBackend",
-    "ModelFormat",
-    "deduce_backend",
-    "known_backends",
-    "version_folders",
-]
-
 logger = logging.getLogger(__name__)
 
 ENTRY_POINTS = "genserve.backends"

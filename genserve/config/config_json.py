@@ -12,8 +12,6 @@ from google.protobuf import json_format
 from genserve.config.schema import enum_name, new_model_config
 from genserve.errors import RepositoryError
 
-__all__ = ["config_json", "read_config_json"]
-
 # Triton accepts, and JSON does not: strings in single quotes, names without quotes, trailing commas.
 _TOKEN = re.compile(
     r"""(?P<string>"(?:\\.|[^"\\])*") | '(?P<single>(?:\\.|[^'\\])*)' | (?P<name>[A-Za-z_]\w*)(?=\s*:)
@@ -49,8 +47,7 @@ def read_config_json(text: str, *, name: str) -> Any:
         return json_format.ParseDict(_by_schema(value, message.DESCRIPTOR), message)
     except (ValueError, json_format.ParseError) as error:
         raise RepositoryError(
-            f"Invalid config override: {error}",
-            remedy=f"start from the JSON of `/v2/models/{name}/config`",
+            f"Invalid config override: {error}", remedy=f"start from the JSON of `/v2/models/{name}/config`"
         ) from None
 
 

@@ -21,8 +21,6 @@ from genserve.config.sequence_rules import validate_sequences
 from genserve.config.supported_fields import unsupported_fields
 from genserve.config.tensor_rules import validate_batch_tensors, validate_tensors, validate_warmups
 
-__all__ = ["MAX_NAME_BYTES", "config_diagnostics", "validate_file_names"]
-
 MAX_NAME_BYTES = 255  # of a file, on nearly every file system
 
 _EXPORT = "genserve has its own engine: `genserve export CHECKPOINT` makes a model for it"

@@ -18,16 +18,6 @@ from google.protobuf import text_format
 
 from genserve.errors import ConfigError, Status
 
-__all__ = [
-    "ConfigSource",
-    "Diagnostic",
-    "Severity",
-    "SourceMap",
-    "ValidationContext",
-    "first_error",
-    "nearest",
-]
-
 _CLOSING = {"{": "}", "<": ">"}
 _MAX_LISTED = 12    # names in a remedy
 

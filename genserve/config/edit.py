@@ -13,8 +13,6 @@ from genserve.config.diagnostics import SourceMap
 from genserve.config.parse import parse_message
 from genserve.errors import RepositoryError
 
-__all__ = ["ConfigChange", "change_message", "change_text"]
-
 _STRING = r""""(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'"""
 _VALUE = re.compile(rf"(?:{_STRING})(?:(?:\s|#[^\n]*\n)*(?:{_STRING}))*|[\w.+-]+")
 _STEP = re.compile(r"(?P<field>\w+)(?:\[(?P<index>\d+)\])?")

@@ -6,33 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = [
-    "FIRST_RESPONSE",
-    "FIRST_RESPONSE_BUCKETS_MS",
-    "AllVersions",
-    "BatchInput",
-    "BatchOutput",
-    "Control",
-    "DirectStrategy",
-    "DynamicBatching",
-    "EnsembleStep",
-    "InitialState",
-    "InstanceGroup",
-    "LatestVersions",
-    "ModelConfig",
-    "OldestStrategy",
-    "QueuePolicy",
-    "Resource",
-    "ResourceClaim",
-    "SequenceBatching",
-    "SpecificVersions",
-    "StateSpec",
-    "TensorSpec",
-    "VersionPolicy",
-    "WarmupInput",
-    "WarmupSample",
-]
-
 FIRST_RESPONSE = "nv_inference_first_response_histogram_ms"     # the metric whose buckets a config may set
 FIRST_RESPONSE_BUCKETS_MS: tuple[float, ...] = (100.0, 500.0, 2000.0, 5000.0)     # Triton's
 

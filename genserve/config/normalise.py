@@ -10,8 +10,6 @@ from typing import Any
 from genserve.config.backends import deduce_backend
 from genserve.config.diagnostics import Diagnostic, Severity
 
-__all__ = ["normalise", "num_gpus"]
-
 # A folder for each GPU; asking CUDA would import torch.
 _DRIVER = Path("/proc/driver/nvidia/gpus")
 

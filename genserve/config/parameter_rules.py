@@ -7,8 +7,6 @@ from collections.abc import Iterator
 
 from genserve.config.diagnostics import Diagnostic, ValidationContext, nearest
 
-__all__ = ["LOGITS_PARAMETERS", "byte_size", "validate_parameters"]
-
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 _NUMBER, _POSITIVE, _SWITCH, _TEXT = "integral number", "number above 0", "boolean value", "text"
@@ -56,10 +54,7 @@ _KNOWN: dict[str, dict[str, str]] = {
     "tokenizer": {},
 }
 # The valid values of a Python model's parameters.
-_PYTHON = {
-    "EXECUTION": ("process",),
-    "FORCE_CPU_ONLY_INPUT_TENSORS": ("yes", "no"),
-}
+_PYTHON = {"EXECUTION": ("process",), "FORCE_CPU_ONLY_INPUT_TENSORS": ("yes", "no")}
 # Parameters of any model that Triton reads and genserve ignores.
 _IGNORED = {
     "TRITON_BATCH_STRATEGY_PATH": "`dynamic_batching` decides how requests are batched",

@@ -25,17 +25,6 @@ from genserve.config.model_config import ModelConfig
 from genserve.config.schema import model_config, new_model_config
 from genserve.errors import RepositoryError
 
-__all__ = [
-    "ParsedConfig",
-    "config_path",
-    "inspect_message",
-    "inspect_model_config",
-    "parse_message",
-    "parse_model_config",
-    "read_model_config",
-    "unreadable_config",
-]
-
 # The prefix of protobuf's messages: the position, and the line.
 PREFIX = re.compile(r"^\d+:\d+ : ('.*': )?")
 UNKNOWN_NAME = re.compile(r'(?P<kind>Message|Enum) type "(?P<type>[\w.]+)" has no \w+ named "?(?P<name>\w+)')

@@ -42,8 +42,6 @@ from genserve.config.model_config import (
 )
 from genserve.errors import MissingDependency
 
-__all__ = ["enum_name", "model_config", "new_model_config"]
-
 _T = TypeVar("_T")
 
 

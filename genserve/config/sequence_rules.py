@@ -8,8 +8,6 @@ from typing import Any
 from genserve.config.diagnostics import Diagnostic, ValidationContext
 from genserve.config.schema import enum_name
 
-__all__ = ["validate_sequences"]
-
 _VALUES = ("int32_false_true", "fp32_false_true", "bool_false_true")
 _CORRID = "CONTROL_SEQUENCE_CORRID"
 _CORRID_TYPES = ("TYPE_UINT64", "TYPE_INT64", "TYPE_UINT32", "TYPE_INT32", "TYPE_STRING")
@@ -110,8 +108,7 @@ def _corrid(config: ValidationContext, control: Any, *, path: str) -> Iterator[D
     if any(len(getattr(control, name)) for name in _VALUES):
         yield config.error(
             path,
-            f"sequence batching must not specify either {_list_values('or')} for {_CORRID} "
-            f"for {config.name}",
+            f"sequence batching must not specify either {_list_values('or')} for {_CORRID} for {config.name}",
             remedy="write `data_type: TYPE_UINT64` instead",
         )
     elif enum_name(control, "data_type") not in _CORRID_TYPES:

@@ -12,9 +12,6 @@ from google.protobuf.message import Message
 from genserve.config.diagnostics import Severity
 from genserve.config.schema import enum_name
 
-__all__ = ["Role", "UnsupportedField", "unsupported_fields", "unsupported_in_role"]
-
-
 # The supported fields of each message; other messages are validated by the rules alone.
 _SUPPORTED = {
     "": {

@@ -11,8 +11,6 @@ from genserve.config.diagnostics import Diagnostic, ValidationContext, nearest
 from genserve.config.schema import enum_name
 from genserve.shapes import compatible, shape_text
 
-__all__ = ["validate_batch_tensors", "validate_tensors", "validate_warmups"]
-
 
 def validate_tensors(config: ValidationContext) -> Iterator[Diagnostic]:
     """Yield the errors of inputs and outputs."""

@@ -1,6 +1,6 @@
-"""Export: a checkpoint of a language model turned into the stages of a model repository.
+"""Export: converts a checkpoint of a language model into the stages of a model repository.
 
-Importing this package loads nothing heavy; `export_model` loads torch, transformers and onnx when called.
+Importing this package is fast; `export_model` imports torch, transformers and onnx when it is called.
 """
 
 from __future__ import annotations

@@ -16,8 +16,6 @@ from genserve.export.families.llama import LLAMA, PHI3, QWEN2, QWEN3
 from genserve.export.families.opt import OPT
 from genserve.export.family import Family
 
-__all__ = ["FAMILIES", "architecture", "family_of"]
-
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "BloomForCausalLM": BLOOM,

@@ -11,14 +11,12 @@ from numpy.typing import NDArray
 
 from genserve.errors import ExportError
 
-__all__ = ["Checkpoint", "FloatArray"]
-
 FloatArray = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A model as its authors published it, in the terms of a Hugging Face folder."""
+    """A model as its authors published it, in the format of a Hugging Face folder."""
 
     source: str                             # the name of the folder or file, without its path
     config: Mapping[str, Any]               # config.json

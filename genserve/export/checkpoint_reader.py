@@ -18,8 +18,6 @@ from genserve.errors import ExportError
 from genserve.export.checkpoint import Checkpoint, FloatArray
 from genserve.export.gguf_checkpoint import read_gguf
 
-__all__ = ["locate", "read_checkpoint"]
-
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 _TOKENIZER_FILES = (

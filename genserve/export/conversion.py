@@ -23,21 +23,13 @@ from genserve.export.export_options import CacheType, ExportFormat, ExportReport
 from genserve.export.family import Family, Unsupported
 from genserve.export.layers import FusedLayers, StandardLayers
 from genserve.export.layout import ModelLayout
-from genserve.export.model_folders import (
-    ModelFolders,
-    install,
-    install_beside,
-    staging_folder,
-    writing_into,
-)
+from genserve.export.model_folders import ModelFolders, install, install_beside, staging_folder, writing_into
 from genserve.export.onnx_graph import OnnxGraphBuilder
 from genserve.export.parity import Parity, check_parity
 from genserve.export.precision import SCHEMES, cache_dtype, require_cache, resolve_precision
 from genserve.export.smoothquant import is_smoothable, smooth
 from genserve.export.source_model import Reference, run_source
 from genserve.export.traced import TracedConversion
-
-__all__ = ["Conversion", "convert", "write_model"]
 
 logger = logging.getLogger(__name__)
 
@@ -100,11 +92,11 @@ class Conversion:
 
         Args:
             version: their folder.
-            reference: the source's run. Norms whose activations it has are smoothed.
+            reference: the source's run; the norms that it observed are smoothed.
             progress: displays the stages of the work.
 
         Raises:
-            ExportError: the checkpoint lacks a tensor, or has one that the family does not know.
+            ExportError: the checkpoint lacks a tensor, or has one unknown to the family.
         """
         num_layers = self.layout.dimensions.num_layers
         with progress.stage(f"converting to {self.layout.precision}", total=num_layers) as advance:
@@ -172,7 +164,7 @@ def convert(
                 remedy=f"export it to ONNX; {error.remedy}",
             ) from error
         logger.warning(
-            "%s: %s. Its graph is traced from the code of transformers, and slower than a graph of ours",
+            "%s: %s. Its graph is traced from the code of transformers, and slower than that of a family",
             checkpoint.source,
             error.message,
         )
@@ -196,13 +188,7 @@ def write_model(
 ) -> ExportReport:
     """Write a model, compare it with its source, and install it.
 
-    Args:
-        conversion: of the checkpoint.
-        repository: see `export_model`.
-        beside: see `export_model`.
-        overwrite: see `export_model`.
-        progress: see `export_model`.
-        started_s: when the export began, by `time.perf_counter`.
+    `started_s` is when the export began, by `time.perf_counter`; for the other arguments see `export_model`.
 
     Raises:
         ExportError: the source cannot be run or converted, the graph is too far from it, or the repository
@@ -235,9 +221,7 @@ def write_model(
     )
 
 
-def _write_checked(
-    conversion: Conversion | TracedConversion, version: Path, *, progress: Progress
-) -> Parity:
+def _write_checked(conversion: Conversion | TracedConversion, version: Path, *, progress: Progress) -> Parity:
     """Run the source, write the graph into the folder `version`, and compare both."""
     layout = conversion.layout
     dimensions = layout.dimensions

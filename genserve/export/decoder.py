@@ -1,4 +1,4 @@
-"""Decoder: the description of a decoder-only transformer, its sizes and options, apart from its weights."""
+"""Decoder: the description of a decoder-only transformer: sizes and options, without the weights."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Literal
 import numpy as np
 
 from genserve.export.checkpoint import FloatArray
-
-__all__ = ["Activation", "Attention", "Decoder", "Dimensions", "Rotary", "alibi_slopes"]
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 

@@ -1,5 +1,7 @@
 """Decoder graph: writes the ONNX graph of any decoder, from its description and its weights.
 
+Attention (MHA, GQA or MQA, by the number of kv_heads) is one PagedAttention node per layer.
+
 The graph runs the new tokens of B sequences, packed: the tokens of a sequence are contiguous and in order,
 and follow its tokens in the KV cache. The cache is paged: a token at position p of sequence b is in the block
 `block_table[b, p // block_size]`.
@@ -10,7 +12,7 @@ inputs
     past_seqlens [batch] int32: the number of cached tokens per sequence
     block_table [batch, max_blocks] int32
     logits_indices [num_logits] int64: the tokens whose hidden states reach the head
-    attention_metadata [2] int32, on the host, used on GPUs only: upper bounds of the new tokens and of all
+    attention_metadata [2] int32, on the host, read on a GPU only: upper bounds of the new tokens and of all
     tokens of a sequence
     past_key_values.{i}.key, .value [num_blocks, block_size, kv_heads, head_dim]; in int8 also
     .key_scale, .value_scale [num_blocks, block_size, kv_heads] float32
@@ -33,7 +35,23 @@ from genserve.export.decoder_weights import DecoderWeights
 from genserve.export.layers import Layers, Linear, LinearKind, Norm
 from genserve.export.onnx_graph import Dims, OnnxGraphBuilder
 
-__all__ = ["has_function", "paged_attention_function", "write_decoder"]
+_ATTENTION_INPUTS = (
+    "query", "key_cache", "value_cache", "cumulative_sequence_length", "past_seqlens", "block_table",
+    "cos_cache", "sin_cache", "q_norm_weight", "k_norm_weight", "alibi_slopes", "key_scales", "value_scales",
+    "attention_metadata",
+)
+_ATTENTION_OUTPUTS = ("output", "key_cache_out", "value_cache_out")
+_ATTRIBUTES = {
+    "num_heads": AttributeProto.INT, "kv_num_heads": AttributeProto.INT, "scale": AttributeProto.FLOAT,
+    "softcap": AttributeProto.FLOAT, "local_window_size": AttributeProto.INT,
+    "do_rotary": AttributeProto.INT, "qk_norm_epsilon": AttributeProto.FLOAT,
+}
+# The inputs of com.microsoft.PagedAttention in order; "" are those without a counterpart here: separate keys
+# and values, a mapping of slots, sinks, scales of a cache in int8.
+_BODY_INPUTS = (
+    "query", "", "", "key_cache", "value_cache", "cumulative_sequence_length", "past_seqlens", "block_table",
+    "cos_cache", "sin_cache", "", "", "q_norm_weight", "k_norm_weight", "", "", "attention_metadata",
+)
 
 
 def write_decoder(
@@ -44,14 +62,7 @@ def write_decoder(
     *,
     kv_cache: type[np.generic],
 ) -> None:
-    """Add the graph of a decoder to that of `layers`.
-
-    Args:
-        weights: of the decoder.
-        decoder: its description.
-        layers: writes its layers.
-        advance: called with 1 after each layer.
-        kv_cache: the type of keys and values in the cache.
+    """Add the graph of a decoder to that of `layers`; `advance` is called with 1 after each layer.
 
     Raises:
         ExportError: the checkpoint lacks a tensor.
@@ -246,40 +257,6 @@ class _GraphWriter:
         return f"{part}.weight" in self.weights.roles
 
 
-_ATTENTION_INPUTS = (
-    "query",
-    "key_cache",
-    "value_cache",
-    "cumulative_sequence_length",
-    "past_seqlens",
-    "block_table",
-    "cos_cache",
-    "sin_cache",
-    "q_norm_weight",
-    "k_norm_weight",
-    "alibi_slopes",
-    "key_scales",
-    "value_scales",
-    "attention_metadata",
-)
-_ATTENTION_OUTPUTS = ("output", "key_cache_out", "value_cache_out")
-_ATTRIBUTES = {
-    "num_heads": AttributeProto.INT,
-    "kv_num_heads": AttributeProto.INT,
-    "scale": AttributeProto.FLOAT,
-    "softcap": AttributeProto.FLOAT,
-    "local_window_size": AttributeProto.INT,
-    "do_rotary": AttributeProto.INT,
-    "qk_norm_epsilon": AttributeProto.FLOAT,
-}
-# The inputs of com.microsoft.PagedAttention in order; "" are those without a counterpart here: separate keys
-# and values, a mapping of slots, sinks, scales of a cache in int8.
-_BODY_INPUTS = (
-    "query", "", "", "key_cache", "value_cache", "cumulative_sequence_length", "past_seqlens", "block_table",
-    "cos_cache", "sin_cache", "", "", "q_norm_weight", "k_norm_weight", "", "", "attention_metadata",
-)
-
-
 def has_function(decoder: Decoder) -> bool:
     """Whether com.microsoft.PagedAttention supports the attention of a decoder, with float16 activations.
 
@@ -292,7 +269,7 @@ def has_function(decoder: Decoder) -> bool:
 def paged_attention_function(*, rotary: bool, qk_norm: bool) -> FunctionProto:
     """Return an ONNX function for `genserve.PagedAttention` whose body is com.microsoft.PagedAttention.
 
-    ONNX Runtime has the latter for CUDA. A session with our library uses our kernel, any other the body.
+    ONNX Runtime has the latter for CUDA. Sessions with genserve's library use its kernel, others the body.
 
     Args:
         rotary: whether the function is called with tables of cosines and sines.

@@ -1,4 +1,4 @@
-"""Decoder module: any decoder as a module of torch, over packed tokens and a paged KV cache; TorchScript."""
+"""Decoder module: any decoder as a torch module over packed tokens and a paged KV cache, for TorchScript."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from genserve.export.decoder import Attention, Decoder, Rotary, alibi_slopes
 from genserve.export.decoder_weights import DecoderWeights
 from genserve.export.export_options import Precision
 
-__all__ = ["DecoderModule", "write_torchscript"]
+_TYPES = {"fp32": torch.float32, "fp16": torch.float16}
 
 
 class _Batch(NamedTuple):
@@ -287,9 +287,6 @@ def _rotated(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     return torch.cat(rotated, dim=-1)
 
 
-_TYPES = {"fp32": torch.float32, "fp16": torch.float16}
-
-
 def write_torchscript(
     weights: DecoderWeights,
     decoder: Decoder,
@@ -300,12 +297,7 @@ def write_torchscript(
 ) -> None:
     """Write a decoder as a TorchScript file, with the whole model in memory.
 
-    Args:
-        weights: of the decoder.
-        decoder: its description.
-        path: of the file.
-        precision: "fp32" or "fp16".
-        metadata: stored in the file, with the sizes of the cache.
+    `precision` is "fp32" or "fp16"; `metadata` is stored in the file, with the sizes of the cache.
 
     Raises:
         ExportError: the checkpoint lacks a tensor.

@@ -1,4 +1,4 @@
-"""Decoder weights: the tensors of a decoder by role, however its checkpoint packs them.
+"""Decoder weights: the tensors of a decoder by role, unpacked from any checkpoint layout.
 
 Roles are the same for all families. `{}` is a layer; each has a `.weight`, some have a `.bias`:
 
@@ -30,24 +30,10 @@ import numpy as np
 from genserve.export.checkpoint import Checkpoint, FloatArray
 from genserve.export.decoder import Decoder
 
-__all__ = [
-    "DecoderWeights",
-    "PackedTensor",
-    "TensorMap",
-    "Unpack",
-    "add_one",
-    "half",
-    "interleaved",
-    "packed",
-    "skip_rows",
-    "stacked",
-    "tensor_sources",
-    "transposed",
-    "transposed_stack",
-]
-
 # Turns a tensor of the checkpoint into that of a role: a weight [outputs, inputs], or a bias [outputs].
 Unpack = Callable[[FloatArray, Decoder], FloatArray]
+_Projection = Literal["query", "key", "value"]
+_PROJECTIONS: tuple[_Projection, ...] = ("query", "key", "value")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +61,7 @@ class DecoderWeights:
 
     @staticmethod
     def of(checkpoint: Checkpoint, *, names: TensorMap, decoder: Decoder) -> DecoderWeights:
-        """The tensors of a checkpoint: a weight for each role in `names`, and its bias if there is one.
+        """The tensors of a checkpoint: a weight for each role in `names`, and its bias, if any.
 
         `load` raises ExportError for a tensor that the checkpoint lacks.
         """
@@ -112,10 +98,6 @@ def _in_layer(source: str | PackedTensor, *, layer: int) -> PackedTensor:
 
 def _unchanged(tensor: FloatArray, _decoder: Decoder) -> FloatArray:
     return tensor
-
-
-_Projection = Literal["query", "key", "value"]
-_PROJECTIONS: tuple[_Projection, ...] = ("query", "key", "value")
 
 
 def packed(name: str, unpacking: Callable[[_Projection], Unpack]) -> TensorMap:

@@ -9,26 +9,16 @@ from enum import Enum
 from pathlib import Path
 from typing import Literal, Protocol
 
-__all__ = [
-    "CacheType",
-    "ExportFormat",
-    "ExportReport",
-    "FileFormat",
-    "Precision",
-    "Progress",
-    "SilentProgress",
-]
-
 Precision = Literal["int8", "int4", "fp16", "fp32"]
 CacheType = Literal["float", "int8"]            # of the KV cache; float: fp16, of an fp32 export fp32
-FileFormat = Literal["onnx", "torchscript"]     # of the logits model, as a user asks for it
+FileFormat = Literal["onnx", "torchscript"]     # of the logits model, as the user requests it
 
 
 class ExportFormat(Enum):
-    """How a logits model is written; a traced one is what `FileFormat` "onnx" falls back to."""
+    """How a logits model is written; `FileFormat` "onnx" falls back to TRACED."""
 
-    ONNX = "onnx"                   # a graph of ours, which writes its KV cache in place
-    TORCHSCRIPT = "torchscript"     # a module of ours, which does the same
+    ONNX = "onnx"                   # a graph of a known family, which writes its KV cache in place
+    TORCHSCRIPT = "torchscript"     # a module of a known family, which does the same
     TRACED = "traced"               # torch's export of transformers' own model, which copies its KV cache
 
     @property
@@ -45,9 +35,7 @@ class ExportFormat(Enum):
 class Progress(Protocol):
     """Displays the stages of an export."""
 
-    def stage(
-        self, name: str, *, total: int | None = None
-    ) -> AbstractContextManager[Callable[[int], None]]:
+    def stage(self, name: str, *, total: int | None = None) -> AbstractContextManager[Callable[[int], None]]:
         """Open a stage of `total` units of work (None: unknown); its value advances it by n units."""
 
 

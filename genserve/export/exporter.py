@@ -1,4 +1,4 @@
-"""Exporter: turns a checkpoint into a model of a repository."""
+"""Exporter: converts a checkpoint into a model of a repository."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from genserve.export.export_options import (
 )
 from genserve.export.model_folders import ModelFolders
 
-__all__ = ["export_model"]
-
 
 def export_model(
     source: str,
@@ -32,9 +30,9 @@ def export_model(
     overwrite: bool = False,
     progress: Progress,
 ) -> ExportReport:
-    """Turn a checkpoint into the four stages of the model `name`, checked against its source.
+    """Convert a checkpoint into the ensemble `name` and its three stages, and compare it with its source.
 
-    Nothing appears in the repository before the check has passed. Existing configs and model.py files stay.
+    The model is installed only if the comparison passes. Existing configs and model.py files stay.
 
     Args:
         source: a Hugging Face folder, a .gguf file, or ORG/NAME on the Hugging Face hub.
@@ -72,18 +70,11 @@ def export_model(
             kv_cache=kv_cache,
         )
     return write_model(
-        conversion,
-        repository,
-        beside=beside,
-        overwrite=overwrite,
-        progress=progress,
-        started_s=started_s,
+        conversion, repository, beside=beside, overwrite=overwrite, progress=progress, started_s=started_s
     )
 
 
-def _require_free(
-    folders: ModelFolders, repository: Path, *, beside: str | None, overwrite: bool
-) -> None:
+def _require_free(folders: ModelFolders, repository: Path, *, beside: str | None, overwrite: bool) -> None:
     has_weights = folders.have_weights(repository)
     if beside is None:
         if has_weights and not overwrite:
@@ -95,7 +86,7 @@ def _require_free(
     folder = folders.additional_graph(repository, beside)
     if not has_weights:
         raise ExportError(
-            f"there is no model {folders.ensemble!r} in {repository} to add a graph to",
+            f"no model {folders.ensemble!r} in {repository} to add a graph to",
             remedy="export it first, without --beside",
         )
     if folder.exists() and not overwrite:

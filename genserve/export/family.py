@@ -18,8 +18,6 @@ from genserve.export.checkpoint import Checkpoint
 from genserve.export.decoder import Activation, Decoder, Rotary
 from genserve.export.decoder_weights import DecoderWeights, TensorMap
 
-__all__ = ["Family", "Unsupported", "read_activation", "read_rotary", "require", "rotary_limit"]
-
 # By the names in transformers.
 _ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     {
@@ -32,11 +30,13 @@ _ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     }
 )
 
-# Raised when a config lacks a field, or has one of another type, or a zero.
+# Raised by a config that lacks a field, or has one of another type, or a zero.
 _INVALID_CONFIG = (StrictDataclassError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 # A checkpoint with a tied head may still have a copy of it.
 _HEAD = "lm_head.weight"
+# The types in transformers whose angles depend only on the position, at least up to `rotary_limit`.
+_TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "yarn")
 
 
 class Unsupported(ExportError):
@@ -83,9 +83,7 @@ class Family:
         """The checkpoint with its tensors renamed to the names of transformers' modules."""
         prefixed = any(name.startswith(self.prefix) for name in checkpoint.tensor_names)
         own = {self._module_name(name, prefixed=prefixed): name for name in checkpoint.tensor_names}
-        return replace(
-            checkpoint, tensor_names=frozenset(own), load=lambda name: checkpoint.load(own[name])
-        )
+        return replace(checkpoint, tensor_names=frozenset(own), load=lambda name: checkpoint.load(own[name]))
 
     def _module_name(self, name: str, *, prefixed: bool) -> str:
         for old, new in self.renamed.items():
@@ -105,13 +103,10 @@ class Family:
 def require(holds: bool, *, found: str, known: str) -> None:  # noqa: FBT001
     """Refuse an option of a config that the graph does not support.
 
-    Args:
-        holds: whether it is supported.
-        found: the option, for the message.
-        known: the supported values, for the remedy.
+    `found` names the option in the message, `known` the supported values in the remedy.
 
     Raises:
-        Unsupported: it is not supported.
+        Unsupported: `holds` is false.
     """
     if not holds:
         raise Unsupported(
@@ -145,15 +140,11 @@ def _require_sizes(decoder: Decoder) -> None:
     require(grouped, found=found, known="divisors of num_attention_heads")
 
 
-# The types in transformers whose angles depend only on the position, at least up to `rotary_limit`.
-_TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "yarn")
-
-
 def read_rotary(config: Any, *, num_dims: int, layer_type: str | None = None) -> Rotary:
-    """The rotary positions of a config of transformers.
+    """The rotary positions of a config of transformers with `rope_parameters`.
 
     Args:
-        config: with `rope_parameters`.
+        config: of transformers.
         num_dims: the rotary dimensions of a head.
         layer_type: selects the parameters, if they differ between types of layers.
 

@@ -18,12 +18,23 @@ from genserve.export.checkpoint import Checkpoint, FloatArray
 from genserve.export.decoder_weights import tensor_sources
 from genserve.export.gguf_tokenizer import tokenizer_files
 
-__all__ = ["DIALECTS", "Dialect", "read_gguf"]
+_LLAMA_FIELDS = {
+    "max_position_embeddings": "context_length",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+}
+# Optional in a file: transformers and llama.cpp have the same defaults.
+_OPTIONAL = ("attention.head_count_kv", "attention.key_length", "rope.dimension_count", "rope.freq_base")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """The translation of one `general.architecture` into the terms of Hugging Face."""
+    """The translation of one `general.architecture` into the names of Hugging Face."""
 
     architecture: str                # as in config.json
     fields: Mapping[str, str]        # key of config.json: key of the metadata, without the architecture
@@ -62,17 +73,6 @@ def _head_by_head(tensor: FloatArray, name: str, config: Mapping[str, Any]) -> F
     stack = tensor.reshape(3, config["n_head"], -1, *tensor.shape[1:])
     return stack.swapaxes(0, 1).reshape(tensor.shape)
 
-
-_LLAMA_FIELDS = {
-    "max_position_embeddings": "context_length",
-    "hidden_size": "embedding_length",
-    "intermediate_size": "feed_forward_length",
-    "num_hidden_layers": "block_count",
-    "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-    "rope_theta": "rope.freq_base",
-}
 
 DIALECTS: Mapping[str, Dialect] = MappingProxyType(
     {
@@ -123,9 +123,6 @@ DIALECTS: Mapping[str, Dialect] = MappingProxyType(
     }
 )
 
-# Optional in a file: transformers and llama.cpp have the same defaults.
-_OPTIONAL = ("attention.head_count_kv", "attention.key_length", "rope.dimension_count", "rope.freq_base")
-
 
 def read_gguf(path: Path, *, source: str) -> Checkpoint:
     """Open a GGUF file of one of the architectures in `DIALECTS`; `source` is its name in messages.
@@ -161,15 +158,13 @@ def _dialect(metadata: Mapping[str, Any]) -> Dialect:
     return DIALECTS[metadata["general.architecture"]]
 
 
-def _refuse_unknown(
-    metadata: Mapping[str, Any], *, tensors: Mapping[str, ReaderTensor], source: str
-) -> None:
+def _refuse_unknown(metadata: Mapping[str, Any], *, tensors: Mapping[str, ReaderTensor], source: str) -> None:
     architecture = metadata.get("general.architecture")
     scaling = metadata.get(f"{architecture}.rope.scaling.type", "none")
     if architecture not in DIALECTS or scaling != "none" or "rope_freqs.weight" in tensors:
-        what = "scaled rotary positions" if architecture in DIALECTS else f"architecture {architecture!r}"
+        feature = "scaled rotary positions" if architecture in DIALECTS else f"architecture {architecture!r}"
         raise ExportError(
-            f"{source} has {what}, which is not supported in GGUF files",
+            f"{source} has {feature}, which is not supported in GGUF files",
             remedy="export from the original checkpoint folder (config.json and safetensors)",
         )
 

@@ -11,8 +11,6 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from genserve.errors import ExportError
 
-__all__ = ["tokenizer_files"]
-
 _BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
 
 
@@ -61,8 +59,7 @@ def tokenizer_files(fields: Mapping[str, ReaderField], *, source: str) -> dict[s
     add_bos = bool(ggml.get("add_bos_token", ggml.get("pre") == "llama-bpe"))
     if add_bos and names["bos"]:
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=[names["bos"], "$A"],
-            special_tokens=[(names["bos"], ggml["bos_token_id"])],
+            single=[names["bos"], "$A"], special_tokens=[(names["bos"], ggml["bos_token_id"])]
         )
     ends = [ggml[key] for key in ("eos_token_id", "eot_token_id") if key in ggml]
     files = {

@@ -1,6 +1,6 @@
 """Layers: the layers with weights of a graph (embedding, linear layers, head, norms), in two implementations.
 
-`decoder_graph.py` writes a model through `Layers`. `FusedLayers` writes our custom operators, for the CPU;
+`decoder_graph.py` writes a model through `Layers`. `FusedLayers` writes custom operators, for the CPU;
 `StandardLayers` writes operators of ONNX, which also run on a GPU.
 """
 
@@ -16,16 +16,7 @@ from genserve.export.checkpoint import FloatArray
 from genserve.export.decoder import Activation
 from genserve.export.onnx_graph import OnnxGraphBuilder
 from genserve.export.precision import QuantizationScheme
-from genserve.kernels.packing import (
-    BLOCKS,
-    Quantized,
-    WeightFormat,
-    pack_float32,
-    pack_quantized,
-    quantize,
-)
-
-__all__ = ["FusedLayers", "Layers", "Linear", "LinearKind", "Norm", "StandardLayers"]
+from genserve.kernels.packing import BLOCKS, Quantized, WeightFormat, pack_float32, pack_quantized, quantize
 
 LinearKind = Literal["normed", "inner", "head"]   # the field of `QuantizationScheme` for the weight
 
@@ -210,9 +201,7 @@ class FusedLayers(Layers):
         if weight_format is None:
             return [self.graph.weight(name, pack_float32(weight, gated=gated)), ""]
         packed = pack_quantized(_quantized(weight, weight_format), weight_format, gated=gated)
-        return [
-            self.graph.weight(name, packed.weight), self.graph.weight(f"{name}.scales", packed.scales)
-        ]
+        return [self.graph.weight(name, packed.weight), self.graph.weight(f"{name}.scales", packed.scales)]
 
     def _first_columns(self, x: str, output: str, *, width: int) -> str:
         bounds = {"starts": 0, "ends": width, "axes": -1}

@@ -21,8 +21,6 @@ from genserve.export.precision import cache_dtype
 from genserve.sampling.sampling_params import TRITON_TENSORS
 from genserve.tensor import DataType
 
-__all__ = ["MAX_NUM_SEQS", "ModelLayout", "stage_files"]
-
 MAX_NUM_SEQS = 32               # sequences that share a step
 _MAX_SEQUENCE_LENGTH = 4096     # tokens; more than a chat needs, and a cache of it fits into memory
 

@@ -16,8 +16,6 @@ from pathlib import Path
 from genserve.errors import ExportError
 from genserve.export.export_options import ExportFormat
 
-__all__ = ["ModelFolders", "install", "install_beside", "staging_folder", "writing_into"]
-
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 _NO_SPACE = "free some space, or choose a folder on another disk"
@@ -117,7 +115,7 @@ def staging_folder(repository: Path, folders: ModelFolders) -> Iterator[Path]:
     leftover = re.compile(rf"\.{re.escape(folders.ensemble)}\.[a-z0-9_]{{8}}\.tmp")
     for path in repository.iterdir():
         if leftover.fullmatch(path.name):
-            # Its export may end, and delete it, while we look.
+            # Its export may end and delete it in the meantime.
             with suppress(FileNotFoundError), _locked(path) as is_free:
                 if is_free:
                     shutil.rmtree(path)

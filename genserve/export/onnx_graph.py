@@ -11,8 +11,6 @@ import onnx
 from numpy.typing import DTypeLike, NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-__all__ = ["DATA_FILE", "MODEL_FILE", "Dims", "OnnxGraphBuilder"]
-
 MODEL_FILE = "model.onnx"
 DATA_FILE = "model.onnx.data"
 
@@ -68,7 +66,7 @@ class OnnxGraphBuilder:
         return name
 
     def function(self, function: onnx.FunctionProto) -> None:
-        """Add the body of a custom operator in standard operators, for sessions without our kernels."""
+        """Add the body of a custom operator, for sessions without genserve's kernels."""
         self._functions.append(function)
 
     def constant(self, name: str, value: NDArray[Any]) -> str:

@@ -1,4 +1,4 @@
-"""Parity: the exported graph compared with its source, logit by logit."""
+"""Parity: compares the logits of an exported graph with those of its source."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from genserve.errors import ExportError
 from genserve.export.checkpoint import FloatArray
 from genserve.export.export_options import CacheType, ExportFormat, Precision
 from genserve.export.source_model import Reference
-from genserve.generation.logits_model import ForwardBatch, LogitsModel, on_host
+from genserve.generation.logits_model import ForwardBatch, LogitsModel
+from genserve.sampling.logits_array import on_host
 from genserve.textmodel.logits_config import PARITY_FILE
 from genserve.textmodel.runtimes.growing_logits import GrowingLogits
 from genserve.textmodel.runtimes.onnx_logits import OnnxLogits
 from genserve.textmodel.runtimes.torchscript_logits import TorchLogits
 
-__all__ = ["Parity", "check_parity", "forward_rows"]
+_Positions = NDArray[np.int64]
 
 
 def forward_rows(
@@ -86,15 +87,8 @@ def check_parity(
     """Compare the graph in `folder` with its source, and write parity.json there.
 
     Every token of the reference's texts is compared in a prefill. The second half is compared again in a
-    decode through the KV cache, all rows together, each at another position.
-
-    Args:
-        reference: the source's run.
-        folder: of the graph.
-        export_format: of the graph.
-        precision: of the graph; sets the bounds.
-        kv_cache: of the graph; int8 relaxes the bounds of fp32 and fp16 to those of int8.
-        source: the name of the source in messages.
+    decode through the KV cache, all rows together, each at another position. `precision` sets the bounds; a
+    KV cache in int8 relaxes those of fp32 and fp16 to those of int8.
 
     Raises:
         ExportError: the graph is farther from its source than its precision explains.
@@ -151,9 +145,6 @@ def _log_probabilities(logits: FloatArray) -> FloatArray:
     shifted = logits - logits.max(axis=-1, keepdims=True)
     result: FloatArray = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
     return result
-
-
-_Positions = NDArray[np.int64]
 
 
 def _exported_logits(

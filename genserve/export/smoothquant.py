@@ -4,9 +4,9 @@ After a norm, some channels are always much larger than the others, which keep f
 by its largest value. Dividing the norm's weight by a factor per channel, and multiplying the inputs of its
 readers by the same factor, does not change the output of the model.
 
-Source: Xiao et al., "SmoothQuant" (2023), with a strength of one half. For the activations we take the root
-mean square instead of the largest value, which depends on a few tokens (SmolLM2-135M: a divergence of 0.015
-instead of 0.018).
+Source: Xiao et al., "SmoothQuant" (2023), with a strength of one half. The activations are measured by their
+root mean square instead of the largest value, which depends on a few tokens (SmolLM2-135M: a divergence of
+0.015 instead of 0.018).
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ import numpy as np
 from genserve.export.checkpoint import FloatArray
 from genserve.export.decoder_weights import DecoderWeights
 
-__all__ = ["is_smoothable", "smooth"]
-
 _READERS = {
     "attention.norm": ("attention.query", "attention.key", "attention.value"),
     "mlp.norm": ("mlp.gate", "mlp.up"),
@@ -32,9 +30,7 @@ _READERS = {
 def smooth(weights: DecoderWeights, activations: Mapping[str, FloatArray]) -> DecoderWeights:
     """Return equivalent weights, in which the norms with known activations are smoothed.
 
-    Args:
-        weights: of a decoder.
-        activations: the root mean square [hidden] of the output of norms, by role without .weight.
+    `activations` are the root mean square [hidden] of the output of norms, by role without .weight.
     """
     norm_of = {reader: norm for norm in activations for reader in _readers(norm)}
 

@@ -1,4 +1,4 @@
-"""Source model: a checkpoint as transformers itself computes it, to which exports are compared.
+"""Source model: runs a checkpoint in transformers, as the reference for exports.
 
 It runs over two texts in `texts/`, which were written for this purpose and share no sentence: prose,
 dialogue, instructions, code, tables, numbers, other languages. `calibration` yields the size of activations;
@@ -26,8 +26,6 @@ from genserve.errors import ExportError, InvalidRequest, ModelFailed, Repository
 from genserve.export.checkpoint import Checkpoint, FloatArray
 from genserve.prompt import Chat, Message
 from genserve.text.tokenizer import Tokenizer
-
-__all__ = ["Reference", "read_text", "run_source", "source_model"]
 
 _TEXTS = Path(__file__).parent / "texts"
 _MAX_LENGTH = 256  # tokens of a row

@@ -1,4 +1,4 @@
-"""Traced: the graphs of models without a family, exported by torch from transformers' own code."""
+"""Traced conversion: graphs of models without a family, which torch exports from transformers' code."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ from genserve.export.layout import ModelLayout
 from genserve.export.model_folders import ModelFolders
 from genserve.export.source_model import Reference, source_model
 from genserve.textmodel.runtimes.growing_logits import GrowingLogits
-
-__all__ = ["TracedConversion"]
 
 _DEFAULT_CONTEXT = 2048  # tokens, for configs that state none
 

@@ -1,4 +1,4 @@
-"""Admission control: accepts or rejects requests for an engine, and says when to retry a rejected one."""
+"""Admission control: accepts or rejects requests for an engine; a rejection has a time to retry."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from enum import StrEnum
 
 from genserve.errors import Overloaded
 from genserve.generation_metrics import GenerationMetrics
-
-__all__ = ["AdmissionControl", "QueueLimits", "RejectionReason"]
 
 _MAX_RETRY_AFTER_S = 60.0       # the official clients do not wait longer
 _MIN_RETRY_AFTER_S = 0.1
@@ -78,16 +76,11 @@ class AdmissionControl:
         return self._preparing.total()
 
     def check(self, count: int, *, num_tokens: int, priority: int, now_s: float) -> None:
-        """Raise Overloaded if a request may not wait now.
+        """Raise Overloaded if a request for `count` places may not wait now.
 
         A prompt that is longer than the limit is accepted while no other prompt waits. No prediction rejects
-        a request that would be the only one to wait, because its wait shows how fast the engine is now.
-
-        Args:
-            count: places that it needs.
-            num_tokens: of its prompts.
-            priority: of the request; only requests in front of it count for the predicted wait.
-            now_s: the time.
+        a request that would be the only one to wait, because its wait shows how fast the engine is now. Only
+        requests in front of `priority` count for the predicted wait.
         """
         self.check_count(count, now_s=now_s)
         limit = self.limits.max_tokens

@@ -13,21 +13,9 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from genserve.completion import TokenLogprob
-from genserve.generation.logits_model import FloatArray
+from genserve.sampling.logits_array import FloatArray
 from genserve.sampling.sampler import best_ids
 from genserve.sampling.staged_sampler import NUMPY_OPS
-
-__all__ = [
-    "BeamRules",
-    "BeamState",
-    "Candidate",
-    "EarlyStopping",
-    "Hypothesis",
-    "ScoredHypothesis",
-    "advance",
-    "best_candidates",
-    "log_softmax",
-]
 
 EarlyStopping: TypeAlias = bool | Literal["never"]
 

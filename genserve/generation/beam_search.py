@@ -24,11 +24,9 @@ from genserve.generation.beam_rules import (
 )
 from genserve.generation.delta_builder import AnswerText
 from genserve.generation.engine_request import BeamReorder, LogitsConsumer, Request, TokenSequence
-from genserve.generation.logits_model import FloatArray
+from genserve.sampling.logits_array import FloatArray
 from genserve.sampling.logits_edits import apply_edits, join_edits
 from genserve.sampling.sampler import token_logprob
-
-__all__ = ["Beam", "BeamSearch", "BeamText"]
 
 # Score of a beam that takes the place of a missing one, if the logits processors leave too few candidates.
 _SPARE = -np.inf
@@ -56,9 +54,7 @@ class Beam(Request):
 
     __slots__ = ("logprobs", "processors", "search", "text")
 
-    def __init__(
-        self, search: BeamSearch, prompt_token_ids: Sequence[int], *, text: BeamText | None
-    ) -> None:
+    def __init__(self, search: BeamSearch, prompt_token_ids: Sequence[int], *, text: BeamText | None) -> None:
         first = search.answers[0]
         super().__init__(prompt_token_ids, cache_salt=first.cache_salt, priority=first.priority)
         self.search = search
@@ -111,7 +107,7 @@ class Beam(Request):
             self.text.push(token_id)
 
     def copy_from(self, other: Beam) -> None:
-        """Take over the answer of another beam."""
+        """Copy the answer of another beam."""
         self.token_ids = other.token_ids.copy()
         self.text = other.text.fork() if other.text is not None else None
         self.logprobs = other.logprobs.copy()
@@ -136,14 +132,7 @@ class BeamGroup:
         num_ending_ids: int,
         ends: Callable[[Beam, int], bool],
     ) -> None:
-        """Start before the first token.
-
-        Args:
-            beams: `rules.width` of them.
-            rules: of the search.
-            num_ending_ids: how many tokens end an answer.
-            ends: whether this token completes the answer of this beam.
-        """
+        """Start before the first token; `ends` returns whether a token completes the answer of a beam."""
         self.beams = list(beams)
         self.state = BeamState()
         self._rules = rules
@@ -229,21 +218,19 @@ class BeamSearch:
     its blocks.
 
     Attributes:
-        answers: what the caller reads: as many of the best as it asks for, the best first. A token is
-            appended to them when every hypothesis that may still win has it, so none is ever taken back.
+        answers: those that the caller reads, the best first. A token is appended to them once every
+            hypothesis that may still win has it, so none is ever taken back.
         lead: the beam that computes the prompt, and is scheduled for all.
         beams: the live beams, the best first.
-        started: all beams have tokens of their own.
+        started: each beam has its own tokens.
         done: the answers are complete.
     """
 
     def __init__(self, answers: Sequence[TokenSequence], *, width: int, text: BeamText) -> None:
         """Start before the prompt; from now on the answers belong to the search.
 
-        Args:
-            answers: with the same prompt and parameters; at most `width`.
-            width: how many beams; at least 2.
-            text: of an answer before its first token; used if there are stop strings.
+        There are at most `width` answers, with the same prompt and parameters; `width` is at least 2.
+        `text` is that of an answer before its first token, used if there are stop strings.
         """
         first = answers[0]
         params = first.params
@@ -276,7 +263,7 @@ class BeamSearch:
             answer.search = self
 
     def step(self, logits: FloatArray) -> BeamReorder | None:
-        """Add a token to each beam, and append to the answers the tokens that are certain now.
+        """Add a token to each beam, and append to the answers the tokens that have become certain.
 
         Args:
             logits: [R, V] float32, behind the last tokens of the beams; of the lead alone, R = 1, behind the
@@ -305,7 +292,7 @@ class BeamSearch:
             copies += moved
             taken.update(candidate.token_id for candidate in group.state.live)
         self.started = True
-        if is_first:    # every beam continues the prompt, in whatever order they are now
+        if is_first:    # every beam continues the prompt, whatever their order
             copies = [(self.lead, beam) for beam in self.beams if beam is not self.lead]
         return self._reorder(groups, copies)
 
@@ -329,7 +316,7 @@ class BeamSearch:
         return log_probs
 
     def _reorder(self, groups: Sequence[BeamGroup], copies: Sequence[_Copy]) -> BeamReorder | None:
-        """Continue with the groups that are not done; append to the answers what is certain, or the best."""
+        """Continue the unfinished groups; append the common tokens to the answers, or the best hypotheses."""
         live = [group for group in groups if not group.state.done]
         if not live:
             return self._end()
@@ -366,7 +353,7 @@ class BeamSearch:
         self._num_common = end
 
     def settle(self) -> None:
-        """Append the rest of the best hypotheses, complete or not; once the deadline has passed."""
+        """Append the rest of the best hypotheses, complete or not, because the deadline has passed."""
         if self.started and not self.done:
             self.done = True
             self._append_best(self._ranked(group.best_so_far() for group in self._groups))

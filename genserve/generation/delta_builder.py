@@ -1,4 +1,4 @@
-"""Delta builder: collects what an answer gains until the next part of its stream is due."""
+"""Delta builder: collects the new tokens and text of an answer until its next delta is due."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Protocol
 
 from genserve.completion import Delta, FinishReason, StopReason, TokenLogprob, TopTokens, Usage
 from genserve.sampling.sampling_params import SamplingParams
-
-__all__ = ["AnswerText", "DeltaBuilder"]
 
 
 class AnswerText(Protocol):

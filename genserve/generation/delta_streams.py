@@ -17,8 +17,6 @@ from genserve.errors import GenserveError
 from genserve.generation.engine_request import TokenSequence
 from genserve.generation.request_inbox import RequestInbox, RequestOutput, Reservation
 
-__all__ = ["AsyncDeltaStream", "DeltaStream", "EventLoopSink"]
-
 
 class DeltaStream:
     """An iterator over the deltas of one request, for one ordinary thread.
@@ -27,7 +25,7 @@ class DeltaStream:
     """
 
     def __init__(self, engine: RequestInbox, sequence: TokenSequence) -> None:
-        """Submit the sequence; raises what `RequestInbox.submit` raises."""
+        """Submit the sequence; raises the errors of `RequestInbox.submit`."""
         self._engine = engine
         self._sequence = sequence
         # Bounded by the longest answer: at most one delta per token.

@@ -11,15 +11,20 @@ from dataclasses import dataclass
 from genserve.errors import SEE_LOG, GenserveError, ModelFailed
 from genserve.generation.engine_request import LogitsRequest, Request, TokenSequence
 from genserve.generation.kv_cache_manager import KVCacheManager
-from genserve.generation.logits_model import LogitsArray, LogitsModel
+from genserve.generation.logits_model import LogitsModel
 from genserve.generation.model_runner import ModelRunner
 from genserve.generation.output_processor import DecodeFunction, DecodingLoops, OutputProcessor, StepOutputs
 from genserve.generation.scheduler import Scheduler, SchedulerOutput
 from genserve.generation.speculation import Speculation
-
-__all__ = ["Engine", "PausedLoops", "StepResult"]
+from genserve.sampling.logits_array import LogitsArray
 
 logger = logging.getLogger(__name__)
+
+# A paused loop keeps its place in the forward, as a running sequence does, for this time and a few pauses.
+_HOLD_S = 0.02
+_NUM_PAUSES = 4
+_MAX_PAUSE_S = 1.0          # longer pauses are treated like those of a loop that never resumed
+_MAX_PAUSED = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,13 +64,8 @@ class Engine:
     ) -> None:
         """Start without requests.
 
-        Args:
-            model: computes the logits.
-            decode: the decoding loop of each token sequence.
-            max_num_batched_tokens: of a step.
-            prefix_cache: whether token sequences share prefixes; logits requests always do.
-            speculation: drafts several tokens of a sequence for one step; None: no speculation.
-            clock: seconds.
+        Each token sequence gets a `decode` loop, which `speculation` may help with drafts. Without
+        `prefix_cache`, only logits requests share prefixes. `clock` returns seconds.
         """
         self.clock = clock
         self._max_length = model.max_length
@@ -126,8 +126,8 @@ class Engine:
                     self._speculation.drop(answer)
             self._timed.difference_update(request.answers)
 
-    def expected_back(self, *, within_s: float) -> tuple[int, float]:
-        """Return how many paused loops over logits always come back within a time, and how long to wait.
+    def expected_to_resume(self, *, within_s: float) -> tuple[int, float]:
+        """Return how many paused loops over logits always resume within a time, and how long to wait.
 
         Args:
             within_s: the time since they were answered.
@@ -201,25 +201,18 @@ class Engine:
         return expired
 
 
-# A paused loop keeps its place in the forward, as a running sequence does, for this time and a few pauses.
-_HOLD_S = 0.02
-_NUM_PAUSES = 4
-_MAX_PAUSE_S = 1.0          # a loop that paused for longer is treated like one that has not come back yet
-_MAX_PAUSED = 256
-
-
 @dataclass(frozen=True, slots=True)
 class _PausedLoop:
     arrival: int        # its arrival number in the queue
     since_s: float
     held_until_s: float
-    pause_s: float      # how long its last pause was; infinite: it has not come back yet
+    pause_s: float      # how long its last pause was; infinite: it never resumed
 
 
 class PausedLoops:
-    """Loops over logits that were answered and may come back with one more token.
+    """Loops over logits that were answered and may resume with one more token.
 
-    They are found by the tokens for which they were answered. Belongs to the engine's thread.
+    They are looked up by the tokens for which they were answered. Belongs to the engine's thread.
     """
 
     def __init__(self) -> None:
@@ -228,7 +221,7 @@ class PausedLoops:
     def pause(self, request: LogitsRequest, *, arrival: int, now_s: float, step_s: float) -> None:
         """Note that a request was answered.
 
-        A loop that has not come back yet may never do so. To hold its place for half a step costs less than
+        A loop that never resumed may be a single request. To hold its place for half a step costs less than
         to have it wait for a step.
         """
         pause_s = request.pause_s
@@ -257,7 +250,7 @@ class PausedLoops:
         return min(held, default=0.0)
 
     def expected(self, now_s: float, *, within_s: float) -> tuple[int, float]:
-        """Return how many loops always come back within `within_s`, and how long to wait for these."""
+        """Return how many loops always resume within `within_s`, and how long to wait for these."""
         since_s = [
             loop.since_s
             for loop in self._loops.values()

@@ -1,4 +1,4 @@
-"""Engine requests: token sequences and logits requests, what an engine schedules and computes."""
+"""Engine requests: the token sequences and logits requests that an engine schedules and computes."""
 
 from __future__ import annotations
 
@@ -15,24 +15,13 @@ import numpy as np
 from genserve.completion import Delta, FinishReason, StopReason, TokenLogprob
 from genserve.errors import ContextLengthExceeded, GenserveError, InvalidRequest, ModelFailed
 from genserve.generation.delta_builder import AnswerText, DeltaBuilder
-from genserve.generation.logits_model import LogitsArray, TokenArray
 from genserve.generation.sequence_plugins import SequencePlugins
 from genserve.sampling.batch_sampler import SamplingState
+from genserve.sampling.logits_array import LogitsArray, TokenArray
 from genserve.sampling.logits_edits import StructuredOutputGrammar
 from genserve.sampling.logits_processors import TokenizedParams
 from genserve.sampling.sampler import token_logprob
 from genserve.sampling.sampling_params import SamplingParams
-
-__all__ = [
-    "Awaited",
-    "BeamReorder",
-    "LogitsConsumer",
-    "LogitsRequest",
-    "Request",
-    "SequenceSearch",
-    "TokenSequence",
-]
-
 
 _CHECK_FINISHED = "check `sequence.finished` before each append"
 _KEEP_GRAMMAR = "append only tokens of sequence.sample(), and do not undo the grammar in a logits processor"
@@ -48,7 +37,7 @@ class LogitsConsumer(Protocol):
         """Answer the request with the row."""
 
     def search(self, search: SequenceSearch, beam: Request, row: int) -> None:
-        """Advance the search once the rows of all its beams are there."""
+        """Advance the search once the rows of all its beams have arrived."""
 
 
 class Request:
@@ -76,9 +65,7 @@ class Request:
         "token_ids",
     )
 
-    def __init__(
-        self, token_ids: Sequence[int], *, cache_salt: str | None = None, priority: int = 0
-    ) -> None:
+    def __init__(self, token_ids: Sequence[int], *, cache_salt: str | None = None, priority: int = 0) -> None:
         self.token_ids = list(token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.num_computed_tokens = 0
@@ -133,7 +120,7 @@ class Request:
         return (self,)
 
     def preempt(self) -> None:
-        """Start again, because its blocks were taken."""
+        """Recompute all tokens, since the blocks were freed for other requests."""
         self.num_computed_tokens = 0
         self.num_preemptions += 1
 
@@ -151,14 +138,14 @@ class Request:
 
 
 class LogitsRequest(Request):
-    """One row of logits behind some tokens, for a caller that knows nothing of blocks and steps.
+    """One row of logits behind some tokens, for a caller that is independent of blocks and steps.
 
     A loop that calls again with one more token does not compute the others again: they stay cached, and the
     next request that starts with them continues there. Belongs to the engine's thread.
 
     Attributes:
-        submitted_s: when it was handed to the engine, by its clock.
-        pause_s: how long its loop took to come back with one more token; infinite for its first request.
+        submitted_s: when it was submitted, by the engine's clock.
+        pause_s: how long its loop took to resume with one more token; infinite for its first request.
     """
 
     __slots__ = ("_on_logits", "pause_s", "submitted_s")
@@ -248,7 +235,7 @@ class SequenceSearch(Protocol):
 
 
 class Awaited(Enum):
-    """The value that a decoding loop waits for; both kinds come from the same forward."""
+    """The value that a decoding loop awaits; both kinds come from the same forward."""
 
     TOKEN = auto()      # a token, sampled together with those of the other sequences
     LOGITS = auto()     # the row of logits itself
@@ -265,11 +252,11 @@ class TokenSequence(Request):
         params: the sampling parameters of the request.
         sampling: the rules by which its tokens are sampled, and their state; survives a preemption.
         deadline_s: when the engine ends it, by the engine's clock; None: never.
-        first_token_s: when its first token was there, by the engine's clock; None: it has none.
-        begins_thought: whether the answer begins within a thought, since the prompt leaves one open.
+        first_token_s: when its first token was sampled, by the engine's clock; None: not yet.
+        begins_thought: whether the prompt ends within a thought, which the answer continues.
         finish_reason: None while it runs.
-        stop_reason: which stop ended it, where the request has a name for it.
-        plugins: of the repository, for its decoding.
+        stop_reason: the stop string, token id or rule that ended it, if any.
+        plugins: of the decoder stage.
         search: the beam search that it is an answer of; None: it is decoded by itself. Set by `BeamSearch`.
     """
 
@@ -360,7 +347,7 @@ class TokenSequence(Request):
 
     @property
     def max_draft_tokens(self) -> int:
-        """The tokens that the answer can still have, less the one that is sampled behind the draft."""
+        """The remaining tokens of the answer, less the one that is sampled behind the draft."""
         return self._max_length - len(self.token_ids) - 1
 
     @property
@@ -448,7 +435,7 @@ class TokenSequence(Request):
             self.finish(FinishReason.REPETITION, stop_reason="repetition_detected")
 
     def finish(self, reason: FinishReason, *, stop_reason: StopReason | None = None) -> None:
-        """End the answer here; the caller gets both reasons."""
+        """End the answer; the caller gets both reasons."""
         self.finish_reason, self.stop_reason = FinishReason(reason), stop_reason
         self._delta.text += self._text.flush()
         if self._text.stop is not None:  # the text that was held back completed a stop string
@@ -482,7 +469,7 @@ class TokenSequence(Request):
 
     @property
     def seed(self) -> int:
-        """The request's seed, or one drawn for it."""
+        """The request's seed, or the one that `InputProcessor` drew."""
         return self.sampling.seed
 
     def take_logprob(self, sampled: TokenLogprob | None) -> None:

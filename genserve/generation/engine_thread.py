@@ -9,19 +9,17 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from genserve.completion import Delta
-from genserve.errors import Closed, GenserveError, ModelFailed, Overloaded
+from genserve.errors import SEE_LOG, Closed, GenserveError, ModelFailed, Overloaded
 from genserve.generation.admission_control import AdmissionControl, QueueLimits
 from genserve.generation.engine import Engine, StepResult
 from genserve.generation.engine_request import LogitsRequest, Request, TokenSequence
-from genserve.generation.logits_model import LogitsArray
 from genserve.generation.request_inbox import OutputSink, RequestInbox, RequestOutput, RequestState
 from genserve.generation_metrics import GenerationMetrics
-
-__all__ = ["EngineThread"]
+from genserve.sampling.logits_array import LogitsArray
 
 logger = logging.getLogger(__name__)
 
-# How long a step may wait for loops over logits that always come back, as a share of the last decode step.
+# How long a step may wait for loops over logits that always resume, as a share of the last decode step.
 _GATHER_SHARE = 0.5
 _GATHER_SHARE_WITH_SEQUENCES = 0.1
 
@@ -40,7 +38,7 @@ class EngineThread(RequestInbox):
         super().__init__(clock=engine.clock, admission=admission)
         self._engine = engine
         self._metrics = metrics
-        self._states: dict[Request, RequestState] = {}          # of the sequences that the engine has
+        self._states: dict[Request, RequestState] = {}          # of the sequences in the engine
         self._unanswered: dict[Request, LogitsRequest] = {}
         self._decode_s = 0.0                # of the last step that only decoded
         self._num_steps = 0
@@ -49,7 +47,7 @@ class EngineThread(RequestInbox):
 
     @property
     def alive(self) -> bool:
-        """Whether the thread runs; False after `close` or a failure that nothing caught."""
+        """Whether the thread runs; False after `close` or an uncaught exception."""
         return self._thread.is_alive() and not self._closing and self._failure is None
 
     @property
@@ -90,7 +88,7 @@ class EngineThread(RequestInbox):
             self._end_all(Closed("the server stopped before the answer was complete"))
         except BaseException:
             logger.exception("engine thread died")
-            failure = ModelFailed("the engine failed", remedy="load its model again; the log has the error")
+            failure = ModelFailed("the engine failed", remedy=f"load its model again; {SEE_LOG}")
             with self._changed:
                 self._failure = failure
             self._end_all(failure)
@@ -112,16 +110,16 @@ class EngineThread(RequestInbox):
                 self._end(left)
 
     def _gather(self) -> None:
-        """Wait briefly for loops over logits that always come back, so that they share the step.
+        """Wait briefly for loops over logits that always resume, so that they share the step.
 
-        Otherwise loops that are answered together and come back microseconds apart fall into groups that
+        Otherwise loops that are answered together and resume microseconds apart fall into groups that
         take turns, with steps as long as one for all of them.
         """
         if not self._busy:
             return
         share = _GATHER_SHARE_WITH_SEQUENCES if self._states else _GATHER_SHARE
         while not self._closing:
-            num_awaited, seconds = self._engine.expected_back(within_s=share * self._decode_s)
+            num_awaited, seconds = self._engine.expected_to_resume(within_s=share * self._decode_s)
             if not num_awaited:
                 return
             self._wait_for_change(seconds, num_awaited=num_awaited)

@@ -5,7 +5,7 @@ recently used first. A free block stays in the prefix cache until it is allocate
 
 A block is cached as soon as it is full and computed, while its request still runs, and is never written
 again. The last block of a request that leaves is cached with the tokens that it holds; a request that
-continues these tokens takes the block over and writes on.
+continues these tokens reuses the block and appends to it.
 """
 
 from __future__ import annotations
@@ -17,15 +17,13 @@ from itertools import chain
 from genserve.generation.engine_request import Request
 from genserve.generation.prefix_cache import PrefixCache, block_key, root_key
 
-__all__ = ["BlockTable", "KVCacheManager"]
-
 
 class BlockTable:
     """The blocks of one request.
 
     Attributes:
         block_ids: in the order of its tokens.
-        keys: of its first full blocks, computed or not, as far as they were needed.
+        keys: of its first full blocks, computed or not; added when they are needed.
         num_cached: how many of its blocks were put into the prefix cache because they are full and computed.
         num_rewrites: counts the changes of `block_ids` other than appending.
     """
@@ -48,13 +46,7 @@ class KVCacheManager:
     """
 
     def __init__(self, *, num_blocks: int, block_size: int, prefix_cache: bool = True) -> None:
-        """Start with all blocks free.
-
-        Args:
-            num_blocks: of the model's KV cache.
-            block_size: tokens of a block.
-            prefix_cache: whether requests share blocks; logits requests do in any case.
-        """
+        """Start with all blocks free; without `prefix_cache`, only logits requests share blocks."""
         self.block_size = block_size
         self.copies: list[tuple[int, int]] = []
         self._shares_blocks = prefix_cache
@@ -85,13 +77,9 @@ class KVCacheManager:
         return found
 
     def allocate(self, request: Request, *, num_spare: int) -> bool:
-        """Allocate blocks for all tokens of a request that holds none, cached blocks where possible.
+        """Allocate blocks for all tokens of a waiting request, cached blocks where possible.
 
-        Sets its `num_computed_tokens`.
-
-        Args:
-            request: a waiting one.
-            num_spare: blocks that must stay free.
+        Sets its `num_computed_tokens`. `num_spare` blocks must stay free.
 
         Returns:
             False: there are too few free blocks; nothing has changed.
@@ -115,12 +103,8 @@ class KVCacheManager:
     def extend(self, request: Request, num_tokens: int) -> bool:
         """Allocate blocks for the next tokens of a running request; shared ones that it writes are copied.
 
-        Args:
-            request: a running one.
-            num_tokens: to be written behind the computed ones.
-
         Returns:
-            False: there are too few free blocks; what has been allocated so far is kept.
+            False: there are too few free blocks; blocks already allocated are kept.
         """
         table, num_computed = self._tables[request], request.num_computed_tokens
         block_ids = table.block_ids
@@ -207,7 +191,7 @@ class KVCacheManager:
         """Return the cached blocks that a request starts with, and how many of its tokens they hold.
 
         At least one token is left to compute, since the request needs the logits behind it. So a last block
-        that is cached whole, or with some of the tokens that follow, is taken over and written if it is free.
+        that is cached whole, or with some of the tokens that follow, is reused and written if it is free.
         """
         block_ids: list[int] = []
         if request.skip_reading_prefix_cache or not self._uses_prefix_cache(request):

@@ -9,9 +9,7 @@ from typing import Protocol, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from genserve.sampling.logits_edits import FloatArray, LogitsArray, TokenArray, on_host
-
-__all__ = ["FloatArray", "ForwardBatch", "IndexArray", "LogitsArray", "LogitsModel", "TokenArray", "on_host"]
+from genserve.sampling.logits_array import LogitsArray, TokenArray
 
 IndexArray = NDArray[np.int32]
 

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from genserve.generation.kv_cache_manager import BlockTable, KVCacheManager
-from genserve.generation.logits_model import ForwardBatch, LogitsArray, LogitsModel, TokenArray
+from genserve.generation.logits_model import ForwardBatch, LogitsModel
 from genserve.generation.scheduler import SchedulerOutput
-
-__all__ = ["ModelRunner"]
+from genserve.sampling.logits_array import LogitsArray, TokenArray
 
 
 class ModelRunner:
@@ -22,13 +21,7 @@ class ModelRunner:
     def __init__(
         self, model: LogitsModel, kv_cache_manager: KVCacheManager, *, max_num_batched_tokens: int
     ) -> None:
-        """Allocate the arrays.
-
-        Args:
-            model: computes the logits.
-            kv_cache_manager: has the block tables of the requests.
-            max_num_batched_tokens: of a step.
-        """
+        """Allocate the arrays."""
         self._model = model
         self._kv = kv_cache_manager
         num_seqs = model.max_num_seqs

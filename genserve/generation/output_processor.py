@@ -11,13 +11,11 @@ from genserve.completion import FinishReason
 from genserve.errors import SEE_LOG, GenserveError, InvalidRequest, ModelFailed
 from genserve.generation.engine_request import Awaited, LogitsRequest, Request, SequenceSearch, TokenSequence
 from genserve.generation.kv_cache_manager import KVCacheManager
-from genserve.generation.logits_model import LogitsArray, on_host
 from genserve.generation.scheduler import SchedulerOutput
 from genserve.generation.speculation import Speculation
 from genserve.sampling.batch_sampler import sample
+from genserve.sampling.logits_array import LogitsArray, on_host
 from genserve.sampling.sampler import select_rows
-
-__all__ = ["DecodeFunction", "DecodingLoops", "OutputProcessor", "StepOutputs"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,11 +46,7 @@ class OutputProcessor:
     """
 
     def __init__(
-        self,
-        kv_cache_manager: KVCacheManager,
-        loops: DecodingLoops,
-        *,
-        speculation: Speculation | None,
+        self, kv_cache_manager: KVCacheManager, loops: DecodingLoops, *, speculation: Speculation | None
     ) -> None:
         """See `Engine`."""
         self._kv = kv_cache_manager
@@ -67,10 +61,7 @@ class OutputProcessor:
     def process(self, output: SchedulerOutput, logits: LogitsArray, num_rows: Sequence[int]) -> StepOutputs:
         """Count the computed tokens, and continue every request that has no more pending ones.
 
-        Args:
-            output: the step.
-            logits: [R, V] float32; overwritten.
-            num_rows: how many of these rows each request has.
+        `logits` are [R, V] float32, and overwritten; `num_rows` are the numbers of rows of the requests.
         """
         self._outputs = StepOutputs()
         ready: list[tuple[Request, int]] = []
@@ -221,8 +212,8 @@ def _not_finite(sequence: TokenSequence) -> GenserveError:
         return sequence.plugins.failure
     grammar = sequence.sampling.grammar
     if grammar is not None and (failure := grammar.failure):
-        message = f"structured_outputs became too complex to follow: {failure}"
-        return InvalidRequest(message, field="structured_outputs", remedy="ask for a simpler grammar")
+        message = f"structured_outputs became too complex: {failure}"
+        return InvalidRequest(message, field="structured_outputs", remedy="simplify the grammar")
     if grammar is None and not sequence.sampling.edits_logits:
         return ModelFailed("the model's logits are not finite")
     return ModelFailed(
@@ -247,7 +238,7 @@ class DecodingLoops:
         return len(self._loops)
 
     def awaited(self, sequence: TokenSequence) -> Awaited | None:
-        """Return what the sequence's loop waits for; None if it has ended. Starts the loop if necessary.
+        """Return the value that the sequence's loop awaits; None if it has ended. Starts a new loop.
 
         Raises:
             GenserveError: the loop failed before its first await.
@@ -258,7 +249,7 @@ class DecodingLoops:
         return self._awaited.get(sequence)
 
     def resume(self, sequence: TokenSequence, value: Any) -> None:
-        """Send the loop the value that it waits for, and run it to its next await or its end.
+        """Send the loop the value that it awaits, and run it to its next await or its end.
 
         Raises:
             GenserveError: the loop raised, awaited something else, or did not append a token.
@@ -271,7 +262,7 @@ class DecodingLoops:
             )
 
     def drop(self, request: Request) -> None:
-        """Close the loop of a request that leaves; does nothing if it has none."""
+        """Close the loop of a finished or removed request; does nothing if it has none."""
         self._awaited.pop(request, None)
         loop = self._loops.pop(request, None)
         if loop is None:

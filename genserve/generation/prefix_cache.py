@@ -14,8 +14,6 @@ from hashlib import blake2b
 from itertools import takewhile
 from operator import itemgetter
 
-__all__ = ["PrefixCache", "block_key", "root_key"]
-
 _tokens_of = itemgetter(0)
 
 
@@ -41,14 +39,10 @@ class PrefixCache:
         return self._blocks.get(key)
 
     def find_partial(self, parent: bytes, token_ids: list[int]) -> tuple[int, int] | None:
-        """Return the partly filled block whose tokens are the longest prefix of `token_ids`.
-
-        Args:
-            parent: key of the block before it.
-            token_ids: at most a block of tokens.
+        """Return the partly filled block behind `parent` that holds the longest prefix of `token_ids`.
 
         Returns:
-            How many tokens it holds, and the block; None: there is no such block.
+            How many tokens it holds, and the block; None: no such block.
         """
         candidates = self._partial_after.get(parent)
         while candidates and token_ids:
@@ -58,7 +52,7 @@ class PrefixCache:
             tokens, block = candidates[index - 1]
             if token_ids[: len(tokens)] == tokens:
                 return len(tokens), block
-            # It sorts before `token_ids` but is no prefix of it: prefixes are no longer than what both share.
+            # It sorts before `token_ids` but is no prefix of it: prefixes end within their common part.
             shared = takewhile(lambda pair: pair[0] == pair[1], zip(tokens, token_ids, strict=False))
             token_ids = [token_id for token_id, _ in shared]
         return None
@@ -109,10 +103,5 @@ def root_key(cache_salt: str | None) -> bytes:
 
 
 def block_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Return the key of a full block: 32 bytes.
-
-    Args:
-        parent: key of the block before it, or `root_key`.
-        token_ids: of the block.
-    """
+    """Return the key of a full block, 32 bytes; `parent` is the key of the block before it, or `root_key`."""
     return blake2b(parent + array("q", token_ids).tobytes(), digest_size=32).digest()

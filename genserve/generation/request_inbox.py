@@ -13,8 +13,6 @@ from genserve.errors import Closed, GenserveError, ModelNotReady, Overloaded
 from genserve.generation.admission_control import AdmissionControl
 from genserve.generation.engine_request import LogitsRequest, Request, TokenSequence
 
-__all__ = ["Arrivals", "OutputSink", "RequestInbox", "RequestOutput", "RequestState", "Reservation"]
-
 # An error is the last output of its sequence, like a delta with a finish reason.
 RequestOutput: TypeAlias = tuple[TokenSequence, Delta | GenserveError]
 
@@ -77,9 +75,9 @@ class Reservation:
         self._inbox = inbox
 
     def check(self) -> None:
-        """Raise what `submit` would raise for a closed engine or a wait that was too long.
+        """Raise the error of `submit` for a closed engine or a wait that was too long.
 
-        To be called once a thread is free, before it prepares the prompts.
+        Called when a thread is free, before it prepares the prompts.
         """
         self._inbox.check_reserved(self)
 
@@ -111,7 +109,7 @@ class RequestInbox:
         self._arrivals = Arrivals()
         self._waiting: dict[Request, RequestState] = {}     # for their first step, in the order of arrival
         self._oldest_s = math.inf           # no waiting sequence came earlier
-        self._num_awaited = 1               # arrivals that are worth waking the engine's thread
+        self._num_awaited = 1               # how many arrivals wake the engine's thread
         self._closing = False
         self._failure: GenserveError | None = None
 
@@ -142,7 +140,7 @@ class RequestInbox:
         """Keep `count` places for a request while its prompts are prepared.
 
         Raises:
-            Closed, ModelNotReady, Overloaded: as `submit` would if that many short prompts came now.
+            Closed, ModelNotReady, Overloaded: as `submit` would for that many short prompts.
         """
         now_s = self._clock()
         with self._changed:
@@ -173,17 +171,13 @@ class RequestInbox:
     ) -> None:
         """Accept the token sequences of a request, all of them or none; their outputs go to `sink`.
 
-        Args:
-            sequences: of one request.
-            sink: called on the engine's thread.
-            reservation: of the request; it is released whether they are accepted or not.
+        The reservation is released in any case. If none of the sequences has its first step within the limit,
+        they end with Overloaded too.
 
         Raises:
             Closed: `close` was called.
             ModelNotReady: the engine's thread has died.
             Overloaded: the queue is full, or they would wait too long.
-
-        If none of the sequences has its first step within the limit, they end with Overloaded too.
         """
         now_s = self._clock()
         submission = Submission(arrived_s=reservation.arrived_s if reservation else now_s)
@@ -209,7 +203,7 @@ class RequestInbox:
             self._notify_arrival()
 
     def submit_logits(self, requests: Sequence[LogitsRequest]) -> None:
-        """Accept logits requests, all of them or none; raises what `submit` raises.
+        """Accept logits requests, all of them or none; raises the errors of `submit`.
 
         Requests that come at the same pace share their steps. A request that starts with the tokens of an
         earlier one continues there. Each may be the next token of a loop that started long ago, so only the
@@ -228,7 +222,7 @@ class RequestInbox:
     def cancel(self, request: Request) -> None:
         """Drop a token sequence or a logits request before the next step; does nothing if it has ended.
 
-        With one answer of a beam search all of them leave.
+        Dropping one answer of a beam search drops all.
         """
         with self._changed:
             self._arrivals.cancelled.add(request)
@@ -303,11 +297,7 @@ class RequestInbox:
         return states
 
     def _overdue(self, accepted: Container[Request]) -> list[RequestOutput]:
-        """Return the errors of requests that have waited too long for their first step.
-
-        Args:
-            accepted: the sequences that the engine has; later arrivals are left for the next call.
-        """
+        """Return the errors of requests in the engine that have waited too long for their first step."""
         limit_s, now_s = self._admission.limits.max_wait_s, self._clock()
         if limit_s is None or now_s - self._oldest_s <= limit_s:
             return []

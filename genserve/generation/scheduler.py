@@ -20,8 +20,6 @@ from genserve.generation.engine_request import Request
 from genserve.generation.kv_cache_manager import KVCacheManager
 from genserve.generation.speculation import Speculation
 
-__all__ = ["Scheduler", "SchedulerOutput", "StepTimes", "divide_budget", "num_unfinished"]
-
 _NEWEST = 0.2           # weight of the last step in the moving averages of step times
 _GUESS = 15             # tokens, besides the decodes, that double a step as long as nothing is measured
 _FORGIVEN = 0.002       # share of a drafted token's time that each step without drafts takes off again,
@@ -33,7 +31,7 @@ _MIN_PROMPT_TOKENS = 8      # for each prompt of a step that also decodes
 _LONGEST_SHARE = 4          # the longest prompt gets at least one in 4 of the prompts' tokens
 _MAX_UNFINISHED = 2         # prompts that a step leaves unfinished, before others may begin
 _MAX_SCORED_ROWS = 64       # rows of logits of a step that prompts need for prompt_logprobs
-_DRAFT_MARGIN = 1.25        # a draft must be worth this many times what it costs
+_DRAFT_MARGIN = 1.25        # a draft must be worth this many times its cost
 
 
 @dataclass(slots=True)
@@ -83,14 +81,7 @@ class Scheduler:
         max_num_batched_tokens: int = 256,
         speculation: Speculation | None = None,
     ) -> None:
-        """Start with empty queues.
-
-        Args:
-            kv_cache_manager: allocates the blocks.
-            max_num_seqs: sequences of a forward.
-            max_num_batched_tokens: tokens of a forward; one for each sequence is always allowed.
-            speculation: drafts tokens; None: no speculation.
-        """
+        """Start with empty queues. Above `max_num_batched_tokens`, each sequence may still have one token."""
         self.max_num_batched_tokens = max(max_num_batched_tokens, max_num_seqs)
         self._kv = kv_cache_manager
         self._max_num_seqs = max_num_seqs
@@ -112,12 +103,7 @@ class Scheduler:
         return sum(len(lead.group) for lead in self._running)
 
     def add(self, lead: Request, *, arrival: int | None = None) -> None:
-        """Put a request into the queue.
-
-        Args:
-            lead: the request.
-            arrival: the arrival number that it inherits; None: it arrives now.
-        """
+        """Put a request into the queue; without an inherited arrival number, it gets the next one."""
         self._ranks[lead] = (lead.priority, next(self._next_arrival) if arrival is None else arrival)
         insort(self._waiting, lead, key=self._ranks.__getitem__)
 
@@ -141,10 +127,9 @@ class Scheduler:
         self._times.note(output, seconds)
 
     def schedule(self, *, num_held: int = 0) -> SchedulerOutput | None:
-        """Choose the tokens of the next forward and allocate their blocks; None: there is nothing to compute.
+        """Choose the tokens of the next forward and allocate their blocks; None: nothing to compute.
 
-        Args:
-            num_held: places of the forward that are kept free.
+        `num_held` places of the forward are kept free.
         """
         output = SchedulerOutput()
         prompts: list[Request] = []
@@ -235,10 +220,8 @@ class Scheduler:
         doubling = self._times.doubling_prompt_tokens(output.num_decodes)
         return min(left, int(num_prompts * max(_MIN_PROMPT_TOKENS, _PROMPT_SHARE * doubling)))
 
-    def _admit(
-        self, output: SchedulerOutput, prompts: list[Request], *, budget: int, num_places: int
-    ) -> int:
-        """Start waiting requests as far as there are places, blocks and tokens in the budget.
+    def _admit(self, output: SchedulerOutput, prompts: list[Request], *, budget: int, num_places: int) -> int:
+        """Admit waiting requests while places, blocks and tokens of the budget remain.
 
         A request whose next block another one is about to compute waits for that block. A long prompt waits
         while the step has two prompts that it does not finish; shorter ones of the same priority overtake it.
@@ -325,9 +308,7 @@ def _num_pending(lead: Request) -> int:
 def divide_budget(lengths: Sequence[int], budget: int) -> list[int]:
     """Return how many tokens of each prompt a step computes: the shortest first, and a share for the longest.
 
-    Args:
-        lengths: pending tokens of the prompts, ascending; at least one.
-        budget: tokens of all prompts together.
+    `lengths` are the pending tokens of at least one prompt, ascending.
     """
     reserved = min(lengths[-1], budget // _LONGEST_SHARE)
     left = budget - reserved

@@ -15,21 +15,9 @@ from functools import partial
 from typing import Any, Protocol
 
 from genserve.errors import SEE_LOG, GenserveError, ModelFailed
-from genserve.generation.logits_model import LogitsArray
+from genserve.sampling.logits_array import LogitsArray
 from genserve.sampling.logits_edits import RowEdit
 from genserve.sampling.sampling_params import SamplingParams
-
-__all__ = [
-    "HOOKS",
-    "LogitsProcessor",
-    "OutputParser",
-    "PluginContext",
-    "SequencePlugins",
-    "StopRule",
-    "ThinkingBudget",
-    "plugin_call",
-]
-
 
 logger = logging.getLogger(__name__)
 
@@ -201,12 +189,8 @@ class ThinkingBudget:
     ) -> None:
         """Start before the first token.
 
-        Args:
-            num_tokens: the budget, 0 or more.
-            start_id: of the tag that begins a thought.
-            end_id: of the tag that ends it.
-            num_prompt_tokens: tokens before the answer.
-            begun: whether the prompt ends within a thought; its tokens there do not use up the budget.
+        The budget `num_tokens` is 0 or more; the ids are those of the tags around a thought. `begun`: the
+        prompt ends within a thought, whose tokens there do not use up the budget.
         """
         self._num_tokens = num_tokens
         self._start_id = start_id

@@ -18,8 +18,6 @@ from typing import Protocol
 from genserve.generation.engine_request import Request
 from genserve.generation.logits_model import ForwardBatch, LogitsModel
 
-__all__ = ["DraftModel", "PromptLookup", "Proposer", "Speculation"]
-
 logger = logging.getLogger(__name__)
 
 # The acceptance rate of a new sequence, as moving averages of the numbers of right and wrong tokens.
@@ -36,7 +34,7 @@ class Proposer(Protocol):
     """Proposes the tokens that may come next in a sequence."""
 
     def propose(self, request: Request, count: int) -> Sequence[int]:
-        """Return up to `count` tokens that may follow the last one; none if there is no good guess."""
+        """Return up to `count` tokens that may follow the last one; empty if it has no good guess."""
 
     def drop(self, request: Request) -> None:
         """Forget a sequence that leaves; does nothing if it is unknown."""
@@ -59,12 +57,7 @@ class Speculation:
     """
 
     def __init__(self, proposer: Proposer, *, num_tokens: int = 5) -> None:
-        """Start with the initial acceptance rate for every sequence.
-
-        Args:
-            proposer: drafts the tokens.
-            num_tokens: the most tokens that are drafted for a sequence in one step.
-        """
+        """Start with the initial acceptance rate for every sequence; a draft has at most `num_tokens`."""
         self._proposer = proposer
         self._num_tokens = num_tokens
         self._has_failed = False
@@ -102,7 +95,7 @@ class Speculation:
             self._proposer.drop(request)
 
     def _propose(self, request: Request, count: int) -> Sequence[int]:
-        """Ask the proposer, unless it has failed before: sequences are decoded without it then."""
+        """Ask the proposer; once it has failed, sequences are decoded without it."""
         if self._has_failed:
             return ()
         try:
@@ -137,7 +130,7 @@ class PromptLookup:
 
 
 class _NgramIndex:
-    """Where each n-gram of one growing list occurred last; reads each token once."""
+    """The last occurrence of each n-gram in a growing list; reads each token once."""
 
     def __init__(self) -> None:
         self._ends: dict[tuple[int, ...], int] = {}     # n-gram -> index of the token behind it
@@ -181,9 +174,7 @@ class DraftModel:
     def __init__(self, model: LogitsModel, *, vocab_size: int) -> None:
         """Start with an empty cache.
 
-        Args:
-            model: the draft model; nothing else uses it.
-            vocab_size: of the target model; the logits of either model may be longer.
+        `vocab_size` is that of the target model; the rows of logits of either model may be longer.
         """
         self._model = model
         self._vocab_size = vocab_size

@@ -17,8 +17,6 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
-__all__ = ["BuildError", "build", "compile_command", "library_name", "wheel_platform"]
-
 SOURCES = Path(__file__).parent / "src"
 LIBRARIES = Path(__file__).parent / "lib"
 

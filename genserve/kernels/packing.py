@@ -22,17 +22,6 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "BLOCKS",
-    "PANEL",
-    "Packed",
-    "Quantized",
-    "WeightFormat",
-    "pack_float32",
-    "pack_quantized",
-    "quantize",
-]
-
 PANEL = 32
 
 T = TypeVar("T", bound=np.generic)
@@ -80,8 +69,7 @@ def quantize(weight: NDArray[np.float32], weight_format: WeightFormat) -> Quanti
         lowest, highest = -127, 127
     values = np.rint(blocks / np.where(scales == 0, np.float32(1), scales)).clip(lowest, highest)
     return Quantized(
-        values.astype(np.int8).reshape(outputs, -1)[:, :inputs],
-        scales[:, :, 0].astype(np.float32),
+        values.astype(np.int8).reshape(outputs, -1)[:, :inputs], scales[:, :, 0].astype(np.float32)
     )
 
 

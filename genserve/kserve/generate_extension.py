@@ -25,8 +25,6 @@ from genserve.kserve.triton_parsing import (
 from genserve.repository.model_versions import ModelVersion
 from genserve.tensor import DataType, Tensor
 
-__all__ = ["event_of", "generated", "read_generate_body"]
-
 _NESTED = "parameters"
 
 

@@ -27,16 +27,6 @@ from genserve.kserve.triton_parsing import (
 from genserve.repository.model_versions import ModelVersion
 from genserve.tensor import DataType, Tensor
 
-__all__ = [
-    "InferRequestBody",
-    "InferResponseBody",
-    "custom_parameter",
-    "dump",
-    "read_infer_body",
-    "read_raw_body",
-    "write_infer_response",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferRequestBody:
@@ -218,12 +208,7 @@ class _BodyReader:
         """Return an input; None: its size is wrong, which Triton reports after parsing everything else."""
         try:
             tensor = input_tensor(
-                name,
-                data,
-                data_type=data_type,
-                shape=shape,
-                config=self._model.config,
-                request_id=self._id,
+                name, data, data_type=data_type, shape=shape, config=self._model.config, request_id=self._id
             )
         except InferenceError as error:
             self._late = self._late or error
@@ -403,18 +388,10 @@ def dump(document: dict[str, Any]) -> bytes:
 
 
 def _output(
-    tensor: Tensor,
-    *,
-    requested: RequestedOutput,
-    model: ModelVersion,
-    blobs: list[bytes | memoryview],
+    tensor: Tensor, *, requested: RequestedOutput, model: ModelVersion, blobs: list[bytes | memoryview]
 ) -> dict[str, Any]:
     tensor = prepared(tensor, requested=requested, model=model)
-    entry: dict[str, Any] = {
-        "name": tensor.name,
-        "datatype": tensor.data_type.name,
-        "shape": tensor.shape,
-    }
+    entry: dict[str, Any] = {"name": tensor.name, "datatype": tensor.data_type.name, "shape": tensor.shape}
     if requested.target is not None:
         return entry
     if requested.binary:

@@ -12,8 +12,6 @@ from genserve.errors import GenserveError, InferenceError, Status
 from genserve.log import LOG_FORMATS, FloodFilter, LineFormatter, open_log
 from genserve.settings import ServerSettings
 
-__all__ = ["LogSettings"]
-
 logger = logging.getLogger(__name__)
 
 

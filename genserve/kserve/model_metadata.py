@@ -12,16 +12,6 @@ from genserve.repository.model_versions import ModelVersion
 from genserve.repository.repository import Repository
 from genserve.tensor import DataType
 
-__all__ = [
-    "EXTENSIONS",
-    "find_for_statistics",
-    "model_metadata",
-    "reject_repository",
-    "require_ready_model",
-    "statistics_json",
-    "tensor_shape",
-]
-
 EXTENSIONS = (
     "classification",
     "sequence",

@@ -15,17 +15,6 @@ from genserve.kserve.shared_memory import RegionPart
 from genserve.repository.model_versions import ModelVersion
 from genserve.tensor import DataType, Tensor
 
-__all__ = [
-    "RequestedOutput",
-    "check_shape",
-    "check_size",
-    "classify",
-    "fail",
-    "input_tensor",
-    "prepared",
-    "read_data_type",
-]
-
 # Limits of numpy, which ignore dimensions of size 0.
 _MAX_RANK = 64
 _MAX_ELEMENTS = 2**59

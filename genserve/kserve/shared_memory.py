@@ -11,8 +11,6 @@ from pathlib import Path
 from genserve.errors import InferenceError, Status
 from genserve.tensor import Tensor
 
-__all__ = ["Region", "RegionPart", "SharedMemory", "cuda_unsupported", "reject_cuda_region"]
-
 _FOLDER = Path("/dev/shm")  # the names of POSIX shared memory objects
 
 
@@ -156,9 +154,7 @@ class SharedMemory:
                 return list(self._regions.values())
             if name in self._regions:
                 return [self._regions[name]]
-        raise InferenceError(
-            f"Unable to find system shared memory region: '{name}'", status=Status.NOT_FOUND
-        )
+        raise InferenceError(f"Unable to find system shared memory region: '{name}'", status=Status.NOT_FOUND)
 
     def part(self, name: str, *, offset: int, byte_size: int) -> RegionPart:
         """Return a part of a region, for reading or writing.
@@ -169,9 +165,7 @@ class SharedMemory:
         with self._lock:
             region = self._regions.get(name)
         if region is None:
-            raise InferenceError(
-                f"Unable to find shared memory region: '{name}'", status=Status.NOT_FOUND
-            )
+            raise InferenceError(f"Unable to find shared memory region: '{name}'", status=Status.NOT_FOUND)
         if not 0 <= offset < region.byte_size:
             raise InferenceError(f"Invalid offset for shared memory region: '{name}'")
         if not 0 < byte_size <= region.byte_size - offset:

@@ -12,8 +12,6 @@ from genserve.errors import GenserveError, InferenceError, Status
 from genserve.kserve.triton_parsing import leading_number
 from genserve.tracing import Trace, TraceFile
 
-__all__ = ["TraceSettings", "Value", "read_trace_config"]
-
 Value: TypeAlias = str | Sequence[str]
 _DEFAULTS: Mapping[str, Value] = {
     "trace_level": ["OFF"],
@@ -229,9 +227,7 @@ def _number(name: str, text: str) -> str:
     if name == "trace_count" and number < -1:
         raise InferenceError(f"Unable to parse 'trace_count'. Expecting value >= -1, got:{text}")
     if not -1 <= number <= _MAX or (number < 0 and name != "trace_count"):
-        raise InferenceError(
-            f"Unable to parse '{name}', value is out of range [ 0, {_MAX} ], got: {text}"
-        )
+        raise InferenceError(f"Unable to parse '{name}', value is out of range [ 0, {_MAX} ], got: {text}")
     return str(number)
 
 

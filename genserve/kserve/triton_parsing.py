@@ -21,21 +21,6 @@ from numpy.typing import NDArray
 from genserve.errors import InferenceError, Status
 from genserve.tensor import DataType, Tensor
 
-__all__ = [
-    "JsonKind",
-    "JsonText",
-    "Members",
-    "checked",
-    "elements_of",
-    "leading_number",
-    "member",
-    "read_elements",
-    "read_json",
-    "read_pairs",
-    "read_version",
-    "texts_of",
-]
-
 _NUMBER = re.compile(r"\s*([+-]?[0-9]+)")
 _MANY_DIGITS = 40  # more than in any number of 64 bits, and within the limit of `int`
 _MAX = 2**63 - 1

@@ -24,8 +24,6 @@ from genserve.repository.options import RepositoryOptions
 from genserve.repository.text_stages import role_of, text_stages
 from genserve.textmodel.logits_runtime import gpu_obstacle
 
-__all__ = ["ResolvedModel", "check_usable", "resolve_model", "with_config"]
-
 logger = logging.getLogger(__name__)
 
 _LOGITS = (Role.LOGITS, Role.LOGITS_WITHOUT_CACHE)
@@ -178,10 +176,7 @@ def _complete(message: Any, entry: ModelEntry, *, version: int, options: Reposit
         return
     backend = find_backend(message.backend, backend_directory=options.backend_directory)
     backend.auto_complete(
-        message,
-        path=entry.path,
-        version=version,
-        default_max_batch_size=options.default_max_batch_size,
+        message, path=entry.path, version=version, default_max_batch_size=options.default_max_batch_size
     )
 
 

@@ -22,8 +22,6 @@ from genserve.inference import (
 from genserve.inference_statistics import ModelStatistics
 from genserve.tensor import Tensor
 
-__all__ = ["Ensemble"]
-
 logger = logging.getLogger(__name__)
 
 
@@ -388,13 +386,7 @@ class _Run:
         return True
 
     def _on_response(
-        self,
-        flow: _Flow,
-        step: _Step,
-        response: InferenceResponse | None,
-        *,
-        final: bool,
-        part: Inference,
+        self, flow: _Flow, step: _Step, response: InferenceResponse | None, *, final: bool, part: Inference
     ) -> None:
         if response is not None and response.error is not None:
             self._fail(response.error)

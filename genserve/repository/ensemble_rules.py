@@ -15,8 +15,6 @@ from genserve.repository.index import ModelEntry, all_step_models, is_decoupled,
 from genserve.repository.text_stages import text_stages
 from genserve.shapes import compatible, shape_text
 
-__all__ = ["EnsembleGraph", "TensorSignature", "ensemble_diagnostics"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSignature:
@@ -433,6 +431,5 @@ def _decoupling(ensemble: _Ensemble) -> Iterator[Diagnostic]:
             f"in ensemble {ensemble.name}, step of model "
             f"'{ensemble.name if step is None or is_last else step.model_name}' receives inputs originated "
             "from different decoupled models",
-            remedy="give it inputs from one decoupled step only: it runs once for each response of "
-            "that step",
+            remedy="give it inputs from one decoupled step only: it runs once for each response of that step",
         )

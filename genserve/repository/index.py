@@ -13,18 +13,6 @@ from genserve.config.model_config import LatestVersions, ModelConfig, SpecificVe
 from genserve.config.parse import ParsedConfig, inspect_model_config, unreadable_config
 from genserve.errors import ConfigError, InferenceError, RepositoryError, Status
 
-__all__ = [
-    "ModelEntry",
-    "all_step_models",
-    "fingerprint",
-    "is_decoupled",
-    "links_out",
-    "not_polled",
-    "scan",
-    "served_versions",
-    "step_models",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelEntry:

@@ -18,8 +18,6 @@ from genserve.repository.config_resolution import with_config
 from genserve.repository.index import ModelEntry, not_polled, scan
 from genserve.repository.options import RepositoryOptions
 
-__all__ = ["LoadRequest", "Upload"]
-
 _DATA_BACKENDS = frozenset({"onnxruntime", "tokenizer"})    # their models are no code
 _WORD_OR_NUMBER = re.compile(r"\w+|\d+\.\d+")
 

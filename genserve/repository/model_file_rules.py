@@ -24,8 +24,6 @@ from genserve.text.tokenizer import Tokenizer
 from genserve.textmodel.logits_config import CacheKind, cache_kind, context_length
 from genserve.textmodel.runtimes.onnx_logits import check_logits_graph
 
-__all__ = ["content_diagnostics", "placeholder_diagnostics"]
-
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _MAX_POINTER_BYTES = 1024   # by the Git LFS specification
 _NOT_IMPLEMENTED = "onnx runtime error 9:"      # an operator has no kernel on this device

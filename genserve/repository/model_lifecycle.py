@@ -23,8 +23,6 @@ from genserve.repository.options import RepositoryOptions
 from genserve.repository.text_stages import TextStages, stage_owners, text_models, text_stages
 from genserve.textmodel.logits_config import is_logits_stage
 
-__all__ = ["ModelLifecycle"]
-
 logger = logging.getLogger(__name__)
 
 _STATUS_WORDS: Mapping[Status, str] = {

@@ -33,8 +33,6 @@ from genserve.textmodel.text_inference import TextInference
 from genserve.textmodel.text_model import TextModel
 from genserve.textmodel.text_model_loader import load_logits_stage, load_text_model
 
-__all__ = ["ModelLoader", "VersionFailed", "load_stage_logits", "stage_placement"]
-
 logger = logging.getLogger(__name__)
 
 

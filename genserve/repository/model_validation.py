@@ -25,8 +25,6 @@ from genserve.textmodel.plugin_rules import decodes, plugin_diagnostics
 from genserve.textmodel.runtimes.kv_cache_memory import total_memory_bytes
 from genserve.textmodel.stage_rules import DRAFT_PARAMETERS, draft_diagnostics, stage_diagnostics
 
-__all__ = ["accept", "model_diagnostics", "repository_diagnostics", "size_diagnostics"]
-
 logger = logging.getLogger(__name__)
 
 # More than anyone needs, and still quickly allocated.

@@ -21,8 +21,6 @@ from genserve.repository.response_cache import ResponseCache
 from genserve.textmodel.text_model import TextModel
 from genserve.tracing import Span
 
-__all__ = ["IndexEntry", "ModelRuntime", "ModelState", "ModelTable", "ModelVersion"]
-
 _LOADS = itertools.count()  # part of cache keys: a reloaded model does not use old responses
 
 
@@ -351,9 +349,7 @@ class ModelTable:
     def set_state(self, name: str, version: int, state: ModelState, *, reason: str = "") -> None:
         """Set the state of a version in the index."""
         with self._lock:
-            self._entries[name, version] = IndexEntry(
-                name=name, version=version, state=state, reason=reason
-            )
+            self._entries[name, version] = IndexEntry(name=name, version=version, state=state, reason=reason)
 
     def put(self, name: str, fresh: Iterable[ModelVersion]) -> list[ModelVersion]:
         """Replace all versions of a model; return the old ones."""

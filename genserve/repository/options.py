@@ -10,8 +10,6 @@ from genserve.config.backends import DEFAULT_MAX_BATCH_SIZE
 from genserve.generation.admission_control import QueueLimits
 from genserve.schedulers.rate_limiter import ResourceCapacity
 
-__all__ = ["ControlMode", "RepositoryOptions"]
-
 # By default, prompts that would fill the KV cache this many times may wait.
 _CACHES_IN_QUEUE = 4
 

@@ -8,14 +8,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from genserve.errors import (
-    Closed,
-    GenserveError,
-    InferenceError,
-    ModelNotFound,
-    ModelNotReady,
-    Status,
-)
+from genserve.errors import Closed, GenserveError, InferenceError, ModelNotFound, ModelNotReady, Status
 from genserve.generation_metrics import Metrics
 from genserve.inference import Inference
 from genserve.repository.load_request import LoadRequest
@@ -27,8 +20,6 @@ from genserve.repository.response_cache import ResponseCache
 from genserve.repository.text_stages import stage_owners
 from genserve.schedulers.rate_limiter import RateLimiter
 from genserve.textmodel.text_model import TextModel
-
-__all__ = ["Repository"]
 
 logger = logging.getLogger(__name__)
 

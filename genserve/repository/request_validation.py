@@ -11,8 +11,6 @@ from genserve.inference import InferenceRequest, InferenceResponse, with_request
 from genserve.shapes import fits, reshape, shape_text
 from genserve.tensor import DataType, Tensor
 
-__all__ = ["RequestValidator", "decoupled_error"]
-
 _BATCH_NOTE = (
     "NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be prepended "
     "to each input shape. If you want to specify the full shape including the batch dim in your input dims "
@@ -125,16 +123,14 @@ class RequestValidator:
                 )
             if batch_size not in (None, tensor.shape[0]):
                 raise self._error(
-                    request,
-                    f"input '{name}' batch size does not match other inputs for '{self._model}'",
+                    request, f"input '{name}' batch size does not match other inputs for '{self._model}'"
                 )
             batch_size = tensor.shape[0]
         if batch_size is None:
             return 1
         if batch_size > self._max_batch_size:
             raise self._error(
-                request,
-                f"inference request batch-size must be <= {self._max_batch_size} for '{self._model}'",
+                request, f"inference request batch-size must be <= {self._max_batch_size} for '{self._model}'"
             )
         return batch_size
 

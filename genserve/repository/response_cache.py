@@ -9,8 +9,6 @@ from collections import OrderedDict
 from genserve.inference import InferenceRequest, InferenceResponse
 from genserve.tensor import Tensor
 
-__all__ = ["ResponseCache"]
-
 _OVERHEAD_BYTES = 256  # of an entry, roughly: its key and objects without arrays
 
 

@@ -13,14 +13,6 @@ from genserve.repository.index import ModelEntry
 from genserve.textmodel.logits_config import CacheKind, cache_kind, is_logits_stage
 from genserve.textmodel.plugin_rules import decodes
 
-__all__ = [
-    "TextStages",
-    "role_of",
-    "stage_owners",
-    "text_models",
-    "text_stages",
-]
-
 TextStages: TypeAlias = Mapping[str, ModelEntry]  # of a text model: "tokenizer", "logits", "decoder"
 
 # The stages of a text model, by backend.

@@ -10,9 +10,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from genserve.completion import TokenLogprob
+from genserve.sampling.logits_array import LogitsArray
 from genserve.sampling.logits_edits import (
     NO_EDITS,
-    LogitsArray,
     LogitsEdits,
     RowEdit,
     StructuredOutputGrammar,
@@ -32,15 +32,13 @@ from genserve.sampling.sampler import (
 from genserve.sampling.sampling_params import SamplingParams
 from genserve.sampling.staged_sampler import COLDEST, DrawStages, stages_of
 
-__all__ = ["SampledToken", "SamplingState", "sample", "sample_rows", "sampling_metadata"]
-
 
 class PluginProcessors(Protocol):
-    """The logits processors of the repository that one sequence has."""
+    """The logits-processor plug-ins of one sequence."""
 
     @property
     def processes(self) -> bool:
-        """Whether there is one."""
+        """Whether the sequence has any."""
 
     def edits(self, hook: str, token_ids: Sequence[int], *, row: int) -> tuple[RowEdit, ...]:
         """Return the edits of row `row`, the logits after these tokens; `hook` is "pre" or "post_penalty"."""
@@ -51,7 +49,7 @@ class SamplingState:
 
     Attributes:
         params: the sampling parameters of the request.
-        seed: the request's, or one drawn for it.
+        seed: the request's, or the one that `InputProcessor` drew.
         grammar: the form of the answer and its state; None: any text will do.
         processors: the edits that the request makes to its logits; None: none.
         rule: of a draw by `sample_logits`.
@@ -86,17 +84,7 @@ class SamplingState:
         plugins: PluginProcessors | None = None,
         grammar: StructuredOutputGrammar | None = None,
     ) -> None:
-        """Begin before the first token.
-
-        Args:
-            params: of the request.
-            seed: of the sequence, below 2^64.
-            num_prompt_tokens: the tokens behind them are the answer.
-            ending_ids: the token ids that end the answer, in the vocabulary.
-            tokenized: the texts of `params`.
-            plugins: of the sequence.
-            grammar: of `params.structured_outputs`.
-        """
+        """Start before the first token; `seed` is below 2^64, and `ending_ids` are in the vocabulary."""
         self.params = params
         self.seed = seed
         self.num_prompt_tokens = num_prompt_tokens
@@ -168,9 +156,7 @@ class SampledToken(NamedTuple):
 def sample(logits: LogitsArray, sequences: Sequence[SampledSequence]) -> list[SampledToken]:
     """Sample one token for each sequence by its parameters.
 
-    Args:
-        logits: [R, V] float32, of numpy or of torch; modified by the edits of the sequences.
-        sequences: R of them.
+    `logits` are [R, V] float32, of numpy or of torch, for R sequences; their edits modify them.
     """
     metadata = sampling_metadata(sequences, num_tokens=logits.shape[1])
     output = sample_rows(logits, metadata)
@@ -193,9 +179,7 @@ def sample(logits: LogitsArray, sequences: Sequence[SampledSequence]) -> list[Sa
 def sample_rows(logits: LogitsArray, metadata: SamplingMetadata) -> SamplerOutput:
     """Sample one token per row, on the device of the logits.
 
-    Args:
-        logits: [R, V] float32, of numpy or of torch; modified by `metadata.edits` only.
-        metadata: of these rows.
+    `logits` are [R, V] float32, of numpy or of torch; only `metadata.edits` modify them.
     """
     if isinstance(logits, np.ndarray):
         return sample_on_host(logits, metadata)
@@ -205,7 +189,7 @@ def sample_rows(logits: LogitsArray, metadata: SamplingMetadata) -> SamplerOutpu
 
 
 def sampling_metadata(sequences: Sequence[SampledSequence], *, num_tokens: int) -> SamplingMetadata:
-    """Return how the rows of these sequences are sampled, V of which is `num_tokens`."""
+    """Return the metadata of these sequences' rows of `num_tokens` logits."""
     states = [sequence.sampling for sequence in sequences]
     plain = all(state.plain for state in states)
     edits = None if plain else _edits(sequences, num_tokens=num_tokens)

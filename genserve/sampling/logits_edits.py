@@ -10,53 +10,28 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "NO_EDITS",
-    "Entries",
-    "FloatArray",
-    "GrammarBitmask",
-    "LogitsArray",
-    "LogitsEdits",
-    "RowEdit",
-    "StructuredOutputGrammar",
-    "TokenArray",
-    "apply_edits",
-    "grammar_bitmask",
-    "join_edits",
-    "on_host",
-]
-
-FloatArray: TypeAlias = NDArray[np.float32]
-TokenArray: TypeAlias = NDArray[np.int64]
-# float32: a numpy array, or a torch tensor on the device of its model. Both are indexed alike and have
-# `__dlpack__`.
-LogitsArray: TypeAlias = Any
+from genserve.sampling.logits_array import FloatArray, LogitsArray, TokenArray
 
 # Copies an index or numbers to the device of the logits.
 ToDevice: TypeAlias = Callable[[NDArray[Any]], Any]
 
 
-def on_host(logits: LogitsArray) -> FloatArray:
-    """Return logits in the memory of the host; not copied if they are there."""
-    return np.asarray(logits.cpu() if hasattr(logits, "cpu") else logits)
-
-
 class StructuredOutputGrammar(Protocol):
-    """The state of one answer within the form that it must have. Belongs to the engine's thread."""
+    """The state of one answer within its grammar. Belongs to the engine's thread."""
 
     @property
     def complete(self) -> bool:
-        """Whether the answer has the form, and no token may follow."""
+        """Whether the answer is complete, so that no token may follow."""
 
     @property
     def failure(self) -> str:
-        """Why no token may follow though the answer is not complete; empty if some may."""
+        """Why no token may follow an incomplete answer; empty if some may."""
 
     def fill(self, mask: NDArray[np.int32]) -> None:
         """Set bit `i % 32` of word `i // 32` for each token i that may follow, and clear the others."""
 
     def accept(self, token_id: int) -> bool:
-        """Advance by one token; False if it may not follow, and then the state is void."""
+        """Advance by one token; False: it may not follow, and the state is invalid from now on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,12 +123,9 @@ def join_edits(edits: Sequence[LogitsEdits], *, bitmask: GrammarBitmask | None =
 
 
 def apply_edits(logits: LogitsArray, edits: LogitsEdits, *, to_device: ToDevice = np.asarray) -> None:
-    """Apply edits to the logits; all other rows stay as they are.
+    """Apply edits to logits [R, V] float32, of numpy or of torch; all other rows stay as they are.
 
-    Args:
-        logits: [R, V] float32, of numpy or of torch; overwritten.
-        edits: of its rows.
-        to_device: copies a numpy array to the device of the logits.
+    `to_device` copies a numpy array to the device of the logits.
 
     Source: the repetition penalty is that of Keskar et al., "CTRL" (2019), as transformers applies it.
     """

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from genserve.sampling.logits_edits import Entries, FloatArray, LogitsEdits, TokenArray
+from genserve.sampling.logits_array import FloatArray, TokenArray
+from genserve.sampling.logits_edits import Entries, LogitsEdits
 from genserve.sampling.sampling_params import EDIT_PARAMETERS, PARAMETERS, SamplingParams
-
-__all__ = ["BuiltinLogitsProcessors", "DryBreakers", "DryPenalty", "TokenizedParams"]
 
 # Of a longer repetition only this many tokens count: it costs more than any logit is worth.
 MAX_LENGTH = 256
@@ -21,7 +20,7 @@ MAX_PENALTY = 1e9   # rules a token out, and sums with it stay exact
 
 
 class DryBreakers:
-    """The texts that no repetition extends over, as token ids. All answers to a request share them."""
+    """The sequence breakers of DRY as token ids. All answers to a request share them."""
 
     def __init__(self, spellings: Iterable[Sequence[int]]) -> None:
         self._by_last_id: defaultdict[int, list[list[int]]] = defaultdict(list)
@@ -58,7 +57,7 @@ class DryPenalty:
     """
 
     def __init__(self, params: SamplingParams, *, breakers: DryBreakers) -> None:
-        """Begin before the first token."""
+        """Start before the first token."""
         self._multiplier = params.dry_multiplier
         self._base = params.dry_base
         self._allowed_length = params.dry_allowed_length
@@ -122,7 +121,7 @@ class BuiltinLogitsProcessors:
         num_prompt_tokens: int,
         ending_ids: frozenset[int],
     ) -> None:
-        """Begin before the first token; `ending_ids` are those of the tokens that end the answer."""
+        """Start before the first token; tokens of `ending_ids` end the answer."""
         self._num_prompt_tokens = num_prompt_tokens
         self._min_length = num_prompt_tokens + params.min_tokens
         self._ending_ids = tuple(ending_ids)

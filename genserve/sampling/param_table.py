@@ -15,11 +15,11 @@ from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_typ
 
 from genserve.errors import require
 
-__all__ = ["Param", "Range", "is_number", "is_token_id", "param", "param_table", "validate"]
-
 # The table of docs/sampling.md that has the row.
 Section: TypeAlias = Literal["logits", "draw", "beams", "end", "text", "logprobs", "prompt"]
-_DEFAULT: Any = object()        # stands for the default of the field
+_DEFAULT: Any = object()        # means: the default of the field
+# The kinds of values in messages.
+_WORDS: Mapping[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def _written(number: float) -> str:
 class Param:
     """The row of one parameter."""
 
-    name: str = ""                          # name, hint, kinds and default are those of the field
+    name: str = ""                          # name, hint, kinds and default come from the field
     hint: Any = None
     kinds: tuple[Any, ...] = ()             # types of the values; empty if they have their own reader
     default: Any = None
@@ -80,7 +80,7 @@ class Param:
     own_field: bool = False                 # every dialect over HTTP declares it by itself
     one_text: bool = False                  # the dialects take one text for a list of it
     tgi: str | None = None                  # TGI's name, if it has another
-    triton: str | None = None               # the input tensor of Triton's clients, if there is one
+    triton: str | None = None               # the input tensor of Triton's clients, if any
 
     @property
     def item(self) -> Any:
@@ -101,13 +101,9 @@ class Param:
 
 
 def param(doc: str, *, default: Any, section: Section, **rules: Any) -> Any:
-    """Declare a field of `SamplingParams` and its row.
+    """Declare a field of `SamplingParams` and its row; `rules` are the other columns of `Param`.
 
-    Args:
-        doc: the effect.
-        default: of the field; a dict is copied for each instance.
-        section: of docs/sampling.md.
-        rules: the other columns of `Param`.
+    A `default` that is a dict is copied for each instance.
     """
     row = {"param": Param(doc=doc, section=section, **rules)}
     if isinstance(default, dict):
@@ -137,7 +133,7 @@ def param_table(of: Any) -> Mapping[str, Param]:
 
 
 def validate(params: Any, table: Mapping[str, Param]) -> None:
-    """Validate each parameter that is not at its default, and those that it requires or excludes.
+    """Validate each parameter that is not at its default, and its `requires` and `excludes`.
 
     Raises:
         InvalidRequest: `field` is the name of the parameter.
@@ -168,10 +164,6 @@ def _validate_value(value: Any, row: Param) -> None:
     for index, text in enumerate(value if row.max_chars else ()):
         holds = isinstance(text, str) and 0 < len(text) <= row.max_chars
         require(holds, f"{name}[{index}]", f"must have 1 to {row.max_chars} characters")
-
-
-# The kinds of values in messages.
-_WORDS: Mapping[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
 def _words(kind: Any) -> str:

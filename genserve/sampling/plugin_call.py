@@ -1,4 +1,4 @@
-"""Plug-in call: a plug-in of the model that a request uses, and its arguments."""
+"""Plug-in call: the name of a plug-in that a request uses, and its arguments."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
-from genserve.errors import InvalidRequest
-
-__all__ = ["PluginCall", "PluginCallOptions", "read_plugin_call", "read_plugin_calls"]
+from genserve.errors import InvalidRequest, require
 
 MAX_PLUGIN_CALLS = 16
 MAX_NAME_CHARS = 128
@@ -42,8 +40,7 @@ def read_plugin_calls(value: Any, *, field: str) -> tuple[PluginCall, ...]:
     calls = () if value is None else value
     if not isinstance(calls, Sequence) or isinstance(calls, str):
         raise InvalidRequest(f"{field} must be a list of plug-ins", field=field, remedy=_REMEDY)
-    if len(calls) > MAX_PLUGIN_CALLS:
-        raise InvalidRequest(f"{field} takes at most {MAX_PLUGIN_CALLS} plug-ins", field=field)
+    require(len(calls) <= MAX_PLUGIN_CALLS, field, f"takes at most {MAX_PLUGIN_CALLS} plug-ins")
     return tuple(read_plugin_call(call, field=f"{field}[{index}]") for index, call in enumerate(calls))
 
 
@@ -54,9 +51,7 @@ def read_plugin_call(value: Any, *, field: str) -> PluginCall:
     if not isinstance(value, Mapping) or "name" not in value or value.keys() - {"name", "args"}:
         raise InvalidRequest(f"{field} must have the keys name and args", field=field, remedy=_REMEDY)
     name, args = value["name"], value.get("args", {})
-    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS:
-        rule = f"must be a text of 1 to {MAX_NAME_CHARS} characters"
-        raise InvalidRequest(f"{field}.name {rule}", field=f"{field}.name")
-    if not isinstance(args, Mapping):
-        raise InvalidRequest(f"{field}.args must map names of arguments to values", field=f"{field}.args")
+    is_name = isinstance(name, str) and 0 < len(name) <= MAX_NAME_CHARS
+    require(is_name, f"{field}.name", f"must be a text of 1 to {MAX_NAME_CHARS} characters")
+    require(isinstance(args, Mapping), f"{field}.args", "must map names of arguments to values")
     return PluginCall(name=name, args=dict(args))

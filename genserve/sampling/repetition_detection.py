@@ -7,14 +7,12 @@ from dataclasses import dataclass, fields
 
 from genserve.errors import InvalidRequest, require
 
-__all__ = ["RepetitionDetection", "repetition_detection"]
-
 MAX_REPEATED_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepetitionDetection:
-    """The size and the number of repetitions of a pattern of tokens that ends the answer.
+    """The pattern of n tokens, repeated k times in a row, that ends the answer.
 
     Names and meanings are vLLM's.
 
@@ -40,7 +38,7 @@ class RepetitionDetection:
         )
 
     def is_met(self, token_ids: Sequence[int], *, start: int) -> bool:
-        """Return whether the tokens from `start` on end in such a repetition.
+        """Return whether the tokens from `start` on end in such a pattern.
 
         If the last token is new among those before it, the cost is one search over `max_pattern_size` tokens.
         """

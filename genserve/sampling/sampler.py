@@ -1,6 +1,7 @@
 """Sampler: rows of logits to token ids and log-probabilities; pure.
 
-Greedy rows, and draws by temperature, top-k, top-p and min-p, take one call of `sample_logits` together.
+Greedy rows, and draws by temperature, top-k, top-p and min-p, take one call of `sample_logits`
+(kernels/src/sampling.hpp); torch_sampler.py draws on a GPU, staged_sampler.py with other stages or orders.
 """
 
 from __future__ import annotations
@@ -14,32 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genserve.completion import TokenLogprob
-from genserve.kernels.logits import SAMPLING_RULE, sample_logits, scan_logits
-from genserve.sampling.logits_edits import (
-    FloatArray,
-    LogitsArray,
-    LogitsEdits,
-    TokenArray,
-    apply_edits,
-    on_host,
-)
+from genserve.kernels.sampling_kernels import SAMPLING_RULE, sample_logits, scan_logits
+from genserve.sampling.logits_array import FloatArray, LogitsArray, TokenArray, on_host
+from genserve.sampling.logits_edits import LogitsEdits, apply_edits
 from genserve.sampling.sampling_params import SamplingParams
 from genserve.sampling.staged_sampler import NUMPY_OPS, DrawStages, apply_stages
-
-__all__ = [
-    "GREEDY_RULE",
-    "LOWEST_LOGPROB",
-    "LogprobsRequest",
-    "SamplerOutput",
-    "SamplingMetadata",
-    "SamplingRule",
-    "best_ids",
-    "sample_on_host",
-    "sampling_rule",
-    "select_rows",
-    "token_logprob",
-    "uniforms",
-]
 
 LOWEST_LOGPROB = -9999.0    # of a token that cannot be sampled, since JSON has no infinity; vLLM's figure
 # Makes a second seed of a sequence's seed, for the second number of a step.
@@ -120,12 +100,7 @@ class SamplerOutput:
 
 
 def sample_on_host(logits: FloatArray, metadata: SamplingMetadata) -> SamplerOutput:
-    """Sample one token per row.
-
-    Args:
-        logits: [R, V] float32; modified by `metadata.edits` only.
-        metadata: of these rows.
-    """
+    """Sample one token per row of logits [R, V] float32, which only `metadata.edits` modify."""
     raw = {asked.row: logits[asked.row] for asked in metadata.logprobs if not asked.processed}
     if metadata.edits is not None:
         raw = {row: values.copy() for row, values in raw.items()}
@@ -145,9 +120,7 @@ def sample_on_host(logits: FloatArray, metadata: SamplingMetadata) -> SamplerOut
         if values is None:
             values = _processed(logits[asked.row], rule=table[asked.row], found=sampled[asked.row])
         token_id = int(token_ids[asked.row])
-        logprobs.append(
-            token_logprob(values, token_id, num_top=asked.num_top, token_ids=asked.token_ids)
-        )
+        logprobs.append(token_logprob(values, token_id, num_top=asked.num_top, token_ids=asked.token_ids))
     return SamplerOutput(token_ids=token_ids, finite=finite, logprobs=tuple(logprobs))
 
 

@@ -9,8 +9,6 @@ from genserve.sampling.plugin_call import PluginCall, PluginCallOptions
 from genserve.sampling.repetition_detection import RepetitionDetection
 from genserve.sampling.structured_outputs import StructuredOutputOptions, StructuredOutputs
 
-__all__ = ["SamplingOptions"]
-
 
 class SamplingOptions(TypedDict, total=False):
     """The keyword arguments of `LLM` and of the clients: `SamplingParams` with looser types."""

@@ -12,26 +12,7 @@ from genserve.errors import InvalidRequest, require
 from genserve.sampling.param_table import Param, Range, is_number, is_token_id, param, param_table, validate
 from genserve.sampling.plugin_call import PluginCall, read_plugin_call, read_plugin_calls
 from genserve.sampling.repetition_detection import RepetitionDetection, repetition_detection
-from genserve.sampling.sampling_options import SamplingOptions
 from genserve.sampling.structured_outputs import StructuredOutputs, structured_outputs
-
-__all__ = [
-    "DRAW_PARAMETERS",
-    "EDIT_PARAMETERS",
-    "MAX_BEST_OF",
-    "MAX_STOP_STRINGS",
-    "MAX_TOP_LOGPROBS",
-    "PARAMETERS",
-    "REFUSED",
-    "STAGES",
-    "TRITON_TENSORS",
-    "SamplingOptions",
-    "SamplingParams",
-    "active",
-    "sampling_params",
-    "unused_parameters",
-    "without_refused_methods",
-]
 
 MAX_BEST_OF = 128
 MAX_STOP_STRINGS = 16
@@ -54,6 +35,22 @@ _end = partial(param, section="end")
 _text = partial(param, section="text")
 _logprobs = partial(param, section="logprobs")
 _prompt = partial(param, section="prompt")
+
+_NO_HIDDEN_STATES = "needs the hidden states of the model, and the logits stage returns only logits"
+_SECOND_PROMPT = "needs a second forward without the prompt in each step, which the engine does not run"
+# Methods of other servers that are not offered: the reason, and the neutral value.
+_REFUSED_METHODS: Mapping[str, tuple[str, object]] = {
+    "penalty_alpha": (f"contrastive search {_NO_HIDDEN_STATES}", 0),
+    "dola_layers": (f"DoLa {_NO_HIDDEN_STATES}", None),
+    "guidance_scale": (f"classifier-free guidance {_SECOND_PROMPT}", 1),
+    "watermark": ("no watermark is written", False),
+}
+# Names that vLLM has replaced, and the newer ones.
+_REPLACED: Mapping[str, str] = {
+    f"guided_{form}": f'structured_outputs: {{"{form}": ...}}'
+    for form in ("json", "regex", "choice", "grammar")
+}
+REFUSED = (*_REFUSED_METHODS, *_REPLACED)
 
 
 # ruff: noqa: RUF009  # a row is a constant
@@ -195,7 +192,7 @@ class _DrawParams(_LogitsParams):
         default=0.1, range=Range(0, 1), unused_without=_OF_MIROSTAT,
     )
     seed: int | None = _draw(
-        "the same seed gives the same text, whatever else runs; without one it is random",
+        "the same seed gives the same text, whatever else runs; without one, the server draws a seed",
         default=None, range=Range(0, 2**64 - 1), own_field=True, triton="random_seed",
     )
     best_of: int = _draw(
@@ -241,7 +238,7 @@ class SamplingParams(_DrawParams):
     )
 
     max_tokens: int | None = _end(
-        "this number of tokens ends the answer; without it, the end of the context",
+        "this number of tokens ends the answer; without it, the end of the context (`/v1/completions`: 16)",
         default=None, range=Range(1), own_field=True, tgi="max_new_tokens", triton="max_tokens",
     )
     max_time_ms: int | None = _end(
@@ -500,23 +497,6 @@ def _biases(value: Any) -> Mapping[int, float]:
 def _read_id(key: Any) -> Any:
     # Keys of JSON are texts.
     return int(key) if isinstance(key, str) and key.isascii() and key.isdecimal() else key
-
-
-_NO_HIDDEN_STATES = "needs the hidden states of the model, and the logits stage returns only logits"
-_SECOND_PROMPT = "needs a second forward without the prompt in each step, which the engine does not run"
-# Methods of other servers that are not offered: the reason, and the neutral value.
-_REFUSED_METHODS: Mapping[str, tuple[str, object]] = {
-    "penalty_alpha": (f"contrastive search {_NO_HIDDEN_STATES}", 0),
-    "dola_layers": (f"DoLa {_NO_HIDDEN_STATES}", None),
-    "guidance_scale": (f"classifier-free guidance {_SECOND_PROMPT}", 1),
-    "watermark": ("no watermark is written", False),
-}
-# Names that vLLM has replaced, and the newer ones.
-_REPLACED: Mapping[str, str] = {
-    f"guided_{form}": f'structured_outputs: {{"{form}": ...}}'
-    for form in ("json", "regex", "choice", "grammar")
-}
-REFUSED = (*_REFUSED_METHODS, *_REPLACED)
 
 
 def without_refused_methods(options: Mapping[str, Any]) -> dict[str, Any]:

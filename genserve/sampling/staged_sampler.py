@@ -15,10 +15,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from genserve.kernels.logits import SAMPLING_RULE, sample_logits, scan_logits
+from genserve.kernels.sampling_kernels import SAMPLING_RULE, sample_logits, scan_logits
 from genserve.sampling.sampling_params import STAGES, SamplingParams, active
-
-__all__ = ["COLDEST", "NUMPY_OPS", "ArrayOps", "DrawStages", "apply_stages", "stages_of"]
 
 # At this temperature and below a draw is greedy: no two float32 logits are nearer than this divides.
 COLDEST = 1e-6
@@ -109,11 +107,7 @@ class DrawStages:
 
 
 def stages_of(params: SamplingParams, *, spared_ids: tuple[int, ...]) -> DrawStages | None:
-    """Return the stages before the first draw.
-
-    Args:
-        params: of the request.
-        spared_ids: of the tokens without which an answer or a line does not end.
+    """Return the stages before the first draw; without `spared_ids` an answer or a line does not end.
 
     Returns:
         None if `sample_logits` draws alike: from temperature, top-k, top-p and min-p in their default order.

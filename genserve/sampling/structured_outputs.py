@@ -9,14 +9,6 @@ from typing import Any, Literal, TypeAlias, TypedDict, cast, get_args
 
 from genserve.errors import InvalidRequest, require
 
-__all__ = [
-    "Form",
-    "StructuredOutputOptions",
-    "StructuredOutputs",
-    "structured_outputs",
-    "structured_outputs_of_format",
-]
-
 Form: TypeAlias = Literal["json", "json_object", "regex", "choice", "grammar", "structural_tag"]
 FORMS: tuple[Form, ...] = get_args(Form)
 # A longer text takes a parser minutes, or more stack than it has.
@@ -70,7 +62,7 @@ def structured_outputs(value: Any, *, field: str = "structured_outputs") -> Stru
     """Read the form of a request; None: any text.
 
     Raises:
-        InvalidRequest: there is not exactly one form, or it is malformed; `field` names the place.
+        InvalidRequest: not exactly one form, or a malformed one; `field` names the place.
     """
     if value is None or isinstance(value, StructuredOutputs):
         return value
@@ -132,9 +124,7 @@ def structured_outputs_of_format(value: Any, *, field: str) -> StructuredOutputs
         case "json_schema", {"value": {"schema": schema}, **rest} if not rest:
             return _json(schema, f"{field}.value.schema")
     raise InvalidRequest(
-        f"{field} has an unknown type, or lacks a field of its type",
-        field=field,
-        remedy=_FORMATS,
+        f"{field} has an unknown type, or lacks a field that its type requires", field=field, remedy=_FORMATS
     )
 
 

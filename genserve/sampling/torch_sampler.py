@@ -19,7 +19,8 @@ from genserve.sampling.logits_edits import LogitsEdits, apply_edits
 from genserve.sampling.sampler import LOWEST_LOGPROB, LogprobsRequest, SamplerOutput, SamplingMetadata
 from genserve.sampling.staged_sampler import ArrayOps, apply_stages
 
-__all__ = ["TORCH_OPS", "sample_on_device"]
+# Of a row that takes the best token: whether it draws, and the fields of a SAMPLING_RULE.
+_GREEDY = {"draws": 0.0, "uniform": 0.0, "temperature": 1.0, "top_k": 0.0, "top_p": 1.0, "log_min_p": -np.inf}
 
 
 def sample_on_device(logits: torch.Tensor, metadata: SamplingMetadata) -> SamplerOutput:
@@ -57,10 +58,6 @@ def _apply(logits: torch.Tensor, edits: LogitsEdits) -> None:
 
     with torch.inference_mode():  # a tensor that was made in this mode can be modified in it alone
         apply_edits(logits, edits, to_device=to_device)
-
-
-# Of a row that takes the best token: whether it draws, and the fields of a SAMPLING_RULE.
-_GREEDY = {"draws": 0.0, "uniform": 0.0, "temperature": 1.0, "top_k": 0.0, "top_p": 1.0, "log_min_p": -np.inf}
 
 
 def _draw(

@@ -15,8 +15,6 @@ from genserve.errors import InferenceError, Status
 from genserve.inference import Inference, InferenceResponse, OnResponse, with_request_id
 from genserve.schedulers.request_queue import ANY_INSTANCE, NO_BATCH, BatchPlan, Rejection
 
-__all__ = ["BatchKey", "DynamicQueue", "QueuedRequest", "batch_key"]
-
 # Requests with equal keys can share a batch.
 BatchKey = Callable[[Inference], Hashable]
 

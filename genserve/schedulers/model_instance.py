@@ -16,8 +16,6 @@ from genserve.inference_statistics import ModelStatistics
 from genserve.schedulers.queue_scheduler import QueueScheduler
 from genserve.schedulers.rate_limiter import ResourcePermit
 
-__all__ = ["ModelInstance", "ModelInstances", "group_placements"]
-
 logger = logging.getLogger(__name__)
 
 _ABORT_TIMEOUT_S = 5.0

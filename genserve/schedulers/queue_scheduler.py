@@ -28,8 +28,6 @@ from genserve.schedulers.request_queue import (
 from genserve.schedulers.sequence_batcher import SequenceQueue
 from genserve.wakeup import Wakeup
 
-__all__ = ["QueueScheduler", "Timer", "make_scheduler"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -14,8 +14,6 @@ from genserve.config.model_config import ResourceClaim
 from genserve.errors import RepositoryError
 from genserve.inference import Executor
 
-__all__ = ["RateLimiter", "ResourceCapacity", "ResourcePermit"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResourceCapacity:

@@ -13,8 +13,6 @@ from typing import NamedTuple, Protocol
 from genserve.errors import GenserveError, InferenceError, Status
 from genserve.inference import Inference, InferenceRequest, with_request_id
 
-__all__ = ["ANY_INSTANCE", "NO_BATCH", "BatchPlan", "DirectQueue", "Queue", "Rejection", "stopping_error"]
-
 ANY_INSTANCE = -1
 
 

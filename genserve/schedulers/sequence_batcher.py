@@ -17,8 +17,6 @@ from genserve.schedulers.request_queue import ANY_INSTANCE, BatchPlan, Rejection
 from genserve.schedulers.sequence_slots import DirectSlots, OldestSlots, RequestSequence, Slots
 from genserve.schedulers.sequence_tensors import SequenceControls, SequenceStates
 
-__all__ = ["SequenceQueue"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -14,8 +14,6 @@ from genserve.schedulers.request_queue import NO_BATCH, BatchPlan
 from genserve.schedulers.sequence_tensors import SequenceControls, null_inference
 from genserve.tensor import Tensor
 
-__all__ = ["DirectSlots", "OldestSlots", "RequestSequence", "Slots"]
-
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RequestSequence:

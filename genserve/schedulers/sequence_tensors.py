@@ -10,16 +10,8 @@ import numpy as np
 from genserve.backends.tensor_data import read_tensor
 from genserve.config.model_config import Control, SequenceBatching, StateSpec
 from genserve.errors import InferenceError
-from genserve.inference import (
-    Inference,
-    InferenceRequest,
-    InferenceResponse,
-    RequestFlags,
-    with_request_id,
-)
+from genserve.inference import Inference, InferenceRequest, InferenceResponse, RequestFlags, with_request_id
 from genserve.tensor import DataType, Tensor
-
-__all__ = ["SequenceControls", "SequenceStates", "null_inference"]
 
 
 class SequenceStates:
@@ -119,9 +111,7 @@ class SequenceControls:
         """The controls of a null request: everything false, no correlation id."""
         return self._make(start=False, end=False, ready=False, correlation_id=0)
 
-    def _make(
-        self, *, start: bool, end: bool, ready: bool, correlation_id: int | str
-    ) -> dict[str, Tensor]:
+    def _make(self, *, start: bool, end: bool, ready: bool, correlation_id: int | str) -> dict[str, Tensor]:
         values = {"START": start, "END": end, "READY": ready}
         tensors = [self._tensors[kind, values[kind]] for kind in self._kinds]
         if self._corrid is not None:

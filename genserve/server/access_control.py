@@ -16,17 +16,6 @@ from genserve.api_key import bearer, is_bearer
 from genserve.errors import Forbidden, GenserveError, Unauthenticated, UnsupportedMediaType
 from genserve.settings import ServerSettings
 
-__all__ = [
-    "AccessControl",
-    "Restriction",
-    "Restrictions",
-    "address_of",
-    "check_restriction",
-    "is_loopback",
-    "parse_restrictions",
-    "require_safe_addresses",
-]
-
 # Triton's names of the parts of the protocols.
 _PARTS = (
     "health", "metadata", "inference", "shared-memory", "model-config", "model-repository", "statistics",

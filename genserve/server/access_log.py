@@ -19,17 +19,6 @@ from genserve.errors import GenserveError, InferenceError, ModelFailed
 from genserve.log import CURRENT_REQUEST, LoggedRequest, quoted
 from genserve.server.sse_response import ClientLeft
 
-__all__ = [
-    "CLIENT_CLOSED_REQUEST",
-    "AccessLog",
-    "answer_logged",
-    "begin_request",
-    "id_header",
-    "is_verbose",
-    "log_http",
-    "log_request",
-]
-
 logger = logging.getLogger(__name__)
 
 # Any other id is replaced by one of ours.

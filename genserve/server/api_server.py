@@ -36,7 +36,6 @@ from genserve.settings import ServerSettings
 if TYPE_CHECKING:
     from genserve.server.grpc.grpc_server import GrpcServer
 
-__all__ = ["ModelInfo", "Server", "ServerInfo", "VersionInfo", "serve"]
 
 logger = logging.getLogger(__name__)
 
@@ -155,9 +154,7 @@ class Server(uvicorn.Server):
             metrics=metrics,
         )
         metrics.registry.register(
-            InferenceCollector(
-                self.services.repository, latency_counters=metrics_config["counter_latencies"]
-            )
+            InferenceCollector(self.services.repository, latency_counters=metrics_config["counter_latencies"])
         )
         if settings.allow_cpu_metrics:
             metrics.registry.register(CpuCollector(interval_s=settings.metrics_interval_ms / 1000))

@@ -20,8 +20,6 @@ from genserve.server.services import Services
 from genserve.server.sse_response import ClientLeft
 from genserve.version import __version__
 
-__all__ = ["create_app"]
-
 
 def create_app(services: Services) -> FastAPI:
     """Return the application over `services`; the caller loads and closes the repository."""

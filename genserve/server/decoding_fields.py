@@ -21,8 +21,6 @@ from genserve.sampling.sampling_params import PARAMETERS, REFUSED
 from genserve.sampling.structured_outputs import StructuredOutputs, structured_outputs_of_format
 from genserve.server.request_body import Body
 
-__all__ = ["DecodingFields", "PluginFields", "Texts"]
-
 
 class PluginFields(Body):
     """A call of one of the model's plug-ins."""

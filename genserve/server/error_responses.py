@@ -31,21 +31,6 @@ from genserve.log import fail_request
 from genserve.redaction import redacted_error
 from genserve.server.request_body import BodyTooLarge
 
-__all__ = [
-    "add_error_handlers",
-    "as_genserve_error",
-    "error_headers",
-    "error_response",
-    "grpc_status",
-    "http_status",
-    "kserve_error",
-    "kserve_status",
-    "message_of",
-    "openai_error",
-    "renamed",
-    "tgi_error",
-]
-
 logger = logging.getLogger(__name__)
 
 

@@ -27,8 +27,6 @@ from genserve.server.services import Services
 from genserve.server.sse_response import EventStream, Frames, read_all
 from genserve.textmodel.text_model import TextModel
 
-__all__ = ["GenerationBody", "SubmittedRequest", "handle_generation", "submit"]
-
 _MAX_HEADER_CHARS = 1024
 
 

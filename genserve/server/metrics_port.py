@@ -23,8 +23,6 @@ from genserve.log import quoted
 from genserve.server.access_control import AccessControl, address_of
 from genserve.server.error_responses import error_headers, http_status
 
-__all__ = ["MetricsPort"]
-
 logger = logging.getLogger(__name__)
 
 # A scraper needs one connection for a moment.

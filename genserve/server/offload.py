@@ -13,8 +13,6 @@ from starlette.concurrency import run_in_threadpool
 
 from genserve.tensor import DataType, Tensor
 
-__all__ = ["COST_PER_OBJECT_BYTE", "offload_if_large", "start_daemon", "write_cost"]
-
 T = TypeVar("T")
 
 # Costs are in bytes of JSON; this many are read or written within some milliseconds.

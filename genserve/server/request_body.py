@@ -18,8 +18,6 @@ from pydantic import BaseModel, ConfigDict
 from genserve.errors import InvalidRequest
 from genserve.server.offload import offload_if_large
 
-__all__ = ["Body", "BodyTooLarge", "StrictRoute"]
-
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _MAX_INT_DIGITS = 20
 _JSON_OBJECT = "send a JSON object in UTF-8; GET /docs has examples"
@@ -93,15 +91,10 @@ def parse_json(body: bytes) -> dict[str, Any]:
     try:
         text = body.decode("utf-8")
         value = json.loads(
-            text,
-            object_pairs_hook=_object,
-            parse_constant=_no_constant,
-            parse_int=_bounded_int,
+            text, object_pairs_hook=_object, parse_constant=_no_constant, parse_int=_bounded_int
         )
     except UnicodeDecodeError as error:
-        raise InvalidRequest(
-            f"the body is not UTF-8, at byte {error.start}", remedy=_JSON_OBJECT
-        ) from None
+        raise InvalidRequest(f"the body is not UTF-8, at byte {error.start}", remedy=_JSON_OBJECT) from None
     except json.JSONDecodeError as error:
         raise InvalidRequest(
             f"the body is not JSON: {error.msg} at character {error.pos}", remedy=_JSON_OBJECT

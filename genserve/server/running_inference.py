@@ -10,8 +10,6 @@ from typing import Self, TypeAlias
 from genserve.errors import InferenceError, Status
 from genserve.inference import Inference, InferenceRequest, InferenceResponse, InferenceServer
 
-__all__ = ["ResponseDispatcher", "Responses", "RunningInference"]
-
 _Item: TypeAlias = tuple[InferenceResponse | None, bool]
 
 

@@ -21,8 +21,6 @@ from genserve.server.offload import start_daemon
 from genserve.server.running_inference import ResponseDispatcher
 from genserve.settings import ServerSettings
 
-__all__ = ["Services", "SharedServices"]
-
 T = TypeVar("T")
 
 _READINESS_TIMEOUT_S = 5.0
@@ -44,9 +42,7 @@ class Readiness:
 
     async def of_model(self, name: str, version: int) -> bool:
         """Whether a version of a model is ready; -1: its latest version."""
-        return await self._ask(
-            (name, version), lambda: self._models.is_ready(name, version), otherwise=False
-        )
+        return await self._ask((name, version), lambda: self._models.is_ready(name, version), otherwise=False)
 
     async def _ask(self, key: object, question: Callable[[], T], *, otherwise: T) -> T:
         running: asyncio.Future[T] | None = self._running.get(key)

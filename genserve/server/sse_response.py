@@ -17,8 +17,6 @@ from genserve.errors import GenserveError
 from genserve.generation.delta_streams import AsyncDeltaStream
 from genserve.log import fail_request
 
-__all__ = ["ClientLeft", "EventStream", "Frames", "event", "read_all"]
-
 # sse-starlette would end every stream at the first SIGTERM, but streams may finish during the drain.
 AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
 

@@ -9,8 +9,6 @@ from typing import Any
 from genserve.errors import GenserveError
 from genserve.settings import ServerSettings
 
-__all__ = ["grpc_credentials", "ssl_context"]
-
 
 def ssl_context(settings: ServerSettings) -> ssl.SSLContext | None:
     """Return the TLS context of the HTTP ports; None: no TLS.

@@ -19,8 +19,6 @@ from genserve.inference_statistics import ModelStatistics
 from genserve.repository.model_versions import ModelVersion
 from genserve.repository.repository import Repository
 
-__all__ = ["CpuCollector", "InferenceCollector", "read_metrics_config"]
-
 # As Triton prints them; names that end in `_us` are in microseconds.
 _COUNTERS: Mapping[str, tuple[str, Callable[[ModelStatistics], float]]] = {
     "nv_inference_request_success": (
@@ -196,9 +194,7 @@ def _first_responses(served: Iterable[ModelVersion]) -> Iterator[Metric]:
     yield family
 
 
-def _family(
-    name: str, text: str, kind: str, values: Iterable[tuple[Mapping[str, str], float]]
-) -> Metric:
+def _family(name: str, text: str, kind: str, values: Iterable[tuple[Mapping[str, str], float]]) -> Metric:
     family = bare_family(name, text, kind)
     for labels, value in values:
         family.add_sample(name, dict(labels), value)

@@ -1,4 +1,4 @@
-"""Text: words to token ids and back."""
+"""Text: text and chats to token ids, and token ids to text."""
 
 from __future__ import annotations
 

@@ -24,15 +24,6 @@ from typing import Any
 from genserve.errors import SEE_LOG, InvalidRequest, ModelFailed, RepositoryError
 from genserve.prompt import Chat
 
-__all__ = [
-    "ChatRefused",
-    "ChatTemplate",
-    "NotSerializable",
-    "TemplateExceeded",
-    "TemplateFailed",
-    "TemplateProcess",
-]
-
 logger = logging.getLogger(__name__)
 
 # Marks the end of a continued message; a code point that is not a character, so that no message contains it.
@@ -150,7 +141,7 @@ class TemplateFailed(Exception):
 
 
 class TemplateExceeded(TemplateFailed):
-    """It exceeded its limit on time, memory or output; or its process died, or sent an invalid answer."""
+    """The template exceeded a limit on time, memory or output; or its process died or answered nonsense."""
 
 
 class ChatRefused(Exception):
@@ -164,9 +155,9 @@ class NotSerializable(Exception):
 class TemplateProcess:
     """Compiles a template and renders chats one by one, in a sandboxed process; safe from any thread.
 
-    The first call starts the process, and so does the next call after it ended: by `close`, because a
-    template exceeded its limits, or by itself. It outlives neither this object nor its process, because it
-    ends with its input, or when its CPU time is used up.
+    The first call starts the process, and so does the first one after the process has ended: after `close`,
+    after an exceeded limit, or by itself. The process ends with its input, so it outlives neither this
+    object nor the server.
     """
 
     def __init__(
@@ -343,5 +334,5 @@ class _Child:
 
 
 def _json(value: object) -> bytes:
-    # Lone surrogates stand in for special tokens in a chat; if escaped, two of them would become a pair.
+    # Lone surrogates are placeholders in a chat; if escaped, two of them would become a pair.
     return json.dumps(value, ensure_ascii=False).encode(errors="surrogatepass")

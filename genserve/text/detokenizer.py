@@ -7,12 +7,10 @@ from copy import copy
 from types import MappingProxyType
 from typing import Protocol
 
-__all__ = ["Detokenizer", "TokenDecoder"]
-
 NO_TOKENS: Mapping[int, str] = MappingProxyType({})
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
-# A character has at most 4 bytes, so an incomplete one lies within the last 3 tokens.
+# A character has at most 4 bytes, so an incomplete one is within the last 3 tokens.
 NUM_CONTEXT_TOKENS = 4
 MAX_WINDOW_TOKENS = 12
 
@@ -29,7 +27,7 @@ class TokenDecoder(Protocol):
         ...
 
     def is_byte_fallback(self, token_id: int) -> bool:
-        """Whether the token stands for one byte (`<0x0A>`) and is decoded with the bytes around it."""
+        """Whether the token is one byte (`<0x0A>`), which is decoded together with the bytes around it."""
         ...
 
 
@@ -63,7 +61,7 @@ class Detokenizer:
         return fork
 
     def push(self, token_id: int) -> str:
-        """Append one id, and return the text that has become certain, which may be empty."""
+        """Append one id, and return the text that later ids cannot change; may be empty."""
         if self._vocabulary.is_silent(token_id):
             return ""
         if self._vocabulary.is_byte_fallback(token_id):

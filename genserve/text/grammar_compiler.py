@@ -21,10 +21,9 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
     from llguidance._lib import JsonCompileOptions
 
-__all__ = ["GrammarCompiler", "GuidanceGrammar"]
 
 MAX_COMPILED = 16
-# Whitespace is bounded, because small models tend to repeat it forever where they may. Unsupported parts of a
+# Whitespace is bounded, because small models tend to repeat it forever. Unsupported parts of a
 # schema are refused, even if it asks for leniency.
 JSON_OPTIONS: JsonCompileOptions = {
     "whitespace_pattern": r"[ \t\n\r]{1,32}",
@@ -41,12 +40,12 @@ class GuidanceGrammar:
 
     @property
     def complete(self) -> bool:
-        """Whether the answer is complete, so that nothing may follow."""
+        """See `StructuredOutputGrammar`."""
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
     @property
     def failure(self) -> str:
-        """The reason why no token may follow although the answer is not complete."""
+        """See `StructuredOutputGrammar`."""
         return _failure(self._matcher)
 
     def fill(self, mask: NDArray[np.int32]) -> None:
@@ -90,9 +89,9 @@ class GrammarCompiler:
         return GuidanceGrammar(matcher)
 
     def _copied(self, outputs: StructuredOutputs) -> LLMatcher | None:
-        """Return a copy of the cached matcher, if there is one and it still works.
+        """Return a working copy of the cached matcher, if any.
 
-        Copies share the states of their lexer, and all fail once these are too many.
+        Copies share the states of their lexer, and all fail once these exceed a limit.
         """
         with self._lock:
             compiled = self._compiled.get(outputs)

@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["LIMITS", "compile_refusal"]
-
 # Limits of llguidance's parser, at which an answer fails. With its defaults one mask can take a second, while
 # all other answers wait, and its state hundreds of megabytes; with these it takes some 10 ms and 25 MB.
 LIMITS: Mapping[str, Any] = {

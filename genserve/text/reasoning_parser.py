@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
-__all__ = ["START", "THINKING_TAGS", "ReasoningDelta", "ReasoningParser"]
-
 # The tags of Qwen, DeepSeek and SmolLM.
 THINKING_TAGS = START, END = ("<think>", "</think>")
 
@@ -41,7 +39,7 @@ class ReasoningParser:
         self._strip_start = True    # of the reasoning, or of the content after it, nothing was returned yet
 
     def push(self, text: str, *, last: bool = False) -> ReasoningDelta:
-        """Take a piece, and return the reasoning and content that are certain; all, after the last piece."""
+        """Add a piece; return the reasoning and content that no later piece can change."""
         self._held += text
         if self._state is _State.BEFORE:
             self._read_start(last=last)

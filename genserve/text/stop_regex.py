@@ -12,7 +12,6 @@ from genserve.text.stop_strings import Stop
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-__all__ = ["MAX_MATCH_CHARS", "StopRegex"]
 
 MAX_MATCH_CHARS = 256
 END_OF_TEXT = 256       # the token id after those of the bytes
@@ -24,7 +23,7 @@ class StopRegex:
     The text ends at the first character that completes a match, so that `a+` ends it at the first `a`. Of the
     matches that end there the longest counts; none is longer than MAX_MATCH_CHARS. The result does not depend
     on how the text is cut into pieces. A character takes constant time for any expression, because llguidance
-    matches by derivatives, without backtracking, and knows which text may still become a match.
+    matches by derivatives, without backtracking, and reports the text that may still become a match.
 
     Args:
         pattern: in the syntax of Rust's regex crate, without anchors (`^`, `$`, `\b`).
@@ -67,7 +66,7 @@ class StopRegex:
         return None
 
     def skip(self, text: str) -> None:
-        """Read a piece in which matches do not count.
+        """Read a piece in which matches are ignored.
 
         Raises:
             InvalidRequest: as `find`.
@@ -134,7 +133,7 @@ class _Bytes:
 
 
 def _reason(error: str) -> str:
-    """The line of llguidance's message that states the error, without our additions."""
+    """The line of llguidance's message that states the error, without the added context."""
     lines = error.splitlines()
     line = next((line for line in lines if line.startswith("error: ")), lines[0])
     return line.removeprefix("error: ").split("(in regex): ")[-1].split(" in regex /")[0]

@@ -10,8 +10,6 @@ from typing import Protocol
 
 from genserve.text.detokenizer import Detokenizer
 
-__all__ = ["Stop", "StopChecker", "StopFinder", "StopStrings"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
@@ -36,7 +34,7 @@ class StopFinder(Protocol):
         """Read a piece, and return the first stop that it completes; the rest of the piece is not read."""
 
     def skip(self, text: str) -> None:
-        """Read a piece in which stops do not count."""
+        """Read a piece in which stops are ignored."""
 
 
 class StopChecker:
@@ -49,7 +47,7 @@ class StopChecker:
         detokenizer: a new one.
         finders: search for stops.
         include_stop: the text includes the stop, and nothing is held back.
-        min_tokens: stops that are complete within this number of tokens do not count.
+        min_tokens: stops completed within this many tokens are ignored.
     """
 
     def __init__(
@@ -80,7 +78,7 @@ class StopChecker:
         return fork
 
     def push(self, token_id: int) -> str:
-        """Append a token, and return the text that is now safe to show."""
+        """Append a token, and return the text that cannot become part of a stop."""
         text = self._detokenizer.push(token_id)
         if not self._finders:
             return text
@@ -167,7 +165,7 @@ class StopStrings:
         return None
 
     def skip(self, text: str) -> None:
-        """Read a piece in which stop strings do not count."""
+        """Read a piece in which stop strings are ignored."""
         for char in text:
             self._node = self._node.after(char)
 

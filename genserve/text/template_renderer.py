@@ -2,7 +2,7 @@
 
 A template is a program that comes with a model. Jinja's sandbox bounds its access, but neither its time nor
 its memory, so it runs in a process that can be killed. The only other package it needs is jinja2, in the
-folders that follow the limits on the command line. `chat_template.py` is the other end.
+folders that follow the limits on the command line. Its client is `chat_template.py`.
 
 A message is its length in 8 bytes, big-endian, followed by JSON. The first describes the template, each later
 one a chat. An answer is a pair: `done` and the result, or a reason with `refused` (the chat is invalid),
@@ -29,8 +29,6 @@ from jinja2 import Template, TemplateError, TemplateSyntaxError, Undefined, Unde
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-__all__ = ["Answer", "Renderer"]
 
 MAX_REASON_CHARS = 600
 
@@ -119,12 +117,12 @@ def _strftime_now(form: str) -> str:
 
 
 def _reason(error: Exception) -> str:
-    # It may quote a chat, in which lone surrogates stand in for special tokens; logs cannot contain them.
+    # It may quote a chat, with lone surrogates as placeholders of special tokens; logs cannot contain them.
     return str(error)[:MAX_REASON_CHARS].encode(errors="replace").decode()
 
 
 def _serve(asked: BinaryIO, answers: BinaryIO, *, max_cpu_s: float) -> None:
-    """Answer until the input ends, or the memory is used up."""
+    """Answer until stdin closes or the memory is used up."""
     renderer: Renderer | None = Renderer()
     while renderer is not None:
         content = _read(asked, int.from_bytes(_read(asked, 8)))
@@ -150,12 +148,12 @@ def _json(answer: Answer) -> bytes:
 
 
 def _set_alarm(cpu_s: float) -> None:
-    """End this process after this CPU time, unless this is called again before; 0: never."""
+    """End this process after this much CPU time from now; 0: never."""
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
 
 
 def _bound(*, max_bytes: int) -> None:
-    """Limit the memory of this process, and leave its end to the server."""
+    """Limit the memory of this process, and ignore Ctrl-C: the server ends it."""
     for group_signal in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(group_signal, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)

@@ -21,12 +21,10 @@ from genserve.text.detokenizer import Detokenizer
 from genserve.text.reasoning_parser import START
 from genserve.text.tokenizer_files import TokenizerFiles, read_tokenizer_files
 
-__all__ = ["Spellings", "TokenTexts", "Tokenizer"]
-
 logger = logging.getLogger(__name__)
 
 # Code points that are not characters, so that no message and no template contains them. The mark is part of
-# the names of renamed special tokens. Surrogates stand in for special tokens that a message has as text; the
+# the names of renamed special tokens. Surrogates replace the names of special tokens in messages; the
 # last but one marks the ends of messages, the last belongs to `chat_template.py`.
 MARK = "\ufdd0"
 SURROGATES = range(0xD800, 0xDFFE)
@@ -41,7 +39,7 @@ _IN_USE: WeakValueDictionary[tuple[object, ...], Tokenizer] = WeakValueDictionar
 class Tokenizer:
     """The tokenizer of one model; immutable, so safe from any thread.
 
-    It uses only the batch calls of `tokenizers`, because they release the GIL. Long texts take long even so:
+    It uses only the batch calls of `tokenizers`, because they release the GIL. Long texts still take long:
     call `encode` and `encode_chat` off the event loop.
 
     Attributes:
@@ -89,7 +87,7 @@ class Tokenizer:
         return bool(self._backend.get_vocab() == other._backend.get_vocab())
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a prompt, in which the names of special tokens stand for these tokens.
+        """The ids of a prompt; the names of special tokens in it are encoded as these tokens.
 
         Args:
             text: any length.
@@ -112,7 +110,7 @@ class Tokenizer:
         are special if tokenizer.json says so; `<think>` and the like usually are not.)
 
         Raises:
-            InvalidRequest: there is no template, it refuses the messages, or a message is not valid Unicode.
+            InvalidRequest: no template, it refuses the messages, or a message is not valid Unicode.
             ModelFailed: the template or the tokenizer is broken.
         """
         if self.chat_template is None:
@@ -130,9 +128,9 @@ class Tokenizer:
         written = sorted({special for text in texts for special in self._special_text.findall(text)})
         if len(written) > len(SURROGATES):
             raise InvalidRequest("the messages contain too many special tokens", field="messages")
-        stand_ins = dict(zip(written, map(chr, SURROGATES), strict=False))
-        prompt = self.chat_template.render(self._with_stand_ins(chat, stand_ins))
-        return self._encode_prompt(prompt, stands_for={char: text for text, char in stand_ins.items()})
+        placeholders = dict(zip(written, map(chr, SURROGATES), strict=False))
+        prompt = self.chat_template.render(self._with_placeholders(chat, placeholders))
+        return self._encode_prompt(prompt, placeholders=placeholders)
 
     def encode_generation_prompt(self, chat: Chat) -> list[int]:
         """The ids of the text that the template writes after the last message.
@@ -143,7 +141,7 @@ class Tokenizer:
             InvalidRequest: as `encode_chat`.
             ModelFailed: as `encode_chat`.
         """
-        assert self.chat_template is not None  # or there is no prompt
+        assert self.chat_template is not None  # without one there is no prompt
 
         # Rendered with marks where messages end. Tags are broken up, since a template may drop a mark.
         broken = START[0] + _END_OF_MESSAGE + START[1:]
@@ -211,7 +209,7 @@ class Tokenizer:
         return self._backend.id_to_token(token_id) is None
 
     def is_byte_fallback(self, token_id: int) -> bool:
-        """Whether the token stands for one byte (`<0x0A>`) and is decoded with the bytes around it."""
+        """Whether the token is one byte (`<0x0A>`), which is decoded together with the bytes around it."""
         return token_id in self._byte_fallback
 
     def _encode(self, texts: Sequence[str], *, add_special_tokens: bool = False) -> list[list[int]]:
@@ -219,17 +217,17 @@ class Tokenizer:
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
-    def _encode_prompt(self, prompt: str, *, stands_for: dict[str, str]) -> list[int]:
+    def _encode_prompt(self, prompt: str, *, placeholders: dict[str, str]) -> list[int]:
         # The template writes its own bos token, so none is added, as in transformers.
-        if not stands_for:
+        if not placeholders:
             return self._encode([prompt])[0]
         if MARK in prompt:
             raise InvalidRequest(
-                "the messages contain the name of a special token and U+FDD0, which is not a character",
+                "the messages contain the noncharacter U+FDD0 together with the name of a special token",
                 field="messages",
             )
         renamed = self._special_text.sub(lambda match: self._renamed_specials.names[match[0]], prompt)
-        for char, text in stands_for.items():
+        for text, char in placeholders.items():
             renamed = renamed.replace(char, text)
         with _tokenizer_call():
             return self._renamed_specials.encode(renamed)
@@ -239,21 +237,21 @@ class Tokenizer:
         # Built lazily, because few messages contain the name of a special token.
         return RenamedSpecials(self._backend, self._special)
 
-    def _with_stand_ins(self, chat: Chat, stand_ins: dict[str, str]) -> Chat:
-        def stand_in(text: str) -> str:
-            return self._special_text.sub(lambda match: stand_ins[match[0]], text)
+    def _with_placeholders(self, chat: Chat, placeholders: dict[str, str]) -> Chat:
+        def mask(text: str) -> str:
+            return self._special_text.sub(lambda match: placeholders[match[0]], text)
 
         return replace(
             chat,
             messages=tuple(
                 replace(
                     message,
-                    content=stand_in(message.content),
-                    reasoning_content=stand_in(message.reasoning_content),
+                    content=mask(message.content),
+                    reasoning_content=mask(message.reasoning_content),
                 )
                 for message in chat.messages
             ),
-            template_kwargs=_map_strings(chat.template_kwargs, stand_in),
+            template_kwargs=_map_strings(chat.template_kwargs, mask),
         )
 
 
@@ -301,7 +299,7 @@ class RenamedSpecials:
         return str(self._backend.to_str())
 
     def _rename_words(self, model: dict[str, Any]) -> None:
-        """Rename special tokens that are also words of the model, which could find them in a text."""
+        """Rename special tokens that are also ordinary vocabulary, which would match them in a text."""
         words = model["vocab"]
         if isinstance(words, dict):
             model["vocab"] = {self._renamed(word): token_id for word, token_id in words.items()}
@@ -333,8 +331,7 @@ class Spellings:
     """Finds the token sequences that can contain a text, for banned words and DRY's sequence breakers.
 
     The text may begin and end within a token. If it takes several, the tokens after the first are the
-    tokenizer's encoding of the rest. Searches the whole vocabulary, and caches the latest texts. Safe from
-    any thread.
+    tokenizer's encoding of the rest. Scans the vocabulary, and caches the latest texts. Safe from any thread.
     """
 
     def __init__(self, tokenizer: TokenTexts) -> None:
@@ -363,9 +360,7 @@ class Spellings:
             if text in token_text:
                 yield [token_id]
             elif token_text.endswith(tuple(starts)):
-                yield from (
-                    [token_id, *rest] for start, rest in rests.items() if token_text.endswith(start)
-                )
+                yield from ([token_id, *rest] for start, rest in rests.items() if token_text.endswith(start))
 
 
 @contextmanager

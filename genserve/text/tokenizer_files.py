@@ -12,8 +12,6 @@ import tokenizers
 from genserve.errors import RepositoryError
 from genserve.text.chat_template import ChatTemplate
 
-__all__ = ["TokenizerFiles", "read_tokenizer_files"]
-
 REMEDY = "copy the file from the model's checkpoint, or export the model again with --overwrite"
 
 

@@ -34,8 +34,6 @@ from genserve.sampling.plugin_call import PluginCall
 if TYPE_CHECKING:
     from pydantic import TypeAdapter, ValidationError
 
-__all__ = ["METHODS", "ParsedText", "Plugin", "Plugins", "plugins_of"]
-
 
 class ParsedText:
     """A text rewritten by an output parser, piece by piece; an `AnswerText` of the engine.
@@ -152,10 +150,7 @@ class Plugins:
             ModelFailed: see `Plugin.make`.
         """
         return SequencePlugins(
-            processors=[
-                *self._made("logits_processors", context.params.logits_processors, context),
-                *ours,
-            ],
+            processors=[*self._made("logits_processors", context.params.logits_processors, context), *ours],
             stop_rules=self._made("stop_rules", context.params.stop_rules, context),
         )
 

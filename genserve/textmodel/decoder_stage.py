@@ -16,8 +16,6 @@ from genserve.generation.output_processor import DecodeFunction
 from genserve.inference import Inference
 from genserve.textmodel.decoder_plugins import Plugins, plugins_of
 
-__all__ = ["DecoderInference", "Decoding", "load_decoding"]
-
 
 class DecoderInference:
     """Refuses inferences, since a decoder stage runs in the engine of its text model; a `ModelRuntime`."""

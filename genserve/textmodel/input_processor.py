@@ -22,8 +22,6 @@ from genserve.text.stop_strings import StopChecker, StopFinder, StopStrings
 from genserve.text.tokenizer import Spellings, Tokenizer
 from genserve.textmodel.decoder_plugins import Plugins
 
-__all__ = ["InputProcessor", "ReasoningTokens"]
-
 
 class ReasoningTokens:
     """The tags around the reasoning of a model's answers; many models have none."""

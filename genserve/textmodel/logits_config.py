@@ -13,17 +13,6 @@ from genserve.backends.backend import integer_parameter, model_file
 from genserve.config.model_config import ModelConfig, TensorSpec
 from genserve.errors import RepositoryError
 
-__all__ = [
-    "PARITY_FILE",
-    "CacheKind",
-    "LogitsNames",
-    "cache_kind",
-    "context_length",
-    "is_logits_stage",
-    "logits_file",
-    "read_parity",
-]
-
 PARITY_FILE = "parity.json"
 _FILES: Mapping[str, str] = {"onnxruntime": "model.onnx", "pytorch": "model.pt"}
 _DEFAULT_LENGTH = 1024  # tokens; a graph without a cache does not say how many it takes
@@ -72,10 +61,7 @@ def logits_file(config: ModelConfig, folder: Path) -> Path:
         RepositoryError: it does not exist.
     """
     return model_file(
-        folder,
-        filename=config.default_model_filename,
-        default=_FILES[config.backend],
-        model=config.name,
+        folder, filename=config.default_model_filename, default=_FILES[config.backend], model=config.name
     )
 
 
@@ -114,9 +100,7 @@ class LogitsNames:
                 "output `logits`",
             )
         return cls(
-            input_ids=ids[0].name,
-            attention_mask=masks[0].name if masks else None,
-            logits=outputs[0].name,
+            input_ids=ids[0].name, attention_mask=masks[0].name if masks else None, logits=outputs[0].name
         )
 
 

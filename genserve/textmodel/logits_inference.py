@@ -14,13 +14,12 @@ from genserve.config.model_config import ModelConfig
 from genserve.errors import Closed, GenserveError, InvalidRequest
 from genserve.generation.engine_request import LogitsRequest
 from genserve.generation.engine_thread import EngineThread
-from genserve.generation.logits_model import LogitsArray, LogitsModel
+from genserve.generation.logits_model import LogitsModel
 from genserve.inference import Inference, InferenceResponse
 from genserve.inference_statistics import ModelStatistics
+from genserve.sampling.logits_array import LogitsArray
 from genserve.tensor import DataType, Tensor
 from genserve.textmodel.logits_config import LogitsNames
-
-__all__ = ["LogitsInference"]
 
 
 class LogitsInference:

@@ -30,8 +30,6 @@ from genserve.textmodel.runtimes.onnx_logits import OnnxLogits
 from genserve.textmodel.runtimes.torchscript_logits import TorchLogits
 from genserve.textmodel.runtimes.uncached_logits import UncachedLogits
 
-__all__ = ["ON_CPU", "GpuObstacle", "LoadedLogits", "engine_placement", "gpu_obstacle", "load_logits"]
-
 logger = logging.getLogger(__name__)
 
 ON_CPU = Placement(name="cpu", kind="CPU")
@@ -111,10 +109,7 @@ def _load_growing(path: Path, config: ModelConfig, placement: Placement) -> Load
         config.name,
     )
     return GrowingLogits(
-        path,
-        parameters=config.parameters,
-        providers=_memory(placement).providers,
-        **_sizes(config),
+        path, parameters=config.parameters, providers=_memory(placement).providers, **_sizes(config)
     )
 
 

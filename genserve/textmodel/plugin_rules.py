@@ -14,8 +14,6 @@ from genserve.backends.python.source_rules import parse_source, source_diagnosti
 from genserve.config.diagnostics import Diagnostic
 from genserve.textmodel.decoder_plugins import METHODS
 
-__all__ = ["decodes", "plugin_diagnostics"]
-
 _DECODE = re.compile(r"^\s*async\s+def\s+decode\b", re.MULTILINE)
 
 _SIGNATURE = "write `def __init__(self, context, *, argument: type = default)`; see docs/decoding.md"

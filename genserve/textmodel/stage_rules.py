@@ -16,8 +16,6 @@ from genserve.errors import RepositoryError
 from genserve.textmodel.logits_config import CacheKind, LogitsNames, cache_kind, context_length
 from genserve.textmodel.text_inference import INPUTS, OUTPUT
 
-__all__ = ["DRAFT_PARAMETERS", "draft_diagnostics", "stage_diagnostics"]
-
 DRAFT_PARAMETERS = frozenset({"speculation", "draft_model"})
 _CACHE_PARAMETERS = frozenset({"kv_cache_bytes", "prefix_cache"})
 _THREAD_PARAMETERS = frozenset({"intra_op_thread_count", "INTRA_OP_THREAD_COUNT", "INTER_OP_THREAD_COUNT"})

@@ -27,8 +27,6 @@ from genserve.sampling.sampling_params import (
 from genserve.tensor import Tensor
 from genserve.textmodel.text_model import TextModel
 
-__all__ = ["INPUTS", "OUTPUT", "TextInference"]
-
 # The sampling parameters that Triton's backends for language models have tensors for.
 _PARAMETERS = {tensor: row.name for tensor, row in TRITON_TENSORS.items() if row.item is None}
 # Their kinds of structured outputs, and the fields of `structured_outputs`.
@@ -84,9 +82,7 @@ class TextInference:
             Overloaded: see `EngineThread.reserve`.
             Closed: after `close`.
         """
-        inference.inputs = {
-            self._names.get(name, name): tensor for name, tensor in inference.inputs.items()
-        }
+        inference.inputs = {self._names.get(name, name): tensor for name, tensor in inference.inputs.items()}
         reservation = self.text_model.engine.reserve(inference.batch_size)
         try:
             self.text_model.run_soon(

@@ -18,8 +18,6 @@ from genserve.textmodel.decoder_plugins import Plugins
 from genserve.textmodel.input_processor import InputProcessor
 from genserve.textmodel.logits_runtime import LoadedLogits
 
-__all__ = ["TextModel"]
-
 T = TypeVar("T")
 
 # Of each of two kinds: those for requests with structured outputs may compile a grammar for seconds.

@@ -26,8 +26,6 @@ from genserve.textmodel.logits_inference import LogitsInference
 from genserve.textmodel.logits_runtime import LoadedLogits, engine_placement, load_logits
 from genserve.textmodel.text_model import TextModel
 
-__all__ = ["Limits", "Stages", "load_logits_stage", "load_text_model", "looks_up_prompts"]
-
 Stages: TypeAlias = Mapping[str, ModelSource]       # "tokenizer", "logits" and "decoder", resolved
 Limits: TypeAlias = Callable[[int], QueueLimits]    # of an engine whose KV cache holds so many tokens
 
@@ -76,9 +74,7 @@ def load_text_model(name: str, stages: Stages, *, draft: Stages | None, limits: 
     )
 
 
-def load_logits_stage(
-    source: ModelSource, *, limits: Limits, statistics: ModelStatistics
-) -> LogitsInference:
+def load_logits_stage(source: ModelSource, *, limits: Limits, statistics: ModelStatistics) -> LogitsInference:
     """Load a logits stage that is not part of a text model, with an engine of its own.
 
     Args:

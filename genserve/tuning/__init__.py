@@ -1,5 +1,5 @@
-"""Tuning: finds the batch size, threads and graph with which this machine runs a text model best.
+"""Tuning: finds the best batch size, number of threads and graph of a text model on this machine.
 
-`genserve tune` measures a logits stage as a server would run it, chooses a setting, and writes it into the
+`genserve tune` measures a logits stage as a server runs it, chooses a setting, and writes it into the
 configs of the model.
 """

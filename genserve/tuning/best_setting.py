@@ -9,8 +9,6 @@ from enum import StrEnum
 from genserve.tuning.measurement import Measurement
 from genserve.tuning.search_space import Setting
 
-__all__ = ["BestSetting", "Goal", "Objective", "choose", "eligible"]
-
 _NOISE = 0.03   # relative; medians within one run scatter by this much
 
 
@@ -18,7 +16,7 @@ class Objective(StrEnum):
     """The quantity to optimise."""
 
     THROUGHPUT = "throughput"   # tokens per second of all sequences together
-    LATENCY = "latency"         # the time between tokens of a sequence that is alone
+    LATENCY = "latency"         # the time between tokens of a single sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,11 +63,8 @@ def eligible(
 ) -> list[Measurement]:
     """Return the measurements of graphs that agree well enough with their source.
 
-    Args:
-        measurements: of any graphs.
-        agreements: top-1 agreement of each graph with its source, from 0 to 1, where it is known.
-        least: the least agreement. The current graph, and those of unknown agreement, are always eligible.
-        current: the setting in the config.
+    `agreements` are the known top-1 agreements of graphs with their source, 0 to 1, and `least` is the
+    required one. The current graph, and those of unknown agreement, are always eligible.
     """
     return [
         m

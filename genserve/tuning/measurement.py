@@ -1,4 +1,4 @@
-"""Measurement: runs a logits stage with each setting in turn, as a server would, and times its steps."""
+"""Measurement: runs a logits stage with each setting in turn, as a server does, and times its steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from genserve.repository.index import ModelEntry
 from genserve.repository.model_loader import load_stage_logits
 from genserve.tuning.search_space import SearchSpace, Setting, with_setting
 
-__all__ = ["Measurement", "Sample", "Samples", "take_samples"]
+_NUM_STEPS = 3      # per sample, after a warmup step that binds buffers and allocates memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class Sample:
     context: int                    # tokens in the KV cache of each sequence
     steps_s: tuple[float, ...]
     cpu_s: float                    # CPU time of the thread, for all steps together
-    token_bytes: int                # of the KV cache, per token of a sequence; 0: there is no cache
+    token_bytes: int                # of the KV cache, per token of a sequence; 0: no cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,9 +88,6 @@ class Samples:
         ]
 
 
-_NUM_STEPS = 3      # per sample, after a warmup step that binds buffers and allocates memory
-
-
 def take_samples(
     stage: ModelEntry, space: SearchSpace, *, budget_s: float, max_step_s: float
 ) -> Iterator[Sample]:
@@ -100,11 +97,8 @@ def take_samples(
     is open at a time, and each round opens it again. Rounds alternate their direction, so that a machine that
     slows down does so for all sessions.
 
-    Args:
-        stage: the logits stage.
-        space: the settings.
-        budget_s: seconds after which no sample begins; the first round is always complete.
-        max_step_s: a session with a slower step is not measured with more sequences.
+    No sample begins after `budget_s`, but the first round is always complete. A session with a step slower
+    than `max_step_s` is not measured with more sequences.
 
     Raises:
         RepositoryError: a graph cannot be loaded.

@@ -11,8 +11,6 @@ from genserve.errors import MissingDependency, RepositoryError
 from genserve.tuning.best_setting import BestSetting, Goal
 from genserve.tuning.measurement import Measurement
 
-__all__ = ["check_plot", "draw"]
-
 
 def check_plot(path: Path) -> None:
     """Check that a plot can be drawn, before anything is measured.
@@ -35,12 +33,7 @@ def draw(
 ) -> None:
     """Draw tokens per second, and milliseconds between tokens, over the batch size: a line per session.
 
-    Args:
-        measurements: at least one.
-        choice: drawn as a star.
-        goal: its bound is drawn as a line.
-        title: of the figure.
-        path: the file; its suffix determines the format.
+    The choice is a star, the bound of the goal a line; the suffix of `path` determines the format.
 
     Raises:
         MissingDependency: matplotlib is not installed.

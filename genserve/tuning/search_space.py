@@ -17,18 +17,11 @@ from genserve.repository.index import ModelEntry
 from genserve.repository.model_loader import stage_placement
 from genserve.textmodel.logits_config import read_parity
 
-__all__ = [
-    "SearchSpace",
-    "Setting",
-    "config_change",
-    "make_search_space",
-    "state_types",
-    "thread_counts",
-    "top1_agreement",
-    "with_setting",
-]
-
 _DATA_TYPES = {"FLOAT": "TYPE_FP32", "FLOAT16": "TYPE_FP16", "INT8": "TYPE_INT8"}
+# The parameter for the number of threads of a forward, by backend.
+_THREADS = {"onnxruntime": "intra_op_thread_count", "pytorch": "INTRA_OP_THREAD_COUNT"}
+_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
+_CONTEXTS = (64, 512)
 
 
 def state_types(path: Path) -> dict[str, str]:
@@ -51,10 +44,6 @@ def top1_agreement(path: Path) -> float | None:
     """Return the share of positions where a graph ranks the same token first as its source; None: unknown."""
     found = read_parity(path.parent).get("top1_agreement")
     return found if isinstance(found, float) else None
-
-
-# The parameter for the number of threads of a forward, by backend.
-_THREADS = {"onnxruntime": "intra_op_thread_count", "pytorch": "INTRA_OP_THREAD_COUNT"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,10 +113,6 @@ def _graph_fields(stage: ModelEntry, config: ModelConfig, graph: str) -> dict[st
         for index, state in enumerate(states)
         if state.input_name in types
     }
-
-
-_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
-_CONTEXTS = (64, 512)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

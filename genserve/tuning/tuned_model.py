@@ -1,4 +1,4 @@
-"""Tuned model: the stages of a model that is tuned, and their configs with what was chosen."""
+"""Tuned model: the stages of a model, and their configs with the chosen settings."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from genserve.repository.model_validation import accept, model_diagnostics
 from genserve.repository.text_stages import stage_owners, text_models
 from genserve.textmodel.logits_config import is_logits_stage
 from genserve.tuning.search_space import Setting, config_change, top1_agreement
-
-__all__ = ["ConfigEdit", "TunedModel", "find_model", "write_edits"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +115,7 @@ def find_model(name: str, *, repository: Path) -> TunedModel:
     """Find a model to tune, by its own name or that of its logits stage.
 
     Raises:
-        ModelNotFound: there is no such model.
+        ModelNotFound: no such model.
         RepositoryError: the folder does not exist, or the model is not a text model or has an error.
     """
     entries = scan([repository])
@@ -162,7 +160,7 @@ def _read(path: Path) -> str:
     try:
         return path.read_bytes().decode("utf-8")    # bytes, to keep its line ends
     except (OSError, UnicodeDecodeError) as error:
-        raise RepositoryError(f"{path} cannot be read: {error}", remedy="is it still there?") from error
+        raise RepositoryError(f"{path} cannot be read: {error}", remedy="check that it exists") from error
 
 
 def _write(path: Path, text: str) -> None:

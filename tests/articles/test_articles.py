@@ -224,7 +224,7 @@ def test_label_filename_names_the_best_tokens(server: LiveServer) -> None:
     assert [text.decode() for text in answer.reshape(-1)] == expected
 
 
-def test_the_tensorflow_model_is_read_and_says_what_it_needs(tmp_path: Path) -> None:
+def test_the_tensorflow_model_is_read_and_names_its_dependency(tmp_path: Path) -> None:
     text = (MODELS / "shansou_rank" / "config.pbtxt").read_text()
     config = parse_model_config(text, source=tmp_path / "shansou_rank" / "config.pbtxt")
     assert config.platform == "tensorflow_savedmodel"

@@ -11,7 +11,8 @@ from genserve.cli.model_access import OpenedModel
 from genserve.completion import Delta, FinishReason, Stream, Usage
 from genserve.errors import InvalidRequest
 from genserve.prompt import Message
-from genserve.sampling.sampling_params import SamplingOptions, sampling_params
+from genserve.sampling.sampling_options import SamplingOptions
+from genserve.sampling.sampling_params import sampling_params
 
 
 class FakeDeltas:

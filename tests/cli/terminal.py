@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Self
 
 PATIENCE_S = 15
-# With this a prompt begins: it asks for bracketed paste when it has made the terminal its own.
+# A prompt begins with this: it requests bracketed paste once it controls the terminal.
 PROMPT = "\x1b[?2004h"
 _ESCAPE = re.compile(r"\x1b(?!\[\?2004h)(\[[0-9;?]*[A-Za-z]|[=>])")
 CTRL_C, CTRL_D, ENTER, ALT_ENTER, TAB, UP = "\x03", "\x04", "\r", "\x1b\r", "\t", "\x1b[A"

@@ -78,8 +78,7 @@ def test_json_has_an_object_for_each_diagnostic(tmp_path: Path) -> None:
             "line": None,
             "column": None,
             "message": "model.py is missing",
-            "remedy": "add the file; `genserve pull` and `genserve export` make those of exported "
-                      "models",
+            "remedy": "add the file; `genserve pull` and `genserve export` make those of exported models",
         },
     ]
     assert ran.exit_code == 1

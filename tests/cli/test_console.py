@@ -43,9 +43,7 @@ def test_an_error_without_a_remedy_is_one_line(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().err == "error[model_not_found]: no model\n"
 
 
-def test_progress_is_one_line_per_stage_without_a_terminal(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_progress_is_one_line_per_stage_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     progress = ConsoleProgress()
     with progress.stage("reading"):
         pass

@@ -42,9 +42,7 @@ def test_every_request_is_answered_and_counted_as_the_server_reports(
 
 
 @pytest.mark.parametrize("keep_alive", [True, False])
-def test_keep_alive_decides_the_number_of_connections(
-    tiny_server: LiveServer, keep_alive: bool
-) -> None:
+def test_keep_alive_decides_the_number_of_connections(tiny_server: LiveServer, keep_alive: bool) -> None:
     made: list[object] = []
     create_connection = socket.create_connection
 

@@ -62,7 +62,7 @@ def test_flags_may_come_from_the_environment(tmp_path: Path, monkeypatch: pytest
 
 
 def settings_of(monkeypatch: pytest.MonkeyPatch, *words: str) -> ServerSettings:
-    """Return what a command line makes of the settings."""
+    """Return the settings that a command line sets."""
     given: list[ServerSettings] = []
     monkeypatch.setattr("genserve.server.serve", lambda settings, **_: given.append(settings))
     result = CliRunner().invoke(app, ["serve", *words])

@@ -9,7 +9,7 @@ import pytest
 from genserve.cli.chat_session import ChatSession
 from genserve.cli.slash_commands import COMMANDS, run_slash
 from genserve.errors import InvalidRequest
-from genserve.sampling.sampling_params import SamplingOptions
+from genserve.sampling.sampling_options import SamplingOptions
 from tests.cli.fake_model import FakeModel, chat_with
 
 
@@ -154,9 +154,7 @@ def test_retry_in_an_empty_chat_does_nothing(said) -> None:
     assert said("/retry") == "nothing to retry\n"
 
 
-def test_save_writes_the_messages_to_a_new_file_only(
-    session: ChatSession, said, tmp_path: Path
-) -> None:
+def test_save_writes_the_messages_to_a_new_file_only(session: ChatSession, said, tmp_path: Path) -> None:
     session.ask("grüß dich")
     path = tmp_path / "my chat.json"
     said(f"/save {path}")
@@ -167,9 +165,7 @@ def test_save_writes_the_messages_to_a_new_file_only(
     assert said("/save") == "usage: /save FILE\n"
 
 
-def test_save_leaves_no_partial_file_on_a_full_disk(
-    session: ChatSession, said, tmp_path: Path
-) -> None:
+def test_save_leaves_no_partial_file_on_a_full_disk(session: ChatSession, said, tmp_path: Path) -> None:
     session.ask("a question that is longer than the disk is large")
     path = tmp_path / "chat.json"
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

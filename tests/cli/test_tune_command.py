@@ -47,7 +47,7 @@ def test_the_best_setting_is_printed_and_written(repository: Path) -> None:
 
 def test_a_dry_run_prints_the_changes_and_writes_nothing(repository: Path) -> None:
     before = {path: path.read_bytes() for path in repository.rglob("*.pbtxt")}
-    # Nothing is within the bound, so the smallest batch is what comes nearest, or nearly so.
+    # Nothing is within the bound, so the smallest batch is the nearest, or nearly so.
     flags = ("--max-inter-token-ms", "0", "--dry-run", "--batch-size", "1")
     ran = tune(repository, *flags)
     assert "no setting keeps 0 ms between tokens" in ran.stdout
@@ -60,7 +60,7 @@ def test_configs_with_the_best_setting_stay_unchanged(repository: Path) -> None:
     for path in repository.rglob("*.pbtxt"):
         path.write_text(path.read_text().replace(": 32", ": 1"))
     ran = tune(repository, "tiny", "--batch-size", "1", "--threads", CORES)
-    assert ran.stdout.endswith("the configs say so already\n")
+    assert ran.stdout.endswith("the configs already have this setting\n")
 
 
 def test_a_graph_that_disagrees_with_its_source_is_measured_and_not_chosen(repository: Path) -> None:

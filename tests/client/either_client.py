@@ -1,4 +1,4 @@
-"""Either client: both clients with the same blocking methods, so that one test says it for both."""
+"""Either client: both clients with the same blocking methods, so that one test covers both."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from genserve.completion import Completion, Delta
 
 
 class BlockingStream:
-    """An AsyncStream, driven by a loop of its own."""
+    """An AsyncStream on its own event loop."""
 
     def __init__(self, runner: asyncio.Runner, stream: AsyncStream) -> None:
         self._runner = runner
@@ -51,7 +51,7 @@ class BlockingStream:
 
 
 class BlockingClient:
-    """An AsyncClient, driven by a loop of its own."""
+    """An AsyncClient on its own event loop."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._runner = asyncio.Runner()
@@ -65,7 +65,7 @@ class BlockingClient:
         return call
 
     def collect_garbage(self) -> None:
-        """Let the loop close what was dropped open."""
+        """Let the loop close streams that were dropped open."""
         self._runner.run(asyncio.sleep(0.01))
 
     def __enter__(self) -> BlockingClient:

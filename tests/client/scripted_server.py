@@ -15,19 +15,19 @@ PATIENCE_S = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """What is sent for one request; the connection is closed after it."""
+    """The bytes sent for one request; the connection is closed after them."""
 
     body: bytes = b""
     status: int = 200
     headers: dict[str, str] = field(default_factory=dict)
-    is_cut: bool = False            # close before the body that was announced is complete
-    stays_open: bool = False        # say nothing more, until the client leaves
-    no_answer: bool = False         # close at once
+    is_cut: bool = False            # close before the announced body is complete
+    stays_open: bool = False        # send nothing more until the client disconnects
+    no_answer: bool = False         # close immediately
 
 
 @dataclass(frozen=True, kw_only=True)
 class Received:
-    """One request as it came."""
+    """One received request."""
 
     line: str
     headers: dict[str, str]
@@ -55,7 +55,7 @@ class ScriptedServer:
     def __init__(self, replies: Sequence[Reply]) -> None:
         self.received: list[Received] = []
         self.is_answering = threading.Event()       # in the middle of a reply that stays open
-        self.client_left = threading.Event()        # and then the client hung up
+        self.client_left = threading.Event()        # and then the client disconnected
         self._replies = list(replies)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"

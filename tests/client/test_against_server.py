@@ -1,4 +1,4 @@
-"""Both clients against the real server: what comes over the wire is what `LLM` says in process."""
+"""Both clients against the real server: their answers equal those of `LLM` in process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from genserve.client import Client
 from genserve.completion import Completion
 from genserve.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from genserve.llm import LLM
-from genserve.sampling.sampling_params import SamplingOptions
+from genserve.sampling.sampling_options import SamplingOptions
 from tests.client.either_client import BlockingClient
 
 OPTIONS = [
@@ -144,9 +144,7 @@ def test_the_models_are_those_of_the_repository(client: Any, llm: LLM) -> None:
     assert client.models() == [llm.model]
 
 
-@pytest.mark.parametrize(
-    "options", [{"prompt_logprobs": 0}, {"logprobs": True, "logprob_token_ids": [3]}]
-)
+@pytest.mark.parametrize("options", [{"prompt_logprobs": 0}, {"logprobs": True, "logprob_token_ids": [3]}])
 def test_an_option_without_a_field_in_tgis_dialect_is_refused(client: Any, options: SamplingOptions) -> None:
     for ask in (client.generate, client.stream):
         with pytest.raises(InvalidRequest) as refused:

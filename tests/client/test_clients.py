@@ -1,4 +1,4 @@
-"""Both clients against a real socket: each test says it for either."""
+"""Both clients against a real socket; each test covers both."""
 
 from __future__ import annotations
 
@@ -325,13 +325,9 @@ def test_a_reply_of_another_shape_is_unreachable(make_client: Any, body: bytes) 
 
 
 @pytest.mark.parametrize(
-    "reply",
-    [event_reply(*TGI_EVENTS[:2]), event_reply(*TGI_EVENTS[:2], is_cut=True)],
-    ids=["ended", "cut"],
+    "reply", [event_reply(*TGI_EVENTS[:2]), event_reply(*TGI_EVENTS[:2], is_cut=True)], ids=["ended", "cut"]
 )
-def test_a_stream_without_its_last_event_is_broken_after_its_deltas(
-    make_client: Any, reply: Reply
-) -> None:
+def test_a_stream_without_its_last_event_is_broken_after_its_deltas(make_client: Any, reply: Reply) -> None:
     with talk(make_client, reply) as (client, server), client.stream("Tea") as stream:
         assert [next(stream).text, next(stream).text] == [" is", " here"]
         with pytest.raises(StreamBroken):

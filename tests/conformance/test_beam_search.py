@@ -151,7 +151,7 @@ def test_a_contradiction_names_its_field(client, tiny_server, change, param):
     assert tiny_server.model.engine.num_accepted == 0
 
 
-def test_best_of_returns_the_likeliest_of_those_that_n_returns(client):
+def test_best_of_returns_the_likeliest_answers_of_n(client):
     """The seeds of n answers are the same whether all are returned or not."""
     options = {"model": "tiny", "prompt": PROMPT, "max_tokens": 6, "seed": 5, "logprobs": 0}
     options["extra_body"] = {"ignore_eos": True}

@@ -77,7 +77,7 @@ def test_choices_of_one_seed_differ_and_come_again(client):
     assert alone.choices[0].text == both[5].text
 
 
-def test_choices_share_what_is_cached_of_their_prompt(client, tiny_server):
+def test_choices_share_the_cached_prompt(client, tiny_server):
     prompt = "a prompt that nobody sent before " * 3
     before = tiny_server.model.engine.num_steps
     wait_until_idle(tiny_server)
@@ -233,7 +233,7 @@ def test_what_is_forbidden_is_not_picked_and_its_likelihood_is_the_models_own(cl
     assert biased.logprobs.token_logprobs[0] < max(top.values())
 
 
-def test_named_tokens_are_told_in_the_place_of_the_most_likely(client, tiny_server, log_softmax):
+def test_named_tokens_are_reported_instead_of_the_most_likely(client, tiny_server, log_softmax):
     prompt, named = token_ids(tiny_server, TEXTS[0]), [40, 7, 41]
     for extra in ({"logprobs": 0}, {"logprobs": 3}):
         body = ON | {"logprob_token_ids": named, "return_tokens_as_token_ids": True}
@@ -268,7 +268,7 @@ def test_texts_and_token_ids_of_all_lengths_are_scored_alike_in_one_batch(client
             assert choice.logprobs.token_logprobs[1 : len(prompt)] == pytest.approx(scores, abs=1e-3)
 
 
-def test_processed_log_probabilities_are_of_what_is_drawn_from(client):
+def test_processed_log_probabilities_are_of_the_sampled_distribution(client):
     body = ON | {"logprobs_mode": "processed", "top_k": 2}
     options = OPTIONS | {"prompt": TEXTS[0], "logprobs": 5, "temperature": 0.5, "extra_body": body}
     for top in client.completions.create(**options).choices[0].logprobs.top_logprobs:

@@ -97,7 +97,7 @@ def test_a_chat_has_as_many_answers_as_asked_for(client):
     assert chunks[-1].usage.completion_tokens == 36
 
 
-def test_a_chat_tells_how_likely_its_tokens_were(client, tiny_server):
+def test_a_chat_reports_the_log_probabilities_of_its_tokens(client, tiny_server):
     extra = {"ignore_eos": True, "return_token_ids": True}
     options = OPTIONS | {"temperature": 1.5, "seed": 3, "extra_body": extra}
     plain = client.chat.completions.create(**options).choices[0]

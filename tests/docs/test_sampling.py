@@ -7,7 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from genserve.sampling.sampling_params import PARAMETERS, SamplingOptions
+from genserve.sampling.sampling_options import SamplingOptions
+from genserve.sampling.sampling_params import PARAMETERS
 
 ROOT = Path(__file__).parents[2]
 

@@ -21,9 +21,7 @@ __all__ = ["WrittenGraph", "conversion_of", "write_conversion", "write_graph"]
 
 
 NOTHING_SEEN = Reference(
-    ids=np.empty((0, 0), np.int64),
-    logits=np.empty((0, 0, 0), np.float32),
-    activations={},
+    ids=np.empty((0, 0), np.int64), logits=np.empty((0, 0, 0), np.float32), activations={}
 )
 
 
@@ -36,15 +34,11 @@ class WrittenGraph:
     precision: Precision
     dimensions: Dimensions
 
-    def logits(
-        self, *, max_num_seqs: int, max_length: int, num_threads: int = 1
-    ) -> OnnxLogits | TorchLogits:
+    def logits(self, *, max_num_seqs: int, max_length: int, num_threads: int = 1) -> OnnxLogits | TorchLogits:
         path = self.folder / self.export_format.file_name
         if self.export_format is ExportFormat.TORCHSCRIPT:
             return TorchLogits(path, max_num_seqs=max_num_seqs, max_length=max_length)
-        return OnnxLogits(
-            path, max_num_seqs=max_num_seqs, max_length=max_length, num_threads=num_threads
-        )
+        return OnnxLogits(path, max_num_seqs=max_num_seqs, max_length=max_length, num_threads=num_threads)
 
 
 def write_graph(

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from genserve.generation.logits_model import ForwardBatch, LogitsModel, on_host
+from genserve.generation.logits_model import ForwardBatch, LogitsModel
+from genserve.sampling.logits_array import on_host
 
 __all__ = ["BlockPool", "Row", "forward_batch", "logits_of"]
 

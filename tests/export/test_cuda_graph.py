@@ -46,9 +46,7 @@ def test_its_logits_are_those_of_transformers(tmp_path: Path, model: str) -> Non
 
 
 @pytest.mark.parametrize("model", WITH_BODY)
-def test_without_our_kernels_onnx_runtime_accepts_its_types_and_shapes(
-    tmp_path: Path, model: str
-) -> None:
+def test_without_our_kernels_onnx_runtime_accepts_its_types_and_shapes(tmp_path: Path, model: str) -> None:
     path = fp16_graph(tmp_path, model).folder / "model.onnx"
     assert "InsertedPrecisionFreeCast" in failure(path)
     # Not any failure: types and shapes are checked before.

@@ -242,9 +242,7 @@ def test_a_tuned_config_is_kept_with_new_weights(tiny_checkpoint: Path, tmp_path
     assert "max_batch_size: 8" in config.read_text()
 
 
-def test_new_configs_take_the_batch_size_of_a_tuned_ensemble(
-    tiny_checkpoint: Path, tmp_path: Path
-) -> None:
+def test_new_configs_take_the_batch_size_of_a_tuned_ensemble(tiny_checkpoint: Path, tmp_path: Path) -> None:
     export(tiny_checkpoint, tmp_path)
     for stage in STAGES:
         config = tmp_path / stage / "config.pbtxt"
@@ -270,9 +268,7 @@ def test_the_config_selects_an_additional_graph(tiny_checkpoint: Path, tmp_path:
         assert llm.generate("Tea", max_tokens=3).usage.completion_tokens == 3
 
 
-def test_an_additional_graph_is_only_replaced_on_demand(
-    tiny_checkpoint: Path, tmp_path: Path
-) -> None:
+def test_an_additional_graph_is_only_replaced_on_demand(tiny_checkpoint: Path, tmp_path: Path) -> None:
     export(tiny_checkpoint, tmp_path)
     export(tiny_checkpoint, tmp_path, precision="fp16", beside="other")
     with pytest.raises(ExportError, match="tiny_logits/1/other already exists"):
@@ -282,9 +278,7 @@ def test_an_additional_graph_is_only_replaced_on_demand(
     assert json.loads(written.read_text())["precision"] == "int8"
 
 
-def test_an_additional_graph_needs_its_model_and_a_valid_name(
-    tiny_checkpoint: Path, tmp_path: Path
-) -> None:
+def test_an_additional_graph_needs_its_model_and_a_valid_name(tiny_checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="no model 'tiny'"):
         export(tiny_checkpoint, tmp_path, beside="other")
     export(tiny_checkpoint, tmp_path)
@@ -333,7 +327,7 @@ def test_the_error_for_an_unknown_precision_lists_the_known_ones(
     assert "int8, int4, fp16, fp32" in caught.value.remedy
 
 
-def test_tensors_that_the_family_does_not_know_are_refused_by_name(tmp_path: Path) -> None:
+def test_tensors_unknown_to_the_family_are_refused_by_name(tmp_path: Path) -> None:
     source = tiny_llama_checkpoint(tmp_path / "odd")
     extra = {"model.layers.0.self_attn.q_norm.weight": np.ones(16, np.float32)}
     save_file(load_file(source / "model.safetensors") | extra, source / "model.safetensors")
@@ -375,8 +369,7 @@ def test_a_tokenizer_with_a_larger_vocabulary_is_refused(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("model", "changed"),
-    [("gpt2", {"n_embd": 100, "n_head": 12}), ("llama", {"pad_token_id": 400})],
+    ("model", "changed"), [("gpt2", {"n_embd": 100, "n_head": 12}), ("llama", {"pad_token_id": 400})]
 )
 def test_a_config_that_transformers_cannot_build_is_refused_with_its_message(
     tmp_path: Path, model: str, changed: dict[str, int]

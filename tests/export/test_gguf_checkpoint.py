@@ -36,8 +36,7 @@ def test_a_gguf_file_gives_the_graph_of_the_folder_that_it_was_made_from(
     found = write_graph(file, tmp_path / "from_file")
     assert found.dimensions == expected.dimensions
     logits = [
-        logits_of(graph.logits(max_num_seqs=1, max_length=100), range(3, 100))
-        for graph in (found, expected)
+        logits_of(graph.logits(max_num_seqs=1, max_length=100), range(3, 100)) for graph in (found, expected)
     ]
     assert np.array_equal(*logits)
 
@@ -77,9 +76,7 @@ def test_the_tokenizer_files_are_those_of_a_checkpoint_folder(tmp_path: Path) ->
         ({"tokenizer.ggml.pre": "deepseek-llm"}, "deepseek-llm"),
     ],
 )
-def test_unsupported_metadata_is_refused_by_name(
-    tmp_path: Path, metadata: dict[str, str], what: str
-) -> None:
+def test_unsupported_metadata_is_refused_by_name(tmp_path: Path, metadata: dict[str, str], what: str) -> None:
     folder = tiny_llama_checkpoint(tmp_path / "tiny")
     with pytest.raises(ExportError, match=what) as caught:
         read_checkpoint(write_gguf(folder, tmp_path / "tiny.gguf", **metadata), source="tiny")

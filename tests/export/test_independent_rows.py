@@ -57,7 +57,7 @@ def test_the_logits_of_a_sequence_do_not_depend_on_batch_chunks_and_blocks(graph
 
 
 @pytest.mark.parametrize("numbers", NUMBERS)
-def test_nor_do_they_after_more_than_a_thousand_tokens(tmp_path: Path, numbers: str) -> None:
+def test_the_logits_of_a_long_context_do_not_depend_on_them_either(tmp_path: Path, numbers: str) -> None:
     """Attention sums long contexts in segments."""
     config = {**TINY_MODELS["llama"], "max_position_embeddings": 1200}
     precision, kv_cache = NUMBERS[numbers]

@@ -24,9 +24,7 @@ MODELS = ("bloom_4_heads", "gemma2", "gpt2_odd", "gpt_neox", "llama", "qwen3")
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_logits_are_near_those_with_a_float_cache(
-    tmp_path: Path, model: str, precision: Precision
-) -> None:
+def test_logits_are_near_those_with_a_float_cache(tmp_path: Path, model: str, precision: Precision) -> None:
     source = tiny_checkpoint(tmp_path / "checkpoint", **TINY_MODELS[model])
     ids = np.random.default_rng(0).integers(3, 320, 120)
     floats = write_graph(source, tmp_path / "float", precision=precision)

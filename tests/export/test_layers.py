@@ -130,9 +130,7 @@ def test_a_norm_by_itself_is_an_operator_of_onnx(tmp_path: Path, kind: Any) -> N
 
 
 @pytest.mark.parametrize("kind", get_args(LinearKind)[:2])
-def test_a_large_row_does_not_affect_the_precision_of_another(
-    tmp_path: Path, kind: LinearKind
-) -> None:
+def test_a_large_row_does_not_affect_the_precision_of_another(tmp_path: Path, kind: LinearKind) -> None:
     weight, x = random(OUTPUTS, INPUTS), random(2, INPUTS)
     x[1] *= 1000
     found = run_layer(tmp_path, "int8", weight, x=x, kind=kind, num_outputs=OUTPUTS)

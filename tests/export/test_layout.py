@@ -33,9 +33,7 @@ def test_a_config_holds_to_the_official_schema_and_names_its_folder(path: str) -
 
 
 def test_the_ensemble_connects_tensors_of_one_type_and_shape() -> None:
-    configs = {
-        Path(path).parent.name: parse_model_config(FILES[path], source=Path(path)) for path in CONFIGS
-    }
+    configs = {Path(path).parent.name: parse_model_config(FILES[path], source=Path(path)) for path in CONFIGS}
     ensemble = configs["smollm2"]
     tensors = {spec.name: (spec.data_type, spec.dims) for spec in ensemble.inputs}
     for step in ensemble.ensemble_steps:
@@ -71,9 +69,7 @@ def test_an_int8_cache_also_has_a_scale_for_each_token_and_head() -> None:
 
 @pytest.mark.parametrize(("context", "expected"), [(8192, "4096"), (2048, "2048")])
 def test_the_sequence_length_is_the_context_length_up_to_a_limit(context: int, expected: str) -> None:
-    dimensions = Dimensions(
-        num_layers=1, num_kv_heads=1, head_dim=8, vocab_size=10, context_length=context
-    )
+    dimensions = Dimensions(num_layers=1, num_kv_heads=1, head_dim=8, vocab_size=10, context_length=context)
     text = stage_files(ModelFolders("m"), dimensions=dimensions, cache=np.float32)["m_logits/config.pbtxt"]
     assert parse_model_config(text, source=Path("m_logits/config.pbtxt")).parameters == {
         "max_sequence_length": expected
@@ -97,7 +93,7 @@ class Countdown:
         return int(np.argmax([0.1, 0.7, 0.2]))
 
 
-async def test_the_decoding_loop_appends_what_it_samples_until_the_sequence_is_finished() -> None:
+async def test_the_decoding_loop_appends_samples_until_the_sequence_is_finished() -> None:
     spec = importlib.util.spec_from_file_location("decoder", SHIPPED / "smollm2_decoder" / "1" / "model.py")
     assert spec is not None
     assert spec.loader is not None

@@ -40,11 +40,7 @@ def test_the_activations_of_a_norm_come_from_the_calibration_text(tiny_checkpoin
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "model.layers.1.mlp.down_proj.weight",
-        "model.layers.0.self_attn.k_proj.weight",
-        "model.norm.weight",
-    ],
+    ["model.layers.1.mlp.down_proj.weight", "model.layers.0.self_attn.k_proj.weight", "model.norm.weight"],
 )
 def test_one_wrong_tensor_is_found(tiny_checkpoint: Path, tmp_path: Path, name: str) -> None:
     graph = write_graph(tiny_checkpoint, tmp_path)

@@ -38,9 +38,7 @@ def test_smoothing_halves_the_rounding_error_of_outlier_channels(tmp_path: Path)
     smooth = write_conversion(conversion, tmp_path / "smooth", reference=observed(conversion))
     plain = write_conversion(exact(conversion), tmp_path / "exact")
     ids = np.random.default_rng(0).integers(3, 320, 60)
-    logits = [
-        logits_of(graph.logits(max_num_seqs=1, max_length=60), ids) for graph in (plain, rough, smooth)
-    ]
+    logits = [logits_of(graph.logits(max_num_seqs=1, max_length=60), ids) for graph in (plain, rough, smooth)]
     rough_error, smooth_error = (np.square(found - logits[0]).mean() ** 0.5 for found in logits[1:])
     assert smooth_error < rough_error / 2
 

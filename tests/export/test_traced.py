@@ -14,12 +14,7 @@ from genserve.textmodel.runtimes.growing_logits import GrowingLogits
 from tests.backends.networks import bloom_onnx
 from tests.export.tiny_models import TINY_MODELS, tiny_checkpoint
 
-_SIZES = {
-    "num_hidden_layers": 2,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 128,
-}
+_SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 128}
 
 # Options that no family supports: the name of a tiny model, its changed config, and the message.
 _BEYOND_FAMILIES = [
@@ -44,7 +39,7 @@ def export(source: Path, repository: Path, **options: object) -> ExportReport:
     ],
     ids=lambda config: config["model_type"],
 )
-def test_other_architectures_are_exact_too(tmp_path: Path, config: dict[str, Any]) -> None:
+def test_traced_architectures_equal_their_source(tmp_path: Path, config: dict[str, Any]) -> None:
     source = tiny_checkpoint(tmp_path / "checkpoint", **config)
     assert export(source, tmp_path / "repository").largest_logit_difference < 1e-4
 
@@ -61,11 +56,7 @@ def test_torchscript_refuses_options_that_the_family_does_not_support(
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "changed", "reason"), _BEYOND_FAMILIES)
 def test_options_that_the_family_does_not_support_are_traced_with_a_warning(
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    model: str,
-    changed: dict[str, Any],
-    reason: str,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, model: str, changed: dict[str, Any], reason: str
 ) -> None:
     source = tiny_checkpoint(tmp_path / "checkpoint", **(TINY_MODELS[model] | changed))
     report = export(source, tmp_path / "repository")

@@ -9,7 +9,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from genserve.generation.logits_model import FloatArray, ForwardBatch
+from genserve.generation.logits_model import ForwardBatch
+from genserve.sampling.logits_array import FloatArray
 
 VOCAB_SIZE = 64
 

@@ -8,8 +8,8 @@ from typing import Any, Self
 
 from genserve.errors import GenserveError
 from genserve.generation.engine_request import LogitsRequest, TokenSequence
-from genserve.generation.logits_model import FloatArray
 from genserve.generation.sequence_plugins import SequencePlugins
+from genserve.sampling.logits_array import FloatArray
 from genserve.sampling.logits_edits import StructuredOutputGrammar
 from genserve.sampling.logits_processors import DryBreakers, TokenizedParams
 from genserve.sampling.sampling_params import SamplingParams

@@ -3,10 +3,7 @@ from __future__ import annotations
 import pytest
 
 from genserve.generation.admission_control import QueueLimits
-from tests.fakes.engines import (
-    GatedLogits,
-    engine_thread,
-)
+from tests.fakes.engines import GatedLogits, engine_thread
 from tests.fakes.logits import PagedLogits
 
 

@@ -178,7 +178,7 @@ def test_before_the_engine_was_full_no_request_is_rejected_for_its_wait() -> Non
     join(admission)
 
 
-def test_a_queue_that_free_places_will_take_rejects_no_request() -> None:
+def test_a_queue_that_fits_into_the_free_places_rejects_no_request() -> None:
     admission = control(num_places=4, max_wait_s=3)
     serve_short_of_memory(admission)
     step(admission, 2.0, full=False, num_waiting=0)
@@ -303,7 +303,7 @@ def one_slot_after_slow_answers() -> SimulatedEngine:
     return engine
 
 
-def test_after_a_burst_of_slow_answers_short_ones_show_how_fast_the_engine_is_now() -> None:
+def test_after_a_burst_of_slow_answers_short_ones_update_the_measurement() -> None:
     engine = one_slot_after_slow_answers()
     errors = []
     for _ in range(30):

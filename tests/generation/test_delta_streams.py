@@ -5,9 +5,7 @@ import threading
 
 from genserve.completion import join_deltas
 from genserve.generation.delta_streams import DeltaStream, EventLoopSink
-from tests.fakes.engines import (
-    engine_thread,
-)
+from tests.fakes.engines import engine_thread
 from tests.fakes.logits import PagedLogits, greedy_answer
 from tests.fakes.sequences import sequence_of
 

@@ -474,7 +474,7 @@ def test_the_least_recently_used_blocks_are_evicted():
     assert model.forwards == [(1,), (1,), (4,)]
 
 
-def test_a_loop_that_comes_back_quickly_keeps_its_place_until_it_stays_away():
+def test_a_loop_that_resumes_quickly_keeps_its_place_until_it_pauses_long():
     model, clock = PagedLogits(max_num_seqs=1), Clock()
     engine = Engine(model, decode=sample_loop, clock=clock)
     ask(engine, [1, 2])
@@ -489,7 +489,7 @@ def test_a_loop_that_comes_back_quickly_keeps_its_place_until_it_stays_away():
     assert answer(sequence) == greedy_answer([4], num_tokens=3)
 
 
-def test_a_loop_that_comes_back_goes_before_those_that_came_later():
+def test_a_resumed_loop_goes_before_later_arrivals():
     engine = Engine(PagedLogits(max_num_seqs=1), decode=sample_loop, clock=Clock())
     ask(engine, [1, 2])
     engine.add(sequence_of([4], max_tokens=3))

@@ -16,11 +16,7 @@ from genserve.generation.engine import Engine
 from genserve.generation.engine_thread import EngineThread
 from genserve.generation.speculation import DraftModel, Speculation
 from genserve.generation_metrics import Metrics
-from tests.fakes.engines import (
-    LogitsLoop,
-    RecordingSink,
-    engine_thread,
-)
+from tests.fakes.engines import LogitsLoop, RecordingSink, engine_thread
 from tests.fakes.logits import VOCAB_SIZE, PagedLogits, greedy_answer
 from tests.fakes.sequences import Clock, IdText, logits_request, sample_loop, sequence_of
 
@@ -165,7 +161,7 @@ def loops_that_come_back(engine: EngineThread) -> tuple[LogitsLoop, LogitsLoop]:
     return loops
 
 
-def test_a_step_waits_for_loops_that_always_come_back_quickly():
+def test_a_step_waits_for_loops_that_always_resume_quickly():
     class CountingClock(Clock):
         num_calls = 0
 
@@ -173,7 +169,7 @@ def test_a_step_waits_for_loops_that_always_come_back_quickly():
             self.num_calls += 1
             return super().__call__()
 
-    model, clock = PagedLogits(), CountingClock()  # it stands still, so no loop ever stays away
+    model, clock = PagedLogits(), CountingClock()  # it does not advance, so no pause is ever too long
     engine = engine_thread(model, clock=clock)
     early, late = loops_that_come_back(engine)
     before = engine.num_steps
@@ -189,7 +185,7 @@ def test_a_step_waits_for_loops_that_always_come_back_quickly():
     engine.close()
 
 
-def test_a_step_does_not_wait_for_a_loop_that_stays_away():
+def test_a_step_does_not_wait_for_a_loop_that_never_resumes():
     model, clock = PagedLogits(), Clock()
     engine = engine_thread(model, clock=clock)
     stays, _ = loops_that_come_back(engine)

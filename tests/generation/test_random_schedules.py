@@ -12,10 +12,11 @@ from genserve.completion import TokenLogprob
 from genserve.generation.beam_search import BeamSearch
 from genserve.generation.engine import Engine
 from genserve.generation.engine_request import LogitsRequest, TokenSequence
-from genserve.generation.logits_model import FloatArray, ForwardBatch
+from genserve.generation.logits_model import ForwardBatch
 from genserve.generation.output_processor import DecodeFunction
 from genserve.generation.speculation import Speculation
 from genserve.sampling.batch_sampler import sample
+from genserve.sampling.logits_array import FloatArray
 from genserve.sampling.sampler import token_logprob
 from tests.fakes.drafts import Oracle
 from tests.fakes.logits import VOCAB_SIZE, PagedLogits, logits_after

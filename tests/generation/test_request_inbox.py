@@ -12,12 +12,7 @@ from genserve.generation.beam_search import BeamSearch
 from genserve.generation.delta_streams import DeltaStream
 from genserve.generation.engine_thread import EngineThread
 from genserve.generation_metrics import Metrics
-from tests.fakes.engines import (
-    GatedLogits,
-    RecordingSink,
-    engine_thread,
-    wait_for_end,
-)
+from tests.fakes.engines import GatedLogits, RecordingSink, engine_thread, wait_for_end
 from tests.fakes.logits import PagedLogits
 from tests.fakes.sequences import Clock, IdText, logits_request, sequence_of
 

@@ -10,14 +10,9 @@ import pytest
 from genserve.generation.engine import Engine
 from genserve.generation.engine_request import TokenSequence
 from genserve.generation.kv_cache_manager import KVCacheManager
-from genserve.generation.logits_model import FloatArray, ForwardBatch
-from genserve.generation.scheduler import (
-    Scheduler,
-    SchedulerOutput,
-    StepTimes,
-    divide_budget,
-    num_unfinished,
-)
+from genserve.generation.logits_model import ForwardBatch
+from genserve.generation.scheduler import Scheduler, SchedulerOutput, StepTimes, divide_budget, num_unfinished
+from genserve.sampling.logits_array import FloatArray
 from tests.fakes.logits import PagedLogits
 from tests.fakes.sequences import Clock, sample_loop, sequence_of
 
@@ -123,7 +118,7 @@ def test_a_step_is_never_longer_than_its_budget():
     assert min(sum(forward) for forward in model.forwards[:4]) >= 20
 
 
-def test_half_of_simultaneous_prompts_have_their_first_token_when_half_are_computed():
+def test_half_of_simultaneous_prompts_have_their_first_token_at_half_time():
     run = Run()
     prompts = [run.add(40, max_tokens=50, start=i) for i in range(32)]
     while not all(run.times[sequence] for sequence in prompts):
@@ -165,9 +160,7 @@ def scheduler_with(
     *, num_decodes: int = 0, num_blocks: int = 100, max_num_seqs: int = 4
 ) -> tuple[Scheduler, list[TokenSequence]]:
     """A scheduler of steps of 256 tokens, with sequences that decode behind prompts of 3 tokens."""
-    scheduler = Scheduler(
-        KVCacheManager(num_blocks=num_blocks, block_size=16), max_num_seqs=max_num_seqs
-    )
+    scheduler = Scheduler(KVCacheManager(num_blocks=num_blocks, block_size=16), max_num_seqs=max_num_seqs)
     decoding = [sequence_of([i] * 3, max_length=999) for i in range(num_decodes)]
     for sequence in decoding:
         scheduler.add(sequence)

@@ -111,9 +111,7 @@ def test_speculation_changes_no_answer_whatever_the_sampling_parameters(seed):
     found = run(speculating(model, Foreseen([plain], error_rate=0.1)), sequence)
     assert sequence.token_ids == plain.token_ids
     for part in ("logprobs", "top_logprobs", "prompt_logprobs"):
-        assert [x for d in found for x in getattr(d, part)] == [
-            x for d in expected for x in getattr(d, part)
-        ]
+        assert [x for d in found for x in getattr(d, part)] == [x for d in expected for x in getattr(d, part)]
     assert len(model.forwards) < 30
 
 
@@ -273,7 +271,7 @@ def test_a_periodic_text_is_continued_with_its_period():
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 6))
-def test_the_index_finds_what_a_linear_search_finds(token_ids, count):
+def test_the_index_agrees_with_a_linear_search(token_ids, count):
     assert proposed(token_ids, count) == searched(token_ids, count)
 
 

@@ -94,9 +94,7 @@ def test_a_thought_keeps_its_budget_whatever_the_request_forbids(thinking_reposi
         ([{"role": "user", "content": "why"}, {"role": "assistant", "content": "<think>hm"}], True),
     ],
 )
-def test_a_prompt_that_leaves_a_thought_open_begins_a_thought(
-    thinking_repository, prompt, begun
-):
+def test_a_prompt_that_leaves_a_thought_open_begins_a_thought(thinking_repository, prompt, begun):
     with LLM(thinking_repository) as llm:
         if not isinstance(prompt, str):
             prompt = Chat(messages=read_messages(prompt), continue_final_message=len(prompt) == 2)

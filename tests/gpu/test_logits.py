@@ -48,7 +48,7 @@ ATTENTION_WITH_A_BIAS = "bloom"     # ALiBi, which ONNX Runtime's attention on C
 
 @pytest.mark.parametrize("model", TINY_MODELS)
 @pytest.mark.parametrize("runtime", [onnx, torchscript])
-def test_all_that_the_engine_does_equals_transformers(runtime, model, device, memory, tmp_path):
+def test_packed_forwards_equal_transformers(runtime, model, device, memory, tmp_path):
     if runtime is onnx and model.startswith(ATTENTION_WITH_A_BIAS):
         pytest.skip("has no attention on CUDA in ONNX Runtime")
     source = tiny_checkpoint(tmp_path / "checkpoint", **TINY_MODELS[model])
@@ -75,7 +75,7 @@ def compare(rows: list[tuple[list[int], NDArray[np.float32]]], reference: PreTra
         assert np.abs(row - expected).max() < TOLERANCE * np.abs(expected).max()
 
 
-def test_the_logits_lie_on_the_device(device, memory, tmp_path):
+def test_logits_stay_on_the_device(device, memory, tmp_path):
     source = tiny_checkpoint(tmp_path / "checkpoint", **TINY_MODELS["llama"])
     file = write_graph(source, tmp_path / "graph", precision="fp16").folder / "model.onnx"
     logits = OnnxLogits(file, max_num_seqs=2, max_length=64, memory=memory)
@@ -95,7 +95,7 @@ def test_the_logits_lie_on_the_device(device, memory, tmp_path):
 
 
 @pytest.mark.parametrize("model", ["bloom_4_heads", "fp32"])
-def test_what_cuda_has_no_attention_for_is_refused_at_load(model, device, memory, tmp_path):
+def test_a_cache_that_cuda_does_not_support_is_refused_at_load(model, device, memory, tmp_path):
     if device == "cpu":
         pytest.skip("the CPU has it")
     precision = "fp32" if model == "fp32" else "fp16"

@@ -66,12 +66,12 @@ def test_the_logits_stage_answers_on_the_gpu_that_its_config_names(repository, d
     assert of(answer, "logits").shape == (1, 1, 320)
 
 
-def test_a_loop_over_plain_requests_goes_on_in_the_slot_and_gets_the_text_of_the_engine(repository):
+def test_a_loop_of_logits_requests_gets_the_text_of_the_engine(repository):
     [answer] = asked(repository, "loop", input_ids=np.array([[3, 4, 5, 6]], dtype=np.int64))
     assert of(answer, "output_ids").tolist() == greedy_ids(repository, [3, 4, 5, 6], count=12)
 
 
-def test_a_request_is_sampled_alike_alone_and_beside_others(repository):
+def test_sampled_tokens_do_not_depend_on_the_batch(repository):
     request = {
         "max_tokens": np.array([[16]], np.int32),
         "temperature": np.array([[0.9]], np.float32),
@@ -83,7 +83,7 @@ def test_a_request_is_sampled_alike_alone_and_beside_others(repository):
     assert of(first, "text_output").tolist() == of(again, "text_output").tolist()
 
 
-def test_there_are_as_many_slots_as_the_stated_memory_holds(half_repository, tmp_path):
+def test_the_cache_has_the_blocks_that_fit_into_its_budget(half_repository, tmp_path):
     extra = 'parameters [ { key: "kv_cache_bytes" value: { string_value: "1MiB" } } ]\n'
     repository = Repository([placed(half_repository, tmp_path / "models", extra=extra)])
     repository.start()
@@ -107,7 +107,7 @@ PROMPTS = ["The capital of France is", "def fibonacci(n):", "Once upon a time, i
 
 
 @pytest.mark.timeout(900)  # the first of them exports the model
-def test_the_default_model_picks_what_transformers_finds_best(smollm2, source):
+def test_the_default_model_chooses_the_best_tokens_of_transformers(smollm2, source):
     texts: dict[str, Completion] = {}
 
     def ask(prompt: str) -> None:
@@ -127,7 +127,7 @@ def test_the_default_model_picks_what_transformers_finds_best(smollm2, source):
 
 
 @pytest.mark.timeout(900)
-def test_a_prompt_is_not_computed_twice_and_answered_alike(smollm2):
+def test_a_cached_prompt_is_not_computed_again_and_gets_the_same_answer(smollm2):
     prompt = "The river runs through the valley, past the mill and the old church. " * 20
     first, second = (smollm2.generate(prompt, max_tokens=16, temperature=0.0) for _ in range(2))
     assert second.usage.cached_tokens > 200

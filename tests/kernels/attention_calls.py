@@ -104,7 +104,7 @@ class Model:
     attributes: dict[str, float] = field(default_factory=dict)
 
 
-# What the exporter's families ask for, in small.
+# The parameters of the exporter's families, with small sizes.
 FAMILIES = {
     "llama": Model(rotary_dims=32),
     "llama, float32 cache": Model(9, 3, 64, cache_type="float32", rotary_dims=32),

@@ -174,10 +174,10 @@ def test_concurrent_calls_have_separate_memory() -> None:
         np.testing.assert_array_equal(bits(other), bits(one))
 
 
-# ------------------------------------------------------------------------------------- what is worth knowing
+# ------------------------------------------------------------------------------------------- special cases
 
 
-def test_a_sequence_reads_what_another_one_writes_in_the_same_call() -> None:
+def test_a_sequence_reads_blocks_written_in_the_same_call() -> None:
     """Two sequences share their first block, which the first one fills in this call."""
     model = Model(rotary_dims=32)
     prompt = make_prompts(model, [20])[0]

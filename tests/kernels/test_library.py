@@ -77,9 +77,7 @@ def test_an_unsupported_instruction_set_is_refused(monkeypatch: pytest.MonkeyPat
         kernels.library_path()
 
 
-def test_the_error_without_libraries_has_a_remedy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_error_without_libraries_has_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "LIBRARIES", tmp_path)
     kernels._choose.cache_clear()
     with pytest.raises(GenserveError, match=r"kernels are not built for .* \(install a wheel of genserve"):
@@ -87,9 +85,7 @@ def test_the_error_without_libraries_has_a_remedy(
     kernels._choose.cache_clear()
 
 
-def test_the_error_for_a_broken_library_has_a_remedy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_error_for_a_broken_library_has_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as a library of another architecture, in a shared folder."""
     (tmp_path / kernels.library_path().with_stem("libgenserve_portable").name).write_bytes(b"\x7fELF")
     monkeypatch.setattr(kernels, "LIBRARIES", tmp_path)
@@ -100,7 +96,7 @@ def test_the_error_for_a_broken_library_has_a_remedy(
     kernels._choose.cache_clear()
 
 
-def test_an_unknown_machine_cannot_be_built_for(
+def test_an_unknown_architecture_is_a_readable_error(
     build: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")

@@ -96,9 +96,7 @@ def test_the_largest_row_of_int8_does_not_overflow() -> None:
 
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("weight_format", FORMATS)
-def test_a_row_does_not_depend_on_batch_chunks_and_threads(
-    weight_format: str, norm: str
-) -> None:
+def test_a_row_does_not_depend_on_batch_chunks_and_threads(weight_format: str, norm: str) -> None:
     rng = np.random.default_rng(1)
     layer = make_layer(
         rng,

@@ -6,7 +6,8 @@ import pytest
 
 from genserve.errors import ModelNotFound, ModelNotReady, RepositoryError
 from genserve.repository.index import scan
-from genserve.repository.repository import ModelState, Repository
+from genserve.repository.model_versions import ModelState
+from genserve.repository.repository import Repository
 
 
 @pytest.fixture

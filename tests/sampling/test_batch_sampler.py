@@ -56,7 +56,7 @@ def by_entropy(low: float, high: float) -> np.ndarray:
 
 
 def of_zipf(bits: float) -> np.ndarray:
-    """Mirostat's first: so many of the best as a Zipf distribution of this slope has of no more bits."""
+    """Mirostat's first: as many of the best as a Zipf distribution of this slope has within these bits."""
     ordered = np.sort(shares(ROW))[::-1]
     steps = np.log(np.arange(2, ROW.size + 1) / np.arange(1, ROW.size))
     slope = (steps * np.log(ordered[:-1] / ordered[1:])).sum() / (steps**2).sum()
@@ -101,7 +101,7 @@ METHODS = {
 def test_frequencies_follow_the_exact_distribution(method, place):
     options, expected = METHODS[method]
     sequence = sequence_of([0], vocab_size=ROW.size, **{"temperature": 1.0, **options})
-    # The rules of one sequence, at so many steps.
+    # The rules of one sequence, over several steps.
     one = sampling_metadata([sequence], num_tokens=ROW.size)
     state = sequence.sampling
     many = SamplingMetadata.of(
@@ -165,7 +165,7 @@ ORDERS = st.permutations(list(STAGES)).map(lambda order: {"samplers": tuple(orde
 
 @st.composite
 def sequences(draw) -> dict:
-    """What `sequence_of` takes: any of the parameters, and some tokens."""
+    """Arguments of `sequence_of`: any of the parameters, and some tokens."""
     chosen = draw(st.fixed_dictionaries({}, optional=EDITS)) | {"logprobs": draw(st.booleans())}
     if draw(st.integers(0, 3)):
         chosen |= draw(st.fixed_dictionaries({}, optional=KEEPING | TEMPERATURE))
@@ -206,9 +206,7 @@ def test_a_row_gets_the_same_token_with_any_neighbours_at_any_index(place, rows,
 @given(rows=st.lists(sequences(), min_size=1, max_size=3))
 def test_numpy_and_torch_sample_the_same_tokens(rows):
     logits = np.random.default_rng(len(rows)).standard_normal((len(rows), 60)).astype(np.float32) * 2
-    [host, device] = [
-        sample(place(logits.copy()), [begun(**row) for row in rows]) for place in PLACES
-    ]
+    [host, device] = [sample(place(logits.copy()), [begun(**row) for row in rows]) for place in PLACES]
     assert [p.token_id for p in host] == [p.token_id for p in device]
     assert [p.surprise_bits for p in host] == [pytest.approx(p.surprise_bits, abs=1e-4) for p in device]
 

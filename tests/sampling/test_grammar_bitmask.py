@@ -23,7 +23,7 @@ EOS = 5
 
 
 def run(engine: Engine, *sequences) -> dict:
-    """Run to the end; returns the errors of those that failed."""
+    """Run to the end; returns the errors of failed ones."""
     failed = {}
     for sequence in sequences:
         engine.add(sequence)

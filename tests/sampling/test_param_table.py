@@ -32,7 +32,7 @@ class Oven:
         (Range(-(2**31), 2**64 - 1), "between -2^31 and 2^64 - 1", [2**64 - 1], [2**64]),
     ],
 )
-def test_a_range_has_its_numbers_and_says_them(allowed, text, inside, outside):
+def test_a_range_contains_its_numbers_and_describes_them(allowed, text, inside, outside):
     assert str(allowed) == text
     assert [x for x in inside + outside if x in allowed] == inside
 
@@ -54,7 +54,7 @@ def test_a_row_refuses_values_with_a_message(values, message):
     assert str(refused.value) == message
 
 
-def test_a_row_accepts_its_default_and_what_it_requires():
+def test_a_row_accepts_its_default_with_the_parameter_it_requires():
     validate(Oven(), param_table(Oven))
     validate(Oven(heat=200, fan=True, tins=("a",)), param_table(Oven))
 

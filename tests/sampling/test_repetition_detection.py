@@ -11,7 +11,7 @@ sizes = st.integers(1, 5)
 
 
 def is_met_by_trying_all(token_ids: list[int], detection: RepetitionDetection) -> bool:
-    """What vLLM does: compare the end of the tokens with each pattern, repeated."""
+    """vLLM's algorithm: compare the end of the tokens with each pattern, repeated."""
     patterns = (
         token_ids[-size:] * detection.min_count
         for size in range(detection.min_pattern_size, detection.max_pattern_size + 1)

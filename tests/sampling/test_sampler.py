@@ -69,7 +69,7 @@ def test_an_unfiltered_draw_inverts_the_whole_distribution():
     rows = rows_of(500)
     drawn = sample(np.tile(logits, (500, 1)), rows)
     expected = np.searchsorted(cumulative, rows.rules["uniform"], side="right")
-    # float32 weights may move a number that lies on a border to the neighbour.
+    # float32 weights may move a number on a border to the neighbour.
     assert (np.abs(drawn - expected) <= 1).all()
     assert (drawn == expected).mean() > 0.99
 

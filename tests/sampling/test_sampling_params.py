@@ -123,10 +123,7 @@ from genserve.sampling.sampling_params import PARAMETERS, SamplingParams, sampli
         ({"repetition_detection": {"size": 5}}, "repetition_detection"),
         ({"repetition_detection": {"max_pattern_size": 5}}, "repetition_detection.min_count"),
         ({"repetition_detection": {"min_count": 5}}, "repetition_detection.max_pattern_size"),
-        (
-            {"repetition_detection": {"max_pattern_size": 5, "min_count": 1}},
-            "repetition_detection.min_count",
-        ),
+        ({"repetition_detection": {"max_pattern_size": 5, "min_count": 1}}, "repetition_detection.min_count"),
         (
             {"repetition_detection": {"max_pattern_size": 2, "min_pattern_size": 3, "min_count": 2}},
             "repetition_detection.min_pattern_size",

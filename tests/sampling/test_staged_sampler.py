@@ -171,7 +171,7 @@ ODD_OPTIONS = [
 
 @pytest.mark.parametrize("options", ODD_OPTIONS, ids=str)
 @pytest.mark.parametrize("row", ODD_ROWS.values(), ids=ODD_ROWS)
-def test_odd_rows_give_the_same_distribution_with_numpy_and_torch(row, options):
+def test_unusual_rows_give_the_same_distribution_with_numpy_and_torch(row, options):
     left = left_by(row, place=host, **options)
     np.testing.assert_allclose(left_by(row, place=device, **options), left, atol=1e-6)
     assert left.sum() == pytest.approx(1)

@@ -27,7 +27,7 @@ def random_rules(num: int, *, rng: np.random.Generator, **which) -> SamplingMeta
 
 
 def on_a_border(row: np.ndarray, rules: SamplingMetadata, index: int) -> bool:
-    """Whether the draw, or the cut of top-p, lies where the rounding of a float32 decides."""
+    """Whether the draw, or the cut of top-p, depends on the rounding of a float32."""
     ordered = np.sort(row.astype(np.float64))[::-1]
     weights = np.exp((ordered - ordered[0]) / float(rules.rules["temperature"][index]))
     k, top_p = int(rules.rules["top_k"][index]) or len(row), float(rules.rules["top_p"][index])

@@ -123,7 +123,7 @@ def test_a_chat_renders_as_transformers_renders_it(name: str, chat: str) -> None
 
 @pytest.mark.parametrize("chat", CHATS)
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_without_a_generation_prompt_as_well(name: str, chat: str) -> None:
+def test_a_chat_renders_without_a_generation_prompt(name: str, chat: str) -> None:
     rendered = template(TEMPLATES[name]).render(messages(chat, add_generation_prompt=False))
     assert rendered == reference(TEMPLATES[name], chat, add_generation_prompt=False)
 
@@ -184,7 +184,7 @@ def test_a_missing_part_of_the_messages_is_an_invalid_request() -> None:
 
 
 def test_adjacent_lone_surrogates_do_not_become_a_pair() -> None:
-    # They stand in for special tokens.
+    # They are placeholders of special tokens.
     chat = Chat(messages=(Message(role="user", content="\ud800\udc00\U00010000"),))
     assert template("{{ messages[0].content }}").render(chat) == "\ud800\udc00\U00010000"
 

@@ -55,7 +55,7 @@ def test_all_orders_of_a_few_difficult_tokens_join_to_the_full_decode(
 
 @pytest.mark.parametrize("family", TOKENIZERS)
 @given(data=st.data())
-def test_a_peek_is_what_a_last_token_would_add(family: str, data: st.DataObject) -> None:
+def test_a_peek_equals_the_text_of_a_last_token(family: str, data: st.DataObject) -> None:
     tokenizer = TOKENIZERS[family]
     *ids, last = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), min_size=1, max_size=30))
     detokenizer = tokenizer.detokenizer()

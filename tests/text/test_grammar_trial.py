@@ -62,10 +62,7 @@ def test_a_schema_that_never_compiles_is_refused_in_bounded_time(schema):
 
 @pytest.mark.parametrize(
     "grammar",
-    [
-        of_lark(DEEP_RULES),
-        of_schema(DEEP_REFERENCES | {"$defs": DEEP_REFERENCES["$defs"] | {"1000": {}}}),
-    ],
+    [of_lark(DEEP_RULES), of_schema(DEEP_REFERENCES | {"$defs": DEEP_REFERENCES["$defs"] | {"1000": {}}})],
     ids=["rules", "references"],
 )
 def test_a_grammar_that_exhausts_the_stack_ends_only_the_trial(grammar):

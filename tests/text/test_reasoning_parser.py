@@ -48,7 +48,7 @@ def test_a_thought_that_the_prompt_began_is_reasoning_up_to_its_end(text, reason
 
 
 @given(pieces=st.lists(st.sampled_from(PIECES)), cuts=st.lists(st.integers(0, 60)), begun=st.booleans())
-def test_where_a_text_is_cut_changes_nothing(pieces, cuts, begun):
+def test_the_result_does_not_depend_on_where_the_text_is_cut(pieces, cuts, begun):
     text = "".join(pieces)
     found = re.fullmatch(r"\s*<think>(.*?)(?:</think>(.*))?", ("<think>" * begun) + text, re.DOTALL)
     expected = (found[1].strip(), (found[2] or "").lstrip()) if found else ("", text)

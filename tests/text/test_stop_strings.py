@@ -241,9 +241,7 @@ def test_an_expression_with_too_many_states_fails_within_its_memory_limit() -> N
 
 @pytest.mark.parametrize("family", TOKENIZERS)
 @given(data=st.data(), is_regex=st.booleans())
-def test_no_part_of_a_stop_leaks_for_any_tokens(
-    family: str, data: st.DataObject, is_regex: bool
-) -> None:
+def test_no_part_of_a_stop_leaks_for_any_tokens(family: str, data: st.DataObject, is_regex: bool) -> None:
     tokenizer = TOKENIZERS[family]
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), min_size=1, max_size=30))
     whole = tokenizer.decode(ids)

@@ -85,11 +85,7 @@ def test_a_template_that_exceeds_its_limits_is_stopped_and_the_next_chat_is_rend
 
 @pytest.mark.parametrize(
     "source",
-    [
-        "{{ 10 ** (10 ** 8) }}",
-        "{{ " + "(" * 100_000,
-        "{% if a %}" * 5000 + "{% endif %}" * 5000,
-    ],
+    ["{{ 10 ** (10 ** 8) }}", "{{ " + "(" * 100_000, "{% if a %}" * 5000 + "{% endif %}" * 5000],
     ids=["power", "brackets", "blocks"],
 )
 def test_a_template_that_exceeds_its_limits_when_compiled_is_refused(source: str) -> None:

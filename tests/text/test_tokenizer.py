@@ -116,9 +116,7 @@ def test_no_text_in_a_message_becomes_a_special_token(family: Any, words: list[s
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family is not unigram])
 @settings(deadline=None)
 @given(words=st.lists(st.sampled_from([*SPECIAL_TOKENS, "<s>", "</s>", "a", " b", " ", "s>", "ab a"])))
-def test_the_name_of_a_special_token_is_encoded_as_text(
-    family: Any, words: list[str]
-) -> None:
+def test_the_name_of_a_special_token_is_encoded_as_text(family: Any, words: list[str]) -> None:
     backend, tokenizer = family_tokenizer(family, "{{ messages[0].content }}")
     content = "".join(words)
     ids = tokenizer.encode_chat(chat(user(content)))

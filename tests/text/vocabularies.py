@@ -105,10 +105,6 @@ FAMILIES = [byte_level_bpe, sentencepiece_bpe, unigram, word_piece, bloom]
 def tokenizer_of(backend: Backend) -> Tokenizer:
     """A tokenizer without any template or bos token."""
     files = TokenizerFiles(
-        backend=backend,
-        special_tokens={},
-        add_bos_token=False,
-        eos_token_ids=frozenset(),
-        chat_template=None,
+        backend=backend, special_tokens={}, add_bos_token=False, eos_token_ids=frozenset(), chat_template=None
     )
     return Tokenizer(files)

@@ -72,9 +72,7 @@ def test_given_values_are_measured_with_the_current_ones(repository: Path) -> No
     assert space.contexts == (9,)
 
 
-def test_graphs_in_subfolders_are_measured_and_their_weights_are_not_graphs(
-    repository: Path,
-) -> None:
+def test_graphs_in_subfolders_are_measured_and_their_weights_are_not_graphs(repository: Path) -> None:
     folder = repository / "tiny_logits" / "1"
     for name in ("int4/model.onnx", "int4/model.onnx.data", "int4/in/model.onnx", "ts/model.pt", "b.onnx"):
         (folder / name).parent.mkdir(exist_ok=True)
@@ -82,9 +80,7 @@ def test_graphs_in_subfolders_are_measured_and_their_weights_are_not_graphs(
     assert make_search_space(stage(repository)).graphs == ("int4/model.onnx", "model.onnx")
 
 
-@pytest.mark.parametrize(
-    ("cores", "counts"), [(1, (1,)), (2, (1, 2)), (6, (1, 3, 6)), (64, (16, 32, 64))]
-)
+@pytest.mark.parametrize(("cores", "counts"), [(1, (1,)), (2, (1, 2)), (6, (1, 3, 6)), (64, (16, 32, 64))])
 def test_threads_are_all_cores_half_and_a_quarter(cores: int, counts: tuple[int, ...]) -> None:
     assert thread_counts(cores) == counts
 

@@ -1,4 +1,4 @@
-"""Which configs say what was chosen, and how they are written."""
+"""The chosen setting in all configs of a model, and how these are written."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ def batch_sizes(repository: Path) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("batch_size", [7, 64])
-def test_a_setting_is_written_into_all_stages(
-    repository: Path, batch_size: int
-) -> None:
+def test_a_setting_is_written_into_all_stages(repository: Path, batch_size: int) -> None:
     version = repository / "tiny_logits" / "1"
     (version / "other").mkdir()
     for file in ("model.onnx", "model.onnx.data"):
@@ -45,9 +43,7 @@ def test_a_setting_is_written_into_all_stages(
     assert not [diagnostic for diagnostic in diagnostics if diagnostic.severity is Severity.ERROR]
 
 
-def test_another_graph_changes_the_state_types(
-    repository: Path, tiny_checkpoint: Path
-) -> None:
+def test_another_graph_changes_the_state_types(repository: Path, tiny_checkpoint: Path) -> None:
     export_model(
         str(tiny_checkpoint),
         repository=repository,
@@ -73,7 +69,7 @@ def test_a_graph_that_cannot_be_read_is_named(repository: Path) -> None:
         find_model("tiny", repository=repository).edits(settings(8, graph="broken/model.onnx"))
 
 
-def test_at_no_time_does_the_ensemble_exceed_a_stages_batch_size(repository: Path) -> None:
+def test_the_ensemble_never_exceeds_a_stages_batch_size(repository: Path) -> None:
     for batch_size in (8, 64):
         edits = find_model("tiny", repository=repository).edits(settings(batch_size))
         for edit in edits:

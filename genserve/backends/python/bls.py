@@ -13,8 +13,6 @@ from genserve.errors import GenserveError, InferenceError, Status
 from genserve.inference import Executor, Inference, InferenceRequest, InferenceResponse, InferenceServer
 from genserve.wakeup import Wakeup
 
-__all__ = ["BlsResponses", "bls_exec", "bls_exec_async", "bls_stream_async"]
-
 T = TypeVar("T")
 
 

@@ -17,16 +17,6 @@ from prometheus_client.utils import floatToGoString
 
 from genserve.generation_metrics import bare_family
 
-__all__ = [
-    "CustomMetric",
-    "CustomMetricFamily",
-    "CustomMetrics",
-    "Measure",
-    "MetricKind",
-    "RemoteCustomMetrics",
-    "StubMetrics",
-]
-
 _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 _OTHER_TYPE = "Family name already exists with different type"
 _LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")

@@ -8,15 +8,6 @@ from collections.abc import Iterator, Sequence
 from genserve.errors import InferenceError, Status
 from genserve.inference import Executor, Inference
 
-__all__ = [
-    "CHECK_INTERVAL_S",
-    "Wait",
-    "bls_error",
-    "deadlocked",
-    "lift_backlog_if_circular",
-    "waits_for_itself",
-]
-
 logger = logging.getLogger(__name__)
 
 CHECK_INTERVAL_S = 0.25  # between two checks of a wait, which must agree

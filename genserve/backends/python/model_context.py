@@ -11,8 +11,6 @@ from pathlib import Path
 from genserve.backends.python.custom_metrics import CustomMetrics
 from genserve.inference import Executor, InferenceServer
 
-__all__ = ["CONTEXT_GLOBAL", "CURRENT_CONTEXT", "ModelContext", "Phase", "current_context"]
-
 
 class Phase(Enum):
     """The phase in the life of an instance."""

@@ -29,8 +29,6 @@ from typing import Any, TypeAlias
 from genserve.backends.libraries import importing
 from genserve.backends.python.model_context import current_context
 
-__all__ = ["ModelPackage"]
-
 _PRIVATE = "_genserve_"  # prefix of the packages of models
 
 _Execute: TypeAlias = Callable[[ModuleType, CodeType], None]

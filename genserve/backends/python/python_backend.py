@@ -18,8 +18,6 @@ from genserve.config.config_json import config_json
 from genserve.errors import RepositoryError
 from genserve.inference import CURRENT_EXECUTOR, Inference
 
-__all__ = ["PythonBackend", "python_based"]
-
 # A class without bases and without this method has no auto_complete_config, and need not be imported.
 _PLAIN_CLASS = re.compile(rb"^class TritonPythonModel\s*(\(\s*(object\s*)?\)\s*)?:", re.MULTILINE)
 

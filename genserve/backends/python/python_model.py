@@ -22,8 +22,6 @@ from genserve.backends.python.pb_utils.pb_error import TritonModelException
 from genserve.errors import GenserveError, InferenceError, Status
 from genserve.inference import CURRENT_EXECUTOR, Inference
 
-__all__ = ["EventLoop", "ModelSetup", "PythonModel", "complete_config"]
-
 logger = logging.getLogger(__name__)
 
 _READY_TIMEOUT_S = 5.0

@@ -11,8 +11,6 @@ from pathlib import Path
 
 from genserve.config.diagnostics import Diagnostic, Severity
 
-__all__ = ["parse_source", "source_diagnostic", "source_diagnostics"]
-
 _CLASS = "TritonPythonModel"
 
 

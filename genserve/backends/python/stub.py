@@ -33,8 +33,6 @@ from genserve.backends.python.stub_process import run_model
 from genserve.errors import Closed, GenserveError, InferenceError, Status
 from genserve.inference import Inference, InferenceRequest, InferenceResponse
 
-__all__ = ["ModelProcess", "Stub"]
-
 logger = logging.getLogger(__name__)
 
 _READY_TIMEOUT_S = 6.0  # longer than that of the model's own check

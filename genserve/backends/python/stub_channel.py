@@ -15,15 +15,6 @@ from genserve.errors import GenserveError, InferenceError
 from genserve.inference import Inference, InferenceRequest, InferenceResponse
 from genserve.tensor import Tensor
 
-__all__ = [
-    "Channel",
-    "WriterThread",
-    "portable_error",
-    "portable_inference",
-    "portable_request",
-    "portable_response",
-]
-
 
 class Channel:
     """A pipe with one reader and many writers; messages after its end are dropped."""

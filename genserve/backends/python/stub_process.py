@@ -22,8 +22,6 @@ from genserve.backends.python.stub_channel import Channel, portable_error, porta
 from genserve.errors import GenserveError, InferenceError
 from genserve.inference import Backlog, Inference, InferenceRequest, InferenceResponse, InferenceServer
 
-__all__ = ["run_model"]
-
 logger = logging.getLogger(__name__)
 
 _TRACEBACKS = logging.Formatter()

@@ -9,8 +9,6 @@ from genserve.export.decoder import Attention, Decoder
 from genserve.export.decoder_weights import TensorMap, interleaved, packed
 from genserve.export.family import Family, require
 
-__all__ = ["BLOOM"]
-
 _NAMES: TensorMap = MappingProxyType(
     {
         "embedding": "transformer.word_embeddings",

@@ -16,8 +16,6 @@ from genserve.export.decoder_weights import PackedTensor, TensorMap, add_one
 from genserve.export.families.llama import LLAMA_NAMES, describe_llama
 from genserve.export.family import Family, require
 
-__all__ = ["GEMMA", "GEMMA2", "GEMMA3"]
-
 
 def _norm(name: str) -> PackedTensor:
     return PackedTensor(name=name, unpack=add_one)

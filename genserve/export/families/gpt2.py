@@ -9,8 +9,6 @@ from genserve.export.decoder import Attention, Decoder
 from genserve.export.decoder_weights import PackedTensor, TensorMap, packed, transposed, transposed_stack
 from genserve.export.family import Family, read_activation, require
 
-__all__ = ["GPT2"]
-
 _NAMES: TensorMap = MappingProxyType(
     {
         "embedding": "transformer.wte",

@@ -9,8 +9,6 @@ from genserve.export.decoder import Attention, Decoder
 from genserve.export.decoder_weights import TensorMap, interleaved, packed
 from genserve.export.family import Family, read_activation, read_rotary
 
-__all__ = ["GPT_NEOX"]
-
 _NAMES: TensorMap = MappingProxyType(
     {
         "embedding": "gpt_neox.embed_in",

@@ -10,8 +10,6 @@ from genserve.export.decoder import Attention, Decoder, Rotary
 from genserve.export.decoder_weights import PackedTensor, TensorMap, half, packed, stacked
 from genserve.export.family import Family, read_activation, read_rotary, require, rotary_limit
 
-__all__ = ["LLAMA", "LLAMA_NAMES", "PHI3", "QWEN2", "QWEN3", "describe_llama"]
-
 LLAMA_NAMES: TensorMap = MappingProxyType(
     {
         "embedding": "model.embed_tokens",
@@ -33,9 +31,7 @@ LLAMA_NAMES: TensorMap = MappingProxyType(
 def describe_llama(config: Any, *, partial_rotary: bool = False) -> Decoder:
     """The decoder of a config with Llama's fields, and optionally `layer_types` and `sliding_window`.
 
-    Args:
-        config: of transformers.
-        partial_rotary: whether transformers honours `partial_rotary_factor` in this family.
+    `partial_rotary`: whether transformers honours `partial_rotary_factor` in this family.
     """
     head_dim = _head_dim(config)
     return Decoder(
@@ -112,8 +108,5 @@ _PHI3_NAMES: TensorMap = MappingProxyType(
 )
 
 PHI3 = Family(
-    name="phi3",
-    describe=partial(describe_llama, partial_rotary=True),
-    names=_PHI3_NAMES,
-    prefix="model.",
+    name="phi3", describe=partial(describe_llama, partial_rotary=True), names=_PHI3_NAMES, prefix="model."
 )

@@ -9,8 +9,6 @@ from genserve.export.decoder import Attention, Decoder
 from genserve.export.decoder_weights import PackedTensor, TensorMap, skip_rows
 from genserve.export.family import Family, read_activation, require
 
-__all__ = ["OPT"]
-
 _NAMES: TensorMap = MappingProxyType(
     {
         "embedding": "model.decoder.embed_tokens",

@@ -8,7 +8,7 @@
 
 namespace genserve {
 
-// How one row is sampled. genserve/kernels/logits.py has the same fields.
+// How one row is sampled. genserve/kernels/sampling_kernels.py has the same fields.
 struct SamplingRule {
   double uniform;     // the number that the draw inverts, in [0, 1)
   double top_p;       // 1: all

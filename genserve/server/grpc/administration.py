@@ -16,8 +16,6 @@ from genserve.repository.repository import Repository
 from genserve.server.grpc.rpc_method import rpc_method
 from genserve.server.services import Services
 
-__all__ = ["Administration"]
-
 # The methods have the protocol's names, which are not Python's.
 # ruff: noqa: N802
 

@@ -19,8 +19,6 @@ from genserve.server.grpc.rpc_method import log_call, status_code
 from genserve.server.services import Services
 from genserve.server.tls import grpc_credentials
 
-__all__ = ["GrpcServer"]
-
 _OPEN = "/grpc.health.v1.Health/"
 _PARTS = {
     "ServerLive": "health",
@@ -39,10 +37,7 @@ _PARTS = {
     "LogSettings": "logging",
 }
 _WATCH_INTERVAL_S = 0.5
-_OPTIONS = (
-    ("grpc.max_receive_message_length", 2**31 - 1),
-    ("grpc.max_send_message_length", 2**31 - 1),
-)
+_OPTIONS = (("grpc.max_receive_message_length", 2**31 - 1), ("grpc.max_send_message_length", 2**31 - 1))
 
 
 class GrpcServer:

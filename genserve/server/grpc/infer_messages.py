@@ -26,8 +26,6 @@ from genserve.repository.model_versions import ModelVersion
 from genserve.server.offload import offload_if_large, write_cost
 from genserve.tensor import DataType, Tensor
 
-__all__ = ["GrpcRequest", "empty_response", "read_request", "write_response"]
-
 # The parameters of an input or output in shared memory.
 _SHARED_MEMORY = ("shared_memory_region", "shared_memory_byte_size", "shared_memory_offset")
 _EMPTY_FINAL = "triton_enable_empty_final_response"

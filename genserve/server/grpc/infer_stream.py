@@ -20,8 +20,6 @@ from genserve.server.grpc.rpc_method import begin_request, status_code
 from genserve.server.running_inference import RunningInference
 from genserve.tracing import Span
 
-__all__ = ["InferStream", "Submit"]
-
 # Parses a `ModelInferRequest` and starts its inference.
 Submit: TypeAlias = Callable[[Any], Awaitable[tuple[GrpcRequest, RunningInference]]]
 

@@ -25,8 +25,6 @@ from genserve.server.services import Services
 from genserve.tracing import Trace
 from genserve.version import __version__
 
-__all__ = ["InferenceService"]
-
 # The methods have the protocol's names, which are not Python's.
 # ruff: noqa: N802
 _GRPC_ERROR = ("triton_grpc_error", "true")     # metadata of a stream that ends at the first error

@@ -20,8 +20,6 @@ from genserve.redaction import redacted_error
 from genserve.server.access_log import is_verbose, log_request
 from genserve.server.error_responses import as_genserve_error, grpc_status
 
-__all__ = ["abort", "begin_request", "log_call", "rpc_method", "status_code"]
-
 logger = logging.getLogger(__name__)
 
 # Trailing metadata of an error.

@@ -16,8 +16,6 @@ from jinja2 import Environment, StrictUndefined, Template
 
 from genserve.server.routes.kserve import route_table
 
-__all__ = ["router"]
-
 router = APIRouter(include_in_schema=False)
 
 # The page shows text of models and clients, which must not load or send anything from there.

@@ -9,8 +9,6 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from genserve.repository.model_versions import ModelState
 from genserve.server.services import SharedServices
 
-__all__ = ["router"]
-
 router = APIRouter(tags=["health"])
 
 

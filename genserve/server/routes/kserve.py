@@ -30,8 +30,6 @@ from genserve.server.routes.kserve_http import KServeCall, KServeResponse, error
 from genserve.server.services import Services
 from genserve.server.sse_response import ClientLeft
 
-__all__ = ["KServe", "KServeRoute", "is_kserve", "part_of", "route_table"]
-
 Handler = Callable[[KServeCall], Awaitable[ASGIApp]]
 
 _MODEL = r"/v2/models/(?P<model>[^/]+)(?:/versions/(?P<version>[0-9]+))?"

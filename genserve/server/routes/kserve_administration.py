@@ -25,31 +25,6 @@ from genserve.server.offload import offload_if_large
 from genserve.server.routes.kserve_http import KServeCall, KServeResponse, json_response, message_response
 from genserve.version import __version__
 
-__all__ = [
-    "cuda_status",
-    "log_settings",
-    "model_config",
-    "model_metadata",
-    "model_ready",
-    "model_trace_settings",
-    "region_status",
-    "register_cuda_region",
-    "register_region",
-    "repository_index",
-    "repository_load",
-    "repository_unload",
-    "server_live",
-    "server_metadata",
-    "server_ready",
-    "set_log_settings",
-    "set_model_trace_settings",
-    "set_trace_settings",
-    "statistics",
-    "trace_settings",
-    "unregister_cuda_region",
-    "unregister_region",
-]
-
 _TEXT = b"text/plain"
 _LOG_KINDS: Mapping[str, JsonKind] = {
     "log_file": JsonKind.STRING,

@@ -22,17 +22,6 @@ from genserve.server.services import Services
 from genserve.server.sse_response import ClientLeft
 from genserve.tracing import Trace
 
-__all__ = [
-    "KServeCall",
-    "KServeResponse",
-    "WatchedInference",
-    "error_response",
-    "header_lines",
-    "json_response",
-    "message_response",
-    "too_large",
-]
-
 _JSON = b"application/json"
 # Delay before the socket of a request is watched for a disconnect: a task for each of many short requests
 # would cost more than running those whose client has left.

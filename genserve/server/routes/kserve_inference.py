@@ -35,8 +35,6 @@ from genserve.server.routes.kserve_http import (
 )
 from genserve.tensor import DataType
 
-__all__ = ["generate", "generate_stream", "infer"]
-
 _HEADER_LENGTH = "Inference-Header-Content-Length"
 _MAX_BODY_BYTES = 2**31 - 1
 _WINDOW_BITS = {"gzip": 31, "deflate": 15}  # of zlib
@@ -85,9 +83,7 @@ async def _read(call: KServeCall, model: ModelVersion, encoding: str | None) -> 
         body = await run_in_threadpool(_decompress, body, encoding, limit=body_limit)
     length = len(body) if given is None else given
     if not 0 <= length <= len(body):
-        raise InferenceError(
-            f"inference header size should be in range (0, {len(body)}), got: {text}"
-        )
+        raise InferenceError(f"inference header size should be in range (0, {len(body)}), got: {text}")
     if length > limit:
         raise too_large(length, limit=limit)
     version = call.version

@@ -17,16 +17,6 @@ from genserve.completion import Completion, Delta, TokenLogprob, TopTokens
 from genserve.text.detokenizer import Detokenizer
 from genserve.text.tokenizer import Tokenizer
 
-__all__ = [
-    "ID_PREFIX",
-    "CompletionLogprobs",
-    "ScoredToken",
-    "TokenScores",
-    "TopTokenReader",
-    "prompt_logprobs",
-    "tgi_prefill",
-]
-
 ID_PREFIX = "token_id:"      # and the id
 
 

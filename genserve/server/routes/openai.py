@@ -23,8 +23,6 @@ from genserve.server.services import SharedServices
 from genserve.text.reasoning_parser import ReasoningParser
 from genserve.textmodel.text_model import TextModel
 
-__all__ = ["router"]
-
 router = APIRouter(prefix="/v1", route_class=StrictRoute, tags=["OpenAI"])
 
 

@@ -26,8 +26,6 @@ from genserve.server.routes.openai_protocol import FINISH_REASONS, OpenAIBody, O
 from genserve.server.services import SharedServices
 from genserve.text.tokenizer import Tokenizer
 
-__all__ = ["router"]
-
 router = APIRouter(prefix="/v1", route_class=StrictRoute, tags=["OpenAI"])
 
 
@@ -42,9 +40,7 @@ def _one_of_four(value: Any, validate: Callable[[Any], Any]) -> Any:
 class CompletionBody(OpenAIBody):
     """Body of `POST /v1/completions`."""
 
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "suffix": ("",),
-    }
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"suffix": ("",)}
 
     prompt: Annotated[str | list[str] | list[int] | list[list[int]], WrapValidator(_one_of_four)]
     max_tokens: int | None = COMPLETION_TOKENS

@@ -34,8 +34,6 @@ from genserve.server.sse_response import event
 from genserve.text.detokenizer import Detokenizer
 from genserve.text.tokenizer import Tokenizer
 
-__all__ = ["FINISH_REASONS", "OpenAIBody", "OpenAIFrames", "choose", "head"]
-
 # What huggingface_hub's InferenceClient writes for "the model at this URL".
 _ANY_MODEL = frozenset({"dummy", "tgi"})
 # Labels for OpenAI's own bookkeeping, without effect on an answer.

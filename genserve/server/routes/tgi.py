@@ -14,12 +14,7 @@ from fastapi.responses import JSONResponse, Response
 
 from genserve.completion import Completion, Delta, FinishReason, Usage, join_choices, likeliest
 from genserve.errors import GenserveError, InvalidRequest
-from genserve.sampling.sampling_params import (
-    MAX_BEST_OF,
-    MAX_STOP_STRINGS,
-    SamplingParams,
-    unused_parameters,
-)
+from genserve.sampling.sampling_params import MAX_BEST_OF, MAX_STOP_STRINGS, SamplingParams, unused_parameters
 from genserve.server.error_responses import tgi_error
 from genserve.server.generation_handler import SubmittedRequest, handle_generation
 from genserve.server.request_body import StrictRoute
@@ -28,8 +23,6 @@ from genserve.server.routes.tgi_fields import CompatibleBody, GenerateBody
 from genserve.server.services import Services, SharedServices
 from genserve.server.sse_response import event
 from genserve.version import __version__
-
-__all__ = ["router"]
 
 router = APIRouter(route_class=StrictRoute, tags=["TGI"])
 

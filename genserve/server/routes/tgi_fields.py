@@ -16,8 +16,6 @@ from genserve.sampling.sampling_params import DRAW_PARAMETERS, PARAMETERS, Sampl
 from genserve.server.decoding_fields import DecodingFields
 from genserve.server.request_body import Body
 
-__all__ = ["CompatibleBody", "GenerateBody", "Parameters"]
-
 
 class Parameters(DecodingFields):
     """TGI's parameters, and vLLM's."""

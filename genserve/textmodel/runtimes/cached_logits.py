@@ -11,18 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genserve.errors import RepositoryError
-from genserve.generation.logits_model import ForwardBatch, IndexArray, TokenArray
+from genserve.generation.logits_model import ForwardBatch, IndexArray
+from genserve.sampling.logits_array import TokenArray
 from genserve.textmodel.runtimes.kv_cache_memory import KVCache, LogitsMemory, TokenShapes, token_bytes
-
-__all__ = [
-    "EXPORT_AGAIN",
-    "CachedLogits",
-    "part_of",
-    "resolve_max_length",
-    "rows_per_run",
-    "sequence_of_tokens",
-    "token_slots",
-]
 
 logger = logging.getLogger(__name__)
 

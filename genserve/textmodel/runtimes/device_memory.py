@@ -10,8 +10,6 @@ import torch
 
 from genserve.backends.onnx_session import CPU_PROVIDER, Provider
 
-__all__ = ["DeviceMemory"]
-
 
 class DeviceMemory:
     """The memory of one device of torch; implements `LogitsMemory`.

@@ -14,7 +14,8 @@ import numpy as np
 
 from genserve.backends.onnx_session import Provider, open_session
 from genserve.errors import RepositoryError
-from genserve.generation.logits_model import FloatArray, ForwardBatch, TokenArray
+from genserve.generation.logits_model import ForwardBatch
+from genserve.sampling.logits_array import FloatArray, TokenArray
 from genserve.textmodel.runtimes.cached_logits import (
     CachedLogits,
     part_of,
@@ -23,8 +24,6 @@ from genserve.textmodel.runtimes.cached_logits import (
     token_slots,
 )
 from genserve.textmodel.runtimes.kv_cache_memory import HostMemory
-
-__all__ = ["GrowingLogits"]
 
 _DEFAULT_LENGTH = 1024  # tokens, if neither file nor config has a length
 _CACHE_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}

@@ -13,17 +13,6 @@ from numpy.typing import NDArray
 
 from genserve.backends.onnx_session import CPU_PROVIDER, Provider
 
-__all__ = [
-    "HostMemory",
-    "KVCache",
-    "LogitsMemory",
-    "TokenShapes",
-    "free_memory_bytes",
-    "lazy_zeros",
-    "token_bytes",
-    "total_memory_bytes",
-]
-
 _CGROUP = Path("/sys/fs/cgroup")
 _MEMINFO = Path("/proc/meminfo")
 

@@ -21,11 +21,10 @@ from genserve.backends.onnx_session import (
     session_options,
 )
 from genserve.errors import RepositoryError
-from genserve.generation.logits_model import ForwardBatch, IndexArray, LogitsArray
+from genserve.generation.logits_model import ForwardBatch, IndexArray
+from genserve.sampling.logits_array import LogitsArray
 from genserve.textmodel.runtimes.cached_logits import EXPORT_AGAIN, CachedLogits, resolve_max_length
 from genserve.textmodel.runtimes.kv_cache_memory import HostMemory, LogitsMemory, TokenShapes
-
-__all__ = ["OnnxLogits", "cache_dtype", "check_logits_graph"]
 
 _PAST, _PRESENT = "past_key_values", "present"
 _INPUTS = (
@@ -173,9 +172,7 @@ def check_logits_graph(session: Any, path: Path, *, max_length: int | None) -> i
     """
     names = [argument.name for argument in session.get_inputs()]
     if not any(name.startswith(f"{_PAST}.") for name in names):
-        raise RepositoryError(
-            f"{path} has no KV cache: its inputs are {', '.join(names)}", remedy=_EXPORT
-        )
+        raise RepositoryError(f"{path} has no KV cache: its inputs are {', '.join(names)}", remedy=_EXPORT)
     missing = set(_INPUTS) - set(names)
     if missing:
         raise RepositoryError(
@@ -185,9 +182,7 @@ def check_logits_graph(session: Any, path: Path, *, max_length: int | None) -> i
         )
     metadata = session.get_modelmeta().custom_metadata_map
     if metadata.get("genserve.operators") != _OPERATORS:
-        raise RepositoryError(
-            f"{path} is for another version of genserve's operators", remedy=EXPORT_AGAIN
-        )
+        raise RepositoryError(f"{path} is for another version of genserve's operators", remedy=EXPORT_AGAIN)
     text = metadata.get("genserve.context_length", "")
     if not text.isdecimal():
         raise RepositoryError(f"{path} does not contain its context length", remedy=_EXPORT)

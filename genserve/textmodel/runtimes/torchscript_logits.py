@@ -11,11 +11,10 @@ import numpy as np
 
 from genserve.backends.libraries import import_torch
 from genserve.errors import RepositoryError
-from genserve.generation.logits_model import ForwardBatch, LogitsArray
+from genserve.generation.logits_model import ForwardBatch
+from genserve.sampling.logits_array import LogitsArray
 from genserve.textmodel.runtimes.cached_logits import EXPORT_AGAIN, CachedLogits, part_of, resolve_max_length
 from genserve.textmodel.runtimes.kv_cache_memory import HostMemory, LogitsMemory
-
-__all__ = ["TorchLogits"]
 
 _CACHE_TYPES = {"fp32": np.float32, "fp16": np.float16}     # by the precision of the export
 

@@ -15,13 +15,11 @@ from numpy.typing import NDArray
 from genserve.backends.network_backend import RunFunction
 from genserve.config.model_config import ModelConfig
 from genserve.errors import RepositoryError
-from genserve.generation.logits_model import FloatArray, ForwardBatch, TokenArray
+from genserve.generation.logits_model import ForwardBatch
+from genserve.sampling.logits_array import FloatArray, TokenArray
 from genserve.tensor import Tensor
 from genserve.textmodel.logits_config import LogitsNames
 from genserve.textmodel.runtimes.cached_logits import part_of, rows_per_run, sequence_of_tokens, token_slots
-
-__all__ = ["UncachedLogits"]
-
 
 _BLOCK_SIZE = 16
 _ITEM_TYPES: Mapping[str, type[np.integer[Any]]] = {"TYPE_INT64": np.int64, "TYPE_INT32": np.int32}

@@ -30,7 +30,7 @@ def test_an_exchange_goes_as_recorded(conformance_server, topic, exchange):
     assert not found, "\n" + "\n".join(found)
 
 
-def test_what_is_recorded_is_what_the_scenarios_ask():
+def test_the_recordings_match_the_scenarios():
     asked = {topic.name: [exchange.name for exchange in topic.exchanges] for topic in TOPICS}
     assert {topic.name: [exchange.name for exchange in topic.exchanges] for topic in load_topics()} == asked
 

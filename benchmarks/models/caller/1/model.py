@@ -14,9 +14,7 @@ class TritonPythonModel:
         seconds = np.empty(count)
         for number in range(count):
             started = time.perf_counter()
-            call = pb_utils.InferenceRequest(
-                model_name="trivial", requested_output_names=["Y"], inputs=[x]
-            )
+            call = pb_utils.InferenceRequest(model_name="trivial", requested_output_names=["Y"], inputs=[x])
             response = call.exec()
             y = pb_utils.get_output_tensor_by_name(response, "Y").as_numpy()
             seconds[number] = time.perf_counter() - started

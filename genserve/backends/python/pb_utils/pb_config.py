@@ -5,13 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-__all__ = [
-    "ModelConfig",
-    "get_input_config_by_name",
-    "get_output_config_by_name",
-    "using_decoupled_model_transaction_policy",
-]
-
 
 def get_input_config_by_name(model_config: dict[str, Any], name: str) -> dict[str, Any] | None:
     """Return the properties of an input of a parsed config by name, or None."""

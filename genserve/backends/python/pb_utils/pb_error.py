@@ -7,8 +7,6 @@ from typing import ClassVar
 
 from genserve.errors import GenserveError, InferenceError, Status, status_of
 
-__all__ = ["ErrorCode", "TritonError", "TritonModelException", "error_of", "inference_error", "text_argument"]
-
 
 def text_argument(value: str | bytes | bytearray, name: str) -> str:
     """Return a text argument as str; bytes that are not UTF-8 become U+FFFD.

@@ -27,8 +27,6 @@ from genserve.inference import CURRENT_EXECUTOR, Executor, Inference, InferenceS
 from genserve.tensor import Tensor as InnerTensor
 from genserve.tracing import Span
 
-__all__ = ["RESCHEDULE", "InferenceRequest", "InferenceTrace", "MemoryType", "PreferredMemory"]
-
 RESCHEDULE = 2  # TRITONSERVER_REQUEST_RELEASE_RESCHEDULE
 
 

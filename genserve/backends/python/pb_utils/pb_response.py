@@ -21,15 +21,6 @@ from genserve.backends.python.pb_utils.pb_tensor import Tensor
 from genserve.errors import Closed, InferenceError, Status
 from genserve.inference import Backlog, Inference
 
-__all__ = [
-    "FINAL",
-    "InferenceResponse",
-    "InferenceResponseSender",
-    "ResponseIterator",
-    "checked_parameters",
-    "parameters_json",
-]
-
 logger = logging.getLogger(__name__)
 FINAL = 1  # TRITONSERVER_RESPONSE_COMPLETE_FINAL
 

@@ -13,8 +13,6 @@ from genserve.backends.python.pb_utils.pb_error import TritonModelException, tex
 from genserve.errors import GenserveError
 from genserve.inference import InferenceServer
 
-__all__ = ["LogLevel", "Logger", "Metric", "MetricFamily", "is_model_ready", "load_model", "unload_model"]
-
 T = TypeVar("T")
 
 

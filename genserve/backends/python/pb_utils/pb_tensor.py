@@ -12,17 +12,6 @@ from genserve import tensor as inner
 from genserve.backends.python.pb_utils.pb_error import TritonModelException, text_argument
 from genserve.tensor import DataType
 
-__all__ = [
-    "TRITON_STRING_TO_NUMPY",
-    "StringArray",
-    "Tensor",
-    "deserialize_bytes_tensor",
-    "numpy_to_triton_type",
-    "serialize_byte_tensor",
-    "triton_string_to_numpy",
-    "triton_to_numpy_type",
-]
-
 _CPU, _CUDA, _CUDA_HOST = 1, 2, 3  # DLDeviceType of dlpack.h
 
 _BY_TORCH_NAME = {
@@ -231,11 +220,7 @@ class StringArray(np.ndarray[Any, np.dtype[np.object_]]):
     """
 
     def __array_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: Iterable[Any],
-        kwargs: Mapping[str, Any],
+        self, func: Callable[..., Any], types: Iterable[type], args: Iterable[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         if func.__module__ not in ("numpy.char", "numpy.strings"):
             return super().__array_function__(func, types, args, kwargs)

@@ -1,4 +1,4 @@
-"""Logits: the kernels on rows of logits: the best ids, log-sum-exp, and sampling."""
+"""Sampling kernels: the best ids, the log-sum-exp and samples of rows of logits."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genserve.kernels import instruction_set, library_path
-
-__all__ = ["SAMPLED_ROW", "SAMPLING_RULE", "LogitsScan", "sample_logits", "scan_logits"]
 
 # The sampling of one row. The draw inverts `uniform`, a number in [0, 1). top_p 1, top_k 0 and log_min_p -inf
 # keep all tokens; the temperature 0 picks the best token.
@@ -66,18 +64,13 @@ def scan_logits(logits: NDArray[np.float32], *, top_k: int = 0, log_sum_exp: boo
 
 
 def sample_logits(logits: NDArray[np.float32], rules: NDArray[np.void]) -> NDArray[np.void]:
-    """Sample a token for each row of logits [R, V], C-contiguous float32; releases the GIL.
+    """Sample a token for each row of logits [R, V], C-contiguous float32, V > 0; releases the GIL.
 
     Top-k comes first, and keeps all logits that equal the k-th. Top-p is a share of the probability of the
     remaining tokens, min-p a share of the best token's probability. The draw inverts the cumulative
     distribution in the order of ids. The result of a row depends only on its logits and its rule.
 
-    Args:
-        logits: V > 0.
-        rules: [R] SAMPLING_RULE.
-
-    Returns:
-        [R] SAMPLED_ROW.
+    `rules` are [R] SAMPLING_RULE, the result is [R] SAMPLED_ROW.
 
     Raises:
         ValueError: the logits or the rules have another layout.

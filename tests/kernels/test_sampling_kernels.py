@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genserve.kernels.logits import SAMPLED_ROW, SAMPLING_RULE, sample_logits, scan_logits
+from genserve.kernels.sampling_kernels import SAMPLED_ROW, SAMPLING_RULE, sample_logits, scan_logits
 from tests.kernels.c_types import instruction_sets
 
 
@@ -133,9 +133,7 @@ def test_draws_agree_with_float64(size: int, spread: float, whole: bool, seed: i
 
 
 @pytest.mark.parametrize("name", instruction_sets())
-def test_draws_do_not_depend_on_instruction_set_and_batch(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_draws_do_not_depend_on_instruction_set_and_batch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(1)
     logits = 4 * rng.standard_normal((60, 7001), dtype=np.float32)
     rules = rules_of(len(logits), rng)
