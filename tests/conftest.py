@@ -15,9 +15,9 @@ import pytest
 from genserve.backends.onnx_session import num_cores
 from genserve.export import export_model, pull
 from genserve.export.export_options import SilentProgress
-from tests.checkpoints import tiny_llama_checkpoint
 from tests.export import tiny_models
-from tests.live import LiveServer
+from tests.support.live_server import LiveServer
+from tests.support.tiny_llama import tiny_llama_checkpoint
 from tests.support.torch_threads import torch_threads
 
 

@@ -9,7 +9,7 @@ import pytest
 from genserve import LLM
 from genserve.completion import FinishReason
 from genserve.errors import Closed, GenserveError, InvalidRequest, ModelNotFound, RepositoryError
-from tests.live import children
+from tests.support.live_server import children
 
 
 @pytest.fixture(scope="module")

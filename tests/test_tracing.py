@@ -18,8 +18,8 @@ import tritonclient.http as triton
 
 from genserve.tensor import DataType, Tensor
 from genserve.tracing import Trace, TraceFile
-from tests.live import LiveServer
 from tests.server.live_kserve import copy_models
+from tests.support.live_server import LiveServer
 
 NAMES = ("add_sub", "ensemble_linear", "fails", "identity_string", "repeat")
 ALL = ("level=TIMESTAMPS", "level=TENSORS", "rate=1")

@@ -18,7 +18,7 @@ from tests.backends.networks import (
     sentence_vectors_onnx,
     two_outputs_torchscript,
 )
-from tests.live import LiveServer
+from tests.support.live_server import LiveServer
 
 MODELS = Path(__file__).parent / "models"
 

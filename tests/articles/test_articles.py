@@ -22,7 +22,7 @@ from genserve.config.parse import parse_model_config
 from tests.articles.conftest import MODELS
 from tests.articles.networks import load_torchscript
 from tests.backends.networks import BLOOM_VOCABULARY, CHAT_VOCABULARY, SimpleModel
-from tests.live import LiveServer
+from tests.support.live_server import LiveServer
 
 
 def infer(server: LiveServer, model: str, request_data: dict, *, version: str = "") -> dict:

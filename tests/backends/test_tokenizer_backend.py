@@ -6,7 +6,7 @@ from pathlib import Path
 
 from genserve.repository.options import ControlMode, RepositoryOptions
 from genserve.repository.repository import Repository
-from tests.live import children
+from tests.support.live_server import children
 
 
 def test_no_chat_template_process_is_left(tiny_repository: Path) -> None:

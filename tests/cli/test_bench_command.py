@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 
 from genserve.cli.main import app
 from genserve.errors import ModelNotFound, Unreachable
-from tests.live import LiveServer
+from tests.support.live_server import LiveServer
 
 QUICK = ("--prompt-words", "4", "--new-tokens", "12", "--waves", "2", "--seed", "1")
 

@@ -11,7 +11,7 @@ from genserve.cli.export_command import print_report
 from genserve.cli.main import app
 from genserve.errors import ExportError
 from genserve.export import ExportReport
-from tests.checkpoints import tiny_llama_checkpoint
+from tests.support.tiny_llama import tiny_llama_checkpoint
 
 ROOT = Path(__file__).parents[2]
 

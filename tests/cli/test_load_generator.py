@@ -11,7 +11,7 @@ import pytest
 
 from genserve.cli.load_generator import Load, percentile, random_prompts, run_load
 from genserve.errors import InvalidRequest, Unreachable
-from tests.live import LiveServer
+from tests.support.live_server import LiveServer
 
 OPTIONS: dict[str, Any] = {
     "host": "127.0.0.1",

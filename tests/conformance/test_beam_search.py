@@ -12,7 +12,7 @@ import torch
 
 from genserve import LLM, Client
 from genserve.errors import InvalidRequest
-from tests.reference import reference_model
+from tests.support.transformers_reference import reference_model
 
 PROMPT = "hello there"
 WIDTH = 3

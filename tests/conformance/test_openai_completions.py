@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from genserve import LLM
-from tests.reference import reference_model
+from tests.support.transformers_reference import reference_model
 
 ON = {"ignore_eos": True}  # a random model ends anywhere
 OPTIONS = {"model": "tiny", "max_tokens": 12, "temperature": 0, "extra_body": ON}

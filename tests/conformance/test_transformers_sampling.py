@@ -34,7 +34,7 @@ from genserve.sampling.batch_sampler import sample_rows, sampling_metadata
 from genserve.sampling.sampler import LogprobsRequest
 from tests.export.tiny_models import TINY_MODELS, tiny_checkpoint
 from tests.fakes.sequences import sequence_of
-from tests.reference import greedy_ids, reference_logits, reference_model
+from tests.support.transformers_reference import greedy_ids, reference_logits, reference_model
 
 NUM_TOKENS = 16
 VOCAB_SIZE = 320

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 from transformers import AutoConfig
 
-from tests.checkpoints import SPECIAL_TOKENS
+from tests.support.tiny_llama import SPECIAL_TOKENS
 
 __all__ = ["write_gguf"]
 

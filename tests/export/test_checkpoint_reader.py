@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from genserve.errors import ExportError
 from genserve.export.checkpoint_reader import locate, read_checkpoint
-from tests.checkpoints import CHAT_TEMPLATE, tiny_llama_checkpoint
+from tests.support.tiny_llama import CHAT_TEMPLATE, tiny_llama_checkpoint
 
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 

@@ -18,7 +18,7 @@ from tests.export.graphs import WrittenGraph, conversion_of, write_conversion
 from tests.export.reference_operators import reference_evaluator
 from tests.export.rows import BlockPool, Row, forward_batch, logits_of
 from tests.export.tiny_models import TINY_MODELS, tiny_checkpoint
-from tests.reference import reference_logits, reference_model
+from tests.support.transformers_reference import reference_logits, reference_model
 
 TOLERANCE = 0.02    # of logits between -4 and 4: a few units of float16 in two layers
 WITH_BODY = [name for name in TINY_MODELS if "bloom" not in name and "odd" not in name]

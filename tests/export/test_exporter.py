@@ -20,8 +20,8 @@ from genserve.export.model_folders import ModelFolders
 from genserve.llm import LLM
 from genserve.repository.model_validation import repository_diagnostics
 from genserve.textmodel.runtimes.torchscript_logits import TorchLogits
-from tests.checkpoints import tiny_llama_checkpoint, tiny_tokenizer
 from tests.export import tiny_models
+from tests.support.tiny_llama import tiny_llama_checkpoint, tiny_tokenizer
 
 STAGES = {"tiny", "tiny_tokenizer", "tiny_logits", "tiny_decoder"}
 

@@ -22,11 +22,11 @@ from genserve.export import ExportReport, Precision, SilentProgress, export_mode
 from genserve.export.architectures import FAMILIES, family_of
 from genserve.export.export_options import ExportFormat
 from genserve.export.parity import forward_rows
-from tests.checkpoints import tiny_llama_checkpoint
 from tests.export.graphs import WrittenGraph, conversion_of, write_conversion, write_graph
 from tests.export.rows import BlockPool, Row
 from tests.export.tiny_models import TINY_MODELS, tiny_checkpoint
-from tests.reference import greedy_ids, reference_logits, reference_model
+from tests.support.tiny_llama import tiny_llama_checkpoint
+from tests.support.transformers_reference import greedy_ids, reference_logits, reference_model
 
 MAX_DIFFERENCE = 1e-4
 

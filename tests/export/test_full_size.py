@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.checkpoints import tiny_tokenizer
+from tests.support.tiny_llama import tiny_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

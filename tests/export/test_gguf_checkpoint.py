@@ -17,11 +17,11 @@ from genserve.export.checkpoint import Checkpoint
 from genserve.export.checkpoint_reader import read_checkpoint
 from genserve.export.decoder import Decoder
 from genserve.export.pulling import FILE, cache_folder
-from tests.checkpoints import CHAT_TEMPLATE, tiny_llama_checkpoint
 from tests.export.ggufs import write_gguf
 from tests.export.graphs import write_graph
 from tests.export.rows import logits_of
 from tests.export.tiny_models import TINY_MODELS, tiny_checkpoint
+from tests.support.tiny_llama import CHAT_TEMPLATE, tiny_llama_checkpoint
 
 
 @pytest.mark.parametrize(

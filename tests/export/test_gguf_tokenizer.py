@@ -11,8 +11,8 @@ from transformers import Qwen2Tokenizer
 
 from genserve.export.checkpoint_reader import read_checkpoint
 from genserve.export.pulling import FILE, cache_folder
-from tests.checkpoints import SPECIAL_TOKENS, tiny_llama_checkpoint
 from tests.export.ggufs import write_gguf
+from tests.support.tiny_llama import SPECIAL_TOKENS, tiny_llama_checkpoint
 
 TEXTS = [
     "the rain in Spain stays mainly in the plain",

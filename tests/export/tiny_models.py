@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.checkpoints import tiny_tokenizer
+from tests.support.tiny_llama import tiny_tokenizer
 
 __all__ = ["TINY_MODELS", "tiny_checkpoint"]
 

@@ -28,8 +28,8 @@ from genserve.generation.engine_request import TokenSequence
 from genserve.tensor import Tensor
 from genserve.textmodel.runtimes.uncached_logits import UncachedLogits
 from tests.backends.inferences import config_of
-from tests.chains import WHOLE_CONFIG
 from tests.fakes.sequences import IdText, sample_loop, sequence_of
+from tests.support.stage_chains import WHOLE_CONFIG
 
 VOCAB_SIZE = 40
 MAX_LENGTH = 48

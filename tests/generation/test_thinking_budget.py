@@ -10,8 +10,8 @@ from genserve.generation.sequence_plugins import ThinkingBudget
 from genserve.llm import LLM
 from genserve.prompt import Chat, read_messages
 from genserve.sampling.sampling_params import sampling_params
-from tests.live import LiveServer
-from tests.thinkers import END, copy_with_tags
+from tests.support.live_server import LiveServer
+from tests.support.thinking_model import END, copy_with_tags
 
 
 def forced(prompt, answer, *, begun, num_tokens, place=np.array):

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import tritonclient.grpc as client
 
-from tests.live import LiveServer
-from tests.models import write_model
+from tests.support.live_server import LiveServer
+from tests.support.python_models import write_model
 
 DECOUPLED = """
     backend: "python"

@@ -12,8 +12,8 @@ from google.protobuf import json_format
 
 from genserve.config.parse import parse_message
 from genserve.errors import InferenceError
-from tests.models import ask, value, write_model
 from tests.repository.test_model_lifecycle import ENSEMBLE, index, opened, until
+from tests.support.python_models import ask, value, write_model
 
 
 def test_the_config_of_a_load_request_holds_until_the_next(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from genserve.repository.options import ControlMode, RepositoryOptions
 from genserve.repository.repository import Repository
 from genserve.schedulers.rate_limiter import ResourceCapacity
 from genserve.tensor import Tensor
-from tests.models import CONFIG, ask, value, write_model
+from tests.support.python_models import CONFIG, ask, value, write_model
 
 ENSEMBLE = """
     platform: "ensemble"

@@ -10,7 +10,7 @@ import pytest
 
 from genserve.repository.model_validation import repository_diagnostics
 from tests.backends.networks import save_onnx
-from tests.checkpoints import tiny_tokenizer
+from tests.support.tiny_llama import tiny_tokenizer
 
 SHIPPED = Path(__file__).parents[2] / "model_repository"
 POLICY = 'backend: "python" version_policy: {{ {} }}'

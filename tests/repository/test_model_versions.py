@@ -22,8 +22,8 @@ from genserve.schedulers.model_instance import ModelInstances
 from genserve.schedulers.queue_scheduler import make_scheduler
 from genserve.schedulers.request_queue import stopping_error
 from genserve.tensor import Tensor
-from tests.models import CONFIG, ask, value, write_model
 from tests.repository.test_model_lifecycle import opened
+from tests.support.python_models import CONFIG, ask, value, write_model
 
 
 def test_an_output_that_does_not_fit_its_reshape_is_an_error(tmp_path: Path) -> None:

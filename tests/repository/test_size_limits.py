@@ -13,9 +13,9 @@ from genserve.config.diagnostics import Diagnostic
 from genserve.repository.model_validation import repository_diagnostics
 from genserve.repository.repository import Repository
 from genserve.textmodel.runtimes.kv_cache_memory import total_memory_bytes
-from tests.chains import WHOLE_CONFIG, add_chain, whole_torchscript
-from tests.live import LiveServer
-from tests.models import CONFIG, write_model
+from tests.support.live_server import LiveServer
+from tests.support.python_models import CONFIG, write_model
+from tests.support.stage_chains import WHOLE_CONFIG, add_chain, whole_torchscript
 
 BATCHING = CONFIG.replace("{", "{{").replace("}", "}}") + "max_batch_size: {}\n"
 WARMUP = 'inputs {{ key: "X" value {{ data_type: TYPE_FP32 dims: [ {} ] zero_data: true }} }}'

@@ -16,7 +16,7 @@ from transformers import (
 from genserve.completion import FinishReason
 from genserve.sampling.batch_sampler import sample
 from tests.fakes.sequences import sequence_of
-from tests.llama_cpp import recorded
+from tests.support.recorded_llama_cpp import recorded
 
 VOCAB_SIZE = 50
 END = 2

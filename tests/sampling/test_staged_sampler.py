@@ -23,7 +23,7 @@ from transformers import (
 from genserve.sampling.sampling_params import STAGES, SamplingParams
 from genserve.sampling.staged_sampler import NUMPY_OPS, DrawStages, apply_stages, stages_of
 from genserve.sampling.torch_sampler import TORCH_OPS
-from tests.llama_cpp import recorded
+from tests.support.recorded_llama_cpp import recorded
 
 VOCAB_SIZE = 300
 WARPERS = {

@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from tests.live import LiveServer, request_bytes, wait_until
+from tests.support.live_server import LiveServer, request_bytes, wait_until
 
 # Answers stop after their first token as long as the gate is closed.
 GATED = """

@@ -20,8 +20,8 @@ from genserve.errors import GenserveError
 from genserve.server.access_control import is_loopback
 from genserve.server.api_server import Server
 from genserve.settings import ServerSettings
-from tests.live import LiveServer
-from tests.models import write_model
+from tests.support.live_server import LiveServer
+from tests.support.python_models import write_model
 
 FREE_PORTS = {"http_port": 0, "grpc_port": 0, "metrics_port": 0}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 
-from tests.live import LiveServer, line_with, request_bytes, serving, slow_down, wait_until
-from tests.models import write_model
 from tests.server.test_api_server import LONG, LONG_CHAT
+from tests.support.live_server import LiveServer, line_with, request_bytes, serving, slow_down, wait_until
+from tests.support.python_models import write_model
 
 SPEAKS = """
 import triton_python_backend_utils as pb_utils

@@ -13,8 +13,8 @@ import pytest
 from genserve.errors import GenserveError, InvalidRequest, ModelNotFound, RepositoryError
 from genserve.server.api_server import Server
 from genserve.settings import ServerSettings
-from tests.live import LiveServer, line_with, request_bytes, serving, slow_down, wait_until
-from tests.models import write_model
+from tests.support.live_server import LiveServer, line_with, request_bytes, serving, slow_down, wait_until
+from tests.support.python_models import write_model
 
 FREE_PORTS = {"http_port": 0, "grpc_port": 0, "metrics_port": 0}
 

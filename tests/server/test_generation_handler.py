@@ -22,8 +22,8 @@ from genserve.server.generation_handler import submit
 from genserve.server.services import Services
 from genserve.settings import ServerSettings
 from genserve.textmodel.text_model import TextModel
-from tests.live import LiveServer
 from tests.server.gated import gated
+from tests.support.live_server import LiveServer
 
 
 class Outdated(Repository):

@@ -14,8 +14,8 @@ import pytest
 from genserve.client import Client
 from genserve.export import export_model
 from genserve.export.export_options import SilentProgress
-from tests.checkpoints import tiny_llama_checkpoint
-from tests.live import LiveServer
+from tests.support.live_server import LiveServer
+from tests.support.tiny_llama import tiny_llama_checkpoint
 
 PREFIX = "".join(f"{i:03d} " for i in range(150))  # 600 tokens of the tiny tokenizer: one for each byte
 TOKEN_KIB = 0.5

@@ -15,8 +15,8 @@ import genserve.server.request_body
 import genserve.tensor
 from genserve.server.offload import offload_if_large, write_cost
 from genserve.tensor import Tensor
-from tests.live import LiveServer
 from tests.server.live_kserve import copy_models
+from tests.support.live_server import LiveServer
 
 
 async def test_large_work_runs_on_another_thread():

@@ -19,8 +19,8 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from genserve.client import Client
 from genserve.errors import Overloaded
-from tests.live import LiveServer, wait_until
 from tests.server.gated import TGI, Gated, gated
+from tests.support.live_server import LiveServer, wait_until
 
 CHAT = {"messages": [{"role": "user", "content": "tell me"}], "max_tokens": 40, "ignore_eos": True}
 TEXT = {"prompt": "tell me", "max_tokens": 40, "ignore_eos": True}

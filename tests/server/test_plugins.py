@@ -9,8 +9,8 @@ import openai
 import pytest
 
 from genserve.client import Client
-from tests.live import LiveServer
-from tests.plugins import copy_with_plugins
+from tests.support.documented_plugins import copy_with_plugins
+from tests.support.live_server import LiveServer
 
 CALLS = {
     "logits_processors": [{"name": "no_digits", "args": {"first": 40}}],

@@ -19,7 +19,7 @@ from genserve.errors import GenserveError, InferenceError
 from genserve.server.api_server import Server
 from genserve.settings import ServerSettings
 from tests.backends.networks import save_onnx
-from tests.live import LiveServer
+from tests.support.live_server import LiveServer
 
 CONFIG = """
 backend: "python"

@@ -22,8 +22,8 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 import genserve
 from tests.backends.networks import save_onnx, save_torchscript
-from tests.live import LiveServer
-from tests.models import write_model
+from tests.support.live_server import LiveServer
+from tests.support.python_models import write_model
 
 OPENS = 'open("/srv/secret/weights.bin")'
 PLUGINS = f"""

@@ -11,8 +11,8 @@ from genserve.cli.load_generator import Load, run_load
 from genserve.client.client import Client
 from genserve.prompt import Chat, Message
 from genserve.sampling.sampling_params import sampling_params
-from tests.live import LiveServer
-from tests.thinkers import START, copy_with_tags
+from tests.support.live_server import LiveServer
+from tests.support.thinking_model import START, copy_with_tags
 
 SAID = "<think>\nhm, <thin\n</think>\n\nno <think>."
 TEMPLATE = (

@@ -11,8 +11,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from genserve.errors import GenserveError
 from genserve.server.access_control import parse_restrictions
 from genserve.server.routes.kserve import route_table
-from tests.live import LiveServer
-from tests.models import write_model
+from tests.support.live_server import LiveServer
+from tests.support.python_models import write_model
 
 PARTS = {
     "health": ["GET /v2/health/ready", "GET /v2/models/one/ready", "GET /health"],

@@ -6,7 +6,7 @@ import shutil
 import httpx2
 import pytest
 
-from tests.live import LiveServer
+from tests.support.live_server import LiveServer
 
 
 def generate(http, inputs="hello there", **parameters):

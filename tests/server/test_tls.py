@@ -18,7 +18,7 @@ from genserve import Client
 from genserve.errors import GenserveError
 from genserve.server.api_server import Server
 from genserve.settings import ServerSettings
-from tests.live import LiveServer
+from tests.support.live_server import LiveServer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,8 +18,8 @@ from genserve.inference import Inference, InferenceRequest
 from genserve.server.triton_metrics import CpuCollector, InferenceCollector, read_metrics_config
 from genserve.tensor import Tensor
 from tests.fakes.inference_server import FakeInferenceServer, fake_model
-from tests.live import LiveServer
 from tests.server.live_kserve import copy_models
+from tests.support.live_server import LiveServer
 
 
 def broken(inference: Inference) -> None:

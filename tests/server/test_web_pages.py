@@ -16,8 +16,8 @@ from typing import Any, Self
 import pytest
 from playwright.sync_api import Browser, sync_playwright
 
-from tests.live import LiveServer
-from tests.models import write_model
+from tests.support.live_server import LiveServer
+from tests.support.python_models import write_model
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 REBOUND = "evil.example"

@@ -20,7 +20,7 @@ from genserve.prompt import Chat, Message, read_chat
 from genserve.text.chat_template import ChatTemplate
 from genserve.text.tokenizer import Tokenizer
 from genserve.text.tokenizer_files import TokenizerFiles
-from tests.checkpoints import CHAT_TEMPLATE, SPECIAL_TOKENS, tiny_tokenizer
+from tests.support.tiny_llama import CHAT_TEMPLATE, SPECIAL_TOKENS, tiny_tokenizer
 from tests.text.vocabularies import FAMILIES, byte_level_bpe, sentencepiece_bpe, tokenizer_of, unigram
 
 BOS, START, END = 0, 1, 2  # ids of SPECIAL_TOKENS

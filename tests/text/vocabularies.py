@@ -7,7 +7,7 @@ from tokenizers import Tokenizer as Backend
 
 from genserve.text.tokenizer import Tokenizer
 from genserve.text.tokenizer_files import TokenizerFiles
-from tests.checkpoints import tiny_tokenizer
+from tests.support.tiny_llama import tiny_tokenizer
 
 __all__ = [
     "FAMILIES",

@@ -23,7 +23,7 @@ from genserve.textmodel.decoder_stage import load_decoding
 from tests.fakes.drafts import Oracle
 from tests.fakes.logits import VOCAB_SIZE, PagedLogits, greedy_answer
 from tests.fakes.sequences import Clock, IdText, sample_loop, sequence_of
-from tests.plugins import copy_with_plugins, documented_model
+from tests.support.documented_plugins import copy_with_plugins, documented_model
 
 FAULTY = """
 from pydantic import AfterValidator, BaseModel

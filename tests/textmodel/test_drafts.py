@@ -14,7 +14,7 @@ from genserve.repository.index import scan
 from genserve.repository.model_validation import repository_diagnostics
 from genserve.repository.repository import Repository
 from genserve.textmodel.text_model_loader import looks_up_prompts
-from tests.checkpoints import tiny_tokenizer
+from tests.support.tiny_llama import tiny_tokenizer
 
 PROMPTS = ("the tea that the eater ate at the ", "one two three one two three one two ", "a")
 

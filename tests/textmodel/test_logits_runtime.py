@@ -20,10 +20,10 @@ from genserve.repository.model_validation import repository_diagnostics
 from genserve.textmodel.logits_config import is_logits_stage
 from genserve.textmodel.logits_runtime import load_logits
 from tests.backends.inferences import config_of
-from tests.chains import WHOLE_CONFIG, add_chain, whole_torchscript
-from tests.checkpoints import tiny_tokenizer
-from tests.live import LiveServer
-from tests.reference import greedy_ids, reference_model
+from tests.support.live_server import LiveServer
+from tests.support.stage_chains import WHOLE_CONFIG, add_chain, whole_torchscript
+from tests.support.tiny_llama import tiny_tokenizer
+from tests.support.transformers_reference import greedy_ids, reference_model
 
 
 @pytest.fixture(scope="module")

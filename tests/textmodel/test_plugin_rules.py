@@ -8,7 +8,7 @@ from genserve.errors import RepositoryError
 from genserve.repository.model_validation import repository_diagnostics
 from genserve.textmodel.decoder_stage import load_decoding
 from genserve.textmodel.plugin_rules import plugin_diagnostics
-from tests.plugins import copy_with_plugins, documented_model
+from tests.support.documented_plugins import copy_with_plugins, documented_model
 
 MODEL = """
 class TritonPythonModel:

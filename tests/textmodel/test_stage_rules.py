@@ -12,8 +12,8 @@ import pytest
 
 from genserve.repository.model_validation import repository_diagnostics
 from genserve.repository.repository import Repository
-from tests.chains import WHOLE_CONFIG, add_chain, whole_torchscript
-from tests.live import LiveServer
+from tests.support.live_server import LiveServer
+from tests.support.stage_chains import WHOLE_CONFIG, add_chain, whole_torchscript
 from tests.textmodel.test_text_inference import asked, text
 
 STAGES = ("tiny", "tiny_tokenizer", "tiny_logits", "tiny_decoder")

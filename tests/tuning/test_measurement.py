@@ -14,7 +14,7 @@ from genserve.repository.index import ModelEntry, scan
 from genserve.tuning.measurement import Sample, Samples, take_samples
 from genserve.tuning.search_space import SearchSpace, Setting
 from genserve.tuning.tuned_model import find_model
-from tests.chains import WHOLE_CONFIG, add_chain, whole_torchscript
+from tests.support.stage_chains import WHOLE_CONFIG, add_chain, whole_torchscript
 
 FOUR = Setting(graph="model.onnx", threads=2, batch_size=4)
 EIGHT = Setting(graph="model.onnx", threads=2, batch_size=8)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.conformance.triton.conversation import Addresses, Conversation
 from tests.conformance.triton.runs import RUNS, Run, lay_out
-from tests.live import LiveServer
+from tests.support.live_server import LiveServer
 
 
 @pytest.fixture(scope="session")

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import tritonclient.grpc as triton
 
-from tests.live import LiveServer
-from tests.models import write_model
+from tests.support.live_server import LiveServer
+from tests.support.python_models import write_model
 
 
 def test_a_model_is_loaded_from_the_files_of_the_request(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from tests.live import line_with, serving
-from tests.models import write_model
+from tests.support.live_server import line_with, serving
+from tests.support.python_models import write_model
 
 MESSAGE_BYTES = 96 * 2**20
 CALLS = [

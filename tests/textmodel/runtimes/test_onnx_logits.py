@@ -20,9 +20,9 @@ from genserve.export.export_options import Precision
 from genserve.textmodel.runtimes.device_memory import DeviceMemory
 from genserve.textmodel.runtimes.kv_cache_memory import HostMemory
 from genserve.textmodel.runtimes.onnx_logits import OnnxLogits
-from tests.checkpoints import tiny_llama_checkpoint
 from tests.export.graphs import write_graph
 from tests.export.rows import BlockPool, Row, forward_batch, logits_of
+from tests.support.tiny_llama import tiny_llama_checkpoint
 
 TOLERANCE = 1e-4
 

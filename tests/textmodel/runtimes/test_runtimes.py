@@ -21,10 +21,10 @@ from genserve.textmodel.runtimes.onnx_logits import OnnxLogits
 from genserve.textmodel.runtimes.torchscript_logits import TorchLogits
 from genserve.textmodel.runtimes.uncached_logits import UncachedLogits
 from tests.backends.inferences import ON_CPU, config_of
-from tests.chains import WHOLE_CONFIG, whole_torchscript
 from tests.export.graphs import conversion_of, write_conversion, write_graph
 from tests.fakes.sequences import Clock, IdText, logits_request, sample_loop, sequence_of
-from tests.reference import greedy_ids, reference_model
+from tests.support.stage_chains import WHOLE_CONFIG, whole_torchscript
+from tests.support.transformers_reference import greedy_ids, reference_model
 from tests.textmodel.runtimes.cached_sequences import CachedSequences
 
 TOLERANCE = 1e-4

@@ -16,8 +16,8 @@ from genserve.generation.logits_model import ForwardBatch
 from genserve.textmodel.runtimes.device_memory import DeviceMemory
 from genserve.textmodel.runtimes.torchscript_logits import TorchLogits
 from tests.backends.networks import two_outputs_torchscript
-from tests.checkpoints import tiny_llama_checkpoint
 from tests.export.graphs import write_graph
+from tests.support.tiny_llama import tiny_llama_checkpoint
 from tests.textmodel.runtimes.cached_sequences import CachedSequences
 
 

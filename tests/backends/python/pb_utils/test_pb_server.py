@@ -4,7 +4,7 @@ from pathlib import Path
 
 from genserve.repository.options import ControlMode, RepositoryOptions
 from genserve.repository.repository import Repository
-from tests.models import ask, write_model
+from tests.support.python_models import ask, write_model
 
 LOADS = """
     from pathlib import Path

@@ -1,4 +1,4 @@
-"""Chains: the tiny model's stages again, around a logits stage of another kind."""
+"""The tiny model with a logits stage of another kind."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from tests.backends.networks import save_torchscript
-from tests.reference import reference_model
+from tests.support.transformers_reference import reference_model
 
 __all__ = ["WHOLE_CONFIG", "add_chain", "whole_torchscript"]
 

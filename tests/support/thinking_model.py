@@ -1,4 +1,4 @@
-"""Thinkers: the tiny model with the tags of a thought, which are the last two tokens of its vocabulary."""
+"""The tiny model with the tags of a thought, the last two tokens of its vocabulary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reference: transformers' own model of a checkpoint, to which ours are compared."""
+"""The model of transformers for a checkpoint, the reference for ours."""
 
 from __future__ import annotations
 

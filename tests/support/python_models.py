@@ -1,4 +1,4 @@
-"""Small Python models for tests: folders written in a line, and a way to ask them."""
+"""Small Python models, written in a line, and requests to them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints: tiny random models with real tokenizers, written as Hugging Face folders."""
+"""Tiny random Llama checkpoints with a tokenizer, written as Hugging Face folders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plug-ins for tests: the tiny model with those of docs/decoding.md."""
+"""The tiny model with the plug-ins of docs/decoding.md."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 __all__ = ["copy_with_plugins", "documented_model"]
 
-_PAGE = Path(__file__).parents[1] / "docs" / "decoding.md"
+_PAGE = Path(__file__).parents[2] / "docs" / "decoding.md"
 
 
 def documented_model() -> str:
