@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from genserve.backends.onnx_session import num_cores
 from genserve.config.parse import inspect_message
 from genserve.errors import RepositoryError
 from genserve.repository.index import ModelEntry, scan
@@ -15,6 +17,7 @@ from genserve.tuning.measurement import Sample, Samples, take_samples
 from genserve.tuning.search_space import SearchSpace, Setting
 from genserve.tuning.tuned_model import find_model
 from tests.support.stage_chains import WHOLE_CONFIG, add_chain, whole_torchscript
+from tests.support.torch_threads import torch_threads
 
 FOUR = Setting(graph="model.onnx", threads=2, batch_size=4)
 EIGHT = Setting(graph="model.onnx", threads=2, batch_size=8)
@@ -107,6 +110,13 @@ def test_a_graph_that_cannot_be_loaded_is_named(stage: ModelEntry) -> None:
         next(take_samples(stage, space, budget_s=0, max_step_s=FOREVER))
 
 
+@pytest.fixture
+def all_cores() -> Iterator[None]:
+    with torch_threads(num_cores()):
+        yield
+
+
+@pytest.mark.usefixtures("all_cores")
 def test_a_graph_without_a_cache_runs_with_the_threads_of_its_config(
     tiny_repository: Path, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
