@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
 from genserve.errors import InvalidRequest
-from genserve.sampling.sampling_options import SamplingOptions
-from genserve.sampling.sampling_params import sampling_params
+
+if TYPE_CHECKING:
+    from genserve.sampling.sampling_options import SamplingOptions
 
 DEFAULT_REPOSITORY = Path("model_repository")
 
@@ -93,6 +94,8 @@ def with_assignments(options: SamplingOptions, assignments: Iterable[str]) -> Sa
     Raises:
         InvalidRequest: an assignment has no =, or the name or the value is invalid.
     """
+    from genserve.sampling.sampling_params import sampling_params
+
     merged: dict[str, object] = {**options}
     for assignment in assignments:
         name, equals, value = assignment.partition("=")
@@ -100,7 +103,7 @@ def with_assignments(options: SamplingOptions, assignments: Iterable[str]) -> Sa
             raise InvalidRequest(f"--set {assignment} has no value", remedy=f"write --set {assignment}=VALUE")
         merged[name] = read_value(value)
     sampling_params(merged)     # validated here, before a model is loaded
-    return cast(SamplingOptions, merged)
+    return cast("SamplingOptions", merged)
 
 
 def read_value(text: str) -> object:

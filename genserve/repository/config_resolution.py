@@ -107,12 +107,15 @@ def resolve_model(
     if resolved.role is not Role.ENSEMBLE:
         return resolved
     stages = {
-        name: _resolve(stage, entries, options=options)
+        name: _resolve_stage(stage, entries, options=options, on_cpu=name != "logits")
         for name, stage in (text_stages(entry, entries) or {}).items()
     }
     draft_name = _draft_name(stages["logits"].config)
     draft = text_stages(entries[draft_name], entries) if draft_name else None
-    drafts = {name: _resolve(stage, entries, options=options) for name, stage in (draft or {}).items()}
+    drafts = {
+        name: _resolve_stage(stage, entries, options=options, on_cpu=True)
+        for name, stage in (draft or {}).items()
+    }
     stages["logits"] = replace(stages["logits"], draft=drafts)
     warnings = [warning for stage in (*stages.values(), *drafts.values()) for warning in stage.warnings]
     return replace(resolved, stages=stages, warnings=(*resolved.warnings, *warnings))
@@ -125,8 +128,19 @@ def _draft_name(config: ModelConfig) -> str:
     return config.parameters.get("draft_model", "")
 
 
+def _resolve_stage(
+    entry: ModelEntry, entries: Mapping[str, ModelEntry], *, options: RepositoryOptions, on_cpu: bool
+) -> ResolvedModel:
+    check_usable(entry, entries)
+    return _resolve(entry, entries, options=options, on_cpu=on_cpu)
+
+
 def _resolve(
-    entry: ModelEntry, entries: Mapping[str, ModelEntry], *, options: RepositoryOptions
+    entry: ModelEntry,
+    entries: Mapping[str, ModelEntry],
+    *,
+    options: RepositoryOptions,
+    on_cpu: bool = False,
 ) -> ResolvedModel:
     if entry.config is None:
         raise first_error(entry.parsed.diagnostics) or AssertionError(entry.name)
@@ -145,7 +159,10 @@ def _resolve(
     # The ensemble of a text model may be configured to give one response, though its decoder is decoupled.
     if message.platform == "ensemble" and role is not Role.ENSEMBLE:
         message.model_transaction_policy.decoupled = is_decoupled(entry, entries)
-    found += _normalise(message, entry, role, version=versions[-1], options=options)
+    if on_cpu or role is Role.DECODER:     # whatever it asks for; the rules of stages report another `kind`
+        normalise(message, model_folder=entry.path, gpus=0)
+    else:
+        found += _normalise(message, entry, role, version=versions[-1], options=options)
     _raise_first(found)
     return ResolvedModel(
         config=model_config(message, name=entry.name),
@@ -184,9 +201,6 @@ def _normalise(
     message: Any, entry: ModelEntry, role: Role | None, *, version: int, options: RepositoryOptions
 ) -> list[Diagnostic]:
     """Normalise a config, which chooses its devices; return the groups that do not run where they ask to."""
-    if role is Role.DECODER:    # its loop runs on the CPU; the rules of stages report another `kind`
-        normalise(message, model_folder=entry.path, gpus=0)
-        return []
     written = new_model_config()
     written.CopyFrom(message)
     found = normalise(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from genserve.backends.backend import Backend, ModelSource, Placement, find_backend
@@ -255,6 +255,7 @@ def load_stage_logits(entry: ModelEntry) -> LoadedLogits:
 
 
 def _resolve_alone(entry: ModelEntry) -> ResolvedModel:
+    entry = replace(entry, wanted_version=int(entry.latest_version().name))
     return resolve_model(entry, {entry.name: entry}, options=RepositoryOptions())
 
 

@@ -260,9 +260,10 @@ def _policy_diagnostic(entry: ModelEntry, severity: Severity, message: str, *, r
 def _served(entry: ModelEntry, config: ModelConfig) -> Sequence[int]:
     """Return the versions whose files are checked; none where the version policy is wrong."""
     try:
-        return served_versions(config, entry.versions)
+        versions = served_versions(config, entry.versions)
     except RepositoryError:
         return ()
+    return versions if entry.wanted_version == -1 else [v for v in versions if v == entry.wanted_version]
 
 
 def _content_diagnostics(entry: ModelEntry) -> Iterator[Diagnostic]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TypeAlias
 
 from genserve.backends.backend import ModelSource, boolean_parameter
@@ -109,30 +110,38 @@ async def _decode_nothing(sequence: TokenSequence) -> None:
 
 
 def _load_warm(source: ModelSource) -> LoadedLogits:
-    """Load a logits stage and run the samples of its `model_warmup` through an engine without a prefix cache.
+    """Load a logits stage and run the samples of its `model_warmup`, each time in an engine of its own.
 
-    So neither metrics nor statistics count them, and no request reuses the KV cache of a sample.
+    So neither metrics nor statistics count them, and nothing reuses the KV cache of a sample, not even its
+    next execution.
 
     Raises:
         RepositoryError: the stage cannot be loaded; a sample cannot be read, or was answered with an error.
     """
     config = source.config
     logits = load_logits(config, source.folder, placement=engine_placement(config))
-    batches = warmup_batches(config, source.path)
-    if not batches:
-        return logits
-    engine = EngineThread(
-        Engine(logits, decode=_decode_nothing, prefix_cache=False),
-        name=f"warmup-{source.name}",
-        max_num_seqs=logits.max_num_seqs,
-        limits=QueueLimits(max_requests=max(len(batch.requests) for batch in batches)),
-        metrics=Metrics().for_model(source.name),
-    )
-    stage = LogitsInference(engine, config, logits=logits, statistics=ModelStatistics(), owns_engine=True)
-    try:
-        run_warmups(stage.execute, batches)
-    finally:
-        stage.close()
+    declared = {spec.name for spec in config.inputs}
+    for batch in warmup_batches(config, source.path):
+        for name in sorted(batch.requests[0].inputs.keys() - declared):
+            raise RepositoryError(
+                f"failed to run warmup sample '{batch.name}': unexpected inference input '{name}' for model "
+                f"'{config.name}'",
+                remedy="leave it out of `model_warmup`, or declare it",
+            )
+        for _ in range(batch.count):
+            engine = EngineThread(
+                Engine(logits, decode=_decode_nothing, prefix_cache=False),
+                name=f"warmup-{source.name}",
+                max_num_seqs=logits.max_num_seqs,
+                limits=QueueLimits(max_requests=len(batch.requests)),
+                metrics=Metrics().for_model(source.name),
+            )
+            statistics = ModelStatistics()
+            stage = LogitsInference(engine, config, logits=logits, statistics=statistics, owns_engine=True)
+            try:
+                run_warmups(stage.execute, [replace(batch, count=1)])
+            finally:
+                stage.close()
     return logits
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -206,3 +207,36 @@ def test_a_decoder_stage_is_completed_like_any_python_model(tiny_repository, tmp
     (root / "tiny_decoder" / "1" / "model.py").write_text(COMPLETING)
     decoder = resolved(root, "tiny", strict_config=strict_config).stages["decoder"]
     assert (decoder.config.output("score") is None) is strict_config
+
+
+def test_stages_that_run_on_the_cpu_may_ask_for_a_gpu(tiny_repository, machine, tmp_path):
+    """The tokenizer of a text model, and all stages of the model that drafts for it."""
+    machine(gpus=0)
+    shutil.copytree(tiny_repository, tmp_path / "models")
+    tokenizer = tmp_path / "models" / "tiny_tokenizer" / "config.pbtxt"
+    tokenizer.write_text(tokenizer.read_text() + "instance_group { kind: KIND_GPU }")
+    entries = scan([tmp_path / "models"])
+    options = RepositoryOptions(strict_placement=True)
+    text_model = resolve_model(entries["tiny"], entries, options=options)
+    assert text_model.stages["tokenizer"].config.instance_groups[0].kind == "KIND_CPU"
+    assert not any("GPUs are available" in warning.message for warning in text_model.warnings)
+    with pytest.raises(RepositoryError, match="no GPUs are available"):
+        resolve_model(entries["tiny_tokenizer"], entries, options=options)
+
+
+def test_a_stage_in_two_repositories_is_not_loaded(tiny_repository, tmp_path):
+    shutil.copytree(tiny_repository, tmp_path / "one")
+    shutil.copytree(tiny_repository / "tiny_logits", tmp_path / "two" / "tiny_logits")
+    entries = scan([tmp_path / "one", tmp_path / "two"])
+    with pytest.raises(RepositoryError, match="not unique across all model repositories"):
+        resolve_model(entries["tiny"], entries, options=RepositoryOptions())
+
+
+def test_a_stage_with_a_chosen_version_needs_no_other(tiny_repository, tmp_path):
+    stage = shutil.copytree(tiny_repository, tmp_path / "models") / "tiny_logits"
+    shutil.copytree(stage / "1", stage / "2")
+    (stage / "1" / "model.onnx").unlink()
+    with (stage / "config.pbtxt").open("a") as config:
+        config.write("version_policy { all { } }")
+    entry = replace(scan([tmp_path / "models"])["tiny_logits"], wanted_version=2)
+    assert resolve_model(entry, {entry.name: entry}, options=RepositoryOptions()).versions == (2,)

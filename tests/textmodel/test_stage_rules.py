@@ -12,6 +12,7 @@ import pytest
 
 from genserve.repository.model_validation import repository_diagnostics
 from genserve.repository.repository import Repository
+from genserve.textmodel.runtimes.onnx_logits import OnnxLogits
 from tests.support.live_server import LiveServer
 from tests.support.stage_chains import WHOLE_CONFIG, add_chain, whole_torchscript
 from tests.textmodel.test_text_inference import asked, text
@@ -200,6 +201,30 @@ def test_a_warmup_of_the_wrong_tensors_fails_as_it_does_for_other_models(models)
     add(models, "tiny_logits", f'model_warmup {{ name: "w" batch_size: 1 {tensor} }}')
     assert reported(models, "tiny_logits") == ["error: missing required input(s) ['input_ids']"]
     assert "missing required input(s) ['input_ids']" in load_error(models)
+
+
+def test_a_warmup_with_an_undeclared_input_fails_the_load(models):
+    extra = 'inputs { key: "x" value { data_type: TYPE_INT64 dims: [ 2 ] zero_data: true } }'
+    add(models, "tiny_logits", sample(2, "zero_data: true", more=extra))
+    expected = "failed to run warmup sample 'w': unexpected inference input 'x' for model 'tiny_logits'"
+    assert expected in load_error(models)
+
+
+def test_each_execution_of_a_warmup_computes_all_its_tokens(models, monkeypatch):
+    """Nothing of an earlier one is in the prefix cache."""
+    add(models, "tiny_logits", sample(12, "zero_data: true", more="count: 3"))
+    lengths: list[int] = []
+    forward = OnnxLogits.forward
+
+    def counted(self, batch):
+        lengths.append(len(batch.token_ids))
+        return forward(self, batch)
+
+    monkeypatch.setattr(OnnxLogits, "forward", counted)
+    assert load_error(models) == ""
+    once = lengths[: len(lengths) // 3]
+    assert lengths == once * 3
+    assert sum(once) >= 12
 
 
 def test_the_versions_of_the_stages_are_those_of_policy_and_step(models):
