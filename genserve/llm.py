@@ -19,7 +19,7 @@ from genserve.sampling.sampling_params import SamplingParams, sampling_params
 
 
 class LLM:
-    """One generation model in this process; the methods are those of `genserve.Client`.
+    """One text model in this process; the methods are those of `genserve.Client`.
 
         with LLM("model_repository", "smollm2") as llm:
             print(llm.chat("What is a triton?", max_tokens=64).text)
@@ -29,7 +29,7 @@ class LLM:
     """
 
     def __init__(self, model_repository: str | Path, model: str | None = None) -> None:
-        """Load a model; without a name, the only generation model of the repository.
+        """Load a model; without a name, the only text model of the repository.
 
         Raises:
             RepositoryError: the folder, or the model in it, is invalid.
