@@ -165,7 +165,9 @@ class ServerSettings:
     allow_grpc: bool = _flag(True, _PORTS, "Serve KServe v2 over gRPC.")
     grpc_host: str = _flag("", _PORTS, "Address for gRPC, if it differs from --host.", "--grpc-address")
     grpc_port: int = _port(8001)
-    reuse_grpc_port: bool = _flag(False, _PORTS, "Same for the gRPC port.")
+    reuse_grpc_port: bool = _flag(False, _PORTS,
+        "Share the gRPC port with other servers that set this flag; the system distributes connections.",
+    )
     grpc_infer_response_compression_level: Literal["none", "low", "medium", "high"] = _flag(
         "none", _GRPC,
         "Compression of responses, for clients that support it.",
@@ -185,7 +187,8 @@ class ServerSettings:
     )
     grpc_http2_min_recv_ping_interval_without_data: int | None = _grpc(
         "grpc.http2.min_ping_interval_without_data_ms",
-        "Minimum interval of a client's pings without data; a faster one is a strike, ms.",
+        "Minimum interval of a client's pings without data, in ms; "
+        "pings at shorter intervals count as strikes.",
     )
     grpc_http2_max_ping_strikes: int | None = _grpc(
         "grpc.http2.max_ping_strikes", "Ping strikes that close a connection; 0: no limit."

@@ -136,7 +136,7 @@ class Conversion:
             raise ExportError(
                 f"{checkpoint.source} has {len(unknown)} tensors unknown to the family {self.family.name}, "
                 f"such as {unknown[0]!r}",
-                remedy="it is a variant of the architecture that its config names; nothing was installed",
+                remedy="export a checkpoint of the standard architecture; nothing was installed",
             )
 
 

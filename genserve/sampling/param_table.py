@@ -163,7 +163,7 @@ def _validate_value(value: Any, row: Param) -> None:
         require(len(value) <= row.max_items, name, f"takes at most {row.max_items} {items}")
     for index, text in enumerate(value if row.max_chars else ()):
         holds = isinstance(text, str) and 0 < len(text) <= row.max_chars
-        require(holds, f"{name}[{index}]", f"must have 1 to {row.max_chars} characters")
+        require(holds, f"{name}[{index}]", f"must be a string of 1 to {row.max_chars} characters")
 
 
 def _words(kind: Any) -> str:

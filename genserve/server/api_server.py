@@ -52,7 +52,7 @@ class ModelInfo:
     name: str
     max_length: int             # tokens of prompt and answer together
     max_num_seqs: int
-    kv_cache_bytes: int         # at the most
+    kv_cache_bytes: int         # at most
     precision: str
 
 

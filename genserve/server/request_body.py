@@ -100,7 +100,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
             f"the body is not JSON: {error.msg} at character {error.pos}", remedy=_JSON_OBJECT
         ) from None
     except RecursionError:
-        raise InvalidRequest("the body is nested too deeply") from None
+        raise InvalidRequest("the body is nested too deeply", remedy=_JSON_OBJECT) from None
     if not isinstance(value, dict):
         raise InvalidRequest("the body must be a JSON object", remedy=_JSON_OBJECT)
     # Only an escape can produce one, so most bodies need no scan of their strings.
@@ -114,18 +114,20 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     for name, value in pairs:
         if name in result:
             readable = ascii(name[:64])[1:-1]
-            raise InvalidRequest(f"the key {readable!r} is given twice", field=readable)
+            raise InvalidRequest(
+                f"the key {readable!r} is given twice", field=readable, remedy=_JSON_OBJECT
+            )
         result[name] = value
     return result
 
 
 def _no_constant(name: str) -> float:
-    raise InvalidRequest(f"the body contains {name}, which is not JSON")
+    raise InvalidRequest(f"the body contains {name}, which is not JSON", remedy=_JSON_OBJECT)
 
 
 def _bounded_int(digits: str) -> int:
     if len(digits) > _MAX_INT_DIGITS:
-        raise InvalidRequest(f"the body contains a number of {len(digits)} digits")
+        raise InvalidRequest(f"the body contains a number of {len(digits)} digits", remedy=_JSON_OBJECT)
     return int(digits)
 
 

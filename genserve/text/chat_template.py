@@ -98,7 +98,8 @@ class ChatTemplate:
             field = f"chat_template_kwargs.{name[:128]}"
             known = ", ".join(sorted(self.variables)) or "none"
             remedy = f"its variables are: {known}"
-            raise InvalidRequest(f"{field}: the chat template does not use it", field=field, remedy=remedy)
+            problem = f"the chat template has no variable {name[:128]!r}"
+            raise InvalidRequest(f"{field}: {problem}", field=field, remedy=remedy)
 
     def _render(self, messages: list[dict[str, str]], chat: Chat) -> str:
         variables = {

@@ -39,9 +39,9 @@ class DecoderInference:
             InferenceError: always.
         """
         raise InferenceError(
-            f"model '{inference.model_name}' runs inside of the ensemble '{self._text_model}'",
+            f"model '{inference.model_name}' runs as a stage of the text model '{self._text_model}'",
             status=Status.UNSUPPORTED,
-            remedy=f"ask '{self._text_model}'",
+            remedy=f"send the request to '{self._text_model}'",
         )
 
     def close(self) -> None:

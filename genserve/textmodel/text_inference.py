@@ -40,6 +40,7 @@ OUTPUT = "text_output"
 _PLUGINS = ("logits_processors", "stop_rules", "output_parser")
 # All request parameters that are read; `priority` is Triton's own.
 _READ = frozenset({*_PLUGINS, "cache_salt", "priority"})
+_SAME_VALUES = "send rows with different values as separate requests"
 
 
 class TextInference:
@@ -250,7 +251,9 @@ def _text(inputs: Mapping[str, Tensor], name: str) -> str:
     """Return the text of an input, the same for all rows of the batch; empty: there is no such input."""
     distinct = set(decode_strings(inputs[name])) if name in inputs else {""}
     if len(distinct) > 1:
-        raise InvalidRequest(f"the rows of one request have different values of {name}", field=name)
+        raise InvalidRequest(
+            f"the rows of one request have different values of {name}", field=name, remedy=_SAME_VALUES
+        )
     return distinct.pop() if distinct else ""
 
 
@@ -258,7 +261,7 @@ def _parsed(name: str, text: Parameter) -> Any:
     try:
         return json.loads(text if isinstance(text, str) else "")
     except (ValueError, RecursionError):
-        raise InvalidRequest(f"{name} must be a string of JSON", field=name) from None
+        raise InvalidRequest(f"{name} must be a string that contains JSON", field=name) from None
 
 
 def _scalar(inputs: Mapping[str, Tensor], name: str, *, default: Any) -> Any:
@@ -268,5 +271,7 @@ def _scalar(inputs: Mapping[str, Tensor], name: str, *, default: Any) -> Any:
         return default
     values = tensor.array.reshape(-1)
     if (values != values[0]).any():
-        raise InvalidRequest(f"the rows of one request have different values of {name}", field=name)
+        raise InvalidRequest(
+            f"the rows of one request have different values of {name}", field=name, remedy=_SAME_VALUES
+        )
     return values[0].item()

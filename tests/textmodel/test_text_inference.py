@@ -207,7 +207,7 @@ def test_invalid_ids_are_refused(repository: Repository) -> None:
 
 
 def test_the_decoder_stage_names_the_model_to_ask(repository: Repository) -> None:
-    with pytest.raises(InferenceError, match="runs inside of the ensemble 'tiny'"):
+    with pytest.raises(InferenceError, match="runs as a stage of the text model 'tiny'"):
         asked(repository, "tiny_decoder", logits=np.zeros((1, 1, 1), np.float32))
 
 
