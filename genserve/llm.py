@@ -108,10 +108,10 @@ class LLM:
 
     def _params(self, options: SamplingOptions) -> SamplingParams:
         """Return the parameters of a call. Raises Closed before any other error."""
-        self._refuse_if_closed()
+        self._reject_if_closed()
         return sampling_params(options)
 
-    def _refuse_if_closed(self) -> None:
+    def _reject_if_closed(self) -> None:
         if self._closed:
             raise _closed()
 
@@ -144,7 +144,7 @@ class LLM:
             raise _closed() from None
 
     def __enter__(self) -> Self:
-        self._refuse_if_closed()
+        self._reject_if_closed()
         return self
 
     def __exit__(self, *_raised: object) -> None:

@@ -106,11 +106,11 @@ class ServerSettings:
     )
     strict_placement: bool = _flag(
         False, _MODELS,
-        "Refuse a GPU model on a machine without a GPU; otherwise it runs on the CPU, with a warning.",
+        "Reject a GPU model on a machine without a GPU; otherwise it runs on the CPU, with a warning.",
     )
     strict_repository_paths: bool = _flag(
         False, _MODELS,
-        "Refuse a model with a link that leads out of the repository; otherwise links are followed.",
+        "Reject a model with a link that leads out of the repository; otherwise links are followed.",
     )
     model_config_name: str = _flag(
         "", _MODELS, "Read configs/NAME.pbtxt instead of config.pbtxt, if a model has it."
@@ -149,7 +149,7 @@ class ServerSettings:
     max_queue_wait_s: float = _flag(
         10.0, _MODELS,
         "Queue limit in seconds until a request's first step; 0: no limit. A request that has waited longer, "
-        "or is expected to, is refused with status 429.",
+        "or is expected to, is rejected with status 429.",
         minimum=0,
     )
     host: str = _flag(
@@ -283,11 +283,11 @@ class ServerSettings:
     )
     log_verbose: int = _flag(
         0, _LOG,
-        "1 also logs inferences, health checks, reasons of refusals, and verbose lines of models.",
+        "1 also logs inferences, health checks, reasons of rejections, and verbose lines of models.",
         minimum=0,
     )
     log_info: bool = _flag(True, _LOG, "Log requests, loads and unloads.")
-    log_warning: bool = _flag(True, _LOG, "Log warnings, and requests that are refused or fail.")
+    log_warning: bool = _flag(True, _LOG, "Log warnings, and requests that are rejected or fail.")
     log_error: bool = _flag(True, _LOG, "Log errors.")
     log_format: Literal["default", "ISO8601"] = _flag("default", _LOG, "ISO8601 writes times in UTC.")
     log_file: Path | None = _flag(None, _LOG, "Append the log to this file instead of stderr.")

@@ -14,9 +14,10 @@ from gguf import MODEL_ARCH_NAMES, GGUFReader, ReaderTensor, dequantize, get_ten
 
 from genserve.errors import ExportError
 from genserve.export.architectures import FAMILIES
-from genserve.export.checkpoint import Checkpoint, FloatArray
+from genserve.export.checkpoint import Checkpoint
 from genserve.export.decoder_weights import tensor_sources
 from genserve.export.gguf_tokenizer import tokenizer_files
+from genserve.sampling.logits_array import FloatArray
 
 _LLAMA_FIELDS = {
     "max_position_embeddings": "context_length",
@@ -139,7 +140,7 @@ def read_gguf(path: Path, *, source: str) -> Checkpoint:
     fields = {name: field for name, field in reader.fields.items() if not name.startswith("tokenizer.")}
     metadata = {name: field.contents() for name, field in fields.items()}
     tensors = {tensor.name: tensor for tensor in reader.tensors}
-    _refuse_unknown(metadata, tensors=tensors, source=source)
+    _reject_unknown(metadata, tensors=tensors, source=source)
     try:
         config = _config(metadata, tensors=tensors)
         tensors = _by_hugging_face_names(metadata, tensors=tensors)
@@ -158,7 +159,7 @@ def _architecture(metadata: Mapping[str, Any]) -> GgufArchitecture:
     return ARCHITECTURES[metadata["general.architecture"]]
 
 
-def _refuse_unknown(metadata: Mapping[str, Any], *, tensors: Mapping[str, ReaderTensor], source: str) -> None:
+def _reject_unknown(metadata: Mapping[str, Any], *, tensors: Mapping[str, ReaderTensor], source: str) -> None:
     architecture = metadata.get("general.architecture")
     scaling = metadata.get(f"{architecture}.rope.scaling.type", "none")
     if architecture not in ARCHITECTURES or scaling != "none" or "rope_freqs.weight" in tensors:

@@ -73,7 +73,7 @@ def with_config(entry: ModelEntry, config_json: str, *, options: RepositoryOptio
 
 
 def check_usable(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> None:
-    """Refuse a config with errors that no file of the model can cure.
+    """Reject a config with errors that no file of the model can cure.
 
     Args:
         entry: the model.

@@ -74,8 +74,8 @@ class Param:
     max_chars: int = 0                      # of each text of a list
     stage: str | None = None                # the stage of a draw that it turns on
     draws: bool = False                     # it affects draws only
-    requires: str | None = None             # refused without this parameter
-    excludes: tuple[str, ...] = ()          # refused with one of these
+    requires: str | None = None             # rejected without this parameter
+    excludes: tuple[str, ...] = ()          # rejected with one of these
     unused_without: tuple[str, ...] = ()    # without all of these it has no effect, and is reported as unused
     own_field: bool = False                 # every dialect over HTTP declares it by itself
     one_text: bool = False                  # the dialects take one text for a list of it

@@ -79,8 +79,7 @@ class SamplingMetadata:
     ) -> SamplingMetadata:
         """Return the metadata of rows, given the seed and the number of answer tokens of each that draws.
 
-        Args:
-            seeds: `InputProcessor` draws one for a request without.
+        A request without a seed gets one from `InputProcessor`.
         """
         seed, step = np.array(seeds, dtype=np.uint64), np.array(steps, dtype=np.uint64)
         numbers = uniforms(seed, step).tolist()

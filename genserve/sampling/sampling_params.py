@@ -39,7 +39,7 @@ _prompt = partial(param, section="prompt")
 _NO_HIDDEN_STATES = "needs the hidden states of the model, and the logits stage returns only logits"
 _SECOND_PROMPT = "needs a second forward without the prompt in each step, which the engine does not run"
 # Methods of other servers that are not offered: the reason, and the neutral value.
-_REFUSED_METHODS: Mapping[str, tuple[str, object]] = {
+_REJECTED_METHODS: Mapping[str, tuple[str, object]] = {
     "penalty_alpha": (f"contrastive search {_NO_HIDDEN_STATES}", 0),
     "dola_layers": (f"DoLa {_NO_HIDDEN_STATES}", None),
     "guidance_scale": (f"classifier-free guidance {_SECOND_PROMPT}", 1),
@@ -50,7 +50,7 @@ _REPLACED: Mapping[str, str] = {
     f"guided_{form}": f'structured_outputs: {{"{form}": ...}}'
     for form in ("json", "regex", "choice", "grammar")
 }
-REFUSED = (*_REFUSED_METHODS, *_REPLACED)
+REJECTED = (*_REJECTED_METHODS, *_REPLACED)
 
 
 # ruff: noqa: RUF009  # a row is a constant
@@ -312,7 +312,7 @@ class SamplingParams(_DrawParams):
     )
 
     truncate_prompt_tokens: int | None = _prompt(
-        "a longer prompt is truncated to this number of tokens; without it, it is refused",
+        "a longer prompt is truncated to this number of tokens; without it, it is rejected",
         default=None, range=Range(1, _INT_MAX, extra=-1, extra_means="as many as max_tokens leaves room for"),
         tgi="truncate",
     )
@@ -450,7 +450,7 @@ def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
     Raises:
         InvalidRequest: an unknown name, with the nearest known one as the remedy, or a value out of range.
     """
-    values = without_refused_methods(options)
+    values = without_rejected_methods(options)
     for name in values:
         if name not in PARAMETERS:
             near = difflib.get_close_matches(name, PARAMETERS, n=1)
@@ -502,17 +502,17 @@ def _read_id(key: Any) -> Any:
     return int(key) if isinstance(key, str) and key.isascii() and key.isdecimal() else key
 
 
-def without_refused_methods(options: Mapping[str, Any]) -> dict[str, Any]:
+def without_rejected_methods(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options without those of methods that are not offered, if these are neutral.
 
     Raises:
         InvalidRequest: one is not neutral; `field` is its name.
     """
-    for name, (reason, neutral) in _REFUSED_METHODS.items():
+    for name, (reason, neutral) in _REJECTED_METHODS.items():
         if options.get(name) is not None and options[name] != neutral:
             raise InvalidRequest(f"{name} is not supported: {reason}", field=name, remedy="leave it out")
     for name, newer in _REPLACED.items():
         if options.get(name) is not None:
             message = f"{name} is not supported: use structured_outputs"
             raise InvalidRequest(message, field=name, remedy=f"write {newer}")
-    return {name: value for name, value in options.items() if name not in REFUSED}
+    return {name: value for name, value in options.items() if name not in REJECTED}

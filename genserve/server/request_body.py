@@ -1,7 +1,7 @@
 """Request body: bodies read under a size limit and parsed strictly.
 
 A key given twice, NaN, half a surrogate pair and a nesting that exhausts the stack, which the usual JSON
-parser accepts, are refused here.
+parser accepts, are rejected here.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
         raise InvalidRequest("the body must be a JSON object", remedy=_JSON_OBJECT)
     # Only an escape can produce one, so most bodies need no scan of their strings.
     if "\\u" in text:
-        _refuse_surrogates(value, "")
+        _reject_surrogates(value, "")
     return value
 
 
@@ -131,18 +131,18 @@ def _bounded_int(digits: str) -> int:
     return int(digits)
 
 
-def _refuse_surrogates(value: Any, place: str) -> None:
+def _reject_surrogates(value: Any, place: str) -> None:
     match value:
         case str() if _LONE_SURROGATE.search(value):
             where = place or "the body"
             raise InvalidRequest(f"{where} contains a lone surrogate, which is not a character", field=where)
         case dict():
             for key, inner in value.items():
-                _refuse_surrogates(key, place)
-                _refuse_surrogates(inner, f"{place}.{key}" if place else key)
+                _reject_surrogates(key, place)
+                _reject_surrogates(inner, f"{place}.{key}" if place else key)
         case list():
             for index, inner in enumerate(value):
-                _refuse_surrogates(inner, f"{place}[{index}]")
+                _reject_surrogates(inner, f"{place}[{index}]")
 
 
 def _too_large(limit: int) -> BodyTooLarge:

@@ -22,7 +22,7 @@ from genserve.sampling.sampling_params import (
     TRITON_TENSORS,
     SamplingParams,
     sampling_params,
-    without_refused_methods,
+    without_rejected_methods,
 )
 from genserve.tensor import Tensor
 from genserve.textmodel.text_model import TextModel
@@ -206,8 +206,8 @@ def _params(inputs: Mapping[str, Tensor], parameters: Mapping[str, Parameter]) -
         if name in inputs:
             options[option] = [text for text in decode_strings(inputs[name]) if text]
     options |= {name: _parsed(name, parameters[name]) for name in _PLUGINS if name in parameters}
-    without_refused_methods(parameters)
-    _refuse_unread(parameters)
+    without_rejected_methods(parameters)
+    _reject_unread(parameters)
     if "cache_salt" in parameters:
         options["cache_salt"] = parameters["cache_salt"]
     options["structured_outputs"] = _structured_outputs(inputs)
@@ -217,8 +217,8 @@ def _params(inputs: Mapping[str, Tensor], parameters: Mapping[str, Parameter]) -
     return sampling_params(options)
 
 
-def _refuse_unread(parameters: Mapping[str, Parameter]) -> None:
-    """Refuse request parameters that only tensors may set, unless neutral; Triton ignores unknown ones."""
+def _reject_unread(parameters: Mapping[str, Parameter]) -> None:
+    """Reject request parameters that only tensors may set, unless neutral; Triton ignores unknown ones."""
     names = {name: name for name in PARAMETERS} | _PARAMETERS | _TEXTS
     for name in names.keys() & parameters.keys() - _READ:
         nothing = ("", 1) if name == "beam_width" else ("", PARAMETERS[names[name]].default)
