@@ -21,6 +21,11 @@ def test_an_invalid_message_is_rejected_with_its_index(messages, field):
     assert raised.value.field == field
 
 
+def test_an_unknown_key_of_a_message_is_named():
+    with pytest.raises(InvalidRequest, match=r"messages\[0\] has the unknown key 'name'"):
+        read_messages([{"role": "user", "content": "a", "name": "b"}])
+
+
 def test_the_number_of_messages_is_limited():
     message = Message(role="user", content="a")
     assert len(Chat(messages=read_messages([message] * MAX_CHAT_MESSAGES)).messages) == MAX_CHAT_MESSAGES

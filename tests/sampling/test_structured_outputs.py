@@ -135,6 +135,23 @@ def test_a_malformed_response_format_is_rejected(written):
     assert rejection.value.field == "parameters.grammar"
 
 
+@pytest.mark.parametrize(
+    ("written", "problem"),
+    [
+        ({}, "lacks the field 'type'"),
+        ({"type": "xml"}, "has the unknown type 'xml'"),
+        ({"type": "json"}, "lacks the field 'value'"),
+        ({"type": "json_schema"}, "lacks the field 'json_schema'"),
+        ({"type": "json_schema", "json_schema": {"name": "x"}}, "lacks the field 'json_schema.schema'"),
+        ({"type": "regex", "value": 3}, "has a field that is not valid for the type 'regex'"),
+    ],
+)
+def test_a_malformed_response_format_is_rejected_with_its_cause(written, problem):
+    with pytest.raises(InvalidRequest) as rejection:
+        structured_outputs_of_format(written, field="response_format")
+    assert rejection.value.message == f"response_format {problem}"
+
+
 @pytest.mark.parametrize("name", ["guided_json", "guided_regex", "guided_choice", "guided_grammar"])
 def test_replaced_names_are_rejected_with_the_new_name(name):
     with pytest.raises(InvalidRequest, match="structured_outputs") as rejection:
