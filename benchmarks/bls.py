@@ -194,7 +194,7 @@ def _options() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model-repository", type=Path, default=Path("model_repository"))
-    parser.add_argument("--model", default="smollm2", help="an exported generation model")
+    parser.add_argument("--model", default="smollm2", help="an exported text model")
     parser.add_argument("--triton", default="", help="the command that starts Triton")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--prompt-tokens", type=int, default=40)

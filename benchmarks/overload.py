@@ -4,7 +4,7 @@
 
 starts `genserve serve` and loads it alternately with as many streaming clients as it has slots (its
 capacity), and with many more. Each client sends its next request when its answer is complete, and repeats a
-refused one after `retry-after-ms`. The figures are tokens per second until a number of answers is complete,
+rejected one after `retry-after-ms`. The figures are tokens per second until a number of answers is complete,
 and tokens per second of the server's CPU time, which is more reliable on a busy machine. A figure is the
 median of the rounds, a share the median of their shares.
 
@@ -27,8 +27,8 @@ from genserve.backends.onnx_session import num_cores
 from genserve.cli.load_generator import percentile
 
 HEADINGS = (
-    *("clients", "tokens/s", "of capacity", "tokens/CPU s", "of capacity", "refused"),
-    *("first token, ms: p50", "p99", "refusal, ms: p50", "p99"),
+    *("clients", "tokens/s", "of capacity", "tokens/CPU s", "of capacity", "rejected"),
+    *("first token, ms: p50", "p99", "rejection, ms: p50", "p99"),
 )
 
 # The time for the server to notice that the clients of the previous load have left.
@@ -77,19 +77,19 @@ def _work(options: argparse.Namespace, *, clients: int, number: int) -> Work:
 
 def overload_figures(measured: Measured) -> Figures:
     """Summarise the fields of `genserve.cli.load_generator.LoadResult`; times in milliseconds."""
-    first_s, refused_s = measured["first_text_s"], measured["refused_s"]
+    first_s, rejected_s = measured["first_text_s"], measured["rejected_s"]
     # A text is a token. With more clients than slots, answers do not end together, so that the tokens of
     # unfinished ones would be missing only on one side of the comparison.
     num_tokens = sum(measured["new_tokens"]) + measured["unfinished_texts"]
-    num_sent = len(first_s) + len(refused_s)
+    num_sent = len(first_s) + len(rejected_s)
     figures = {
         "tokens_per_s": num_tokens / measured["elapsed_s"],
-        "refused": len(refused_s) / num_sent,
+        "rejected": len(rejected_s) / num_sent,
         "client_cpu": measured["cpu_s"] / measured["elapsed_s"],
     }
     if "server_cpu_s" in measured:
         figures["tokens_per_cpu_s"] = num_tokens / measured["server_cpu_s"]
-    for name, times_s in (("first", first_s), ("refusal", refused_s)):
+    for name, times_s in (("first", first_s), ("rejection", rejected_s)):
         if times_s:
             figures |= {f"{name}_p{percent}_ms": percentile(times_s, percent) * 1e3 for percent in (50, 99)}
     return figures
@@ -103,13 +103,13 @@ def _table(rounds: dict[int, list[Figures]], *, capacity: int) -> str:
             speed, share = median(mine, name), ratio(mine, rounds[capacity], name)
             speeds += ["", ""] if speed is None or share is None else [f"{speed:.0f}", f"{share:.0%}"]
         times = (
-            median(mine, f"{name}_p{percent}_ms") for name in ("first", "refusal") for percent in (50, 99)
+            median(mine, f"{name}_p{percent}_ms") for name in ("first", "rejection") for percent in (50, 99)
         )
         rows.append(
             (
                 str(clients),
                 *speeds,
-                f"{median(mine, 'refused'):.0%}",
+                f"{median(mine, 'rejected'):.0%}",
                 *("" if time is None else f"{time:.0f}" for time in times),
             )
         )

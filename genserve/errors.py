@@ -8,7 +8,7 @@
     ├── UnsupportedMediaType      the content type of the body is not accepted
     ├── ModelNotFound             no such model, or no such version of it
     ├── ModelNotReady             the model exists and is not loaded, or its load failed
-    ├── Overloaded                the queue of a generation model is full; try again later
+    ├── Overloaded                the queue of a text model is full; try again later
     ├── ModelFailed               a model or a decoding loop raised, or its output is unusable
     ├── InferenceError            an inference with named tensors failed; Triton's code and text
     ├── RepositoryError           a model repository, or a model in it, is invalid
@@ -105,7 +105,7 @@ class ModelNotReady(GenserveError):
 
 
 class Overloaded(GenserveError):
-    """The server refuses new requests at the moment. Nothing was computed, so a retry is safe.
+    """The server rejects new requests at the moment. Nothing was computed, so a retry is safe.
 
     Attributes:
         retry_after_s: estimated seconds until the queue has room.

@@ -46,7 +46,7 @@ class Metrics:
             "prefix_cache_hits", "Prompt tokens found in the prefix cache, and not computed."
         )
         self.rejections = counter(
-            "admission_rejections", "Requests refused with status 429, by the reached limit.", "reason"
+            "admission_rejections", "Requests rejected with status 429, by the reached limit.", "reason"
         )
         self.cache_usage = gauge(
             "kv_cache_usage_perc", "Share of the KV cache that running requests hold; 1 is all of it."
@@ -143,7 +143,7 @@ class GenerationMetrics:
         self._waiting_tokens.set(waiting_tokens)
 
     def rejected(self, reason: str) -> None:
-        """Report a refused request; from any thread."""
+        """Report a rejected request; from any thread."""
         self._rejections.labels(self._model, reason).inc()
 
     def queued(self, seconds: float) -> None:

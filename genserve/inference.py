@@ -252,7 +252,7 @@ class Inference:
         callback()
 
     def when_ended(self, callback: Callable[[Inference], None]) -> None:
-        """Call back with it after the final response; to be called before it is submitted."""
+        """Call back with it after the final response; call this before `submit`."""
         self._on_end.append(callback)
 
     def fail_cancelled(self) -> None:

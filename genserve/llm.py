@@ -19,7 +19,7 @@ from genserve.sampling.sampling_params import SamplingParams, sampling_params
 
 
 class LLM:
-    """One generation model in this process; the methods are those of `genserve.Client`.
+    """One text model in this process; the methods are those of `genserve.Client`.
 
         with LLM("model_repository", "smollm2") as llm:
             print(llm.chat("What is a triton?", max_tokens=64).text)
@@ -29,7 +29,7 @@ class LLM:
     """
 
     def __init__(self, model_repository: str | Path, model: str | None = None) -> None:
-        """Load a model; without a name, the only generation model of the repository.
+        """Load a model; without a name, the only text model of the repository.
 
         Raises:
             RepositoryError: the folder, or the model in it, is invalid.
@@ -108,10 +108,10 @@ class LLM:
 
     def _params(self, options: SamplingOptions) -> SamplingParams:
         """Return the parameters of a call. Raises Closed before any other error."""
-        self._refuse_if_closed()
+        self._reject_if_closed()
         return sampling_params(options)
 
-    def _refuse_if_closed(self) -> None:
+    def _reject_if_closed(self) -> None:
         if self._closed:
             raise _closed()
 
@@ -144,7 +144,7 @@ class LLM:
             raise _closed() from None
 
     def __enter__(self) -> Self:
-        self._refuse_if_closed()
+        self._reject_if_closed()
         return self
 
     def __exit__(self, *_raised: object) -> None:

@@ -57,7 +57,7 @@ class LoggedRequest:
         model: the requested model, as the client wrote it, or the chosen one.
         prompt_tokens: of all prompts together.
         answers: the answers that are generated for it.
-        error: the error that it was refused or failed with.
+        error: the error that it was rejected or failed with.
     """
 
     id: str
@@ -84,7 +84,7 @@ CURRENT_REQUEST: ContextVar[LoggedRequest | None] = ContextVar("current_request"
 
 
 def fail_request(error: GenserveError) -> None:
-    """Record the error that the current request, if any, was refused or failed with."""
+    """Record the error that the current request, if any, was rejected or failed with."""
     request = CURRENT_REQUEST.get()
     if request is not None:
         request.error = error
@@ -135,7 +135,7 @@ class LineFormatter(logging.Formatter):
 class FloodFilter(logging.Filter):
     """Passes at most 100 warnings or errors of one kind per 10 seconds, and logs how many were dropped.
 
-    So a client cannot fill the disk with refused requests. The kind of a record is its attribute `kind`, or
+    So a client cannot fill the disk with rejected requests. The kind of a record is its attribute `kind`, or
     its message before the arguments are formatted. Records that models log themselves always pass.
     """
 

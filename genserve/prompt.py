@@ -103,8 +103,10 @@ def _read_message(message: Message | Mapping[str, str], index: int) -> Message:
     if isinstance(message, Message):
         return message
     place = f"messages[{index}]"
-    known = {"role", "content"} <= set(message) <= {"role", "content", "reasoning_content"}
-    require(known, place, "must have the keys role and content")
+    require({"role", "content"} <= set(message), place, "must have the keys role and content")
+    for key in message:
+        known = key in ("role", "content", "reasoning_content")
+        require(known, place, f"has the unknown key {str(key)[:64]!r}")
     try:
         return Message(**message)  # type: ignore[arg-type]  # it checks
     except InvalidRequest as error:

@@ -106,11 +106,11 @@ class ServerSettings:
     )
     strict_placement: bool = _flag(
         False, _MODELS,
-        "Refuse a GPU model on a machine without a GPU; otherwise it runs on the CPU, with a warning.",
+        "Reject a GPU model on a machine without a GPU; otherwise it runs on the CPU, with a warning.",
     )
     strict_repository_paths: bool = _flag(
         False, _MODELS,
-        "Refuse a model with a link that leads out of the repository; otherwise links are followed.",
+        "Reject a model with a link that leads out of the repository; otherwise links are followed.",
     )
     model_config_name: str = _flag(
         "", _MODELS, "Read configs/NAME.pbtxt instead of config.pbtxt, if a model has it."
@@ -149,7 +149,7 @@ class ServerSettings:
     max_queue_wait_s: float = _flag(
         10.0, _MODELS,
         "Queue limit in seconds until a request's first step; 0: no limit. A request that has waited longer, "
-        "or is expected to, is refused with status 429.",
+        "or is expected to, is rejected with status 429.",
         minimum=0,
     )
     host: str = _flag(
@@ -165,7 +165,9 @@ class ServerSettings:
     allow_grpc: bool = _flag(True, _PORTS, "Serve KServe v2 over gRPC.")
     grpc_host: str = _flag("", _PORTS, "Address for gRPC, if it differs from --host.", "--grpc-address")
     grpc_port: int = _port(8001)
-    reuse_grpc_port: bool = _flag(False, _PORTS, "Same for the gRPC port.")
+    reuse_grpc_port: bool = _flag(False, _PORTS,
+        "Share the gRPC port with other servers that set this flag; the system distributes connections.",
+    )
     grpc_infer_response_compression_level: Literal["none", "low", "medium", "high"] = _flag(
         "none", _GRPC,
         "Compression of responses, for clients that support it.",
@@ -185,7 +187,8 @@ class ServerSettings:
     )
     grpc_http2_min_recv_ping_interval_without_data: int | None = _grpc(
         "grpc.http2.min_ping_interval_without_data_ms",
-        "Minimum interval of a client's pings without data; a faster one is a strike, ms.",
+        "Minimum interval of a client's pings without data, in ms; "
+        "pings at shorter intervals count as strikes.",
     )
     grpc_http2_max_ping_strikes: int | None = _grpc(
         "grpc.http2.max_ping_strikes", "Ping strikes that close a connection; 0: no limit."
@@ -280,11 +283,11 @@ class ServerSettings:
     )
     log_verbose: int = _flag(
         0, _LOG,
-        "1 also logs inferences, health checks, reasons of refusals, and verbose lines of models.",
+        "1 also logs inferences, health checks, reasons of rejections, and verbose lines of models.",
         minimum=0,
     )
     log_info: bool = _flag(True, _LOG, "Log requests, loads and unloads.")
-    log_warning: bool = _flag(True, _LOG, "Log warnings, and requests that are refused or fail.")
+    log_warning: bool = _flag(True, _LOG, "Log warnings, and requests that are rejected or fail.")
     log_error: bool = _flag(True, _LOG, "Log errors.")
     log_format: Literal["default", "ISO8601"] = _flag("default", _LOG, "ISO8601 writes times in UTC.")
     log_file: Path | None = _flag(None, _LOG, "Append the log to this file instead of stderr.")

@@ -46,7 +46,7 @@ def test_a_stream_left_early_frees_its_blocks(llm):
         pass
 
 
-def test_a_misspelt_option_is_refused_with_the_nearest(llm):
+def test_a_misspelt_option_is_rejected_with_the_nearest(llm):
     with pytest.raises(InvalidRequest, match="max_tokens"):
         llm.generate("hi", max_tokns=3)
 

@@ -129,7 +129,7 @@ class Crossing(logging.Handler):
 
 
 class TestFlood:
-    """A client that is refused over and over does not fill the disk."""
+    """A client that is rejected over and over does not fill the disk."""
 
     def written(self, *records: logging.LogRecord) -> list[str]:
         stream = io.StringIO()

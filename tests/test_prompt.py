@@ -15,10 +15,15 @@ from genserve.prompt import MAX_CHAT_MESSAGES, Chat, Message, read_chat, read_me
         ([{"role": "user", "content": 5}], "messages[0].content"),
     ],
 )
-def test_an_invalid_message_is_refused_with_its_index(messages, field):
+def test_an_invalid_message_is_rejected_with_its_index(messages, field):
     with pytest.raises(InvalidRequest) as raised:
         read_messages(messages)
     assert raised.value.field == field
+
+
+def test_an_unknown_key_of_a_message_is_named():
+    with pytest.raises(InvalidRequest, match=r"messages\[0\] has the unknown key 'name'"):
+        read_messages([{"role": "user", "content": "a", "name": "b"}])
 
 
 def test_the_number_of_messages_is_limited():

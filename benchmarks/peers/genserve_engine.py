@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class GenserveEngine:
-    """The one generation model of a repository."""
+    """The one text model of a repository."""
 
     def __init__(self, model_repository: str) -> None:
         repository = Repository([Path(model_repository)])

@@ -106,7 +106,7 @@ def print_answer(
         clock: a monotonic clock, in seconds.
 
     Raises:
-        GenserveError: the model failed, or refused the request.
+        GenserveError: the model failed, or rejected the request.
     """
     started_s = clock()
     texts: list[str] = []
@@ -153,7 +153,7 @@ class ChatSession:
         """Print the answer to a question, and append both to the conversation unless there is an error.
 
         Raises:
-            GenserveError: the model failed, or refused the request.
+            GenserveError: the model failed, or rejected the request.
         """
         messages = self.conversation.messages_with(question)
         answer = print_answer(

@@ -2,7 +2,7 @@
 
 The client may share its cores with the server, so it does as little as possible: one thread, one selector,
 no HTTP library, and no JSON is parsed while answers stream. Each connection sends its next request when its
-answer is complete; a request that was refused with status 429 is sent again after the server's Retry-After.
+answer is complete; a request that was rejected with status 429 is sent again after the server's Retry-After.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TEXT = re.compile(rb'^data:.*?"(?:(?:reasoning_)?content|text)": ?"(?!")', re.M
 _PROMPT_TOKENS = re.compile(rb'"(?:prompt_tokens|input_length)": ?(\d+)')
 _NEW_TOKENS = re.compile(rb'"(?:completion_tokens|generated_tokens)": ?(\d+)')
 _LAST_CHUNK = b"\r\n0\r\n\r\n"
-_REFUSED = b"HTTP/1.1 429 "
+_REJECTED = b"HTTP/1.1 429 "
 _RETRY_AFTER_MS = re.compile(rb"^retry-after-ms: *(\d+)", re.MULTILINE | re.IGNORECASE)
 _CONTENT_LENGTH = re.compile(rb"^content-length: *(\d+)", re.MULTILINE | re.IGNORECASE)
 
@@ -72,7 +72,7 @@ class LoadResult:
     new_tokens: list[int] = field(default_factory=list)             # per request, as the server reports
     first_text_s: list[float] = field(default_factory=list)         # per request, from sending it
     gaps_s: list[float] = field(default_factory=list)               # between texts, 0 within a chunk
-    refused_s: list[float] = field(default_factory=list)            # per refusal, from sending the request
+    rejected_s: list[float] = field(default_factory=list)            # per rejection, from sending the request
     unfinished_texts: int = 0                                       # of incomplete answers
 
 
@@ -81,7 +81,7 @@ def run_load(load: Load) -> LoadResult:
 
     Raises:
         InvalidRequest: the API key is not a valid header value.
-        Unreachable: the server does not accept connections, or refused a request with an error.
+        Unreachable: the server does not accept connections, or rejected a request with an error.
         StreamBroken: an answer ended before its last event.
     """
     result = LoadResult()
@@ -98,14 +98,14 @@ def run_load(load: Load) -> LoadResult:
 
 
 class _ClosedLoop:
-    """The connections of a load: waiting for an answer, or for the retry of a refused request."""
+    """The connections of a load: waiting for an answer, or for the retry of a rejected request."""
 
     def __init__(self, load: Load, result: LoadResult, selector: selectors.BaseSelector) -> None:
         self._load = load
         self._result = result
         self._selector = selector
         self._requests = _requests(load)
-        self._refused: list[tuple[float, int, _Connection]] = []   # a heap, by the time of their retry
+        self._rejected: list[tuple[float, int, _Connection]] = []   # a heap, by the time of their retry
 
     def start(self, stack: ExitStack) -> None:
         """Open the connections, each with its first request; the stack closes them."""
@@ -116,28 +116,28 @@ class _ClosedLoop:
 
     def is_done(self) -> bool:
         """Whether no connection is left, or `num_answers` have come."""
-        if not (self._selector.get_map() or self._refused):
+        if not (self._selector.get_map() or self._rejected):
             return True
         limit = self._load.num_answers
         return limit is not None and len(self._result.new_tokens) >= limit
 
     def wait(self) -> None:
         """Wait until bytes arrive or a retry is due, and handle them."""
-        timeout_s = max(0.0, self._refused[0][0] - time.perf_counter()) if self._refused else None
+        timeout_s = max(0.0, self._rejected[0][0] - time.perf_counter()) if self._rejected else None
         for key, _ in self._selector.select(timeout_s):
             if key.data.receive():
                 self._end_request(key.data)
-        while self._refused and self._refused[0][0] <= time.perf_counter():
-            connection = heapq.heappop(self._refused)[2]
+        while self._rejected and self._rejected[0][0] <= time.perf_counter():
+            connection = heapq.heappop(self._rejected)[2]
             # A new connection: the server may have closed the idle one.
             self._send(connection, connection.request, reconnect=True)
 
     def _end_request(self, connection: _Connection) -> None:
-        """Schedule the retry of a refused request, or send the next one."""
+        """Schedule the retry of a rejected request, or send the next one."""
         self._selector.unregister(connection.socket)
         if connection.retry_after_s is not None:
             retry_s = time.perf_counter() + connection.retry_after_s
-            heapq.heappush(self._refused, (retry_s, id(connection), connection))
+            heapq.heappush(self._rejected, (retry_s, id(connection), connection))
         elif (request := next(self._requests, None)) is not None:
             self._send(connection, request, reconnect=not self._load.keep_alive)
 
@@ -151,7 +151,7 @@ class _Connection:
 
     Attributes:
         request: the last request.
-        retry_after_s: when to repeat it; None: it was not refused.
+        retry_after_s: when to repeat it; None: it was not rejected.
         num_texts: the number of texts of the answer so far.
     """
 
@@ -181,7 +181,7 @@ class _Connection:
         self.socket.sendall(request)
 
     def receive(self) -> bool:
-        """Read the available bytes; returns whether the answer, or the refusal, is complete."""
+        """Read the available bytes; returns whether the answer, or the rejection, is complete."""
         data = self.socket.recv(1 << 16)
         now_s = time.perf_counter()
         lines, newline, self._line = (self._line + data).rpartition(b"\n")
@@ -191,22 +191,22 @@ class _Connection:
         if self._end.endswith(_LAST_CHUNK):
             self._note_end()
             return True
-        if data and self._end.startswith(_REFUSED):
-            return self._note_refusal(now_s)
+        if data and self._end.startswith(_REJECTED):
+            return self._note_rejection(now_s)
         failed = lines.startswith(b"HTTP/1.1 ") and not lines.startswith(b"HTTP/1.1 200 ")
         if failed or not data:
             raise Unreachable(f"the server answered with an error: {(lines + newline + self._line)!r}")
         return False
 
-    def _note_refusal(self, now_s: float) -> bool:
-        """Set `retry_after_s` once the refusal is complete; a refusal is short enough to fit into `_end`."""
+    def _note_rejection(self, now_s: float) -> bool:
+        """Set `retry_after_s` once the rejection is complete; it is short enough to fit into `_end`."""
         head, _, body = self._end.partition(b"\r\n\r\n")
         length = _CONTENT_LENGTH.search(head)
         if length is None or len(body) < int(length[1]):
             return False
         found = _RETRY_AFTER_MS.search(head)
         self.retry_after_s = int(found[1]) / 1000 if found else 1.0
-        self._result.refused_s.append(now_s - self._sent_s)
+        self._result.rejected_s.append(now_s - self._sent_s)
         return True
 
     def _note_text(self, now_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Flags of tritonserver: its spelling of switches, and the flags that genserve refuses, with their remedies.
+"""Flags of tritonserver: its spelling of switches, and the flags that genserve rejects, with their remedies.
 
 The names are those of Triton's command_line_parser.cc.
 """
@@ -15,7 +15,7 @@ _TRUE, _FALSE = frozenset({"true", "1", "yes", "on"}), frozenset({"false", "0", 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RefusedFlag:
+class RejectedFlag:
     """A flag of tritonserver that genserve does not support."""
 
     remedy: str             # the reason, and what to do instead
@@ -93,8 +93,8 @@ _FLAGS = (
     ),
 )
 
-REFUSED_FLAGS = {
-    name: RefusedFlag(remedy=remedy, ignored_value=value)
+REJECTED_FLAGS = {
+    name: RejectedFlag(remedy=remedy, ignored_value=value)
     for flags, remedy in _FLAGS
     for name, _, value in (flag.partition("=") for flag in flags.split())
 }
@@ -103,8 +103,8 @@ REFUSED_FLAGS = {
 class TritonserverCommand(TyperCommand):
     """A command whose switches may be written as tritonserver's.
 
-    It accepts `--switch`, `--no-switch`, `--switch=true`, `--switch=false` and `--switch false`. It refuses
-    the `REFUSED_FLAGS` with their remedies, or ignores one whose value has no effect.
+    It accepts `--switch`, `--no-switch`, `--switch=true`, `--switch=false` and `--switch false`. It rejects
+    the `REJECTED_FLAGS` with their remedies, or ignores one whose value has no effect.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -116,9 +116,9 @@ class TritonserverCommand(TyperCommand):
             for name in option.opts
         }
         words = []
-        for word in _joined(args, {*switches, *REFUSED_FLAGS}):
+        for word in _joined(args, {*switches, *REJECTED_FLAGS}):
             name, _, value = word.partition("=")
-            flag = REFUSED_FLAGS.get(name)
+            flag = REJECTED_FLAGS.get(name)
             if flag is None:
                 words.append(_rewritten(word, switches))
             elif not value or _switch_value(value) != _switch_value(flag.ignored_value):

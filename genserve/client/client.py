@@ -67,7 +67,7 @@ class AsyncStream:
 class OpeningStream(Coroutine[Any, Any, AsyncStream]):
     """A stream that is being opened: `await` it, or enter it with `async with`, which closes it at the end.
 
-    Do either once. Both raise the error of a refused request.
+    Do either once. Both raise the error of a rejected request.
     """
 
     def __init__(self, opening: Coroutine[Any, Any, AsyncStream]) -> None:
@@ -107,7 +107,7 @@ class Client:
     Every call raises:
         InvalidRequest: the request is invalid; `field` names the place.
         ModelNotFound, ModelNotReady: the server does not have the model, or it is not loaded.
-        Overloaded: the server refused the request and all retries.
+        Overloaded: the server rejected the request and all retries.
         ModelFailed: the model failed.
         Unreachable: the server did not answer.
         Closed: this client was closed.
@@ -128,7 +128,7 @@ class Client:
             base_url: None: GENSERVE_BASE_URL, or http://127.0.0.1:8000.
             api_key: None: GENSERVE_API_KEY, or no key.
             timeout_s: raise Unreachable after this time without a byte from the server.
-            max_retries: how often to repeat a request that is refused because of load, or cannot connect.
+            max_retries: how often to repeat a request that is rejected because of load, or cannot connect.
             http_client: another transport; `close` does not close it.
         """
         self._connection = connection(base_url, api_key=api_key, timeout_s=timeout_s, max_retries=max_retries)
@@ -178,7 +178,7 @@ class Client:
             self._http.close()
 
     def __enter__(self) -> Self:
-        self._refuse_if_closed()
+        self._reject_if_closed()
         return self
 
     def __exit__(self, *_raised: object) -> None:
@@ -219,7 +219,7 @@ class Client:
             attempt += 1
 
     def _send_once(self, request: api_calls.ApiRequest) -> httpx2.Response:
-        self._refuse_if_closed()
+        self._reject_if_closed()
         url = self._connection.url(request)
         with reply_errors.unreachable_at(url):
             response = self._http.send(self._connection.build(self._http, request), stream=True)
@@ -234,7 +234,7 @@ class Client:
     def _is_closed(self) -> bool:
         return self._closed or self._http.is_closed
 
-    def _refuse_if_closed(self) -> None:
+    def _reject_if_closed(self) -> None:
         if self._is_closed():
             raise reply_errors.closed()
 
@@ -306,7 +306,7 @@ class AsyncClient:
             await self._http.aclose()
 
     async def __aenter__(self) -> Self:
-        self._refuse_if_closed()
+        self._reject_if_closed()
         return self
 
     async def __aexit__(self, *_raised: object) -> None:
@@ -350,7 +350,7 @@ class AsyncClient:
             attempt += 1
 
     async def _send_once(self, request: api_calls.ApiRequest) -> httpx2.Response:
-        self._refuse_if_closed()
+        self._reject_if_closed()
         url = self._connection.url(request)
         with reply_errors.unreachable_at(url):
             response = await self._http.send(self._connection.build(self._http, request), stream=True)
@@ -365,6 +365,6 @@ class AsyncClient:
     def _is_closed(self) -> bool:
         return self._closed or self._http.is_closed
 
-    def _refuse_if_closed(self) -> None:
+    def _reject_if_closed(self) -> None:
         if self._is_closed():
             raise reply_errors.closed()

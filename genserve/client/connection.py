@@ -23,8 +23,8 @@ LIMITS = httpx2.Limits(max_connections=1000, max_keepalive_connections=100)
 def retry_wait_s(error: GenserveError, *, attempt: int, max_retries: int, jitter: float) -> float | None:
     """Return the seconds to wait before the next attempt, or None to give up.
 
-    Refusals because of load (statuses 429 and 503) and failed connections are retried. Timeouts are not: the
-    server may still work on the request. The wait doubles with each attempt, and is at least the server's
+    Rejections because of load (statuses 429 and 503) and failed connections are retried. Timeouts are not:
+    the server may still work on the request. The wait doubles with each attempt, and is at least the server's
     Retry-After.
 
     Args:

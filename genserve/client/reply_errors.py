@@ -116,7 +116,7 @@ def unreachable_at(url: str) -> Iterator[None]:
         ) from error
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         raise Unreachable(
-            f"{url} did not answer: {error}", remedy="see the server's log, or check the URL"
+            f"the request to {url} failed: {error}", remedy="see the server's log, or check the URL"
         ) from error
 
 

@@ -25,8 +25,8 @@ _MAX_LISTED = 12    # names in a remedy
 class Severity(StrEnum):
     """Whether a model can be served in spite of a diagnostic."""
 
-    ERROR = "error"         # no: it would not run, or would answer wrongly
-    WARNING = "warning"     # yes, but not everything happens that its files ask for
+    ERROR = "error"         # not served: it would not run, or would answer wrongly
+    WARNING = "warning"     # served, but some settings have no effect
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

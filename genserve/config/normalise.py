@@ -28,6 +28,8 @@ def normalise(
 ) -> tuple[Diagnostic, ...]:
     """Fill in the defaults that Triton fills in at load; to be called after the backend has completed it.
 
+    A logits stage that cannot run on its GPU: see repository/config_resolution.py.
+
     Args:
         message: the `inference.ModelConfig`, changed in place.
         model_folder: its name is the model's.

@@ -6,12 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from genserve.errors import ExportError
-
-FloatArray = NDArray[np.float32]
+from genserve.sampling.logits_array import FloatArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,9 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from safetensors import SafetensorError, safe_open
 
 from genserve.errors import ExportError
-from genserve.export.checkpoint import Checkpoint, FloatArray
+from genserve.export.checkpoint import Checkpoint
 from genserve.export.gguf_checkpoint import read_gguf
+from genserve.sampling.logits_array import FloatArray
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -129,7 +130,7 @@ def _unreadable(path: Path, error: Exception) -> ExportError:
 
 
 def _open_pickled(files: Iterable[Path]) -> Mapping[str, torch.Tensor]:
-    """The tensors of PyTorch's .bin files by name, mapped into memory; pickled code is refused, not run."""
+    """The tensors of PyTorch's .bin files by name, mapped into memory; pickled code is rejected, not run."""
     tensors: dict[str, torch.Tensor] = {}
     for path in files:
         try:

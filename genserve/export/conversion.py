@@ -14,7 +14,7 @@ import numpy as np
 
 from genserve.errors import ExportError
 from genserve.export.architectures import FAMILIES, architecture, family_of
-from genserve.export.checkpoint import Checkpoint, FloatArray
+from genserve.export.checkpoint import Checkpoint
 from genserve.export.decoder import Decoder
 from genserve.export.decoder_graph import write_decoder
 from genserve.export.decoder_module import write_torchscript
@@ -30,6 +30,7 @@ from genserve.export.precision import SCHEMES, cache_dtype, require_cache, resol
 from genserve.export.smoothquant import is_smoothable, smooth
 from genserve.export.source_model import Reference, run_source
 from genserve.export.traced import TracedConversion
+from genserve.sampling.logits_array import FloatArray
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +137,7 @@ class Conversion:
             raise ExportError(
                 f"{checkpoint.source} has {len(unknown)} tensors unknown to the family {self.family.name}, "
                 f"such as {unknown[0]!r}",
-                remedy="it is a variant of the architecture that its config names; nothing was installed",
+                remedy="export a checkpoint of the standard architecture; nothing was installed",
             )
 
 

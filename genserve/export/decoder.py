@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from genserve.export.checkpoint import FloatArray
+from genserve.sampling.logits_array import FloatArray
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 

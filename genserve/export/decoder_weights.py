@@ -27,8 +27,9 @@ from typing import Literal
 
 import numpy as np
 
-from genserve.export.checkpoint import Checkpoint, FloatArray
+from genserve.export.checkpoint import Checkpoint
 from genserve.export.decoder import Decoder
+from genserve.sampling.logits_array import FloatArray
 
 # Turns a tensor of the checkpoint into that of a role: a weight [outputs, inputs], or a bias [outputs].
 Unpack = Callable[[FloatArray, Decoder], FloatArray]

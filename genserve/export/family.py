@@ -48,7 +48,7 @@ class Family:
     """A model family: a table in `families/`, listed in `architectures.py`."""
 
     name: str
-    # Takes the config as transformers completes it; refuses unsupported options with `require`.
+    # Takes the config as transformers completes it; rejects unsupported options with `require`.
     describe: Callable[[Any], Decoder]
     names: TensorMap
     prefix: str                    # of all tensors but the head's; checkpoints without a head may omit it
@@ -101,7 +101,7 @@ class Family:
 
 
 def require(holds: bool, *, found: str, known: str) -> None:  # noqa: FBT001
-    """Refuse an option of a config that the graph does not support.
+    """Reject an option of a config that the graph does not support.
 
     `found` names the option in the message, `known` the supported values in the remedy.
 

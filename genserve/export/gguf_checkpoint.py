@@ -14,9 +14,10 @@ from gguf import MODEL_ARCH_NAMES, GGUFReader, ReaderTensor, dequantize, get_ten
 
 from genserve.errors import ExportError
 from genserve.export.architectures import FAMILIES
-from genserve.export.checkpoint import Checkpoint, FloatArray
+from genserve.export.checkpoint import Checkpoint
 from genserve.export.decoder_weights import tensor_sources
 from genserve.export.gguf_tokenizer import tokenizer_files
+from genserve.sampling.logits_array import FloatArray
 
 _LLAMA_FIELDS = {
     "max_position_embeddings": "context_length",
@@ -33,7 +34,7 @@ _OPTIONAL = ("attention.head_count_kv", "attention.key_length", "rope.dimension_
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dialect:
+class GgufArchitecture:
     """The translation of one `general.architecture` into the names of Hugging Face."""
 
     architecture: str                # as in config.json
@@ -74,27 +75,27 @@ def _head_by_head(tensor: FloatArray, name: str, config: Mapping[str, Any]) -> F
     return stack.swapaxes(0, 1).reshape(tensor.shape)
 
 
-DIALECTS: Mapping[str, Dialect] = MappingProxyType(
+ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
     {
-        "llama": Dialect(
+        "llama": GgufArchitecture(
             architecture="LlamaForCausalLM",
             fields=_LLAMA_FIELDS | {"head_dim": "rope.dimension_count"},
             fixed={"model_type": "llama"},
             undo=_rotary_halves,
         ),
-        "qwen2": Dialect(
+        "qwen2": GgufArchitecture(
             architecture="Qwen2ForCausalLM",
             fields=_LLAMA_FIELDS,
             fixed={"model_type": "qwen2"},
             undo=_unchanged,
         ),
-        "qwen3": Dialect(
+        "qwen3": GgufArchitecture(
             architecture="Qwen3ForCausalLM",
             fields=_LLAMA_FIELDS | {"head_dim": "attention.key_length"},
             fixed={"model_type": "qwen3"},
             undo=_unchanged,
         ),
-        "gpt2": Dialect(
+        "gpt2": GgufArchitecture(
             architecture="GPT2LMHeadModel",
             fields={
                 "n_positions": "context_length",
@@ -108,7 +109,7 @@ DIALECTS: Mapping[str, Dialect] = MappingProxyType(
             fixed={"model_type": "gpt2", "tie_word_embeddings": True},
             undo=_conv1d,
         ),
-        "bloom": Dialect(
+        "bloom": GgufArchitecture(
             architecture="BloomForCausalLM",
             fields={
                 "seq_length": "context_length",
@@ -125,7 +126,7 @@ DIALECTS: Mapping[str, Dialect] = MappingProxyType(
 
 
 def read_gguf(path: Path, *, source: str) -> Checkpoint:
-    """Open a GGUF file of one of the architectures in `DIALECTS`; `source` is its name in messages.
+    """Open a GGUF file of one of the architectures in `ARCHITECTURES`; `source` is its name in messages.
 
     Raises:
         ExportError: the file is broken, or its architecture or rotary scaling is not supported.
@@ -139,7 +140,7 @@ def read_gguf(path: Path, *, source: str) -> Checkpoint:
     fields = {name: field for name, field in reader.fields.items() if not name.startswith("tokenizer.")}
     metadata = {name: field.contents() for name, field in fields.items()}
     tensors = {tensor.name: tensor for tensor in reader.tensors}
-    _refuse_unknown(metadata, tensors=tensors, source=source)
+    _reject_unknown(metadata, tensors=tensors, source=source)
     try:
         config = _config(metadata, tensors=tensors)
         tensors = _by_hugging_face_names(metadata, tensors=tensors)
@@ -149,20 +150,21 @@ def read_gguf(path: Path, *, source: str) -> Checkpoint:
         source=source,
         config=config,
         tensor_names=frozenset(tensors),
-        load=partial(_load, tensors, config=config, dialect=_dialect(metadata)),
+        load=partial(_load, tensors, config=config, translation=_architecture(metadata)),
         tokenizer_files=tokenizer_files(reader.fields, source=source),
     )
 
 
-def _dialect(metadata: Mapping[str, Any]) -> Dialect:
-    return DIALECTS[metadata["general.architecture"]]
+def _architecture(metadata: Mapping[str, Any]) -> GgufArchitecture:
+    return ARCHITECTURES[metadata["general.architecture"]]
 
 
-def _refuse_unknown(metadata: Mapping[str, Any], *, tensors: Mapping[str, ReaderTensor], source: str) -> None:
+def _reject_unknown(metadata: Mapping[str, Any], *, tensors: Mapping[str, ReaderTensor], source: str) -> None:
     architecture = metadata.get("general.architecture")
     scaling = metadata.get(f"{architecture}.rope.scaling.type", "none")
-    if architecture not in DIALECTS or scaling != "none" or "rope_freqs.weight" in tensors:
-        feature = "scaled rotary positions" if architecture in DIALECTS else f"architecture {architecture!r}"
+    if architecture not in ARCHITECTURES or scaling != "none" or "rope_freqs.weight" in tensors:
+        known = architecture in ARCHITECTURES
+        feature = "scaled rotary positions" if known else f"architecture {architecture!r}"
         raise ExportError(
             f"{source} has {feature}, which is not supported in GGUF files",
             remedy="export from the original checkpoint folder (config.json and safetensors)",
@@ -170,20 +172,20 @@ def _refuse_unknown(metadata: Mapping[str, Any], *, tensors: Mapping[str, Reader
 
 
 def _config(metadata: Mapping[str, Any], *, tensors: Mapping[str, ReaderTensor]) -> dict[str, Any]:
-    dialect, prefix = _dialect(metadata), metadata["general.architecture"]
+    translation, prefix = _architecture(metadata), metadata["general.architecture"]
     keys = {
         key: f"{prefix}.{field}"
-        for key, field in dialect.fields.items()
+        for key, field in translation.fields.items()
         if field not in _OPTIONAL or f"{prefix}.{field}" in metadata
     }
     return {
-        "architectures": [dialect.architecture],
+        "architectures": [translation.architecture],
         "vocab_size": int(tensors["token_embd.weight"].shape[1]),
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
         "tie_word_embeddings": "output.weight" not in tensors,
         **{key: metadata[field] for key, field in keys.items()},
-        **dialect.fixed,
+        **translation.fixed,
     }
 
 
@@ -191,7 +193,7 @@ def _by_hugging_face_names(
     metadata: Mapping[str, Any], *, tensors: Mapping[str, ReaderTensor]
 ) -> dict[str, ReaderTensor]:
     """Rename the tensors to the names in a Hugging Face folder; tensors without such a name keep theirs."""
-    architecture, family = metadata["general.architecture"], FAMILIES[_dialect(metadata).architecture]
+    architecture, family = metadata["general.architecture"], FAMILIES[_architecture(metadata).architecture]
     num_layers = metadata[f"{architecture}.block_count"]
     [number] = [number for number, name in MODEL_ARCH_NAMES.items() if name == architecture]
     known, names = get_tensor_name_map(number, num_layers), {}
@@ -208,9 +210,13 @@ def _renamed(name: str, names: Mapping[str, str]) -> str:
 
 
 def _load(
-    tensors: Mapping[str, ReaderTensor], name: str, *, config: Mapping[str, Any], dialect: Dialect
+    tensors: Mapping[str, ReaderTensor],
+    name: str,
+    *,
+    config: Mapping[str, Any],
+    translation: GgufArchitecture,
 ) -> FloatArray:
     tensor = tensors[name]
     # Writable, as torch requires: a float32 tensor would be a read-only view of the file.
     array: FloatArray = np.require(dequantize(tensor.data, tensor.tensor_type), np.float32, "W")
-    return dialect.undo(array, name, config)
+    return translation.undo(array, name, config)

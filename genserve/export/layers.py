@@ -12,11 +12,11 @@ from typing import Literal
 
 import numpy as np
 
-from genserve.export.checkpoint import FloatArray
 from genserve.export.decoder import Activation
 from genserve.export.onnx_graph import OnnxGraphBuilder
 from genserve.export.precision import QuantizationScheme
 from genserve.kernels.packing import BLOCKS, Quantized, WeightFormat, pack_float32, pack_quantized, quantize
+from genserve.sampling.logits_array import FloatArray
 
 LinearKind = Literal["normed", "inner", "head"]   # the field of `QuantizationScheme` for the weight
 

@@ -72,7 +72,7 @@ class ModelLayout:
     kv_cache: CacheType = "float"
 
     def require_agreeing_config(self, repository: Path, *, beside: bool = False) -> None:
-        """Refuse an existing config.pbtxt of the logits stage that describes another model.
+        """Reject an existing config.pbtxt of the logits stage that describes another model.
 
         Its batch size, threads and the rest are free. For a graph `beside` the model's own, so is the type of
         its KV cache.

@@ -12,11 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genserve.errors import ExportError
-from genserve.export.checkpoint import FloatArray
 from genserve.export.export_options import CacheType, ExportFormat, Precision
 from genserve.export.source_model import Reference
 from genserve.generation.logits_model import ForwardBatch, LogitsModel
-from genserve.sampling.logits_array import on_host
+from genserve.sampling.logits_array import FloatArray, on_host
 from genserve.textmodel.logits_config import PARITY_FILE
 from genserve.textmodel.runtimes.growing_logits import GrowingLogits
 from genserve.textmodel.runtimes.onnx_logits import OnnxLogits

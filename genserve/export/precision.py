@@ -68,7 +68,7 @@ def resolve_precision(requested: Precision | None, export_format: ExportFormat) 
 
 
 def require_cache(requested: CacheType, export_format: ExportFormat) -> None:
-    """Refuse a KV cache in int8 in any format but ONNX graphs of known families.
+    """Reject a KV cache in int8 in any format but ONNX graphs of known families.
 
     Raises:
         ExportError: the format does not support this cache type.

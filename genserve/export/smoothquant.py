@@ -17,8 +17,8 @@ from functools import cache
 
 import numpy as np
 
-from genserve.export.checkpoint import FloatArray
 from genserve.export.decoder_weights import DecoderWeights
+from genserve.sampling.logits_array import FloatArray
 
 _READERS = {
     "attention.norm": ("attention.query", "attention.key", "attention.value"),

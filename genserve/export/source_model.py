@@ -23,8 +23,9 @@ from transformers.initialization import no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from genserve.errors import ExportError, InvalidRequest, ModelFailed, RepositoryError
-from genserve.export.checkpoint import Checkpoint, FloatArray
+from genserve.export.checkpoint import Checkpoint
 from genserve.prompt import Chat, Message
+from genserve.sampling.logits_array import FloatArray
 from genserve.text.tokenizer import Tokenizer
 
 _TEXTS = Path(__file__).parent / "texts"

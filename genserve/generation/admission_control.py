@@ -125,8 +125,8 @@ class AdmissionControl:
     def _rejection(self, reason: RejectionReason, message: str, *, remedy: str, now_s: float) -> Overloaded:
         """Return the error of a rejected request, and count it.
 
-        Rejected requests get increasing retry times, twice as dense as places become free, and no later than
-        the longest wait in the queue. So the queue does not run empty even if the estimate is wrong.
+        Rejected requests get increasing retry times half as far apart as places become free, and no later
+        than the longest wait in the queue. So the queue does not run empty even if the estimate is wrong.
         """
         self._metrics.rejected(reason.value)
         seconds = self._seconds_per_place(now_s) or _UNKNOWN_RETRY_AFTER_S

@@ -39,7 +39,7 @@ class StepResult:
     num_prompt_tokens: int                              # 0: the step only decoded
     num_preempted: int                                  # requests that went back to the queue
     num_drafted: int                                    # drafted tokens
-    num_accepted: int                                   # of these
+    num_accepted: int                                   # drafted tokens that were accepted
 
 
 class Engine:

@@ -17,8 +17,8 @@ from genserve.errors import ContextLengthExceeded, GenserveError, InvalidRequest
 from genserve.generation.delta_builder import AnswerText, DeltaBuilder
 from genserve.generation.sequence_plugins import SequencePlugins
 from genserve.sampling.batch_sampler import SamplingState
+from genserve.sampling.grammar_bitmask import StructuredOutputGrammar
 from genserve.sampling.logits_array import LogitsArray, TokenArray
-from genserve.sampling.logits_edits import StructuredOutputGrammar
 from genserve.sampling.logits_processors import TokenizedParams
 from genserve.sampling.sampler import token_logprob
 from genserve.sampling.sampling_params import SamplingParams

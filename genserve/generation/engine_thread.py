@@ -85,7 +85,9 @@ class EngineThread(RequestInbox):
                 if not stepped:
                     self._wait_for_change(self._engine.held_s)
                 self._report_occupancy()
-            self._end_all(Closed("the server stopped before the answer was complete"))
+            self._end_all(
+                Closed("the model was unloaded, or the server stopped, before the answer was complete")
+            )
         except BaseException:
             logger.exception("engine thread died")
             failure = ModelFailed("the engine failed", remedy=f"load its model again; {SEE_LOG}")

@@ -14,8 +14,7 @@ from genserve.generation.kv_cache_manager import KVCacheManager
 from genserve.generation.scheduler import SchedulerOutput
 from genserve.generation.speculation import Speculation
 from genserve.sampling.batch_sampler import sample
-from genserve.sampling.logits_array import LogitsArray, on_host
-from genserve.sampling.sampler import select_rows
+from genserve.sampling.logits_array import LogitsArray, on_host, select_rows
 
 logger = logging.getLogger(__name__)
 

@@ -237,7 +237,10 @@ class RequestInbox:
         if self._failure is not None:
             raise ModelNotReady(self._failure.message, remedy=self._failure.remedy)
         if self._closing:
-            raise Closed("the model is being unloaded or the server stops")
+            raise Closed(
+                "the model is being unloaded, or the server is stopping",
+                remedy="try again when the model is ready",
+            )
 
     @property
     def _num_arrivals(self) -> int:

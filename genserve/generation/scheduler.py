@@ -21,9 +21,11 @@ from genserve.generation.kv_cache_manager import KVCacheManager
 from genserve.generation.speculation import Speculation
 
 _NEWEST = 0.2           # weight of the last step in the moving averages of step times
-_GUESS = 15             # tokens, besides the decodes, that double a step as long as nothing is measured
-_FORGIVEN = 0.002       # share of a drafted token's time that each step without drafts takes off again,
-                        # since otherwise one slow step would end drafting
+# Tokens, besides the decodes, that double a step as long as nothing is measured.
+_INITIAL_DOUBLING_TOKENS = 15
+# Share of a drafted token's time that each step without drafts takes off again, since otherwise one slow step
+# would end drafting.
+_DRAFT_COST_DECAY = 0.002
 _MEASURED_TOKENS = 8    # of prompts: fewer in a step cost little each, and say nothing about many
 
 _PROMPT_SHARE = 0.9         # of the tokens that double a step, for each prompt
@@ -345,7 +347,7 @@ class StepTimes:
         if not step.num_prompt_tokens and not step.num_drafted:
             average = self._decode_s.get(step.num_decodes, 0.0)
             self._decode_s[step.num_decodes] = _moving_average(average, seconds)
-            self._drafted_token_s *= 1 - _FORGIVEN
+            self._drafted_token_s *= 1 - _DRAFT_COST_DECAY
         elif decode_s is None:
             return
         elif step.num_drafted:
@@ -371,7 +373,7 @@ class StepTimes:
 
     def _doubling_tokens(self, num_decodes: int, token_s: float) -> float:
         decode_s = self.decode_s(num_decodes)
-        return decode_s / token_s if decode_s and token_s else _GUESS + num_decodes
+        return decode_s / token_s if decode_s and token_s else _INITIAL_DOUBLING_TOKENS + num_decodes
 
 
 def _moving_average(average: float, seconds: float) -> float:

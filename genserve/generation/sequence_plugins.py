@@ -128,7 +128,7 @@ class SequencePlugins:
             ModelFailed: a rule raised.
         """
         for name, rule in self.stop_rules:
-            with plugin_call("stop rule", name):
+            with plugin_errors("stop rule", name):
                 if rule(token_ids, text):
                     return name
         return None
@@ -138,7 +138,7 @@ class SequencePlugins:
     ) -> None:
         for name, processor in processors:
             try:
-                with plugin_call("logits processor", name):
+                with plugin_errors("logits processor", name):
                     _replace(row, processor(token_ids, row), name=name)
             except GenserveError as error:  # fails this request only: its row becomes NaN
                 self.failure = self.failure or error
@@ -147,7 +147,7 @@ class SequencePlugins:
 
 
 @contextmanager
-def plugin_call(kind: str, name: str) -> Iterator[None]:
+def plugin_errors(kind: str, name: str) -> Iterator[None]:
     """Convert an exception of a plug-in.
 
     Raises:

@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 # The acceptance rate of a new sequence, as moving averages of the numbers of right and wrong tokens.
 _INITIAL_RIGHT = 2.0
 _INITIAL_WRONG = 1.0
-_NEWEST = 0.2           # weight of the last draft
-_FORGIVEN = 0.005       # share of the way back to the initial averages in each step without a draft
+_NEWEST = 0.2                # weight of the last draft
+_ACCEPTANCE_DECAY = 0.005    # share of the way back to the initial averages in each step without a draft
 
 _NGRAM_SIZES = (4, 3, 2)    # of the last tokens that prompt lookup searches for, in this order
 _CHUNK = 256                # tokens of a prompt that a draft model computes in one step, while others wait
@@ -81,7 +81,7 @@ class Speculation:
             count, cumulative = count + 1, cumulative * chance
         if count:
             return self._propose(request, count)
-        rate.move(_INITIAL_RIGHT, _INITIAL_WRONG, _FORGIVEN)
+        rate.move(_INITIAL_RIGHT, _INITIAL_WRONG, _ACCEPTANCE_DECAY)
         return ()
 
     def note_outcome(self, request: Request, *, num_drafted: int, num_accepted: int) -> None:

@@ -265,4 +265,4 @@ def read_trace_config(words: Sequence[str]) -> dict[str, Value]:
 
 
 def _invalid_word(word: str, remedy: str) -> GenserveError:
-    return GenserveError(f"--trace-config {word} is not a valid setting", remedy=remedy)
+    return GenserveError(f"--trace-config {word} is not a valid setting or value", remedy=remedy)

@@ -73,7 +73,7 @@ def with_config(entry: ModelEntry, config_json: str, *, options: RepositoryOptio
 
 
 def check_usable(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> None:
-    """Refuse a config with errors that no file of the model can cure.
+    """Reject a config with errors that no file of the model can cure.
 
     Args:
         entry: the model.
@@ -144,7 +144,7 @@ def _resolve(
 ) -> ResolvedModel:
     if entry.config is None:
         raise first_error(entry.parsed.diagnostics) or AssertionError(entry.name)
-    # The parsed config's own are found again below, unless completing it has cured them.
+    # Diagnostics of the parsed config are computed again after completion, which may have resolved them.
     found = [one for one in model_diagnostics(entry, entries) if one not in entry.parsed.diagnostics]
     _raise_first(found)
     role = role_of(entry, entry.config, entries)

@@ -209,7 +209,7 @@ def _leads_out(folder: Path, link: Path) -> ParsedConfig:
     return unreadable_config(
         folder / "config.pbtxt",
         at=link,
-        message=f"the link leads out of the model repository, and model '{folder.name}' is refused",
+        message=f"the link leads out of the model repository, and model '{folder.name}' is rejected",
         remedy="replace the link by the file, or serve without --strict-repository-paths",
     )
 

@@ -158,16 +158,16 @@ class Repository:
     def submit(self, inference: Inference) -> None:
         """Run an inference; see `InferenceServer`."""
         request = inference.request
-        refused: ModelVersion | None = None
+        rejected: ModelVersion | None = None
         while True:
             served = self._table.find(request.model_name, request.model_version)
-            if served is refused:
+            if served is rejected:
                 text = f"Request for unknown model: '{request.model_name}' has no available versions"
                 raise InferenceError(text, status=Status.NOT_FOUND)
             try:
                 served.submit(inference)
             except Closed:
-                refused = served  # it is being replaced: its successor takes the request
+                rejected = served  # it is being replaced: its successor takes the request
             else:
                 return
 

@@ -10,13 +10,12 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from genserve.completion import TokenLogprob
+from genserve.sampling.grammar_bitmask import StructuredOutputGrammar, grammar_bitmask
 from genserve.sampling.logits_array import LogitsArray
 from genserve.sampling.logits_edits import (
     NO_EDITS,
     LogitsEdits,
     RowEdit,
-    StructuredOutputGrammar,
-    grammar_bitmask,
     join_edits,
 )
 from genserve.sampling.logits_processors import BuiltinLogitsProcessors, TokenizedParams

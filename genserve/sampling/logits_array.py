@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -17,3 +18,8 @@ LogitsArray: TypeAlias = Any
 def on_host(logits: LogitsArray) -> FloatArray:
     """Return logits in host memory; logits that are there already are not copied."""
     return np.asarray(logits.cpu() if hasattr(logits, "cpu") else logits)
+
+
+def select_rows(array: FloatArray, rows: Sequence[int] | NDArray[np.int64]) -> FloatArray:
+    """Return rows of an array [R, V], given distinct and ascending; the array itself if these are all."""
+    return array if len(rows) == len(array) else array[rows]

@@ -1,4 +1,7 @@
-"""Built-in logits processors: penalties, biases and bans of one request, as edits of its row of logits."""
+"""Built-in logits processors: penalties, biases and bans of one request, as edits of its row of logits.
+
+Temperature, top-k, top-p and min-p are the draw: sampler.py.
+"""
 
 from __future__ import annotations
 

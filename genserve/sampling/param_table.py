@@ -74,8 +74,8 @@ class Param:
     max_chars: int = 0                      # of each text of a list
     stage: str | None = None                # the stage of a draw that it turns on
     draws: bool = False                     # it affects draws only
-    requires: str | None = None             # refused without this parameter
-    excludes: tuple[str, ...] = ()          # refused with one of these
+    requires: str | None = None             # rejected without this parameter
+    excludes: tuple[str, ...] = ()          # rejected with one of these
     unused_without: tuple[str, ...] = ()    # without all of these it has no effect, and is reported as unused
     own_field: bool = False                 # every dialect over HTTP declares it by itself
     one_text: bool = False                  # the dialects take one text for a list of it
@@ -163,7 +163,7 @@ def _validate_value(value: Any, row: Param) -> None:
         require(len(value) <= row.max_items, name, f"takes at most {row.max_items} {items}")
     for index, text in enumerate(value if row.max_chars else ()):
         holds = isinstance(text, str) and 0 < len(text) <= row.max_chars
-        require(holds, f"{name}[{index}]", f"must have 1 to {row.max_chars} characters")
+        require(holds, f"{name}[{index}]", f"must be a string of 1 to {row.max_chars} characters")
 
 
 def _words(kind: Any) -> str:

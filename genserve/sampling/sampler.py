@@ -77,7 +77,10 @@ class SamplingMetadata:
         logprobs: Sequence[LogprobsRequest] = (),
         edits: LogitsEdits | None = None,
     ) -> SamplingMetadata:
-        """Return the metadata of rows, given the seed and the number of answer tokens of each that draws."""
+        """Return the metadata of rows, given the seed and the number of answer tokens of each that draws.
+
+        A request without a seed gets one from `InputProcessor`.
+        """
         seed, step = np.array(seeds, dtype=np.uint64), np.array(steps, dtype=np.uint64)
         numbers = uniforms(seed, step).tolist()
         return SamplingMetadata(
@@ -198,8 +201,3 @@ def best_ids(row: FloatArray, count: int) -> TokenArray:
     """
     ids: TokenArray = scan_logits(row[None], top_k=min(count, row.size)).top_ids[0]
     return ids if ids[-1] >= 0 else ids[ids >= 0]
-
-
-def select_rows(array: FloatArray, rows: Sequence[int] | NDArray[np.int64]) -> FloatArray:
-    """Return rows of an array [R, V], given distinct and ascending; the array itself if these are all."""
-    return array if len(rows) == len(array) else array[rows]

@@ -39,7 +39,7 @@ _prompt = partial(param, section="prompt")
 _NO_HIDDEN_STATES = "needs the hidden states of the model, and the logits stage returns only logits"
 _SECOND_PROMPT = "needs a second forward without the prompt in each step, which the engine does not run"
 # Methods of other servers that are not offered: the reason, and the neutral value.
-_REFUSED_METHODS: Mapping[str, tuple[str, object]] = {
+_REJECTED_METHODS: Mapping[str, tuple[str, object]] = {
     "penalty_alpha": (f"contrastive search {_NO_HIDDEN_STATES}", 0),
     "dola_layers": (f"DoLa {_NO_HIDDEN_STATES}", None),
     "guidance_scale": (f"classifier-free guidance {_SECOND_PROMPT}", 1),
@@ -50,7 +50,7 @@ _REPLACED: Mapping[str, str] = {
     f"guided_{form}": f'structured_outputs: {{"{form}": ...}}'
     for form in ("json", "regex", "choice", "grammar")
 }
-REFUSED = (*_REFUSED_METHODS, *_REPLACED)
+REJECTED = (*_REJECTED_METHODS, *_REPLACED)
 
 
 # ruff: noqa: RUF009  # a row is a constant
@@ -142,7 +142,7 @@ class _DrawParams(_LogitsParams):
         default=0.0, range=Range(0, 100, "off"), stage="top_n_sigma",
     )
     top_h: float = _sampler(
-        "keeps the best tokens, of 100, up to this share of their entropy",
+        "of the 100 likeliest tokens, keeps the best ones until they have this share of the entropy",
         default=0.0, range=_SHARE, stage="top_h",
     )
     top_k: int = _sampler(
@@ -166,7 +166,7 @@ class _DrawParams(_LogitsParams):
         default=0.0, range=Range(0, 1, "off", below=True), stage="epsilon_cutoff",
     )
     eta_cutoff: float = _sampler(
-        "the same, with the smaller of this and its square root times e^-entropy",
+        "keeps the tokens of at least min(eta, sqrt(eta) * e^-entropy), and the best one",
         default=0.0, range=Range(0, 1, "off", below=True), stage="eta_cutoff",
     )
     xtc_probability: float = _sampler(
@@ -192,7 +192,8 @@ class _DrawParams(_LogitsParams):
         default=0.1, range=Range(0, 1), unused_without=_OF_MIROSTAT,
     )
     seed: int | None = _draw(
-        "the same seed gives the same text, whatever else runs; without one, the server draws a seed",
+        "the same seed gives the same text, whatever else runs; choice i uses seed + i; without one, "
+        "the server draws it",
         default=None, range=Range(0, 2**64 - 1), own_field=True, triton="random_seed",
     )
     best_of: int = _draw(
@@ -242,7 +243,7 @@ class SamplingParams(_DrawParams):
         default=None, range=Range(1), own_field=True, tgi="max_new_tokens", triton="max_tokens",
     )
     max_time_ms: int | None = _end(
-        "so does this time since the request arrived, including time in the queue",
+        "the answer ends after this time since the request arrived, including time in the queue",
         default=None, range=Range(1, _INT_MAX),
     )
     stop: tuple[str, ...] = _end(
@@ -293,11 +294,11 @@ class SamplingParams(_DrawParams):
         "report the log-probability of each token of the answer", default=False, own_field=True
     )
     top_logprobs: int = _logprobs(
-        "and those of this number of most likely tokens",
+        "and the log-probabilities of this number of most likely tokens",
         default=0, range=Range(0, MAX_TOP_LOGPROBS), own_field=True, requires="logprobs", tgi="top_n_tokens",
     )
     logprob_token_ids: tuple[int, ...] = _logprobs(
-        "or those of these tokens: one token is enough to choose among given answers",
+        "or the log-probabilities of these tokens: one token is enough to choose among given answers",
         default=(), max_items=256, own_field=True, requires="logprobs", excludes=(_BEAMS, "top_logprobs"),
     )
     logprobs_mode: Literal["raw", "processed"] = _logprobs(
@@ -311,7 +312,7 @@ class SamplingParams(_DrawParams):
     )
 
     truncate_prompt_tokens: int | None = _prompt(
-        "a longer prompt is truncated to this number of tokens; without it, it is refused",
+        "a longer prompt is truncated to this number of tokens; without it, it is rejected",
         default=None, range=Range(1, _INT_MAX, extra=-1, extra_means="as many as max_tokens leaves room for"),
         tgi="truncate",
     )
@@ -382,18 +383,19 @@ def _validate_together(params: SamplingParams) -> None:
     """Validate combinations of parameters that no single row describes."""
     _validate_biases(params.logit_bias)
     allowed = set(params.allowed_token_ids) - set(params.suppress_tokens)
-    require(bool(allowed) or not params.allowed_token_ids, "suppress_tokens", "leaves no allowed token")
+    any_left = bool(allowed) or not params.allowed_token_ids
+    require(any_left, "suppress_tokens", "contains every id of allowed_token_ids")
     grouped = (params.num_beam_groups > 1) == (params.diversity_penalty > 0)
-    require(grouped, "diversity_penalty", "above 0 and num_beam_groups above 1 need each other")
+    require(grouped, "diversity_penalty", "must be above 0 exactly if num_beam_groups is above 1")
     ids = params.logprob_token_ids
-    require(len(set(ids)) == len(ids), "logprob_token_ids", "must have each id once")
+    require(len(set(ids)) == len(ids), "logprob_token_ids", "must not repeat an id")
     long_enough = params.max_tokens is None or params.min_tokens <= params.max_tokens
     require(long_enough, "min_tokens", "must be at most max_tokens")
     shown = params.spaces_between_special_tokens or not params.skip_special_tokens
     require(shown, "spaces_between_special_tokens", "needs skip_special_tokens: false")
     require(params.best_of == 1 or params.temperature > 0, "best_of", "needs a temperature above 0")
     salted = params.cache_salt is None or 0 < len(params.cache_salt) <= MAX_CACHE_SALT_CHARS
-    require(salted, "cache_salt", f"must have 1 to {MAX_CACHE_SALT_CHARS} characters")
+    require(salted, "cache_salt", f"must be a string of 1 to {MAX_CACHE_SALT_CHARS} characters")
 
 
 def _validate_biases(biases: Mapping[int, float]) -> None:
@@ -412,7 +414,8 @@ def _validate_stages(params: SamplingParams) -> None:
         field = f"samplers[{index}]"
         if not isinstance(name, str) or name not in STAGES:
             known = ", ".join(STAGES)
-            raise InvalidRequest(f"{field} is no stage", field=field, remedy=f"the stages are {known}")
+            problem = "is not the name of a sampling stage"
+            raise InvalidRequest(f"{field} {problem}", field=field, remedy=f"the stages are {known}")
         if name in names[:index]:
             raise InvalidRequest(f"{field} repeats {name!r}", field=field, remedy="name each stage once")
     if names and params.temperature > 0:
@@ -447,7 +450,7 @@ def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
     Raises:
         InvalidRequest: an unknown name, with the nearest known one as the remedy, or a value out of range.
     """
-    values = without_refused_methods(options)
+    values = without_rejected_methods(options)
     for name in values:
         if name not in PARAMETERS:
             near = difflib.get_close_matches(name, PARAMETERS, n=1)
@@ -499,17 +502,17 @@ def _read_id(key: Any) -> Any:
     return int(key) if isinstance(key, str) and key.isascii() and key.isdecimal() else key
 
 
-def without_refused_methods(options: Mapping[str, Any]) -> dict[str, Any]:
+def without_rejected_methods(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options without those of methods that are not offered, if these are neutral.
 
     Raises:
         InvalidRequest: one is not neutral; `field` is its name.
     """
-    for name, (reason, neutral) in _REFUSED_METHODS.items():
+    for name, (reason, neutral) in _REJECTED_METHODS.items():
         if options.get(name) is not None and options[name] != neutral:
             raise InvalidRequest(f"{name} is not supported: {reason}", field=name, remedy="leave it out")
     for name, newer in _REPLACED.items():
         if options.get(name) is not None:
-            message = f"{name} is not supported: it is now a part of structured_outputs"
+            message = f"{name} is not supported: use structured_outputs"
             raise InvalidRequest(message, field=name, remedy=f"write {newer}")
-    return {name: value for name, value in options.items() if name not in REFUSED}
+    return {name: value for name, value in options.items() if name not in REJECTED}

@@ -17,6 +17,11 @@ _FORMATS = (
     'write {"type": "json_schema", "json_schema": {"name": ..., "schema": ...}} or {"type": "json_object"}; '
     "for other forms see structured_outputs"
 )
+# The types of `response_format`, and the fields that each requires; "value" stands for "json_schema", too.
+_REQUIRED: Mapping[str, tuple[str, ...]] = {
+    "text": (), "json_object": (), "structural_tag": (), "json": ("value",), "regex": ("value",),
+    "json_schema": ("json_schema",),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,9 +128,22 @@ def structured_outputs_of_format(value: Any, *, field: str) -> StructuredOutputs
             return _json(schema, f"{field}.json_schema.schema")
         case "json_schema", {"value": {"schema": schema}, **rest} if not rest:
             return _json(schema, f"{field}.value.schema")
-    raise InvalidRequest(
-        f"{field} has an unknown type, or lacks a field that its type requires", field=field, remedy=_FORMATS
-    )
+    raise InvalidRequest(f"{field} {_problem(value.get('type'), parts)}", field=field, remedy=_FORMATS)
+
+
+def _problem(kind: Any, parts: Mapping[str, Any]) -> str:
+    if kind is None:
+        return "lacks the field 'type'"
+    if not isinstance(kind, str) or kind not in _REQUIRED:
+        return f"has the unknown type {str(kind)[:64]!r}"
+    for name in _REQUIRED[kind]:
+        if name not in parts and "value" not in parts:
+            return f"lacks the field {name!r}"
+    if kind == "json_schema":
+        name = "json_schema" if "json_schema" in parts else "value"
+        if isinstance(parts[name], Mapping) and "schema" not in parts[name]:
+            return f"lacks the field '{name}.schema'"
+    return f"has a field that is not valid for the type {kind!r}"
 
 
 def _json(schema: Any, field: str) -> StructuredOutputs:

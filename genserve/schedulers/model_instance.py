@@ -219,7 +219,10 @@ def _ended(instance: ModelInstance, *, until_s: float) -> bool:
 
 
 def group_placements(group: InstanceGroup) -> Iterator[Placement]:
-    """Yield the placement of each instance of a group, with Triton's names; the config is normalised."""
+    """Yield the placement of each instance of a group, with Triton's names.
+
+    The config is as config/normalise.py leaves it.
+    """
     devices = group.gpus if group.kind == "KIND_GPU" else (None,)
     for number in range(len(devices) * max(1, group.count)):
         device = devices[number % len(devices)]

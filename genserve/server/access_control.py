@@ -167,8 +167,9 @@ class AccessControl:
                 "such as http://localhost:3000",
             )
         if method not in _SAFE_METHODS and _is_form(given):
+            content_type = _content_type(given).decode()
             raise UnsupportedMediaType(
-                "any web page can send this content type",
+                f"the content type {content_type} is not accepted, because any web page can send it",
                 remedy="send the header `Content-Type: application/json`",
             )
         if self._key is None or path in _OPEN_PATHS:
@@ -255,13 +256,14 @@ def _unknown_host(host: bytes) -> Forbidden:
 
 
 def _is_form(given: dict[bytes, bytes]) -> bool:
-    content_type = given.get(b"content-type", _JSON)
-    if content_type == _JSON:
-        return False
-    content_type = content_type.partition(b";")[0].strip().lower()
+    content_type = _content_type(given)
     if content_type == _FORM and given.get(b"user-agent", b"").startswith(_CURL):
         return False
     return content_type in _FORM_TYPES
+
+
+def _content_type(given: dict[bytes, bytes]) -> bytes:
+    return given.get(b"content-type", _JSON).partition(b";")[0].strip().lower()
 
 
 def is_loopback(host: str) -> bool:

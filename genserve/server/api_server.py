@@ -52,7 +52,7 @@ class ModelInfo:
     name: str
     max_length: int             # tokens of prompt and answer together
     max_num_seqs: int
-    kv_cache_bytes: int         # at the most
+    kv_cache_bytes: int         # at most
     precision: str
 
 
@@ -258,7 +258,7 @@ class Server(uvicorn.Server):
         return info
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Refuse new requests, let running ones finish during the drain, then close the models."""
+        """Reject new requests, let running ones finish during the drain, then close the models."""
         self.services.draining = True
         drain_s = self.services.settings.drain_s
         logger.info("stopping; running requests have %g s to end", 0 if self.force_exit else drain_s)

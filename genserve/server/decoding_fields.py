@@ -17,7 +17,7 @@ from genserve.errors import InvalidRequest
 from genserve.sampling.param_table import Param
 from genserve.sampling.plugin_call import PluginCall
 from genserve.sampling.repetition_detection import RepetitionDetection
-from genserve.sampling.sampling_params import PARAMETERS, REFUSED
+from genserve.sampling.sampling_params import PARAMETERS, REJECTED
 from genserve.sampling.structured_outputs import StructuredOutputs, structured_outputs_of_format
 from genserve.server.request_body import Body
 
@@ -99,8 +99,8 @@ else:
         "_TableFields",
         __base__=Body,
         **{name: (_json_type(row), None) for name, row in PARAMETERS.items() if not row.own_field},
-        # Their refusal says why they are not supported.
-        **dict.fromkeys(REFUSED, (SkipJsonSchema[Any], None)),
+        # Their rejection says why they are not supported.
+        **dict.fromkeys(REJECTED, (SkipJsonSchema[Any], None)),
     )
 
 
@@ -109,7 +109,7 @@ class DecodingFields(_TableFields):
 
     def given(self) -> dict[str, Any]:
         """Return the parameters that the body has by their own names, for `sampling_params`."""
-        values = self.model_dump(include=type(self).model_fields.keys() & {*PARAMETERS, *REFUSED})
+        values = self.model_dump(include=type(self).model_fields.keys() & {*PARAMETERS, *REJECTED})
         return {name: value for name, value in values.items() if value is not None}
 
     def form_or(self, own: Any, *, field: str) -> Any:

@@ -42,7 +42,7 @@ class _Statuses(NamedTuple):
     grpc: str           # the name of a `grpc.StatusCode`
 
 
-# By class, nearest ancestor first. The full queue of a generation model is 429 in every dialect.
+# By class, nearest ancestor first. The full queue of a text model is 429 in every dialect.
 _STATUSES: Mapping[type[GenserveError], _Statuses] = {
     BodyTooLarge: _Statuses(413, 413, "validation", 413, "RESOURCE_EXHAUSTED"),
     InvalidRequest: _Statuses(400, 422, "validation", 400, "INVALID_ARGUMENT"),
@@ -156,7 +156,7 @@ def message_of(error: GenserveError) -> str:
 
 
 def error_headers(error: GenserveError) -> dict[str, str]:
-    """Return the headers of an error in every dialect.
+    """Return the headers that an error has in every dialect; `error_response` adds when to retry a 503.
 
     When to retry is HTTP's header, in whole seconds, and OpenAI's, in milliseconds.
     """

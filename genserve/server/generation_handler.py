@@ -167,8 +167,8 @@ def _check_count(num_prompts: int, params: SamplingParams, *, num_choices: int, 
     if num_prompts * num_choices > limit:
         name = "best_of" if params.best_of > 1 else "n"
         raise InvalidRequest(
-            f"{num_prompts} prompts with {name} = {num_choices} are more than the {limit} requests that may "
-            "run and wait",
+            f"{num_prompts} prompts with {name} = {num_choices} make {num_prompts * num_choices} sequences; "
+            f"at most {limit} may run and wait",
             field=name if num_choices > 1 else "prompt",
             remedy="send several requests, or raise --max-queue",
         )

@@ -1,4 +1,7 @@
-"""Offload: runs work on another thread where it would block the event loop."""
+"""Offload: runs work on another thread where it would block the event loop.
+
+`start_daemon` is for work that may never return: its thread does not keep the process from ending.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Request body: bodies read under a size limit and parsed strictly.
 
 A key given twice, NaN, half a surrogate pair and a nesting that exhausts the stack, which the usual JSON
-parser accepts, are refused here.
+parser accepts, are rejected here.
 """
 
 from __future__ import annotations
@@ -100,12 +100,12 @@ def parse_json(body: bytes) -> dict[str, Any]:
             f"the body is not JSON: {error.msg} at character {error.pos}", remedy=_JSON_OBJECT
         ) from None
     except RecursionError:
-        raise InvalidRequest("the body is nested too deeply") from None
+        raise InvalidRequest("the body is nested too deeply", remedy=_JSON_OBJECT) from None
     if not isinstance(value, dict):
         raise InvalidRequest("the body must be a JSON object", remedy=_JSON_OBJECT)
     # Only an escape can produce one, so most bodies need no scan of their strings.
     if "\\u" in text:
-        _refuse_surrogates(value, "")
+        _reject_surrogates(value, "")
     return value
 
 
@@ -114,33 +114,35 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     for name, value in pairs:
         if name in result:
             readable = ascii(name[:64])[1:-1]
-            raise InvalidRequest(f"the key {readable!r} is given twice", field=readable)
+            raise InvalidRequest(
+                f"the key {readable!r} is given twice", field=readable, remedy=_JSON_OBJECT
+            )
         result[name] = value
     return result
 
 
 def _no_constant(name: str) -> float:
-    raise InvalidRequest(f"the body contains {name}, which is not JSON")
+    raise InvalidRequest(f"the body contains {name}, which is not JSON", remedy=_JSON_OBJECT)
 
 
 def _bounded_int(digits: str) -> int:
     if len(digits) > _MAX_INT_DIGITS:
-        raise InvalidRequest(f"the body contains a number of {len(digits)} digits")
+        raise InvalidRequest(f"the body contains a number of {len(digits)} digits", remedy=_JSON_OBJECT)
     return int(digits)
 
 
-def _refuse_surrogates(value: Any, place: str) -> None:
+def _reject_surrogates(value: Any, place: str) -> None:
     match value:
         case str() if _LONE_SURROGATE.search(value):
             where = place or "the body"
             raise InvalidRequest(f"{where} contains a lone surrogate, which is not a character", field=where)
         case dict():
             for key, inner in value.items():
-                _refuse_surrogates(key, place)
-                _refuse_surrogates(inner, f"{place}.{key}" if place else key)
+                _reject_surrogates(key, place)
+                _reject_surrogates(inner, f"{place}.{key}" if place else key)
         case list():
             for index, inner in enumerate(value):
-                _refuse_surrogates(inner, f"{place}[{index}]")
+                _reject_surrogates(inner, f"{place}[{index}]")
 
 
 def _too_large(limit: int) -> BodyTooLarge:

@@ -25,7 +25,7 @@ def ssl_context(settings: ServerSettings) -> ssl.SSLContext | None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        context.load_cert_chain(certificate, key, password=_refuse_password)
+        context.load_cert_chain(certificate, key, password=_reject_password)
     except OSError as error:  # ssl.SSLError is one
         raise _unusable("certificate and key", certificate, key, error=error) from error
     if authorities is not None:
@@ -51,7 +51,7 @@ def grpc_credentials(settings: ServerSettings) -> Any:
     )
 
 
-def _refuse_password() -> bytes:
+def _reject_password() -> bytes:
     """Reject an encrypted key; OpenSSL would prompt for its password on the terminal."""
     raise GenserveError(
         "the key of the certificate is encrypted",

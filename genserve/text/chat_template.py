@@ -76,7 +76,7 @@ class ChatTemplate:
         """Render the prompt for the assistant's next turn, or for the rest of the last one.
 
         Raises:
-            InvalidRequest: the template refuses these messages, or drops the message to continue (`field` is
+            InvalidRequest: the template rejects these messages, or drops the message to continue (`field` is
                 `messages`); or it does not use one of `chat.template_kwargs`.
             ModelFailed: the template is broken, or exceeded its limit on time, memory or output. The log has
                 the reason.
@@ -98,7 +98,8 @@ class ChatTemplate:
             field = f"chat_template_kwargs.{name[:128]}"
             known = ", ".join(sorted(self.variables)) or "none"
             remedy = f"its variables are: {known}"
-            raise InvalidRequest(f"{field}: the chat template does not use it", field=field, remedy=remedy)
+            problem = f"the chat template has no variable {name[:128]!r}"
+            raise InvalidRequest(f"{field}: {problem}", field=field, remedy=remedy)
 
     def _render(self, messages: list[dict[str, str]], chat: Chat) -> str:
         variables = {
@@ -110,9 +111,9 @@ class ChatTemplate:
         }
         try:
             return self._process.render(variables)
-        except ChatRefused as error:
+        except ChatRejected as error:
             raise InvalidRequest(
-                f"the model's chat template refuses these messages: {error}", field="messages"
+                f"the model's chat template rejects these messages: {error}", field="messages"
             ) from None
         except TemplateFailed as error:
             logger.error("%s: the chat template failed: %s", self._name, error)  # noqa: TRY400  the message is complete
@@ -144,8 +145,8 @@ class TemplateExceeded(TemplateFailed):
     """The template exceeded a limit on time, memory or output; or its process died or answered nonsense."""
 
 
-class ChatRefused(Exception):
-    """The template refused the chat; the message is for the client."""
+class ChatRejected(Exception):
+    """The template rejected the chat; the message is for the client."""
 
 
 class NotSerializable(Exception):
@@ -184,7 +185,7 @@ class TemplateProcess:
         """Render a prompt from variables, which must be JSON.
 
         Raises:
-            ChatRefused: the template called `raise_exception`, or the chat lacks a part that it needs.
+            ChatRejected: the template called `raise_exception`, or the chat lacks a part that it needs.
             TemplateFailed: it raised another exception.
             TemplateExceeded: it exceeded its limits.
             NotSerializable: the variables cannot be written as JSON.
@@ -224,7 +225,7 @@ class TemplateProcess:
                 self._start()
             assert self._child is not None
             yield self._child
-        except (ChatRefused, TemplateFailed) as error:
+        except (ChatRejected, TemplateFailed) as error:
             if isinstance(error, TemplateExceeded):
                 self._end()
             raise
@@ -283,7 +284,7 @@ class _Child:
         return self._process.poll() is None
 
     def ask(self, message: bytes, *, within_s: float) -> Any:
-        """Send a message and return the value of its answer; raises ChatRefused, TemplateFailed."""
+        """Send a message and return the value of its answer; raises ChatRejected, TemplateFailed."""
         deadline_s = time.monotonic() + within_s
         self._socket.settimeout(within_s)
         try:
@@ -302,8 +303,8 @@ class _Child:
         match kind:
             case "done":
                 return value
-            case "refused":
-                raise ChatRefused(value)
+            case "rejected":
+                raise ChatRejected(value)
             case "failed":
                 raise TemplateFailed(value)
         raise TemplateExceeded(value)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from genserve.errors import InvalidRequest
 from genserve.sampling.structured_outputs import StructuredOutputs
-from genserve.text.grammar_trial import LIMITS, MAX_MESSAGE_CHARS, compile_refusal
+from genserve.text.grammar_trial import LIMITS, MAX_MESSAGE_CHARS, compile_rejection
 from genserve.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 MAX_COMPILED = 16
 # Whitespace is bounded, because small models tend to repeat it forever. Unsupported parts of a
-# schema are refused, even if it asks for leniency.
+# schema are rejected, even if it asks for leniency.
 JSON_OPTIONS: JsonCompileOptions = {
     "whitespace_pattern": r"[ \t\n\r]{1,32}",
     "lenient": False,
@@ -112,7 +112,7 @@ class GrammarCompiler:
             grammar = _source(outputs)
         except (ValueError, RecursionError) as error:   # RecursionError: nested too deeply
             raise _unusable(str(error)) from None
-        reason = compile_refusal(grammar) if outputs.form in ("json", "grammar", "structural_tag") else ""
+        reason = compile_rejection(grammar) if outputs.form in ("json", "grammar", "structural_tag") else ""
         if not reason:
             limits = LLParserLimits(**LIMITS)
             matcher = LLMatcher(self._vocabulary, grammar, limits=limits, log_level=0)
@@ -136,7 +136,7 @@ class GrammarCompiler:
             )
         try:
             # If only one text may follow, llguidance tokenizes it. The name of a special token in it must not
-            # become that token, which its masks would allow but its parser would refuse.
+            # become that token, which its masks would allow but its parser would reject.
             tokenizer = self._tokenizer.as_plain_json()
             return LLTokenizer(tokenizer, n_vocab=self._vocab_size, eos_token=ending)
         except ValueError as error:

@@ -29,7 +29,7 @@ STACK_BYTES = 4 * 2**20     # less than a server's threads have
 MAX_MESSAGE_CHARS = 600
 
 
-def compile_refusal(grammar: str, *, max_cpu_s: int = MAX_CPU_S) -> str:
+def compile_rejection(grammar: str, *, max_cpu_s: int = MAX_CPU_S) -> str:
     """The reason why a grammar of llguidance does not compile within its limits; empty if it does."""
     import llguidance  # lazily, for the first request that needs it
 

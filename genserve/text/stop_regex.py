@@ -35,10 +35,10 @@ class StopRegex:
     def __init__(self, pattern: str) -> None:
         self._pattern = pattern
         self._alone = _matcher(pattern, pattern)
-        _matcher(f".(?:{pattern}).", pattern)   # refuses anchors, which are valid only in `_alone`
+        _matcher(f".(?:{pattern}).", pattern)   # rejects anchors, which are valid only in `_alone`
         self._behind_any_text = _matcher(f"(?s:.)*(?:{pattern})", pattern)
         if self._alone.is_accepting():
-            raise _refused(pattern, "it matches the empty text")
+            raise _rejected(pattern, "it matches the empty text")
         self._pending = ""      # the last characters that may still become part of a match
 
     def fork(self) -> StopRegex:
@@ -78,7 +78,7 @@ class StopRegex:
     def _read(self, char: str) -> None:
         self._pending += char
         if not self._behind_any_text.consume_tokens([*char.encode()]):
-            raise _refused(self._pattern, "it needs too much memory for this text")
+            raise _rejected(self._pattern, "it needs too much memory for this text")
 
     def _match_length(self) -> int:
         """The number of last characters that are a match; 0: the match is too long."""
@@ -109,7 +109,7 @@ def _matcher(regex: str, pattern: str) -> LLMatcher:
     limits = LLParserLimits(verbose_errors=False)
     matcher = LLMatcher(_bytes_as_tokens(), LLMatcher.grammar_from_regex(regex), log_level=0, limits=limits)
     if matcher.is_error():
-        raise _refused(pattern, _reason(matcher.get_error()))
+        raise _rejected(pattern, _reason(matcher.get_error()))
     return matcher
 
 
@@ -139,7 +139,7 @@ def _reason(error: str) -> str:
     return line.removeprefix("error: ").split("(in regex): ")[-1].split(" in regex /")[0]
 
 
-def _refused(pattern: str, reason: str) -> InvalidRequest:
+def _rejected(pattern: str, reason: str) -> InvalidRequest:
     return InvalidRequest(
         f"stop_regex {pattern!r}: {reason}",
         field="stop_regex",

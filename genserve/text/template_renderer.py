@@ -5,7 +5,7 @@ its memory, so it runs in a process that can be killed. The only other package i
 folders that follow the limits on the command line. Its client is `chat_template.py`.
 
 A message is its length in 8 bytes, big-endian, followed by JSON. The first describes the template, each later
-one a chat. An answer is a pair: `done` and the result, or a reason with `refused` (the chat is invalid),
+one a chat. An answer is a pair: `done` and the result, or a reason with `rejected` (the chat is invalid),
 `failed` (the template is broken) or `exceeded` (the template exceeded a limit).
 """
 
@@ -72,8 +72,8 @@ class Renderer:
             text = template.render({**self._special_tokens, **variables})
         except MemoryError:
             raise
-        except (_RefusedError, UndefinedError) as error:
-            return "refused", _reason(error)
+        except (_RejectedError, UndefinedError) as error:
+            return "rejected", _reason(error)
         except Exception as error:  # the template may raise anything
             return "failed", f"{type(error).__name__}: {_reason(error)}"
         if len(text) > max_chars:
@@ -81,7 +81,7 @@ class Renderer:
         return "done", text
 
 
-class _RefusedError(TemplateError):
+class _RejectedError(TemplateError):
     """The template called `raise_exception`."""
 
 
@@ -109,7 +109,7 @@ def _to_json(value: Any, **options: Any) -> str:
 
 
 def _raise_exception(message: str) -> None:
-    raise _RefusedError(message)
+    raise _RejectedError(message)
 
 
 def _strftime_now(form: str) -> str:

@@ -97,7 +97,7 @@ class Tokenizer:
             InvalidRequest: the text is not valid Unicode; `field` is "prompt".
             ModelFailed: the tokenizer's files are broken.
         """
-        _refuse_surrogates(text, field="prompt")
+        _reject_surrogates(text, field="prompt")
         [ids] = self._encode([text], add_special_tokens=add_special_tokens)
         if not add_special_tokens or self.bos_id is None or ids[:1] == [self.bos_id]:
             return ids
@@ -110,7 +110,7 @@ class Tokenizer:
         are special if tokenizer.json says so; `<think>` and the like usually are not.)
 
         Raises:
-            InvalidRequest: no template, it refuses the messages, or a message is not valid Unicode.
+            InvalidRequest: no template, it rejects the messages, or a message is not valid Unicode.
             ModelFailed: the template or the tokenizer is broken.
         """
         if self.chat_template is None:
@@ -120,8 +120,8 @@ class Tokenizer:
                 field="messages",
             )
         for index, message in enumerate(chat.messages):
-            _refuse_surrogates(message.content, field=f"messages[{index}].content")
-            _refuse_surrogates(message.reasoning_content, field=f"messages[{index}].reasoning_content")
+            _reject_surrogates(message.content, field=f"messages[{index}].content")
+            _reject_surrogates(message.reasoning_content, field=f"messages[{index}].reasoning_content")
         texts = [text for message in chat.messages for text in (message.content, message.reasoning_content)]
         for name, value in chat.template_kwargs.items():
             texts += _strings_in(value, field=f"chat_template_kwargs.{name}")
@@ -376,7 +376,7 @@ def _tokenizer_call() -> Iterator[None]:
         ) from error
 
 
-def _refuse_surrogates(text: str, *, field: str) -> None:
+def _reject_surrogates(text: str, *, field: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -395,7 +395,7 @@ def _strings_in(value: Any, *, field: str) -> list[str]:
     except RecursionError:
         raise InvalidRequest(f"{field} is nested too deeply", field=field) from None
     for text in texts:
-        _refuse_surrogates(text, field=field)
+        _reject_surrogates(text, field=field)
     return texts
 
 

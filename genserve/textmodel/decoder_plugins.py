@@ -27,7 +27,7 @@ from genserve.generation.sequence_plugins import (
     OutputParser,
     PluginContext,
     SequencePlugins,
-    plugin_call,
+    plugin_errors,
 )
 from genserve.sampling.plugin_call import PluginCall
 
@@ -66,7 +66,7 @@ class ParsedText:
         return self._parsed(lambda: self._parser.push(text)) if text else ""
 
     def _parsed(self, parse: Callable[[], str]) -> str:
-        with plugin_call("output parser", self._name):
+        with plugin_errors("output parser", self._name):
             parsed: object = parse()
         if not isinstance(parsed, str):
             raise ModelFailed(f"the output parser {self._name!r} did not return a string")
@@ -109,18 +109,29 @@ class Plugin:
         try:
             arguments = self.arguments.validate_json(json.dumps(call.args))
         except ValidationError as error:
-            raise _refused(error, field=f"{field}.args") from None
+            raise self._rejection(error, field=f"{field}.args") from None
         except TypeError as error:  # only from a caller in this process
             raise InvalidRequest(f"{field}.args must be JSON-serializable: {error}", field=field) from None
-        with plugin_call(_KINDS[self.kind], self.name):
+        with plugin_errors(_KINDS[self.kind], self.name):
             try:
                 made = self.factory(context, **arguments)
             except ValidationError as error:  # of the factory's own pydantic models
-                raise _refused(error, field=f"{field}.args") from None
+                raise self._rejection(error, field=f"{field}.args") from None
             except ValueError as error:
                 raise InvalidRequest(f"{field}.args: {str(error)[:200]}", field=f"{field}.args") from None
         self._require_usable(made)
         return made
+
+    def _rejection(self, error: ValidationError, *, field: str) -> InvalidRequest:
+        problem = error.errors()[0]
+        loc = problem["loc"]
+        place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc)
+        path = (field + place)[:256]
+        if problem["type"] == "extra_forbidden" and len(loc) == 1:
+            known = ", ".join(self.schema.get("properties", ())) or "none"
+            message = f"{path}: the plug-in has no argument {str(loc[0])[:64]!r}"
+            return InvalidRequest(message, field=path, remedy=f"its arguments are: {known}")
+        return InvalidRequest(f"{path}: {_OF_PYDANTIC.sub('', problem['msg'])[:200]}", field=path)
 
     def _require_usable(self, made: object) -> None:
         """Raise ModelFailed if a factory did not return such a plug-in; classes are validated at load."""
@@ -130,7 +141,7 @@ class Plugin:
             raise ModelFailed(f"the {words} has no method {lacking[0]}")
         hook = getattr(made, "hook", HOOKS[0])
         if hook not in HOOKS:
-            remedy = f"it is one of {', '.join(HOOKS)}"
+            remedy = f"set hook to {' or '.join(HOOKS)}"
             raise ModelFailed(f"the hook of the {words} is {hook!r}", remedy=remedy)
 
 
@@ -220,7 +231,7 @@ def _plugin(kind: str, name: str, factory: Any, path: Path) -> Plugin:
     if getattr(factory, "hook", HOOKS[0]) not in HOOKS:
         raise RepositoryError(
             f"{_where(factory, path)}: {kind}[{name!r}]: its hook is {factory.hook!r}",
-            remedy=f"it is one of {', '.join(HOOKS)}",
+            remedy=f"set hook to {' or '.join(HOOKS)}",
         )
     return Plugin(kind=kind, name=name, factory=factory, arguments=arguments, schema=schema)
 
@@ -263,17 +274,8 @@ def _where(factory: Any, path: Path) -> str:
         return str(path)
 
 
-def _refused(error: ValidationError, *, field: str) -> InvalidRequest:
-    problem = error.errors()[0]
-    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"])
-    path = (field + place)[:256]
-    if problem["type"] == "extra_forbidden":
-        return InvalidRequest(f"{path} is not one of its arguments", field=path)
-    return InvalidRequest(f"{path}: {_OF_PYDANTIC.sub('', problem['msg'])[:200]}", field=path)
-
-
 # pydantic's prefixes of a validator's message.
 _OF_PYDANTIC = re.compile("^(Value error|Assertion failed), ")
-# Stands for the context of a factory without parameters, which is refused.
+# Stands for the context of a factory without parameters, which is rejected.
 _NOTHING = inspect.Parameter("nothing", inspect.Parameter.KEYWORD_ONLY)
 _REMEDY = "write `def __init__(self, context, *, argument: type = default)`; see docs/decoding.md"

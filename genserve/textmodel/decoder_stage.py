@@ -18,12 +18,12 @@ from genserve.textmodel.decoder_plugins import Plugins, plugins_of
 
 
 class DecoderInference:
-    """Refuses inferences, since a decoder stage runs in the engine of its text model; a `ModelRuntime`."""
+    """Rejects inferences, since a decoder stage runs in the engine of its text model; a `ModelRuntime`."""
 
     num_waiting = 0
 
     def __init__(self, engine: EngineThread, *, text_model: str) -> None:
-        """Refuse, naming the text model to ask instead."""
+        """Reject, naming the text model to ask instead."""
         self._engine = engine
         self._text_model = text_model
 
@@ -33,15 +33,15 @@ class DecoderInference:
         return self._engine.alive
 
     def submit(self, inference: Inference) -> None:
-        """Refuse.
+        """Reject.
 
         Raises:
             InferenceError: always.
         """
         raise InferenceError(
-            f"model '{inference.model_name}' runs inside of the ensemble '{self._text_model}'",
+            f"model '{inference.model_name}' runs as a stage of the text model '{self._text_model}'",
             status=Status.UNSUPPORTED,
-            remedy=f"ask '{self._text_model}'",
+            remedy=f"send the request to '{self._text_model}'",
         )
 
     def close(self) -> None:

@@ -146,7 +146,10 @@ class InputProcessor:
             return 1
         width = params.beam_width or num_choices
         if num_choices > width:
-            raise InvalidRequest(f"n is {num_choices}, and beam_width {width}", field="n")
+            raise InvalidRequest(
+                f"n is {num_choices}, but beam_width is {width}; a search returns at most beam_width answers",
+                field="n",
+            )
         if width % params.num_beam_groups:
             raise InvalidRequest(
                 f"num_beam_groups is {params.num_beam_groups}, which does not divide {width} beams",
@@ -157,7 +160,7 @@ class InputProcessor:
             raise InvalidRequest(
                 f"the request has {width} beams; {self._name} runs {max_num_seqs} sequences concurrently",
                 field="beam_width" if params.beam_width else "n",
-                remedy=f"ask for {max_num_seqs} at the most, or raise max_batch_size in the logits stage's "
+                remedy=f"ask for {max_num_seqs} at most, or raise max_batch_size in the logits stage's "
                 "config.pbtxt",
             )
         return width
@@ -286,7 +289,7 @@ class InputProcessor:
                 f"max_tokens is {params.max_tokens}; the prompt's {num_prompt_tokens} tokens leave {room} "
                 f"of the context of {max_length}{per_beam}",
                 field="max_tokens",
-                remedy=f"ask for {room} tokens at the most, or shorten the prompt",
+                remedy=f"ask for {room} tokens at most, or shorten the prompt",
             )
 
 

@@ -121,7 +121,7 @@ def _load_uncached(path: Path, config: ModelConfig, placement: Placement) -> Loa
         run = open_graph(path, config=config, placement=placement).run
     max_length = context_length(config)
     logger.warning(
-        "model %s has no KV cache: each token costs a run of the whole sequence, of %d tokens at the most "
+        "model %s has no KV cache: each token costs a run of the whole sequence, of at most %d tokens "
         "(max_sequence_length); `genserve export` of its checkpoint makes one with a cache",
         config.name,
         max_length,

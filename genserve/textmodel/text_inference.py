@@ -22,7 +22,7 @@ from genserve.sampling.sampling_params import (
     TRITON_TENSORS,
     SamplingParams,
     sampling_params,
-    without_refused_methods,
+    without_rejected_methods,
 )
 from genserve.tensor import Tensor
 from genserve.textmodel.text_model import TextModel
@@ -40,6 +40,7 @@ OUTPUT = "text_output"
 _PLUGINS = ("logits_processors", "stop_rules", "output_parser")
 # All request parameters that are read; `priority` is Triton's own.
 _READ = frozenset({*_PLUGINS, "cache_salt", "priority"})
+_SAME_VALUES = "send rows with different values as separate requests"
 
 
 class TextInference:
@@ -205,8 +206,8 @@ def _params(inputs: Mapping[str, Tensor], parameters: Mapping[str, Parameter]) -
         if name in inputs:
             options[option] = [text for text in decode_strings(inputs[name]) if text]
     options |= {name: _parsed(name, parameters[name]) for name in _PLUGINS if name in parameters}
-    without_refused_methods(parameters)
-    _refuse_unread(parameters)
+    without_rejected_methods(parameters)
+    _reject_unread(parameters)
     if "cache_salt" in parameters:
         options["cache_salt"] = parameters["cache_salt"]
     options["structured_outputs"] = _structured_outputs(inputs)
@@ -216,8 +217,8 @@ def _params(inputs: Mapping[str, Tensor], parameters: Mapping[str, Parameter]) -
     return sampling_params(options)
 
 
-def _refuse_unread(parameters: Mapping[str, Parameter]) -> None:
-    """Refuse request parameters that only tensors may set, unless neutral; Triton ignores unknown ones."""
+def _reject_unread(parameters: Mapping[str, Parameter]) -> None:
+    """Reject request parameters that only tensors may set, unless neutral; Triton ignores unknown ones."""
     names = {name: name for name in PARAMETERS} | _PARAMETERS | _TEXTS
     for name in names.keys() & parameters.keys() - _READ:
         nothing = ("", 1) if name == "beam_width" else ("", PARAMETERS[names[name]].default)
@@ -250,7 +251,9 @@ def _text(inputs: Mapping[str, Tensor], name: str) -> str:
     """Return the text of an input, the same for all rows of the batch; empty: there is no such input."""
     distinct = set(decode_strings(inputs[name])) if name in inputs else {""}
     if len(distinct) > 1:
-        raise InvalidRequest(f"the rows of one request have different values of {name}", field=name)
+        raise InvalidRequest(
+            f"the rows of one request have different values of {name}", field=name, remedy=_SAME_VALUES
+        )
     return distinct.pop() if distinct else ""
 
 
@@ -258,7 +261,7 @@ def _parsed(name: str, text: Parameter) -> Any:
     try:
         return json.loads(text if isinstance(text, str) else "")
     except (ValueError, RecursionError):
-        raise InvalidRequest(f"{name} must be a string of JSON", field=name) from None
+        raise InvalidRequest(f"{name} must be a string that contains JSON", field=name) from None
 
 
 def _scalar(inputs: Mapping[str, Tensor], name: str, *, default: Any) -> Any:
@@ -268,5 +271,7 @@ def _scalar(inputs: Mapping[str, Tensor], name: str, *, default: Any) -> Any:
         return default
     values = tensor.array.reshape(-1)
     if (values != values[0]).any():
-        raise InvalidRequest(f"the rows of one request have different values of {name}", field=name)
+        raise InvalidRequest(
+            f"the rows of one request have different values of {name}", field=name, remedy=_SAME_VALUES
+        )
     return values[0].item()

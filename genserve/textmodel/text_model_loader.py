@@ -176,8 +176,8 @@ def _draft_model(
     """Load the logits stage of another text model, to draft on the CPU."""
     if not tokenizer.has_vocabulary_of(Tokenizer.from_folder(draft["tokenizer"].folder)):
         raise RepositoryError(
-            f"draft_model {config.parameters['draft_model']!r} has another vocabulary: its token ids mean "
-            "other words",
+            f"draft_model {config.parameters['draft_model']!r} has another vocabulary: its token ids stand "
+            "for other tokens",
             remedy="take a smaller model of the same family, whose tokenizer.json is the same",
         )
     source = draft["logits"]

@@ -35,7 +35,9 @@ def state_types(path: Path) -> dict[str, str]:
     try:
         inputs = onnx.load(path, load_external_data=False).graph.input
     except Exception as error:  # protobuf's and the system's errors share no base class
-        raise RepositoryError(f"{path} cannot be read: {error}", remedy="is it an ONNX model?") from error
+        raise RepositoryError(
+            f"{path} cannot be read: {error}", remedy="check that it is a complete ONNX model"
+        ) from error
     names = {value.name: onnx.TensorProto.DataType.Name(value.type.tensor_type.elem_type) for value in inputs}
     return {name: _DATA_TYPES[kind] for name, kind in names.items() if name.startswith("past_key_values.")}
 

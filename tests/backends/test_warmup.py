@@ -46,7 +46,7 @@ def warmed(config, path, backend=None):
     return backend.batches
 
 
-def refused(config, path):
+def rejected(config, path):
     with pytest.raises(RepositoryError) as raised:
         warmup_batches(config, path)
     return raised.value.message
@@ -131,7 +131,7 @@ def test_a_file_that_is_too_long_is_truncated(tmp_path):
 
 
 def test_a_file_that_is_too_short_is_rejected_in_tritons_words(tmp_path):
-    assert refused(with_file(tmp_path, bytes(8)), tmp_path) == (
+    assert rejected(with_file(tmp_path, bytes(8)), tmp_path) == (
         "[request id: <id_unknown>] warmup setting expects 12 bytes, but the data provided from raw_dataonly "
         "has 8 bytes"
     )
@@ -140,17 +140,18 @@ def test_a_file_that_is_too_short_is_rejected_in_tritons_words(tmp_path):
 def test_a_missing_file_is_rejected_in_tritons_words(tmp_path):
     config = model("batch_size: 1 " + one_input('input_data_file: "nothing"'))
     file = tmp_path / "warmup" / "nothing"
-    assert refused(config, tmp_path) == f"failed to open text file for read {file}: No such file or directory"
+    message = f"failed to open text file for read {file}: No such file or directory"
+    assert rejected(config, tmp_path) == message
 
 
 def test_a_dimension_of_any_size_is_rejected_in_tritons_words(tmp_path):
-    assert refused(model("batch_size: 1 " + one_input("zero_data: true", dims="-1")), tmp_path) == (
+    assert rejected(model("batch_size: 1 " + one_input("zero_data: true", dims="-1")), tmp_path) == (
         "warmup setting expects all variable-size dimensions are specified for input 'x'"
     )
 
 
 def test_an_input_without_data_is_rejected_in_tritons_words(tmp_path):
-    assert refused(model("batch_size: 1 " + one_input("")), tmp_path) == (
+    assert rejected(model("batch_size: 1 " + one_input("")), tmp_path) == (
         "[request id: <id_unknown>] warmup setting expects input 'x' to have input_data_type set"
     )
 

@@ -42,7 +42,7 @@ class FakeDeltas:
 
 
 class FakeModel:
-    """Remembers what it was asked; refuses a question with the word `refuse`."""
+    """Remembers what it was asked; rejects a question with the word `reject`."""
 
     def __init__(self) -> None:
         self.asked: list[list[Message]] = []
@@ -54,8 +54,8 @@ class FakeModel:
 
     def chat_stream(self, messages: Sequence[Message], **options: Unpack[SamplingOptions]) -> Stream:
         sampling_params(options)
-        if "refuse" in messages[-1].content:
-            raise InvalidRequest("that is refused", remedy="ask something else")
+        if "reject" in messages[-1].content:
+            raise InvalidRequest("that is rejected", remedy="ask something else")
         self.asked.append(list(messages))
         self.options.append(options)
         self.streams.append(FakeDeltas(messages[-1].content))

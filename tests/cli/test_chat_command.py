@@ -46,7 +46,7 @@ def test_the_flags_become_fields_of_the_request() -> None:
     assert body["min_p"] == 0.1
 
 
-def test_a_line_in_another_encoding_is_refused_by_its_number() -> None:
+def test_a_line_in_another_encoding_is_rejected_by_its_number() -> None:
     with scripted(MODELS, answer("Hello.")) as server:
         result = CliRunner().invoke(app, ["chat", "--url", server.url], input=b"Hi\n\ncaf\xe9\n")
     assert result.stdout == "Hello.\n"

@@ -121,8 +121,8 @@ def test_a_question_is_sent_with_the_options_and_the_conversation() -> None:
     assert model.options[-1] == {"temperature": 0.5}
 
 
-def test_a_refused_question_is_not_part_of_the_conversation() -> None:
+def test_a_rejected_question_is_not_part_of_the_conversation() -> None:
     session = chat_with(FakeModel())
     with pytest.raises(InvalidRequest):
-        session.ask("refuse this")
+        session.ask("reject this")
     assert len(session.conversation) == 0

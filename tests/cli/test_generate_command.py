@@ -39,7 +39,7 @@ def test_without_a_prompt_stdin_is_read_without_its_last_line_end(arguments: tup
     assert body["inputs"] == "Tea\nis\n"
 
 
-def test_input_in_another_encoding_is_refused_with_its_position() -> None:
+def test_input_in_another_encoding_is_rejected_with_its_position() -> None:
     result = CliRunner().invoke(app, ["generate"], input=b"caf\xe9")
     assert isinstance(result.exception, InvalidRequest)
     assert result.exception.message == "standard input is not UTF-8, at byte 3"
@@ -80,7 +80,7 @@ def test_any_other_parameter_can_be_set() -> None:
         ("minp=0.1", "no sampling parameter 'minp'"),
     ],
 )
-def test_an_invalid_assignment_is_refused_before_the_request(assignment: str, words: str) -> None:
+def test_an_invalid_assignment_is_rejected_before_the_request(assignment: str, words: str) -> None:
     with scripted(MODELS) as server:
         result = CliRunner().invoke(app, ["generate", "Tea", "--url", server.url, "--set", assignment])
         assert not server.received
@@ -110,7 +110,7 @@ def test_the_url_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) 
         assert CliRunner().invoke(app, ["generate", "Tea"]).exit_code == 0
 
 
-def test_an_unknown_model_is_refused_with_the_names_of_the_others() -> None:
+def test_an_unknown_model_is_rejected_with_the_names_of_the_others() -> None:
     result, _ = generate("Tea", "--model", "x", reply=ANSWER)
     assert isinstance(result.exception, ModelNotFound)
     assert result.exception.remedy == "name one of: m"

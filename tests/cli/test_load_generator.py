@@ -63,7 +63,7 @@ def test_an_error_reply_ends_the_load(tiny_server: LiveServer) -> None:
 
 
 def test_an_overloaded_request_is_retried_after_the_servers_time() -> None:
-    refusal = b"HTTP/1.1 429 Too Many Requests\r\nretry-after-ms: 2\r\ncontent-length: 2\r\n\r\n{}"
+    rejection = b"HTTP/1.1 429 Too Many Requests\r\nretry-after-ms: 2\r\ncontent-length: 2\r\n\r\n{}"
     event = b'data: {"token": {"text": "tea"}, "details": {"generated_tokens": 3, "input_length": 5}}\n\n'
     answer = (
         b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(event), event)
@@ -72,7 +72,7 @@ def test_an_overloaded_request_is_retried_after_the_servers_time() -> None:
         asked: list[bytes] = []
 
         def serve() -> None:
-            for reply in (refusal, answer):
+            for reply in (rejection, answer):
                 with listener.accept()[0] as connection:
                     asked.append(connection.recv(65536))
                     connection.sendall(reply)
@@ -84,7 +84,7 @@ def test_an_overloaded_request_is_retried_after_the_servers_time() -> None:
         server.join()
     assert asked[0] == asked[1]
     assert result.new_tokens == [3]
-    assert len(result.refused_s) == 1
+    assert len(result.rejected_s) == 1
 
 
 def test_a_load_may_end_after_a_number_of_answers(tiny_server: LiveServer) -> None:

@@ -87,7 +87,7 @@ def test_pasted_lines_are_one_message(terminal: Terminal) -> None:
 
 
 def test_an_error_is_printed_and_the_chat_continues(terminal: Terminal) -> None:
-    say(terminal, "refuse" + ENTER)
+    say(terminal, "reject" + ENTER)
     terminal.expect("error[invalid_request]")
     terminal.expect(": ask something else")
     say(terminal, "hello" + ENTER)

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from genserve.cli.main import app
 from genserve.cli.serve_command import print_startup_banner
-from genserve.cli.tritonserver_flags import REFUSED_FLAGS
+from genserve.cli.tritonserver_flags import REJECTED_FLAGS
 from genserve.errors import GenserveError, RepositoryError
 from genserve.server import ModelInfo, ServerInfo, VersionInfo
 from genserve.settings import ServerSettings
@@ -38,7 +38,7 @@ def test_trace_and_metrics_flags_are_those_of_tritonserver(monkeypatch: pytest.M
         ("--allow-gpu-metrics=true", "there are no nv_gpu_* metrics"),
     ],
 )
-def test_invalid_trace_and_metrics_flags_are_refused_at_the_start(
+def test_invalid_trace_and_metrics_flags_are_rejected_at_the_start(
     tmp_path: Path, flag: str, text: str
 ) -> None:
     result = CliRunner().invoke(app, ["serve", "--model-repository", str(tmp_path), flag])
@@ -182,18 +182,18 @@ def test_flags_control_the_access(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--cache-directory=/opt/caches", "--cache-config=local,size=BYTES"),
     ],
 )
-def test_an_unsupported_flag_of_tritonserver_is_refused_with_a_remedy(words: str, message: str) -> None:
+def test_an_unsupported_flag_of_tritonserver_is_rejected_with_a_remedy(words: str, message: str) -> None:
     result = CliRunner().invoke(app, ["serve", *words.split()], terminal_width=1000)
     assert result.exit_code == 2
     assert message in " ".join(result.output.replace("│", " ").split())
 
 
-def test_no_supported_flag_is_refused() -> None:
+def test_no_supported_flag_is_rejected() -> None:
     command = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
-    assert not REFUSED_FLAGS.keys() & {name for option in command.params for name in option.opts}
+    assert not REJECTED_FLAGS.keys() & {name for option in command.params for name in option.opts}
 
 
-def test_an_unknown_backend_setting_is_refused_at_the_start(tmp_path: Path) -> None:
+def test_an_unknown_backend_setting_is_rejected_at_the_start(tmp_path: Path) -> None:
     words = ["serve", "--model-repository", str(tmp_path), "--backend-config=onnxruntime,threads=4"]
     result = CliRunner().invoke(app, words)
     assert isinstance(result.exception, GenserveError)

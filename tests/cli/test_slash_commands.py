@@ -84,7 +84,7 @@ def test_set_changes_a_parameter_of_the_next_answer(
         ("stop 5", "stop must be text"),
     ],
 )
-def test_set_refuses_an_invalid_value_and_changes_nothing(
+def test_set_rejects_an_invalid_value_and_changes_nothing(
     session: ChatSession, said, typed: str, complaint: str
 ) -> None:
     before = dict(session.options)

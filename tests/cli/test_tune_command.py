@@ -79,7 +79,7 @@ def test_a_graph_that_disagrees_with_its_source_is_measured_and_not_chosen(repos
         assert best in chosen
 
 
-def test_graphs_without_a_common_context_are_refused(tiny_checkpoint: Path, repository: Path) -> None:
+def test_graphs_without_a_common_context_are_rejected(tiny_checkpoint: Path, repository: Path) -> None:
     export_model(
         str(tiny_checkpoint),
         repository=repository,

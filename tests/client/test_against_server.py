@@ -145,11 +145,11 @@ def test_the_models_are_those_of_the_repository(client: Any, llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("options", [{"prompt_logprobs": 0}, {"logprobs": True, "logprob_token_ids": [3]}])
-def test_an_option_without_a_field_in_tgis_dialect_is_refused(client: Any, options: SamplingOptions) -> None:
+def test_an_option_without_a_field_in_tgis_dialect_is_rejected(client: Any, options: SamplingOptions) -> None:
     for ask in (client.generate, client.stream):
-        with pytest.raises(InvalidRequest) as refused:
+        with pytest.raises(InvalidRequest) as rejected:
             ask("Tea is", **options)
-        assert refused.value.field in options
+        assert rejected.value.field in options
 
 
 def test_logprobs_of_a_chat_are_the_same_as_in_process(client: Any, llm: LLM) -> None:
@@ -201,11 +201,11 @@ def levels(completion: Completion, *, logprobs: bool) -> dict[tuple[Any, ...], f
 
 
 @pytest.mark.parametrize("prompts", [[], ["Tea", [3]], [["Tea"]], [True]])
-def test_an_invalid_prompt_is_refused_before_it_is_sent(client: Any, llm: LLM, prompts: Any) -> None:
+def test_an_invalid_prompt_is_rejected_before_it_is_sent(client: Any, llm: LLM, prompts: Any) -> None:
     for complete in (client.complete, llm.complete):
-        with pytest.raises(InvalidRequest) as refused:
+        with pytest.raises(InvalidRequest) as rejected:
             complete(prompts)
-        assert refused.value.field == "prompt"
+        assert rejected.value.field == "prompt"
 
 
 def test_prompt_logprobs_are_the_same_in_process_and_over_http(llm: LLM, tiny_server: Any) -> None:

@@ -250,16 +250,17 @@ def test_every_request_has_the_key(make_client: Any) -> None:
     assert [r.headers["authorization"] for r in server.received] == ["Bearer secret", "Bearer secret"]
 
 
-def test_a_misspelt_option_is_refused_before_the_request(make_client: Any) -> None:
+def test_a_misspelt_option_is_rejected_before_the_request(make_client: Any) -> None:
     with talk(make_client) as (client, server):
         with pytest.raises(InvalidRequest, match="temperature"):
             client.generate("Tea", temprature=1)
         assert server.received == []
 
 
-def test_a_refused_stream_raises_at_the_call(make_client: Any) -> None:
-    refusal = json_reply({"error": "no such model", "code": "model_not_found", "remedy": "a, b"}, status=404)
-    with talk(make_client, refusal) as (client, _), pytest.raises(ModelNotFound) as caught:
+def test_a_rejected_stream_raises_at_the_call(make_client: Any) -> None:
+    body = {"error": "no such model", "code": "model_not_found", "remedy": "a, b"}
+    rejection = json_reply(body, status=404)
+    with talk(make_client, rejection) as (client, _), pytest.raises(ModelNotFound) as caught:
         client.stream("Tea", model="m")
     assert caught.value.remedy == "a, b"
 
@@ -439,13 +440,13 @@ async def test_a_stream_is_awaited_or_entered_and_closed_after_the_block() -> No
             assert (await awaited.final()).text == " is here"
 
 
-async def test_entering_a_refused_stream_raises_the_error() -> None:
-    refusal = json_reply({"error": "no", "error_type": "validation", "code": "invalid_request"}, status=422)
-    with scripted(refusal) as server:
+async def test_entering_a_rejected_stream_raises_the_error() -> None:
+    rejection = json_reply({"error": "no", "error_type": "validation", "code": "invalid_request"}, status=422)
+    with scripted(rejection) as server:
         async with AsyncClient(server.url) as client:
             with pytest.raises(InvalidRequest):
                 async with client.stream("Tea"):
-                    pytest.fail("it was refused")
+                    pytest.fail("it was rejected")
 
 
 def public_signatures(kind: type) -> dict[str, list[inspect.Parameter]]:

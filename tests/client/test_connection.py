@@ -31,21 +31,21 @@ def test_an_argument_overrides_the_environment(monkeypatch: pytest.MonkeyPatch) 
     assert connect("https://here", api_key="given").headers["authorization"] == "Bearer given"
 
 
-def test_a_url_without_a_scheme_is_refused_with_the_full_url() -> None:
+def test_a_url_without_a_scheme_is_rejected_with_the_full_url() -> None:
     with pytest.raises(InvalidRequest) as caught:
         connect("localhost:8000")
     assert caught.value.field == "base_url"
     assert "http://localhost:8000" in caught.value.remedy
 
 
-def test_a_url_that_ends_with_v1_is_refused_with_the_url_without_it() -> None:
+def test_a_url_that_ends_with_v1_is_rejected_with_the_url_without_it() -> None:
     with pytest.raises(InvalidRequest, match="ends with /v1") as caught:
         connect("http://localhost:8000/v1/")
     assert caught.value.remedy == "write http://localhost:8000"
 
 
 @pytest.mark.parametrize("api_key", ["schlüssel", "secret\n", "secret "])
-def test_an_invalid_key_is_refused_and_not_quoted(api_key: str) -> None:
+def test_an_invalid_key_is_rejected_and_not_quoted(api_key: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         connect(api_key=api_key)
     assert caught.value.field == "api_key"

@@ -97,7 +97,7 @@ def test_the_first_match_of_a_regex_ends_the_text(client, whole, stream):
     assert complete(client, stream=stream, stop_regex=regex) == (whole.text[:first], "stop", regex)
 
 
-def test_a_malformed_regex_is_refused(client):
+def test_a_malformed_regex_is_rejected(client):
     with pytest.raises(openai.BadRequestError, match="unclosed group") as raised:
         complete(client, stop_regex="(")
     assert raised.value.param == "stop_regex"

@@ -78,12 +78,12 @@ def test_max_tokens_ends_an_incomplete_form(client):
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_impossible_form_is_refused_with_its_field(client, extra, param, stream):
-    with pytest.raises(openai.BadRequestError) as refusal:
+def test_an_impossible_form_is_rejected_with_its_field(client, extra, param, stream):
+    with pytest.raises(openai.BadRequestError) as rejection:
         client.chat.completions.create(
             model="tiny", messages=TURN, max_tokens=5, temperature=0, stream=stream, extra_body=extra
         )
-    assert refusal.value.param == param
+    assert rejection.value.param == param
 
 
 def test_tgis_grammar(tiny_server):
@@ -129,7 +129,7 @@ def test_the_tensors_of_the_ensemble(tiny_server, kind, guide, form):
         ("regex", "[a", "unclosed"),
     ],
 )
-def test_tensors_without_a_valid_form_are_refused(tiny_server, kind, guide, reason):
+def test_tensors_without_a_valid_form_are_rejected(tiny_server, kind, guide, reason):
     guided = {"guided_decoding_guide_type": kind, "guided_decoding_guide": guide}
     answer = httpx2.post(f"{tiny_server.url}/v2/models/tiny/generate", json={"text_input": "x", **guided})
     assert answer.status_code == 400
@@ -143,9 +143,9 @@ def test_client_and_library_give_the_same_answer(tiny_server, tiny_repository):
         assert here.text in ("yes", "no", "both")
         assert client.chat("?", **options) == here
         assert client.generate("?", **options).text == llm.generate("?", **options).text
-        with pytest.raises(InvalidRequest) as refusal:
+        with pytest.raises(InvalidRequest) as rejection:
             client.chat("?", structured_outputs={"regex": "[a"})
-    assert refusal.value.field == "structured_outputs"
+    assert rejection.value.field == "structured_outputs"
 
 
 def test_answers_with_and_without_a_form_share_a_batch(tiny_server):

@@ -109,7 +109,7 @@ def test_the_default_precision_depends_on_the_format(tiny_checkpoint: Path, tmp_
     assert scripted.precision == "fp32"
 
 
-def test_a_precision_that_the_format_does_not_support_is_refused(
+def test_a_precision_that_the_format_does_not_support_is_rejected(
     tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ExportError, match="TorchScript does not support the precision 'int8'") as caught:
@@ -303,7 +303,7 @@ def test_only_leftovers_of_this_models_killed_exports_are_removed(
 
 
 @pytest.mark.parametrize("name", ["", ".hidden", "a/b", "../up", "a b", "x" * 129, "ünï"])
-def test_an_invalid_folder_name_is_refused(tiny_checkpoint: Path, tmp_path: Path, name: str) -> None:
+def test_an_invalid_folder_name_is_rejected(tiny_checkpoint: Path, tmp_path: Path, name: str) -> None:
     with pytest.raises(ExportError, match="cannot be the name of a model"):
         export(tiny_checkpoint, tmp_path / "repository", name=name)
     assert not (tmp_path / "repository").exists()
@@ -327,7 +327,7 @@ def test_the_error_for_an_unknown_precision_lists_the_known_ones(
     assert "int8, int4, fp16, fp32" in caught.value.remedy
 
 
-def test_tensors_unknown_to_the_family_are_refused_by_name(tmp_path: Path) -> None:
+def test_tensors_unknown_to_the_family_are_rejected_by_name(tmp_path: Path) -> None:
     source = tiny_llama_checkpoint(tmp_path / "odd")
     extra = {"model.layers.0.self_attn.q_norm.weight": np.ones(16, np.float32)}
     save_file(load_file(source / "model.safetensors") | extra, source / "model.safetensors")
@@ -335,7 +335,7 @@ def test_tensors_unknown_to_the_family_are_refused_by_name(tmp_path: Path) -> No
         export(source, tmp_path / "repository")
 
 
-def test_tensors_with_other_shapes_than_in_the_config_are_refused(tmp_path: Path) -> None:
+def test_tensors_with_other_shapes_than_in_the_config_are_rejected(tmp_path: Path) -> None:
     source = tiny_llama_checkpoint(tmp_path / "odd")
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"intermediate_size": 160}))
@@ -352,7 +352,7 @@ def test_tensors_with_other_shapes_than_in_the_config_are_refused(tmp_path: Path
         ("chat_template.jinja", "{{ 1 / 0 }}", "the chat template failed"),
     ],
 )
-def test_a_tokenizer_that_cannot_serve_is_refused(
+def test_a_tokenizer_that_cannot_serve_is_rejected(
     tmp_path: Path, file: str, content: str, reason: str
 ) -> None:
     source = tiny_llama_checkpoint(tmp_path / "checkpoint")
@@ -361,7 +361,7 @@ def test_a_tokenizer_that_cannot_serve_is_refused(
         export(source, tmp_path / "repository")
 
 
-def test_a_tokenizer_with_a_larger_vocabulary_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_with_a_larger_vocabulary_is_rejected(tmp_path: Path) -> None:
     source = tiny_llama_checkpoint(tmp_path / "checkpoint", vocab_size=290)
     tiny_tokenizer(vocab_size=320).save(str(source / "tokenizer.json"))
     with pytest.raises(ExportError, match=r"has a token \d+, but the model's vocabulary ends at 289"):
@@ -371,7 +371,7 @@ def test_a_tokenizer_with_a_larger_vocabulary_is_refused(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("model", "changed"), [("gpt2", {"n_embd": 100, "n_head": 12}), ("llama", {"pad_token_id": 400})]
 )
-def test_a_config_that_transformers_cannot_build_is_refused_with_its_message(
+def test_a_config_that_transformers_cannot_build_is_rejected_with_its_message(
     tmp_path: Path, model: str, changed: dict[str, int]
 ) -> None:
     source = tiny_models.tiny_checkpoint(tmp_path / "odd", **tiny_models.TINY_MODELS[model])

@@ -162,7 +162,7 @@ def test_a_checkpoint_saved_without_its_head_has_the_same_graph(tmp_path: Path) 
         ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
     ],
 )
-def test_config_options_that_the_graph_does_not_support_are_refused_by_name(
+def test_config_options_that_the_graph_does_not_support_are_rejected_by_name(
     tmp_path: Path, config: dict[str, Any], what: str
 ) -> None:
     source = tiny_llama_checkpoint(tmp_path / "checkpoint", **config)
@@ -181,7 +181,7 @@ def test_config_options_that_the_graph_does_not_support_are_refused_by_name(
         ("opt", {"word_embed_proj_dim": 32}, "word_embed_proj_dim 32"),
     ],
 )
-def test_each_family_refuses_options_that_its_graph_does_not_support(
+def test_each_family_rejects_options_that_its_graph_does_not_support(
     model: str, config: dict[str, Any], what: str
 ) -> None:
     family = next(family for family in FAMILIES.values() if family.name == model)

@@ -76,7 +76,9 @@ def test_the_tokenizer_files_are_those_of_a_checkpoint_folder(tmp_path: Path) ->
         ({"tokenizer.ggml.pre": "deepseek-llm"}, "deepseek-llm"),
     ],
 )
-def test_unsupported_metadata_is_refused_by_name(tmp_path: Path, metadata: dict[str, str], what: str) -> None:
+def test_unsupported_metadata_is_rejected_by_name(
+    tmp_path: Path, metadata: dict[str, str], what: str
+) -> None:
     folder = tiny_llama_checkpoint(tmp_path / "tiny")
     with pytest.raises(ExportError, match=what) as caught:
         read_checkpoint(write_gguf(folder, tmp_path / "tiny.gguf", **metadata), source="tiny")
@@ -120,7 +122,7 @@ def test_missing_metadata_is_named(
     ("broken", "value"),
     [("add_bos_token_id", 99_999), ("add_token_merges", ["a b c"]), ("add_token_merges", ["zzz qqq"])],
 )
-def test_an_inconsistent_tokenizer_is_refused(
+def test_an_inconsistent_tokenizer_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str, value: object
 ) -> None:
     write = getattr(gguf.GGUFWriter, broken)

@@ -65,7 +65,7 @@ def test_a_graph_with_an_int8_cache_may_be_an_additional_one(tmp_path: Path) -> 
     assert types["past_key_values.1.value_scale"] == "TYPE_FP32"
 
 
-def test_other_formats_refuse_an_int8_cache(tmp_path: Path) -> None:
+def test_other_formats_reject_an_int8_cache(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="TorchScript does not support a KV cache in int8"):
         export("llama", tmp_path, kv_cache="int8", file_format="torchscript")
     assert not list((tmp_path / "repository").glob("m*"))

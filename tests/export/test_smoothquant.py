@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from genserve.export.checkpoint import FloatArray
 from genserve.export.conversion import Conversion
 from genserve.export.source_model import Reference, run_source
+from genserve.sampling.logits_array import FloatArray
 from tests.export.graphs import conversion_of, write_conversion
 from tests.export.rows import logits_of
 from tests.export.test_families import MAX_DIFFERENCE, difference_of

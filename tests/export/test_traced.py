@@ -1,4 +1,4 @@
-"""Traced models: accuracy and refusals; tests/textmodel/test_logits_runtime.py serves one."""
+"""Traced models: accuracy and rejections; tests/textmodel/test_logits_runtime.py serves one."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_traced_architectures_equal_their_source(tmp_path: Path, config: dict[st
 
 
 @pytest.mark.parametrize(("model", "changed", "reason"), _BEYOND_FAMILIES)
-def test_torchscript_refuses_options_that_the_family_does_not_support(
+def test_torchscript_rejects_options_that_the_family_does_not_support(
     tmp_path: Path, model: str, changed: dict[str, Any], reason: str
 ) -> None:
     source = tiny_checkpoint(tmp_path / "checkpoint", **(TINY_MODELS[model] | changed))
@@ -81,7 +81,7 @@ def test_an_invalid_config_is_not_traced(tmp_path: Path) -> None:
         ("torchscript", "fp32", "StableLmForCausalLM; TorchScript needs a known family"),
     ],
 )
-def test_formats_that_need_a_family_are_refused(
+def test_formats_that_need_a_family_are_rejected(
     stablelm_checkpoint: Path, tmp_path: Path, file_format: FileFormat, precision: Precision, words: str
 ) -> None:
     with pytest.raises(ExportError, match=words):
@@ -89,7 +89,7 @@ def test_formats_that_need_a_family_are_refused(
     assert not (tmp_path / "repository").exists()
 
 
-def test_a_model_without_keys_and_values_is_refused(tmp_path: Path) -> None:
+def test_a_model_without_keys_and_values_is_rejected(tmp_path: Path) -> None:
     source = tiny_checkpoint(
         tmp_path / "mamba", model_type="mamba", hidden_size=32, num_hidden_layers=2, state_size=4
     )
@@ -97,7 +97,7 @@ def test_a_model_without_keys_and_values_is_refused(tmp_path: Path) -> None:
         export(source, tmp_path / "repository")
 
 
-def test_a_model_that_transformers_does_not_know_is_refused(
+def test_a_model_that_transformers_does_not_know_is_rejected(
     stablelm_checkpoint: Path, tmp_path: Path
 ) -> None:
     source = tmp_path / "unknown"

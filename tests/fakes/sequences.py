@@ -9,8 +9,8 @@ from typing import Any, Self
 from genserve.errors import GenserveError
 from genserve.generation.engine_request import LogitsRequest, TokenSequence
 from genserve.generation.sequence_plugins import SequencePlugins
+from genserve.sampling.grammar_bitmask import StructuredOutputGrammar
 from genserve.sampling.logits_array import FloatArray
-from genserve.sampling.logits_edits import StructuredOutputGrammar
 from genserve.sampling.logits_processors import DryBreakers, TokenizedParams
 from genserve.sampling.sampling_params import SamplingParams
 from tests.fakes.logits import VOCAB_SIZE

@@ -83,8 +83,8 @@ class SimulatedEngine:
 
     def submit(self, *, num_steps: int = 1, num_places: int = 1, priority: int = 0) -> None:
         request = Request(num_places=num_places, num_tokens=1, priority=priority, num_steps=num_steps)
-        refused = self.rejection(request)
-        assert refused is None, refused
+        rejected = self.rejection(request)
+        assert rejected is None, rejected
 
     def reserve(self, count: int, *, priority: int) -> None:
         self.admission.reserve(count, priority=priority)
@@ -148,9 +148,9 @@ def test_prompts_beyond_the_limit_on_tokens_are_rejected() -> None:
     admission = control(max_tokens=10)
     join(admission, num_tokens=6)
     join(admission, num_tokens=4)
-    with pytest.raises(Overloaded, match="10 tokens are waiting") as refused:
+    with pytest.raises(Overloaded, match="10 tokens are waiting") as rejected:
         join(admission, num_tokens=1)
-    assert "--max-queue-tokens" in refused.value.remedy
+    assert "--max-queue-tokens" in rejected.value.remedy
     admission.start(1, num_tokens=6, priority=0)
     join(admission, num_tokens=6)
 
@@ -231,21 +231,21 @@ def test_rejected_requests_get_increasing_retry_times() -> None:
         join(admission, now_s=50.0)
     retry_after_s = []
     for _ in range(12):
-        with pytest.raises(Overloaded) as refused:
+        with pytest.raises(Overloaded) as rejected:
             join(admission, now_s=50.0)
-        retry_after_s.append(refused.value.retry_after_s)
+        retry_after_s.append(rejected.value.retry_after_s)
     assert retry_after_s == pytest.approx([*range(1, 11), 10, 10])   # later the queue might be empty
-    with pytest.raises(Overloaded) as refused:
+    with pytest.raises(Overloaded) as rejected:
         join(admission, now_s=55.0)
-    assert refused.value.retry_after_s == pytest.approx(6)
+    assert rejected.value.retry_after_s == pytest.approx(6)
 
 
 def test_without_a_measurement_the_retry_time_is_half_a_second() -> None:
     admission = control(max_requests=0, num_places=1)
     join(admission)
-    with pytest.raises(Overloaded, match="the limit is 1") as refused:
+    with pytest.raises(Overloaded, match="the limit is 1") as rejected:
         join(admission)
-    assert refused.value.retry_after_s == pytest.approx(0.5)
+    assert rejected.value.retry_after_s == pytest.approx(0.5)
 
 
 def test_a_queue_that_all_requests_left_is_forgotten() -> None:
@@ -273,9 +273,9 @@ def test_an_empty_queue_rejects_no_request_and_all_counts_return_to_zero(
     for _ in range(data.draw(st.integers(0, 40))):
         match data.draw(st.sampled_from(("submit", "submit", "step", "step", "reserve", "release", "leave"))):
             case "submit":
-                refused = engine.rejection(data.draw(requests))
+                rejected = engine.rejection(data.draw(requests))
                 if not (engine.waiting or engine.preparing):
-                    assert refused is None
+                    assert rejected is None
             case "step":
                 engine.step(data.draw(st.sampled_from((0.01, 1.0, 25.0, 100.0))))
             case "reserve":

@@ -20,9 +20,9 @@ from tests.fakes.sequences import Clock, IdText, logits_request, sequence_of
 def test_a_full_queue_rejects_with_a_retry_time(gated):
     _, engine = gated
     streams = [DeltaStream(engine, sequence_of([i], max_tokens=3)) for i in range(3)]
-    with pytest.raises(Overloaded) as refused:
+    with pytest.raises(Overloaded) as rejected:
         DeltaStream(engine, sequence_of([9], max_tokens=3))
-    assert refused.value.retry_after_s > 0
+    assert rejected.value.retry_after_s > 0
     for stream in streams:
         stream.close()
 
@@ -106,11 +106,11 @@ def test_a_request_that_waits_too_long_ends_before_its_first_token(full):
 
 def test_a_rejected_request_frees_its_place(full):
     model, clock, _, engine, _ = full
-    refused, late = RecordingSink(), RecordingSink()
-    engine.submit(sequence_of([5] * 20), sink=refused)
+    rejected, late = RecordingSink(), RecordingSink()
+    engine.submit(sequence_of([5] * 20), sink=rejected)
     clock.now_s = 10.5
     model.gate.release(2)
-    wait_for_end(refused)
+    wait_for_end(rejected)
     engine.submit(sequence_of([5] * 20, max_tokens=3), sink=late)
     model.open_gate()
     engine.drain(timeout_s=60)

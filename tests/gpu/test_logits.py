@@ -95,7 +95,7 @@ def test_logits_stay_on_the_device(device, memory, tmp_path):
 
 
 @pytest.mark.parametrize("model", ["bloom_4_heads", "fp32"])
-def test_a_cache_that_cuda_does_not_support_is_refused_at_load(model, device, memory, tmp_path):
+def test_a_cache_that_cuda_does_not_support_is_rejected_at_load(model, device, memory, tmp_path):
     if device == "cpu":
         pytest.skip("the CPU has it")
     precision = "fp32" if model == "fp32" else "fp16"

@@ -1,4 +1,4 @@
-"""A generation model on a GPU, from its config to its text."""
+"""A text model on a GPU, from its config to its text."""
 
 from __future__ import annotations
 

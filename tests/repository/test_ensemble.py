@@ -460,10 +460,10 @@ def test_a_queued_request_that_is_rejected_frees_its_place():
     arrived = [limited.ask(number)[1] for number in range(2000)][1:]
     first = limited.at("one")[0]
 
-    def refuse(inference: Inference) -> None:
+    def reject(inference: Inference) -> None:
         raise InferenceError("no more", status=Status.UNAVAILABLE)
 
-    limited.server.takers = {"one": refuse, "two": refuse}
+    limited.server.takers = {"one": reject, "two": reject}
     answer(first, 0)
     assert {response.error.message for [response] in arrived} == {"in ensemble 'e', no more"}
 
@@ -521,13 +521,13 @@ def test_a_queued_request_knows_its_blockers():
 
 @pytest.mark.parametrize("limit", [0, 1])
 def test_a_request_that_a_model_cannot_take_fails_alone(limit):
-    def refuse_one(part):
+    def reject_one(part):
         if part.inputs["a"].array[0] == 1:
             raise OSError("no room")
         limited.server.held["two"].append(part)
 
     limited = Limited(limit=limit)
-    limited.server.held["two"], limited.server.takers["two"] = [], refuse_one
+    limited.server.held["two"], limited.server.takers["two"] = [], reject_one
     arrived = [limited.ask(number)[1] for number in range(3)]
     while running := limited.at("one") + limited.at("two"):
         answer(running[0], running[0].inputs["a"].array[0])

@@ -147,10 +147,11 @@ def test_with_strict_paths_a_model_with_links_outside_is_not_read(linked: Path, 
     (linked / "p" / "config.pbtxt").symlink_to(model / "config.pbtxt")
     entries = scan([linked], strict_paths=True)
     assert {name: str(entry.error and entry.error.message) for name, entry in entries.items()} == {
-        "m": f"{linked}/m/1: the link leads out of the model repository, and model 'm' is refused",
-        "n": f"{linked}/n: the link leads out of the model repository, and model 'n' is refused",
+        "m": f"{linked}/m/1: the link leads out of the model repository, and model 'm' is rejected",
+        "n": f"{linked}/n: the link leads out of the model repository, and model 'n' is rejected",
         "o": "None",
-        "p": f"{linked}/p/config.pbtxt: the link leads out of the model repository, and model 'p' is refused",
+        "p": f"{linked}/p/config.pbtxt: the link leads out of the model repository, "
+        "and model 'p' is rejected",
     }
     assert entries["p"].config is None
 

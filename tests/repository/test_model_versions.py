@@ -138,7 +138,7 @@ def test_an_unload_fails_late_requests_and_abandons_a_stuck_instance(
 
 def test_a_request_during_an_unload_fails_once() -> None:
     class Closing:
-        """Refuses what comes, since the model was unloaded just before."""
+        """Rejects what comes, since the model was unloaded just before."""
 
         def submit(self, inference: Inference) -> None:
             served.close(timeout_s=0)

@@ -13,7 +13,7 @@ from genserve.errors import InvalidRequest, ModelFailed
 from genserve.generation.engine import Engine
 from genserve.generation.speculation import Speculation
 from genserve.sampling.batch_sampler import sample
-from genserve.sampling.logits_edits import grammar_bitmask
+from genserve.sampling.grammar_bitmask import grammar_bitmask
 from tests.fakes.drafts import Foreseen
 from tests.fakes.grammars import Steps
 from tests.fakes.logits import VOCAB_SIZE, PagedLogits

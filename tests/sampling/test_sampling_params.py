@@ -138,7 +138,7 @@ from genserve.sampling.sampling_params import PARAMETERS, SamplingParams, sampli
         ),
     ],
 )
-def test_a_wrong_option_is_refused_by_name(options, field):
+def test_a_wrong_option_is_rejected_by_name(options, field):
     with pytest.raises(InvalidRequest) as raised:
         sampling_params(options)
     assert raised.value.field == field

@@ -81,10 +81,10 @@ def test_the_properties_of_a_schema_keep_their_order():
         ({"json_object": 1}, "structured_outputs.json_object"),
     ],
 )
-def test_anything_but_one_form_is_refused_by_name(options, field):
-    with pytest.raises(InvalidRequest) as refusal:
+def test_anything_but_one_form_is_rejected_by_name(options, field):
+    with pytest.raises(InvalidRequest) as rejection:
         structured_outputs(options)
-    assert refusal.value.field == field
+    assert rejection.value.field == field
 
 
 @pytest.mark.parametrize(
@@ -129,21 +129,38 @@ def test_other_types_of_response_format():
         {"type": "json_object", "schema": {}, "value": {}},
     ],
 )
-def test_a_malformed_response_format_is_refused(written):
-    with pytest.raises(InvalidRequest) as refusal:
+def test_a_malformed_response_format_is_rejected(written):
+    with pytest.raises(InvalidRequest) as rejection:
         structured_outputs_of_format(written, field="parameters.grammar")
-    assert refusal.value.field == "parameters.grammar"
+    assert rejection.value.field == "parameters.grammar"
+
+
+@pytest.mark.parametrize(
+    ("written", "problem"),
+    [
+        ({}, "lacks the field 'type'"),
+        ({"type": "xml"}, "has the unknown type 'xml'"),
+        ({"type": "json"}, "lacks the field 'value'"),
+        ({"type": "json_schema"}, "lacks the field 'json_schema'"),
+        ({"type": "json_schema", "json_schema": {"name": "x"}}, "lacks the field 'json_schema.schema'"),
+        ({"type": "regex", "value": 3}, "has a field that is not valid for the type 'regex'"),
+    ],
+)
+def test_a_malformed_response_format_is_rejected_with_its_cause(written, problem):
+    with pytest.raises(InvalidRequest) as rejection:
+        structured_outputs_of_format(written, field="response_format")
+    assert rejection.value.message == f"response_format {problem}"
 
 
 @pytest.mark.parametrize("name", ["guided_json", "guided_regex", "guided_choice", "guided_grammar"])
-def test_replaced_names_are_refused_with_the_new_name(name):
-    with pytest.raises(InvalidRequest, match="structured_outputs") as refusal:
+def test_replaced_names_are_rejected_with_the_new_name(name):
+    with pytest.raises(InvalidRequest, match="structured_outputs") as rejection:
         sampling_params({name: "a"})
-    assert refusal.value.field == name
-    assert refusal.value.remedy == f'write structured_outputs: {{"{name.removeprefix("guided_")}": ...}}'
+    assert rejection.value.field == name
+    assert rejection.value.remedy == f'write structured_outputs: {{"{name.removeprefix("guided_")}": ...}}'
 
 
-def test_parameters_that_contradict_a_form_are_refused():
+def test_parameters_that_contradict_a_form_are_rejected():
     for contradiction in ({"ignore_eos": True}, {"use_beam_search": True}):
         with pytest.raises(InvalidRequest, match="combined"):
             sampling_params({"structured_outputs": {"regex": "a"}, **contradiction})

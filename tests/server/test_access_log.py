@@ -240,7 +240,7 @@ def test_grpc_calls_are_logged_like_http_requests(generating):
         assert client.is_server_live()
         client.start_stream(lambda result, error: None)
         client.async_stream_infer("tiny", [text, tokens], request_id="streamed")
-        client.async_stream_infer("nobody", [text], request_id="refused")
+        client.async_stream_infer("nobody", [text], request_id="rejected")
         client.stop_stream()
         with pytest.raises(triton.InferenceServerException):
             client.get_model_metadata("nobody")
@@ -250,7 +250,7 @@ def test_grpc_calls_are_logged_like_http_requests(generating):
     assert caught.value.details() == "Method not found!"
     cost = r"prompt_tokens=\d+ completion_tokens=\d ending=\w+ first_token_s=\S+ seconds=\S+"
     assert re.search(f"INFO .* gRPC ModelStreamInfer OK model=tiny {cost}", generating.line("[streamed]"))
-    assert re.search("WARNING .* ModelStreamInfer NOT_FOUND model=nobody", generating.line("[refused]"))
+    assert re.search("WARNING .* ModelStreamInfer NOT_FOUND model=nobody", generating.line("[rejected]"))
     generating.line("gRPC ModelMetadata NOT_FOUND model=nobody")
     assert "WARNING" in generating.line("Nonsense UNIMPLEMENTED")
     assert not generating.lines("ServerLive")

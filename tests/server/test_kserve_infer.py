@@ -103,8 +103,8 @@ def test_requests_and_responses_can_be_compressed(client, algorithm: str) -> Non
 
 
 def test_invalid_compression_is_rejected(server) -> None:
-    refused = post(server, "add_sub", b"no gzip", content_encoding="gzip")
-    assert (refused.status_code, refused.json()["error"]) == (
+    rejected = post(server, "add_sub", b"no gzip", content_encoding="gzip")
+    assert (rejected.status_code, rejected.json()["error"]) == (
         400,
         "the body is not gzip, as its Content-Encoding says",
     )

@@ -46,7 +46,7 @@ def test_our_clients_send_the_options_of_a_chat(tiny_server):
     ("body", "field", "words"),
     [
         ({"chat_template": "{{ 1 }}"}, "chat_template", "not supported"),
-        ({"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs.x", "does not use it"),
+        ({"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs.x", "has no variable 'x'"),
         ({"chat_template_kwargs": 3}, "chat_template_kwargs", "dictionary"),
         (
             {"continue_final_message": True, "add_generation_prompt": True},

@@ -68,7 +68,7 @@ def impatient(repository: Path) -> Iterator[Gated]:
     server.close()
 
 
-def check_refusal(path: str, status: int, headers: Any, body: bytes) -> None:
+def check_rejection(path: str, status: int, headers: Any, body: bytes) -> None:
     assert status == 429
     assert int(headers["retry-after"]) >= 1
     assert int(headers["retry-after-ms"]) >= 1
@@ -88,7 +88,7 @@ def test_a_full_queue_is_429_with_retry_after_on_every_route(
 ) -> None:
     with httpx2.Client(base_url=full.live.url) as http:
         answer = http.post(path, json=body)
-    check_refusal(path, answer.status_code, answer.headers, answer.content)
+    check_rejection(path, answer.status_code, answer.headers, answer.content)
     assert full.engine.num_accepted == 1
 
 
@@ -100,7 +100,7 @@ def test_a_queue_timeout_is_429_before_the_first_byte_on_every_route(
         wait_until(lambda: impatient.engine.num_accepted == 2)
         impatient.open_gate()
         status, headers, content = answer_of(client)
-    check_refusal(path, status, headers, content)
+    check_rejection(path, status, headers, content)
     assert impatient.rejections("queue_timeout") == 1
 
 
@@ -156,7 +156,7 @@ def test_waiting_prompts_are_limited_in_tokens_and_reported_as_metrics(repositor
         wait_until(lambda: server.engine.num_accepted == 2)
         with httpx2.Client(base_url=server.live.url) as http:
             answer = http.post("/generate", json=TGI | {"inputs": "y" * 10})
-            check_refusal("/generate", answer.status_code, answer.headers, answer.content)
+            check_rejection("/generate", answer.status_code, answer.headers, answer.content)
             assert "tokens are waiting" in answer.json()["error"]
             waiting.close()
             server.open_gate()
@@ -175,7 +175,7 @@ def triton_request() -> Any:
     return service_pb2.ModelInferRequest(model_name="tiny", inputs=[text])
 
 
-def check_grpc_refusal(error: Any) -> None:
+def check_grpc_rejection(error: Any) -> None:
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert int(dict(error.trailing_metadata())["grpc-retry-pushback-ms"]) >= 1
 
@@ -197,10 +197,10 @@ def test_infer_of_a_full_generation_model_is_rejected_over_both_protocols(
     try:
         with httpx2.Client(base_url=server.live.url) as http:
             answer = http.post("/v2/models/tiny/infer", json=INFER)
-        check_refusal("/v2/models/tiny/infer", answer.status_code, answer.headers, answer.content)
-        with grpc.insecure_channel(server.live.grpc_url) as channel, pytest.raises(grpc.RpcError) as refused:
+        check_rejection("/v2/models/tiny/infer", answer.status_code, answer.headers, answer.content)
+        with grpc.insecure_channel(server.live.grpc_url) as channel, pytest.raises(grpc.RpcError) as rejected:
             service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer(triton_request())
-        check_grpc_refusal(refused.value)
+        check_grpc_rejection(rejected.value)
     finally:
         server.close()
 
@@ -208,10 +208,10 @@ def test_infer_of_a_full_generation_model_is_rejected_over_both_protocols(
 def test_openai_python_raises_its_rate_limit_error(full: Gated) -> None:
     with (
         openai.OpenAI(base_url=f"{full.live.url}/v1", api_key="-", max_retries=0) as client,
-        pytest.raises(openai.RateLimitError) as refused,
+        pytest.raises(openai.RateLimitError) as rejected,
     ):
         client.chat.completions.create(model="tiny", messages=CHAT["messages"], stream=True)
-    assert refused.value.code == "overloaded"
+    assert rejected.value.code == "overloaded"
 
 
 def test_huggingface_hub_raises_its_overloaded_error(full: Gated) -> None:
@@ -220,15 +220,16 @@ def test_huggingface_hub_raises_its_overloaded_error(full: Gated) -> None:
 
 
 def test_our_client_raises_overloaded(full: Gated) -> None:
-    with Client(full.live.url, max_retries=0) as client, pytest.raises(Overloaded) as refused:
+    with Client(full.live.url, max_retries=0) as client, pytest.raises(Overloaded) as rejected:
         client.generate("tell me")
-    assert refused.value.retry_after_s > 0
+    assert rejected.value.retry_after_s > 0
 
 
 def test_a_client_that_retries_after_the_given_time_is_answered(repository: Path) -> None:
     server = Gated(repository, max_queue=0)
     try:
-        hooks = {"response": [lambda _: server.open_gate()]}    # the first answer, a refusal, opens the gate
+        # The first answer, a rejection, opens the gate.
+        hooks = {"response": [lambda _: server.open_gate()]}
         http = httpx2.Client(event_hooks=hooks)
         with openai.OpenAI(base_url=f"{server.live.url}/v1", api_key="-", http_client=http) as client:
             answer = client.completions.create(model="tiny", prompt="tell me", max_tokens=4)

@@ -50,11 +50,11 @@ def test_only_restricted_parts_of_http_need_the_header(tmp_path, part):
     ):
         for other, routes in {**PARTS, "": OPEN}.items():
             for method, path in map(str.split, routes):
-                refused = http.request(method, path)
-                assert (refused.status_code == 403) == (other == part), (method, path)
+                rejected = http.request(method, path)
+                assert (rejected.status_code == 403) == (other == part), (method, path)
                 assert http.request(method, path, headers={"admin-key": "secret"}).status_code != 403
                 if other == part:
-                    assert "This API is restricted, expecting header 'admin-key'" in refused.text
+                    assert "This API is restricted, expecting header 'admin-key'" in rejected.text
                     assert http.request(method, path, headers={"admin-key": "secre"}).status_code == 403
 
 
@@ -88,7 +88,7 @@ def test_restricted_calls_and_streams_of_grpc_are_rejected(tmp_path):
     ):
         health = health_pb2_grpc.HealthStub(channel)
         stub = client.service_pb2_grpc.GRPCInferenceServiceStub(channel)
-        for refused in (
+        for rejected in (
             lambda: health.Check(health_pb2.HealthCheckRequest()),
             lambda: list(health.Watch(health_pb2.HealthCheckRequest())),
             lambda: stub.ModelInfer(client.service_pb2.ModelInferRequest(model_name="one")),
@@ -96,7 +96,7 @@ def test_restricted_calls_and_streams_of_grpc_are_rejected(tmp_path):
             lambda: stub.ModelConfig(client.service_pb2.ModelConfigRequest(name="one")),
         ):
             with pytest.raises(grpc.RpcError, match="This protocol is restricted"):
-                refused()
+                rejected()
 
 
 def test_every_route_of_kserve_belongs_to_a_part(tmp_path):

@@ -162,14 +162,14 @@ def test_a_request_sets_the_variables_of_the_template(kwargs: dict[str, bool]) -
 @pytest.mark.parametrize(
     "name", ["enable_thought", "messages", "add_generation_prompt", "bos_token", "raise_exception", "range"]
 )
-def test_an_unused_or_reserved_variable_of_a_request_is_refused(name: str) -> None:
+def test_an_unused_or_reserved_variable_of_a_request_is_rejected(name: str) -> None:
     source = THINKING + "{{ bos_token }}{{ add_generation_prompt }}{{ raise_exception and range }}"
     with pytest.raises(InvalidRequest, match="its variables are: enable_thinking") as raised:
         template(source).render(messages("one question", template_kwargs={name: 1}))
     assert raised.value.field == f"chat_template_kwargs.{name}"
 
 
-def test_messages_that_the_template_refuses_are_an_invalid_request() -> None:
+def test_messages_that_the_template_rejects_are_an_invalid_request() -> None:
     question = Message(role="user", content="a")
     two_questions = Chat(messages=(question, question))
     with pytest.raises(InvalidRequest, match="roles must alternate") as raised:
@@ -189,7 +189,7 @@ def test_adjacent_lone_surrogates_do_not_become_a_pair() -> None:
     assert template("{{ messages[0].content }}").render(chat) == "\ud800\udc00\U00010000"
 
 
-def test_a_variable_that_is_not_json_serializable_is_refused() -> None:
+def test_a_variable_that_is_not_json_serializable_is_rejected() -> None:
     chat = messages("one question", template_kwargs={"enable_thinking": {1, 2}})
     with pytest.raises(InvalidRequest, match="JSON") as raised:
         template(THINKING).render(chat)

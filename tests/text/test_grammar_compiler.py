@@ -194,10 +194,10 @@ def test_a_token_that_is_not_allowed_is_rejected(grammars, tokenizer):
         ({"json": {"const": 1, "minimum": 2}}, "nsatisfiable"),
     ],
 )
-def test_a_grammar_that_does_not_compile_is_refused_with_the_reason(grammars, options, reason):
-    with pytest.raises(InvalidRequest, match=re.escape(reason)) as refusal:
+def test_a_grammar_that_does_not_compile_is_rejected_with_the_reason(grammars, options, reason):
+    with pytest.raises(InvalidRequest, match=re.escape(reason)) as rejection:
         begin(grammars, **options)
-    assert refusal.value.field == "structured_outputs"
+    assert rejection.value.field == "structured_outputs"
 
 
 def test_only_the_latest_grammars_stay_compiled(grammars):
@@ -235,18 +235,18 @@ def test_tokenizers_with_byte_tokens_support_grammars(family):
 
 
 @pytest.mark.parametrize("family", [unigram, word_piece])
-def test_other_tokenizers_are_refused(family):
+def test_other_tokenizers_are_rejected(family):
     tokenizer = ending(family())
     with pytest.raises(InvalidRequest, match="llguidance rejects the tokenizer"):
         begin(GrammarCompiler(tokenizer, vocab_size=tokenizer.vocab_size), regex="a")
 
 
-def test_a_tokenizer_with_more_tokens_than_logits_is_refused(tokenizer):
+def test_a_tokenizer_with_more_tokens_than_logits_is_rejected(tokenizer):
     with pytest.raises(InvalidRequest, match="llguidance rejects the tokenizer"):
         begin(GrammarCompiler(tokenizer, vocab_size=300), regex="a")
 
 
-def test_a_model_without_an_eos_token_is_refused():
+def test_a_model_without_an_eos_token_is_rejected():
     tokenizer = tokenizer_of(byte_level_bpe())
     with pytest.raises(InvalidRequest, match="end-of-sequence"):
         begin(GrammarCompiler(tokenizer, vocab_size=tokenizer.vocab_size), regex="a")

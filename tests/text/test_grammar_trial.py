@@ -10,7 +10,7 @@ import pytest
 from genserve.errors import InvalidRequest
 from genserve.sampling.structured_outputs import StructuredOutputs, structured_outputs
 from genserve.text.grammar_compiler import GrammarCompiler
-from genserve.text.grammar_trial import compile_refusal
+from genserve.text.grammar_trial import compile_rejection
 from genserve.text.tokenizer import Tokenizer
 
 ENDLESS = {"type": "string", "allOf": [{"pattern": f".*a.{{{n}}}b"} for n in range(30)]}
@@ -45,19 +45,19 @@ def grammars(tiny_repository) -> GrammarCompiler:
     return GrammarCompiler(Tokenizer.from_folder(tiny_repository / "tiny_tokenizer" / "1"), vocab_size=320)
 
 
-def test_a_grammar_that_compiles_is_not_refused():
-    assert compile_refusal(of_schema(nested(30))) == ""
-    assert compile_refusal(of_lark('start: "a"')) == ""
+def test_a_grammar_that_compiles_is_not_rejected():
+    assert compile_rejection(of_schema(nested(30))) == ""
+    assert compile_rejection(of_lark('start: "a"')) == ""
 
 
 def test_the_reason_comes_from_the_compiler():
-    assert "nobody" in compile_refusal(of_lark("start: nobody"))
-    assert "recursion limit" in compile_refusal(of_schema(nested(200)))
+    assert "nobody" in compile_rejection(of_lark("start: nobody"))
+    assert "recursion limit" in compile_rejection(of_schema(nested(200)))
 
 
 @pytest.mark.parametrize("schema", [ENDLESS, {"type": "integer", "multipleOf": 99999989}])
-def test_a_schema_that_never_compiles_is_refused_in_bounded_time(schema):
-    assert "more than 1 s" in compile_refusal(of_schema(schema), max_cpu_s=1)
+def test_a_schema_that_never_compiles_is_rejected_in_bounded_time(schema):
+    assert "more than 1 s" in compile_rejection(of_schema(schema), max_cpu_s=1)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_a_schema_that_never_compiles_is_refused_in_bounded_time(schema):
     ids=["rules", "references"],
 )
 def test_a_grammar_that_exhausts_the_stack_ends_only_the_trial(grammar):
-    assert "nests too deeply" in compile_refusal(grammar)
+    assert "nests too deeply" in compile_rejection(grammar)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_a_grammar_that_exhausts_the_stack_ends_only_the_trial(grammar):
     ],
     ids=["regex", "lark", "gbnf"],
 )
-def test_a_grammar_that_is_too_large_for_the_parser_is_refused(grammars, options):
+def test_a_grammar_that_is_too_large_for_the_parser_is_rejected(grammars, options):
     form = structured_outputs(options)
     assert form is not None
     with pytest.raises(InvalidRequest, match="cannot be used"):

@@ -223,7 +223,7 @@ def test_a_match_has_a_maximum_length(at: list[int], excess: int) -> None:
 @pytest.mark.parametrize(
     "pattern", ["(", "^a", "a$", r"\ba", r"(a)\1", "a*", "", "(?=a)b", "a)|(b", r"\p{Nothing}"]
 )
-def test_an_invalid_expression_is_refused(pattern: str) -> None:
+def test_an_invalid_expression_is_rejected(pattern: str) -> None:
     with pytest.raises(InvalidRequest, match="stop_regex") as raised:
         StopRegex(pattern)
     assert raised.value.field == "stop_regex"

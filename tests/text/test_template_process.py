@@ -22,7 +22,7 @@ import pytest
 from genserve.errors import RepositoryError
 from genserve.text.chat_template import (
     MAX_OWN_CHARS,
-    ChatRefused,
+    ChatRejected,
     ChatTemplate,
     TemplateExceeded,
     TemplateFailed,
@@ -88,7 +88,7 @@ def test_a_template_that_exceeds_its_limits_is_stopped_and_the_next_chat_is_rend
     ["{{ 10 ** (10 ** 8) }}", "{{ " + "(" * 100_000, "{% if a %}" * 5000 + "{% endif %}" * 5000],
     ids=["power", "brackets", "blocks"],
 )
-def test_a_template_that_exceeds_its_limits_when_compiled_is_refused(source: str) -> None:
+def test_a_template_that_exceeds_its_limits_when_compiled_is_rejected(source: str) -> None:
     with pytest.raises(RepositoryError, match="the chat template cannot be compiled: ") as raised:
         ChatTemplate(source, special_tokens={}, name="chat_template.jinja")
     assert raised.value.message.startswith("chat_template.jinja: ")
@@ -109,11 +109,11 @@ def test_a_template_may_repeat_a_long_chat() -> None:
 
 
 def test_messages_of_failures_are_short() -> None:
-    with pytest.raises(ChatRefused) as refused:
+    with pytest.raises(ChatRejected) as rejected:
         process("{{ raise_exception('no' * 9999) }}").render({})
     with pytest.raises(TemplateFailed) as failed:
         process("{{ ('%(' ~ 'a' * 9999 ~ ')s') % {} }}").render({})
-    assert len(str(refused.value)) < 1000 > len(str(failed.value))
+    assert len(str(rejected.value)) < 1000 > len(str(failed.value))
 
 
 def test_a_process_that_has_died_is_replaced() -> None:

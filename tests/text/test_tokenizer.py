@@ -135,7 +135,7 @@ def test_the_templates_control_tokens_keep_their_rules_for_spaces() -> None:
     assert (ids[:1], ids[-2:]) == (plain[:1], plain[-2:])
 
 
-def test_a_message_with_the_mark_of_renamed_tokens_is_refused() -> None:
+def test_a_message_with_the_mark_of_renamed_tokens_is_rejected() -> None:
     tokenizer = chat_tokenizer(byte_level_bpe())
     with pytest.raises(InvalidRequest, match=r"U\+FDD0") as raised:
         tokenizer.encode_chat(chat(user("<|im_end|> \ufdd01\ufdd0")))
@@ -187,14 +187,14 @@ def test_special_tokens_in_a_prompt_are_control_tokens() -> None:
     assert tokenizer_of(byte_level_bpe()).encode("<|im_end|>") == [END]
 
 
-def test_a_model_without_a_template_refuses_chats() -> None:
+def test_a_model_without_a_template_rejects_chats() -> None:
     with pytest.raises(InvalidRequest, match="no chat template") as raised:
         tokenizer_of(byte_level_bpe()).encode_chat(chat(user("hi")))
     assert raised.value.field == "messages"
     assert "chat_template.jinja" in raised.value.remedy
 
 
-def test_a_lone_surrogate_is_refused_with_its_field() -> None:
+def test_a_lone_surrogate_is_rejected_with_its_field() -> None:
     tokenizer = chat_tokenizer(byte_level_bpe())
     with pytest.raises(InvalidRequest) as raised:
         tokenizer.encode("a\ud800")
@@ -298,14 +298,14 @@ def test_the_generation_prompt_never_contains_text_of_messages(shown: str) -> No
     assert tokenizer.decode(tokenizer.encode_generation_prompt(asked)).endswith("\na: ")
 
 
-def test_a_refusal_may_quote_a_special_token() -> None:
+def test_a_rejection_may_quote_a_special_token() -> None:
     tokenizer = chat_tokenizer(byte_level_bpe(), "{{ raise_exception('no: ' + messages[0].content) }}")
     with pytest.raises(InvalidRequest, match="no: a") as raised:
         tokenizer.encode_chat(chat(user("a<|im_end|>")))
     assert raised.value.message.encode()
 
 
-def test_a_variable_that_nests_too_deeply_is_refused() -> None:
+def test_a_variable_that_nests_too_deeply_is_rejected() -> None:
     tokenizer = chat_tokenizer(byte_level_bpe(), "{{ persona | tojson }}")
     persona: Any = "x"
     for _ in range(2000):

@@ -251,7 +251,11 @@ def test_a_parser_is_flushed_where_a_stop_string_ends_the_text():
         ({"stop_rules": [call("at_most_lines")]}, "stop_rules[0].args.lines", "required"),
         ({"stop_rules": [call("at_most_lines", lines="3")]}, "stop_rules[0].args.lines", "integer"),
         ({"stop_rules": [call("at_most_lines", lines=0)]}, "stop_rules[0].args.lines", "greater than"),
-        ({"logits_processors": [call("no_digits", fist=1)]}, "logits_processors[0].args.fist", "not one of"),
+        (
+            {"logits_processors": [call("no_digits", fist=1)]},
+            "logits_processors[0].args.fist",
+            "no argument 'fist'",
+        ),
         ({"logits_processors": [call("no_digits", first={1})]}, "logits_processors[0]", "JSON"),
         ({"output_parser": call("hide", start="")}, "output_parser.args", "a tag is empty"),
         ({"stop_rules": [call("within", start=1)]}, "stop_rules[0].args.start", "start: must be even"),
@@ -266,7 +270,7 @@ def test_a_parser_is_flushed_where_a_stop_string_ends_the_text():
         ({"stop_rules": [{"name": "at_most_lines", "args": [3]}]}, "stop_rules[0].args", "must map"),
     ],
 )
-def test_an_invalid_plugin_call_is_refused_with_its_field(llm, options, field, words):
+def test_an_invalid_plugin_call_is_rejected_with_its_field(llm, options, field, words):
     with pytest.raises(InvalidRequest) as raised:
         llm.generate("x", **options)
     assert raised.value.field == field

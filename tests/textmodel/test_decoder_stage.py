@@ -33,7 +33,7 @@ def test_the_shipped_decoder_stage_runs_in_the_engine(tiny_repository):
         ("class TritonPythonModel:\n    def decode(self, s): pass", "no coroutine `decode`"),
     ],
 )
-def test_a_model_py_without_a_decode_loop_is_refused_with_the_reason(tmp_path, source, words):
+def test_a_model_py_without_a_decode_loop_is_rejected_with_the_reason(tmp_path, source, words):
     path = tmp_path / "model.py"
     if source is not None:
         path.write_text(source)

@@ -95,7 +95,7 @@ def test_a_draft_for_a_stage_without_a_text_model_is_a_warning(
     assert diagnostic.message in caplog.text
 
 
-def test_a_draft_model_with_another_vocabulary_is_refused(tiny_repository, tmp_path):
+def test_a_draft_model_with_another_vocabulary_is_rejected(tiny_repository, tmp_path):
     root = speculating(tiny_repository, tmp_path / "models", draft_model="other")
     for stage in ("", "_tokenizer", "_logits", "_decoder"):
         copy = shutil.copytree(tiny_repository / f"tiny{stage}", root / f"other{stage}")

@@ -132,7 +132,7 @@ def test_a_traced_model_answers_as_transformers_does(
         assert answer == greedy_ids(model, tokenizer.encode(prompt).ids, num_tokens=20)
 
 
-def test_a_stage_with_other_tensors_is_refused_before_its_file_is_read(tmp_path: Path) -> None:
+def test_a_stage_with_other_tensors_is_rejected_before_its_file_is_read(tmp_path: Path) -> None:
     inputs = "".join(f"input {{ name: '{name}' data_type: TYPE_INT64 dims: [ -1 ] }}" for name in "abc")
     output = "output { name: 'logits' data_type: TYPE_FP32 dims: [ -1, 8 ] }"
     config = config_of(f"backend: 'onnxruntime' {inputs} {output}")

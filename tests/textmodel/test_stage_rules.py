@@ -180,14 +180,14 @@ def test_a_warmup_runs_and_leaves_nothing_behind(models, count):
         repository.close()
 
 
-def test_a_warmup_longer_than_the_context_is_refused_by_check_and_by_the_load(models):
+def test_a_warmup_longer_than_the_context_is_rejected_by_check_and_by_the_load(models):
     add(models, "tiny_logits", sample(999999))
     expected = "failed to run warmup sample 'w': 999999 token ids are given; the model's context is 256"
     assert reported(models, "tiny_logits") == [f"error: {expected}"]
     assert expected in load_error(models)
 
 
-def test_a_warmup_that_the_engine_refuses_fails_the_load(models):
+def test_a_warmup_that_the_engine_rejects_fails_the_load(models):
     (models / "tiny_logits" / "warmup").mkdir()
     (models / "tiny_logits" / "warmup" / "ids").write_bytes(np.array([1, 320], np.int64).tobytes())
     add(models, "tiny_logits", sample(2, 'input_data_file: "ids"'))

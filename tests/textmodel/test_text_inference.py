@@ -159,7 +159,7 @@ def test_tensors_and_options_ask_for_the_same_answer(
     assert of(plain, "text_output")[0, 0].decode() != expected
 
 
-def test_an_unsupported_method_is_refused_as_a_request_parameter(repository: Repository) -> None:
+def test_an_unsupported_method_is_rejected_as_a_request_parameter(repository: Repository) -> None:
     with pytest.raises(GenserveError, match="penalty_alpha is not supported: contrastive search needs"):
         asked(repository, "tiny", text_input=text("hello"), parameters={"penalty_alpha": 0.6})
 
@@ -194,7 +194,7 @@ def test_the_logits_stage_gives_those_after_the_last_token_of_each_row(repositor
         np.testing.assert_allclose(of(both, "logits")[row], of(alone, "logits")[0], atol=1e-4)
 
 
-def test_invalid_ids_are_refused(repository: Repository) -> None:
+def test_invalid_ids_are_rejected(repository: Repository) -> None:
     with pytest.raises(GenserveError, match="outside the vocabulary"):
         asked(repository, "tiny_logits", input_ids=np.array([[10**9]], dtype=np.int64))
     with pytest.raises(GenserveError, match="attention_mask"):
@@ -207,7 +207,7 @@ def test_invalid_ids_are_refused(repository: Repository) -> None:
 
 
 def test_the_decoder_stage_names_the_model_to_ask(repository: Repository) -> None:
-    with pytest.raises(InferenceError, match="runs inside of the ensemble 'tiny'"):
+    with pytest.raises(InferenceError, match="runs as a stage of the text model 'tiny'"):
         asked(repository, "tiny_decoder", logits=np.zeros((1, 1, 1), np.float32))
 
 
@@ -284,7 +284,7 @@ def test_a_stage_may_be_loaded_with_another_config_until_the_next_load(tiny_repo
     repository.close()
 
 
-def test_a_config_that_breaks_the_text_model_is_refused(tiny_repository: Path) -> None:
+def test_a_config_that_breaks_the_text_model_is_rejected(tiny_repository: Path) -> None:
     repository = Repository([tiny_repository], options=RepositoryOptions(control_mode=ControlMode.EXPLICIT))
     repository.start(["tiny"])
     before = repository.text_model("tiny")
@@ -296,7 +296,7 @@ def test_a_config_that_breaks_the_text_model_is_refused(tiny_repository: Path) -
     repository.close()
 
 
-def test_a_request_during_unload_is_refused_as_closed(tiny_repository: Path) -> None:
+def test_a_request_during_unload_is_rejected_as_closed(tiny_repository: Path) -> None:
     repository = Repository([tiny_repository])
     repository.start(["tiny"])
     served = repository.find("tiny")

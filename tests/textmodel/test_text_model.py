@@ -47,7 +47,7 @@ def test_a_prompt_fits_up_to_the_context_less_one(ensemble, num_tokens):
         assert raised.value.field == "prompt"
 
 
-def test_max_tokens_beyond_the_context_is_refused_with_both_numbers(ensemble):
+def test_max_tokens_beyond_the_context_is_rejected_with_both_numbers(ensemble):
     room = ensemble.max_length - 10
     ensemble.prepare("!" * 10, SamplingParams(max_tokens=room))
     with pytest.raises(ContextLengthExceeded, match=rf"{room + 1}.*{room}") as raised:

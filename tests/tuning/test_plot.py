@@ -46,6 +46,6 @@ def test_the_suffix_is_the_format(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "words"), [("tune.txt", "not an image format"), ("none/tune.png", "no folder")]
 )
-def test_an_invalid_plot_is_refused_before_measuring(tmp_path: Path, name: str, words: str) -> None:
+def test_an_invalid_plot_is_rejected_before_measuring(tmp_path: Path, name: str, words: str) -> None:
     with pytest.raises(RepositoryError, match=words):
         check_plot(tmp_path / name)

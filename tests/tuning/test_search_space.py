@@ -85,7 +85,7 @@ def test_threads_are_all_cores_half_and_a_quarter(cores: int, counts: tuple[int,
     assert thread_counts(cores) == counts
 
 
-def test_a_stage_without_batching_is_refused(repository: Path) -> None:
+def test_a_stage_without_batching_is_rejected(repository: Path) -> None:
     config = repository / "tiny_logits" / "config.pbtxt"
     config.write_text(config.read_text().replace("max_batch_size: 32", ""))
     with pytest.raises(RepositoryError, match="'tiny_logits' has max_batch_size 0"):

@@ -136,7 +136,7 @@ def test_a_diff_has_the_changed_lines(repository: Path) -> None:
         ("tiny_tokenizer", RepositoryError, "'tiny_tokenizer' is not a text model.*text models: tiny"),
     ],
 )
-def test_a_model_that_cannot_be_tuned_is_refused(
+def test_a_model_that_cannot_be_tuned_is_rejected(
     repository: Path, name: str, kind: type[GenserveError], words: str
 ) -> None:
     with pytest.raises(kind, match=words):

@@ -358,7 +358,7 @@ class Stub:
         return InferenceError(
             f"Stub process '{self._instance}' is not healthy.",
             status=Status.INTERNAL,
-            remedy="the process of the model died and is being restarted; see the log for the reason",
+            remedy="wait until the model is ready again; the log has the reason",
         )
 
 

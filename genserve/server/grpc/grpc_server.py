@@ -96,12 +96,12 @@ class _UnknownMethods(grpc.GenericRpcHandler):  # type: ignore[misc]  # untyped
     def service(self, handler_call_details: Any) -> Any:
         """Return the handler of a method."""
 
-        async def refuse(request: Any, context: Any) -> None:
+        async def reject(request: Any, context: Any) -> None:
             code, method = grpc.StatusCode.UNIMPLEMENTED, quoted(handler_call_details.method)
             log_call(LoggedRequest(id=""), code, context=context, method=method)
             await context.abort(code, "Method not found!")
 
-        return grpc.stream_stream_rpc_method_handler(refuse)
+        return grpc.stream_stream_rpc_method_handler(reject)
 
 
 class ApiKeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # untyped

@@ -104,9 +104,9 @@ class InferStream:
             request, running = await self._submit(message)
         except Exception as error:
             doing = f"a request to model '{message.model_name}'"
-            refused = logged.error = as_genserve_error(error, doing=doing)
-            self._log(logged, status_code(refused))
-            self._take_turn(partial(_refusal, message, refused))
+            rejected = logged.error = as_genserve_error(error, doing=doing)
+            self._log(logged, status_code(rejected))
+            self._take_turn(partial(_rejection, message, rejected))
             return
         cause = request.inference.cause
         if cause is not None:
@@ -190,7 +190,7 @@ def _close(cause: Span) -> None:
         cause.trace.close()
 
 
-async def _refusal(message: Any, error: GenserveError) -> Any:
+async def _rejection(message: Any, error: GenserveError) -> Any:
     return _stream_message(service_pb2.ModelInferResponse(id=message.id), error)
 
 

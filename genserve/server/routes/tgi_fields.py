@@ -1,7 +1,7 @@
 """TGI fields: the bodies of its dialect.
 
 `model` in the body is an addition, and so are parameters with vLLM's names. A parameter of TGI that is not
-supported is refused by name, unless it has its neutral value.
+supported is rejected by name, unless it has its neutral value.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Parameters(DecodingFields):
 
     def _temperature(self) -> float:
         temperature = 1.0 if self.temperature is None else self.temperature
-        if self.use_beam_search:    # any other temperature is refused with it
+        if self.use_beam_search:    # any other temperature is rejected with it
             return 0.0 if temperature == 1.0 else temperature
         return temperature if self.draws else 0.0
 

@@ -233,7 +233,7 @@ def _open(path: Path, *, num_threads: int | None, providers: Sequence[Provider])
     try:
         session = create_session(path, options, providers)
     except RepositoryError as error:
-        raise _refusal(path, providers[0], error.message) or RepositoryError(
+        raise _rejection(path, providers[0], error.message) or RepositoryError(
             f"{path} cannot be loaded: {error.message}", remedy=EXPORT_AGAIN
         ) from error
     if session.get_providers()[0] != providers[0].name:  # ONNX Runtime has fallen back to the CPU
@@ -241,7 +241,7 @@ def _open(path: Path, *, num_threads: int | None, providers: Sequence[Provider])
     return session
 
 
-def _refusal(path: Path, provider: Provider, message: str) -> RepositoryError | None:
+def _rejection(path: Path, provider: Provider, message: str) -> RepositoryError | None:
     """Return the error for a known reason why a graph cannot be loaded on a GPU; None: unknown."""
     if provider == CPU_PROVIDER:
         return None

@@ -107,7 +107,7 @@ FAILURES = [
     ("'repeat', x", "Model repeat - Error when running inference: Model repeat is using the decoupled. The "
      "current BLS request call doesn't support models using the decoupled transaction policy. Please use "
      "'decoupled=True' argument to the 'exec' or 'async_exec' calls for decoupled models.'", "INTERNAL"),
-    ("'refuses', x", "not today", "UNAVAILABLE"),
+    ("'rejects', x", "not today", "UNAVAILABLE"),
 ]  # fmt: skip
 
 
@@ -119,7 +119,7 @@ def test_a_failure_is_a_response_with_its_code(models, asked, text, code, call):
     models.add("target", DOUBLE)
     models.add("repeat", REPEAT, DECOUPLED)
     models.add(
-        "refuses",
+        "rejects",
         """
         class TritonPythonModel:
             def execute(self, requests):
@@ -384,14 +384,14 @@ def test_models_load_and_check_other_models(models):
 pb_utils.load_model("target", config="{}", files={"file:1/model.py": b""})
 pb_utils.unload_model("target", unload_dependents=True)
 texts = []
-for refused in [
+for rejected in [
     lambda: pb_utils.load_model("nothing"),
     lambda: pb_utils.load_model("target", files=[1]),
     lambda: pb_utils.is_model_ready("target", "x"),
     lambda: pb_utils.is_model_ready("target", "-3"),
 ]:
     try:
-        refused()
+        rejected()
     except pb_utils.TritonModelException as error:
         texts.append(str(error))
 asked = [("target",), ("target", "1"), ("target", "2"), ("nothing",)]

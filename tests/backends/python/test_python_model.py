@@ -614,14 +614,14 @@ def test_objects_of_a_model_are_freed_when_it_is_unloaded(models):
 def test_a_coroutine_that_ignores_its_cancellation_does_not_block_close(caplog):
     started, end = threading.Event(), threading.Event()
 
-    async def refuse():
+    async def reject():
         while not end.is_set():
             started.set()
             with suppress(asyncio.CancelledError):
                 await asyncio.sleep(0.01)
 
     loop = EventLoop("m_0", close_timeout_s=0)
-    loop.submit(refuse())
+    loop.submit(reject())
     assert started.wait(10)
     loop.close()
     assert "asyncio-m_0: a coroutine does not react to its cancellation" in caplog.text

@@ -266,8 +266,8 @@ def test_its_metrics_are_exposed_by_the_server(models):
                 try:
                     self.calls.set(0)
                 except pb_utils.TritonModelException as error:
-                    refused = str(error)
-                return [answer(np.array([f"{self.calls.value()} {refused}"], dtype=object))]
+                    rejected = str(error)
+                return [answer(np.array([f"{self.calls.value()} {rejected}"], dtype=object))]
         """,
         PROCESS,
     )
@@ -309,11 +309,11 @@ ECHO = """
 def test_an_undeliverable_response_does_not_affect_other_requests(models, caplog):
     models.add("m", ECHO, PROCESS)
 
-    def refuse(response, final):
+    def reject(response, final):
         raise ValueError("no room")
 
     request = InferenceRequest(model_name="m", inputs={"X": Tensor("X", floats(1))})
-    models.submit(Inference(request=request, on_response=refuse))
+    models.submit(Inference(request=request, on_response=reject))
     assert models.infer("m", floats(2)).array == [2]
     assert "no room" in caplog.text
 

@@ -50,7 +50,7 @@ def request(model="batched", *, shape=(1, 2), data=b"\0" * 8, datatype="FP32", *
     return message
 
 
-def refusal(call, *arguments) -> tuple[grpc.StatusCode, str]:
+def rejection(call, *arguments) -> tuple[grpc.StatusCode, str]:
     with pytest.raises(grpc.RpcError) as caught:
         call(*arguments, timeout=10)
     return caught.value.code(), caught.value.details()
@@ -165,7 +165,7 @@ async def test_the_asynchronous_client_gets_the_same_answers(server):
 )
 def test_a_parameter_of_the_wrong_type_is_rejected_with_tritons_message(stub, name, value, text):
     message = request(parameters={name: service_pb2.InferParameter(**value)})
-    code, details = refusal(stub.ModelInfer, message)
+    code, details = rejection(stub.ModelInfer, message)
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert details == f"invalid value type for '{name}' parameter, {text}"
 
@@ -239,14 +239,14 @@ _ODD = {
 @pytest.mark.parametrize("case", _ODD)
 def test_a_contradictory_request_is_rejected_with_tritons_message(stub, case):
     message, text = _ODD[case]
-    assert refusal(stub.ModelInfer, message) == (grpc.StatusCode.INVALID_ARGUMENT, text)
+    assert rejection(stub.ModelInfer, message) == (grpc.StatusCode.INVALID_ARGUMENT, text)
 
 
 def test_unknown_inputs_and_outputs_are_rejected(stub):
     other, nothing = request(), request()
     other.inputs[0].name = "Q"
     nothing.outputs.add(name="NOPE")
-    texts = [refusal(stub.ModelInfer, message)[1] for message in (other, nothing)]
+    texts = [rejection(stub.ModelInfer, message)[1] for message in (other, nothing)]
     assert texts == [
         "unexpected inference input 'Q' for model 'batched'",
         "unexpected inference output 'NOPE' for model 'batched'",
@@ -258,7 +258,7 @@ def test_a_repeated_input_is_rejected(stub):
     message.inputs.add(name="X", datatype="FP32", shape=[1, 2])
     message.raw_input_contents.append(b"\0" * 8)
     text = "[request id: <id_unknown>] input 'X' already exists in request"
-    assert refusal(stub.ModelInfer, message) == (grpc.StatusCode.INVALID_ARGUMENT, text)
+    assert rejection(stub.ModelInfer, message) == (grpc.StatusCode.INVALID_ARGUMENT, text)
 
 
 def test_typed_contents_with_raw_ones_or_in_a_wrong_field_are_rejected(stub):
@@ -268,7 +268,7 @@ def test_typed_contents_with_raw_ones_or_in_a_wrong_field_are_rejected(stub):
     wrong.inputs[0].contents.fp64_contents.extend([1, 2])
     many = request(data=None, id="m")
     many.inputs[0].contents.fp32_contents.extend([1, 2, 3])
-    texts = [refusal(stub.ModelInfer, message)[1] for message in (mixed, wrong, many)]
+    texts = [rejection(stub.ModelInfer, message)[1] for message in (mixed, wrong, many)]
     assert texts == [
         "contents field must not be specified when using raw_input_contents for 'X' for model 'batched'",
         "unexpected explicit tensor data for input tensor 'X' for model 'batched' of type 'FP64', "
@@ -293,7 +293,7 @@ _CODES = {
 def test_the_status_of_a_models_error_becomes_the_grpc_status(stub, status):
     word = status.value.encode()
     message = request("fail", shape=[1], data=len(word).to_bytes(4, "little") + word, datatype="BYTES")
-    assert refusal(stub.ModelInfer, message) == (_CODES[status], f"failed with {status.value}")
+    assert rejection(stub.ModelInfer, message) == (_CODES[status], f"failed with {status.value}")
 
 
 def test_the_remedy_of_an_error_is_in_the_trailing_metadata(stub):
@@ -306,7 +306,7 @@ def test_the_remedy_of_an_error_is_in_the_trailing_metadata(stub):
 def test_a_long_error_message_is_truncated_and_keeps_its_status(stub):
     def ask(count: int) -> tuple[grpc.StatusCode, str]:
         message = request("fail_at_length", shape=(1,), data=struct.pack("<i", count), datatype="INT32")
-        return refusal(stub.ModelInfer, message)
+        return rejection(stub.ModelInfer, message)
 
     assert ask(100) == (grpc.StatusCode.INVALID_ARGUMENT, "ß%\n" * 100)
     code, text = ask(10000)
@@ -317,14 +317,14 @@ def test_a_long_error_message_is_truncated_and_keeps_its_status(stub):
 
 def test_a_decoupled_model_needs_a_stream(stub):
     message = request("repeat", shape=[1], data=b"\1\0\0\0", datatype="INT32")
-    assert refusal(stub.ModelInfer, message) == (
+    assert rejection(stub.ModelInfer, message) == (
         grpc.StatusCode.UNIMPLEMENTED,
         "ModelInfer RPC doesn't support models with decoupled transaction policy",
     )
 
 
 def test_a_model_that_ends_without_a_response_is_an_error_not_a_hang(stub):
-    code, details = refusal(stub.ModelInfer, request("silent"))
+    code, details = rejection(stub.ModelInfer, request("silent"))
     assert (code, details) == (
         grpc.StatusCode.INTERNAL,
         "model 'silent' ended the request without a response",
@@ -382,7 +382,7 @@ def test_classification_replaces_values(triton):
 def test_an_invalid_number_of_classes_is_rejected(stub, value, text):
     message = request()
     message.outputs.add(name="Y").parameters["classification"].MergeFrom(service_pb2.InferParameter(**value))
-    assert refusal(stub.ModelInfer, message) == (grpc.StatusCode.INVALID_ARGUMENT, text)
+    assert rejection(stub.ModelInfer, message) == (grpc.StatusCode.INVALID_ARGUMENT, text)
 
 
 def test_tensors_may_be_in_shared_memory(triton):
@@ -417,7 +417,7 @@ def test_a_range_outside_of_shared_memory_is_rejected_and_the_server_survives(tr
         for name, value in (("region", "outside"), ("byte_size", 8), ("offset", offset)):
             field = "string_param" if name == "region" else "int64_param"
             setattr(message.inputs[0].parameters[f"shared_memory_{name}"], field, value)
-        code, text = refusal(stub.ModelInfer, message)
+        code, text = rejection(stub.ModelInfer, message)
         triton.unregister_system_shared_memory("outside")
     finally:
         region.close()
@@ -450,7 +450,7 @@ def test_incomplete_parameters_of_shared_memory_are_rejected(stub, case):
     message = request(data=None)
     for name, value in parameters.items():
         message.inputs[0].parameters[name].MergeFrom(service_pb2.InferParameter(**value))
-    assert refusal(stub.ModelInfer, message) == (grpc.StatusCode.INVALID_ARGUMENT, text)
+    assert rejection(stub.ModelInfer, message) == (grpc.StatusCode.INVALID_ARGUMENT, text)
 
 
 def test_metadata_config_and_statistics(server, triton):
@@ -515,7 +515,7 @@ def test_invalid_parameters_of_repository_methods_are_rejected(stub):
             "'repository_name' specification is not supported",
         ),
     ):
-        assert refusal(call, message)[1] == text
+        assert rejection(call, message)[1] == text
 
 
 def test_trace_and_log_settings_are_shown_and_changed(triton):
@@ -573,7 +573,8 @@ def test_a_draining_server_rejects_new_requests(stub):
     with LiveGrpc(all_models()) as server, grpc.insecure_channel(server.address) as channel:
         server.services.draining = True
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-        assert refusal(stub.ModelInfer, request()) == (grpc.StatusCode.UNAVAILABLE, "the server is stopping")
+        stopping = (grpc.StatusCode.UNAVAILABLE, "the server is stopping")
+        assert rejection(stub.ModelInfer, request()) == stopping
         assert not stub.ServerReady(service_pb2.ServerReadyRequest()).ready
 
 
@@ -581,9 +582,9 @@ def test_with_an_api_key_every_call_except_the_health_check_needs_it():
     with LiveGrpc(all_models(), api_key="secret") as server, grpc.insecure_channel(server.address) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         live, key = service_pb2.ServerLiveRequest(), (("authorization", "Bearer secret"),)
-        refused = (grpc.StatusCode.UNAUTHENTICATED, "the API key is missing or wrong")
-        assert refusal(stub.ServerLive, live) == refused
-        assert refusal(lambda *_, timeout: list(stub.ModelStreamInfer(iter([request()])))) == refused
+        rejected = (grpc.StatusCode.UNAUTHENTICATED, "the API key is missing or wrong")
+        assert rejection(stub.ServerLive, live) == rejected
+        assert rejection(lambda *_, timeout: list(stub.ModelStreamInfer(iter([request()])))) == rejected
         assert stub.ServerLive(live, metadata=key).live
         assert list(stub.ModelStreamInfer(iter([request()]), metadata=key))
         assert health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest()).status

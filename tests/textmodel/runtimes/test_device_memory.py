@@ -53,7 +53,7 @@ class CopiedMemory(DeviceMemory):
         return self.copies[-1].data_ptr()
 
 
-def test_a_graph_that_does_not_write_its_cache_in_place_is_refused(path):
+def test_a_graph_that_does_not_write_its_cache_in_place_is_rejected(path):
     with pytest.raises(RepositoryError, match=r"does not write its cache on cpu: past_key_values\.0\.key"):
         OnnxLogits(path, max_num_seqs=2, max_length=64, memory=CopiedMemory())
 
@@ -68,7 +68,7 @@ def test_larger_blocks_hold_the_same_tokens(path):
 
 
 @pytest.mark.filterwarnings("ignore")   # ONNX Runtime warns, and goes on
-def test_a_provider_that_does_not_start_is_refused_rather_than_replaced_by_the_cpu(
+def test_a_provider_that_does_not_start_is_rejected_rather_than_replaced_by_the_cpu(
     tiny_checkpoint, tmp_path
 ):
     graph = write_graph(tiny_checkpoint, tmp_path, precision="fp16")
@@ -77,7 +77,7 @@ def test_a_provider_that_does_not_start_is_refused_rather_than_replaced_by_the_c
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_graph_with_operators_for_the_cpu_is_refused_on_a_gpu_with_a_remedy(path):
+def test_a_graph_with_operators_for_the_cpu_is_rejected_on_a_gpu_with_a_remedy(path):
     with pytest.raises(RepositoryError, match="runs on the CPU alone") as caught:
         OnnxLogits(path, max_num_seqs=2, memory=DeviceMemory("cuda:0"))
     assert "--precision fp16" in caught.value.remedy

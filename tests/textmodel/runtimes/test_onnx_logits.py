@@ -80,13 +80,13 @@ def test_a_budget_below_one_sequence_shortens_the_context(path, caplog):
     assert "prompt and answer are limited to 48 tokens, not 100" in caplog.text
 
 
-def test_a_budget_without_room_for_a_block_is_refused(path):
+def test_a_budget_without_room_for_a_block_is_rejected(path):
     with pytest.raises(RepositoryError, match=r"no room for one block: 16 tokens take 8192 bytes") as caught:
         OnnxLogits(path, max_num_seqs=4, max_length=100, kv_cache_bytes=1000)
     assert "kv_cache_bytes" in caught.value.remedy
 
 
-def test_more_tokens_than_the_context_are_refused(path):
+def test_more_tokens_than_the_context_are_rejected(path):
     with pytest.raises(RepositoryError, match=r"max_sequence_length is 257; the context of .* is 256"):
         OnnxLogits(path, max_num_seqs=1, max_length=257)
 
@@ -100,7 +100,7 @@ def test_a_block_outside_the_cache_is_an_error(logits, block):
     assert np.isfinite(expected).all()
 
 
-def test_a_graph_without_a_cache_is_refused_with_a_remedy(tmp_path):
+def test_a_graph_without_a_cache_is_rejected_with_a_remedy(tmp_path):
     value, out = (helper.make_tensor_value_info(name, 1, [1]) for name in "xy")
     graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "g", [value], [out])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
@@ -109,7 +109,7 @@ def test_a_graph_without_a_cache_is_refused_with_a_remedy(tmp_path):
         OnnxLogits(tmp_path / "model.onnx", max_num_seqs=1)
 
 
-def test_a_graph_of_an_older_export_is_refused_with_a_remedy(tmp_path):
+def test_a_graph_of_an_older_export_is_rejected_with_a_remedy(tmp_path):
     """As genserve wrote them before the cache had blocks."""
     shape = ["batch", 2, "max_len", 16]
     values = [
@@ -159,7 +159,7 @@ def drop_metadata(folder: Path, model: onnx.ModelProto) -> None:
     "spoil",
     [drop_weights, truncate_weights, write_another_version_of_operators, rename_an_operator, drop_metadata],
 )
-def test_a_damaged_export_is_refused_at_load(path, tmp_path, spoil):
+def test_a_damaged_export_is_rejected_at_load(path, tmp_path, spoil):
     with pytest.raises(RepositoryError, match="export"):
         OnnxLogits(spoilt(path, tmp_path, spoil), max_num_seqs=1)
 

@@ -96,7 +96,7 @@ def test_a_decoding_loop_may_change_its_row_in_place(module: Path) -> None:
         assert int(rows[1].argmax()) == 7
 
 
-def test_a_module_with_slots_in_place_of_blocks_is_refused_with_a_remedy(tmp_path: Path) -> None:
+def test_a_module_with_slots_in_place_of_blocks_is_rejected_with_a_remedy(tmp_path: Path) -> None:
     def forward(input_ids, past, rows, kv_cache):
         return kv_cache[past, rows] + input_ids
 
@@ -111,14 +111,14 @@ def test_a_module_with_slots_in_place_of_blocks_is_refused_with_a_remedy(tmp_pat
     assert "--overwrite" in caught.value.remedy
 
 
-def test_a_file_that_is_not_a_module_is_refused_with_a_remedy(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_module_is_rejected_with_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "model.pt").write_bytes(b"nothing")
     with pytest.raises(RepositoryError, match="cannot be loaded") as caught:
         TorchLogits(tmp_path / "model.pt", max_num_seqs=1)
     assert "--overwrite" in caught.value.remedy
 
 
-def test_a_module_without_a_cache_is_refused_with_a_remedy(tmp_path: Path) -> None:
+def test_a_module_without_a_cache_is_rejected_with_a_remedy(tmp_path: Path) -> None:
     torch.manual_seed(0)
     path = two_outputs_torchscript(tmp_path / "model.pt")
     with pytest.raises(RepositoryError, match="does not contain the sizes of its KV cache") as caught:

@@ -56,7 +56,7 @@ def test_only_sequences_whose_logits_are_wanted_are_run():
     ("shape", "words"),
     [((1, 500), r"float32 \[1, 500\]"), ((1, 1, 500), r"float32 \[1, 1, 500\]")],
 )
-def test_a_graph_of_the_last_position_only_is_refused(shape, words):
+def test_a_graph_of_the_last_position_only_is_rejected(shape, words):
     def run(inputs, outputs):
         return {"logits": Tensor("logits", np.zeros(shape, np.float32))}
 
@@ -109,13 +109,13 @@ def test_ids_mask_and_logits_are_found_by_name_or_order(inputs, outputs, found):
         (["attention_mask"], ["logits"]),
     ],
 )
-def test_a_model_of_other_tensors_is_refused_by_their_names(inputs, outputs):
+def test_a_model_of_other_tensors_is_rejected_by_their_names(inputs, outputs):
     words = f"inputs are {', '.join(inputs)}, its outputs {', '.join(outputs)}"
     with pytest.raises(RepositoryError, match=words):
         LogitsNames.of(config_with(inputs, outputs))
 
 
-def test_ids_of_an_unsupported_type_are_refused():
+def test_ids_of_an_unsupported_type_are_rejected():
     config = config_of(CONFIG.replace('ids" data_type: TYPE_INT64', 'ids" data_type: TYPE_FP32'))
     with pytest.raises(RepositoryError, match=r"'input_ids' .* has the unsupported type TYPE_FP32"):
         UncachedLogits(lambda inputs, outputs: {}, config, max_length=32)
