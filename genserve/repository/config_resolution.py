@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from genserve.backends.backend import find_backend
+from genserve.backends.registry import find_backend
 from genserve.config.backends import deduce_backend, known_backends
 from genserve.config.config_json import read_config_json
 from genserve.config.diagnostics import Diagnostic, Severity, first_error

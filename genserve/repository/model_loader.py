@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from genserve.backends.backend import Backend, ModelSource, Placement, find_backend
+from genserve.backends.backend import Backend, ModelSource, Placement
+from genserve.backends.registry import find_backend
 from genserve.backends.warmup import run_warmups, warmup_batches
 from genserve.config.model_config import EnsembleStep, InstanceGroup, ModelConfig
 from genserve.config.supported_fields import Role

@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from genserve.backends.backend import find_backend
 from genserve.backends.onnxruntime import OnnxRuntimeBackend
 from genserve.backends.pytorch import PyTorchBackend
+from genserve.backends.registry import find_backend
 from genserve.backends.tensorflow import TensorFlowBackend
 from genserve.errors import RepositoryError
 
