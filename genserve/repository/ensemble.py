@@ -293,30 +293,26 @@ class _Run:
 
     def start(self) -> None:
         """Start the steps that depend on no other."""
-        self._advance(self._root)
+        with self._lock:
+            starting = self._advance(self._root)
+        for flow, step in starting:
+            self._start(flow, step, of=None)
 
     def cancel(self) -> None:
         """Cancel the running steps."""
         for part in tuple(self._inference.parts):
             part.cancel()
 
-    def _advance(self, changed: _Flow, *, of: Inference | None = None) -> None:
-        """Start the steps whose inputs a changed flow makes known, and send complete responses.
+    def _advance(self, changed: _Flow) -> list[tuple[_Flow, _Step]]:
+        """Send complete responses; return the steps whose inputs a changed flow makes known.
 
-        Args:
-            changed: the flow.
-            of: the inference whose response changed it; None: the request did.
+        Called under the lock under which the flow was changed: otherwise a flow below it could be answered
+        twice, by its own change and by the end of its parent.
         """
-        with self._lock:
-            if self._inference.ended:
-                return  # it has failed
-            flows = tuple(changed.with_all_below())
-            starting = [(flow, step) for flow in flows for step in self._startable(flow)]
-            self._answer(flows)
-        if of is not None and of.backlog is not None:
-            self._hold_with_us(of.backlog)
-        for flow, step in starting:
-            self._start(flow, step, of=of)
+        flows = tuple(changed.with_all_below())
+        starting = [(flow, step) for flow in flows for step in self._startable(flow)]
+        self._answer(flows)
+        return starting
 
     def _hold_with_us(self, backlog: Backlog) -> None:
         """Let a step wait while this ensemble, itself a step of another, must wait."""
@@ -392,6 +388,8 @@ class _Run:
             self._fail(response.error)
             return
         with self._lock:
+            if self._inference.ended:
+                return  # it has failed
             changed = flow
             if step.decoupled:
                 if response is not None:
@@ -404,7 +402,11 @@ class _Run:
                 if response is not None or not flow.knows(step.makes[0]):
                     flow.tensors.update(step.outputs(response))
                 flow.num_running -= final
-        self._advance(changed, of=part)
+            starting = self._advance(changed)
+        if part.backlog is not None:
+            self._hold_with_us(part.backlog)
+        for flow_of_step, next_step in starting:
+            self._start(flow_of_step, next_step, of=part)
 
     def _answer(self, flows: Sequence[_Flow]) -> None:
         """Send the complete responses, in the order of the flows; under the lock: the final one is last."""
