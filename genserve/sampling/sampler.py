@@ -19,7 +19,7 @@ from genserve.kernels.sampling_kernels import SAMPLING_RULE, sample_logits, scan
 from genserve.sampling.logits_array import FloatArray, LogitsArray, TokenArray, on_host
 from genserve.sampling.logits_edits import LogitsEdits, apply_edits
 from genserve.sampling.sampling_params import SamplingParams
-from genserve.sampling.staged_sampler import NUMPY_OPS, DrawStages, apply_stages
+from genserve.sampling.staged_sampler import NUMPY_OPS, DrawStages, apply_cutting
 
 LOWEST_LOGPROB = -9999.0    # of a token that cannot be sampled, since JSON has no infinity; vLLM's figure
 # Makes a second seed of a sequence's seed, for the second number of a step.
@@ -112,15 +112,18 @@ def sample_on_host(logits: FloatArray, metadata: SamplingMetadata) -> SamplerOut
     table[list(metadata.drawing)] = metadata.rules
     sampled = sample_logits(logits, table)
     token_ids, finite = sampled["token_id"], np.isfinite(sampled["best"])
-    left: dict[int, FloatArray] = {}
+    left: dict[int, tuple[FloatArray, TokenArray | None]] = {}
     if metadata.chances:
         for row, index in _staged(metadata):
             if finite[row]:
                 left[row], token_ids[row] = _draw_staged(logits[row], metadata, index)
     logprobs = []
     for asked in metadata.logprobs:
-        values = raw[asked.row] if not asked.processed else left.get(asked.row)
-        if values is None:
+        if not asked.processed:
+            values = raw[asked.row]
+        elif asked.row in left:
+            values = NUMPY_OPS.spread(*left[asked.row], vocab_size=logits.shape[1])[0]
+        else:
             values = _processed(logits[asked.row], rule=table[asked.row], found=sampled[asked.row])
         token_id = int(token_ids[asked.row])
         logprobs.append(token_logprob(values, token_id, num_top=asked.num_top, token_ids=asked.token_ids))
@@ -134,14 +137,17 @@ def _staged(metadata: SamplingMetadata) -> Iterator[tuple[int, int]]:
             yield row, index
 
 
-def _draw_staged(row: FloatArray, metadata: SamplingMetadata, index: int) -> tuple[FloatArray, int]:
-    """Return the logits that the stages of a row leave: [V], and the token drawn from them."""
+def _draw_staged(
+    row: FloatArray, metadata: SamplingMetadata, index: int
+) -> tuple[tuple[FloatArray, TokenArray | None], int]:
+    """Return what the stages of a row leave, as `apply_cutting` does, and the token drawn from it."""
     stages = metadata.stages[index]
     assert stages is not None
-    left = apply_stages(row[None], [stages], chances=[metadata.chances[index]], ops=NUMPY_OPS)
+    left, ids = apply_cutting(row[None], [stages], chances=[metadata.chances[index]], ops=NUMPY_OPS)
     uniform = metadata.rules["uniform"][index]
     rule = np.array([(uniform, 1.0, 0, 1.0, -math.inf)], SAMPLING_RULE)
-    return left[0], int(sample_logits(left, rule)["token_id"][0])
+    column = int(sample_logits(left, rule)["token_id"][0])
+    return (left, ids), column if ids is None else int(ids[column])
 
 
 def _processed(row: FloatArray, *, rule: np.void, found: np.void) -> FloatArray:

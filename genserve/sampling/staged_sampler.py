@@ -25,6 +25,7 @@ NUM_BEST = 100  # tokens that top-h chooses from, and from which mirostat 1 esti
 LOWEST_EXPONENT = -80.0
 # Logits below are masked: by the rules of the request with -inf, by some graphs with the lowest float32.
 MASKED = -1e30
+NEAR = 8.0              # what typical_p keeps is rarely further from the mean
 FEW = 1024              # keys that are sorted rather than counted into bins
 BINS_PER_UNIT = 32
 NUM_BINS = 2560
@@ -39,27 +40,39 @@ class ArrayOps(ABC):
 
     def exponentials(self, rows: Array) -> Array:
         """Return e to the power of each value; next to nothing for -inf: [G, V] -> [G, V] float32."""
-        return self.xp.exp(rows.clip(min=LOWEST_EXPONENT))
+        return self.xp.exp(self.raised(rows))
+
+    def raised(self, rows: Array) -> Array:
+        """Return rows of at least `LOWEST_EXPONENT`: [G, V] -> [G, V], the rows themselves or a copy."""
+        return rows.clip(min=LOWEST_EXPONENT)
 
     def from_best(self, rows: Array) -> Array:
         """Return rows whose maximum is 0: [G, V] -> [G, V]."""
         return rows - self.xp.amax(rows, axis=1, keepdims=True)
 
-    def keep(self, rows: Array, kept: Array) -> Array:
-        """Return rows with -inf where they are not kept: [G, V] and [G, V] bool -> [G, V]."""
-        return self.xp.where(kept, rows, -math.inf)
+    def reaches(self, rows: Array, level: Array) -> Array:
+        """Return where rows reach their level: [G, V] and [G, 1] -> [G, V] bool."""
+        # Of one type: numpy would convert the rows to that of the level, at several times the cost.
+        return rows >= self.xp.asarray(level, dtype=rows.dtype)
 
     def sum(self, rows: Array) -> Array:
         """Return the sum of each row: [G, V] -> [G, 1] float64."""
-        return self.xp.sum(rows, axis=1, keepdims=True, dtype=self.xp.float64)
+        return rows.sum(axis=1, keepdims=True, dtype=self.xp.float64)
 
     def entropy(self, rows: Array) -> tuple[Array, Array]:
         """Return entropy (nats) and log(sum(exp)) of rows whose maximum is 0: [G, V] -> [G, 1], [G, 1]."""
-        weights = self.exponentials(rows)
-        total = self.sum(weights)
-        mean = self.sum(weights * rows.clip(min=LOWEST_EXPONENT)) / total
+        weights, total = self.weigh(rows)
         log_total = self.xp.log(total)
-        return log_total - mean, log_total
+        return log_total - self.mean(rows, weights, total), log_total
+
+    def weigh(self, rows: Array) -> tuple[Array, Array]:
+        """Return the exponentials of rows, and the sum of each: [G, V] -> [G, V], [G, 1]."""
+        weights = self.exponentials(rows)
+        return weights, self.sum(weights)
+
+    def mean(self, rows: Array, weights: Array, total: Array) -> Array:
+        """Return the mean of each row by these weights, whose sum is the total: [G, V] -> [G, 1]."""
+        return self.sum(weights * self.raised(rows)) / total
 
     @abstractmethod
     def column(self, values: Sequence[float], like: Array) -> Array:
@@ -76,14 +89,36 @@ class ArrayOps(ABC):
         """Return the smallest value that each row keeps: [G, V] and [G, 1] -> [G, 1]."""
 
     @abstractmethod
-    def mass_level(self, keys: Array, weights: Array, mass: Array) -> Array:
-        """Return the smallest key of each row that, with all smaller ones, has the mass: [G, V] -> [G, 1].
+    def deviation(self, rows: Array) -> Array:
+        """Return the standard deviation of each row's values that are not masked: [G, V] -> [G, 1]."""
+
+    @abstractmethod
+    def nearest(self, rows: Array, weights: Array, *, center: Array, mass: Array) -> Array:
+        """Return where rows are nearest to their center, as many as have the mass: [G, V] -> [G, V] bool.
 
         Args:
-            keys: [G, V] float64, 0 or more.
-            weights: [G, V] of the keys.
+            rows: [G, V].
+            weights: [G, V], of each value.
+            center: [G, 1] float64.
             mass: [G, 1], at most the sum of the weights, but for rounding.
         """
+
+    @abstractmethod
+    def keep(self, rows: Array, kept: Array, ids: Array | None) -> tuple[Array, Array | None]:
+        """Return rows without the tokens that are not kept, and the ids of their columns.
+
+        Args:
+            rows: [G, N].
+            kept: [G, N] bool, some in each row.
+            ids: [N], of the columns; None if these are all of the vocabulary.
+
+        Returns:
+            [G, K] with -inf where it is not kept, and [K] or None; K is N unless less work pays off.
+        """
+
+    @abstractmethod
+    def spread(self, rows: Array, ids: Array | None, *, vocab_size: int) -> Array:
+        """Return rows with a column for each token, -inf where `keep` dropped it: [G, K] -> [G, V]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +166,17 @@ def apply_stages(
 ) -> Array:
     """Return the logits that the stages leave: [G, V] float32 whose maximum is 0; -inf is cut off.
 
+    The arguments are those of `apply_cutting`.
+    """
+    left, ids = apply_cutting(rows, stages, chances=chances, ops=ops)
+    return ops.spread(left, ids, vocab_size=rows.shape[1])
+
+
+def apply_cutting(
+    rows: Array, stages: Sequence[DrawStages], *, chances: Sequence[float], ops: ArrayOps
+) -> tuple[Array, Array | None]:
+    """Return the logits that the stages leave, and the ids of their columns, as `ArrayOps.keep` does.
+
     Args:
         rows: [G, V] float32 with finite maxima; not modified.
         stages: of each row, with one order and the same spared ids.
@@ -143,27 +189,39 @@ def apply_stages(
     with np.errstate(all="ignore"):     # divisions by 0 and logarithms of 0 have the results wanted here
         left = ops.from_best(rows)
         for name in stages[0].order:
-            left = ops.from_best(_STAGES[name](left, batch))
-    return left
+            if name == "temperature":
+                left = _tempered(left, batch)
+            else:
+                left, batch.ids = ops.keep(left, _CUTS[name](left, batch), batch.ids)
+                left = ops.from_best(left) if name in _CUT_THE_BEST else left
+    return left, batch.ids
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class _StagedRows:
     """The parameters of G rows with the same stages."""
 
     stages: Sequence[DrawStages]
     chances: Sequence[float]
     ops: ArrayOps
+    ids: Array | None = None    # of the columns left; None: all
 
     def column(self, name: str, like: Array) -> Array:
         """Return a parameter of each row: [G, 1] float64, on the device of `like`."""
         return self.ops.column([getattr(s.params, name) for s in self.stages], like)
 
+    def columns_of(self, token_ids: Sequence[int]) -> list[int]:
+        """Return the columns of those of these tokens that are left."""
+        if self.ids is None:
+            return list(token_ids)
+        return np.flatnonzero(np.isin(self.ids, token_ids)).tolist()
 
-# The stages: each takes rows [G, V] whose maximum is 0, and returns them scaled, or with -inf.
+
+# The stages take rows [G, N] whose maximum is 0. Temperature scales them; the others return what they keep:
+# [G, N] bool.
 
 
-def _temperature(rows: Array, batch: _StagedRows) -> Array:
+def _tempered(rows: Array, batch: _StagedRows) -> Array:
     """Divide by the temperature, or by the dynamic one.
 
     Source: dynamic temperature is kalomaze's, as llama.cpp has it.
@@ -185,12 +243,7 @@ def _top_n_sigma(rows: Array, batch: _StagedRows) -> Array:
 
     Source: Tang et al., "Top-nσ: Not All Logits Are You Need" (2024), over the logits that are not masked.
     """
-    xp = batch.ops.xp
-    free = rows > MASKED
-    count = batch.ops.sum(free)
-    mean = xp.asarray(batch.ops.sum(xp.where(free, rows, 0.0)) / count, dtype=rows.dtype)
-    variance = batch.ops.sum(xp.where(free, rows - mean, 0.0) ** 2) / count
-    return batch.ops.keep(rows, rows >= -batch.column("top_n_sigma", rows) * xp.sqrt(variance))
+    return batch.ops.reaches(rows, -batch.column("top_n_sigma", rows) * batch.ops.deviation(rows))
 
 
 def _top_h(rows: Array, batch: _StagedRows) -> Array:
@@ -206,23 +259,23 @@ def _top_h(rows: Array, batch: _StagedRows) -> Array:
     entropy = xp.cumsum(terms, axis=1)
     kept = entropy <= batch.column("top_h", rows) * entropy[:, -1:]
     level = xp.amin(xp.where(kept, best, 0.0), axis=1, keepdims=True)   # at least the best, which is 0
-    return batch.ops.keep(rows, rows >= level)
+    return batch.ops.reaches(rows, level)
 
 
 def _top_k(rows: Array, batch: _StagedRows) -> Array:
     level = batch.ops.truncation_level(rows, top_k=batch.column("top_k", rows))
-    return batch.ops.keep(rows, rows >= level)
+    return batch.ops.reaches(rows, level)
 
 
 def _top_p(rows: Array, batch: _StagedRows) -> Array:
     """Source: Holtzman et al. (2020)."""
     level = batch.ops.truncation_level(rows, top_p=batch.column("top_p", rows))
-    return batch.ops.keep(rows, rows >= level)
+    return batch.ops.reaches(rows, level)
 
 
 def _min_p(rows: Array, batch: _StagedRows) -> Array:
     """Source: Nguyen et al. (2024)."""
-    return batch.ops.keep(rows, rows >= batch.ops.xp.log(batch.column("min_p", rows)))
+    return batch.ops.reaches(rows, batch.ops.xp.log(batch.column("min_p", rows)))
 
 
 def _typical(rows: Array, batch: _StagedRows) -> Array:
@@ -230,22 +283,18 @@ def _typical(rows: Array, batch: _StagedRows) -> Array:
 
     Source: Meister et al. (2022), as transformers has it.
     """
-    xp = batch.ops.xp
-    weights = batch.ops.exponentials(rows)
-    total = batch.ops.sum(weights)
+    weights, total = batch.ops.weigh(rows)
     # The distance of a logit from the mean of the logits is that of its log-probability from the entropy.
-    mean = batch.ops.sum(weights * rows.clip(min=LOWEST_EXPONENT)) / total
-    distance = abs(xp.asarray(rows, dtype=xp.float64) - mean)
+    mean = batch.ops.mean(rows, weights, total)
     share = batch.column("typical_p", rows)
-    level = batch.ops.mass_level(distance, weights, share * total)
-    return batch.ops.keep(rows, (distance <= level) | (share >= 1.0))
+    return batch.ops.nearest(rows, weights, center=mean, mass=share * total) | (share >= 1.0)
 
 
 def _epsilon_cutoff(rows: Array, batch: _StagedRows) -> Array:
     """Keep tokens of a probability, and the best. Source: Hewitt et al. (2022), as transformers has it."""
-    _, log_total = batch.ops.entropy(rows)
-    level = batch.ops.xp.log(batch.column("epsilon_cutoff", rows)) + log_total
-    return batch.ops.keep(rows, rows >= level.clip(max=0.0))
+    _, total = batch.ops.weigh(rows)
+    level = batch.ops.xp.log(batch.column("epsilon_cutoff", rows) * total)
+    return batch.ops.reaches(rows, level.clip(max=0.0))
 
 
 def _eta_cutoff(rows: Array, batch: _StagedRows) -> Array:
@@ -254,7 +303,7 @@ def _eta_cutoff(rows: Array, batch: _StagedRows) -> Array:
     entropy, log_total = batch.ops.entropy(rows)
     log_cutoff = xp.log(batch.column("eta_cutoff", rows))
     level = xp.minimum(log_cutoff, log_cutoff / 2 - entropy) + log_total
-    return batch.ops.keep(rows, rows >= level.clip(max=0.0))
+    return batch.ops.reaches(rows, level.clip(max=0.0))
 
 
 def _xtc(rows: Array, batch: _StagedRows) -> Array:
@@ -265,13 +314,14 @@ def _xtc(rows: Array, batch: _StagedRows) -> Array:
     xp = batch.ops.xp
     acts = [chance < s.params.xtc_probability for s, chance in zip(batch.stages, batch.chances, strict=True)]
     if not any(acts):
-        return rows
-    _, log_total = batch.ops.entropy(rows)
-    likely = (rows >= xp.log(batch.column("xtc_threshold", rows)) + log_total) & (rows > -math.inf)
+        return rows > -math.inf
+    _, total = batch.ops.weigh(rows)
+    level = xp.log(batch.column("xtc_threshold", rows) * total)
+    likely = batch.ops.reaches(rows, level) & (rows > -math.inf)
     kept = rows <= xp.amin(xp.where(likely, rows, math.inf), axis=1, keepdims=True)
-    if spared_ids := list(batch.stages[0].spared_ids):
-        kept = kept | ~xp.all(kept[:, spared_ids], axis=1, keepdims=True)
-    return batch.ops.keep(rows, kept | (batch.ops.column(acts, rows) == 0))
+    if spared := batch.columns_of(batch.stages[0].spared_ids):
+        kept = kept | ~xp.all(kept[:, spared], axis=1, keepdims=True)
+    return kept | (batch.ops.column(acts, rows) == 0)
 
 
 def _mirostat(rows: Array, batch: _StagedRows) -> Array:
@@ -281,11 +331,11 @@ def _mirostat(rows: Array, batch: _StagedRows) -> Array:
     """
     bits = batch.ops.column([s.max_surprise_bits for s in batch.stages], rows)
     if batch.stages[0].params.mirostat_mode == 2:
-        _, log_total = batch.ops.entropy(rows)
-        level = (log_total - bits * math.log(2)).clip(max=0.0)
+        _, total = batch.ops.weigh(rows)
+        level = (batch.ops.xp.log(total) - bits * math.log(2)).clip(max=0.0)
     else:
         level = batch.ops.truncation_level(rows, top_k=_zipf_count(rows, bits, batch.ops))
-    return batch.ops.keep(rows, rows >= level)
+    return batch.ops.reaches(rows, level)
 
 
 def _zipf_count(rows: Array, bits: Array, ops: ArrayOps) -> Array:
@@ -303,8 +353,7 @@ def _zipf_count(rows: Array, bits: Array, ops: ArrayOps) -> Array:
 
 
 _OF_KERNEL = ("temperature", "top_k", "top_p", "min_p")
-_STAGES: Mapping[str, Callable[[Array, _StagedRows], Array]] = {
-    "temperature": _temperature,
+_CUTS: Mapping[str, Callable[[Array, _StagedRows], Array]] = {
     "top_n_sigma": _top_n_sigma,
     "top_h": _top_h,
     "top_k": _top_k,
@@ -316,12 +365,17 @@ _STAGES: Mapping[str, Callable[[Array, _StagedRows], Array]] = {
     "xtc": _xtc,
     "mirostat": _mirostat,
 }
+_CUT_THE_BEST = ("typical_p", "xtc")    # the stages that may do so
 
 
 class NumpyOps(ArrayOps):
     """Rows of numpy. No row is sorted."""
 
     xp = np
+
+    def raised(self, rows: NDArray[np.float32]) -> NDArray[np.float32]:
+        """See `ArrayOps`. A minimum takes a sixth of the time of a copy."""
+        return rows if rows.min() >= LOWEST_EXPONENT else rows.clip(min=LOWEST_EXPONENT)
 
     def column(self, values: Sequence[float], like: NDArray[np.float32]) -> NDArray[np.float64]:
         """See `ArrayOps`."""
@@ -343,12 +397,62 @@ class NumpyOps(ArrayOps):
         level: NDArray[np.float32] = sample_logits(rows, rules)["level"]
         return level[:, None]
 
-    def mass_level(
-        self, keys: NDArray[np.float64], weights: NDArray[np.float32], mass: NDArray[np.float64]
-    ) -> NDArray[np.float64]:
+    def deviation(self, rows: NDArray[np.float32]) -> NDArray[np.float64]:
         """See `ArrayOps`."""
-        levels = [_reaching(k, w, m) for k, w, m in zip(keys, weights, mass[:, 0].tolist(), strict=True)]
-        return np.array(levels)[:, None]
+        free = [row if row.min() > MASKED else row[row > MASKED] for row in rows]
+        return np.array([[row.std(dtype=np.float64)] for row in free])
+
+    def nearest(
+        self,
+        rows: NDArray[np.float32],
+        weights: NDArray[np.float32],
+        *,
+        center: NDArray[np.float64],
+        mass: NDArray[np.float64],
+    ) -> NDArray[np.bool_]:
+        """See `ArrayOps`."""
+        kept = np.zeros(rows.shape, np.bool_)
+        for index, (mean, wanted) in enumerate(zip(center[:, 0].tolist(), mass[:, 0].tolist(), strict=True)):
+            row, own = rows[index], weights[index]
+            columns = _near(row, own, mean=mean, mass=wanted)
+            distance = np.abs(row[columns].astype(np.float64) - mean)
+            kept[index, columns] = distance <= _reaching(distance, own[columns], wanted)
+        return kept
+
+    def keep(
+        self, rows: NDArray[np.float32], kept: NDArray[np.bool_], ids: NDArray[np.int64] | None
+    ) -> tuple[NDArray[np.float32], NDArray[np.int64] | None]:
+        """See `ArrayOps`."""
+        if kept.all():
+            return rows, ids
+        if np.count_nonzero(kept) > kept.size * 3 // 4:     # to find and copy these takes longer than to mask
+            return np.where(kept, rows, np.float32(-np.inf)), ids
+        columns: NDArray[np.int64] = np.flatnonzero(kept if len(rows) == 1 else kept.any(axis=0))
+        left = rows.take(columns, axis=1)
+        if len(rows) > 1:
+            left[~kept.take(columns, axis=1)] = -np.inf
+        return left, columns if ids is None else ids[columns]
+
+    def spread(
+        self, rows: NDArray[np.float32], ids: NDArray[np.int64] | None, *, vocab_size: int
+    ) -> NDArray[np.float32]:
+        """See `ArrayOps`."""
+        if ids is None:
+            return rows
+        spread = np.full((len(rows), vocab_size), -np.inf, np.float32)
+        spread[:, ids] = rows
+        return spread
+
+
+def _near(
+    row: NDArray[np.float32], weights: NDArray[np.float32], *, mean: float, mass: float
+) -> NDArray[np.int64] | slice:
+    """Return where a row is near its mean if these are few and have the mass, else all."""
+    if row.size <= FEW:
+        return slice(None)
+    near: NDArray[np.int64] = np.flatnonzero((row >= mean - NEAR) & (row <= mean + NEAR))
+    few = near.size <= row.size // 4
+    return near if few and weights[near].sum(dtype=np.float64) >= mass else slice(None)
 
 
 def _reaching(keys: NDArray[np.float64], weights: NDArray[np.float32], mass: float) -> float:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from genserve.completion import TokenLogprob
 from genserve.sampling.logits_edits import LogitsEdits, apply_edits
 from genserve.sampling.sampler import LOWEST_LOGPROB, LogprobsRequest, SamplerOutput, SamplingMetadata
-from genserve.sampling.staged_sampler import ArrayOps, apply_stages
+from genserve.sampling.staged_sampler import MASKED, ArrayOps, apply_stages
 
 # Of a row that takes the best token: whether it draws, and the fields of a SAMPLING_RULE.
 _GREEDY = {"draws": 0.0, "uniform": 0.0, "temperature": 1.0, "top_k": 0.0, "top_p": 1.0, "log_min_p": -np.inf}
@@ -172,11 +172,33 @@ class TorchOps(ArrayOps):
             rank = torch.where(top_p < 1.0, torch.minimum(reached, rank), rank)
         return ordered.gather(1, rank)
 
-    def mass_level(self, keys: torch.Tensor, weights: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
+    def deviation(self, rows: torch.Tensor) -> torch.Tensor:
         """See `ArrayOps`."""
-        ordered, order = keys.sort(dim=1, stable=True)
+        free = rows > MASKED
+        count = self.sum(free)
+        mean = self.sum(torch.where(free, rows, 0.0)) / count
+        squares = torch.where(free, rows - mean.to(rows.dtype), 0.0) ** 2
+        return torch.sqrt(self.sum(squares) / count)
+
+    def nearest(
+        self, rows: torch.Tensor, weights: torch.Tensor, *, center: torch.Tensor, mass: torch.Tensor
+    ) -> torch.Tensor:
+        """See `ArrayOps`."""
+        distance = (rows.double() - center).abs()
+        ordered, order = distance.sort(dim=1, stable=True)
         cumulative = weights.gather(1, order).cumsum(1, dtype=torch.float64)
-        return ordered.gather(1, torch.searchsorted(cumulative, mass).clamp(max=keys.shape[1] - 1))
+        place = torch.searchsorted(cumulative, mass).clamp(max=rows.shape[1] - 1)
+        return distance <= ordered.gather(1, place)
+
+    def keep(
+        self, rows: torch.Tensor, kept: torch.Tensor, ids: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See `ArrayOps`; the number of columns stays, since to count those kept waits for the device."""
+        return torch.where(kept, rows, -torch.inf), ids
+
+    def spread(self, rows: torch.Tensor, ids: torch.Tensor | None, *, vocab_size: int) -> torch.Tensor:
+        """See `ArrayOps`."""
+        return rows
 
 
 TORCH_OPS = TorchOps()

@@ -143,6 +143,22 @@ def test_xtc_acts_by_chance_and_never_removes_a_spared_token(place):
 
 
 @pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("spared", "expected"), [(1, [0, 4 / 9, 3 / 9, 2 / 9]), (3, [0, 0, 0, 1])])
+def test_xtc_knows_spared_tokens_after_a_cut(spared, expected, place):
+    row = np.log(np.array([0.1, 0.4, 0.3, 0.2], dtype=np.float32))
+    options = {"top_k": 3, "xtc_probability": 1.0, "xtc_threshold": 0.15}
+    np.testing.assert_allclose(left_by(row, place=place, spared=(spared,), **options), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("spread", [0.5, 4.0, 40.0])
+def test_typical_of_a_large_vocabulary_matches_transformers(spread, place):
+    row = random_row(np.random.default_rng(4), size=20_000, spread=spread)
+    expected = TypicalLogitsWarper(0.8)(None, torch.from_numpy(row[None].astype(np.float64)))[0].numpy()
+    np.testing.assert_allclose(left_by(row, place=place, typical_p=0.8), softmax(expected), atol=1e-5)
+
+
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("threshold", [0.0, 0.45, 0.6])
 def test_xtc_keeps_one_likely_token(threshold, place):
     row = np.log(np.array([0.4, 0.3, 0.2, 0.1], dtype=np.float32))
