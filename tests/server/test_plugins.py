@@ -79,8 +79,8 @@ def test_the_ensemble_accepts_plugins_as_json_parameters(server, answered):
 @pytest.mark.parametrize(
     ("parameters", "words"),
     [
-        ({"output_parser": "hide"}, "output_parser must be a string of JSON"),
-        ({"stop_rules": 3}, "stop_rules must be a string of JSON"),
+        ({"output_parser": "hide"}, "output_parser must be a string that contains JSON"),
+        ({"stop_rules": 3}, "stop_rules must be a string that contains JSON"),
         ({"stop_rules": '[{"name": "x"}]'}, "stop_rules[0].name: the model has no stop rule 'x'"),
         ({"cache_salt": 3}, "cache_salt must be text"),
         ({"stop_regex": "a"}, "stop_regex cannot be set by a request parameter"),
