@@ -1,18 +1,76 @@
-"""Prompt: the text, token ids or chat that a caller gives to a text model; validated."""
+"""Prompt: the text, token ids or chat with tools that a caller gives to a text model; validated."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 from genserve.errors import InvalidRequest, require
 
-Role = Literal["system", "user", "assistant"]
+Role = Literal["system", "user", "assistant", "tool"]
+ToolMode = Literal["none", "auto", "required"]
 
 COMPLETION_TOKENS = 16      # the default `max_tokens` of `/v1/completions` and `complete`
 # A template may take milliseconds per message, and the chats of all other clients wait for it.
 MAX_CHAT_MESSAGES = 1024
+MAX_TOOLS = 128
+_TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """A function that the model may call.
+
+    Raises:
+        InvalidRequest: an invalid name, a description that is not text, or parameters that are no object.
+    """
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Any] = field(default_factory=dict)     # a JSON schema; empty: no arguments
+
+    def __post_init__(self) -> None:
+        valid = isinstance(self.name, str) and _TOOL_NAME.fullmatch(self.name) is not None
+        require(valid, "name", "must be 1 to 128 letters, digits, '_', '-' or '.'")
+        require(isinstance(self.description, str), "description", "must be text")
+        require(isinstance(self.parameters, Mapping), "parameters", "must be a JSON schema: an object")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the tool as OpenAI's JSON and templates have it."""
+        parameters = dict(self.parameters) or {"type": "object", "properties": {}}
+        function = {"name": self.name, "description": self.description, "parameters": parameters}
+        return {"type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A call of a tool by the model."""
+
+    id: str
+    name: str
+    arguments: str      # the JSON text of an object; cut if `max_tokens` ended the answer within it
+
+    def parsed_arguments(self) -> dict[str, Any]:
+        """Return the arguments as an object.
+
+        Raises:
+            InvalidRequest: they are not the JSON text of an object.
+        """
+        try:
+            parsed = json.loads(self.arguments or "{}")
+        except (ValueError, RecursionError):
+            parsed = None
+        require(isinstance(parsed, dict), "arguments", "must be the JSON text of an object")
+        return cast("dict[str, Any]", parsed)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the call as OpenAI's JSON has it."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,37 +78,53 @@ class Message:
     """One turn of a chat.
 
     Raises:
-        InvalidRequest: an unknown role, content that is not text, or `reasoning_content` of another role
-            than the assistant.
+        InvalidRequest: an unknown role, content that is not text, or a field that only messages of another
+            role have.
     """
 
     role: Role
-    content: str
+    content: str = ""
     reasoning_content: str = ""     # the reasoning before the answer; the template decides what it shows
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""          # of a tool's message: the call that it answers
+    name: str = ""                  # of the tool, or of the participant
 
     def __post_init__(self) -> None:
         require(self.role in get_args(Role), "role", f"must be one of {', '.join(get_args(Role))}")
-        require(isinstance(self.content, str), "content", "must be text")
-        require(isinstance(self.reasoning_content, str), "reasoning_content", "must be text")
-        may_reason = self.role == "assistant" or not self.reasoning_content
-        require(may_reason, "reasoning_content", "is only for messages of the assistant")
+        for name in ("content", "reasoning_content", "tool_call_id", "name"):
+            require(isinstance(getattr(self, name), str), name, "must be text")
+        for name, role in _FIELDS_OF_ROLES.items():
+            given = bool(getattr(self, name))
+            require(not given or self.role == role, name, f"is only for messages of the {role}")
 
-    def as_dict(self) -> dict[str, str]:
-        """Return the message as JSON and templates have it; `reasoning_content` only if it is not empty."""
-        reasoning = {"reasoning_content": self.reasoning_content} if self.reasoning_content else {}
-        return {"role": self.role, "content": self.content, **reasoning}
+    def as_dict(self) -> dict[str, Any]:
+        """Return the message as OpenAI's JSON has it; without the fields that are empty."""
+        fields: dict[str, Any] = {"role": self.role, "content": self.content}
+        for name in ("reasoning_content", "tool_call_id", "name"):
+            if value := getattr(self, name):
+                fields[name] = value
+        if self.tool_calls:
+            fields["tool_calls"] = [call.as_dict() for call in self.tool_calls]
+        return fields
+
+
+_FIELDS_OF_ROLES = {"reasoning_content": "assistant", "tool_calls": "assistant", "tool_call_id": "tool"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chat:
-    """The turns of a chat, with the options of the chat template.
+    """The turns of a chat, with the tools that the model may call and the options of the chat template.
 
     Raises:
-        InvalidRequest: no message, or more than MAX_CHAT_MESSAGES; or both `continue_final_message` and
-            `add_generation_prompt`.
+        InvalidRequest: no message, or more than MAX_CHAT_MESSAGES; both `continue_final_message` and
+            `add_generation_prompt`; two tools of one name; or a choice among tools that are not given.
     """
 
     messages: tuple[Message, ...]
+    tools: tuple[Tool, ...] = ()
+    tool_choice: ToolMode = "auto"              # required: the answer consists of calls
+    allowed_tools: tuple[str, ...] = ()         # the names of those that may be called; empty: all
+    parallel_tool_calls: bool = True            # several calls in one answer
     add_generation_prompt: bool | None = None   # begin the assistant's turn; None: unless one is continued
     continue_final_message: bool = False        # leave the last turn open, for the model to continue
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)    # variables of the template
@@ -62,6 +136,20 @@ class Chat:
             "continue_final_message",
             "cannot be combined with add_generation_prompt",
         )
+        names = {tool.name for tool in self.tools}
+        rule = f"has {len(self.tools)} tools; the limit is {MAX_TOOLS}"
+        require(len(self.tools) <= MAX_TOOLS, "tools", rule)
+        require(len(names) == len(self.tools), "tools", "has two tools of one name")
+        require(self.tool_choice in get_args(ToolMode), "tool_choice", "must be none, auto or required")
+        require(bool(names) or self.tool_choice != "required", "tool_choice", "needs tools")
+        require(names.issuperset(self.allowed_tools), "tool_choice", "names a tool that is not in tools")
+
+    @property
+    def callable_tools(self) -> tuple[Tool, ...]:
+        """The tools that the answer may call."""
+        if self.tool_choice == "none":
+            return ()
+        return tuple(tool for tool in self.tools if not self.allowed_tools or tool.name in self.allowed_tools)
 
     @property
     def begins_turn(self) -> bool:
@@ -73,7 +161,7 @@ class Chat:
 Prompt: TypeAlias = str | Sequence[int] | Chat
 
 # A chat as callers write it; a text alone is one turn of the user.
-Messages: TypeAlias = str | Sequence[Message | Mapping[str, str]] | Chat
+Messages: TypeAlias = str | Sequence[Message | Mapping[str, Any]] | Chat
 
 
 def read_chat(messages: Messages) -> Chat:
@@ -81,7 +169,7 @@ def read_chat(messages: Messages) -> Chat:
     return messages if isinstance(messages, Chat) else Chat(messages=read_messages(messages))
 
 
-def read_messages(messages: str | Sequence[Message | Mapping[str, str]]) -> tuple[Message, ...]:
+def read_messages(messages: str | Sequence[Message | Mapping[str, Any]]) -> tuple[Message, ...]:
     """Validate messages; a text alone is one turn of the user.
 
     Raises:
@@ -93,24 +181,82 @@ def read_messages(messages: str | Sequence[Message | Mapping[str, str]]) -> tupl
     return tuple(_read_message(message, index) for index, message in enumerate(messages))
 
 
+_MESSAGE_KEYS = frozenset({"role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name"})
+
+
 def _require_some_messages(number: int) -> None:
     require(number > 0, "messages", "must not be empty")
     rule = f"has {number} messages; the limit is {MAX_CHAT_MESSAGES}"
     require(number <= MAX_CHAT_MESSAGES, "messages", rule)
 
 
-def _read_message(message: Message | Mapping[str, str], index: int) -> Message:
+def _read_message(message: Message | Mapping[str, Any], index: int) -> Message:
     if isinstance(message, Message):
         return message
     place = f"messages[{index}]"
-    require({"role", "content"} <= set(message), place, "must have the keys role and content")
-    for key in message:
-        known = key in ("role", "content", "reasoning_content")
-        require(known, place, f"has the unknown key {str(key)[:64]!r}")
+    require("role" in message, place, "must have the key role")
+    given = {key: value for key, value in message.items() if value is not None}
+    for key in given:
+        require(key in _MESSAGE_KEYS, place, f"has the unknown key {str(key)[:64]!r}")
+    require("content" in given or "tool_calls" in given, place, "must have the key content")
+    with _inside(place):
+        written = given.pop("tool_calls", ())
+        require(isinstance(written, Sequence), "tool_calls", "must be a list")
+        calls = tuple(_read_tool_call(call, index) for index, call in enumerate(written))
+        return Message(**given, tool_calls=calls)
+
+
+def _read_tool_call(call: ToolCall | Mapping[str, Any], index: int) -> ToolCall:
+    """Return a call that is written as OpenAI's JSON has it."""
+    if isinstance(call, ToolCall):
+        return call
+    place = f"tool_calls[{index}]"
+    function = _function_of(call, place)
+    for name in ("name", "arguments"):
+        require(isinstance(function.get(name), str), f"{place}.function.{name}", "must be text")
+    read = ToolCall(id=str(call.get("id") or ""), name=function["name"], arguments=function["arguments"])
+    with _inside(f"{place}.function"):
+        read.parsed_arguments()
+    return read
+
+
+def _function_of(item: Any, place: str) -> Mapping[str, Any]:
+    """Return the function of a tool or of a call."""
+    function = item.get("function") if isinstance(item, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise InvalidRequest(f"{place} must have a function", field=place)
+    return function
+
+
+@contextmanager
+def _inside(place: str) -> Iterator[None]:
+    """Put the place in front of the field that an error names."""
     try:
-        return Message(**message)  # type: ignore[arg-type]  # it checks
+        yield
     except InvalidRequest as error:
         raise InvalidRequest(f"{place}.{error.message}", field=f"{place}.{error.field}") from None
+
+
+def read_tools(tools: Sequence[Tool | Mapping[str, Any]]) -> tuple[Tool, ...]:
+    """Validate tools, which are written as OpenAI's JSON has them.
+
+    Raises:
+        InvalidRequest: an invalid one; `field` has its index.
+    """
+    return tuple(_read_tool(tool, index) for index, tool in enumerate(tools))
+
+
+def _read_tool(tool: Tool | Mapping[str, Any], index: int) -> Tool:
+    if isinstance(tool, Tool):
+        return tool
+    place = f"tools[{index}]"
+    function = _function_of(tool, place)
+    with _inside(f"{place}.function"):
+        return Tool(
+            name=function.get("name") or "",
+            description=function.get("description") or "",
+            parameters=function.get("parameters") or {},
+        )
 
 
 # One prompt or several, as texts or as token ids, for `/v1/completions` and `complete`.

@@ -22,8 +22,8 @@ def test_an_invalid_message_is_rejected_with_its_index(messages, field):
 
 
 def test_an_unknown_key_of_a_message_is_named():
-    with pytest.raises(InvalidRequest, match=r"messages\[0\] has the unknown key 'name'"):
-        read_messages([{"role": "user", "content": "a", "name": "b"}])
+    with pytest.raises(InvalidRequest, match=r"messages\[0\] has the unknown key 'mood'"):
+        read_messages([{"role": "user", "content": "a", "mood": "b"}])
 
 
 def test_the_number_of_messages_is_limited():

@@ -13,18 +13,23 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from genserve.errors import GenserveError
 from genserve.server.access_control import AccessControl, check_restriction, parse_restrictions
 from genserve.server.access_log import CLIENT_CLOSED_REQUEST, AccessLog
-from genserve.server.error_responses import add_error_handlers, error_response
+from genserve.server.error_responses import ErrorResponses
 from genserve.server.routes import docs_page, health, openai, openai_completions, tgi
 from genserve.server.routes.kserve import KServe, is_kserve, part_of
 from genserve.server.services import Services
 from genserve.server.sse_response import ClientLeft
 from genserve.version import __version__
 
+# In the order of the page at /docs. A dialect is a module with a `router`, and the format of its `ERRORS`.
+_DIALECTS = (openai, openai_completions, tgi)
+
 
 def create_app(services: Services) -> FastAPI:
     """Return the application over `services`; the caller loads and closes the repository."""
+    errors = ErrorResponses({path: form for dialect in _DIALECTS for path, form in dialect.ERRORS.items()})
     app = _App(
         services,
+        errors,
         title="genserve",
         version=__version__,
         description="Text generation from a model repository in Triton's format.",
@@ -32,9 +37,9 @@ def create_app(services: Services) -> FastAPI:
         redoc_url=None,
     )
     app.state.services = services
-    for routes in (openai, openai_completions, tgi, health, docs_page):  # in the order of the page at /docs
+    for routes in (*_DIALECTS, health, docs_page):
         app.include_router(routes.router)
-    add_error_handlers(app)
+    errors.install(app)
     for error in (ClientLeft, ClientDisconnect):    # before the answer; in the middle of the body
         app.add_exception_handler(error, _on_client_left)
     return app
@@ -43,8 +48,9 @@ def create_app(services: Services) -> FastAPI:
 class _App(FastAPI):
     """FastAPI behind the routes of KServe: its middleware would add a third to their time."""
 
-    def __init__(self, services: Services, **options: Any) -> None:
+    def __init__(self, services: Services, errors: ErrorResponses, **options: Any) -> None:
         super().__init__(**options)
+        self._errors = errors
         settings = services.settings
         self._access = AccessControl(settings, host=settings.host)
         self._restrictions = parse_restrictions(settings.http_restricted_api)
@@ -75,7 +81,7 @@ class _App(FastAPI):
             try:
                 self._check(scope)
             except GenserveError as error:
-                app = error_response(error, path=scope["path"])
+                app = self._errors.response(error, path=scope["path"])
         await app(scope, receive, send)
 
     def _check(self, scope: Scope) -> None:

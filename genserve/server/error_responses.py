@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -186,53 +187,92 @@ def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
     return type(error)(message, remedy=error.remedy, field=names[name] + field.removeprefix(name))
 
 
-def error_response(error: GenserveError, *, path: str) -> JSONResponse:
-    """Return the response to a failed request, in the dialect of its path, which is not below `/v2`."""
-    body, status = _in_dialect(error, path=path)
-    headers = error_headers(error)
-    if status == 503:
-        headers = _retry_headers(_UNAVAILABLE_RETRY_S)
-    elif isinstance(error, InvalidRequest):
-        headers = {"x-should-retry": "false"}
-    return JSONResponse(body, status_code=status, headers=headers)
+@dataclass(frozen=True, slots=True)
+class ErrorFormat:
+    """How a dialect writes an error: its JSON body and its HTTP status."""
+
+    body: Callable[[GenserveError], dict[str, Any]]
+    status: Callable[[GenserveError], int]
 
 
-def _in_dialect(error: GenserveError, *, path: str) -> tuple[dict[str, Any], int]:
-    """Note the error for the log; return its body and status in the dialect of the path."""
-    fail_request(error)
-    if path.startswith("/v1/"):
-        return openai_error(error), http_status(error)
-    return tgi_error(error), _statuses(error).tgi
+OPENAI_ERRORS = ErrorFormat(openai_error, http_status)
+TGI_ERRORS = ErrorFormat(tgi_error, lambda error: _statuses(error).tgi)
+
+# By the prefix of the path; of several that fit, the longest. Each dialect has an `ERRORS` of this kind.
+ErrorFormats: TypeAlias = Mapping[str, ErrorFormat]
 
 
-def add_error_handlers(app: FastAPI) -> None:
-    """Turn every failure of `app` into a response of the route's dialect; none quotes the client's text."""
-    app.add_exception_handler(GenserveError, _on_error)
-    app.add_exception_handler(RequestValidationError, _on_invalid_body)
-    app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(Exception, _on_bug)
+class ErrorResponses:
+    """Turns every failure into a response of the route's dialect; none quotes the client's text.
+
+    Args:
+        formats: of the dialects; TGI's is that of all other paths.
+    """
+
+    def __init__(self, formats: ErrorFormats) -> None:
+        longest_first = sorted(formats.items(), key=lambda item: -len(item[0]))
+        self._formats = [*longest_first, ("/", TGI_ERRORS)]
+
+    def response(self, error: GenserveError, *, path: str, status: int | None = None) -> JSONResponse:
+        """Return the response to a failed request, and note the error for the log.
+
+        Args:
+            error: why it failed.
+            path: of the request, which is not below `/v2`.
+            status: of the response; None: that of the error.
+        """
+        fail_request(error)
+        written = next(form for prefix, form in self._formats if path.startswith(prefix))
+        status = status or written.status(error)
+        headers = error_headers(error)
+        if status == 503:
+            headers = _retry_headers(_UNAVAILABLE_RETRY_S)
+        elif isinstance(error, InvalidRequest):
+            headers = {"x-should-retry": "false"}
+        return JSONResponse(written.body(error), status_code=status, headers=headers)
+
+    def install(self, app: FastAPI) -> None:
+        """Handle all exceptions of `app`."""
+        app.add_exception_handler(GenserveError, self._on_error)
+        app.add_exception_handler(RequestValidationError, self._on_invalid_body)
+        app.add_exception_handler(HTTPException, self._on_http_error)
+        app.add_exception_handler(Exception, self._on_bug)
+
+    def _respond(self, request: Request, error: GenserveError, *, status: int | None = None) -> JSONResponse:
+        # `request.url` depends on the Host header too.
+        return self.response(error, path=request.scope["path"], status=status)
+
+    async def _on_error(self, request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, GenserveError)
+        return self._respond(request, error)
+
+    async def _on_invalid_body(self, request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        return self._respond(request, _invalid_body(error))
+
+    async def _on_http_error(self, request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        allowed = (error.headers or {}).get("Allow", "another method")
+        messages = {404: "no such route", 405: f"this route supports only {allowed}"}
+        message = messages.get(error.status_code, str(error.detail))
+        invalid = InvalidRequest(message, remedy="GET /docs lists the routes")
+        response = self._respond(request, invalid, status=error.status_code)
+        response.headers.update(error.headers or {})
+        return response
+
+    async def _on_bug(self, request: Request, error: Exception) -> JSONResponse:
+        logger.error("request failed", exc_info=error)
+        return self._respond(request, ModelFailed("the server failed; its log has the reason"))
 
 
-def _respond(request: Request, error: GenserveError) -> JSONResponse:
-    # `request.url` depends on the Host header too.
-    return error_response(error, path=request.scope["path"])
-
-
-async def _on_error(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, GenserveError)
-    return _respond(request, error)
-
-
-async def _on_invalid_body(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, RequestValidationError)
+def _invalid_body(error: RequestValidationError) -> InvalidRequest:
     # FastAPI hands over the parsed body, or the raw one where it was not declared as JSON.
     if error.body is None:
-        return _respond(request, InvalidRequest("the body is empty", remedy="send a JSON object"))
+        return InvalidRequest("the body is empty", remedy="send a JSON object")
     if isinstance(error.body, bytes):
-        invalid = InvalidRequest("the body is not declared as JSON", remedy=_CONTENT_TYPE_REMEDY)
-        return _respond(request, invalid)
+        return InvalidRequest("the body is not declared as JSON", remedy=_CONTENT_TYPE_REMEDY)
     problem = error.errors()[0]
-    return _respond(request, _invalid_field(_path(problem["loc"][1:]), problem))
+    return _invalid_field(_path(problem["loc"][1:]), problem)
 
 
 def _invalid_field(field: str, problem: Mapping[str, Any]) -> InvalidRequest:
@@ -247,18 +287,3 @@ def _path(parts: tuple[int | str, ...]) -> str:
     for part in parts:
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
     return path
-
-
-async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, HTTPException)
-    allowed = (error.headers or {}).get("Allow", "another method")
-    messages = {404: "no such route", 405: f"this route supports only {allowed}"}
-    message = messages.get(error.status_code, str(error.detail))
-    invalid = InvalidRequest(message, remedy="GET /docs lists the routes")
-    body, _ = _in_dialect(invalid, path=request.scope["path"])
-    return JSONResponse(body, status_code=error.status_code, headers=dict(error.headers or {}))
-
-
-async def _on_bug(request: Request, error: Exception) -> JSONResponse:
-    logger.error("request failed", exc_info=error)
-    return _respond(request, ModelFailed("the server failed; its log has the reason"))

@@ -25,6 +25,7 @@ from genserve.sampling.sampling_params import SamplingParams
 from genserve.server.error_responses import renamed
 from genserve.server.services import Services
 from genserve.server.sse_response import EventStream, Frames, read_all
+from genserve.text.message_parser import MessageParser
 from genserve.textmodel.text_model import TextModel
 
 _MAX_HEADER_CHARS = 1024
@@ -36,10 +37,15 @@ class SubmittedRequest:
 
     model: TextModel
     stream: AsyncDeltaStream
+    prompt: Prompt                          # the first one, as the request has it
     prompts: tuple[tuple[int, ...], ...]    # token ids, by prompt
     seeds: tuple[int, ...]                  # by choice
     params: SamplingParams
     begins_thought: bool                    # the first prompt ends in an open thought
+
+    def message_parser(self) -> MessageParser | None:
+        """Return a parser of one answer; None: all of the text is content."""
+        return self.model.message_parser(self.prompt, self.params, begun=self.begins_thought)
 
 
 class GenerationBody(Protocol):
@@ -156,6 +162,7 @@ async def submit(
     return SubmittedRequest(
         model=model,
         stream=stream,
+        prompt=prompts[0],
         prompts=prompt_ids,
         seeds=tuple(sequence.seed for sequence in sequences),
         params=params,

@@ -16,6 +16,7 @@ from genserve.prompt import Chat, Prompt
 from genserve.sampling.logits_processors import DryBreakers, TokenizedParams
 from genserve.sampling.sampling_params import SamplingParams
 from genserve.text.grammar_compiler import GrammarCompiler
+from genserve.text.message_parser import MessageParser
 from genserve.text.reasoning_parser import THINKING_TAGS, ReasoningParser
 from genserve.text.stop_regex import StopRegex
 from genserve.text.stop_strings import StopChecker, StopFinder, StopStrings
@@ -139,6 +140,11 @@ class InputProcessor:
         if width > 1:
             BeamSearch(sequences, width=width, text=text)
         return sequences
+
+    def message_parser(self, prompt: Prompt, params: SamplingParams, *, begun: bool) -> MessageParser | None:
+        """Return a parser of one answer; see `TextModel.message_parser`."""
+        reasoning = self.reasoning.parser(params, begun=begun)
+        return None if reasoning is None else MessageParser(reasoning=reasoning, tools=None)
 
     def _beam_width(self, params: SamplingParams, *, num_choices: int) -> int:
         """Return the number of beams of a request; 1: it has no beam search."""

@@ -12,7 +12,7 @@ from genserve.generation.engine_request import TokenSequence
 from genserve.generation.engine_thread import EngineThread
 from genserve.prompt import Prompt
 from genserve.sampling.sampling_params import SamplingParams
-from genserve.text.reasoning_parser import ReasoningParser
+from genserve.text.message_parser import MessageParser
 from genserve.text.tokenizer import Tokenizer
 from genserve.textmodel.decoder_plugins import Plugins
 from genserve.textmodel.input_processor import InputProcessor
@@ -116,9 +116,15 @@ class TextModel:
         """
         return self._inputs.process(prompt, params, num_choices=num_choices, arrived_s=arrived_s)
 
-    def reasoning_parser(self, params: SamplingParams, *, begun: bool) -> ReasoningParser | None:
-        """Return a parser of reasoning for an answer; see `ReasoningTokens.parser`."""
-        return self._inputs.reasoning.parser(params, begun=begun)
+    def message_parser(self, prompt: Prompt, params: SamplingParams, *, begun: bool) -> MessageParser | None:
+        """Return a parser of one answer to a request; None: all of the text is content.
+
+        Args:
+            prompt: of the request; a chat may have tools.
+            params: of the request.
+            begun: whether the prompt begins the reasoning, see `TokenSequence.begins_thought`.
+        """
+        return self._inputs.message_parser(prompt, params, begun=begun)
 
     def close(self) -> None:
         """End all requests, the engine's thread, and the process of the chat template.

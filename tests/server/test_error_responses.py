@@ -16,8 +16,8 @@ from genserve.errors import (
     Unauthenticated,
 )
 from genserve.server.error_responses import (
+    ErrorResponses,
     error_headers,
-    error_response,
     grpc_status,
     http_status,
     kserve_status,
@@ -29,7 +29,7 @@ FULL = Overloaded("full", retry_after_s=1.5)
 
 def statuses(error: GenserveError) -> tuple[int, int, int, str]:
     """The statuses of OpenAI, TGI, KServe and gRPC."""
-    tgi = error_response(error, path="/generate").status_code
+    tgi = ErrorResponses({}).response(error, path="/generate").status_code
     return http_status(error), tgi, kserve_status(error), grpc_status(error)
 
 

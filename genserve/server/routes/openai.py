@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from copy import copy
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request
@@ -15,15 +14,17 @@ from genserve.completion import Completion, Delta
 from genserve.errors import InvalidRequest
 from genserve.prompt import MAX_CHAT_MESSAGES, Chat, read_messages
 from genserve.sampling.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
+from genserve.server.error_responses import OPENAI_ERRORS, ErrorFormats
 from genserve.server.generation_handler import SubmittedRequest, handle_generation
 from genserve.server.request_body import Body, StrictRoute
 from genserve.server.routes.logprob_formats import ID_PREFIX, TokenScores, prompt_logprobs
 from genserve.server.routes.openai_protocol import FINISH_REASONS, OpenAIBody, OpenAIFrames, choose, head
 from genserve.server.services import SharedServices
-from genserve.text.reasoning_parser import ReasoningParser
+from genserve.text.message_parser import MessageParser
 from genserve.textmodel.text_model import TextModel
 
 router = APIRouter(prefix="/v1", route_class=StrictRoute, tags=["OpenAI"])
+ERRORS: ErrorFormats = {"/v1/": OPENAI_ERRORS}
 
 
 class TextPart(Body):
@@ -146,8 +147,7 @@ class ChatFrames(OpenAIFrames):
         self._token_ids = bool(body.return_token_ids)
         self._prompt_ids = _prompt_ids(submitted, body)
         self._scores = [_scores(submitted, body) for _ in range(body.num_choices)]
-        reasoned = _reasoned(submitted, body)
-        self._reasoned = [copy(reasoned) for _ in range(body.num_choices)]
+        self._parsers = [_message_parser(submitted, body) for _ in range(body.num_choices)]
         super().__init__(submitted, body, kind="chat.completion.chunk", id_prefix="chatcmpl")
 
     def start(self) -> bytes:
@@ -163,7 +163,7 @@ class ChatFrames(OpenAIFrames):
         scores, chunks, logprobs = self._scores[delta.choice], b"", "null"
         if scores is not None:
             logprobs = json.dumps(_logprobs(scores, delta))
-        parts = _message_parts(self._reasoned[delta.choice], delta)
+        parts = _message_parts(self._parsers[delta.choice], delta)
         for field, text in parts or ([("content", "")] if extra or scores is not None else []):
             added = f'{{"{field}": {json.dumps(text)}}}'
             chunks += self._chunk(delta.choice, added, logprobs=logprobs, extra=extra)
@@ -191,11 +191,7 @@ class ChatFrames(OpenAIFrames):
 
 def _answer(submitted: SubmittedRequest, body: ChatBody, deltas: list[Delta]) -> Response:
     completions, usage = choose(body, deltas)
-    reasoned = _reasoned(submitted, body)
-    choices = [
-        _choice(index, completion, submitted, body, reasoned=copy(reasoned))
-        for index, completion in enumerate(completions)
-    ]
+    choices = [_choice(index, completion, submitted, body) for index, completion in enumerate(completions)]
     answer = head(submitted, "chat.completion", id_prefix="chatcmpl") | {"choices": choices, "usage": usage}
     if body.prompt_logprobs is not None:
         scores = completions[0].prompt_logprobs
@@ -208,18 +204,14 @@ def _prompt_ids(submitted: SubmittedRequest, body: ChatBody) -> dict[str, list[i
 
 
 def _choice(
-    index: int,
-    completion: Completion,
-    submitted: SubmittedRequest,
-    body: ChatBody,
-    *,
-    reasoned: ReasoningParser | None,
+    index: int, completion: Completion, submitted: SubmittedRequest, body: ChatBody
 ) -> dict[str, Any]:
     scores = _scores(submitted, body)
+    parts = _message_parts(_message_parser(submitted, body), completion)
     token_ids = {"token_ids": list(completion.token_ids)} if body.return_token_ids else {}
     return {
         "index": index,
-        "message": {"role": "assistant", "content": "", **dict(_message_parts(reasoned, completion))},
+        "message": {"role": "assistant", "content": "", **dict(parts)},
         "logprobs": None if scores is None else _logprobs(scores, completion),
         "finish_reason": FINISH_REASONS[completion.finish_reason],
         "stop_reason": completion.stop_reason,
@@ -227,17 +219,15 @@ def _choice(
     }
 
 
-def _reasoned(submitted: SubmittedRequest, body: ChatBody) -> ReasoningParser | None:
-    if body.separate_reasoning is False:
-        return None
-    return submitted.model.reasoning_parser(submitted.params, begun=submitted.begins_thought)
+def _message_parser(submitted: SubmittedRequest, body: ChatBody) -> MessageParser | None:
+    return None if body.separate_reasoning is False else submitted.message_parser()
 
 
-def _message_parts(reasoned: ReasoningParser | None, part: Delta | Completion) -> list[tuple[str, str]]:
+def _message_parts(parser: MessageParser | None, part: Delta | Completion) -> list[tuple[str, str]]:
     """Return the text that a delta, or a whole answer, adds to each field of the message."""
-    if reasoned is None:
+    if parser is None:
         return [("content", part.text)] if part.text else []
-    read = reasoned.push(part.text, last=part.finish_reason is not None)
+    read = parser.push(part.text, last=part.finish_reason is not None)
     fields = (("reasoning_content", read.reasoning), ("content", read.content))
     return [(field, text) for field, text in fields if text]
 

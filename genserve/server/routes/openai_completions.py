@@ -19,6 +19,7 @@ from genserve.completion import Completion, Delta, FinishReason
 from genserve.errors import InvalidRequest
 from genserve.prompt import COMPLETION_TOKENS
 from genserve.sampling.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
+from genserve.server.error_responses import OPENAI_ERRORS, ErrorFormats
 from genserve.server.generation_handler import SubmittedRequest, handle_generation
 from genserve.server.request_body import StrictRoute
 from genserve.server.routes.logprob_formats import CompletionLogprobs, prompt_logprobs
@@ -27,6 +28,7 @@ from genserve.server.services import SharedServices
 from genserve.text.tokenizer import Tokenizer
 
 router = APIRouter(prefix="/v1", route_class=StrictRoute, tags=["OpenAI"])
+ERRORS: ErrorFormats = {"/v1/completions": OPENAI_ERRORS}
 
 
 def _one_of_four(value: Any, validate: Callable[[Any], Any]) -> Any:

@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse, Response
 from genserve.completion import Completion, Delta, FinishReason, Usage, join_choices, likeliest
 from genserve.errors import GenserveError, InvalidRequest
 from genserve.sampling.sampling_params import MAX_BEST_OF, MAX_STOP_STRINGS, SamplingParams, unused_parameters
-from genserve.server.error_responses import tgi_error
+from genserve.server.error_responses import TGI_ERRORS, ErrorFormats, tgi_error
 from genserve.server.generation_handler import SubmittedRequest, handle_generation
 from genserve.server.request_body import StrictRoute
 from genserve.server.routes.logprob_formats import TopTokenReader, tgi_prefill
@@ -25,6 +25,7 @@ from genserve.server.sse_response import event
 from genserve.version import __version__
 
 router = APIRouter(route_class=StrictRoute, tags=["TGI"])
+ERRORS: ErrorFormats = {"/": TGI_ERRORS}
 
 # TGI has no word for a text that was stopped because it repeats itself.
 FINISH_REASONS = {reason: reason.value for reason in FinishReason} | {FinishReason.REPETITION: "length"}

@@ -1,0 +1,104 @@
+"""Message parser: splits the text of an answer into reasoning, content and tool calls, piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from genserve.completion import Completion, FinishReason
+from genserve.prompt import Message, ToolCall
+from genserve.text.reasoning_parser import ReasoningParser
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCallDelta:
+    """The new part of a tool call. The first one of a call has its id and name."""
+
+    index: int              # of the call in the answer
+    arguments: str = ""     # the JSON text that is added to the arguments
+    id: str = ""
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessageDelta:
+    """The new part of an answer, by the fields of its message."""
+
+    reasoning: str = ""
+    content: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+
+
+class ToolCallParser(Protocol):
+    """Reads the calls in the text of one answer, without its reasoning; see `text/tool_formats.py`."""
+
+    def push(self, text: str, *, last: bool) -> MessageDelta:
+        """Add a piece; return the content and the calls that no later piece can change."""
+
+
+class MessageParser:
+    """Reads the text of one answer, piece by piece; the joined result does not depend on the cuts.
+
+    Args:
+        reasoning: the parser of its reasoning; None: it has none.
+        tools: the parser of its tool calls; None: it has none.
+
+    Attributes:
+        has_calls: whether a tool call has begun.
+    """
+
+    def __init__(self, *, reasoning: ReasoningParser | None, tools: ToolCallParser | None) -> None:
+        self._reasoning = reasoning
+        self._tools = tools
+        self.has_calls = False
+
+    def push(self, text: str, *, last: bool = False) -> MessageDelta:
+        """Add a piece; return the parts that no later piece can change.
+
+        Args:
+            text: the new text.
+            last: whether the answer ends with it.
+        """
+        reasoning, content = "", text
+        if self._reasoning is not None:
+            read = self._reasoning.push(text, last=last)
+            reasoning, content = read.reasoning, read.content
+        if self._tools is None:
+            return MessageDelta(reasoning=reasoning, content=content)
+        called = self._tools.push(content, last=last)
+        self.has_calls = self.has_calls or bool(called.tool_calls)
+        return MessageDelta(reasoning=reasoning, content=called.content, tool_calls=called.tool_calls)
+
+    def ends_with_calls(self, reason: FinishReason) -> bool:
+        """Whether an answer that ended for this reason waits for the results of its calls."""
+        return self.has_calls and reason in (FinishReason.END_OF_SEQUENCE, FinishReason.STOP_STRING)
+
+
+def parsed_message(parser: MessageParser | None, completion: Completion) -> Message:
+    """Return the message of a whole answer.
+
+    A call whose arguments were cut by `max_tokens` has what there is of them, which is not valid JSON.
+
+    Args:
+        parser: of the answer, fresh; None: all of the text is content.
+        completion: the whole answer.
+    """
+    if parser is None:
+        return Message(role="assistant", content=completion.text)
+    delta = parser.push(completion.text, last=True)
+    calls = joined_calls(delta.tool_calls)
+    return Message(
+        role="assistant", content=delta.content, reasoning_content=delta.reasoning, tool_calls=tuple(calls)
+    )
+
+
+def joined_calls(deltas: Iterable[ToolCallDelta]) -> list[ToolCall]:
+    """Join the deltas of an answer's tool calls."""
+    begun: dict[int, list[ToolCallDelta]] = {}
+    for delta in deltas:
+        begun.setdefault(delta.index, []).append(delta)
+    return [
+        ToolCall(id=parts[0].id, name=parts[0].name, arguments="".join(part.arguments for part in parts))
+        for parts in begun.values()
+    ]
