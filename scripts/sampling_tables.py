@@ -93,7 +93,8 @@ def _values(row: Param) -> str:
         return {int: "ids", str: "names"}.get(row.item, "plug-ins ([decoding.md](decoding.md))")
     named = [_json(value) for kind in row.kinds for value in getattr(kind, "__args__", ())]
     words = (["true or false"] if bool in row.kinds else []) + named
-    return " or ".join(words) or ("text" if str in row.kinds else "an object")
+    text = f"text of up to {row.max_chars} characters" if row.max_chars else "text"
+    return " or ".join(words) or (text if str in row.kinds else "an object")
 
 
 def _default(row: Param) -> str:

@@ -15,8 +15,12 @@ from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_typ
 
 from genserve.errors import require
 
-# The table of docs/sampling.md that has the row.
+# The table of docs/sampling.md that has the row, and its heading.
 Section: TypeAlias = Literal["logits", "draw", "beams", "end", "text", "logprobs", "prompt"]
+SECTIONS: Mapping[Section, str] = {
+    "logits": "Edits of the logits", "draw": "The draw", "beams": "Beam search", "end": "Where the text ends",
+    "text": "The text", "logprobs": "Log-probabilities", "prompt": "The prompt",
+}
 _DEFAULT: Any = object()        # means: the default of the field
 # The kinds of values in messages.
 _WORDS: Mapping[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
@@ -38,6 +42,13 @@ class Range:
         above = value > self.low if self.above else value >= self.low
         below = value < self.high if self.below else value <= self.high
         return (above and below) or (self.extra is not None and value == self.extra)
+
+    def as_json_schema(self) -> dict[str, Any]:
+        """Return the keywords of a JSON schema; `extra` is not among them."""
+        keywords: dict[str, Any] = {"exclusiveMinimum" if self.above else "minimum": self.low}
+        if self.high != math.inf:
+            keywords["exclusiveMaximum" if self.below else "maximum"] = self.high
+        return keywords
 
     def __str__(self) -> str:
         low = _written(self.low) + (f" ({self.low_means})" if self.low_means else "")
@@ -71,12 +82,13 @@ class Param:
     section: Section
     range: Range | None = None
     max_items: int | None = None            # of a list
-    max_chars: int = 0                      # of each text of a list
+    max_chars: int = 0                      # of the text, or of each of a list
     stage: str | None = None                # the stage of a draw that it turns on
     draws: bool = False                     # it affects draws only
     requires: str | None = None             # rejected without this parameter
     excludes: tuple[str, ...] = ()          # rejected with one of these
     unused_without: tuple[str, ...] = ()    # without all of these it has no effect, and is reported as unused
+    common: bool = False                    # many requests have it: pages show it first
     own_field: bool = False                 # every dialect over HTTP declares it by itself
     one_text: bool = False                  # the dialects take one text for a list of it
     tgi: str | None = None                  # TGI's name, if it has another
@@ -161,9 +173,11 @@ def _validate_value(value: Any, row: Param) -> None:
     if row.max_items is not None:
         items = "ids" if row.item is int else "strings"
         require(len(value) <= row.max_items, name, f"takes at most {row.max_items} {items}")
-    for index, text in enumerate(value if row.max_chars else ()):
-        holds = isinstance(text, str) and 0 < len(text) <= row.max_chars
-        require(holds, f"{name}[{index}]", f"must be a string of 1 to {row.max_chars} characters")
+    if row.max_chars:
+        texts = {name: value} if row.item is None else {f"{name}[{i}]": text for i, text in enumerate(value)}
+        for place, text in texts.items():
+            holds = isinstance(text, str) and 0 < len(text) <= row.max_chars
+            require(holds, place, f"must be a string of 1 to {row.max_chars} characters")
 
 
 def _words(kind: Any) -> str:

@@ -69,17 +69,18 @@ class _LogitsParams:
     )
     repetition_penalty: float = _logits(
         "of tokens in prompt or answer, logits above 0 are divided by it, others multiplied",
-        default=1.0, range=Range(0.01, 100), triton="repetition_penalty",    # 1e-40 is 0 in float32
+        default=1.0, range=Range(0.01, 100), common=True, triton="repetition_penalty",  # 1e-40: 0 in float32
     )
     frequency_penalty: float = _logits(
         "subtracted for each time that the answer has the token",
-        default=0.0, range=Range(-2, 2), triton="frequency_penalty",
+        default=0.0, range=Range(-2, 2), common=True, triton="frequency_penalty",
     )
     presence_penalty: float = _logits(
-        "subtracted if the answer has the token", default=0.0, range=Range(-2, 2), triton="presence_penalty"
+        "subtracted if the answer has the token",
+        default=0.0, range=Range(-2, 2), common=True, triton="presence_penalty",
     )
     penalty_window: int = _logits(
-        "how many of the last tokens the three penalties above consider",
+        "how many of the last tokens the repetition, frequency and presence penalties consider",
         default=0, range=Range(0, _INT_MAX, "all"),
         unused_without=("repetition_penalty", "frequency_penalty", "presence_penalty"),
     )
@@ -124,9 +125,9 @@ class _DrawParams(_LogitsParams):
     """The rows of the parameters of a draw: the stages in their default order, and others."""
 
     temperature: float = _draw(
-        "divides the logits. 0: the best token is taken, of equals the lowest id, and the rest of this "
-        "table is off",
-        default=0.0, range=Range(0, 100), neutral=1.0, stage="temperature", own_field=True,
+        "divides the logits. 0: the best token is taken, of equals the lowest id, and all other parameters "
+        "of the draw are off",
+        default=0.0, range=Range(0, 100), neutral=1.0, stage="temperature", common=True, own_field=True,
         excludes=(_BEAMS,), triton="temperature",
     )
     dynatemp_range: float = _draw(
@@ -147,15 +148,15 @@ class _DrawParams(_LogitsParams):
     )
     top_k: int = _sampler(
         "keeps this number of best tokens; -1 is off, too",
-        default=0, range=_COUNT, stage="top_k", own_field=True, triton="top_k",
+        default=0, range=_COUNT, stage="top_k", common=True, own_field=True, triton="top_k",
     )
     top_p: float = _sampler(
         "keeps the smallest set of tokens with this share of the probability",
-        default=1.0, range=Range(0, 1, above=True), stage="top_p", triton="top_p",
+        default=1.0, range=Range(0, 1, above=True), stage="top_p", common=True, triton="top_p",
     )
     min_p: float = _sampler(
         "keeps the tokens with this share of the best one's probability",
-        default=0.0, range=_SHARE, stage="min_p",
+        default=0.0, range=_SHARE, stage="min_p", common=True,
     )
     typical_p: float = _sampler(
         "keeps the tokens whose surprise is nearest to the entropy, up to this share of the probability",
@@ -194,7 +195,7 @@ class _DrawParams(_LogitsParams):
     seed: int | None = _draw(
         "the same seed gives the same text, whatever else runs; choice i uses seed + i; without one, "
         "the server draws it",
-        default=None, range=Range(0, 2**64 - 1), own_field=True, triton="random_seed",
+        default=None, range=Range(0, 2**64 - 1), common=True, own_field=True, triton="random_seed",
     )
     best_of: int = _draw(
         "how many answers are drawn to return the likeliest",
@@ -240,7 +241,7 @@ class SamplingParams(_DrawParams):
 
     max_tokens: int | None = _end(
         "this number of tokens ends the answer; without it, the end of the context (`/v1/completions`: 16)",
-        default=None, range=Range(1), own_field=True, tgi="max_new_tokens", triton="max_tokens",
+        default=None, range=Range(1), common=True, own_field=True, tgi="max_new_tokens", triton="max_tokens",
     )
     max_time_ms: int | None = _end(
         "the answer ends after this time since the request arrived, including time in the queue",
@@ -248,7 +249,8 @@ class SamplingParams(_DrawParams):
     )
     stop: tuple[str, ...] = _end(
         "the text ends before the first of these, whatever its tokens",
-        default=(), max_items=MAX_STOP_STRINGS, max_chars=256, own_field=True, triton="stop_words",
+        default=(), max_items=MAX_STOP_STRINGS, max_chars=256, common=True, own_field=True,
+        triton="stop_words",
     )
     stop_regex: tuple[str, ...] = _end(
         "the text ends before the first match of one of these",
@@ -294,11 +296,12 @@ class SamplingParams(_DrawParams):
         "report the log-probability of each token of the answer", default=False, own_field=True
     )
     top_logprobs: int = _logprobs(
-        "and the log-probabilities of this number of most likely tokens",
+        "report the log-probabilities of this number of most likely tokens, too",
         default=0, range=Range(0, MAX_TOP_LOGPROBS), own_field=True, requires="logprobs", tgi="top_n_tokens",
     )
     logprob_token_ids: tuple[int, ...] = _logprobs(
-        "or the log-probabilities of these tokens: one token is enough to choose among given answers",
+        "report the log-probabilities of these tokens instead: one token is enough to choose among given "
+        "answers",
         default=(), max_items=256, own_field=True, requires="logprobs", excludes=(_BEAMS, "top_logprobs"),
     )
     logprobs_mode: Literal["raw", "processed"] = _logprobs(
@@ -306,7 +309,8 @@ class SamplingParams(_DrawParams):
         default="raw", requires="logprobs", excludes=(_BEAMS,),
     )
     prompt_logprobs: int | None = _logprobs(
-        "the same for each token of the prompt",
+        "report the log-probability of each token of the prompt, and those of this number of most likely "
+        "tokens in its place",
         default=None, range=Range(0, MAX_TOP_LOGPROBS), own_field=True, excludes=(_BEAMS,),
         tgi="decoder_input_details",
     )
@@ -321,9 +325,8 @@ class SamplingParams(_DrawParams):
         default="left", requires="truncate_prompt_tokens",
     )
     cache_salt: str | None = _prompt(
-        f"up to {MAX_CACHE_SALT_CHARS} characters: cached prefixes are shared only by requests with the "
-        "same salt",
-        default=None,
+        "cached prefixes are shared only by requests with the same salt",
+        default=None, max_chars=MAX_CACHE_SALT_CHARS,
     )
     priority: int = _prompt(
         "of waiting requests, those with the lowest number go first; running ones are not stopped for them",
@@ -394,8 +397,6 @@ def _validate_together(params: SamplingParams) -> None:
     shown = params.spaces_between_special_tokens or not params.skip_special_tokens
     require(shown, "spaces_between_special_tokens", "needs skip_special_tokens: false")
     require(params.best_of == 1 or params.temperature > 0, "best_of", "needs a temperature above 0")
-    salted = params.cache_salt is None or 0 < len(params.cache_salt) <= MAX_CACHE_SALT_CHARS
-    require(salted, "cache_salt", f"must be a string of 1 to {MAX_CACHE_SALT_CHARS} characters")
 
 
 def _validate_biases(biases: Mapping[int, float]) -> None:

@@ -1,12 +1,20 @@
 """Decoding fields: the sampling parameters in the bodies of all dialects, by vLLM's names.
 
 The fields are derived from the table of sampling parameters. A dialect only declares those that have another
-name, type or default in it.
+name, type or default in it, by `parameter`. The table validates the values; the OpenAPI document has the same
+texts, defaults and ranges, for the pages of the server and for clients. A field there has the keywords of
+JSON schemas, and
+
+- `default`: what a request without the field gets, if anything,
+- `x-section`: the heading of the parameter in docs/sampling.md,
+- `x-common`: true if many requests have the field; pages show it first.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from functools import partial
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args, get_origin
 
@@ -14,10 +22,10 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, create_model
 from pydantic.json_schema import SkipJsonSchema
 
 from genserve.errors import InvalidRequest
-from genserve.sampling.param_table import Param
+from genserve.sampling.param_table import SECTIONS, Param, Range
 from genserve.sampling.plugin_call import PluginCall
 from genserve.sampling.repetition_detection import RepetitionDetection
-from genserve.sampling.sampling_params import PARAMETERS, REJECTED
+from genserve.sampling.sampling_params import PARAMETERS, REJECTED, STAGES
 from genserve.sampling.structured_outputs import StructuredOutputs, structured_outputs_of_format
 from genserve.server.request_body import Body
 
@@ -25,8 +33,8 @@ from genserve.server.request_body import Body
 class PluginFields(Body):
     """A call of one of the model's plug-ins."""
 
-    name: str
-    args: dict[str, Any] = Field(default={})
+    name: str = Field(description="Its name; `/v1/models` lists the plug-ins of each model.")
+    args: dict[str, Any] = Field(default={}, description="Its arguments.")
 
 
 def _listed(value: Any) -> Any:
@@ -57,30 +65,123 @@ FormFields: TypeAlias = Annotated[
     ),
 ]
 # One text stands for a list of it.
-Texts: TypeAlias = Annotated[list[str] | None, BeforeValidator(_listed)]
+Texts: TypeAlias = Annotated[
+    list[str] | None, BeforeValidator(_listed, json_schema_input_type=str | list[str] | None)
+]
+# Of a field that many requests have.
+COMMON: dict[str, Any] = {"x-common": True}
+
+_COUNT = {"type": "integer", "minimum": 1}
+# `sampling/repetition_detection.py` reads and validates it.
+_DetectionFields: TypeAlias = Annotated[
+    dict[str, int],
+    WithJsonSchema(
+        {
+            "type": "object",
+            "properties": {
+                "max_pattern_size": _form("Of the longest pattern, in tokens.", **_COUNT),
+                "min_pattern_size": _form("Of the shortest pattern, in tokens.", **_COUNT, default=1),
+                "min_count": _form("How often the pattern is there, in a row.", **_COUNT | {"minimum": 2}),
+            },
+            "required": ["max_pattern_size", "min_count"],
+            "additionalProperties": False,
+        }
+    ),
+]
+_Bias: TypeAlias = Annotated[float, WithJsonSchema({"type": "number", "minimum": -100, "maximum": 100})]
+_Stage: TypeAlias = Annotated[str, WithJsonSchema({"type": "string", "enum": [*STAGES]})]
 
 # How JSON writes the types of parameters that have a reader of their own.
 _OBJECTS: Mapping[Any, Any] = {
     StructuredOutputs: FormFields,
-    RepetitionDetection: dict[str, int],
+    RepetitionDetection: _DetectionFields,
     PluginCall: PluginFields,
 }
+# A link of docs/sampling.md to another page.
+_LINK = re.compile(r" \(\[[^]]+\]\([^)]+\)\)")
+_OF_ROW: Any = object()     # means: the default of the parameter
+_BOUNDS = ({"minimum", "exclusiveMinimum"}, {"maximum", "exclusiveMaximum"})
 
 
 def _json_type(row: Param) -> Any:
     """Return the type of a field: that of the parameter as JSON has it, or None if it is not given."""
     if row.one_text:
         return Texts
+    if row.name == "samplers":
+        return list[_Stage] | None
     if row.item is not None:
         return list[_OBJECTS.get(row.item, row.item)] | None  # type: ignore[misc]
     if get_origin(row.hint) is Mapping:
-        return dict[str, float] | None
+        return dict[str, _Bias] | None
     kinds = [kind for kind in get_args(row.hint) or (row.hint,) if kind is not NoneType]
     if get_origin(row.hint) is Literal:
         return row.hint | None
     if bool in kinds and len(kinds) > 1:
         return Literal[(True, False, *get_args(kinds[1]))] | None
     return _OBJECTS.get(kinds[0], kinds[0]) | None
+
+
+def parameter(name: str, *, default: Any = _OF_ROW, bounds: Range | None = None, **options: Any) -> Any:
+    """Return the field of a body for a sampling parameter, described by its row of the table.
+
+    Args:
+        name: of the parameter in `SamplingParams`; the field may have another.
+        default: what a request without the field gets, if that is another value than the parameter's default.
+            It is only described: the field is then None.
+        bounds: the numbers that the dialect takes, if they are others than the parameter's.
+        options: of pydantic's `Field`; a `description` replaces that of the row.
+    """
+    row = PARAMETERS[name]
+    default = row.default if default is _OF_ROW else default
+    describe = partial(_describe, row=row, default=default, bounds=bounds or row.range)
+    return Field(default=None, json_schema_extra=describe, **options)
+
+
+def _describe(schema: dict[str, Any], *, row: Param, default: Any, bounds: Range | None) -> None:
+    """Add what the table knows to the schema of a field."""
+    schema.setdefault("description", _description(row))
+    # An empty list would be rejected as a value of some parameters.
+    schema["default"] = None if default in ((), {}) else [*default] if isinstance(default, tuple) else default
+    schema["x-section"] = SECTIONS[row.section]
+    if row.common:
+        schema["x-common"] = True
+    for case in schema.get("anyOf", [schema]):
+        match case.get("type"):
+            case "integer" | "number" if bounds is not None:
+                # Those that pydantic checks by itself are there already.
+                given = {name for pair in _BOUNDS if pair & case.keys() for name in pair}
+                keywords = bounds.as_json_schema().items()
+                case.update({name: value for name, value in keywords if name not in given})
+            case "string" if row.max_chars and row.item is None:
+                case.update(minLength=1, maxLength=row.max_chars)
+            case "array":
+                _describe_list(case, row)
+    if bounds is not None and bounds.extra is not None:
+        schema["anyOf"].insert(0, {"const": bounds.extra})
+
+
+def _describe_list(schema: dict[str, Any], row: Param) -> None:
+    if row.max_items is not None:
+        schema["maxItems"] = row.max_items
+    if row.max_chars:
+        schema["items"].update(minLength=1, maxLength=row.max_chars)
+    if row.item is int:
+        schema["items"]["minimum"] = 0
+
+
+def _description(row: Param) -> str:
+    """Return the effect of a parameter in sentences, with the numbers that have a meaning of their own."""
+    effect = _LINK.sub("", row.doc)
+    sentences = [effect[0].upper() + effect[1:]]
+    if row.range is not None and row.range.low_means:
+        sentences.append(f"{row.range.low}: {row.range.low_means}")
+    if row.range is not None and row.range.extra is not None:
+        sentences.append(f"{row.range.extra}: {row.range.extra_means}")
+    if row.requires is not None:
+        sentences.append(f"Needs `{row.requires}`")
+    if row.unused_without:
+        sentences.append(f"Has an effect only with {' or '.join(f'`{name}`' for name in row.unused_without)}")
+    return "".join(f"{sentence}. " for sentence in sentences).rstrip()
 
 
 if TYPE_CHECKING:
@@ -98,7 +199,7 @@ else:
     _TableFields = create_model(
         "_TableFields",
         __base__=Body,
-        **{name: (_json_type(row), None) for name, row in PARAMETERS.items() if not row.own_field},
+        **{name: (_json_type(row), parameter(name)) for name, row in PARAMETERS.items() if not row.own_field},
         # Their rejection says why they are not supported.
         **dict.fromkeys(REJECTED, (SkipJsonSchema[Any], None)),
     )

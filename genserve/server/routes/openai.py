@@ -14,6 +14,7 @@ from genserve.completion import Completion, Delta
 from genserve.errors import InvalidRequest
 from genserve.prompt import MAX_CHAT_MESSAGES, Chat, read_messages
 from genserve.sampling.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
+from genserve.server.decoding_fields import parameter
 from genserve.server.error_responses import OPENAI_ERRORS, ErrorFormats
 from genserve.server.generation_handler import SubmittedRequest, handle_generation
 from genserve.server.request_body import Body, StrictRoute
@@ -30,8 +31,8 @@ ERRORS: ErrorFormats = {"/v1/": OPENAI_ERRORS}
 class TextPart(Body):
     """A part of a message's content."""
 
-    type: Literal["text"]
-    text: str
+    type: Literal["text"] = Field(description="The kind of the part.")
+    text: str = Field(description="Its text.")
 
 
 def _text_parts(content: Any) -> Any:
@@ -45,9 +46,15 @@ class ChatMessage(Body):
 
     model_config = ConfigDict(extra="allow")
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[list[TextPart], BeforeValidator(_text_parts)]
-    reasoning_content: str | None = None
+    role: Literal["system", "developer", "user", "assistant"] = Field(
+        description="Whose message it is; `developer` is OpenAI's newer word for `system`."
+    )
+    content: Annotated[
+        list[TextPart], BeforeValidator(_text_parts, json_schema_input_type=str | list[TextPart])
+    ] = Field(description="Its text, whole or in parts.")
+    reasoning_content: str | None = Field(
+        default=None, description="The reasoning before an answer of the assistant, for the template to show."
+    )
 
     def text(self) -> str:
         """Return the content as one text."""
@@ -73,14 +80,31 @@ class ChatBody(OpenAIBody):
         "web_search_options": (),
     }
 
-    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_CHAT_MESSAGES)
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
-    separate_reasoning: bool | None = None      # SGLang's: false leaves reasoning in the content
+    messages: list[ChatMessage] = Field(
+        min_length=1, max_length=MAX_CHAT_MESSAGES, description="The chat so far, the oldest message first."
+    )
+    add_generation_prompt: bool | None = Field(
+        default=None,
+        description="Begin the assistant's turn; the default is to do so unless `continue_final_message`.",
+    )
+    continue_final_message: bool | None = Field(
+        default=None,
+        description="Leave the last message open, for the model to continue.",
+        json_schema_extra={"default": False},
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        default=None, description="Variables of the model's chat template."
+    )
+    max_completion_tokens: int | None = parameter(
+        "max_tokens", description="OpenAI's newer name of `max_tokens`."
+    )
+    logprobs: bool | None = parameter("logprobs")
+    top_logprobs: int | None = parameter("top_logprobs", ge=0, le=MAX_TOP_LOGPROBS)
+    separate_reasoning: bool | None = Field(    # SGLang's
+        default=None,
+        description="Return reasoning as `reasoning_content`; false leaves it in the content.",
+        json_schema_extra={"default": True},
+    )
 
     def names(self) -> dict[str, str]:
         """See `GenerationBody`."""

@@ -18,7 +18,9 @@ from pydantic import Field, ValidationError, WrapValidator
 from genserve.completion import Completion, Delta, FinishReason
 from genserve.errors import InvalidRequest
 from genserve.prompt import COMPLETION_TOKENS
+from genserve.sampling.param_table import Range
 from genserve.sampling.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
+from genserve.server.decoding_fields import parameter
 from genserve.server.error_responses import OPENAI_ERRORS, ErrorFormats
 from genserve.server.generation_handler import SubmittedRequest, handle_generation
 from genserve.server.request_body import StrictRoute
@@ -44,10 +46,27 @@ class CompletionBody(OpenAIBody):
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"suffix": ("",)}
 
-    prompt: Annotated[str | list[str] | list[int] | list[list[int]], WrapValidator(_one_of_four)]
-    max_tokens: int | None = COMPLETION_TOKENS
-    echo: bool | None = None
-    logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    prompt: Annotated[str | list[str] | list[int] | list[list[int]], WrapValidator(_one_of_four)] = Field(
+        description="A text, its token ids, or a list of such; each gets its own answers."
+    )
+    max_tokens: int | None = parameter(
+        "max_tokens",
+        default=COMPLETION_TOKENS,
+        bounds=Range(0),
+        description="This number of tokens ends the answer. 0: only the prompt is scored; needs `echo`.",
+    )
+    echo: bool | None = Field(
+        default=None,
+        description="The answer begins with the prompt; with `logprobs`, the prompt is scored, too.",
+        json_schema_extra={"default": False},
+    )
+    logprobs: int | None = Field(
+        default=None,
+        ge=0,
+        le=MAX_TOP_LOGPROBS,
+        description="Report the log-probability of each token of the answer, and those of this number of "
+        "most likely tokens in its place.",
+    )
 
     def prompts(self) -> list[str] | list[list[int]]:
         """See `GenerationBody`."""

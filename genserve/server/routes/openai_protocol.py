@@ -19,6 +19,7 @@ from pydantic import ConfigDict, Field
 from genserve.completion import Completion, Delta, FinishReason, Usage, join_choices, likeliest
 from genserve.errors import GenserveError, InvalidRequest
 from genserve.prompt import Prompt
+from genserve.sampling.param_table import Range
 from genserve.sampling.sampling_params import (
     MAX_BEST_OF,
     MAX_TOP_LOGPROBS,
@@ -26,7 +27,7 @@ from genserve.sampling.sampling_params import (
     sampling_params,
     unused_parameters,
 )
-from genserve.server.decoding_fields import DecodingFields, Texts
+from genserve.server.decoding_fields import COMMON, DecodingFields, Texts, parameter
 from genserve.server.error_responses import openai_error
 from genserve.server.generation_handler import SubmittedRequest
 from genserve.server.request_body import Body
@@ -54,6 +55,7 @@ _REMEDIES = {
     "put chat_template.jinja into the model's tokenizer stage",
 }
 MAX_CHOICES = 128
+_SEEDS = Range(-(2**63), 2**64 - 1)     # OpenAI's are signed
 FINISH_REASONS = {
     FinishReason.END_OF_SEQUENCE: "stop",
     FinishReason.STOP_STRING: "stop",
@@ -65,8 +67,10 @@ FINISH_REASONS = {
 class StreamOptions(Body):
     """Options of a streamed answer."""
 
-    include_usage: bool = False
-    include_obfuscation: bool | None = None     # padding against traffic analysis: never added
+    include_usage: bool = Field(default=False, description="Send the usage in the last chunk.")
+    include_obfuscation: bool | None = Field(
+        default=None, description="Without effect: no padding against traffic analysis is added."
+    )
 
 
 class OpenAIBody(DecodingFields):
@@ -79,21 +83,50 @@ class OpenAIBody(DecodingFields):
     model_config = ConfigDict(extra="allow")
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
-    model: str | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
-    best_of: int | None = Field(default=None, ge=1, le=MAX_BEST_OF)
-    stop: Texts = None
-    seed: int | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    top_k: int | None = None
-    logprob_token_ids: list[int] | None = None
-    prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
-    response_format: dict[str, Any] | None = None
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
+    model: str | None = Field(
+        default=None,
+        description="The name of a model, as `/v1/models` lists them; not needed if there is only one.",
+        json_schema_extra=COMMON,
+    )
+    max_tokens: int | None = parameter("max_tokens")
+    temperature: float | None = parameter("temperature", default=1.0)
+    n: int | None = Field(
+        default=None,
+        ge=1,
+        le=MAX_CHOICES,
+        description="How many answers are returned per prompt.",
+        json_schema_extra={"default": 1},
+    )
+    best_of: int | None = parameter("best_of", ge=1, le=MAX_BEST_OF)
+    stop: Texts = parameter("stop")
+    seed: int | None = parameter("seed", bounds=_SEEDS)
+    stream: bool | None = Field(
+        default=None,
+        description="Send the answer as server-sent events while it is generated.",
+        json_schema_extra=COMMON | {"default": False},
+    )
+    stream_options: StreamOptions | None = Field(
+        default=None, description="Options of a streamed answer. Needs `stream`."
+    )
+    top_k: int | None = parameter("top_k", bounds=Range(-1, 2**31 - 1))
+    logprob_token_ids: list[int] | None = parameter("logprob_token_ids")
+    prompt_logprobs: int | None = parameter("prompt_logprobs", ge=0, le=MAX_TOP_LOGPROBS)
+    response_format: dict[str, Any] | None = Field(
+        default=None,
+        description='The form of the text: `{"type": "json_schema", "json_schema": {"name": ..., "schema": '
+        '...}}`, `{"type": "json_object"}` or `{"type": "text"}`. `structured_outputs` has other forms.',
+        json_schema_extra=COMMON,
+    )
+    return_token_ids: bool | None = Field(
+        default=None,
+        description="Return the token ids of the prompt and of the answer, too.",
+        json_schema_extra={"default": False},
+    )
+    return_tokens_as_token_ids: bool | None = Field(
+        default=None,
+        description="In log-probabilities, write tokens as `token_id:ID` instead of their text.",
+        json_schema_extra={"default": False},
+    )
 
     @abstractmethod
     def prompts(self) -> Sequence[Prompt]:
@@ -111,7 +144,6 @@ class OpenAIBody(DecodingFields):
                 "max_tokens": max_tokens,
                 "temperature": self._default_temperature if self.temperature is None else self.temperature,
                 "best_of": self.num_drawn if self.num_drawn > self.num_choices else 1,
-                # OpenAI's seeds are signed.
                 "seed": None if self.seed is None else self.seed % 2**64,
                 "structured_outputs": self.form_or(self.response_format, field="response_format"),
                 **others,

@@ -12,28 +12,60 @@ from typing import Any
 from pydantic import Field
 
 from genserve.errors import require
+from genserve.sampling.param_table import Range
 from genserve.sampling.sampling_params import DRAW_PARAMETERS, PARAMETERS, SamplingParams, sampling_params
-from genserve.server.decoding_fields import DecodingFields
+from genserve.server.decoding_fields import COMMON, DecodingFields, parameter
 from genserve.server.request_body import Body
 
 
 class Parameters(DecodingFields):
     """TGI's parameters, and vLLM's."""
 
-    adapter_id: str | None = None
-    best_of: int | None = Field(default=None, gt=0)
-    decoder_input_details: bool | None = None
-    details: bool | None = None
-    do_sample: bool | None = None
-    grammar: dict[str, Any] | None = None
-    max_new_tokens: int | None = None
-    return_full_text: bool | None = None
-    seed: int | None = None
-    stop: list[str] | None = None
-    temperature: float | None = Field(default=None, gt=0.0)
-    top_k: int | None = Field(default=None, gt=0)
-    top_n_tokens: int | None = None
-    truncate: int | None = Field(default=None, gt=0)
+    adapter_id: str | None = Field(default=None, description="Not supported: there are no adapters.")
+    best_of: int | None = parameter("best_of", gt=0)
+    decoder_input_details: bool | None = Field(
+        default=None,
+        description="Report the tokens of the prompt with their log-probabilities. Needs `details`.",
+        json_schema_extra={"default": False},
+    )
+    details: bool | None = Field(
+        default=None,
+        description="Report the tokens of the answer with their log-probabilities, and how it ended.",
+        json_schema_extra={"default": False},
+    )
+    do_sample: bool | None = Field(
+        default=None,
+        description="Draw tokens; otherwise the best one is taken, unless a parameter of the draw is given.",
+        json_schema_extra=COMMON | {"default": False},
+    )
+    grammar: dict[str, Any] | None = Field(
+        default=None,
+        description='The form of the text: `{"type": "json", "value": SCHEMA}` or `{"type": "regex", '
+        '"value": ...}`. `structured_outputs` has other forms.',
+    )
+    max_new_tokens: int | None = parameter(
+        "max_tokens", description="This number of tokens ends the answer; without it, the end of the context."
+    )
+    return_full_text: bool | None = Field(
+        default=None, description="The text begins with the prompt.", json_schema_extra={"default": False}
+    )
+    seed: int | None = parameter("seed")
+    stop: list[str] | None = parameter("stop")
+    temperature: float | None = parameter(
+        "temperature", default=1.0, gt=0.0, description="Divides the logits, if tokens are drawn."
+    )
+    top_k: int | None = parameter(
+        "top_k", default=None, gt=0, description="Keeps this number of best tokens; all by default."
+    )
+    top_n_tokens: int | None = parameter(
+        "top_logprobs", description="Report this number of most likely tokens, too. Needs `details`."
+    )
+    truncate: int | None = parameter(
+        "truncate_prompt_tokens",
+        gt=0,
+        bounds=Range(1, 2**31 - 1),
+        description="A longer prompt is truncated to this number of tokens; without it, it is rejected.",
+    )
 
     @property
     def draws(self) -> bool:
@@ -95,12 +127,18 @@ class Parameters(DecodingFields):
 class GenerateBody(Body):
     """Body of `POST /generate` and `POST /generate_stream`."""
 
-    inputs: str
-    parameters: Parameters = Parameters()
-    model: str | None = None
+    inputs: str = Field(description="The prompt.")
+    parameters: Parameters = Field(default=Parameters(), description="How the answer is generated.")
+    model: str | None = Field(
+        default=None,
+        description="The name of a model; not needed if there is only one.",
+        json_schema_extra=COMMON,
+    )
 
 
 class CompatibleBody(GenerateBody):
     """Body of `POST /`."""
 
-    stream: bool = False
+    stream: bool = Field(
+        default=False, description="Answer token by token, as server-sent events.", json_schema_extra=COMMON
+    )
