@@ -23,11 +23,13 @@ logger = logging.getLogger(__name__)
 _Error = TypeVar("_Error", bound=GenserveError)
 
 _BEFORE = r"(?<![\w.~/-])(?:file://)?"  # not in the middle of another path, or of a URL
-# The folders of operating systems: a text that begins with one is a path, `/v2/models` is not.
+# The folders of operating systems: a text that begins with one, or with another folder at the root of this
+# machine, is a path; `/v2/models` is not.
 _TOP_FOLDERS = (
     "Applications|Library|System|Users|Volumes|app|bin|boot|data|dev|etc|home|lib|lib64|media|mnt|nix|opt|"
     "private|proc|root|run|sbin|snap|srv|sys|tmp|usr|var"
 )
+_ROUTES = frozenset({"docs", "generate", "generate_stream", "health", "info", "metrics", "v1", "v2"})
 # As Python and TorchScript print it; the exception itself is on the line after it, and stays.
 _TRACEBACK = re.compile(r"Traceback (?:[^\n]* )?\(most recent call last\):(?:\n|$)(?:(?:[ \t][^\n]*)?\n)*")
 
@@ -84,6 +86,7 @@ def _patterns() -> tuple[re.Pattern[str], re.Pattern[str], re.Pattern[str]]:
     folders = {path for path in (*_repositories, *packages) if path.strip("./")}
     places = (*folders, temporary, str(Path.cwd()), *sys.path)
     tops = {path.split("/")[1] for path in places if path.strip("/") and path.startswith("/")}
+    tops |= {entry.name for entry in Path("/").iterdir() if entry.is_dir()} - _ROUTES
     uploads = rf"{re.escape(temporary)}/genserve-\w+"  # see `repository.load_request`
     known = f"(?P<folder>{uploads}|{_one_of(folders)})"
     part = r"[^\s/'\"`,;:()<>\[\]{}|]+"

@@ -27,13 +27,15 @@ from genserve.redaction import redact_repositories, redacted_error, redacted_tex
         ("{root}-old/m/x", "x"),
         ("file:///srv/data/x", "x"),
         ("in {tmp}", "in {last_of_tmp}"),
+        ("in {at_root}/of/another/model.bin", "in model.bin"),
     ],
 )
 def test_paths_become_relative_to_the_repository_or_their_last_part(tmp_path: Path, text, redacted) -> None:
     root = tmp_path / "models"
     redact_repositories([root])
     tmp = tempfile.gettempdir()
-    names = {"root": root, "tmp": tmp, "last_of_tmp": Path(tmp).name}
+    at_root = next(path for path in sorted(Path("/").iterdir()) if path.is_dir())
+    names = {"root": root, "tmp": tmp, "last_of_tmp": Path(tmp).name, "at_root": at_root}
     expected = redacted.format(**names)
     assert redacted_text(text.format(packages=sysconfig.get_path("purelib"), **names)) == expected
 

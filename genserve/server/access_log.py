@@ -165,7 +165,7 @@ def log_http(request: LoggedRequest, scope: Scope, *, status: int) -> None:
 def _is_verbose(path: str, *, method: str) -> bool:
     """Whether a success is logged only at the verbose level: inferences and polling."""
     if path.startswith("/v2"):
-        return method == "GET" or path.endswith(("/infer", "/generate", "/generate_stream"))
+        return method in ("GET", "HEAD") or path.endswith(("/infer", "/generate", "/generate_stream"))
     return path == "/metrics"
 
 

@@ -60,7 +60,7 @@ class _App(FastAPI):
         if settings.allowed_origins:
             self._cors = CORSMiddleware(
                 self._route,
-                allow_origins=settings.allowed_origins,
+                allow_origins=[origin.lower() for origin in settings.allowed_origins],   # as browsers do
                 allow_methods=["*"],
                 allow_headers=["*"],
                 expose_headers=["*"],
@@ -78,6 +78,8 @@ class _App(FastAPI):
     async def _handle_others(self, scope: Scope, receive: Receive, send: Send) -> None:
         app: ASGIApp = super().__call__
         if scope["type"] == "http":
+            if scope["method"] == "HEAD":   # answered as GET; uvicorn leaves out the body
+                scope = {**scope, "method": "GET"}
             try:
                 self._check(scope)
             except GenserveError as error:

@@ -147,6 +147,43 @@ def test_an_allowed_origin_can_send_and_read(tmp_path):
         assert (answer.status_code, "access-control-allow-origin" in answer.headers) == (403, False)
 
 
+CLIENT_HEADERS = (
+    "authorization", "content-type", "x-api-key", "anthropic-version", "x-request-id", "traceparent",
+    "anthropic-dangerous-direct-browser-access", "openai-organization", "x-stainless-retry-count",
+)  # fmt: skip
+
+
+def test_a_page_of_an_allowed_origin_calls_every_dialect_with_a_key(tiny_repository):
+    """As browsers do: the preflight has no key and names the headers; then the page may read the answer."""
+    with LiveServer(tiny_repository, allowed_origins=("https://App.example",), api_key="key") as server:
+        page = {"Origin": "https://app.example", "Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "cors"}
+        asked = {"Access-Control-Request-Method": "POST"}
+        asked["Access-Control-Request-Headers"] = ",".join(CLIENT_HEADERS)
+        with httpx2.Client(base_url=server.url, headers=page) as client:
+            for path in ("/v1/chat/completions", "/generate_stream", "/v2/models/tiny/infer"):
+                preflight = client.options(path, headers=asked)
+                allowed = {
+                    name.removeprefix("access-control-allow-"): value
+                    for name, value in preflight.headers.items()
+                }
+                assert (preflight.status_code, allowed["origin"]) == (200, page["Origin"])
+                assert "POST" in allowed["methods"]
+                assert {name.strip() for name in allowed["headers"].split(",")} >= set(CLIENT_HEADERS)
+            body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "stream": True}
+            for headers, status_code in (({"Authorization": "Bearer key"}, 200), ({}, 401)):
+                answer = client.post("/v1/chat/completions", json=body, headers=headers)
+                assert answer.status_code == status_code
+                assert answer.headers["access-control-allow-origin"] == page["Origin"]
+                assert answer.headers["access-control-expose-headers"] == "*"
+
+
+def test_without_the_flag_no_page_of_another_origin_is_allowed(untouched):
+    asked = {"Origin": "https://app.example", "Access-Control-Request-Method": "POST"}
+    answer = httpx2.options(f"{untouched.url}/v1/chat/completions", headers=asked)
+    assert answer.status_code == 403
+    assert not [name for name in answer.headers if name.startswith("access-control-")]
+
+
 @pytest.mark.parametrize(
     "content_type",
     [

@@ -12,7 +12,6 @@ from genserve.server.services import SharedServices
 router = APIRouter(tags=["health"])
 
 
-@router.head("/health", include_in_schema=False)  # for load balancers
 @router.get("/health")
 async def health(services: SharedServices) -> JSONResponse:
     """200 if every model is ready and the server is not stopping, else 503 with the reason."""

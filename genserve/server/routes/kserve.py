@@ -133,10 +133,13 @@ class KServe:
             self._check(scope)
         except GenserveError as error:
             return error_response(error)
+        method = scope["method"]
+        if method == "HEAD":    # answered as GET; uvicorn leaves out the body
+            method = "GET"
         try:
             for pattern, _, handlers in _ROUTES:
                 if found := pattern.fullmatch(scope["path"]):
-                    handler = handlers.get(scope["method"])
+                    handler = handlers.get(method)
                     if handler is None:
                         return message_response("Method Not Allowed", status_code=405)
                     names = found.groupdict("")
