@@ -198,7 +198,7 @@ def _read_message(message: Message | Mapping[str, Any], index: int) -> Message:
     given = {key: value for key, value in message.items() if value is not None}
     for key in given:
         require(key in _MESSAGE_KEYS, place, f"has the unknown key {str(key)[:64]!r}")
-    require("content" in given or "tool_calls" in given, place, "must have the key content")
+    require("content" in given or "tool_calls" in given, f"{place}.content", "is missing")
     with _inside(place):
         written = given.pop("tool_calls", ())
         require(isinstance(written, Sequence), "tool_calls", "must be a list")

@@ -10,7 +10,7 @@ from genserve.prompt import MAX_CHAT_MESSAGES, Chat, Message, read_chat, read_me
     ("messages", "field"),
     [
         ([], "messages"),
-        ([{"role": "user"}], "messages[0]"),
+        ([{"role": "user"}], "messages[0].content"),
         ([Message(role="user", content="a"), {"role": "root", "content": "b"}], "messages[1].role"),
         ([{"role": "user", "content": 5}], "messages[0].content"),
     ],

@@ -29,7 +29,7 @@ class Frames(Protocol):
     """How a dialect writes a stream. All methods return bytes to send, which may be empty."""
 
     def start(self) -> bytes:
-        """Return what precedes the first delta."""
+        """Return what precedes the events of the first delta."""
 
     def delta(self, delta: Delta) -> bytes:
         """Return the events of one delta, which may be the last."""
@@ -79,12 +79,12 @@ class EventStream(EventSourceResponse):
 
 
 async def _events(stream: AsyncDeltaStream, frames: Frames) -> AsyncIterator[bytes]:
-    if first := frames.start():
-        yield first
+    first = frames.start()  # sent with the first token, since load generators measure the time to it
     try:
         async for deltas in stream:
-            if chunk := b"".join(map(frames.delta, deltas)):
+            if chunk := first + b"".join(map(frames.delta, deltas)):
                 yield chunk
+            first = b""
     except GenserveError as error:
         fail_request(error)
         yield frames.error(error)

@@ -70,6 +70,10 @@ class MessageParser:
         self.has_calls = self.has_calls or bool(called.tool_calls)
         return MessageDelta(reasoning=reasoning, content=called.content, tool_calls=called.tool_calls)
 
+    def without_reasoning(self) -> MessageParser | None:
+        """Return a parser that leaves reasoning in the content; None: all of the text is content."""
+        return None if self._tools is None else MessageParser(reasoning=None, tools=self._tools)
+
     def ends_with_calls(self, reason: FinishReason) -> bool:
         """Whether an answer that ended for this reason waits for the results of its calls."""
         return self.has_calls and reason in (FinishReason.END_OF_SEQUENCE, FinishReason.STOP_STRING)

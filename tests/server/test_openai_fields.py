@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import openai
 import pytest
 
 from genserve.client import Client
 from genserve.prompt import Chat, Message, read_chat
+from genserve.server.routes.openai_chat_body import ChatBody
 
 QUESTION = {"role": "user", "content": "hello there"}
 BEGUN = {"role": "assistant", "content": "Well, "}
@@ -111,6 +114,98 @@ def test_tgi_calls_it_truncate(http, tiny_server):
 )
 def test_contradictory_options_are_rejected_by_name(http, body, field):
     reply = complete(http, **body)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, field)
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:8000", "https://models.example/v1/chat/completions"])
+def test_a_model_that_is_a_url_is_the_only_model(http, url):
+    # Hugging Face's JavaScript client has no other name for the model at an endpoint.
+    assert chat(http, model=url).json()["model"] == "tiny"
+
+
+def test_fields_without_effect_are_accepted_and_named(http):
+    fields = {
+        "metadata": {"run": "1"}, "prediction": {"type": "content", "content": "x"},
+        "reasoning_effort": "low", "service_tier": "auto", "verbosity": "low",
+    }
+    reply = chat(http, **fields)
+    assert reply.status_code == 200
+    assert set(reply.headers["x-genserve-ignored"].split(",")) == set(fields)
+
+
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions"])
+def test_chunks_have_the_usage_so_far(http, route):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    prompt = {"messages": [QUESTION]} if "chat" in route else {"prompt": "hello"}
+    body = {"max_tokens": 4, "ignore_eos": True, "stream": True, "stream_options": options, "n": 2} | prompt
+    lines = http.post(route, json=body).text.splitlines()
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    for index in (0, 1):
+        parts = [chunk["usage"] for chunk in chunks[:-1] if chunk["choices"][0]["index"] == index]
+        counts = [usage["completion_tokens"] for usage in parts]
+        assert counts == sorted(counts)
+        assert counts[-1] == 4
+        assert parts[-1]["total_tokens"] == parts[-1]["prompt_tokens"] + 4
+    assert chunks[-1]["usage"]["completion_tokens"] == 8
+    assert chunks[-1]["usage"]["prompt_tokens"] == chunks[0]["usage"]["prompt_tokens"]
+
+
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [CLOCK]}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "mode", "names", "parallel"),
+    [
+        (None, "auto", ["weather", "clock"], True),
+        ("none", "none", [], True),
+        ("required", "required", ["weather", "clock"], True),
+        (CLOCK, "required", ["clock"], False),
+        (ALLOWED, "auto", ["clock"], True),
+    ],
+)
+def test_a_tool_choice_is_read(choice, mode, names, parallel):
+    body = ChatBody.model_validate({"messages": [QUESTION], "tools": [WEATHER, CLOCK], "tool_choice": choice})
+    [prompt] = body.prompts()
+    assert prompt.tool_choice == mode
+    assert [tool.name for tool in prompt.callable_tools] == names
+    assert prompt.parallel_tool_calls is parallel
+
+
+def test_calls_and_their_results_are_read():
+    call = {"id": "call_1", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
+    asked = {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None}
+    result = {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "noon"}]}
+    body = ChatBody.model_validate({"messages": [QUESTION, asked, result], "tools": [CLOCK]})
+    [prompt] = body.prompts()
+    assert [message.as_dict() for message in prompt.messages] == [
+        QUESTION,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "noon", "tool_call_id": "call_1"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"tools": [WEATHER, WEATHER]}, "tools"),
+        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [WEATHER], "tool_choice": CLOCK}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": "any"}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [
+                {"id": "c", "function": {"name": "clock", "arguments": "{"}}
+            ]}]},
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+        ({"messages": [{"role": "user", "content": "a", "tool_call_id": "c"}]}, "messages[0].tool_call_id"),
+    ],
+)
+def test_invalid_tools_are_rejected_by_name(http, body, field):
+    reply = chat(http, **body)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, field)
 
 

@@ -143,6 +143,7 @@ class CompletionFrames(OpenAIFrames):
         """See `Frames`."""
         delta = self._requested_part(delta)
         fields = self._choices[delta.choice].part(delta)
+        self.count(delta)
         chunk = self.chunk(delta.choice, _written(fields)) if any(fields.values()) else b""
         return chunk if delta.finish_reason is None else chunk + self.ending(delta)
 

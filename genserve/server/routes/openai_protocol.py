@@ -1,8 +1,8 @@
 """OpenAI protocol: the common part of the bodies and answers of OpenAI's routes.
 
-A field of OpenAI's that this server does not support is rejected by name, unless its value asks for
-nothing. A field that nobody knows is ignored, and named in the header `x-genserve-ignored`, as is a field
-without effect.
+A field of OpenAI's that would change what an answer is, and that this server does not support, is rejected
+by name, unless its value asks for nothing. All other fields (`service_tier`, `reasoning_effort`, fields that
+nobody knows) are ignored, and named in the header `x-genserve-ignored`, as is a parameter without effect.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import time
 import uuid
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from pydantic import ConfigDict, Field
@@ -37,19 +38,6 @@ from genserve.text.tokenizer import Tokenizer
 
 # What huggingface_hub's InferenceClient writes for "the model at this URL".
 _ANY_MODEL = frozenset({"dummy", "tgi"})
-# Labels for OpenAI's own bookkeeping, without effect on an answer.
-_INERT = frozenset(
-    {
-        "metadata",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "service_tier",
-        "store",
-        "user",
-    }
-)
 _REMEDIES = {
     "chat_template": "templates are programs, which are not accepted from clients: "
     "put chat_template.jinja into the model's tokenizer stage",
@@ -68,6 +56,9 @@ class StreamOptions(Body):
     """Options of a streamed answer."""
 
     include_usage: bool = Field(default=False, description="Send the usage in the last chunk.")
+    continuous_usage_stats: bool = Field(       # vLLM's
+        default=False, description="With `include_usage`: each chunk has the usage so far."
+    )
     include_obfuscation: bool | None = Field(
         default=None, description="Without effect: no padding against traffic analysis is added."
     )
@@ -178,12 +169,20 @@ class OpenAIBody(DecodingFields):
     @property
     def model_name(self) -> str | None:
         """The model's name; None: the only model."""
-        return None if self.model in _ANY_MODEL else self.model
+        # Hugging Face's JavaScript client writes the URL of the server.
+        is_url = self.model is not None and self.model.startswith(("http://", "https://"))
+        return None if self.model in _ANY_MODEL or is_url else self.model
 
     @property
     def wants_usage(self) -> bool:
         """Whether a stream ends with the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def wants_running_usage(self) -> bool:
+        """Whether each chunk of a stream has the usage so far."""
+        options = self.stream_options
+        return options is not None and options.include_usage and options.continuous_usage_stats
 
     def check(self) -> None:
         """Reject unsupported fields.
@@ -205,9 +204,9 @@ class OpenAIBody(DecodingFields):
             raise InvalidRequest("prompt_logprobs needs stream: false", field="prompt_logprobs")
 
     def ignored(self, params: SamplingParams) -> list[str]:
-        """Return the unknown fields, and the sampling parameters without effect."""
-        known = self.unsupported.keys() | _INERT
-        return [*(name for name in self.model_extra or {} if name not in known), *unused_parameters(params)]
+        """Return the fields and the sampling parameters without effect."""
+        extra = (name for name in self.model_extra or {} if name not in self.unsupported)
+        return [*extra, *unused_parameters(params)]
 
 
 def choose(body: OpenAIBody, deltas: Sequence[Delta]) -> tuple[list[Completion], dict[str, Any]]:
@@ -259,6 +258,10 @@ class OpenAIFrames:
         self._tail = '}], "usage": null}\n\n' if self._with_usage else "}]}\n\n"
         self._num_choices = body.num_choices
         self._usages: list[Usage | None] = [None] * len(submitted.seeds)
+        self._running_usages: list[Usage] = []      # by choice, if each chunk has the usage so far
+        if body.wants_running_usage:
+            lengths = [len(ids) for ids in submitted.prompts for _ in range(self._num_choices)]
+            self._running_usages = [Usage(prompt_tokens=n, completion_tokens=0) for n in lengths]
 
     def chunk(self, choice: int, fields: str, *, top_fields: str = "") -> bytes:
         """Return a chunk with one choice.
@@ -268,8 +271,17 @@ class OpenAIFrames:
             fields: of the choice, after `index`, as JSON without braces.
             top_fields: of the chunk, as JSON with a comma in front.
         """
-        text = f'data: {self._head}{top_fields}, "choices": [{{"index": {choice}, {fields}{self._tail}'
-        return text.encode()
+        tail = self._tail
+        if self._running_usages:
+            tail = f'}}], "usage": {json.dumps(_usage([self._running_usages[choice]], num_drawn=1))}}}\n\n'
+        return f'data: {self._head}{top_fields}, "choices": [{{"index": {choice}, {fields}{tail}'.encode()
+
+    def count(self, delta: Delta) -> None:
+        """Add the tokens of a delta to the usage so far, before its chunks are written."""
+        if self._running_usages:
+            usage = self._running_usages[delta.choice]
+            num_tokens = usage.completion_tokens + len(delta.token_ids)
+            self._running_usages[delta.choice] = replace(usage, completion_tokens=num_tokens)
 
     def ending(self, delta: Delta) -> bytes:
         """Return the event after the last delta of a choice: after that of all choices, the usage."""
