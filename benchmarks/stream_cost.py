@@ -1,0 +1,74 @@
+"""Stream cost: the CPU time of the event loop for each streamed token, beside another checkout of genserve.
+
+    python benchmarks/stream_cost.py --repository model_repository --model smollm2 --checkout ../before
+
+Both servers run in turns, and stream the same requests. Prints the median microseconds of each: the CPU time
+of the server's main thread, on which its event loop runs, divided by the number of tokens. Linux only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+from servers import Running, genserve_server
+
+CASES: Mapping[str, Mapping[str, object]] = {
+    "chat": {},
+    "chat, with usage": {"stream_options": {"include_usage": True}},
+    "chat, logprobs": {"logprobs": True, "top_logprobs": 5},
+}
+
+
+def event_loop_s(pid: int) -> float:
+    """Return the CPU time of the main thread of a process."""
+    nanoseconds = Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]
+    return int(nanoseconds) / 1e9
+
+
+def cost_us(server: Running, options: argparse.Namespace, extra: Mapping[str, object]) -> float:
+    """Stream requests to a server, and return the CPU time for each token."""
+    before = event_loop_s(server.pid)
+    load = [
+        sys.executable, str(Path(__file__).with_name("load.py")), f"--port={server.http}",
+        f"--model={options.model}", f"--concurrency={options.concurrency}",
+        f"--requests={options.concurrency}", f"--new-tokens={options.new_tokens}",
+        f"--extra={json.dumps(extra)}",
+    ]
+    subprocess.run(load, check=True, stdout=subprocess.PIPE)
+    num_tokens = options.concurrency * options.new_tokens
+    return (event_loop_s(server.pid) - before) / num_tokens * 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--repository", type=Path, required=True)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--checkout", type=Path, required=True, help="folder of the other genserve")
+    parser.add_argument("--concurrency", type=int, default=8)
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    with ExitStack() as stack:
+        servers = {}
+        for name, checkout in (("other", options.checkout.resolve()), ("this", Path(__file__).parents[1])):
+            os.environ["PYTHONPATH"] = str(checkout)    # the processes inherit it
+            servers[name] = stack.enter_context(genserve_server(options.repository))
+        for case, extra in CASES.items():
+            costs: dict[str, list[float]] = {name: [] for name in servers}
+            for _ in range(options.rounds):
+                for name, server in servers.items():
+                    costs[name].append(cost_us(server, options, extra))
+            other, this = (statistics.median(costs[name]) for name in ("other", "this"))
+            print(f"{case:20} other {other:6.1f} us, this {this:6.1f} us per token, ratio {this / other:.2f}")
+
+
+if __name__ == "__main__":
+    main()
