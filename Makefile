@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/.installed-$(RUNTIME)
 KERNELS := $(VENV)/.kernels
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: help setup pull serve chat test check bench image
+.PHONY: help setup pull serve chat test check bench conformance image
 
 help:
 	@echo "make serve   set up, bring the default model, start the server"
@@ -17,6 +17,7 @@ help:
 	@echo "make test    set up and run the tests; ARGS='-m slow' runs the slow ones"
 	@echo "make check   ruff, mypy, import layers"
 	@echo "make bench   the server beside the bare forward loop"
+	@echo "make conformance   real clients of many libraries, each in an environment of its own, in one table"
 	@echo "make image   a container image; RUNTIME=gpu for one with CUDA"
 
 setup: $(KERNELS)
@@ -57,6 +58,9 @@ check: $(INSTALLED)
 
 bench: pull
 	$(BIN)/python benchmarks/serving.py --model-repository $(REPOSITORY) --model $(MODEL) $(ARGS)
+
+conformance: $(KERNELS)
+	$(BIN)/python -m conformance $(ARGS)
 
 image:
 	docker build --build-arg RUNTIME=$(RUNTIME) --tag genserve:$(RUNTIME) .

@@ -1,0 +1,1 @@
+"""Conformance: real clients of many libraries against a running server, see docs/conformance.md."""

@@ -1,0 +1,131 @@
+"""`python -m conformance`: runs real clients against a server; see docs/conformance.md."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+
+from conformance.client_programs import ClientProgram, Row, client_programs, run_program
+from conformance.environments import Environment, EnvironmentFailed, build_environment
+from conformance.result_table import Result, as_json, as_markdown, as_text, results
+from conformance.scripted_model import NAME, build_scripted_model
+from conformance.servers import recorded, running_server
+
+CACHE = Path(__file__).parents[1] / ".conformance"
+DOCS = Path(__file__).parents[1] / "docs" / "conformance.md"
+DEFAULT_MODEL = "smollm2"
+MODELS = {"default": DEFAULT_MODEL, "scripted": NAME}
+
+
+def main() -> int:
+    """Run the clients that the command line names; returns the exit status."""
+    options = _options()
+    programs = client_programs(options.only)
+    if options.list:
+        print("\n".join(program.name for program in programs))
+        return 0
+    options.cache.mkdir(parents=True, exist_ok=True)
+    repositories = _repositories(options.cache)
+    wanted = [options.model] if options.model else list(MODELS)
+    table: list[Result] = []
+    with ExitStack() as stack:
+        urls = {}
+        for model in wanted:
+            log = options.cache / f"server-{model}.log"
+            urls[model] = stack.enter_context(running_server(repositories[model], log=log))
+        for program in programs:
+            table += _run(program, urls, cache=options.cache, record=options.record)
+            if not options.keep:
+                shutil.rmtree(options.cache / "environments" / program.name, ignore_errors=True)
+    print("\n" + as_text(table))
+    _write(table, options.cache)
+    if options.docs:
+        _write_docs(table)
+    return 0 if table and all(result.works for result in table) else 1
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m conformance", description=__doc__)
+    parser.add_argument("--only", action="append", default=[], metavar="NAME", help="this client; repeatable")
+    parser.add_argument("--list", action="store_true", help="print the names of the clients")
+    parser.add_argument("--keep", action="store_true", help="keep the environments for the next run")
+    parser.add_argument("--model", choices=MODELS, help="run against one of the two models only")
+    parser.add_argument("--record", action="store_true", help="write all bytes that pass to CACHE/wire/")
+    parser.add_argument("--docs", action="store_true", help="write the table to docs/conformance.md")
+    parser.add_argument("--cache", type=Path, default=CACHE, help="folder of models, environments, results")
+    return parser.parse_args()
+
+
+def _repositories(cache: Path) -> dict[str, Path]:
+    """Return the model repositories of the two models, built if missing."""
+    repositories = {model: cache / "repositories" / model for model in MODELS}
+    default = repositories["default"]
+    command = [sys.executable, "-m", "genserve", "pull", DEFAULT_MODEL, f"--model-repository={default}"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    build_scripted_model(repositories["scripted"], tokenizer=default / f"{DEFAULT_MODEL}_tokenizer" / "1")
+    return repositories
+
+
+def _run(program: ClientProgram, urls: Mapping[str, str], *, cache: Path, record: bool) -> list[Result]:
+    begun = time.monotonic()
+    rows: dict[str, list[Row]] = {}
+    version = ""
+    try:
+        environment = build_environment(
+            program.folder, cache=cache / "environments", needs_torch=program.needs_torch
+        )
+        version = environment.version
+        for model in program.models:
+            if model in urls:
+                url = urls[model]
+                rows[model] = _against(program, environment, model, url=url, cache=cache, record=record)
+    except EnvironmentFailed as error:
+        rows["default"] = [Row(name="its environment", outcome="failed", detail=str(error))]
+    joined = results(program.title, version, rows)
+    num_failed = sum(not result.works for result in joined)
+    seconds = time.monotonic() - begun
+    print(f"{program.name} {version}: {len(joined)} rows, {num_failed} failed, {seconds:.0f} s")
+    for result in joined:
+        if not result.works:
+            print(f"  {result.row}: {result.detail}")
+    sys.stdout.flush()
+    return joined
+
+
+def _against(
+    program: ClientProgram, environment: Environment, model: str, *, url: str, cache: Path, record: bool
+) -> list[Row]:
+    name = f"{program.name}-{model}"
+    for folder in ("logs", "wire"):
+        (cache / folder).mkdir(exist_ok=True)
+    proxy = recorded(url, cache / "wire" / name) if record else nullcontext(url)
+    with proxy as seen:
+        log = cache / "logs" / f"{name}.log"
+        return run_program(program, environment, url=seen, model=MODELS[model], log=log)
+
+
+def _write(table: list[Result], cache: Path) -> None:
+    from genserve.version import __version__
+
+    facts = {"genserve": __version__, "python": sys.version.split()[0]}
+    (cache / "results.json").write_text(as_json(table, **facts), encoding="utf-8")
+    (cache / "results.md").write_text(as_markdown(table), encoding="utf-8")
+    print(f"written to {cache / 'results.md'} and results.json")
+
+
+def _write_docs(table: list[Result]) -> None:
+    page = DOCS.read_text(encoding="utf-8")
+    before, begin, rest = page.partition("<!-- table:")
+    mark, _, rest = rest.partition("\n")
+    _, end, after = rest.partition("<!-- end of the table -->")
+    DOCS.write_text(f"{before}{begin}{mark}\n{as_markdown(table)}{end}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""Client programs: the folders of clients/, and the rows that their programs print.
+
+A program reads GENSERVE_URL and GENSERVE_MODEL, prints one JSON object per row, and exits with 0:
+{"row": "tools, streamed", "ok": true, "detail": ""}. A row that is not ok may say `"cause": "text"`: what the
+model wrote is not what the client needs, while the wire is as it should be.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from conformance.environments import Environment
+
+FOLDER = Path(__file__).with_name("clients")
+
+Outcome = Literal["ok", "text", "failed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientProgram:
+    """One folder of clients/; its optional client.toml may set the last three."""
+
+    folder: Path
+    title: str
+    models: tuple[str, ...] = ("default", "scripted")   # whose servers it runs against
+    timeout_s: float = 300
+    needs_torch: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name of the folder."""
+        return self.folder.name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What a program found out about one thing that its client does."""
+
+    name: str
+    outcome: Outcome
+    detail: str = ""
+    seconds: float = 0.0
+
+
+def client_programs(only: list[str]) -> list[ClientProgram]:
+    """Return the programs of the given names, or all; raises SystemExit for an unknown name."""
+    folders = {folder.name: folder for folder in sorted(FOLDER.iterdir()) if list(folder.glob("run.*"))}
+    if unknown := [name for name in only if name not in folders]:
+        raise SystemExit(f"unknown client {unknown[0]!r}; there are {', '.join(folders)}")
+    return [_program(folder) for name, folder in folders.items() if not only or name in only]
+
+
+def run_program(
+    program: ClientProgram, environment: Environment, *, url: str, model: str, log: Path
+) -> list[Row]:
+    """Run a program against a server; its errors become a row.
+
+    Args:
+        program: of the client.
+        environment: to run it in.
+        url: of the server.
+        model: the name of the text model.
+        log: file for what it prints to stderr.
+    """
+    home = log.parent / "home" / program.name    # clients keep settings and logs there
+    home.mkdir(parents=True, exist_ok=True)
+    variables = {
+        name: value for name, value in os.environ.items() if not name.endswith(("_API_KEY", "_BASE_URL"))
+    } | {
+        "GENSERVE_URL": url,
+        "GENSERVE_MODEL": model,
+        "PYTHONPATH": str(FOLDER),
+        "HOME": str(home),
+        "NO_COLOR": "1",
+    }
+    begun = time.monotonic()
+    with log.open("w", encoding="utf-8") as errors:
+        process = subprocess.Popen(
+            environment.command, stdout=subprocess.PIPE, stderr=errors, text=True, env=variables, cwd=home
+        )
+        try:
+            output, _ = process.communicate(timeout=program.timeout_s)
+            problem = f"exit status {process.returncode}" if process.returncode else ""
+        except subprocess.TimeoutExpired:
+            process.kill()
+            output, _ = process.communicate()
+            problem = f"stopped after {program.timeout_s:g} s"
+    rows = [row for line in output.splitlines() if (row := _row(line)) is not None]
+    if problem or not rows:
+        last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
+        detail = f"{problem or 'it printed no row'}: {''.join(last)}"
+        seconds = time.monotonic() - begun
+        rows.append(Row(name="the program", outcome="failed", detail=detail, seconds=seconds))
+    return rows
+
+
+def _program(folder: Path) -> ClientProgram:
+    settings: dict[str, Any] = {}
+    if (file := folder / "client.toml").exists():
+        settings = tomllib.loads(file.read_text(encoding="utf-8"))
+        settings["models"] = tuple(settings.get("models", ("default", "scripted")))
+    return ClientProgram(folder=folder, **({"title": folder.name} | settings))
+
+
+def _row(line: str) -> Row | None:
+    """Read one line; None: it is something else that a client prints."""
+    try:
+        read = json.loads(line)
+        name, ok = read["row"], read["ok"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    outcome: Outcome = "ok" if ok else "text" if read.get("cause") == "text" else "failed"
+    detail = " ".join(str(read.get("detail", "")).split())
+    return Row(name=name, outcome=outcome, detail=detail, seconds=read.get("seconds", 0.0))

@@ -1,0 +1,104 @@
+"""Result table: the rows of all clients, on the terminal, as JSON and as Markdown."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from conformance.client_programs import Outcome, Row
+
+_MAX_DETAIL_CHARS = 160
+_WORDS: dict[Outcome | None, str] = {"ok": "works", "text": "its text", "failed": "FAILS", None: "-"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """One row of one client, with both models."""
+
+    client: str
+    version: str
+    row: str
+    default: Outcome | None     # None: not run with this model
+    scripted: Outcome | None
+    seconds: float
+    detail: str
+
+    @property
+    def works(self) -> bool:
+        """Whether it works with one model, and fails with none for another reason than the model's text."""
+        outcomes = (self.default, self.scripted)
+        return "failed" not in outcomes and "ok" in outcomes and self.scripted != "text"
+
+
+def results(client: str, version: str, rows: Mapping[str, Sequence[Row]]) -> list[Result]:
+    """Join the rows of a client that have the same name.
+
+    Args:
+        client: its title.
+        version: of its package.
+        rows: those of each model, `default` and `scripted`.
+    """
+    names = dict.fromkeys(row.name for of_model in rows.values() for row in of_model)
+    by_name = {model: {row.name: row for row in of_model} for model, of_model in rows.items()}
+    return [
+        _result(client, version, name, {model: of_model.get(name) for model, of_model in by_name.items()})
+        for name in names
+    ]
+
+
+def _result(client: str, version: str, name: str, rows: dict[str, Row | None]) -> Result:
+    outcomes: dict[str, Outcome | None] = {"default": None, "scripted": None}
+    for model, row in rows.items():
+        # A row that one model has and the other lacks: its program ended before.
+        outcomes[model] = row.outcome if row else "failed"
+    found = [row for row in rows.values() if row]
+    details = [row.detail for row in found if row.outcome != "ok"] + [row.detail for row in found]
+    return Result(
+        client=client,
+        version=version,
+        row=name,
+        default=outcomes["default"],
+        scripted=outcomes["scripted"],
+        seconds=round(sum(row.seconds for row in found), 1),
+        detail=next(filter(None, details), ""),
+    )
+
+
+def as_json(table: Sequence[Result], **facts: Any) -> str:
+    """Return the table with facts about the run."""
+    rows = [asdict(result) | {"works": result.works} for result in table]
+    return json.dumps({**facts, "rows": rows}, indent=1) + "\n"
+
+
+def as_markdown(table: Sequence[Result]) -> str:
+    """Return the table in Markdown."""
+    head = "| client | row | default model | scripted model | seconds | detail |\n"
+    lines = [
+        f"| {_client(result)} | {result.row} | {_WORDS[result.default]} | {_WORDS[result.scripted]} "
+        f"| {result.seconds:.1f} | {_short(result.detail).replace('|', chr(92) + '|')} |"
+        for result in table
+    ]
+    return head + "| --- | --- | --- | --- | ---: | --- |\n" + "\n".join(lines) + "\n"
+
+
+def as_text(table: Sequence[Result]) -> str:
+    """Return the table for a terminal."""
+    cells = [("client", "row", "default", "scripted", "seconds", "detail")]
+    cells += [
+        (_client(r), r.row, _WORDS[r.default], _WORDS[r.scripted], f"{r.seconds:.1f}", _short(r.detail))
+        for r in table
+    ]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
+    num_failed = sum(not result.works for result in table)
+    return "\n".join([*lines, "", f"{len(table)} rows, {num_failed} of which fail"])
+
+
+def _client(result: Result) -> str:
+    return f"{result.client} {result.version}".strip()
+
+
+def _short(detail: str) -> str:
+    return detail if len(detail) <= _MAX_DETAIL_CHARS else detail[: _MAX_DETAIL_CHARS - 1] + "…"

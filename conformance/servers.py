@@ -1,0 +1,95 @@
+"""Servers: `genserve serve` on free ports of 127.0.0.1, and a proxy that records what passes."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+_FREE_PORTS = ("--http-port=0", "--grpc-port=0", "--metrics-port=0")
+
+
+class ServerFailed(Exception):
+    """The server did not start; the message is the end of its log."""
+
+
+@contextmanager
+def running_server(repository: Path, *, log: Path) -> Iterator[str]:
+    """Serve a model repository, and yield the URL.
+
+    Args:
+        repository: its folder.
+        log: file for the output of the server.
+
+    Raises:
+        ServerFailed: it ended before it was ready.
+    """
+    command = [sys.executable, "-m", "genserve", "serve", f"--model-repository={repository}", *_FREE_PORTS]
+    pipe = subprocess.PIPE
+    with (
+        log.open("w", encoding="utf-8") as output,
+        subprocess.Popen(command, stdout=pipe, stderr=output, text=True, cwd=log.parent) as process,
+    ):
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if ready := re.match(r"Ready at (\S+)", line):
+                    break
+            else:
+                raise ServerFailed(f"the server of {repository} did not start:\n{log.read_text()[-2000:]}")
+            rest = threading.Thread(target=process.stdout.read, daemon=True)
+            rest.start()    # a full pipe would block the server
+            yield ready[1]
+        finally:
+            process.terminate()
+
+
+@contextmanager
+def recorded(url: str, file: Path) -> Iterator[str]:
+    """Yield a URL that forwards to `url`, and write all bytes of both directions to a file."""
+    target = int(url.rpartition(":")[2])
+    lock = threading.Lock()
+    with socket.create_server(("127.0.0.1", 0)) as listener, file.open("wb") as record:
+
+        def forward(source: socket.socket, sink: socket.socket, mark: bytes) -> None:
+            _forward(source, sink, mark=mark, record=record, lock=lock)
+
+        def accept() -> None:
+            number = 0
+            while True:
+                try:
+                    client, _ = listener.accept()
+                except OSError:     # closed
+                    return
+                number += 1
+                server = socket.create_connection(("127.0.0.1", target))
+                for source, sink, arrow in ((client, server, "->"), (server, client, "<-")):
+                    mark = f"\n=== {number} {arrow}\n".encode()
+                    threading.Thread(target=forward, args=(source, sink, mark), daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+
+
+def _forward(
+    source: socket.socket, sink: socket.socket, *, mark: bytes, record: BinaryIO, lock: threading.Lock
+) -> None:
+    try:
+        while data := source.recv(2**16):
+            with lock:
+                record.write(mark + data)
+                record.flush()
+            sink.sendall(data)
+        sink.shutdown(socket.SHUT_WR)
+    except (OSError, ValueError):   # either side has gone, or the recording has ended
+        for end in (source, sink):
+            end.close()
