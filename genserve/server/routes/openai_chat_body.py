@@ -158,6 +158,10 @@ class ChatBody(OpenAIBody):
         "modalities": (["text"],),
         "web_search_options": (),
     }
+    remedies: ClassVar[Mapping[str, str]] = {
+        "chat_template": "templates are programs, which are not accepted from clients: "
+        "put chat_template.jinja into the model's tokenizer stage",
+    }
 
     messages: list[ChatMessage] = Field(
         min_length=1, max_length=MAX_CHAT_MESSAGES, description="The chat so far, the oldest message first."

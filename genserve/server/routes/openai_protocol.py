@@ -38,10 +38,6 @@ from genserve.text.tokenizer import Tokenizer
 
 # What huggingface_hub's InferenceClient writes for "the model at this URL".
 _ANY_MODEL = frozenset({"dummy", "tgi"})
-_REMEDIES = {
-    "chat_template": "templates are programs, which are not accepted from clients: "
-    "put chat_template.jinja into the model's tokenizer stage",
-}
 MAX_CHOICES = 128
 _SEEDS = Range(-(2**63), 2**64 - 1)     # OpenAI's are signed
 FINISH_REASONS = {
@@ -64,31 +60,24 @@ class StreamOptions(Body):
     )
 
 
-class OpenAIBody(DecodingFields):
+class OpenAIFields(DecodingFields):
     """Base of the bodies of `/v1`; extras beyond OpenAI's have vLLM's names.
 
     Attributes:
         unsupported: the fields that are not supported, with the values that have no effect.
+        remedies: what to do instead of giving such a field, if leaving it out is not enough.
     """
 
     model_config = ConfigDict(extra="allow")
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    remedies: ClassVar[Mapping[str, str]] = {}
 
     model: str | None = Field(
         default=None,
         description="The name of a model, as `/v1/models` lists them; not needed if there is only one.",
         json_schema_extra=COMMON,
     )
-    max_tokens: int | None = parameter("max_tokens")
     temperature: float | None = parameter("temperature", default=1.0)
-    n: int | None = Field(
-        default=None,
-        ge=1,
-        le=MAX_CHOICES,
-        description="How many answers are returned per prompt.",
-        json_schema_extra={"default": 1},
-    )
-    best_of: int | None = parameter("best_of", ge=1, le=MAX_BEST_OF)
     stop: Texts = parameter("stop")
     seed: int | None = parameter("seed", bounds=_SEEDS)
     stream: bool | None = Field(
@@ -100,6 +89,71 @@ class OpenAIBody(DecodingFields):
         default=None, description="Options of a streamed answer. Needs `stream`."
     )
     top_k: int | None = parameter("top_k", bounds=Range(-1, 2**31 - 1))
+
+    @abstractmethod
+    def params(self) -> SamplingParams:
+        """See `GenerationBody`."""
+
+    def sampling(self, **others: Any) -> SamplingParams:
+        """Return the sampling parameters of these fields, and others; raises InvalidRequest."""
+        return sampling_params(
+            {
+                **self.given(),
+                "temperature": self._default_temperature if self.temperature is None else self.temperature,
+                "seed": None if self.seed is None else self.seed % 2**64,
+                **others,
+            }
+        )
+
+    def detokenizer(self, tokenizer: Tokenizer) -> Detokenizer:
+        """Return a fresh detokenizer for an answer, with the request's options."""
+        return tokenizer.detokenizer(
+            skip_special_tokens=self.skip_special_tokens is not False,
+            spaces_between_special_tokens=self.spaces_between_special_tokens is not False,
+        )
+
+    @property
+    def _default_temperature(self) -> float:
+        return 0.0 if self.use_beam_search else 1.0
+
+    @property
+    def model_name(self) -> str | None:
+        """The model's name; None: the only model."""
+        # Hugging Face's JavaScript client writes the URL of the server.
+        is_url = self.model is not None and self.model.startswith(("http://", "https://"))
+        return None if self.model in _ANY_MODEL or is_url else self.model
+
+    def check(self) -> None:
+        """Reject unsupported fields.
+
+        Raises:
+            InvalidRequest: a field of OpenAI's is not supported, or two fields contradict each other.
+        """
+        for name, value in (self.model_extra or {}).items():
+            if name in self.unsupported and value is not None and value not in self.unsupported[name]:
+                remedy = self.remedies.get(name, "leave it out")
+                raise InvalidRequest(f"{name} is not supported", field=name, remedy=remedy)
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options needs stream: true", field="stream_options")
+
+    def ignored(self, params: SamplingParams) -> list[str]:
+        """Return the fields and the sampling parameters without effect."""
+        extra = (name for name in self.model_extra or {} if name not in self.unsupported)
+        return [*extra, *unused_parameters(params)]
+
+
+class OpenAIBody(OpenAIFields):
+    """Base of the bodies of chats and completions, which can ask for several answers."""
+
+    max_tokens: int | None = parameter("max_tokens")
+    n: int | None = Field(
+        default=None,
+        ge=1,
+        le=MAX_CHOICES,
+        description="How many answers are returned per prompt.",
+        json_schema_extra={"default": 1},
+    )
+    best_of: int | None = parameter("best_of", ge=1, le=MAX_BEST_OF)
     logprob_token_ids: list[int] | None = parameter("logprob_token_ids")
     prompt_logprobs: int | None = parameter("prompt_logprobs", ge=0, le=MAX_TOP_LOGPROBS)
     response_format: dict[str, Any] | None = Field(
@@ -123,34 +177,13 @@ class OpenAIBody(DecodingFields):
     def prompts(self) -> Sequence[Prompt]:
         """See `GenerationBody`."""
 
-    @abstractmethod
-    def params(self) -> SamplingParams:
-        """See `GenerationBody`."""
-
-    def sampling(self, *, max_tokens: int | None, **others: Any) -> SamplingParams:
+    def sampling(self, **others: Any) -> SamplingParams:
         """Return the sampling parameters of both routes, and others; raises InvalidRequest."""
-        return sampling_params(
-            {
-                **self.given(),
-                "max_tokens": max_tokens,
-                "temperature": self._default_temperature if self.temperature is None else self.temperature,
-                "best_of": self.num_drawn if self.num_drawn > self.num_choices else 1,
-                "seed": None if self.seed is None else self.seed % 2**64,
-                "structured_outputs": self.form_or(self.response_format, field="response_format"),
-                **others,
-            }
+        return super().sampling(
+            best_of=self.num_drawn if self.num_drawn > self.num_choices else 1,
+            structured_outputs=self.form_or(self.response_format, field="response_format"),
+            **others,
         )
-
-    def detokenizer(self, tokenizer: Tokenizer) -> Detokenizer:
-        """Return a fresh detokenizer for an answer, with the request's options."""
-        return tokenizer.detokenizer(
-            skip_special_tokens=self.skip_special_tokens is not False,
-            spaces_between_special_tokens=self.spaces_between_special_tokens is not False,
-        )
-
-    @property
-    def _default_temperature(self) -> float:
-        return 0.0 if self.use_beam_search else 1.0
 
     @property
     def num_choices(self) -> int:
@@ -167,13 +200,6 @@ class OpenAIBody(DecodingFields):
         return {"structured_outputs": "response_format"} if self.structured_outputs is None else {}
 
     @property
-    def model_name(self) -> str | None:
-        """The model's name; None: the only model."""
-        # Hugging Face's JavaScript client writes the URL of the server.
-        is_url = self.model is not None and self.model.startswith(("http://", "https://"))
-        return None if self.model in _ANY_MODEL or is_url else self.model
-
-    @property
     def wants_usage(self) -> bool:
         """Whether a stream ends with the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
@@ -185,28 +211,14 @@ class OpenAIBody(DecodingFields):
         return options is not None and options.include_usage and options.continuous_usage_stats
 
     def check(self) -> None:
-        """Reject unsupported fields.
-
-        Raises:
-            InvalidRequest: a field of OpenAI's is not supported, or two fields contradict each other.
-        """
-        for name, value in (self.model_extra or {}).items():
-            if name in self.unsupported and value is not None and value not in self.unsupported[name]:
-                remedy = _REMEDIES.get(name, "leave it out")
-                raise InvalidRequest(f"{name} is not supported", field=name, remedy=remedy)
+        """See `OpenAIFields`."""
+        super().check()
         if self.num_drawn < self.num_choices:
             raise InvalidRequest("best_of must be at least n", field="best_of")
         if self.stream and self.num_drawn > self.num_choices:
             raise InvalidRequest("best_of cannot be streamed", field="best_of", remedy="leave stream out")
-        if self.stream_options is not None and not self.stream:
-            raise InvalidRequest("stream_options needs stream: true", field="stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequest("prompt_logprobs needs stream: false", field="prompt_logprobs")
-
-    def ignored(self, params: SamplingParams) -> list[str]:
-        """Return the fields and the sampling parameters without effect."""
-        extra = (name for name in self.model_extra or {} if name not in self.unsupported)
-        return [*extra, *unused_parameters(params)]
 
 
 def choose(body: OpenAIBody, deltas: Sequence[Delta]) -> tuple[list[Completion], dict[str, Any]]:
