@@ -23,7 +23,8 @@ _PARTS = (
 )  # fmt: skip
 _HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")     # RFC 9110, section 5.6.2
 # Readable without a key: the answer is yes or no, and names no model.
-_OPEN_PATHS = frozenset({"/health", "/v2/health/live", "/v2/health/ready"})
+# Probes, and pages, which say nothing of the models: a browser cannot send the key with a link.
+_OPEN_PATHS = frozenset({"/health", "/v2/health/live", "/v2/health/ready", "/docs"})
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})  # RFC 9110, section 9.2.1
 # Content types that a page can send to any server without a preflight: https://fetch.spec.whatwg.org/#cors-safelisted-request-header
 _JSON = b"application/json"

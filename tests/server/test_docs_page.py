@@ -1,11 +1,17 @@
 from __future__ import annotations
 
+import json
 import re
 from html.parser import HTMLParser
+from typing import Literal
 
 import httpx2
 import pytest
+from fastapi import APIRouter, FastAPI
+from fastapi.testclient import TestClient
+from pydantic import BaseModel, Field
 
+from genserve.server.routes import docs_page
 from genserve.server.routes.kserve import route_table
 
 # What makes a browser fetch something.
@@ -13,14 +19,18 @@ LOADS = {"link", "script", "img", "iframe", "source"}
 
 
 class Page(HTMLParser):
-    """The parsed page: the resources that it loads, its text, and the forms that call routes."""
+    """The parsed page: the resources that it loads, its text, its targets, and the forms that call routes."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self.loaded: list[str] = []
         self.words = ""
+        self.ids: list[str] = []
+        self.links: list[str] = []
         self.forms: list[dict[str, str]] = []
+        self.unfolded = ""      # the words outside of `<details>`
         self._in_body = False
+        self._depth = 0
         self.feed(text)
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
@@ -29,13 +39,18 @@ class Page(HTMLParser):
             self.loaded += [given[name] for name in ("src", "href") if name in given]
         if tag == "form":
             self.forms.append({"method": given["data-method"], "path": given["data-path"], "body": ""})
+        self.ids += [given["id"]] if "id" in given else []
+        self.links += [given["href"]] if tag == "a" else []
         self._in_body = tag == "textarea"
+        self._depth += tag == "details"
 
     def handle_endtag(self, tag: str) -> None:
         self._in_body = False
+        self._depth -= tag == "details"
 
     def handle_data(self, data: str) -> None:
         self.words += data
+        self.unfolded += "" if self._depth else data
         if self._in_body:
             self.forms[-1]["body"] += data
 
@@ -46,27 +61,79 @@ def http(tiny_server):
         yield client
 
 
-def test_the_docs_page_shows_every_route_and_loads_nothing_from_elsewhere(http):
-    response = http.get("/", headers={"accept": "text/html"}, follow_redirects=True)
-    page = Page(response.text)
-    assert response.url.path == "/docs"
+@pytest.fixture
+def page(http):
+    return Page(http.get("/docs").text)
+
+
+def test_the_docs_page_shows_every_route_and_loads_nothing_from_elsewhere(http, page):
+    policy = http.get("/docs").headers["content-security-policy"]
     assert all(url.startswith("data:") for url in page.loaded)
-    policy = response.headers["content-security-policy"].split("; ")
+    assert "unsafe" not in policy
     # The last two have no default.
-    assert {"default-src 'none'", "base-uri 'none'", "form-action 'none'"} <= {*policy}
-    paths = [*http.get("/openapi.json").json()["paths"], *(route.path for route in route_table())]
-    assert [path for path in paths if path not in page.words] == []
+    assert {"default-src 'none'", "base-uri 'none'", "form-action 'none'"} <= {*policy.split("; ")}
+    document = http.get("/openapi.json").json()
+    assert {*document["paths"]} == {form["path"] for form in page.forms}
+    assert [route.path for route in route_table() if route.path not in page.words] == []
 
 
-def test_every_example_of_the_docs_page_is_answered(http):
-    forms = Page(http.get("/docs").text).forms
-    assert {form["path"] for form in forms if form["body"]} == {
-        "/v1/chat/completions", "/v1/completions", "/generate", "/generate_stream", "/"
-    }
-    for form in forms:
-        headers = {"content-type": "application/json"} if form["body"] else {}
-        answer = http.request(form["method"], form["path"], content=form["body"] or None, headers=headers)
-        assert answer.status_code == 200, form
+def test_the_contents_lead_to_every_route(page):
+    targets = {link.removeprefix("#") for link in page.links if link.startswith("#")}
+    assert targets == {*page.ids} - {"key", "model"}
+    assert len(targets) > len({form["path"] for form in page.forms})
+
+
+def test_common_fields_are_shown_and_rare_ones_folded(page):
+    chat = page.unfolded[page.unfolded.index("Answer a chat") : page.unfolded.index("List the models")]
+    shown = re.sub(r"\s+", " ", chat)
+    assert 'messages[].role required "system" or "developer" or "user" or "assistant"' in shown
+    assert "temperature number between 0 and 100 default: 1.0 Divides the logits." in shown
+    assert "top_p number above 0 and at most 1 default: 1.0" in shown
+    assert "stop text or list of up to 16 texts of up to 256 characters" in shown
+    assert "dry_multiplier" not in shown
+    for field in ("dry_multiplier", "stream_options.include_usage", "parameters.do_sample"):
+        assert field in page.words
+
+
+def test_every_example_of_the_docs_page_is_answered(http, page):
+    for form in page.forms:
+        body = json.loads(form["body"]) if form["body"] else None
+        if body is not None and "model" in body:
+            body["model"] = "tiny"  # as the page does
+        if "{" not in form["path"]:
+            answer = http.request(form["method"], form["path"], json=body)
+            assert answer.status_code == 200, form
+
+
+class Part(BaseModel):
+    role: Literal["system", "user"]
+    parts: list[Part] = []
+
+
+class NewBody(BaseModel):
+    model: str
+    messages: list[Part]
+    hot: float = Field(default=0.5, ge=0, description="How `hot` <it> is.")
+    note: str | None = None
+
+
+def test_a_new_dialect_is_on_the_page_without_being_named_there():
+    new = APIRouter(tags=["New"])
+
+    @new.post("/new/{name}")
+    def answer(body: NewBody, name: str) -> None:
+        """Answer in a new dialect."""
+
+    app = FastAPI(docs_url=None, description="New.")
+    app.include_router(new)
+    app.include_router(docs_page.router)
+    with TestClient(app) as client:
+        page = Page(client.get("/docs").text)
+    [form] = page.forms
+    assert json.loads(form["body"]) == {"model": "", "messages": [{"role": "user"}]}
+    words = re.sub(r"\s+", " ", page.unfolded)
+    for shown in ("New", "Answer in a new dialect.", "hot number at least 0 default: 0.5 How hot <it> is."):
+        assert shown in words
 
 
 def test_kserve_routes_are_shown_in_readable_form():

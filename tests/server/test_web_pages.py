@@ -236,17 +236,33 @@ def test_a_page_with_a_rebound_name_is_blocked(browser, server, marker):
         server.stop()  # it holds connections of the browser, and they the port's threads
 
 
-def test_the_docs_page_calls_every_route_that_it_offers(browser, tiny_server):
-    page = browser.new_page()
-    faults: list[str] = []
-    page.on("pageerror", lambda error: faults.append(str(error)))
-    page.on("console", lambda message: faults.append(message.text) if message.type == "error" else None)
-    page.goto(f"{tiny_server.url}/docs")
-    form = page.locator("form[data-path='/v1/chat/completions']")
-    message = {"role": "user", "content": "hi"}
-    form.locator("textarea").fill(json.dumps({"messages": [message], "max_tokens": 2, "stream": True}))
-    form.locator("button").click()
-    form.locator("pre", has_text="[DONE]").wait_for()
-    assert form.locator("output").inner_text() == "200 OK"
-    page.close()
+def test_the_docs_page_calls_the_routes_with_the_key_and_the_model(browser, tiny_repository):
+    with LiveServer(tiny_repository, api_key="secret") as server:
+        page = browser.new_page()
+        faults: list[str] = []
+        page.on("pageerror", lambda error: faults.append(str(error)))
+        page.on("console", lambda message: faults.append(message.text) if message.type == "error" else None)
+        page.goto(f"{server.url}/docs")
+        rejected = page.locator("form[data-path='/v1/models']")
+        rejected.locator("text=Send").click()
+        rejected.locator("output", has_text="401 Unauthorized, ").wait_for()
+        # Chromium reports answers that are errors: of the model list, and of this.
+        assert [fault for fault in faults if "401 (Unauthorized)" not in fault] == []
+        faults.clear()
+        page.get_by_label("API key").fill("secret")
+        page.keyboard.press("Tab")
+        page.locator("#model option", has_text="tiny").wait_for(state="attached")
+        one_model = page.locator("form[data-path='/v1/models/{name}']")
+        one_model.get_by_label("name").fill("tiny")
+        one_model.locator("text=Send").click()
+        one_model.locator("pre", has_text='"id":"tiny"').wait_for()
+        form = page.locator("form[data-path='/v1/chat/completions']")
+        form.locator("text=curl").click()
+        assert '-H "Authorization: Bearer $GENSERVE_API_KEY"' in form.locator("pre").inner_text()
+        message = {"role": "user", "content": "hi"}
+        form.locator("textarea").fill(json.dumps({"messages": [message], "max_tokens": 2, "stream": True}))
+        form.locator("text=Send").click()
+        form.locator("pre", has_text="[DONE]").wait_for()
+        assert form.locator("output").inner_text().startswith("200 OK")
+        page.close()
     assert faults == []

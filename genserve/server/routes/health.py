@@ -9,7 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from genserve.repository.model_versions import ModelState
 from genserve.server.services import SharedServices
 
-router = APIRouter(tags=["health"])
+router = APIRouter(tags=["Health and metrics"])
 
 
 @router.get("/health")

@@ -162,6 +162,18 @@ class ChatBody(OpenAIBody):
         "chat_template": "templates are programs, which are not accepted from clients: "
         "put chat_template.jinja into the model's tokenizer stage",
     }
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "messages": [{"role": "user", "content": "What is the capital of France?"}],
+                    "max_tokens": 32,
+                    "temperature": 0,
+                    "stream": True,
+                }
+            ]
+        }
+    )
 
     messages: list[ChatMessage] = Field(
         min_length=1, max_length=MAX_CHAT_MESSAGES, description="The chat so far, the oldest message first."

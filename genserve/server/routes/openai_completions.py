@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import Field, ValidationError, WrapValidator
+from pydantic import ConfigDict, Field, ValidationError, WrapValidator
 
 from genserve.completion import Completion, Delta, FinishReason
 from genserve.errors import InvalidRequest
@@ -44,6 +44,7 @@ def _one_of_four(value: Any, validate: Callable[[Any], Any]) -> Any:
 class CompletionBody(OpenAIBody):
     """Body of `POST /v1/completions`."""
 
+    model_config = ConfigDict(json_schema_extra={"examples": [{"prompt": "The sea is", "max_tokens": 16}]})
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"suffix": ("",)}
 
     prompt: Annotated[str | list[str] | list[int] | list[list[int]], WrapValidator(_one_of_four)] = Field(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from genserve.errors import require
 from genserve.sampling.param_table import Range
@@ -126,6 +126,10 @@ class Parameters(DecodingFields):
 
 class GenerateBody(Body):
     """Body of `POST /generate` and `POST /generate_stream`."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"inputs": "The sea is", "parameters": {"max_new_tokens": 16}}]}
+    )
 
     inputs: str = Field(description="The prompt.")
     parameters: Parameters = Field(default=Parameters(), description="How the answer is generated.")
