@@ -38,7 +38,7 @@ _PLURALS = {"string": "texts", "integer": "integers", "number": "numbers", "obje
 _OTHER_FIELDS = "Other fields"
 # Many requests set when to end, fewer how to draw.
 _SECTION_ORDER = [*SECTIONS.values()][::-1]
-_MAX_DEPTH = 4      # of objects in objects, as a schema may contain itself
+_MAX_DEPTH = 3      # of objects in objects, as a schema may contain itself
 _EXAMPLE_TEXT, _EXAMPLE_NUMBER = "The sea is", 16
 
 
@@ -81,7 +81,8 @@ class _Route:
     @property
     def first_fields(self) -> list[_Field]:
         """The fields that are always shown."""
-        return [field for field in self.fields if field.is_common or len(self.fields) <= _MAX_UNFOLDED]
+        is_short = sum(not field.is_nested for field in self.fields) <= _MAX_UNFOLDED
+        return [field for field in self.fields if field.is_common or (is_short and not field.is_nested)]
 
     @property
     def folded_fields(self) -> list[tuple[str, list[_Field]]]:
@@ -176,7 +177,8 @@ def _fields(
             section=schema.get("x-section", "" if within is None else within.section),
         )
         items = [item for case in cases if "items" in case for item in _cases(case["items"], schemas)]
-        parent = None if "$ref" in schema else field    # the fields of a plain object say all
+        is_plain_object = "$ref" in schema and within is None   # TGI's `parameters`: its fields say all
+        parent = None if is_plain_object else field
         if parent is not None:
             yield parent
         for joint, objects in ((".", cases), ("[].", items)) if prefix.count(".") < _MAX_DEPTH else ():
