@@ -175,7 +175,9 @@ class AccessControl:
             )
         if self._key is None or path in _OPEN_PATHS:
             return
-        if not is_bearer(given.get(b"authorization", b""), self._key):
+        # Anthropic's clients have a header of their own.
+        keys = (given.get(b"authorization", b""), b"Bearer " + given.get(b"x-api-key", b""))
+        if not any(is_bearer(key, self._key) for key in keys):
             raise Unauthenticated(
                 "the API key is missing or wrong", remedy="send the header `Authorization: Bearer KEY`"
             )

@@ -89,8 +89,17 @@ async def handle_generation(
     *,
     frames: Callable[[SubmittedRequest, _Body], Frames],
     answer: Callable[[SubmittedRequest, _Body, list[Delta]], Response],
+    stream_response: type[EventStream] = EventStream,
 ) -> Response:
     """Answer a request: with `frames` as the deltas come, or with one `answer` of all deltas.
+
+    Args:
+        body: of the request.
+        services: of the server.
+        request: the request over HTTP.
+        frames: makes the frames of a stream.
+        answer: makes the whole answer.
+        stream_response: sends the frames.
 
     Raises:
         InvalidRequest: with the dialect's field names; see `GenerationBody`, `submit`.
@@ -105,7 +114,7 @@ async def handle_generation(
         raise renamed(error, body.names()) from None
     response: Response
     if body.stream:
-        response = EventStream(submitted.stream, frames(submitted, body))
+        response = stream_response(submitted.stream, frames(submitted, body))
     else:
         response = answer(submitted, body, await read_all(submitted.stream, request))
     # Names come from clients, and a header holds less than JSON does.

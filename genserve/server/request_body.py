@@ -29,6 +29,12 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
 
+class TolerantBody(Body):
+    """An object to which clients add fields of their own, such as `cache_control`."""
+
+    model_config = ConfigDict(extra="allow")
+
+
 class BodyTooLarge(InvalidRequest):
     """The body is larger than `max_body_bytes`."""
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from fastapi import Request
-from sse_starlette import EventSourceResponse
+from sse_starlette import EventSourceResponse, ServerSentEvent
 from sse_starlette.sse import AppStatus
 from starlette.types import Message, Receive, Scope, Send
 from typing_extensions import override
@@ -45,9 +45,15 @@ class ClientLeft(Exception):
     """The client closed its connection before the answer was complete."""
 
 
-def event(json_text: str) -> bytes:
-    """Return one event. JSON has no raw line breaks, so it is one `data:` line."""
-    return f"data: {json_text}\n\n".encode()
+def event(json_text: str, *, name: str = "") -> bytes:
+    """Return one event. JSON has no raw line breaks, so it is one `data:` line.
+
+    Args:
+        json_text: the data.
+        name: of the event's type; empty: it has none.
+    """
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {json_text}\n\n".encode()
 
 
 class EventStream(EventSourceResponse):
@@ -56,13 +62,31 @@ class EventStream(EventSourceResponse):
     The status is sent with the first delta, so that an error before it has its own status: 429 for a request
     that has waited too long. If there is no delta by the time of the first ping, the answer begins without
     one, and later errors are events.
+
+    Attributes:
+        content_type: of the response.
+        ping_s: how often a ping is sent; 0: never.
+        ping_event: the ping; None: a comment.
     """
+
+    content_type: ClassVar[str] = "text/event-stream"
+    ping_s: ClassVar[int] = _PING_S
+    ping_event: ClassVar[ServerSentEvent | None] = None
 
     def __init__(self, stream: AsyncDeltaStream, frames: Frames) -> None:
         self._stream = stream
         super().__init__(
-            _events(stream, frames), ping=_PING_S, sep="\n", headers={"Cache-Control": "no-cache"}
+            _events(stream, frames),
+            media_type=self.content_type,
+            ping=self.ping_s,
+            ping_message_factory=self._ping_event if self.ping_event else None,
+            sep="\n",
+            headers={"Cache-Control": "no-cache"},
         )
+
+    def _ping_event(self) -> ServerSentEvent:
+        assert self.ping_event is not None
+        return self.ping_event
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events; the ASGI protocol. Raises what `_first_delta` raises."""

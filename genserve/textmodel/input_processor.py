@@ -108,7 +108,7 @@ class InputProcessor:
         """Return one token sequence for each choice; see `TextModel.prepare_choices`."""
         width = self._beam_width(params, num_choices=num_choices)
         max_length = self._engine.max_tokens_per_sequence(width) if width > 1 else self._logits.max_length
-        field, whole = self._encode(prompt)
+        field, whole = self.encode(prompt)
         token_ids = _truncated(whole, params, max_length=max_length, bos_id=self._tokenizer.bos_id)
         is_cut = len(token_ids) < len(whole) and params.truncation_side == "right"
         begun = self._begins_reasoning(prompt, token_ids, is_cut=is_cut)
@@ -200,7 +200,7 @@ class InputProcessor:
             min_tokens=params.min_tokens,
         )
 
-    def _encode(self, prompt: Prompt) -> tuple[str, Sequence[int]]:
+    def encode(self, prompt: Prompt) -> tuple[str, Sequence[int]]:
         """Return the name of the request's field with the prompt, and the token ids."""
         if isinstance(prompt, str):
             return "prompt", self._tokenizer.encode(prompt)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from typing import TypeVar
@@ -13,6 +13,7 @@ from genserve.generation.engine_thread import EngineThread
 from genserve.prompt import Prompt
 from genserve.sampling.sampling_params import SamplingParams
 from genserve.text.message_parser import MessageParser
+from genserve.text.reasoning_parser import THINKING_TAGS
 from genserve.text.tokenizer import Tokenizer
 from genserve.textmodel.decoder_plugins import Plugins
 from genserve.textmodel.input_processor import InputProcessor
@@ -125,6 +126,21 @@ class TextModel:
             begun: whether the prompt begins the reasoning, see `TokenSequence.begins_thought`.
         """
         return self._inputs.message_parser(prompt, params, begun=begun)
+
+    def encode(self, prompt: Prompt) -> Sequence[int]:
+        """Return the token ids of a prompt; takes time as `prepare_choices` does, and raises its errors."""
+        return self._inputs.encode(prompt)[1]
+
+    @property
+    def reasons(self) -> bool:
+        """Whether the model marks the reasoning in its answers."""
+        return all(self.tokenizer.token_id(tag) is not None for tag in THINKING_TAGS)
+
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """The variables of its chat template that a request may set."""
+        template = self.tokenizer.chat_template
+        return frozenset() if template is None else template.variables
 
     def close(self) -> None:
         """End all requests, the engine's thread, and the process of the chat template.

@@ -230,13 +230,15 @@ def test_the_usual_clients_are_accepted(tiny_server):
 
 def test_each_dialect_has_its_own_error_body_for_a_rejection(tiny_repository):
     with LiveServer(tiny_repository, api_key="secret") as server:
-        paths = ("/v1/completions", "/generate", "/v2/logging")
+        paths = ("/v1/completions", "/v1/messages", "/generate", "/v2/logging")
         answers = {path: httpx2.post(server.url + path, json={}) for path in paths}
     assert {answer.status_code for answer in answers.values()} == {401}
     assert {answer.headers["www-authenticate"] for answer in answers.values()} == {"Bearer"}
     text = "the API key is missing or wrong"
     openai_error = answers["/v1/completions"].json()["error"]
     assert (openai_error["message"], openai_error["type"]) == (text, "authentication_error")
+    anthropic_error = answers["/v1/messages"].json()["error"]
+    assert (anthropic_error["message"], anthropic_error["type"]) == (text, "authentication_error")
     assert answers["/generate"].json()["error"] == text
     assert answers["/v2/logging"].json()["error"] == text
     assert answers["/v1/completions"].headers["x-request-id"]
@@ -290,11 +292,13 @@ def test_an_unauthenticated_metrics_port_accepts_any_host_name(tmp_path):
         assert exchange(metrics, "GET", "/metrics", host="genserve.monitoring.svc:8002")[0] == 200
 
 
-def test_bearer_is_case_insensitive_and_default_ports_are_accepted(tmp_path):
+def test_a_key_as_bearer_or_x_api_key_and_default_ports_are_accepted(tmp_path):
     write_model(tmp_path, "one")
     with LiveServer(tmp_path, api_key="secret") as server:
         assert status(server, "GET", "/v2", authorization="bearer secret") == 200
         assert status(server, "GET", "/v2", authorization="bearer Secret") == 401
+        assert status(server, "GET", "/v2", **{"x-api-key": "secret"}) == 200
+        assert status(server, "GET", "/v2", **{"x-api-key": "Secret", "authorization": ""}) == 401
         key = {"authorization": "Bearer secret"}
         assert status(server, "GET", "/v2", origin="http://localhost", host="localhost:80", **key) == 200
         assert status(server, "GET", "/v2", origin="http://localhost:81", host="localhost:80", **key) == 403

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 
 import pytest
 
@@ -206,6 +207,8 @@ def test_models_are_listed_and_described(http):
     listed = http.get("/v1/models").json()
     assert [m["id"] for m in listed["data"]] == ["tiny"]
     assert http.get("/v1/models/tiny").json() == listed["data"][0]
+    assert (listed["has_more"], listed["first_id"], listed["last_id"]) == (False, "tiny", "tiny")
+    assert datetime.fromisoformat(listed["data"][0]["created_at"]).timestamp() == listed["data"][0]["created"]
     missing = http.get("/v1/models/nobody")
     assert missing.status_code == 404
     assert missing.json()["error"]["code"] == "model_not_found"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -32,8 +33,10 @@ async def chat_completions(body: ChatBody, services: SharedServices, request: Re
 
 @router.get("/models")
 async def models(services: SharedServices) -> dict[str, Any]:
-    """List the models that generate text."""
-    return {"object": "list", "data": [_model(model) for model in services.repository.text_models]}
+    """List the models that generate text, with the fields of Anthropic's list, too."""
+    listed = [_model(model) for model in services.repository.text_models]
+    ends = {"first_id": listed[0]["id"], "last_id": listed[-1]["id"]} if listed else {}
+    return {"object": "list", "data": listed, "has_more": False, **ends}
 
 
 @router.get("/models/{name:path}")
@@ -189,4 +192,11 @@ def _model(model: TextModel) -> dict[str, Any]:
         "owned_by": "genserve",
         "max_model_len": model.max_length,
         **model.plugins.described(),
+        # Anthropic's
+        "type": "model",
+        "display_name": model.name,
+        "created_at": datetime.fromtimestamp(int(model.loaded_s), UTC).isoformat(),
+        "lifecycle": "active",
+        "max_input_tokens": model.max_length,
+        "max_tokens": model.max_length,
     }

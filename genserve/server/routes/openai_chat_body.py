@@ -11,14 +11,8 @@ from genserve.errors import InvalidRequest
 from genserve.prompt import MAX_CHAT_MESSAGES, MAX_TOOLS, Chat, read_messages, read_tools
 from genserve.sampling.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from genserve.server.decoding_fields import parameter
-from genserve.server.request_body import Body
+from genserve.server.request_body import TolerantBody
 from genserve.server.routes.openai_protocol import OpenAIBody
-
-
-class TolerantBody(Body):
-    """An object to which clients add fields of their own, such as `cache_control`."""
-
-    model_config = ConfigDict(extra="allow")
 
 
 class TextPart(TolerantBody):

@@ -1,0 +1,315 @@
+"""Anthropic's dialect: `/v1/messages` and `/v1/messages/count_tokens`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic_core import from_json
+from sse_starlette import ServerSentEvent
+
+from genserve.completion import Completion, Delta, FinishReason, Usage, join_deltas
+from genserve.errors import ContextLengthExceeded, GenserveError, InvalidRequest
+from genserve.log import CURRENT_REQUEST
+from genserve.prompt import Chat
+from genserve.redaction import redacted_error
+from genserve.sampling.sampling_params import SamplingParams, unused_parameters
+from genserve.server.error_responses import ErrorFormat, ErrorFormats, http_status
+from genserve.server.generation_handler import SubmittedRequest, handle_generation
+from genserve.server.request_body import StrictRoute
+from genserve.server.routes.messages_body import MessagesBody, PromptFields
+from genserve.server.services import SharedServices
+from genserve.server.sse_response import EventStream, event
+from genserve.text.message_parser import MessageDelta, MessageParser, ToolCallDelta, parsed_message
+from genserve.textmodel.text_model import TextModel
+
+router = APIRouter(prefix="/v1", route_class=StrictRoute, tags=["Anthropic"])
+
+_ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "request_too_large",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+# There is no word for a text that was stopped because it repeats itself.
+_STOP_REASONS = {
+    FinishReason.END_OF_SEQUENCE: "end_turn",
+    FinishReason.STOP_STRING: "stop_sequence",
+    FinishReason.LENGTH: "max_tokens",
+    FinishReason.REPETITION: "max_tokens",
+}
+# Reasoning is not signed; clients send back only reasoning that has a signature.
+_SIGNATURE = "unsigned"
+# Fields that would change what an answer is.
+_REJECTED = ("container", "mcp_servers")
+
+
+def anthropic_error(error: GenserveError) -> dict[str, Any]:
+    """Return the error body of Anthropic's dialect, with our remedy."""
+    error = redacted_error(error)
+    logged = CURRENT_REQUEST.get()
+    kind = _ERROR_TYPES.get(http_status(error), "api_error")
+    remedy = {"remedy": error.remedy} if error.remedy else {}
+    return {
+        "type": "error",
+        "error": {"type": kind, "message": error.message, **remedy},
+        "request_id": logged.id if logged else None,
+    }
+
+
+ERRORS: ErrorFormats = {"/v1/messages": ErrorFormat(anthropic_error, http_status)}
+
+
+@router.post("/messages")
+async def messages(body: MessagesBody, services: SharedServices, request: Request) -> Response:
+    """Answer a chat, whole or as server-sent events."""
+    generation = _Generation(body=body, model=services.repository.text_model(body.model))
+    answer_to = partial(
+        handle_generation,
+        services=services,
+        request=request,
+        frames=MessageFrames,
+        answer=_answer,
+        stream_response=MessageStream,
+    )
+    try:
+        return await answer_to(generation)
+    except ContextLengthExceeded as error:
+        # As in the API, an answer may be longer than the context has room for, and then ends with it.
+        if error.field != "max_tokens":
+            raise
+    return await answer_to(replace(generation, ends_with_context=True))
+
+
+@router.post("/messages/count_tokens")
+async def count_tokens(body: PromptFields, services: SharedServices) -> dict[str, int]:
+    """Count the tokens of a prompt."""
+    model = services.repository.text_model(body.model)
+    encode = partial(model.encode, body.chat(model.template_variables))
+    return {"input_tokens": len(await asyncio.wrap_future(model.run_soon(encode, compiles=False)))}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Generation:
+    """One request, as `GenerationBody`: the body, and the model that it is for."""
+
+    body: MessagesBody
+    model: TextModel
+    ends_with_context: bool = False     # rather than after `max_tokens`
+    num_choices: int = 1
+
+    @property
+    def model_name(self) -> str | None:
+        return self.body.model
+
+    @property
+    def stream(self) -> bool | None:
+        return self.body.stream
+
+    @property
+    def hides_thinking(self) -> bool:
+        return self.body.thinking is not None and self.body.thinking.display == "omitted"
+
+    def check(self) -> None:
+        for name in _REJECTED:
+            if (self.body.model_extra or {}).get(name):
+                raise InvalidRequest(f"{name} is not supported", field=name, remedy="leave it out")
+
+    def prompts(self) -> list[Chat]:
+        return [self.body.chat(self.model.template_variables)]
+
+    def params(self) -> SamplingParams:
+        max_tokens = None if self.ends_with_context else self.body.max_tokens
+        return self.body.params(max_tokens=max_tokens, can_think=self.model.reasons)
+
+    def names(self) -> Mapping[str, str]:
+        return self.body.names()
+
+    def ignored(self, params: SamplingParams) -> list[str]:
+        return [*self.body.unused(can_think=self.model.reasons), *unused_parameters(params)]
+
+
+def _head(submitted: SubmittedRequest) -> dict[str, Any]:
+    """Return the first fields of an answer."""
+    return {
+        "id": f"msg_{uuid.uuid4().hex}",
+        "type": "message",
+        "role": "assistant",
+        "model": submitted.model.name,
+    }
+
+
+def _usage(usage: Usage) -> dict[str, int]:
+    return {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
+    }
+
+
+def _ending(
+    part: Delta | Completion, parser: MessageParser | None, generation: _Generation
+) -> dict[str, str | None]:
+    """Return the fields that say why an answer ended."""
+    assert part.finish_reason is not None
+    reason = _STOP_REASONS[part.finish_reason]
+    if parser is not None and parser.ends_with_calls(part.finish_reason):
+        reason = "tool_use"
+    elif generation.ends_with_context and part.finish_reason is FinishReason.LENGTH:
+        reason = "model_context_window_exceeded"
+    stop = str(part.stop_reason) if reason == "stop_sequence" else None
+    return {"stop_reason": reason, "stop_sequence": stop}
+
+
+def _answer(submitted: SubmittedRequest, generation: _Generation, deltas: list[Delta]) -> Response:
+    completion, parser = join_deltas(deltas), submitted.message_parser()
+    message = parsed_message(parser, completion)
+    content: list[dict[str, Any]] = []
+    if thinking := message.reasoning_content:
+        shown = "" if generation.hides_thinking else thinking
+        content.append({"type": "thinking", "thinking": shown, "signature": _SIGNATURE})
+    if message.content:
+        content.append({"type": "text", "text": message.content})
+    for call in message.tool_calls:
+        called = {"id": call.id, "name": call.name, "input": _input(call.arguments)}
+        content.append({"type": "tool_use", **called})
+    ending = _ending(completion, parser, generation)
+    answer = _head(submitted) | {"content": content, **ending, "usage": _usage(completion.usage)}
+    return JSONResponse(answer)
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    """Return the arguments of a call; of cut ones, what the client reads from those of a stream."""
+    try:
+        read = from_json(arguments, allow_partial=True)
+    except ValueError:  # of a plug-in's parser
+        read = None
+    return read if isinstance(read, dict) else {}
+
+
+class MessageStream(EventStream):
+    """A streamed answer with Anthropic's pings."""
+
+    ping_event = ServerSentEvent(event="ping", data='{"type": "ping"}', sep="\n")
+
+
+# What a block begins with, by its type; its deltas; and what comes before its end.
+_EMPTY_BLOCKS = {
+    "thinking": '{"type": "thinking", "thinking": "", "signature": ""}',
+    "text": '{"type": "text", "text": ""}',
+}
+_DELTAS = {
+    "thinking": ("thinking_delta", "thinking"),
+    "text": ("text_delta", "text"),
+    "tool_use": ("input_json_delta", "partial_json"),
+}
+
+
+class MessageFrames:
+    """The events of a streamed answer."""
+
+    def __init__(self, submitted: SubmittedRequest, generation: _Generation) -> None:
+        self._generation = generation
+        self._parser = submitted.message_parser()
+        self._head = _head(submitted)
+        self._num_prompt_tokens = len(submitted.prompts[0])
+        self._kind = ""         # of the block that is being written; empty: none
+        self._index = -1        # of that block
+        self._call = -1         # the index of the tool call that is being written
+        self._before = self._after = ""     # what surrounds the text of a delta
+
+    def start(self) -> bytes:
+        """See `Frames`."""
+        usage = _usage(Usage(prompt_tokens=self._num_prompt_tokens, completion_tokens=0))
+        ending = {"stop_reason": None, "stop_sequence": None}
+        message = self._head | {"content": [], **ending, "usage": usage}
+        return _event("message_start", f'"message": {json.dumps(message)}')
+
+    def delta(self, delta: Delta) -> bytes:
+        """See `Frames`."""
+        if self._parser is None:
+            read = MessageDelta(content=delta.text)
+        else:
+            read = self._parser.push(delta.text, last=delta.finish_reason is not None)
+        written = b""
+        if read.reasoning:
+            written += self._begin("thinking")
+            if not self._generation.hides_thinking:
+                written += self._added(read.reasoning)
+        if read.content:
+            written += self._begin("text") + self._added(read.content)
+        for call in read.tool_calls:
+            written += self._called(call)
+        return written if delta.finish_reason is None else written + self._finish(delta)
+
+    def error(self, error: GenserveError) -> bytes:
+        """See `Frames`."""
+        return event(json.dumps(anthropic_error(error)), name="error")
+
+    def end(self) -> bytes:
+        """See `Frames`."""
+        return b""
+
+    def _called(self, call: ToolCallDelta) -> bytes:
+        written = b""
+        if call.index != self._call:
+            self._call = call.index
+            block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
+            written = self._begin("tool_use", block=json.dumps(block))
+        return written + self._added(call.arguments) if call.arguments else written
+
+    def _begin(self, kind: str, *, block: str = "") -> bytes:
+        """Return the events that begin a block, unless one of its kind is being written."""
+        if kind == self._kind and not block:
+            return b""
+        written = self._close()
+        self._kind = kind
+        self._index += 1
+        name, field = _DELTAS[kind]
+        self._before = (
+            'event: content_block_delta\ndata: {"type": "content_block_delta", '
+            f'"index": {self._index}, "delta": {{"type": "{name}", "{field}": '
+        )
+        block = block or _EMPTY_BLOCKS[kind]
+        return written + _event("content_block_start", f'"index": {self._index}, "content_block": {block}')
+
+    def _added(self, text: str) -> bytes:
+        return f"{self._before}{json.dumps(text)}}}}}\n\n".encode()
+
+    def _close(self) -> bytes:
+        """Return the events that end the block that is being written."""
+        if not self._kind:
+            return b""
+        kind, self._kind = self._kind, ""
+        stop = _event("content_block_stop", f'"index": {self._index}')
+        if kind != "thinking":
+            return stop
+        signature = f'{{"type": "signature_delta", "signature": "{_SIGNATURE}"}}'
+        return _event("content_block_delta", f'"index": {self._index}, "delta": {signature}') + stop
+
+    def _finish(self, delta: Delta) -> bytes:
+        assert delta.usage is not None
+        ending = json.dumps(_ending(delta, self._parser, self._generation))
+        usage = json.dumps(_usage(delta.usage))
+        return (
+            self._close()
+            + _event("message_delta", f'"delta": {ending}, "usage": {usage}')
+            + event('{"type": "message_stop"}', name="message_stop")
+        )
+
+
+def _event(name: str, fields: str) -> bytes:
+    return event(f'{{"type": "{name}", {fields}}}', name=name)
