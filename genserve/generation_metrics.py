@@ -7,20 +7,63 @@ request cannot create a new series.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar, cast
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.metrics_core import Metric
+from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client.metrics_core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from genserve.completion import FinishReason
+from genserve.histogram import Histogram
 
 C = TypeVar("C", bound=Collector)
 
 _PREFIX = "genserve_"
-_LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-_PER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0)
+# Among the bounds of the histograms that vLLM has too are all of vLLM's, for alerts on one bucket.
+_FIRST_TOKEN_S = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
+    80.0, 160.0, 640.0, 2560.0,
+)  # fmt: skip
+_REQUEST_S = (
+    0.01, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0,
+    120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
+)  # fmt: skip
+_PER_TOKEN_S = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5,
+    10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
+_STEP_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0)
+_REQUEST_TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
+_STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
+class HistogramCollector(Collector):
+    """The histograms of one name, by their labels.
+
+    Unlike prometheus_client's, they count many equal values at once.
+    """
+
+    def __init__(self, name: str, text: str, labels: Sequence[str], bounds: Sequence[float]) -> None:
+        self._name = name
+        self._text = text
+        self._label_names = tuple(labels)
+        self._bounds = tuple(bounds)
+        self._bound_labels = [*(str(float(bound)) for bound in bounds), "+Inf"]
+        self._histograms: dict[tuple[str, ...], Histogram] = {}
+
+    def labels(self, *values: str) -> Histogram:
+        """Return the histogram with these labels; the first call makes it."""
+        return self._histograms.setdefault(values, Histogram(self._bounds))
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the family; the protocol of prometheus_client."""
+        family = HistogramMetricFamily(self._name, self._text, labels=self._label_names)
+        for values, histogram in list(self._histograms.items()):
+            buckets, total = histogram.read()
+            counts = [count for _, count in buckets]
+            family.add_metric(values, list(zip(self._bound_labels, counts, strict=True)), total)
+        yield family
 
 
 class Metrics:
@@ -56,18 +99,47 @@ class Metrics:
         self.waiting_tokens = gauge(
             "num_prompt_tokens_waiting", "Prompt tokens of the requests that wait for their first step."
         )
+        self.block_size = gauge("kv_cache_block_size", "Tokens in a block of the KV cache.")
+        self.num_blocks = gauge("kv_cache_num_blocks", "Blocks of the KV cache.")
         self.queue_time = histogram("request_queue_time_seconds", "From arrival to the first step.")
+        self.prefill_time = histogram(
+            "request_prefill_time_seconds", "From a request's first step to its first token."
+        )
+        self.decode_time = histogram(
+            "request_decode_time_seconds", "From a request's first token to its last."
+        )
         self.time_to_first_token = histogram(
-            "time_to_first_token_seconds", "From arrival to the first token."
+            "time_to_first_token_seconds", "From arrival to the first token.", buckets=_FIRST_TOKEN_S
         )
         self.request_seconds = histogram("e2e_request_latency_seconds", "From arrival to the last token.")
+        self.inter_token_latency = histogram(
+            "inter_token_latency_seconds",
+            "Time between two steps that gave a request tokens.",
+            buckets=_PER_TOKEN_S,
+        )
         self.time_per_output_token = histogram(
             "request_time_per_output_token_seconds",
             "Mean time between the tokens of one request.",
             buckets=_PER_TOKEN_S,
         )
+        self.request_prompt_tokens = histogram(
+            "request_prompt_tokens", "Prompt tokens of one request.", buckets=_REQUEST_TOKENS
+        )
+        self.request_generation_tokens = histogram(
+            "request_generation_tokens", "Tokens generated for one request.", buckets=_REQUEST_TOKENS
+        )
+        self.max_generation_tokens = histogram(
+            "request_max_num_generation_tokens",
+            "Tokens of the longest of the choices that were requested together.",
+            buckets=_REQUEST_TOKENS,
+        )
         self.step_seconds = histogram(
-            "step_seconds", "Duration of one step: schedule, run, process.", "kind", buckets=_PER_TOKEN_S
+            "step_seconds", "Duration of one step: schedule, run, process.", "kind", buckets=_STEP_S
+        )
+        self.step_tokens = histogram(
+            "iteration_tokens",
+            "Prompt tokens computed and tokens generated by one step.",
+            buckets=_STEP_TOKENS,
         )
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
@@ -77,9 +149,11 @@ class Metrics:
         return Gauge(_PREFIX + name, text, ("model",), registry=self.registry)
 
     def _histogram(
-        self, name: str, text: str, *labels: str, buckets: Sequence[float] = _LATENCY_S
-    ) -> Histogram:
-        return Histogram(_PREFIX + name, text, ("model", *labels), buckets=buckets, registry=self.registry)
+        self, name: str, text: str, *labels: str, buckets: Sequence[float] = _REQUEST_S
+    ) -> HistogramCollector:
+        collector = HistogramCollector(_PREFIX + name, text, ("model", *labels), buckets)
+        self.registry.register(collector)
+        return collector
 
     def collector(self, kind: Callable[[CollectorRegistry], C]) -> C:
         """Return the registry's collector of this class; the first call constructs it with the registry."""
@@ -114,20 +188,52 @@ class GenerationMetrics:
         self._running = metrics.running.labels(model)
         self._waiting = metrics.waiting.labels(model)
         self._waiting_tokens = metrics.waiting_tokens.labels(model)
+        self._block_size = metrics.block_size.labels(model)
+        self._num_blocks = metrics.num_blocks.labels(model)
         self._rejections = metrics.rejections
         self._queue_time = metrics.queue_time.labels(model)
         self._model = model
         self._prefill_seconds = metrics.step_seconds.labels(model, "prefill")
         self._decode_seconds = metrics.step_seconds.labels(model, "decode")
+        self._step_tokens = metrics.step_tokens.labels(model)
+        self._inter_token_latency = metrics.inter_token_latency.labels(model)
         self._first_token = metrics.time_to_first_token.labels(model)
         self._per_token = metrics.time_per_output_token.labels(model)
         self._request_seconds = metrics.request_seconds.labels(model)
+        self._prefill_time = metrics.prefill_time.labels(model)
+        self._decode_time = metrics.decode_time.labels(model)
+        self._request_prompt_tokens = metrics.request_prompt_tokens.labels(model)
+        self._request_generation_tokens = metrics.request_generation_tokens.labels(model)
+        self._max_generation_tokens = metrics.max_generation_tokens.labels(model)
+
+    def cache(self, *, block_size: int, num_blocks: int) -> None:
+        """Report the size of the KV cache."""
+        self._block_size.set(block_size)
+        self._num_blocks.set(num_blocks)
 
     def step(self, *, seconds: float, prompt_tokens: int, preempted: int) -> None:
         """Report one step; `prompt_tokens` 0 means a decode."""
-        self._preemptions.inc(preempted)
-        (self._prefill_seconds if prompt_tokens else self._decode_seconds).observe(seconds)
-        self._prompt_tokens.inc(prompt_tokens)
+        if preempted:
+            self._preemptions.inc(preempted)
+        if prompt_tokens:
+            self._prefill_seconds.observe(seconds)
+            self._prompt_tokens.inc(prompt_tokens)
+        else:
+            self._decode_seconds.observe(seconds)
+
+    def generated(self, *, tokens: int, prompt_tokens: int, latencies_s: Mapping[float, int]) -> None:
+        """Report what a step gave to token sequences.
+
+        Args:
+            tokens: generated.
+            prompt_tokens: computed.
+            latencies_s: how many sequences got tokens for the first time since so many seconds.
+        """
+        if tokens:
+            self._generation_tokens.inc(tokens)
+        self._step_tokens.observe(prompt_tokens + tokens)
+        for seconds, count in latencies_s.items():
+            self._inter_token_latency.observe(seconds, count=count)
 
     def speculated(self, *, drafted: int, accepted: int) -> None:
         """Report the drafted and the accepted tokens of one step."""
@@ -150,10 +256,6 @@ class GenerationMetrics:
         """Report how long a request waited for its first step."""
         self._queue_time.observe(seconds)
 
-    def generated(self, count: int) -> None:
-        """Report new tokens of one request."""
-        self._generation_tokens.inc(count)
-
     def first_token(self, *, seconds: float, prompt_tokens: int, cached_tokens: int) -> None:
         """Report the time from arrival to the first token, and the cached part of the prompt."""
         self._first_token.observe(seconds)
@@ -161,13 +263,28 @@ class GenerationMetrics:
         self._prefix_cache_hits.inc(cached_tokens)
 
     def request_finished(
-        self, reason: FinishReason, *, seconds: float, decode_seconds: float, new_tokens: int
+        self,
+        reason: FinishReason,
+        *,
+        seconds: float,
+        prefill_seconds: float,
+        decode_seconds: float,
+        prompt_tokens: int,
+        new_tokens: int,
     ) -> None:
         """Report a request that ended with a whole answer."""
         self._endings[reason.value].inc()
         self._request_seconds.observe(seconds)
+        self._prefill_time.observe(prefill_seconds)
+        self._decode_time.observe(decode_seconds)
+        self._request_prompt_tokens.observe(prompt_tokens)
+        self._request_generation_tokens.observe(new_tokens)
         if new_tokens > 1:
             self._per_token.observe(decode_seconds / (new_tokens - 1))
+
+    def choices_finished(self, *, most_tokens: int) -> None:
+        """Report the end of choices that were requested together, by the tokens of the longest."""
+        self._max_generation_tokens.observe(most_tokens)
 
     def request_failed(self) -> None:
         """Report a request that ended with an error."""

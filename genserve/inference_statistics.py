@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 import threading
 import time
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from genserve.errors import GenserveError, InferenceError, Status
+from genserve.histogram import Histogram
 from genserve.inference import Inference
 
 
@@ -55,31 +53,6 @@ class BatchStatistics:
         return DurationStat(self.compute_infer.count)
 
 
-class LatencyHistogram:
-    """A cumulative histogram of durations; safe from any thread."""
-
-    def __init__(self, bounds_ms: Sequence[float]) -> None:
-        """Make an empty histogram with these upper bounds of buckets, ascending, milliseconds."""
-        self._bounds_ms = tuple(bounds_ms)
-        self._counts = [0] * (len(self._bounds_ms) + 1)
-        self._sum_ms = 0.0
-        self._lock = threading.Lock()
-
-    def observe(self, ns: int) -> None:
-        """Count a duration."""
-        ms = ns / 1e6
-        bucket = bisect_left(self._bounds_ms, ms)
-        with self._lock:
-            self._counts[bucket] += 1
-            self._sum_ms += ms
-
-    def read(self) -> tuple[list[tuple[float, int]], float]:
-        """Return (bound, count of durations up to it) for each bound and infinity, and the sum in ms."""
-        with self._lock:
-            counts, sum_ms = itertools.accumulate(self._counts), self._sum_ms
-            return list(zip((*self._bounds_ms, math.inf), counts, strict=True)), sum_ms
-
-
 class ModelStatistics(BatchStatistics):
     """Counts of one version of a model; its methods are safe from any thread.
 
@@ -90,7 +63,7 @@ class ModelStatistics(BatchStatistics):
         success, fail, queue, compute_input, compute_infer, compute_output, cache_hit, cache_miss.
         batches: by the rows of the executed batch.
         failures: requests that failed, by reason.
-        first_response: time from the request to its first response; None: not measured.
+        first_response: milliseconds from the request to its first response; None: not measured.
     """
 
     def __init__(self) -> None:
@@ -105,7 +78,7 @@ class ModelStatistics(BatchStatistics):
         self.cache_hit = DurationStat()
         self.cache_miss = DurationStat()
         self.batches: defaultdict[int, BatchStatistics] = defaultdict(BatchStatistics)
-        self.first_response: LatencyHistogram | None = None
+        self.first_response: Histogram | None = None
         self.failures: dict[FailureReason, int] = dict.fromkeys(FailureReason, 0)
 
     def executed(self, batch: Sequence[Inference], *, started_ns: int, ended_ns: int) -> None:

@@ -252,7 +252,9 @@ class TokenSequence(Request):
         params: the sampling parameters of the request.
         sampling: the rules by which its tokens are sampled, and their state; survives a preemption.
         deadline_s: when the engine ends it, by the engine's clock; None: never.
-        first_token_s: when its first token was sampled, by the engine's clock; None: not yet.
+        started_s: when its first step began, by the engine's clock; None: not yet.
+        first_token_s: when its first token was sampled; likewise.
+        last_token_s: when its last token so far was sampled; likewise.
         begins_thought: whether the prompt ends within a thought, which the answer continues.
         finish_reason: None while it runs.
         stop_reason: the stop string, token id or rule that ended it, if any.
@@ -273,10 +275,12 @@ class TokenSequence(Request):
         "deadline_s",
         "finish_reason",
         "first_token_s",
+        "last_token_s",
         "params",
         "plugins",
         "sampling",
         "search",
+        "started_s",
         "stop_reason",
     )
 
@@ -301,7 +305,9 @@ class TokenSequence(Request):
         self.finish_reason: FinishReason | None = None
         self.stop_reason: StopReason | None = None
         self.deadline_s = deadline_s
+        self.started_s: float | None = None
         self.first_token_s: float | None = None
+        self.last_token_s: float | None = None
         self.begins_thought = begins_thought
         self.plugins = plugins or SequencePlugins()
         self.search: SequenceSearch | None = None

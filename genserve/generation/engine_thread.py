@@ -144,8 +144,9 @@ class EngineThread(RequestInbox):
         self._num_steps += 1
         seconds = time.monotonic() - started_s
         now_s = self._engine.clock()
-        self._note_step(result, seconds=seconds, now_s=now_s)
-        self._deliver(self._outputs(result), now_s=now_s)
+        outputs = self._outputs(result)
+        self._note_step(result, outputs, seconds=seconds, now_s=now_s)
+        self._deliver(outputs, now_s=now_s)
         for request, logits in result.answered:
             self._answer(request, logits)
         for failed, error in result.failed.items():
@@ -153,7 +154,9 @@ class EngineThread(RequestInbox):
                 self._answer(self._unanswered[failed], error)
         return True
 
-    def _note_step(self, result: StepResult, *, seconds: float, now_s: float) -> None:
+    def _note_step(
+        self, result: StepResult, outputs: Sequence[RequestOutput], *, seconds: float, now_s: float
+    ) -> None:
         started = self._start(
             result.started,
             seconds=seconds,
@@ -162,13 +165,31 @@ class EngineThread(RequestInbox):
             now_s=now_s,
         )
         for state in started:
-            self._metrics.queued(max(0.0, now_s - seconds - state.submission.arrived_s))
+            state.sequence.started_s = max(now_s - seconds, state.submission.arrived_s)
+            self._metrics.queued(state.sequence.started_s - state.submission.arrived_s)
         if not result.num_prompt_tokens:
             self._decode_s = seconds
         self._metrics.step(
             seconds=seconds, prompt_tokens=result.num_prompt_tokens, preempted=result.num_preempted
         )
         self._metrics.speculated(drafted=result.num_drafted, accepted=result.num_accepted)
+        self._note_tokens(outputs, num_prompt_tokens=result.num_prompt_tokens, now_s=now_s)
+
+    def _note_tokens(
+        self, outputs: Sequence[RequestOutput], *, num_prompt_tokens: int, now_s: float
+    ) -> None:
+        """Report the tokens of a step at once: most of its sequences had their last ones at the same time."""
+        num_tokens = 0
+        latencies_s: defaultdict[float, int] = defaultdict(int)
+        for sequence, content in outputs:
+            if isinstance(content, Delta) and content.token_ids:
+                num_tokens += len(content.token_ids)
+                if sequence.last_token_s is not None:
+                    latencies_s[now_s - sequence.last_token_s] += 1
+                sequence.last_token_s = now_s
+        self._metrics.generated(
+            tokens=num_tokens, prompt_tokens=num_prompt_tokens, latencies_s=latencies_s
+        )
 
     def _reject_overdue(self) -> None:
         """End the sequences that have waited too long for their first step."""
@@ -211,7 +232,6 @@ class EngineThread(RequestInbox):
                 self._metrics.request_failed()
             self._end(sequence)
             return
-        self._metrics.generated(len(content.token_ids))
         if sequence.first_token_s is None and content.token_ids:
             sequence.first_token_s = now_s
             self._metrics.first_token(
@@ -222,10 +242,14 @@ class EngineThread(RequestInbox):
         if content.finish_reason is not None:
             seconds, num_tokens = now_s - state.submission.arrived_s, sequence.num_new_tokens
             logger.debug("finished: %s, %d tokens in %.3f s", content.finish_reason, num_tokens, seconds)
+            first_token_s = now_s if sequence.first_token_s is None else sequence.first_token_s
+            started_s = now_s if sequence.started_s is None else sequence.started_s
             self._metrics.request_finished(
                 content.finish_reason,
                 seconds=seconds,
-                decode_seconds=now_s - (now_s if sequence.first_token_s is None else sequence.first_token_s),
+                prefill_seconds=first_token_s - started_s,
+                decode_seconds=now_s - first_token_s,
+                prompt_tokens=sequence.num_prompt_tokens,
                 new_tokens=num_tokens,
             )
             self._end(sequence)
@@ -242,6 +266,12 @@ class EngineThread(RequestInbox):
     def _end(self, request: Request) -> None:
         state = self._states.pop(request, None)
         self._unanswered.pop(request, None)
+        if state is not None:
+            submission = state.submission
+            submission.num_open -= 1
+            submission.most_tokens = max(submission.most_tokens, state.sequence.num_new_tokens)
+            if not submission.num_open:
+                self._metrics.choices_finished(most_tokens=submission.most_tokens)
         self._leave(request, num_seqs=state.num_seqs if state is not None else 1)
 
     def _end_all(self, error: GenserveError) -> None:

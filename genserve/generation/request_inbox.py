@@ -29,6 +29,8 @@ class Submission:
     """Token sequences that were submitted together."""
 
     arrived_s: float        # before they were prepared
+    num_open: int           # how many have not ended
+    most_tokens: int = 0    # of those that have ended
     started: bool = False   # one of them has had its first step
 
 
@@ -180,7 +182,8 @@ class RequestInbox:
             Overloaded: the queue is full, or they would wait too long.
         """
         now_s = self._clock()
-        submission = Submission(arrived_s=reservation.arrived_s if reservation else now_s)
+        arrived_s = reservation.arrived_s if reservation else now_s
+        submission = Submission(arrived_s=arrived_s, num_open=len(sequences))
         states = [_state(sequence, submission, sink) for sequence in sequences]
         num_seqs = sum(state.num_seqs for state in states)
         with self._changed:

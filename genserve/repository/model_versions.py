@@ -13,8 +13,9 @@ from typing import Protocol
 
 from genserve.config.model_config import ModelConfig
 from genserve.errors import Closed, GenserveError, InferenceError, Status
+from genserve.histogram import Histogram
 from genserve.inference import Inference, InferenceResponse
-from genserve.inference_statistics import LatencyHistogram, ModelStatistics
+from genserve.inference_statistics import ModelStatistics
 from genserve.repository.load_request import Upload
 from genserve.repository.request_validation import RequestValidator, decoupled_error
 from genserve.repository.response_cache import ResponseCache
@@ -90,7 +91,7 @@ class ModelVersion:
         self.version = version
         self.statistics = statistics
         if histogram_latencies:
-            statistics.first_response = LatencyHistogram(config.first_response_buckets_ms)
+            statistics.first_response = Histogram(config.first_response_buckets_ms)
         self.load_s = load_s
         self.labels = labels or {}
         self.text_model = text_model
@@ -223,12 +224,12 @@ class ModelVersion:
         inference.on_response = reshape
 
 
-def _time_first_response(inference: Inference, histogram: LatencyHistogram) -> None:
+def _time_first_response(inference: Inference, histogram: Histogram) -> None:
     answer = inference.on_response
 
     def time_first(response: InferenceResponse | None, final: bool) -> None:  # noqa: FBT001 - OnResponse
         if response is not None and inference.num_responses == 1:
-            histogram.observe(time.monotonic_ns() - inference.submitted_ns)
+            histogram.observe((time.monotonic_ns() - inference.submitted_ns) / 1e6)
         answer(response, final)
 
     inference.on_response = time_first

@@ -16,7 +16,6 @@ from types import FrameType
 from typing import TYPE_CHECKING, Self
 
 import uvicorn
-from prometheus_client import generate_latest
 
 from genserve.config.backends import BackendConfig
 from genserve.errors import GenserveError, RepositoryError
@@ -27,6 +26,7 @@ from genserve.schedulers.rate_limiter import ResourceCapacity
 from genserve.server.access_control import AccessControl, address_of, require_safe_addresses
 from genserve.server.app import create_app
 from genserve.server.metrics_port import MetricsPort
+from genserve.server.metrics_text import metrics_text
 from genserve.server.offload import start_daemon
 from genserve.server.services import Services
 from genserve.server.tls import ssl_context
@@ -238,7 +238,7 @@ class Server(uvicorn.Server):
         if settings.allow_metrics:
             host = settings.metrics_host or settings.host
             self._metrics_port = MetricsPort(
-                lambda: generate_latest(self.services.metrics.registry),
+                lambda: metrics_text(self.services.metrics.registry),
                 host=host,
                 port=settings.metrics_port,
                 access=AccessControl(

@@ -156,6 +156,8 @@ def _start(
 ) -> EngineThread:
     """Start the engine of the model `name`, whose logits stage is `stage`."""
     prefix_cache = boolean_parameter(stage.config.parameters, "prefix_cache", default=True)
+    metrics = stage.metrics.for_model(name)
+    metrics.cache(block_size=logits.block_size, num_blocks=logits.num_blocks)
     return EngineThread(
         Engine(
             logits,
@@ -166,7 +168,7 @@ def _start(
         name=name,
         max_num_seqs=logits.max_num_seqs,
         limits=limits(logits.num_blocks * logits.block_size),
-        metrics=stage.metrics.for_model(name),
+        metrics=metrics,
     )
 
 

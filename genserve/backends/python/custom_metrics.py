@@ -59,7 +59,9 @@ class CustomMetrics(Collector):
         return family
 
     def _is_taken(self, name: str) -> bool:
-        """Whether the registry has a metric of the server with this name."""
+        """Whether the server has a metric with this name."""
+        if name.startswith("vllm:"):    # which /metrics adds to those of the registry
+            return True
         if self._registry is None or name in self._families:
             return False
         shown = any(

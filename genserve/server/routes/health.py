@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, RedirectResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from genserve.repository.model_versions import ModelState
+from genserve.server.metrics_text import metrics_text
 from genserve.server.services import SharedServices
 
 router = APIRouter(tags=["Health and metrics"])
@@ -27,7 +28,7 @@ async def health(services: SharedServices) -> JSONResponse:
 @router.get("/metrics")
 async def metrics(services: SharedServices) -> Response:
     """All metrics, in Prometheus' text format."""
-    return Response(generate_latest(services.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+    return Response(metrics_text(services.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/", include_in_schema=False)

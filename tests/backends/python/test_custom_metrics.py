@@ -42,11 +42,12 @@ def test_a_metric_name_of_the_server_is_rejected(models):
         """
 record(lambda: M("genserve_requests", "", M.GAUGE) and None)
 record(lambda: M("genserve_prompt_tokens_total", "", M.COUNTER) and None)
+record(lambda: M("vllm:prompt_tokens_total", "", M.COUNTER) and None)
 record(lambda: self.held.append(M("requests", "", M.GAUGE)))
 record(lambda: self.held.append(M("requests", "", M.GAUGE)))""",
     )
     rejected = f"Error when creating MetricFamily: {BY}Family name already exists with different type"
-    assert results == [rejected, rejected, None, None]
+    assert results == [rejected, rejected, rejected, None, None]
 
 
 def test_a_counter_keeps_its_name(models):

@@ -1,0 +1,33 @@
+"""Histogram: counts of values by bucket, which take many equal values at once."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from bisect import bisect_left
+from collections.abc import Sequence
+
+
+class Histogram:
+    """A cumulative histogram; safe from any thread."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        """Make an empty histogram; `bounds` are the upper ones of its buckets, ascending."""
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._sum = 0.0
+        self._lock = threading.Lock()
+
+    def observe(self, value: float, *, count: int = 1) -> None:
+        """Count a value `count` times."""
+        bucket = bisect_left(self._bounds, value)
+        with self._lock:
+            self._counts[bucket] += count
+            self._sum += value * count
+
+    def read(self) -> tuple[list[tuple[float, int]], float]:
+        """Return (bound, count of values up to it) for each bound and infinity, and the sum of all values."""
+        with self._lock:
+            counts, total = itertools.accumulate(self._counts), self._sum
+            return list(zip((*self._bounds, math.inf), counts, strict=True)), total
