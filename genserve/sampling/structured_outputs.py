@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypeAlias, TypedDict, cast, get_args
 
 from genserve.errors import InvalidRequest, require
 
 Form: TypeAlias = Literal["json", "json_object", "regex", "choice", "grammar", "structural_tag"]
 FORMS: tuple[Form, ...] = get_args(Form)
+# The forms with JSON, which the options of `JsonForm` apply to.
+_WITH_JSON: tuple[Form, ...] = ("json", "json_object", "structural_tag")
+_PATTERN = "structured_outputs.whitespace_pattern"
 # A longer text takes a parser minutes, or more stack than it has.
 MAX_CHARS = 65536
 _FORMATS = (
@@ -25,6 +28,41 @@ _REQUIRED: Mapping[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JsonForm:
+    """How JSON is written, by the names of vLLM's options.
+
+    Attributes:
+        disable_any_whitespace: one space behind each colon and comma, and no other whitespace.
+        disable_additional_properties: an object that names its properties has no others, unless its schema
+            has `additionalProperties`.
+        whitespace_pattern: a regex of the whitespace between any two parts, which may also be left out;
+            empty: none. It takes the place of `disable_any_whitespace`.
+
+    Raises:
+        InvalidRequest: an option is of the wrong type.
+    """
+
+    disable_any_whitespace: bool = True
+    disable_additional_properties: bool = True
+    whitespace_pattern: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("disable_any_whitespace", "disable_additional_properties"):
+            is_bool = isinstance(getattr(self, name), bool)
+            require(is_bool, f"structured_outputs.{name}", "must be true or false")
+        pattern = self.whitespace_pattern
+        require(pattern is None or isinstance(pattern, str), _PATTERN, "must be text")
+
+    def changed(self) -> dict[str, Any]:
+        """Return the options that are not at their default."""
+        return {name: value for name, value in asdict(self).items() if value != getattr(COMPACT, name)}
+
+
+COMPACT = JsonForm()
+_OPTIONS = tuple(asdict(COMPACT))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
     """One form as text: equal forms have equal texts.
 
@@ -35,6 +73,7 @@ class StructuredOutputs:
     form: Form
     # The schema, the choices or the tags as JSON; the regex; the grammar; for json_object {}.
     text: str
+    json_form: JsonForm = COMPACT
 
     def __post_init__(self) -> None:
         field = "structured_outputs"
@@ -45,15 +84,15 @@ class StructuredOutputs:
         """Return the JSON object that `structured_outputs` reads."""
         match self.form:
             case "json_object":
-                return {"json_object": True}
+                return {"json_object": True, **self.json_form.changed()}
             case "json" | "choice" | "structural_tag":
-                return {self.form: json.loads(self.text)}
+                return {self.form: json.loads(self.text), **self.json_form.changed()}
             case _:
                 return {self.form: self.text}
 
 
 class StructuredOutputOptions(TypedDict, total=False):
-    """The form of a request, by vLLM's names: exactly one of them."""
+    """The form of a request, by vLLM's names: exactly one of them, and options of its JSON."""
 
     json: Mapping[str, Any] | str | None    # a JSON schema, or its text
     json_object: bool | None                # any JSON object
@@ -61,6 +100,9 @@ class StructuredOutputOptions(TypedDict, total=False):
     choice: Sequence[str] | None            # the text is one of these
     grammar: str | None                     # in Lark's notation, or llama.cpp's GBNF
     structural_tag: Mapping[str, Any] | str | None  # any text, with JSON between some tags; or its text
+    disable_any_whitespace: bool | None             # true by default; see `JsonForm`
+    disable_additional_properties: bool | None      # true by default
+    whitespace_pattern: str | None
 
 
 def structured_outputs(value: Any, *, field: str = "structured_outputs") -> StructuredOutputs | None:
@@ -74,11 +116,21 @@ def structured_outputs(value: Any, *, field: str = "structured_outputs") -> Stru
     require(isinstance(value, Mapping), field, f"must be an object with one of {', '.join(FORMS)}")
     neutral = {"json_object": False}
     given = {name: form for name, form in value.items() if form is not None and form is not neutral.get(name)}
+    json_form = JsonForm(**{name: given.pop(name) for name in _OPTIONS if name in given})
     for name in given:
-        require(name in FORMS, f"{field}.{name}", f"is not supported; known are {', '.join(FORMS)}")
+        known = ", ".join(FORMS + _OPTIONS)
+        require(name in FORMS, f"{field}.{name}", f"is not supported; known are {known}")
     require(len(given) == 1, field, f"must have exactly one of {', '.join(FORMS)}")
     [(name, form)] = given.items()
-    where = f"{field}.{name}"
+    read = _read(name, form, f"{field}.{name}")
+    if name in _WITH_JSON:
+        return replace(read, json_form=json_form)
+    # Clients of vLLM send its other options with any form.
+    require(json_form.whitespace_pattern is None, _PATTERN, f"needs one of {', '.join(_WITH_JSON)}")
+    return read
+
+
+def _read(name: Form, form: Any, where: str) -> StructuredOutputs:
     match name:
         case "json_object":
             require(form is True, where, "must be true or false")

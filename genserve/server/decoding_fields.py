@@ -51,7 +51,7 @@ FormFields: TypeAlias = Annotated[
     WithJsonSchema(
         {
             "type": "object",
-            "description": "The form that the text has: exactly one of these.",
+            "description": "The form of the text: exactly one of the first six, and options of its JSON.",
             "properties": {
                 "json": _form("A JSON schema, or its text.", type=["object", "string"]),
                 "json_object": _form("Any JSON object.", type="boolean"),
@@ -59,6 +59,14 @@ FormFields: TypeAlias = Annotated[
                 "choice": _form("The text is one of these.", type="array", items={"type": "string"}),
                 "grammar": _form("In Lark's notation, or llama.cpp's GBNF.", type="string"),
                 "structural_tag": _form("Between some tags, JSON.", type=["object", "string"]),
+                "disable_any_whitespace": _form(
+                    "A space behind each colon and comma, no other whitespace.", type="boolean", default=True
+                ),
+                "disable_additional_properties": _form(
+                    "No properties that a schema does not name, unless it has `additionalProperties`.",
+                    type="boolean", default=True,
+                ),
+                "whitespace_pattern": _form("A regex of the whitespace that is allowed.", type="string"),
             },
             "additionalProperties": False,
         }

@@ -13,23 +13,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genserve.errors import InvalidRequest
-from genserve.sampling.structured_outputs import StructuredOutputs
+from genserve.sampling.structured_outputs import JsonForm, StructuredOutputs
 from genserve.text.grammar_trial import LIMITS, MAX_MESSAGE_CHARS, compile_rejection
+from genserve.text.guided_schema import guided_schema
 from genserve.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
-    from llguidance._lib import JsonCompileOptions
 
 
 MAX_COMPILED = 16
-# Whitespace is bounded, because small models tend to repeat it forever. Unsupported parts of a
-# schema are rejected, even if it asks for leniency.
-JSON_OPTIONS: JsonCompileOptions = {
-    "whitespace_pattern": r"[ \t\n\r]{1,32}",
-    "lenient": False,
-    "coerce_one_of": False,
-}
 
 
 class GuidanceGrammar:
@@ -168,9 +161,10 @@ def _source(outputs: StructuredOutputs) -> str:
 
     match outputs.form:
         case "json":
-            return LLMatcher.grammar_from_json_schema(outputs.text, overrides=JSON_OPTIONS)
+            schema = guided_schema(json.loads(outputs.text), outputs.json_form)
+            return LLMatcher.grammar_from_json_schema(schema)
         case "json_object":
-            return LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=JSON_OPTIONS)
+            return LLMatcher.grammar_from_json_schema(guided_schema({"type": "object"}, outputs.json_form))
         case "regex":
             # \d matches only ASCII digits.
             return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(outputs.text, 'd')}/")
@@ -178,14 +172,14 @@ def _source(outputs: StructuredOutputs) -> str:
             choices = " | ".join(json.dumps(choice) for choice in json.loads(outputs.text))
             return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
         case "structural_tag":
-            return _tags(**json.loads(outputs.text))
+            return _tags(**json.loads(outputs.text), form=outputs.json_form)
         case "grammar" if "::=" in outputs.text:
             return grammar_from("gbnf", outputs.text)
         case _:
             return LLMatcher.grammar_from_lark(outputs.text)
 
 
-def _tags(*, structures: Sequence[Mapping[str, Any]], triggers: Sequence[str]) -> str:
+def _tags(*, structures: Sequence[Mapping[str, Any]], triggers: Sequence[str], form: JsonForm) -> str:
     """The grammar of any text in which each trigger begins one of the structures."""
     from llguidance import StructTag
 
@@ -193,7 +187,7 @@ def _tags(*, structures: Sequence[Mapping[str, Any]], triggers: Sequence[str]) -
         StructTag(
             trigger=next(trigger for trigger in triggers if structure["begin"].startswith(trigger)),
             begin=structure["begin"],
-            grammar=structure["schema"] | {"x-guidance": JSON_OPTIONS},
+            grammar=guided_schema(structure["schema"], form),
             end=structure["end"],
         )
         for structure in structures

@@ -26,6 +26,8 @@ TAG = {"structures": [STRUCTURE], "triggers": ["<f="]}
         {"json": SCHEMA},
         {"structural_tag": TAG},
         {"json_object": True},
+        {"json_object": True, "disable_any_whitespace": False, "disable_additional_properties": False},
+        {"json": SCHEMA, "whitespace_pattern": " ?"},
         {"regex": "a+"},
         {"choice": ["é", 'b"']},
         {"grammar": "start: X"},
@@ -37,6 +39,12 @@ def test_a_form_survives_a_round_trip(options):
     assert form.as_options() == options
     assert structured_outputs(form.as_options()) == form
     assert sampling_params({"structured_outputs": options}).changed() == {"structured_outputs": options}
+
+
+def test_the_options_that_vllm_sends_with_any_form_are_accepted():
+    sent = {"disable_any_whitespace": False, "whitespace_pattern": None}
+    assert structured_outputs({"regex": "a", **sent}) == StructuredOutputs(form="regex", text="a")
+    assert structured_outputs({"json": SCHEMA, **sent}) != structured_outputs({"json": SCHEMA})
 
 
 def test_the_properties_of_a_schema_keep_their_order():
@@ -79,6 +87,13 @@ def test_the_properties_of_a_schema_keep_their_order():
         ({"choice": ["a", ""]}, "structured_outputs.choice"),
         ({"choice": ["a", 3]}, "structured_outputs.choice"),
         ({"json_object": 1}, "structured_outputs.json_object"),
+        *(
+            ({"json": {}, name: 1}, f"structured_outputs.{name}")
+            for name in ("disable_any_whitespace", "disable_additional_properties")
+        ),
+        ({"json": {}, "whitespace_pattern": 3}, "structured_outputs.whitespace_pattern"),
+        ({"regex": "a", "whitespace_pattern": " "}, "structured_outputs.whitespace_pattern"),
+        ({"whitespace_pattern": " "}, "structured_outputs"),
     ],
 )
 def test_anything_but_one_form_is_rejected_by_name(options, field):

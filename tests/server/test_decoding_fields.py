@@ -13,7 +13,7 @@ from jsonschema import Draft202012Validator
 
 from genserve.sampling.param_table import SECTIONS
 from genserve.sampling.sampling_params import PARAMETERS
-from genserve.sampling.structured_outputs import FORMS
+from genserve.sampling.structured_outputs import StructuredOutputOptions
 from genserve.server.routes.openai import ChatBody
 from genserve.server.routes.openai_completions import CompletionBody
 from genserve.server.routes.tgi_fields import Parameters
@@ -22,7 +22,7 @@ from genserve.server.routes.tgi_fields import Parameters
 @pytest.mark.parametrize("body", [ChatBody, CompletionBody, Parameters])
 def test_the_openapi_document_has_the_forms_of_an_answer(body) -> None:
     written, _null = body.model_json_schema()["properties"]["structured_outputs"]["anyOf"]
-    assert written["properties"].keys() == set(FORMS)
+    assert written["properties"].keys() == StructuredOutputOptions.__annotations__.keys()
 
 
 @pytest.mark.parametrize(

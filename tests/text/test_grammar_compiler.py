@@ -140,11 +140,39 @@ def test_json_object_allows_only_objects(grammars, tokenizer):
     assert not accepts(begin(grammars, json_object=True), tokenizer, "[1]")
 
 
-def test_whitespace_in_json_is_bounded(grammars, tokenizer):
-    listed = {"type": "array", "items": {"type": "integer"}}
-    for text in ("[1,2]", "[1, 2]", "[\n    1,\n    2\n]"):
-        assert accepts(begin(grammars, json=listed), tokenizer, text)
-    assert not accepts(begin(grammars, json=listed), tokenizer, "[1," + " " * 40 + "2]")
+OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "array"}}}
+SPACED, TIGHT = '{"a": 1, "b": [1, 2]}', '{"a":1,"b":[1,2]}'
+LINES = '{\n    "a": 1,\n    "b": [1, 2]\n}'
+
+
+@pytest.mark.parametrize(
+    ("options", "allowed", "rejected"),
+    [
+        ({}, [SPACED], [TIGHT, LINES]),
+        ({"disable_any_whitespace": False}, [SPACED, TIGHT, LINES], [SPACED.replace("1", " " * 40 + "1", 1)]),
+        ({"whitespace_pattern": ""}, [TIGHT], [SPACED, LINES]),
+        ({"whitespace_pattern": " ?"}, [SPACED, TIGHT], [LINES]),
+        ({}, ["{}"], ['{"a": 1, "b": [], "c": 1}']),
+        ({"disable_additional_properties": False}, ['{"a": 1, "b": [], "c": 1}'], ['{"a":1}']),
+    ],
+)
+@pytest.mark.parametrize("form", ["json", "structural_tag"])
+def test_json_is_compact_unless_a_request_asks_for_another_form(
+    grammars, tokenizer, form, options, allowed, rejected
+):
+    tag = {"structures": [{"begin": "<f>", "schema": OBJECT, "end": "</f>"}], "triggers": ["<f>"]}
+    written = "{}" if form == "json" else "<f>{}</f>"
+    asked = options | {form: OBJECT if form == "json" else tag}
+    for texts, is_allowed in ((allowed, True), (rejected, False)):
+        for text in texts:
+            answer = written.replace("{}", text)
+            assert accepts(begin(grammars, **asked), tokenizer, answer) == is_allowed
+
+
+def test_the_options_of_a_schema_of_llguidance_do_not_apply(grammars, tokenizer):
+    schema = OBJECT | {"x-guidance": {"whitespace_flexible": True, "item_separator": ";"}}
+    assert accepts(begin(grammars, json=schema), tokenizer, SPACED)
+    assert not accepts(begin(grammars, json=schema), tokenizer, LINES)
 
 
 def test_a_grammar_is_complete_when_nothing_may_follow(grammars, tokenizer):
