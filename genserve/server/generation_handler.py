@@ -20,7 +20,7 @@ from genserve.generation.delta_streams import AsyncDeltaStream
 from genserve.generation.engine_request import TokenSequence
 from genserve.generation.request_inbox import Reservation
 from genserve.log import CURRENT_REQUEST, LoggedRequest
-from genserve.prompt import Prompt
+from genserve.prompt import Chat, Prompt
 from genserve.sampling.sampling_params import SamplingParams
 from genserve.server.error_responses import renamed
 from genserve.server.services import Services
@@ -157,7 +157,9 @@ async def submit(
             prepare = partial(
                 _prepare, model, prompts, params, num_choices=num_choices, reservation=reservation
             )
-            future = model.run_soon(prepare, compiles=params.structured_outputs is not None)
+            has_tools = any(isinstance(prompt, Chat) and prompt.tools for prompt in prompts)
+            has_grammar = has_tools or params.structured_outputs is not None
+            future = model.run_soon(prepare, compiles=has_grammar)
             sequences = await asyncio.wrap_future(future)
             # Copied before the engine's thread appends to them.
             prompt_ids = tuple(tuple(sequence.token_ids) for sequence in sequences[::num_choices])

@@ -16,13 +16,13 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from genserve.errors import SEE_LOG, InvalidRequest, ModelFailed, RepositoryError
-from genserve.prompt import Chat
+from genserve.prompt import Chat, Message
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +57,7 @@ class ChatTemplate:
     Attributes:
         source: the template.
         variables: the names that a request may set in addition to the messages.
+        tools_variable: the name of the tools in the template; None: it knows no tools.
 
     Raises:
         RepositoryError: the template is not valid Jinja, or takes too much time or memory to compile.
@@ -67,13 +68,20 @@ class ChatTemplate:
         self._name = name
         self._process = TemplateProcess(source, special_tokens=special_tokens)
         try:
-            self.variables = self._process.compile() - _RESERVED
+            names = self._process.compile()
         except TemplateFailed as error:
             place = "the chat template cannot be compiled: " if isinstance(error, TemplateExceeded) else ""
             raise RepositoryError(f"{name}: {place}{error}", remedy=_REMEDY) from None
+        self.variables = names - _RESERVED
+        # SmolLM3 has the latter only.
+        self.tools_variable = next((name for name in ("tools", "xml_tools") if name in names), None)
 
-    def render(self, chat: Chat) -> str:
+    def render(self, chat: Chat, *, change: Callable[[str], str] = str) -> str:
         """Render the prompt for the assistant's next turn, or for the rest of the last one.
+
+        Args:
+            chat: its tools are left out if the template knows none.
+            change: of each text of the request.
 
         Raises:
             InvalidRequest: the template rejects these messages, or drops the message to continue (`field` is
@@ -83,10 +91,10 @@ class ChatTemplate:
         """
         for name in chat.template_kwargs:
             self._require_variable(name)
-        messages = [message.as_dict() for message in chat.messages]
+        variables = chat_variables(chat, change, tools_variable=self.tools_variable)
         if chat.continue_final_message:
-            messages[-1]["content"] += _MARK + " "
-        rendered = self._render(messages, chat)
+            variables["messages"][-1]["content"] += _MARK + " "
+        rendered = self._render(variables)
         return _up_to_mark(rendered) if chat.continue_final_message else rendered
 
     def close(self) -> None:
@@ -101,14 +109,7 @@ class ChatTemplate:
             problem = f"the chat template has no variable {name[:128]!r}"
             raise InvalidRequest(f"{field}: {problem}", field=field, remedy=remedy)
 
-    def _render(self, messages: list[dict[str, str]], chat: Chat) -> str:
-        variables = {
-            "messages": messages,
-            "tools": None,
-            "documents": None,
-            "add_generation_prompt": chat.begins_turn,
-            **chat.template_kwargs,
-        }
+    def _render(self, variables: Mapping[str, Any]) -> str:
         try:
             return self._process.render(variables)
         except ChatRejected as error:
@@ -123,6 +124,59 @@ class ChatTemplate:
         except NotSerializable as error:    # only from a caller in this process
             field = "chat_template_kwargs"
             raise InvalidRequest(f"{field} must be JSON-serializable: {error}", field=field) from None
+
+
+def chat_variables(
+    chat: Chat, change: Callable[[str], str], *, tools_variable: str | None
+) -> dict[str, Any]:
+    """Return the variables of a template, as those of transformers' apply_chat_template.
+
+    Args:
+        chat: to render.
+        change: of each text of the request; roles and keys of messages stay.
+        tools_variable: the name of the tools; None: without them.
+    """
+    tools = [map_strings(tool.as_dict(), change) for tool in chat.tools] or None
+    return {
+        "messages": [_message(message, change) for message in chat.messages],
+        "tools": None,
+        "documents": None,
+        "add_generation_prompt": chat.begins_turn,
+        **({tools_variable: tools} if tools_variable else {}),
+        **{name: map_strings(value, change) for name, value in chat.template_kwargs.items()},
+    }
+
+
+def _message(message: Message, change: Callable[[str], str]) -> dict[str, Any]:
+    """Return a message with the arguments of calls as objects, as templates expect them."""
+    fields: dict[str, Any] = message.as_dict()
+    for name in fields.keys() - {"role", "tool_calls"}:
+        fields[name] = change(fields[name])
+    if message.tool_calls:
+        fields["tool_calls"] = [
+            {
+                "id": change(call.id),
+                "type": "function",
+                "function": {
+                    "name": change(call.name),
+                    "arguments": map_strings(call.parsed_arguments(), change),
+                },
+            }
+            for call in message.tool_calls
+        ]
+    return fields
+
+
+def map_strings(value: Any, change: Callable[[str], Any]) -> Any:
+    """Return a JSON value with `change` applied to each of its strings, the keys of objects included."""
+    match value:
+        case str():
+            return change(value)
+        case Mapping():
+            return {change(key): map_strings(part, change) for key, part in value.items()}
+        case list() | tuple():
+            return [map_strings(part, change) for part in value]
+    return value
 
 
 def _up_to_mark(rendered: str) -> str:

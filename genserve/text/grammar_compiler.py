@@ -1,12 +1,13 @@
-"""Grammar compiler: structured outputs compiled by llguidance for the vocabulary of one model."""
+"""Grammar compiler: structured outputs and tool calls as grammars of llguidance for one vocabulary."""
 
 from __future__ import annotations
 
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from genserve.sampling.structured_outputs import JsonForm, StructuredOutputs
 from genserve.text.grammar_trial import LIMITS, MAX_MESSAGE_CHARS, compile_rejection
 from genserve.text.guided_schema import guided_schema
 from genserve.text.tokenizer import Tokenizer
+from genserve.text.tool_grammar import ToolGrammar
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -65,7 +67,7 @@ class GrammarCompiler:
     def __init__(self, tokenizer: Tokenizer, *, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._compiled: OrderedDict[StructuredOutputs, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[StructuredOutputs | str, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()           # of the cache
         self._compiling = threading.Lock()      # one at a time, to leave time to the engine
 
@@ -75,45 +77,92 @@ class GrammarCompiler:
         Raises:
             InvalidRequest: it does not compile within its limits of time and memory.
         """
-        matcher = self._copied(outputs)
+        needs_trial = outputs.form in ("json", "grammar", "structural_tag")
+        try:
+            return self._grammar(outputs, partial(_source, outputs), needs_trial=needs_trial)
+        except _RejectedError as error:
+            raise _unusable(str(error)) from None
+
+    def compile_tools(self, tools: ToolGrammar, *, text: StructuredOutputs | None) -> GuidanceGrammar:
+        """Return a grammar for one answer that may call tools; see `compile`.
+
+        Args:
+            tools: what the answer may be.
+            text: the form of an answer without calls; None: any text.
+
+        Raises:
+            InvalidRequest: it does not compile within its limits; `field` names the tool.
+        """
+        source = tools.source(self._tokenizer.parts, text=None if text is None else self._text_grammar(text))
+        try:
+            return self._grammar(source, lambda: source, needs_trial=True)
+        except _RejectedError as error:
+            raise self._blamed(tools, error) from None
+
+    def _text_grammar(self, outputs: StructuredOutputs) -> dict[str, Any]:
+        """Return the grammar of structured outputs as a part of another; it has been compiled alone."""
+        self.compile(outputs)
+        source = _source(outputs)
+        return dict(json.loads(source)["grammars"][0]) if source[:1] == "{" else {"lark_grammar": source}
+
+    def _blamed(self, tools: ToolGrammar, error: _RejectedError) -> InvalidRequest:
+        """Return the error of the first tool without which the tools before it compile."""
+        indices = list(tools.tools)
+        reasons = {len(indices): str(error)}
+        low, high = 0, len(indices)
+        while high - low > 1:
+            middle = (low + high) // 2
+            some = replace(tools, tools={index: tools.tools[index] for index in indices[:middle]})
+            reasons[middle] = compile_rejection(some.source(self._tokenizer.parts, text=None))
+            low, high = (low, middle) if reasons[middle] else (middle, high)
+        place = f"tools[{indices[high - 1]}].function.parameters" if indices else "tools"
+        return InvalidRequest(f"{place} cannot be used: {reasons[high]}", field=place)
+
+    def _grammar(
+        self, key: StructuredOutputs | str, source: Callable[[], str], *, needs_trial: bool
+    ) -> GuidanceGrammar:
+        """Return a copy of a compiled grammar; raises _RejectedError."""
+        matcher = self._copied(key)
         if matcher is None:
             with self._compiling:
-                matcher = self._copied(outputs) or self._compile(outputs)
+                matcher = self._copied(key) or self._compile(key, source, needs_trial=needs_trial)
         return GuidanceGrammar(matcher)
 
-    def _copied(self, outputs: StructuredOutputs) -> LLMatcher | None:
+    def _copied(self, key: StructuredOutputs | str) -> LLMatcher | None:
         """Return a working copy of the cached matcher, if any.
 
         Copies share the states of their lexer, and all fail once these exceed a limit.
         """
         with self._lock:
-            compiled = self._compiled.get(outputs)
+            compiled = self._compiled.get(key)
             if compiled is None:
                 return None
-            self._compiled.move_to_end(outputs)
+            self._compiled.move_to_end(key)
             matcher = compiled.deep_copy()
         if not _dead_end(matcher):
             return matcher
         with self._lock:
-            self._compiled.pop(outputs, None)
+            self._compiled.pop(key, None)
         return None
 
-    def _compile(self, outputs: StructuredOutputs) -> LLMatcher:
+    def _compile(
+        self, key: StructuredOutputs | str, source: Callable[[], str], *, needs_trial: bool
+    ) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits
 
         try:
-            grammar = _source(outputs)
+            grammar = source()
         except (ValueError, RecursionError) as error:   # RecursionError: nested too deeply
-            raise _unusable(str(error)) from None
-        reason = compile_rejection(grammar) if outputs.form in ("json", "grammar", "structural_tag") else ""
+            raise _RejectedError(str(error)) from None
+        reason = compile_rejection(grammar) if needs_trial else ""
         if not reason:
             limits = LLParserLimits(**LIMITS)
             matcher = LLMatcher(self._vocabulary, grammar, limits=limits, log_level=0)
             reason = _dead_end(matcher.deep_copy())
         if reason:
-            raise _unusable(reason)
+            raise _RejectedError(reason)
         with self._lock:
-            self._compiled[outputs] = matcher
+            self._compiled[key] = matcher
             while len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
         return matcher.deep_copy()
@@ -134,6 +183,10 @@ class GrammarCompiler:
             return LLTokenizer(tokenizer, n_vocab=self._vocab_size, eos_token=ending)
         except ValueError as error:
             raise _unusable(f"llguidance rejects the tokenizer of this model: {error}") from None
+
+
+class _RejectedError(Exception):
+    """A grammar does not compile; the message says why."""
 
 
 def _dead_end(matcher: LLMatcher) -> str:

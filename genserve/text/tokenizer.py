@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -17,6 +17,7 @@ import tokenizers
 
 from genserve.errors import SEE_LOG, InvalidRequest, ModelFailed
 from genserve.prompt import Chat, Message
+from genserve.text.chat_template import ChatTemplate, map_strings
 from genserve.text.detokenizer import Detokenizer
 from genserve.text.reasoning_parser import START
 from genserve.text.tokenizer_files import TokenizerFiles, read_tokenizer_files
@@ -58,11 +59,13 @@ class Tokenizer:
         self.bos_token = files.special_tokens.get("bos_token")
         self.eos_token = files.special_tokens.get("eos_token")
         self.chat_template = files.chat_template
+        self._tool_template = files.tool_template
         bos_id = self._backend.token_to_id(self.bos_token) if self.bos_token else None
         self.bos_id: int | None = bos_id if files.add_bos_token else None
         added = self._backend.get_added_tokens_decoder()
         self._added = {token_id: token.content for token_id, token in added.items()}
         self._special = {token_id: token.content for token_id, token in added.items() if token.special}
+        self._special_ids = {name: token_id for token_id, name in self._special.items()}
         longest_first = sorted(self._special.values(), key=len, reverse=True)
         self._special_text = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         byte_tokens = (self._backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
@@ -119,18 +122,31 @@ class Tokenizer:
                 remedy="send a prompt to /generate, or add chat_template.jinja to its tokenizer stage",
                 field="messages",
             )
-        for index, message in enumerate(chat.messages):
-            _reject_surrogates(message.content, field=f"messages[{index}].content")
-            _reject_surrogates(message.reasoning_content, field=f"messages[{index}].reasoning_content")
-        texts = [text for message in chat.messages for text in (message.content, message.reasoning_content)]
-        for name, value in chat.template_kwargs.items():
-            texts += _strings_in(value, field=f"chat_template_kwargs.{name}")
+        texts = _texts_of(chat)
         written = sorted({special for text in texts for special in self._special_text.findall(text)})
         if len(written) > len(SURROGATES):
             raise InvalidRequest("the messages contain too many special tokens", field="messages")
         placeholders = dict(zip(written, map(chr, SURROGATES), strict=False))
-        prompt = self.chat_template.render(self._with_placeholders(chat, placeholders))
+
+        def mask(text: str) -> str:
+            return self._special_text.sub(lambda match: placeholders[match[0]], text)
+
+        prompt = self._template_for(chat).render(chat, change=mask)
         return self._encode_prompt(prompt, placeholders=placeholders)
+
+    @property
+    def tool_template(self) -> ChatTemplate | None:
+        """The template of chats with tools: the model's own one for them, or its chat template."""
+        return self._tool_template or self.chat_template
+
+    def parts(self, text: str) -> list[str | int]:
+        """Split a text at the names of special tokens: the texts between them, and their ids."""
+        parts: list[str | int] = []
+        end = 0
+        for match in self._special_text.finditer(text):
+            parts += [text[end : match.start()], self._special_ids[match[0]]]
+            end = match.end()
+        return [part for part in (*parts, text[end:]) if part != ""]
 
     def encode_generation_prompt(self, chat: Chat) -> list[int]:
         """The ids of the text that the template writes after the last message.
@@ -141,8 +157,6 @@ class Tokenizer:
             InvalidRequest: as `encode_chat`.
             ModelFailed: as `encode_chat`.
         """
-        assert self.chat_template is not None  # without one there is no prompt
-
         # Rendered with marks where messages end. Tags are broken up, since a template may drop a mark.
         broken = START[0] + _END_OF_MESSAGE + START[1:]
 
@@ -151,7 +165,12 @@ class Tokenizer:
 
         def mark(message: Message) -> Message:
             thought = message.reasoning_content and marked_text(message.reasoning_content)
-            return replace(message, content=marked_text(message.content), reasoning_content=thought)
+            calls = (
+                replace(call, arguments=json.dumps(map_strings(call.parsed_arguments(), marked_text)))
+                for call in message.tool_calls
+            )
+            content = marked_text(message.content)
+            return replace(message, content=content, reasoning_content=thought, tool_calls=tuple(calls))
 
         *before, last = chat.messages
         if chat.continue_final_message and last.role == "assistant":
@@ -160,12 +179,13 @@ class Tokenizer:
         else:
             last = mark(last)
         marked = replace(chat, messages=(*map(mark, before), last))
-        return self._encode([self.chat_template.render(marked).rpartition(_END_OF_MESSAGE)[2]])[0]
+        return self._encode([self._template_for(chat).render(marked).rpartition(_END_OF_MESSAGE)[2]])[0]
 
     def close(self) -> None:
         """End the process of the chat template; the next chat starts another."""
-        if self.chat_template is not None:
-            self.chat_template.close()
+        for template in (self.chat_template, self._tool_template):
+            if template is not None:
+                template.close()
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of the ids, by default without special tokens; invalid UTF-8 becomes U+FFFD."""
@@ -187,16 +207,22 @@ class Tokenizer:
         return self._renamed_specials.to_json()
 
     def detokenizer(
-        self, *, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
+        self,
+        *,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+        shown: Collection[int] = (),
     ) -> Detokenizer:
         """A new detokenizer for one token sequence.
 
         Args:
-            skip_special_tokens: omit the text of special tokens.
+            skip_special_tokens: omit the text of special tokens, except those `shown`.
+            shown: the special tokens whose text is not omitted.
             spaces_between_special_tokens: keep the space that the decoder puts between two added tokens.
         """
         if skip_special_tokens:
-            return Detokenizer(self)
+            hidden = self._special.keys() - shown
+            return Detokenizer(_WithSpecialTokens(self, hidden=hidden) if shown else self)
         bare = {} if spaces_between_special_tokens else self._added
         return Detokenizer(_WithSpecialTokens(self), bare=bare)
 
@@ -211,6 +237,11 @@ class Tokenizer:
     def is_byte_fallback(self, token_id: int) -> bool:
         """Whether the token is one byte (`<0x0A>`), which is decoded together with the bytes around it."""
         return token_id in self._byte_fallback
+
+    def _template_for(self, chat: Chat) -> ChatTemplate:
+        template = self.tool_template if chat.tools else self.chat_template
+        assert template is not None     # without one there is no prompt
+        return template
 
     def _encode(self, texts: Sequence[str], *, add_special_tokens: bool = False) -> list[list[int]]:
         with _tokenizer_call():
@@ -237,31 +268,17 @@ class Tokenizer:
         # Built lazily, because few messages contain the name of a special token.
         return RenamedSpecials(self._backend, self._special)
 
-    def _with_placeholders(self, chat: Chat, placeholders: dict[str, str]) -> Chat:
-        def mask(text: str) -> str:
-            return self._special_text.sub(lambda match: placeholders[match[0]], text)
-
-        return replace(
-            chat,
-            messages=tuple(
-                replace(
-                    message,
-                    content=mask(message.content),
-                    reasoning_content=mask(message.reasoning_content),
-                )
-                for message in chat.messages
-            ),
-            template_kwargs=_map_strings(chat.template_kwargs, mask),
-        )
-
 
 class _WithSpecialTokens:
-    """Decodes for a detokenizer that shows special tokens."""
+    """Decodes for a detokenizer that shows special tokens, except those `hidden`."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, hidden: Collection[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self.is_silent = tokenizer.is_unknown
+        self._hidden = hidden
         self.is_byte_fallback = tokenizer.is_byte_fallback
+
+    def is_silent(self, token_id: int) -> bool:
+        return token_id in self._hidden or self._tokenizer.is_unknown(token_id)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
@@ -387,25 +404,30 @@ def _reject_surrogates(text: str, *, field: str) -> None:
         ) from None
 
 
+def _texts_of(chat: Chat) -> list[str]:
+    """All texts of a request that its prompt may contain; raises InvalidRequest."""
+    texts: list[str] = []
+    for index, message in enumerate(chat.messages):
+        place = f"messages[{index}]"
+        for name in ("content", "reasoning_content", "tool_call_id", "name"):
+            texts += _strings_in(getattr(message, name), field=f"{place}.{name}")
+        for number, call in enumerate(message.tool_calls):
+            values = [call.id, call.name, call.parsed_arguments()]
+            texts += _strings_in(values, field=f"{place}.tool_calls[{number}]")
+    for index, tool in enumerate(chat.tools):
+        texts += _strings_in(tool.as_dict(), field=f"tools[{index}]")
+    for name, value in chat.template_kwargs.items():
+        texts += _strings_in(value, field=f"chat_template_kwargs.{name}")
+    return texts
+
+
 def _strings_in(value: Any, *, field: str) -> list[str]:
     """All strings in a JSON value, including the keys of its objects; raises InvalidRequest."""
     texts: list[str] = []
     try:
-        _map_strings(value, texts.append)
+        map_strings(value, texts.append)
     except RecursionError:
         raise InvalidRequest(f"{field} is nested too deeply", field=field) from None
     for text in texts:
         _reject_surrogates(text, field=field)
     return texts
-
-
-def _map_strings(value: Any, change: Callable[[str], Any]) -> Any:
-    """Return a JSON value with `change` applied to each of its strings."""
-    match value:
-        case str():
-            return change(value)
-        case Mapping():
-            return {change(key): _map_strings(part, change) for key, part in value.items()}
-        case list() | tuple():
-            return [_map_strings(part, change) for part in value]
-    return value

@@ -24,6 +24,7 @@ class TokenizerFiles:
     add_bos_token: bool                     # prepend it to prompts even if tokenizer.json does not
     eos_token_ids: frozenset[int]           # empty: only its length ends a text
     chat_template: ChatTemplate | None
+    tool_template: ChatTemplate | None = None   # for chats with tools, of models with two
 
 
 def read_tokenizer_files(folder: Path) -> TokenizerFiles:
@@ -40,12 +41,14 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
         text = special_tokens.get(key)
         if text is not None and backend.token_to_id(text) is None:
             raise RepositoryError(f"{config_file}: {key} {text!r} is not in the vocabulary", remedy=REMEDY)
+    chat_template, tool_template = _chat_templates(folder, config=config, special_tokens=special_tokens)
     return TokenizerFiles(
         backend=backend,
         special_tokens=special_tokens,
         add_bos_token=config.get("add_bos_token") is True,
         eos_token_ids=_eos_token_ids(folder, backend=backend, eos_token=special_tokens.get("eos_token")),
-        chat_template=_chat_template(folder, config=config, special_tokens=special_tokens),
+        chat_template=chat_template,
+        tool_template=tool_template,
     )
 
 
@@ -96,18 +99,27 @@ def _eos_token_ids(folder: Path, *, backend: tokenizers.Tokenizer, eos_token: st
     return frozenset(ids if own is None else [*ids, own])
 
 
-def _chat_template(
+def _chat_templates(
     folder: Path, *, config: dict[str, Any], special_tokens: dict[str, str]
-) -> ChatTemplate | None:
-    file = folder / "chat_template.jinja"
-    if file.exists():
-        return ChatTemplate(_read_text(file), special_tokens=special_tokens, name=str(file))
-    file = folder / "tokenizer_config.json"
+) -> tuple[ChatTemplate | None, ChatTemplate | None]:
+    """Return the chat template, and the one for chats with tools if the model has two.
+
+    A file counts more than tokenizer_config.json, as in transformers.
+    """
+
+    def read(*files: str, name: str) -> ChatTemplate | None:
+        file = next((folder / file for file in files if (folder / file).exists()), None)
+        source = by_name.get(name) if file is None else _read_text(file)
+        if source is None:
+            return None
+        file = file or folder / "tokenizer_config.json"
+        if not isinstance(source, str):
+            raise RepositoryError(f"{file}: chat_template must be a string", remedy=REMEDY)
+        return ChatTemplate(source, special_tokens=special_tokens, name=str(file))
+
     source = config.get("chat_template")
-    if isinstance(source, list) and all(isinstance(entry, dict) for entry in source):  # several, by name
-        source = next((t.get("template") for t in source if t.get("name") == "default"), None)
-    if source is None:
-        return None
-    if not isinstance(source, str):
-        raise RepositoryError(f"{file}: chat_template must be a string", remedy=REMEDY)
-    return ChatTemplate(source, special_tokens=special_tokens, name=str(file))
+    by_name = {"default": source}
+    if isinstance(source, list) and all(isinstance(entry, dict) for entry in source):
+        by_name = {entry.get("name"): entry.get("template") for entry in source}
+    folders = ("additional_chat_templates/tool_use.jinja", "chat_template.tool_use.jinja")
+    return read("chat_template.jinja", name="default"), read(*folders, name="tool_use")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from genserve.errors import ContextLengthExceeded, InvalidRequest, ModelFailed
@@ -13,15 +13,18 @@ from genserve.generation.engine_thread import EngineThread
 from genserve.generation.logits_model import LogitsModel
 from genserve.generation.sequence_plugins import LogitsProcessor, PluginContext, ThinkingBudget
 from genserve.prompt import Chat, Prompt
+from genserve.sampling.grammar_bitmask import StructuredOutputGrammar
 from genserve.sampling.logits_processors import DryBreakers, TokenizedParams
 from genserve.sampling.sampling_params import SamplingParams
 from genserve.text.grammar_compiler import GrammarCompiler
 from genserve.text.message_parser import MessageParser
+from genserve.text.reasoned_grammar import ReasonedGrammar
 from genserve.text.reasoning_parser import THINKING_TAGS, ReasoningParser
 from genserve.text.stop_regex import StopRegex
 from genserve.text.stop_strings import StopChecker, StopFinder, StopStrings
 from genserve.text.tokenizer import Spellings, Tokenizer
 from genserve.textmodel.decoder_plugins import Plugins
+from genserve.textmodel.tool_calling import ToolCalling
 
 
 class ReasoningTokens:
@@ -70,6 +73,23 @@ class ReasoningTokens:
         )
         return [(name, budget)]
 
+    def before(self, grammar: StructuredOutputGrammar, *, begun: bool) -> StructuredOutputGrammar:
+        """Return a grammar of answers that may reason before they follow another one.
+
+        Args:
+            grammar: of what follows; the request has a `parser`.
+            begun: whether the prompt begins the reasoning.
+        """
+        assert self._start_id is not None
+        assert self._end_id is not None
+        return ReasonedGrammar(
+            grammar,
+            start_id=self._start_id,
+            end_id=self._end_id,
+            ending_ids=self._tokenizer.eos_token_ids,
+            begun=begun,
+        )
+
     def is_open_after(self, token_ids: Sequence[int]) -> bool:
         """Whether the tokens end within reasoning: after its start tag come no other tag or special token."""
         if self._start_id is None:
@@ -99,6 +119,7 @@ class InputProcessor:
         self._engine = engine
         self._plugins = plugins
         self._logits = logits
+        self._tools = ToolCalling(tokenizer)
         self._grammars = GrammarCompiler(tokenizer, vocab_size=logits.vocab_size)
         self._spellings_within = Spellings(tokenizer)
 
@@ -114,7 +135,7 @@ class InputProcessor:
         begun = self._begins_reasoning(prompt, token_ids, is_cut=is_cut)
         self._check_lengths(len(token_ids), params, max_length=max_length, field=field)
         self._check_ids(params)
-        text = self._stop_checker(params)
+        text = self._stop_checker(params, shown=self._tools.shown_ids(prompt))
         begin = partial(
             TokenSequence,
             token_ids,
@@ -126,14 +147,14 @@ class InputProcessor:
             deadline_s=self._deadline_s(params, arrived_s),
             begins_thought=begun,
         )
+        grammar = self._grammar_of(prompt, params, begun=begun)
         contexts = [self._context(token_ids, params, choice) for choice in range(num_choices)]
-        outputs = params.structured_outputs
         sequences = [
             begin(
                 seed=context.seed,
                 text=self._plugins.parsed(text.fork(), context),
                 plugins=self._plugins.for_sequence(context, ours=self.reasoning.budget(context, begun=begun)),
-                grammar=self._grammars.compile(outputs) if outputs else None,
+                grammar=grammar(),
             )
             for context in contexts
         ]
@@ -144,7 +165,24 @@ class InputProcessor:
     def message_parser(self, prompt: Prompt, params: SamplingParams, *, begun: bool) -> MessageParser | None:
         """Return a parser of one answer; see `TextModel.message_parser`."""
         reasoning = self.reasoning.parser(params, begun=begun)
-        return None if reasoning is None else MessageParser(reasoning=reasoning, tools=None)
+        tools = self._tools.parser(prompt)
+        if reasoning is None and tools is None:
+            return None
+        return MessageParser(reasoning=reasoning, tools=tools)
+
+    def _grammar_of(
+        self, prompt: Prompt, params: SamplingParams, *, begun: bool
+    ) -> Callable[[], StructuredOutputGrammar | None]:
+        """Return a function that returns the grammar of one answer; None: any text will do."""
+        outputs = params.structured_outputs
+        may_reason = self.reasoning.parser(params, begun=begun) is not None
+        tools = self._tools.grammar(prompt, params, may_reason=may_reason)
+        if tools is None:
+            return lambda: self._grammars.compile(outputs) if outputs else None
+        self._grammars.compile_tools(tools, text=outputs)
+        if not may_reason:
+            return lambda: self._grammars.compile_tools(tools, text=outputs)
+        return lambda: self.reasoning.before(self._grammars.compile_tools(tools, text=outputs), begun=begun)
 
     def _beam_width(self, params: SamplingParams, *, num_choices: int) -> int:
         """Return the number of beams of a request; 1: it has no beam search."""
@@ -186,13 +224,19 @@ class InputProcessor:
             seed=seed,
         )
 
-    def _stop_checker(self, params: SamplingParams) -> StopChecker:
-        """Return the text of an answer before its first token; its forks share what is slow to build."""
+    def _stop_checker(self, params: SamplingParams, *, shown: Collection[int]) -> StopChecker:
+        """Return the text of an answer before its first token; its forks share what is slow to build.
+
+        Args:
+            params: of the request.
+            shown: the special tokens that are part of the text.
+        """
         finders: list[StopFinder] = [StopStrings(params.stop)] if params.stop else []
         finders += map(StopRegex, params.stop_regex)
         return StopChecker(
             self._tokenizer.detokenizer(
                 skip_special_tokens=params.skip_special_tokens,
+                shown=shown,
                 spaces_between_special_tokens=params.spaces_between_special_tokens,
             ),
             finders,
@@ -205,7 +249,8 @@ class InputProcessor:
         if isinstance(prompt, str):
             return "prompt", self._tokenizer.encode(prompt)
         if isinstance(prompt, Chat):
-            return "messages", self._encode_chat(self._tokenizer.encode_chat, prompt)
+            chat = self._tools.rendered(prompt)
+            return "messages", self._encode_chat(self._tokenizer.encode_chat, chat)
         for index, token_id in enumerate(prompt):
             if not 0 <= token_id < self._logits.vocab_size:
                 field = f"prompt[{index}]"
@@ -259,7 +304,9 @@ class InputProcessor:
         if is_cut:
             return False
         try:
-            suffix = self._encode_chat(self._tokenizer.encode_generation_prompt, prompt)
+            suffix = self._encode_chat(
+                self._tokenizer.encode_generation_prompt, self._tools.rendered(prompt)
+            )
         except InvalidRequest:  # the template accepts the messages, but not with marks in them
             return False
         return self.reasoning.is_open_after(suffix)

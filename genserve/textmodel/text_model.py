@@ -76,7 +76,7 @@ class TextModel:
 
         Args:
             work: runs in the context of this call; calls `Reservation.check` first.
-            compiles: whether the request has structured outputs; these do not delay requests without any.
+            compiles: whether the request has structured outputs or tools; these do not delay other requests.
 
         Raises:
             Closed: after `close`.
