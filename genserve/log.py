@@ -35,6 +35,14 @@ class LoggedAnswer(Protocol):
     """A generated answer, as the log needs it: `TokenSequence`."""
 
     @property
+    def num_prompt_tokens(self) -> int:
+        """The number of tokens of its prompt."""
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """How many of these were in the prefix cache."""
+
+    @property
     def num_new_tokens(self) -> int:
         """The number of tokens generated so far."""
 
@@ -46,6 +54,10 @@ class LoggedAnswer(Protocol):
     def first_token_s(self) -> float | None:
         """When its first token was generated, `time.monotonic()`; None: it has none."""
 
+    @property
+    def last_token_s(self) -> float | None:
+        """When its last token so far was generated; likewise."""
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class LoggedRequest:
@@ -55,16 +67,16 @@ class LoggedRequest:
         id: the `X-Request-Id`, or the id of a KServe request; may be empty.
         started_s: when the request arrived, `time.monotonic()`.
         model: the requested model, as the client wrote it, or the chosen one.
-        prompt_tokens: of all prompts together.
-        answers: the answers that are generated for it.
+        answers: the answers that are generated for it, those to one prompt together.
+        num_choices: how many answers each prompt has.
         error: the error that it was rejected or failed with.
     """
 
     id: str
     started_s: float = field(default_factory=time.monotonic)
     model: str = ""
-    prompt_tokens: int = 0
     answers: Sequence[LoggedAnswer] = ()
+    num_choices: int = 1
     error: GenserveError | None = None
 
     def ending(self) -> str:
@@ -72,6 +84,32 @@ class LoggedRequest:
         if self.error is not None:
             return "failed"
         return ",".join(dict.fromkeys(answer.finish_reason or "cancelled" for answer in self.answers))
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The tokens of all prompts together."""
+        return sum(answer.num_prompt_tokens for answer in self._first_answers)
+
+    @property
+    def cached_tokens(self) -> int:
+        """How many of them were in the prefix cache, not those that its own choices shared."""
+        return sum(answer.num_cached_tokens for answer in self._first_answers)
+
+    @property
+    def completion_tokens(self) -> int:
+        """The tokens of all answers together."""
+        return sum(answer.num_new_tokens for answer in self.answers)
+
+    @property
+    def _first_answers(self) -> Sequence[LoggedAnswer]:
+        return self.answers[:: self.num_choices]
+
+    def tokens_per_s(self) -> float | None:
+        """Return the tokens of all answers per second after the first one; None: there is no second one."""
+        firsts_s = [answer.first_token_s for answer in self.answers if answer.first_token_s is not None]
+        lasts_s = [answer.last_token_s for answer in self.answers if answer.last_token_s is not None]
+        seconds = max(lasts_s, default=0.0) - min(firsts_s, default=0.0)
+        return (self.completion_tokens - len(firsts_s)) / seconds if seconds else None
 
     def first_token_s(self) -> float | None:
         """Return the seconds from its arrival to its first token; None: it has none."""

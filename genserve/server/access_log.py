@@ -126,12 +126,14 @@ def log_request(
         return
     fields = {"model": quoted(request.model) if request.model else ""}
     if request.answers:
-        first_token_s = request.first_token_s()
+        first_token_s, tokens_per_s = request.first_token_s(), request.tokens_per_s()
         fields |= {
             "prompt_tokens": str(request.prompt_tokens),
-            "completion_tokens": str(sum(answer.num_new_tokens for answer in request.answers)),
+            "cached_tokens": str(request.cached_tokens),
+            "completion_tokens": str(request.completion_tokens),
             "ending": request.ending(),
             "first_token_s": "" if first_token_s is None else f"{first_token_s:.3f}",
+            "tokens_per_s": "" if tokens_per_s is None else f"{tokens_per_s:.1f}",
         }
     fields["seconds"] = f"{time.monotonic() - request.started_s:.3f}"
     error = request.error

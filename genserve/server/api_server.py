@@ -29,6 +29,7 @@ from genserve.server.metrics_port import MetricsPort
 from genserve.server.metrics_text import metrics_text
 from genserve.server.offload import start_daemon
 from genserve.server.services import Services
+from genserve.server.throughput_log import ThroughputLog
 from genserve.server.tls import ssl_context
 from genserve.server.triton_metrics import CpuCollector, InferenceCollector, read_metrics_config
 from genserve.settings import ServerSettings
@@ -174,6 +175,7 @@ class Server(uvicorn.Server):
         self._grpc: GrpcServer | None = None
         self._metrics_port: MetricsPort | None = None
         self._loading: asyncio.Task[None] | None = None
+        self._throughput_log: asyncio.Task[None] | None = None
         self._closing: asyncio.Future[None] | None = None
         self._failure: Exception | None = None
 
@@ -227,6 +229,7 @@ class Server(uvicorn.Server):
         else:
             _log_listening(info)
             self._loading = asyncio.create_task(self._load(info))
+            self._throughput_log = asyncio.create_task(ThroughputLog(self.services.metrics).run())
 
     @property
     def _scheme(self) -> str:
@@ -272,6 +275,8 @@ class Server(uvicorn.Server):
         if self._loading is not None:
             await _wait("loading the models", self._loading, until=end)
         await _wait("closing the models", self._close_repository(), until=end)
+        if self._throughput_log is not None:
+            self._throughput_log.cancel()
         await event_loop.run_in_executor(None, self.services.trace_settings.close)
         if self._metrics_port is not None:
             await event_loop.run_in_executor(None, self._metrics_port.close)

@@ -169,7 +169,7 @@ async def submit(
             raise
         # Another model has taken its place meanwhile.
         return await submit(services, model_name, prompts, params, num_choices=num_choices)
-    logged.answers, logged.prompt_tokens = sequences, sum(map(len, prompt_ids))
+    logged.answers, logged.num_choices = sequences, num_choices
     return SubmittedRequest(
         model=model,
         stream=stream,

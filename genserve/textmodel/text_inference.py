@@ -123,7 +123,6 @@ class TextInference:
         answer.submit(reservation)
         if request := CURRENT_REQUEST.get():
             request.answers = sequences
-            request.prompt_tokens = sum(sequence.num_prompt_tokens for sequence in sequences)
         inference.when_cancelled(answer.cancel)
 
 

@@ -93,8 +93,8 @@ def test_a_generation_is_one_line_with_counts_and_without_text(generating, path,
     answer = generating.http.post(path, content=content, headers=headers)
     assert (answer.status_code, answer.headers["x-request-id"]) == (200, given)
     line = generating.line(f"[{given}]")
-    cost = r"prompt_tokens=[1-9]\d* completion_tokens=[123] ending=\w+"
-    times = r"first_token_s=\d+\.\d{3} seconds=\d+\.\d{3}"
+    cost = r"prompt_tokens=[1-9]\d* cached_tokens=\d+ completion_tokens=[123] ending=\w+"
+    times = r"first_token_s=\d+\.\d{3} (tokens_per_s=\d+\.\d )?seconds=\d+\.\d{3}"
     fields = rf"127\.0\.0\.1:\d+ POST {path} 200 model=tiny {cost} {times}"
     assert re.fullmatch(rf".* INFO genserve\.server\.access_log: \[{given}\] {fields}", line)
     assert "swordfish" not in generating.file.read_text()
@@ -108,7 +108,9 @@ def test_several_answers_are_counted_together(generating, more):
     answer = generating.http.post("/v1/completions", json=body)
     usage = answer.json()["usage"]
     line = generating.line(f"[{answer.headers['x-request-id']}]")
-    assert f" prompt_tokens={usage['prompt_tokens']} completion_tokens={usage['completion_tokens']} " in line
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    assert f" prompt_tokens={usage['prompt_tokens']} cached_tokens={cached} " in line
+    assert f" completion_tokens={usage['completion_tokens']} " in line
     assert " ending=length " in line
 
 
@@ -248,7 +250,8 @@ def test_grpc_calls_are_logged_like_http_requests(generating):
         channel.unary_unary("/inference.GRPCInferenceService/Nonsense")(b"")
     assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
     assert caught.value.details() == "Method not found!"
-    cost = r"prompt_tokens=\d+ completion_tokens=\d ending=\w+ first_token_s=\S+ seconds=\S+"
+    tokens = r"prompt_tokens=\d+ cached_tokens=\d+ completion_tokens=\d"
+    cost = rf"{tokens} ending=\w+ first_token_s=\S+ .*seconds=\S+"
     assert re.search(f"INFO .* gRPC ModelStreamInfer OK model=tiny {cost}", generating.line("[streamed]"))
     assert re.search("WARNING .* ModelStreamInfer NOT_FOUND model=nobody", generating.line("[rejected]"))
     generating.line("gRPC ModelMetadata NOT_FOUND model=nobody")
