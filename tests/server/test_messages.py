@@ -23,7 +23,7 @@ TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}"
     "{% if m.name %} {{ m.name }}{% endif %}{% if m.tool_call_id %} {{ m.tool_call_id }}{% endif %}: "
     "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments }}{% endfor %}]"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}]"
     "{% endfor %}"
     "{% if add_generation_prompt %}[assistant: {% endif %}"
     "{% if enable_thinking is defined and not enable_thinking %}-{% endif %}"
