@@ -1,4 +1,4 @@
-"""gRPC server: the port, its key and restrictions, and the standard health service."""
+"""gRPC server: the port, its key and restrictions, and the standard services for health and reflection."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2
-from tritonclient.grpc import service_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from genserve.api_key import bearer, is_bearer
 from genserve.errors import Forbidden, GenserveError, Unauthenticated
@@ -59,7 +60,7 @@ class GrpcServer:
         )
         service = InferenceService(services)
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(service, self._server)
-        self._server.add_generic_rpc_handlers((Health(services).handler,))
+        self._server.add_generic_rpc_handlers((Health(services).handler, *_reflection_handlers()))
         self._server.add_generic_rpc_handlers((_UnknownMethods(),))     # tried after the others
 
     async def open(self, *, host: str, port: int) -> int:
@@ -88,6 +89,22 @@ class GrpcServer:
     async def close(self, *, drain_s: float) -> None:
         """Accept no more calls, let running ones finish for `drain_s`, then cancel them."""
         await self._server.stop(drain_s)
+
+
+def _reflection_handlers() -> list[Any]:
+    """Return the handlers that describe the services, so that grpcurl and others need no .proto files."""
+    [inference] = service_pb2.DESCRIPTOR.services_by_name.values()
+    known = (inference.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    method = grpc.stream_stream_rpc_method_handler(
+        reflection.aio.ReflectionServicer(known).ServerReflectionInfo,
+        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    # grpcio-reflection has only the older name; the messages are the same.
+    return [
+        grpc.method_handlers_generic_handler(name, {"ServerReflectionInfo": method})
+        for name in ("grpc.reflection.v1.ServerReflection", reflection.SERVICE_NAME)
+    ]
 
 
 class _UnknownMethods(grpc.GenericRpcHandler):  # type: ignore[misc]  # untyped
