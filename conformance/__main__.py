@@ -107,7 +107,9 @@ def _against(
     proxy = recorded(url, cache / "wire" / name) if record else nullcontext(url)
     with proxy as seen:
         log = cache / "logs" / f"{name}.log"
-        return run_program(program, environment, url=seen, model=MODELS[model], log=log)
+        name = MODELS[model]
+        tokenizer = cache.absolute() / "repositories" / model / f"{name}_tokenizer" / "1"
+        return run_program(program, environment, url=seen, model=name, tokenizer=tokenizer, log=log)
 
 
 def _write(table: list[Result], cache: Path) -> None:

@@ -1,8 +1,9 @@
 """Client programs: the folders of clients/, and the rows that their programs print.
 
-A program reads GENSERVE_URL and GENSERVE_MODEL, prints one JSON object per row, and exits with 0:
-{"row": "tools, streamed", "ok": true, "detail": ""}. A row that is not ok may say `"cause": "text"`: what the
-model wrote is not what the client needs, while the wire is as it should be.
+A program reads GENSERVE_URL, GENSERVE_MODEL and GENSERVE_TOKENIZER, the folder of the model's tokenizer. It
+prints one JSON object per row, {"row": "tools, streamed", "ok": true, "detail": ""}, and exits with 0. A row
+that is not ok may say `"cause": "text"`: what the model wrote is not what the client needs, while the wire is
+as it should be.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def client_programs(only: list[str]) -> list[ClientProgram]:
 
 
 def run_program(
-    program: ClientProgram, environment: Environment, *, url: str, model: str, log: Path
+    program: ClientProgram, environment: Environment, *, url: str, model: str, tokenizer: Path, log: Path
 ) -> list[Row]:
     """Run a program against a server; its errors become a row.
 
@@ -67,6 +68,7 @@ def run_program(
         environment: to run it in.
         url: of the server.
         model: the name of the text model.
+        tokenizer: the folder of its tokenizer's files.
         log: file for what it prints to stderr.
     """
     home = log.parent / "home" / program.name    # clients keep settings and logs there
@@ -76,6 +78,7 @@ def run_program(
     } | {
         "GENSERVE_URL": url,
         "GENSERVE_MODEL": model,
+        "GENSERVE_TOKENIZER": str(tokenizer),
         "PYTHONPATH": str(FOLDER),
         "HOME": str(home),
         "NO_COLOR": "1",

@@ -58,7 +58,9 @@ def build_environment(client: Path, *, cache: Path, needs_torch: bool) -> Enviro
         torch = f"torch=={_torch_version()}+cpu" if needs_torch and sys.platform == "linux" else ""
         constraints.write_text(torch, encoding="utf-8")
         if torch:
-            _install(python, "--no-deps", "--index-url", _TORCH_INDEX, *_find_links(), torch)
+            # pip, which goes on with the folders of wheels if the index cannot be reached.
+            pip = (sys.executable, "-m", "pip", f"--python={python}", "install", "--quiet", "--no-deps")
+            _run(*pip, "--retries=1", "--timeout=20", "--index-url", _TORCH_INDEX, torch)
         _install(python, "-r", str(requirements), "-c", str(constraints), *_find_links())
         (folder / _BUILT).write_text(key, encoding="utf-8")
     first = re.search(r"^[\w.-]+(?:\[[^]]*\])?==(\S+)", pinned, re.MULTILINE)

@@ -8,6 +8,7 @@ import traceback
 
 URL = os.environ["GENSERVE_URL"]
 MODEL = os.environ["GENSERVE_MODEL"]
+TOKENIZER = os.environ["GENSERVE_TOKENIZER"]
 
 _rows = []
 
