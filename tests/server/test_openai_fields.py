@@ -162,6 +162,7 @@ ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [
         ("none", "none", [], True),
         ("required", "required", ["weather", "clock"], True),
         (CLOCK, "required", ["clock"], False),
+        ({"function": {"name": "clock"}}, "required", ["clock"], False),     # TGI's
         (ALLOWED, "auto", ["clock"], True),
     ],
 )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, WrapValidator
 
 from genserve.errors import InvalidRequest
 from genserve.prompt import MAX_CHAT_MESSAGES, MAX_TOOLS, Chat, read_messages, read_tools
@@ -110,7 +110,7 @@ class NamedFunction(TolerantBody):
 class NamedTool(TolerantBody):
     """The one tool to call."""
 
-    type: Literal["function"] = Field(description="The kind of the tool.")
+    type: Literal["function"] = Field(default="function", description="The kind of the tool.")
     function: NamedFunction = Field(description="The function to call.")
 
 
@@ -128,16 +128,16 @@ class AllowedToolsChoice(TolerantBody):
     allowed_tools: AllowedTools = Field(description="Some of the tools.")
 
 
-def _one_choice(choice: Any) -> Any:
+def _one_choice(choice: Any, validate: Callable[[Any], Any]) -> Any:
     """Report one error for a bad choice, not one for each of the types."""
-    kind = choice.get("type") if isinstance(choice, Mapping) else choice
-    if kind is not None and kind not in ("none", "auto", "required", "function", "allowed_tools"):
-        raise ValueError("must be none, auto, required, or an object that names a function")
-    return choice
+    try:
+        return validate(choice)
+    except ValidationError:
+        raise ValueError("must be none, auto, required, or an object that names functions") from None
 
 
 ToolChoice = Annotated[
-    Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice | None, BeforeValidator(_one_choice)
+    Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice | None, WrapValidator(_one_choice)
 ]
 
 
