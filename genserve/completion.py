@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import Protocol, Self, TypeAlias
 
 from genserve.errors import StreamBroken
+from genserve.prompt import ToolCall
 
 # The stop string, the id out of `stop_token_ids`, or the name of another stop rule.
 StopReason: TypeAlias = str | int
@@ -45,6 +46,16 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCallDelta:
+    """The new part of a tool call. The first one of a call has its id and name."""
+
+    index: int              # of the call in the answer
+    arguments: str = ""     # the JSON text that is added to the arguments
+    id: str = ""
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
     """The new part of an answer; a stream consists of these.
 
@@ -61,6 +72,7 @@ class Delta:
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt from its second token; in the first delta
     stop_reason: StopReason | None = None       # details of the finish_reason
     choice: int = 0                             # the index of the answer, in a request with several
+    tool_calls: tuple[ToolCallDelta, ...] = ()  # from `chat_stream` with tools; not part of the text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +88,7 @@ class Completion:
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt from its second token, if requested
     stop_reason: StopReason | None = None       # details of the finish_reason
     prompt_token_ids: tuple[int, ...] = ()      # from `complete` only
+    tool_calls: tuple[ToolCall, ...] = ()       # from `chat` with tools; not part of the text
 
 
 def join_deltas(deltas: Iterable[Delta]) -> Completion:
@@ -97,6 +110,18 @@ def join_deltas(deltas: Iterable[Delta]) -> Completion:
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
         usage=last.usage,
+        tool_calls=joined_calls(call for delta in parts for call in delta.tool_calls),
+    )
+
+
+def joined_calls(deltas: Iterable[ToolCallDelta]) -> tuple[ToolCall, ...]:
+    """Join the deltas of an answer's tool calls."""
+    begun: dict[int, list[ToolCallDelta]] = {}
+    for delta in deltas:
+        begun.setdefault(delta.index, []).append(delta)
+    return tuple(
+        ToolCall(id=parts[0].id, name=parts[0].name, arguments="".join(part.arguments for part in parts))
+        for parts in begun.values()
     )
 
 

@@ -12,10 +12,20 @@ from genserve.completion import Completion, Delta, Stream, likeliest
 from genserve.errors import Closed, InvalidRequest
 from genserve.generation.delta_streams import DeltaStream
 from genserve.generation.engine_request import TokenSequence
-from genserve.prompt import COMPLETION_TOKENS, Messages, Prompt, Prompts, read_chat, read_prompts
+from genserve.prompt import (
+    COMPLETION_TOKENS,
+    Messages,
+    Prompt,
+    Prompts,
+    ToolChoice,
+    Tools,
+    read_chat,
+    read_prompts,
+)
 from genserve.repository.repository import Repository
 from genserve.sampling.sampling_options import SamplingOptions
 from genserve.sampling.sampling_params import SamplingParams, sampling_params
+from genserve.text.message_parser import MessageParser
 
 
 class LLM:
@@ -69,17 +79,38 @@ class LLM:
     def stream(self, prompt: str, **options: Unpack[SamplingOptions]) -> Stream:
         """Complete a prompt, delta by delta. Raises the errors of `generate`."""
         params = self._params(options)
-        return self._stream(self._model.prepare(prompt, params))
+        return self._stream(self._model.prepare(prompt, params), prompt, params)
 
-    def chat(self, messages: Messages, **options: Unpack[SamplingOptions]) -> Completion:
-        """Answer a chat; a text alone is one turn of the user. Raises the errors of `generate`."""
-        params = self._params(options)
-        return self._complete_one(read_chat(messages), params)
+    def chat(
+        self,
+        messages: Messages,
+        *,
+        tools: Tools | None = None,
+        tool_choice: ToolChoice | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> Completion:
+        """Answer a chat; a text alone is one turn of the user.
 
-    def chat_stream(self, messages: Messages, **options: Unpack[SamplingOptions]) -> Stream:
-        """Answer a chat, delta by delta. Raises the errors of `generate`."""
+        With tools, the `tool_calls` of the answer are no part of its text. Tools and the choice among them
+        are written as OpenAI's JSON.
+
+        Raises the errors of `generate`.
+        """
         params = self._params(options)
-        return self._stream(self._model.prepare(read_chat(messages), params))
+        return self._complete_one(read_chat(messages, tools=tools, tool_choice=tool_choice), params)
+
+    def chat_stream(
+        self,
+        messages: Messages,
+        *,
+        tools: Tools | None = None,
+        tool_choice: ToolChoice | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> Stream:
+        """Answer a chat, delta by delta, see `chat`. Raises the errors of `generate`."""
+        params = self._params(options)
+        chat = read_chat(messages, tools=tools, tool_choice=tool_choice)
+        return self._stream(self._model.prepare(chat, params), chat, params)
 
     def complete(
         self, prompts: Prompts, *, n: int = 1, **options: Unpack[SamplingOptions]
@@ -125,7 +156,10 @@ class LLM:
         choices = [self._model.prepare_choices(prompt, params, num_choices=num_choices) for prompt in prompts]
         prompt_ids = [tuple(sequences[0].token_ids) for sequences in choices]
         with ExitStack() as stack:
-            streams = [[stack.enter_context(self._stream(s)) for s in sequences] for sequences in choices]
+            streams = [
+                [stack.enter_context(self._stream(sequence, prompt, params)) for sequence in sequences]
+                for prompt, sequences in zip(prompts, choices, strict=True)
+            ]
             answers = [[stream.final() for stream in one] for one in streams]
         if num_choices > n:
             answers = [[completions[i] for i in likeliest(completions)[:n]] for completions in answers]
@@ -137,9 +171,11 @@ class LLM:
         [(_, [completion])] = self._complete([prompt], params, n=1)
         return completion
 
-    def _stream(self, sequence: TokenSequence) -> Stream:
+    def _stream(self, sequence: TokenSequence, prompt: Prompt, params: SamplingParams) -> Stream:
+        parser = self._model.message_parser(prompt, params, begun=sequence.begins_thought)
+        tools = None if parser is None else parser.without_reasoning()
         try:
-            return Stream(_EngineDeltas(DeltaStream(self._model.engine, sequence)))
+            return Stream(_EngineDeltas(DeltaStream(self._model.engine, sequence), tools))
         except Closed:  # by another thread, since the call began
             raise _closed() from None
 
@@ -152,16 +188,26 @@ class LLM:
 
 
 class _EngineDeltas:
-    """The deltas of an engine's stream. The engine's Closed becomes that of the LLM."""
+    """The deltas of an engine's stream. The engine's Closed becomes that of the LLM.
 
-    def __init__(self, stream: DeltaStream) -> None:
+    Args:
+        stream: of one answer.
+        parser: takes the tool calls out of its text; None: it has none.
+    """
+
+    def __init__(self, stream: DeltaStream, parser: MessageParser | None) -> None:
         self._stream = stream
+        self._parser = parser
 
     def __next__(self) -> Delta:
         try:
-            return next(self._stream)
+            delta = next(self._stream)
         except Closed:
             raise _closed(" before the answer was complete") from None
+        if self._parser is None:
+            return delta
+        read = self._parser.push(delta.text, last=delta.finish_reason is not None)
+        return replace(delta, text=read.content, tool_calls=read.tool_calls)
 
     def close(self) -> None:
         self._stream.close()

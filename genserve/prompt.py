@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias, cast, get_args
 
 from genserve.errors import InvalidRequest, require
@@ -164,9 +164,32 @@ Prompt: TypeAlias = str | Sequence[int] | Chat
 Messages: TypeAlias = str | Sequence[Message | Mapping[str, Any]] | Chat
 
 
-def read_chat(messages: Messages) -> Chat:
-    """Return the chat of some messages; raises the errors of `read_messages`."""
-    return messages if isinstance(messages, Chat) else Chat(messages=read_messages(messages))
+# The tools of a chat, and the choice among them, as callers and OpenAI's JSON write them.
+Tools: TypeAlias = Sequence[Tool | Mapping[str, Any]]
+ToolChoice: TypeAlias = ToolMode | Mapping[str, Any]
+
+
+def read_chat(
+    messages: Messages, *, tools: Tools | None = None, tool_choice: ToolChoice | None = None
+) -> Chat:
+    """Return the chat of some messages, tools and choice among them.
+
+    Raises:
+        InvalidRequest: see `read_messages`, `read_tools`, `Chat`.
+    """
+    chat = messages if isinstance(messages, Chat) else Chat(messages=read_messages(messages))
+    if tools is not None:
+        chat = replace(chat, tools=read_tools(tools))
+    return chat if tool_choice is None else _with_choice(chat, tool_choice)
+
+
+def _with_choice(chat: Chat, choice: ToolChoice) -> Chat:
+    if isinstance(choice, str):
+        return replace(chat, tool_choice=choice)
+    named = choice.get("function") if isinstance(choice, Mapping) else None
+    name = named.get("name") if isinstance(named, Mapping) else None
+    require(isinstance(name, str), "tool_choice", "must be none, auto, required, or name a function")
+    return replace(chat, tool_choice="required", allowed_tools=(str(name),), parallel_tool_calls=False)
 
 
 def read_messages(messages: str | Sequence[Message | Mapping[str, Any]]) -> tuple[Message, ...]:

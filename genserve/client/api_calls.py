@@ -12,7 +12,7 @@ from genserve.client.reply_errors import unknown_reply
 from genserve.client.sse_decoder import DeltaDecoder
 from genserve.completion import Completion
 from genserve.errors import InvalidRequest
-from genserve.prompt import Messages, Prompts, read_chat, read_prompts
+from genserve.prompt import Chat, Prompts, read_prompts
 from genserve.sampling.sampling_params import SamplingParams, sampling_params
 
 Answer = TypeVar("Answer")
@@ -74,13 +74,13 @@ def generate_stream(prompt: str, *, model: str | None, options: Mapping[str, Any
     )
 
 
-def chat(messages: Messages, *, model: str | None, options: Mapping[str, Any]) -> ApiCall[Completion]:
+def chat(chat: Chat, *, model: str | None, options: Mapping[str, Any]) -> ApiCall[Completion]:
     """Answer a chat.
 
     Raises:
-        InvalidRequest: a message is malformed, or an option is unknown or out of range.
+        InvalidRequest: an option is unknown or out of range.
     """
-    params, body = _chat_body(messages, model=model, options=options)
+    params, body = _chat_body(chat, model=model, options=options)
 
     def read(headers: Mapping[str, str], reply: bytes) -> Completion:
         with unknown_reply():
@@ -89,9 +89,9 @@ def chat(messages: Messages, *, model: str | None, options: Mapping[str, Any]) -
     return ApiCall(request=_post("/v1/chat/completions", body), read=read)
 
 
-def chat_stream(messages: Messages, *, model: str | None, options: Mapping[str, Any]) -> StreamingApiCall:
+def chat_stream(chat: Chat, *, model: str | None, options: Mapping[str, Any]) -> StreamingApiCall:
     """Answer a chat, delta by delta. Raises the errors of `chat`."""
-    params, body = _chat_body(messages, model=model, options=options)
+    params, body = _chat_body(chat, model=model, options=options)
     body |= {"stream": True, "stream_options": {"include_usage": True}}
     return StreamingApiCall(
         request=_post("/v1/chat/completions", body),
@@ -128,10 +128,10 @@ def models() -> ApiCall[list[str]]:
 
 
 def _chat_body(
-    messages: Messages, *, model: str | None, options: Mapping[str, Any]
+    chat: Chat, *, model: str | None, options: Mapping[str, Any]
 ) -> tuple[SamplingParams, dict[str, Any]]:
     params = sampling_params(options)
-    return params, openai_dialect.chat_body(read_chat(messages), model=model, params=params)
+    return params, openai_dialect.chat_body(chat, model=model, params=params)
 
 
 def _generate_params(options: Mapping[str, Any]) -> SamplingParams:

@@ -15,7 +15,7 @@ from genserve.client import api_calls, reply_errors
 from genserve.client.connection import LIMITS, connection, retry_wait_s
 from genserve.completion import Completion, Delta, Stream, join_deltas
 from genserve.errors import GenserveError
-from genserve.prompt import Messages, Prompts
+from genserve.prompt import Messages, Prompts, ToolChoice, Tools, read_chat
 from genserve.sampling.sampling_options import SamplingOptions
 
 Answer = TypeVar("Answer")
@@ -147,16 +147,30 @@ class Client:
         return self._stream(api_calls.generate_stream(prompt, model=model, options=options))
 
     def chat(
-        self, messages: Messages, *, model: str | None = None, **options: Unpack[SamplingOptions]
+        self,
+        messages: Messages,
+        *,
+        model: str | None = None,
+        tools: Tools | None = None,
+        tool_choice: ToolChoice | None = None,
+        **options: Unpack[SamplingOptions],
     ) -> Completion:
-        """Answer a chat; a text alone is one turn of the user."""
-        return self._call(api_calls.chat(messages, model=model, options=options))
+        """Answer a chat; a text alone is one turn of the user. Tools are written as OpenAI's JSON."""
+        chat = read_chat(messages, tools=tools, tool_choice=tool_choice)
+        return self._call(api_calls.chat(chat, model=model, options=options))
 
     def chat_stream(
-        self, messages: Messages, *, model: str | None = None, **options: Unpack[SamplingOptions]
+        self,
+        messages: Messages,
+        *,
+        model: str | None = None,
+        tools: Tools | None = None,
+        tool_choice: ToolChoice | None = None,
+        **options: Unpack[SamplingOptions],
     ) -> Stream:
         """Answer a chat, delta by delta. An error before the first delta is raised here."""
-        return self._stream(api_calls.chat_stream(messages, model=model, options=options))
+        chat = read_chat(messages, tools=tools, tool_choice=tool_choice)
+        return self._stream(api_calls.chat_stream(chat, model=model, options=options))
 
     def complete(
         self, prompts: Prompts, *, n: int = 1, model: str | None = None, **options: Unpack[SamplingOptions]
@@ -278,16 +292,30 @@ class AsyncClient:
         return OpeningStream(self._stream(api_calls.generate_stream(prompt, model=model, options=options)))
 
     async def chat(
-        self, messages: Messages, *, model: str | None = None, **options: Unpack[SamplingOptions]
+        self,
+        messages: Messages,
+        *,
+        model: str | None = None,
+        tools: Tools | None = None,
+        tool_choice: ToolChoice | None = None,
+        **options: Unpack[SamplingOptions],
     ) -> Completion:
-        """Answer a chat; a text alone is one turn of the user."""
-        return await self._call(api_calls.chat(messages, model=model, options=options))
+        """Answer a chat; a text alone is one turn of the user. Tools are written as OpenAI's JSON."""
+        chat = read_chat(messages, tools=tools, tool_choice=tool_choice)
+        return await self._call(api_calls.chat(chat, model=model, options=options))
 
     def chat_stream(
-        self, messages: Messages, *, model: str | None = None, **options: Unpack[SamplingOptions]
+        self,
+        messages: Messages,
+        *,
+        model: str | None = None,
+        tools: Tools | None = None,
+        tool_choice: ToolChoice | None = None,
+        **options: Unpack[SamplingOptions],
     ) -> OpeningStream:
         """Answer a chat, delta by delta. An error before the first delta is raised when it opens."""
-        return OpeningStream(self._stream(api_calls.chat_stream(messages, model=model, options=options)))
+        chat = read_chat(messages, tools=tools, tool_choice=tool_choice)
+        return OpeningStream(self._stream(api_calls.chat_stream(chat, model=model, options=options)))
 
     async def complete(
         self, prompts: Prompts, *, n: int = 1, model: str | None = None, **options: Unpack[SamplingOptions]

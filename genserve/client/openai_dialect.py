@@ -11,7 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from genserve.completion import Completion, Delta, FinishReason, StopReason, TokenLogprob, TopTokens, Usage
+from genserve.completion import (
+    Completion,
+    Delta,
+    FinishReason,
+    StopReason,
+    TokenLogprob,
+    ToolCallDelta,
+    TopTokens,
+    Usage,
+    joined_calls,
+)
 from genserve.prompt import Chat
 from genserve.sampling.sampling_params import SamplingParams
 
@@ -55,6 +65,7 @@ def chat_body(chat: Chat, *, model: str | None, params: SamplingParams) -> dict[
     return {
         **({} if model is None else {"model": model}),
         "messages": [message.as_dict() for message in chat.messages],
+        **_tool_fields(chat),
         **_template_fields(chat),
         **params.changed(),
         **({"return_tokens_as_token_ids": True} if _wants_alternatives(params) else {}),
@@ -62,6 +73,33 @@ def chat_body(chat: Chat, *, model: str | None, params: SamplingParams) -> dict[
         "return_token_ids": True,
         "separate_reasoning": False,    # the text is the whole answer, as with `LLM`
     }
+
+
+def _tool_fields(chat: Chat) -> dict[str, Any]:
+    """Return the fields for tools; none without tools."""
+    if not chat.tools:
+        return {}
+    choice: Any = chat.tool_choice
+    if chat.allowed_tools:
+        named = [{"type": "function", "function": {"name": name}} for name in chat.allowed_tools]
+        allowed = {"mode": chat.tool_choice, "tools": named}
+        choice = {"type": "allowed_tools", "allowed_tools": allowed} if choice != "none" else choice
+    return {
+        "tools": [tool.as_dict() for tool in chat.tools],
+        "tool_choice": choice,
+        "parallel_tool_calls": chat.parallel_tool_calls,
+    }
+
+
+def _tool_call(call: Mapping[str, Any]) -> ToolCallDelta:
+    """Return a tool call, or a part of it."""
+    function = call.get("function") or {}
+    return ToolCallDelta(
+        index=call["index"],
+        id=call.get("id") or "",
+        name=function.get("name") or "",
+        arguments=function.get("arguments") or "",
+    )
 
 
 def _template_fields(chat: Chat) -> dict[str, Any]:
@@ -84,8 +122,10 @@ def read_completion(reply: Mapping[str, Any], *, params: SamplingParams) -> Comp
     token_ids, usage = _token_ids(choice), _usage(reply["usage"])
     if params.best_of > 1:  # the usage of the reply includes the discarded answers
         usage = replace(usage, completion_tokens=len(token_ids))
+    calls = choice["message"].get("tool_calls") or ()
     return Completion(
-        text=choice["message"]["content"],
+        text=choice["message"]["content"] or "",
+        tool_calls=joined_calls(_tool_call({**call, "index": i}) for i, call in enumerate(calls)),
         token_ids=token_ids,
         logprobs=_logprobs(choice, params),
         top_logprobs=_top_logprobs(choice, params),
@@ -117,6 +157,7 @@ class ChatChunks:
             self._finish_reason, self._stop_reason = finish_reason_of(choice), choice.get("stop_reason")
         delta = Delta(
             text=choice["delta"].get("content") or "",
+            tool_calls=tuple(map(_tool_call, choice["delta"].get("tool_calls") or ())),
             token_ids=_token_ids(choice),
             logprobs=_logprobs(choice, self._params),
             top_logprobs=_top_logprobs(choice, self._params),
@@ -128,7 +169,7 @@ class ChatChunks:
                 stop_reason=self._stop_reason,
                 usage=_usage(chunk["usage"]),
             )
-        return delta if delta.text or delta.token_ids else None
+        return delta if delta.text or delta.token_ids or delta.tool_calls else None
 
 
 def _token_ids(choice: Mapping[str, Any]) -> tuple[int, ...]:

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from genserve.completion import Completion, FinishReason
-from genserve.prompt import Message, ToolCall
+from genserve.completion import Completion, FinishReason, ToolCallDelta, joined_calls
+from genserve.prompt import Message
 from genserve.text.reasoning_parser import ReasoningParser
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolCallDelta:
-    """The new part of a tool call. The first one of a call has its id and name."""
-
-    index: int              # of the call in the answer
-    arguments: str = ""     # the JSON text that is added to the arguments
-    id: str = ""
-    name: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,16 +82,5 @@ def parsed_message(parser: MessageParser | None, completion: Completion) -> Mess
     delta = parser.push(completion.text, last=True)
     calls = joined_calls(delta.tool_calls)
     return Message(
-        role="assistant", content=delta.content, reasoning_content=delta.reasoning, tool_calls=tuple(calls)
+        role="assistant", content=delta.content, reasoning_content=delta.reasoning, tool_calls=calls
     )
-
-
-def joined_calls(deltas: Iterable[ToolCallDelta]) -> list[ToolCall]:
-    """Join the deltas of an answer's tool calls."""
-    begun: dict[int, list[ToolCallDelta]] = {}
-    for delta in deltas:
-        begun.setdefault(delta.index, []).append(delta)
-    return [
-        ToolCall(id=parts[0].id, name=parts[0].name, arguments="".join(part.arguments for part in parts))
-        for parts in begun.values()
-    ]

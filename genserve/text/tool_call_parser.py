@@ -8,7 +8,8 @@ import string
 from collections.abc import Collection
 from enum import Enum, auto
 
-from genserve.text.message_parser import MessageDelta, ToolCallDelta
+from genserve.completion import ToolCallDelta
+from genserve.text.message_parser import MessageDelta
 from genserve.text.tool_formats import ToolFormat
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")

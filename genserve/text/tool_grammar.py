@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from genserve.prompt import Tool
+from genserve.text.guided_schema import guided_schema
 from genserve.text.tool_formats import ToolFormat
 
 # A text as plain texts and the ids of special tokens.
@@ -96,18 +97,7 @@ class ToolGrammar:
 
 def arguments_schema(tool: Tool) -> dict[str, Any]:
     """Return the schema of a tool's arguments, as llguidance gets it."""
-    schema = {"type": "object", **tool.parameters}
-    return {
-        "additionalProperties": False,
-        **schema,
-        "x-guidance": {
-            "lenient": False,
-            "coerce_one_of": False,
-            "whitespace_flexible": False,
-            "item_separator": ", ",
-            "key_separator": ": ",
-        },
-    }
+    return guided_schema({"type": "object", "properties": {}, **tool.parameters})
 
 
 def _written(parts: Parts) -> str:

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genserve.text.message_parser import MessageParser, joined_calls
+from genserve.completion import joined_calls
+from genserve.text.message_parser import MessageParser
 from genserve.text.reasoning_parser import ReasoningParser
 from genserve.text.tool_call_parser import FormatParser
 from genserve.text.tool_formats import TOOL_FORMATS

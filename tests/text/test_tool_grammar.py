@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from jsonschema import Draft202012Validator
 
+from genserve.completion import joined_calls
 from genserve.errors import InvalidRequest
 from genserve.prompt import Tool
 from genserve.sampling.structured_outputs import structured_outputs
 from genserve.text.grammar_compiler import GrammarCompiler
-from genserve.text.message_parser import joined_calls
 from genserve.text.reasoned_grammar import ReasonedGrammar
 from genserve.text.tokenizer import Tokenizer
 from genserve.text.tool_call_parser import FormatParser

@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic_core import from_json
 from sse_starlette import ServerSentEvent
 
-from genserve.completion import Completion, Delta, FinishReason, Usage, join_deltas
+from genserve.completion import Completion, Delta, FinishReason, ToolCallDelta, Usage, join_deltas
 from genserve.errors import ContextLengthExceeded, GenserveError, InvalidRequest
 from genserve.log import CURRENT_REQUEST
 from genserve.prompt import Chat
@@ -27,7 +27,7 @@ from genserve.server.request_body import StrictRoute
 from genserve.server.routes.messages_body import MessagesBody, PromptFields
 from genserve.server.services import SharedServices
 from genserve.server.sse_response import EventStream, event
-from genserve.text.message_parser import MessageDelta, MessageParser, ToolCallDelta, parsed_message
+from genserve.text.message_parser import MessageDelta, MessageParser, parsed_message
 from genserve.textmodel.text_model import TextModel
 
 router = APIRouter(prefix="/v1", route_class=StrictRoute, tags=["Anthropic"])

@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from genserve.completion import Completion, Delta, FinishReason
+from genserve.completion import Completion, Delta, FinishReason, ToolCallDelta
 from genserve.prompt import Message
 from genserve.server.error_responses import OPENAI_ERRORS, ErrorFormats
 from genserve.server.generation_handler import SubmittedRequest, handle_generation
@@ -18,7 +18,7 @@ from genserve.server.routes.logprob_formats import ID_PREFIX, TokenScores, promp
 from genserve.server.routes.openai_chat_body import ChatBody
 from genserve.server.routes.openai_protocol import FINISH_REASONS, OpenAIFrames, choose, head
 from genserve.server.services import SharedServices
-from genserve.text.message_parser import MessageParser, ToolCallDelta, parsed_message
+from genserve.text.message_parser import MessageParser, parsed_message
 from genserve.textmodel.text_model import TextModel
 
 router = APIRouter(prefix="/v1", route_class=StrictRoute, tags=["OpenAI"])
