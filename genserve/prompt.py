@@ -222,7 +222,7 @@ def _read_message(message: Message | Mapping[str, Any], index: int) -> Message:
     for key in given:
         require(key in _MESSAGE_KEYS, place, f"has the unknown key {str(key)[:64]!r}")
     require("content" in given or "tool_calls" in given, f"{place}.content", "is missing")
-    with _inside(place):
+    with inside(place):
         written = given.pop("tool_calls", ())
         require(isinstance(written, Sequence), "tool_calls", "must be a list")
         calls = tuple(_read_tool_call(call, index) for index, call in enumerate(written))
@@ -238,7 +238,7 @@ def _read_tool_call(call: ToolCall | Mapping[str, Any], index: int) -> ToolCall:
     for name in ("name", "arguments"):
         require(isinstance(function.get(name), str), f"{place}.function.{name}", "must be text")
     read = ToolCall(id=str(call.get("id") or ""), name=function["name"], arguments=function["arguments"])
-    with _inside(f"{place}.function"):
+    with inside(f"{place}.function"):
         read.parsed_arguments()
     return read
 
@@ -252,8 +252,8 @@ def _function_of(item: Any, place: str) -> Mapping[str, Any]:
 
 
 @contextmanager
-def _inside(place: str) -> Iterator[None]:
-    """Put the place in front of the field that an error names."""
+def inside(place: str) -> Iterator[None]:
+    """Put the place in front of the field that an error names; raises InvalidRequest."""
     try:
         yield
     except InvalidRequest as error:
@@ -274,7 +274,7 @@ def _read_tool(tool: Tool | Mapping[str, Any], index: int) -> Tool:
         return tool
     place = f"tools[{index}]"
     function = _function_of(tool, place)
-    with _inside(f"{place}.function"):
+    with inside(f"{place}.function"):
         return Tool(
             name=function.get("name") or "",
             description=function.get("description") or "",

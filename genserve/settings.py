@@ -273,6 +273,10 @@ class ServerSettings:
     grpc_header_forward_pattern: str = _flag(
         "", _CLIENTS, "Same for the metadata of gRPC.", validate=_compile
     )
+    response_store_byte_size: int = _flag(
+        64 * 2**20, _CLIENTS,
+        "Maximum size of the responses that /v1/responses stores, bytes; 0: none are stored.", minimum=0,
+    )
     http_max_input_size: int = _flag(
         64 * 2**20, _CLIENTS, "Maximum size of the JSON of one KServe request, bytes.", minimum=1
     )

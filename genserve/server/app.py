@@ -14,14 +14,14 @@ from genserve.errors import GenserveError
 from genserve.server.access_control import AccessControl, check_restriction, parse_restrictions
 from genserve.server.access_log import CLIENT_CLOSED_REQUEST, AccessLog
 from genserve.server.error_responses import ErrorResponses
-from genserve.server.routes import docs_page, health, messages, openai, openai_completions, tgi
+from genserve.server.routes import docs_page, health, messages, openai, openai_completions, responses, tgi
 from genserve.server.routes.kserve import KServe, is_kserve, part_of
 from genserve.server.services import Services
 from genserve.server.sse_response import ClientLeft
 from genserve.version import __version__
 
 # In the order of the page at /docs. A dialect is a module with a `router`, and the format of its `ERRORS`.
-_DIALECTS = (openai, openai_completions, messages, tgi)
+_DIALECTS = (openai, responses, openai_completions, messages, tgi)
 
 
 def create_app(services: Services) -> FastAPI:
@@ -102,7 +102,7 @@ def _part_of_others(scope: Scope) -> str:
         return "health"
     if path == "/info" or path.startswith("/v1/models"):
         return "metadata"
-    return "inference" if scope["method"] == "POST" else ""
+    return "inference" if scope["method"] == "POST" or path.startswith("/v1/responses") else ""
 
 
 async def _on_client_left(_request: Request, _error: Exception) -> Response:

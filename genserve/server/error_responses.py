@@ -31,6 +31,7 @@ from genserve.errors import (
 from genserve.log import fail_request
 from genserve.redaction import redacted_error
 from genserve.server.request_body import BodyTooLarge
+from genserve.server.response_store import ResponseNotFound
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ _STATUSES: Mapping[type[GenserveError], _Statuses] = {
     Unauthenticated: _Statuses(401, 401, "authentication", 401, "UNAUTHENTICATED"),
     Forbidden: _Statuses(403, 403, "authentication", 403, "UNAVAILABLE"),
     UnsupportedMediaType: _Statuses(415, 415, "validation", 415, "INVALID_ARGUMENT"),
+    ResponseNotFound: _Statuses(404, 404, "validation", 404, "NOT_FOUND"),
     ModelNotFound: _Statuses(404, 404, "validation", 404, "NOT_FOUND"),
     ModelNotReady: _Statuses(503, 503, "overloaded", 503, "UNAVAILABLE"),
     Overloaded: _Statuses(429, 429, "overloaded", 429, "RESOURCE_EXHAUSTED"),

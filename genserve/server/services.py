@@ -18,6 +18,7 @@ from genserve.redaction import redact_repositories
 from genserve.repository.model_versions import ModelState
 from genserve.repository.repository import Repository
 from genserve.server.offload import start_daemon
+from genserve.server.response_store import ResponseStore
 from genserve.server.running_inference import ResponseDispatcher
 from genserve.settings import ServerSettings
 
@@ -65,6 +66,7 @@ class Services:
     trace_settings: TraceSettings = field(init=False)
     log_settings: LogSettings = field(init=False)
     readiness: Readiness = field(init=False)
+    responses: ResponseStore = field(init=False)
     _sink: EventLoopSink | None = None
     _response_dispatcher: ResponseDispatcher | None = None
 
@@ -75,6 +77,7 @@ class Services:
         self.trace_settings = TraceSettings(read_trace_config(self.settings.trace_config))
         self.readiness = Readiness(self.repository)
         self.log_settings = LogSettings(self.settings)
+        self.responses = ResponseStore(max_bytes=self.settings.response_store_byte_size)
 
     async def is_ready(self) -> bool:
         """Whether the server accepts requests and every model that it should load is ready.

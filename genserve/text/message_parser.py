@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -58,6 +59,10 @@ class MessageParser:
         called = self._tools.push(content, last=last)
         self.has_calls = self.has_calls or bool(called.tool_calls)
         return MessageDelta(reasoning=reasoning, content=called.content, tool_calls=called.tool_calls)
+
+    def num_reasoning_tokens(self, token_ids: Sequence[int]) -> int:
+        """Return how many of the tokens of the whole answer are reasoning; after the last piece."""
+        return 0 if self._reasoning is None else self._reasoning.num_tokens(token_ids)
 
     def without_reasoning(self) -> MessageParser | None:
         """Return a parser that leaves reasoning in the content; None: all of the text is content."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -31,9 +32,12 @@ class ReasoningParser:
 
     Args:
         begun: the prompt ends with the tag that begins the thought.
+        tag_ids: of the tokens of both tags.
     """
 
-    def __init__(self, *, begun: bool = False) -> None:
+    def __init__(self, *, begun: bool = False, tag_ids: tuple[int, int] = (-1, -1)) -> None:
+        self._begun = self._found = begun
+        self._tag_ids = tag_ids
         self._state = _State.INSIDE if begun else _State.BEFORE
         self._held = ""
         self._strip_start = True    # of the reasoning, or of the content after it, nothing was returned yet
@@ -46,10 +50,25 @@ class ReasoningParser:
         reasoning = self._read_reasoning(last=last) if self._state is _State.INSIDE else ""
         return ReasoningDelta(reasoning=reasoning, content=self._read_content())
 
+    def num_tokens(self, token_ids: Sequence[int]) -> int:
+        """Return how many tokens of the answer are reasoning, without the tags; after the last piece.
+
+        Args:
+            token_ids: of the whole answer.
+        """
+        if not self._found:
+            return 0
+        start, end = self._tag_ids
+        first = token_ids.index(start) + 1 if start in token_ids and not self._begun else 0
+        try:
+            return token_ids.index(end, first) - first
+        except ValueError:      # the answer ended before its reasoning did
+            return len(token_ids) - first
+
     def _read_start(self, *, last: bool) -> None:
         text = self._held.lstrip()
         if text.startswith(START):
-            self._state, self._held = _State.INSIDE, text.removeprefix(START)
+            self._state, self._held, self._found = _State.INSIDE, text.removeprefix(START), True
         elif last or not START.startswith(text):
             self._state, self._strip_start = _State.AFTER, False
 

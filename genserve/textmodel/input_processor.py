@@ -49,7 +49,7 @@ class ReasoningTokens:
             return None
         if params.structured_outputs is not None or params.output_parser is not None:
             return None
-        return ReasoningParser(begun=begun)
+        return ReasoningParser(begun=begun, tag_ids=(self._start_id, self._end_id))
 
     def budget(self, context: PluginContext, *, begun: bool) -> list[tuple[str, LogitsProcessor]]:
         """Return the named processor that enforces the request's budget for reasoning; empty: it has none.

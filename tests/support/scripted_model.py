@@ -48,6 +48,9 @@ def scripted_repository(
         for key, answer in scripts.items()
     ]
     (root / "tiny_decoder" / "1" / "model.py").write_text(_DECODER.replace("{scripts}", repr(written)))
+    # Drafts would make deltas of several tokens, now and then.
+    with (root / "tiny_logits" / "config.pbtxt").open("a") as config:
+        config.write('parameters [ { key: "speculation" value: { string_value: "none" } } ]\n')
     if template:
         (root / "tiny_tokenizer" / "1" / "chat_template.jinja").write_text(template)
     return root

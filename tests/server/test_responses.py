@@ -1,0 +1,446 @@
+"""The Responses API over a real socket: golden streams, openai-python, bad requests."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import httpx2
+import openai
+import pytest
+from openai.types.responses import Response, ResponseItemList, ResponseStreamEvent
+from pydantic import BaseModel
+
+from genserve.prompt import Chat, Message, Tool, ToolCall
+from tests.support.live_server import LiveServer
+from tests.support.scripted_model import FAILS, scripted_repository
+
+RECORDED = Path(__file__).with_name("recorded")
+TEXT, THOUGHT, FAILURE, OBJECT, CALLS, CALLED = "1", "2", "3", "4", "5", "6"
+SCRIPTS = {
+    TEXT: "Hello \u00e9.",
+    THOUGHT: "<think>\nhm, <thin\n</think>\n\nno.",
+    FAILURE: f"<think>a</think>so{FAILS}",
+    OBJECT: '{"name": "Bob", "age": 5}',
+    CALLS: "<think>hm</think>Wait.\n<tool_call>\n"
+    '{"name": "look", "arguments": {"place": "here"}}\n</tool_call>\n<tool_call>\n'
+    '{"name": "look", "arguments": {"place": "there"}}\n</tool_call>',
+    CALLED: "It is there.",
+}
+TEMPLATE = """
+{%- if tools %}{{ '<|im_start|>system\n<tool_call>' }}
+{%- for tool in tools %}{{ tool.function.name + ' ' }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}
+{%- for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}
+{%- if message.reasoning_content %}{{ '[' + message.reasoning_content + ']' }}{% endif %}
+{{- message.content or '' }}
+{%- for call in message.tool_calls or [] %}{{ '<tool_call>' + call.function.name }}{% endfor %}
+{{- '<|im_end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+# Fields that OpenAI's answers have, and its Python types lack.
+UNTYPED = {"store", "frequency_penalty", "presence_penalty"}
+MESSAGE = {"role": "user", "content": TEXT}
+CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+OUTPUT = {"type": "function_call_output", "call_id": "c"}
+TOOL = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}
+LOOK = {
+    "type": "function",
+    "name": "look",
+    "description": "Look somewhere.",
+    "parameters": {
+        "type": "object",
+        "properties": {"place": {"type": "string"}},
+        "required": ["place"],
+        "additionalProperties": False,
+    },
+    "strict": True,
+}
+EVENTS = {
+    get_args(event.model_fields["type"].annotation)[0]: event
+    for event in get_args(get_args(ResponseStreamEvent)[0])
+}
+
+
+@pytest.fixture(scope="module")
+def server(tiny_repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    root = tmp_path_factory.mktemp("scripted") / "repository"
+    with LiveServer(scripted_repository(tiny_repository, root, SCRIPTS, template=TEMPLATE)) as server:
+        yield server
+
+
+@pytest.fixture
+def http(server: LiveServer) -> Iterator[httpx2.Client]:
+    with httpx2.Client(base_url=server.url, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture
+def client(server: LiveServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def create(http: httpx2.Client, **body: Any) -> dict[str, Any]:
+    answer = http.post("/v1/responses", json={"input": TEXT, **body})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def stream(http: httpx2.Client, **body: Any) -> str:
+    answer = http.post("/v1/responses", json={"input": TEXT, "stream": True, **body})
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    return answer.text
+
+
+def events_of(text: str) -> list[dict[str, Any]]:
+    blocks = [block.split("\n") for block in text.removesuffix("\n\n").split("\n\n")]
+    events = [json.loads(data.removeprefix("data: ")) for _, data in blocks]
+    assert [name for name, _ in blocks] == [f"event: {event['type']}" for event in events]
+    return events
+
+
+def without_ids(text: str) -> str:
+    """Number the ids in their order, and clear the times."""
+    numbers: dict[str, int] = {}
+    named = re.sub(
+        r"\b(resp|msg|rs|fc|call)_[0-9a-f]{24,32}\b",
+        lambda found: f"{found[1]}_{numbers.setdefault(found[0], len(numbers))}",
+        text,
+    )
+    return re.sub(r'("(?:created|completed)_at"): \d{10}\b', r"\1: 0", named)
+
+
+def assert_typed(kind: type[BaseModel], data: dict[str, Any]) -> None:
+    """Validate an object by openai-python's type, strictly, and without fields that the type lacks."""
+    assert_no_extras(kind.model_validate_json(json.dumps(data), strict=True))
+
+
+def assert_no_extras(value: Any) -> None:
+    if isinstance(value, BaseModel):
+        allowed = UNTYPED if isinstance(value, Response) else set()
+        assert set(value.model_extra or ()) <= allowed, type(value)
+        if isinstance(value, Response):
+            assert value.model_fields_set >= type(value).model_fields.keys()
+        for name in value.model_fields_set:
+            assert_no_extras(getattr(value, name, None))
+    elif isinstance(value, list):
+        for one in value:
+            assert_no_extras(one)
+
+
+@pytest.mark.parametrize(
+    ("name", "body"),
+    [
+        ("text", {"input": TEXT}),
+        ("reasoning", {"input": THOUGHT}),
+        ("incomplete", {"input": THOUGHT, "max_output_tokens": 4}),
+        ("calls", {"input": CALLS, "tools": [LOOK]}),
+        ("failed", {"input": FAILURE}),
+    ],
+)
+def test_a_stream_has_the_recorded_bytes_and_the_types_of_openai(http, name, body):
+    text = stream(http, **body, cache_salt=name)    # no cached tokens, whatever ran before
+    assert without_ids(text) == (RECORDED / f"responses_{name}.sse").read_text(encoding="utf-8")
+    events = events_of(text)
+    for number, event in enumerate(events):
+        assert event["sequence_number"] == number
+        assert_typed(EVENTS[event["type"]], event)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"input": TEXT},
+        {"input": THOUGHT},
+        {"input": THOUGHT, "max_output_tokens": 4},
+        {"input": CALLS, "tools": [LOOK]},
+        {"input": CALLS, "tools": [LOOK], "max_output_tokens": 60},
+    ],
+)
+def test_a_whole_response_is_what_the_last_event_of_its_stream_has(http, body):
+    whole = create(http, **body)
+    assert_typed(Response, whole)
+    last = events_of(stream(http, **body))[-1]["response"]
+    for response in (whole, last):
+        del response["usage"]["input_tokens_details"]   # depends on earlier requests
+    assert without_ids(json.dumps(whole)) == without_ids(json.dumps(last))
+
+
+def test_reasoning_is_an_item_and_its_tokens_are_counted(http, server):
+    response = create(http, input=THOUGHT)
+    reasoning, message = response["output"]
+    assert reasoning["content"] == [{"type": "reasoning_text", "text": "hm, <thin"}]
+    assert message["content"][0]["text"] == "no."
+    encode = server.model.tokenizer.encode
+    assert response["usage"]["output_tokens_details"]["reasoning_tokens"] == len(encode("\nhm, <thin\n"))
+
+
+@pytest.mark.parametrize("remembers", [True, False])
+def test_the_client_runs_a_loop_of_function_calls(client, server, remembers):
+    first = client.responses.create(model="tiny", input=CALLS, tools=[LOOK], store=remembers)
+    calls = [item for item in first.output if item.type == "function_call"]
+    assert [json.loads(call.arguments) for call in calls] == [{"place": "here"}, {"place": "there"}]
+    results = [
+        {"type": "function_call_output", "call_id": call.call_id, "output": f"nothing. {CALLED}"}
+        for call in calls
+    ]
+    if remembers:
+        second = client.responses.create(
+            model="tiny", input=results, tools=[LOOK], previous_response_id=first.id
+        )
+    else:
+        items = [{"role": "user", "content": CALLS}, *first.output, *results]
+        second = client.responses.create(model="tiny", input=items, tools=[LOOK], store=False)
+    assert second.output_text == SCRIPTS[CALLED]
+    messages = (
+        Message(role="user", content=CALLS),
+        Message(
+            role="assistant",
+            content="Wait.",
+            reasoning_content="hm",
+            tool_calls=tuple(
+                ToolCall(id=call.call_id, name="look", arguments=call.arguments) for call in calls
+            ),
+        ),
+        *(
+            Message(role="tool", content=f"nothing. {CALLED}", tool_call_id=call.call_id, name="look")
+            for call in calls
+        ),
+    )
+    tool = Tool(name="look", description=LOOK["description"], parameters=LOOK["parameters"])
+    prompt = server.model.tokenizer.encode_chat(Chat(messages=messages, tools=(tool,)))
+    assert second.usage.input_tokens == len(prompt)
+
+
+def test_a_response_repeats_the_parameters_of_its_request(http):
+    asked = {
+        "instructions": "Be brief.",
+        "max_output_tokens": 50,
+        "max_tool_calls": 3,
+        "metadata": {"a": "b"},
+        "parallel_tool_calls": False,
+        "prompt_cache_key": "key",
+        "reasoning": {"effort": "low", "summary": "auto"},
+        "safety_identifier": "me",
+        "store": False,
+        "temperature": 0.5,
+        "text": {"format": {"type": "text"}, "verbosity": "low"},
+        "tool_choice": "none",
+        "top_p": 0.5,
+        "truncation": "auto",
+        "user": "you",
+    }
+    response = create(http, **asked)
+    assert {name: response[name] for name in asked} == asked
+    assert_typed(Response, response)
+
+
+def test_fields_without_effect_are_named_in_the_header(http):
+    body = {"reasoning": {"effort": "low"}, "text": {"verbosity": "low"}, "service_tier": "auto", "colour": 1}
+    answer = http.post("/v1/responses", json={"input": TEXT, **body})
+    assert answer.headers["x-genserve-ignored"] == "colour,reasoning,service_tier,text.verbosity"
+
+
+def test_the_clients_stream_helper_collects_the_response(client):
+    with client.responses.stream(model="tiny", input=THOUGHT) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_response()
+    assert kinds[:2] == ["response.created", "response.in_progress"]
+    assert kinds[-1] == "response.completed"
+    assert final.output_text == "no."
+    assert final.output[0].content[0].text == "hm, <thin"
+
+
+class Person(BaseModel):
+    name: str
+    age: int
+
+
+def test_the_client_parses_structured_text(client):
+    parsed = client.responses.parse(
+        model="tiny", input=OBJECT, text_format=Person
+    )
+    assert parsed.output_parsed == Person(name="Bob", age=5)
+
+
+def test_a_response_is_stored_until_it_is_deleted(client):
+    created = client.responses.create(model="tiny", input=TEXT)
+    assert client.responses.retrieve(created.id) == created
+    with pytest.raises(openai.BadRequestError, match="background"):
+        client.responses.cancel(created.id)
+    client.responses.delete(created.id)
+    for call in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
+        with pytest.raises(openai.NotFoundError):
+            call(created.id)
+    with pytest.raises(openai.NotFoundError):
+        list(client.responses.input_items.list(created.id))
+
+
+def test_a_response_of_a_stream_is_stored_with_its_last_event(client):
+    events = client.responses.create(model="tiny", input=TEXT, stream=True)
+    final = list(events)[-1].response
+    assert client.responses.retrieve(final.id) == final
+
+
+def test_a_response_is_not_stored_if_the_request_says_so(client):
+    created = client.responses.create(model="tiny", input=TEXT, store=False)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(created.id)
+
+
+def test_a_response_continues_an_earlier_one_without_its_instructions(http, server):
+    first = create(http, input=THOUGHT, instructions="Rhyme.")
+    second = create(http, input=TEXT, previous_response_id=first["id"], instructions="Sing.")
+    messages = (
+        Message(role="system", content="Sing."),
+        Message(role="user", content=THOUGHT),
+        Message(role="assistant", content="no.", reasoning_content="hm, <thin"),
+        Message(role="user", content=TEXT),
+    )
+    expected = server.model.tokenizer.encode_chat(Chat(messages=messages))
+    assert second["usage"]["input_tokens"] == len(expected)
+
+
+def test_a_response_can_be_continued_after_the_earlier_ones_are_deleted(client):
+    first = client.responses.create(model="tiny", input=TEXT)
+    second = client.responses.create(model="tiny", input=OBJECT, previous_response_id=first.id)
+    client.responses.delete(first.id)
+    third = client.responses.create(model="tiny", input=TEXT, previous_response_id=second.id)
+    texts = [item.content[0].text for item in client.responses.input_items.list(third.id, order="asc")]
+    assert texts == [TEXT, SCRIPTS[TEXT], OBJECT, SCRIPTS[OBJECT], TEXT]
+
+
+def test_an_item_of_a_stored_response_can_be_referenced(http):
+    first = create(http, input=THOUGHT)
+    references = [{"type": "item_reference", "id": item["id"]} for item in first["output"]]
+    user = {"role": "user", "content": TEXT}
+    by_reference = create(http, input=[user, *references, user])
+    whole = create(http, input=[user, *first["output"], user])
+    assert by_reference["usage"]["input_tokens"] == whole["usage"]["input_tokens"]
+
+
+def test_input_items_come_in_pages(http):
+    inputs = [{"role": "user", "content": text} for text in ("1", "2", "4")]
+    url = f"/v1/responses/{create(http, input=inputs)['id']}/input_items"
+    newest = http.get(url, params={"limit": 2}).json()
+    assert_typed(ResponseItemList, newest)
+    assert [item["content"][0]["text"] for item in newest["data"]] == ["4", "2"]
+    assert newest["has_more"]
+    rest = http.get(url, params={"after": newest["last_id"]}).json()
+    assert [item["content"][0]["text"] for item in rest["data"]] == ["1"]
+    assert not rest["has_more"]
+    assert http.get(url, params={"after": "msg_none"}).json()["error"]["param"] == "after"
+    assert http.get(url, params={"limit": 0}).status_code == 400
+
+
+def test_a_message_that_is_incomplete_is_continued(http):
+    items = [MESSAGE, {"role": "assistant", "content": "Well", "status": "incomplete"}]
+    continued = create(http, input=items)["usage"]["input_tokens"]
+    items[1]["status"] = "completed"
+    assert continued < create(http, input=items)["usage"]["input_tokens"]
+
+
+def test_an_input_that_is_too_long_is_truncated_on_request(http):
+    long = "word " * 300 + TEXT
+    assert create(http, input=long, truncation="auto")["usage"]["input_tokens"] == 255
+    rejected = http.post("/v1/responses", json={"input": long})
+    assert (rejected.status_code, rejected.json()["error"]["param"]) == (400, "input")
+
+
+def test_log_probabilities_are_those_of_the_message(tiny_server):
+    include = ["message.output_text.logprobs"]
+    body = {"input": "hi", "temperature": 0, "max_output_tokens": 8, "include": include, "top_logprobs": 2}
+    with httpx2.Client(base_url=tiny_server.url, timeout=60) as http:
+        response = create(http, **body)
+        events = events_of(stream(http, **body))
+        chat = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 8}
+        answer = http.post("/v1/chat/completions", json=chat | {"logprobs": True, "top_logprobs": 2}).json()
+    assert_typed(Response, response)
+    [part] = response["output"][0]["content"]
+    scored = answer["choices"][0]["logprobs"]["content"]
+    assert [one["logprob"] for one in part["logprobs"]] == [one["logprob"] for one in scored]
+    assert "".join(one["token"] for one in part["logprobs"]) == part["text"]
+    deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+    for event in events:
+        assert_typed(EVENTS[event["type"]], event)
+    streamed = [one["logprob"] for event in deltas for one in event["logprobs"]]
+    assert streamed == [one["logprob"] for one in part["logprobs"]]
+
+
+def test_nothing_is_stored_if_the_store_has_no_size(tiny_repository):
+    with LiveServer(tiny_repository, response_store_byte_size=0) as server:
+        body = {"input": "hi", "max_output_tokens": 1}
+        response = httpx2.post(f"{server.url}/v1/responses", json=body).json()
+        assert response["store"] is False
+        assert httpx2.get(f"{server.url}/v1/responses/{response['id']}").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "status"),
+    [
+        ({"model": "nobody"}, "model", 404),
+        ({"input": None}, "input", 400),
+        ({"input": []}, "input", 400),
+        ({"input": 3}, "input", 400),
+        ({"input": [3]}, "input[0]", 400),
+        ({"input": [{"type": "message", "content": "hi"}]}, "input[0].role", 400),
+        ({"input": [{"role": "tool", "content": "hi"}]}, "input[0].role", 400),
+        ({"input": [{"role": "user"}]}, "input[0].content", 400),
+        ({"input": [MESSAGE, {"role": "user", "content": [{"type": "input_image"}]}]},
+         "input[1].content[0].type", 400),
+        ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text", 400),
+        ({"input": [{"type": "web_search_call", "id": "ws_1"}]}, "input[0].type", 400),
+        ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input[0].arguments", 400),
+        ({"input": [CALL | {"arguments": "{"}]}, "input[0].arguments", 400),
+        ({"input": [MESSAGE, OUTPUT | {"output": "x"}]}, "input[1].call_id", 400),
+        ({"input": [CALL, OUTPUT]}, "input[1].output", 400),
+        ({"input": [CALL, OUTPUT | {"output": [{"type": "input_file"}]}]}, "input[1].output[0].type", 400),
+        ({"input": [{"type": "item_reference", "id": "msg_none"}]}, "input[0].id", 404),
+        ({"input": [{}]}, "input[0]", 400),
+        ({"previous_response_id": "resp_none"}, "previous_response_id", 400),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", 400),
+        ({"tools": [{"type": "function"}]}, "tools[0].name", 400),
+        ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name", 400),
+        ({"tools": [TOOL, TOOL]}, "tools", 400),
+        ({"tools": [TOOL], "tool_choice": {"type": "web_search"}}, "tool_choice", 400),
+        ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice", 400),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice", 400),
+        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [3]}},
+         "tool_choice", 400),
+        ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice", 400),
+        ({"tool_choice": "required"}, "tool_choice", 400),
+        ({"text": {"format": {"type": "xml"}}}, "text.format", 400),
+        ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name", 400),
+        ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema", 400),
+        ({"text": {"format": {"type": "json_schema", "name": "a", "schema": 3}}}, "text.format.schema", 400),
+        ({"text": {"verbosity": "loud"}}, "text.verbosity", 400),
+        ({"reasoning": {"effort": "huge"}}, "reasoning.effort", 400),
+        ({"include": ["everything"]}, "include[0]", 400),
+        ({"max_output_tokens": 0}, "max_output_tokens", 400),
+        ({"max_output_tokens": 10**6}, "max_output_tokens", 400),
+        ({"top_logprobs": 21}, "top_logprobs", 400),
+        ({"temperature": -1}, "temperature", 400),
+        ({"truncation": "some"}, "truncation", 400),
+        ({"metadata": {"a": 3}}, "metadata.a", 400),
+        ({"background": True}, "background", 400),
+        ({"conversation": "conv_1"}, "conversation", 400),
+        ({"prompt": {"id": "p"}}, "prompt", 400),
+        ({"max_tokens": 3}, "max_tokens", 400),
+        ({"response_format": {"type": "json_object"}}, "response_format", 400),
+        ({"messages": [MESSAGE]}, "messages", 400),
+    ],
+)  # fmt: skip
+def test_a_bad_request_is_a_4xx_that_names_the_field(http, change, param, status):
+    for streams in (False, True):
+        answer = http.post("/v1/responses", json={"input": TEXT, "stream": streams, **change})
+        assert answer.status_code == status, answer.text
+        error = answer.json()["error"]
+        assert error["param"] == param
+        assert error["message"]
+
+
+def test_a_missing_earlier_response_has_the_code_of_openai(http):
+    answer = http.post("/v1/responses", json={"input": "hi", "previous_response_id": "resp_none"})
+    assert answer.json()["error"]["code"] == "previous_response_not_found"
