@@ -14,14 +14,24 @@ from genserve.errors import GenserveError
 from genserve.server.access_control import AccessControl, check_restriction, parse_restrictions
 from genserve.server.access_log import CLIENT_CLOSED_REQUEST, AccessLog
 from genserve.server.error_responses import ErrorResponses
-from genserve.server.routes import docs_page, health, messages, openai, openai_completions, responses, tgi
+from genserve.server.routes import (
+    docs_page,
+    health,
+    messages,
+    ollama,
+    openai,
+    openai_completions,
+    responses,
+    tgi,
+)
 from genserve.server.routes.kserve import KServe, is_kserve, part_of
 from genserve.server.services import Services
 from genserve.server.sse_response import ClientLeft
 from genserve.version import __version__
 
 # In the order of the page at /docs. A dialect is a module with a `router`, and the format of its `ERRORS`.
-_DIALECTS = (openai, responses, openai_completions, messages, tgi)
+_DIALECTS = (openai, responses, openai_completions, messages, ollama, tgi)
+_METADATA_PATHS = ("/info", "/v1/models", "/api/tags", "/api/ps", "/api/show", "/api/version")
 
 
 def create_app(services: Services) -> FastAPI:
@@ -100,7 +110,7 @@ def _part_of_others(scope: Scope) -> str:
     path = scope["path"]
     if path == "/health":
         return "health"
-    if path == "/info" or path.startswith("/v1/models"):
+    if path.startswith(_METADATA_PATHS):
         return "metadata"
     return "inference" if scope["method"] == "POST" or path.startswith("/v1/responses") else ""
 

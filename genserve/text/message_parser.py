@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
+
+from pydantic_core import from_json
 
 from genserve.completion import Completion, FinishReason, ToolCallDelta, joined_calls
 from genserve.prompt import Message
@@ -89,3 +91,12 @@ def parsed_message(parser: MessageParser | None, completion: Completion) -> Mess
     return Message(
         role="assistant", content=delta.content, reasoning_content=delta.reasoning, tool_calls=calls
     )
+
+
+def arguments_so_far(text: str) -> dict[str, Any]:
+    """Return the arguments of a call; of cut ones, what there is. Text that is no JSON object has none."""
+    try:
+        read = from_json(text, allow_partial=True)
+    except ValueError:
+        return {}
+    return read if isinstance(read, dict) else {}

@@ -40,6 +40,7 @@ class TextModel:
         precision: of the weights, from the file's metadata.
         vocab_size: length of a row of logits.
         loaded_s: wall-clock time of the load, seconds since 1970.
+        weights_bytes: size of the files of the logits stage.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class TextModel:
         plugins: Plugins,
         logits: LoadedLogits,
         loaded_s: float,
+        weights_bytes: int,
     ) -> None:
         self.name = name
         self.tokenizer = tokenizer
@@ -63,6 +65,7 @@ class TextModel:
         self.kv_cache_bytes = logits.kv_cache_bytes
         self.precision = logits.metadata.get("genserve.precision", "unknown")
         self.loaded_s = loaded_s
+        self.weights_bytes = weights_bytes
         self._inputs = InputProcessor(
             name=name, tokenizer=tokenizer, engine=engine, plugins=plugins, logits=logits
         )

@@ -72,6 +72,7 @@ def load_text_model(name: str, stages: Stages, *, draft: Stages | None, limits: 
         plugins=decoding.plugins,
         logits=logits,
         loaded_s=time.time(),
+        weights_bytes=sum(file.stat().st_size for file in stages["logits"].folder.rglob("*")),
     )
 
 

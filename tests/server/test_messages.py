@@ -17,9 +17,12 @@ SCRIPTS = {
     "#2": "<think>\n?!\n</think>\n\n12",
     "#3": "12" + FAILS,
     "#4": "1" * 400,
+    "#5": '12<tool_call>\n{"name": "add", "arguments": {"a": 12}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "sub", "arguments": {}}\n</tool_call>',
 }
 # Shows what it is given; `enable_thinking` is a variable, as in Qwen's.
 TEMPLATE = (
+    "{% if tools %}<tool_call>{% endif %}"
     "{% for m in messages %}[{{ m.role }}"
     "{% if m.name %} {{ m.name }}{% endif %}{% if m.tool_call_id %} {{ m.tool_call_id }}{% endif %}: "
     "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content }}"
@@ -28,6 +31,8 @@ TEMPLATE = (
     "{% if add_generation_prompt %}[assistant: {% endif %}"
     "{% if enable_thinking is defined and not enable_thinking %}-{% endif %}"
 )
+NUMBER = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+TOOLS = [{"name": "add", "input_schema": NUMBER}, {"name": "sub", "input_schema": {"type": "object"}}]
 HEAD = '"id": "msg_1", "type": "message", "role": "assistant", "model": "tiny"'
 
 
@@ -165,6 +170,31 @@ def test_an_error_in_the_middle_of_a_stream_is_an_event(http):
     assert body["request_id"]
 
 
+def test_a_streamed_tool_use_byte_for_byte(http):
+    written = stream(http, "#5", tools=TOOLS, max_tokens=128)
+    ids = re.findall("call_[0-9a-f]{24}", written)
+    expected = start(29) + text_block(0, "1", "2")
+    called = zip(ids, ("add", "sub"), ('{"a": 12}', "{}"), strict=True)
+    for index, (call, name, arguments) in enumerate(called, 1):
+        begun = f'{{"type": "tool_use", "id": "{call}", "name": "{name}", "input": {{}}}}'
+        parts = (f'{{"type": "input_json_delta", "partial_json": {json.dumps(text)}}}' for text in arguments)
+        expected += block(index, begun, *parts)
+    assert written == expected + end("tool_use", 29, 116)
+
+
+def test_a_whole_answer_has_the_calls_of_the_stream(http):
+    written = answer(http, "#5", tools=TOOLS, max_tokens=128)
+    [_, *calls] = written["content"]
+    assert written["content"][0] == {"type": "text", "text": "12"}
+    assert [(call["type"], call["name"], call["input"]) for call in calls] == [
+        ("tool_use", "add", {"a": 12}), ("tool_use", "sub", {})
+    ]
+    assert written["stop_reason"] == "tool_use"
+    cut = answer(http, "#5", tools=TOOLS, max_tokens=51)
+    assert cut["stop_reason"] == "max_tokens"
+    assert cut["content"][1]["input"] == {"a": 12}
+
+
 def test_a_whole_answer_has_its_thought_and_its_stop(http):
     thought = {"type": "thinking", "thinking": "?!", "signature": "unsigned"}
     written = answer(http, "#2", stop_sequences=["2"])
@@ -275,6 +305,7 @@ RESULT = {"type": "tool_result", "tool_use_id": "1"}
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "'web_search_20250305'"),
         ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name"),
         ({"tools": [{"name": "a"}]}, "tools[0].input_schema"),
+        ({"tools": [{"name": "a", "input_schema": {"type": "string"}}]}, "tools[0].input_schema"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tools": [{"name": "a", "input_schema": {}}], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"container": {"id": "c"}}, "container"),

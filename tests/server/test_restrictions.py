@@ -16,7 +16,7 @@ from tests.support.python_models import write_model
 
 PARTS = {
     "health": ["GET /v2/health/ready", "GET /v2/models/one/ready", "GET /health"],
-    "metadata": ["GET /v2", "GET /v2/models/one", "GET /v1/models", "GET /info"],
+    "metadata": ["GET /v2", "GET /v2/models/one", "GET /v1/models", "GET /info", "GET /api/tags"],
     "inference": [
         "POST /v2/models/one/infer", "POST /v2/models/one/generate", "POST /v1/chat/completions",
         "POST /v1/completions", "POST /generate", "POST /generate_stream", "POST /",

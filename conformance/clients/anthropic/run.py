@@ -176,8 +176,9 @@ def count_tokens():
     expect(counted.input_tokens > 10, f"{counted}")
     used = client.messages.create(
         model=MODEL, max_tokens=4, messages=HELLO, system="Be kind.", tools=TOOLS
-    ).usage.input_tokens
-    expect(counted.input_tokens == used, f"{counted.input_tokens} counted, {used} used")
+    ).usage
+    total = used.input_tokens + used.cache_read_input_tokens
+    expect(counted.input_tokens == total, f"{counted.input_tokens} counted, {total} used")
 
 
 @row("models")
@@ -189,7 +190,7 @@ def models():
 def errors():
     for expected, change in (
         (anthropic.NotFoundError, {"model": "no-such-model"}),
-        (anthropic.BadRequestError, {"temperature": -1}),
+        (anthropic.BadRequestError, {"extra_body": {"temperature": -1}}),
         (anthropic.BadRequestError, {"messages": []}),
     ):
         try:

@@ -12,7 +12,6 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic_core import from_json
 from sse_starlette import ServerSentEvent
 
 from genserve.completion import Completion, Delta, FinishReason, ToolCallDelta, Usage, join_deltas
@@ -27,7 +26,7 @@ from genserve.server.request_body import StrictRoute
 from genserve.server.routes.messages_body import MessagesBody, PromptFields
 from genserve.server.services import SharedServices
 from genserve.server.sse_response import EventStream, event
-from genserve.text.message_parser import MessageDelta, MessageParser, parsed_message
+from genserve.text.message_parser import MessageDelta, MessageParser, arguments_so_far, parsed_message
 from genserve.textmodel.text_model import TextModel
 
 router = APIRouter(prefix="/v1", route_class=StrictRoute, tags=["Anthropic"])
@@ -184,20 +183,11 @@ def _answer(submitted: SubmittedRequest, generation: _Generation, deltas: list[D
     if message.content:
         content.append({"type": "text", "text": message.content})
     for call in message.tool_calls:
-        called = {"id": call.id, "name": call.name, "input": _input(call.arguments)}
+        called = {"id": call.id, "name": call.name, "input": arguments_so_far(call.arguments)}
         content.append({"type": "tool_use", **called})
     ending = _ending(completion, parser, generation)
     answer = _head(submitted) | {"content": content, **ending, "usage": _usage(completion.usage)}
     return JSONResponse(answer)
-
-
-def _input(arguments: str) -> dict[str, Any]:
-    """Return the arguments of a call; of cut ones, what the client reads from those of a stream."""
-    try:
-        read = from_json(arguments, allow_partial=True)
-    except ValueError:  # of a plug-in's parser
-        read = None
-    return read if isinstance(read, dict) else {}
 
 
 class MessageStream(EventStream):

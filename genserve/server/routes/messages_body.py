@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 from genserve.errors import InvalidRequest, require
 from genserve.prompt import MAX_CHAT_MESSAGES, MAX_TOOLS, Chat, Message, Role, Tool, ToolCall
@@ -104,12 +104,20 @@ class MessageFields(TolerantBody):
     ] = Field(description="Text, or blocks of text, reasoning, tool calls and their results.")
 
 
+def _of_object(schema: dict[str, Any]) -> dict[str, Any]:
+    if schema.get("type", "object") != "object":
+        raise ValueError("must be the schema of an object")
+    return schema
+
+
 class ToolFields(TolerantBody):
     """A tool that the client runs."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$", description="Its name.")
     description: str | None = Field(default=None, description="What it does.")
-    input_schema: dict[str, Any] = Field(description="The JSON schema of its arguments.")
+    input_schema: Annotated[dict[str, Any], AfterValidator(_of_object)] = Field(
+        description="The JSON schema of its arguments."
+    )
 
 
 def _client_tool(tool: Any) -> Any:

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Literal, TypeAlias
 
+from genserve.completion import ToolCallDelta
 from genserve.server.routes.logprob_formats import ID_PREFIX, ScoredToken
 from genserve.server.routes.response_items import Item, new_id
 from genserve.server.sse_response import event
-from genserve.text.message_parser import MessageDelta, ToolCallDelta
+from genserve.text.message_parser import MessageDelta
 
 ItemStatus: TypeAlias = Literal["completed", "incomplete"]
 

@@ -1,0 +1,330 @@
+"""Ollama body: the fields of `/api/chat` and `/api/generate`, and the prompts that they describe."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field
+
+from genserve.errors import InvalidRequest, require
+from genserve.prompt import MAX_CHAT_MESSAGES, MAX_TOOLS, Chat, Message, Prompt, ToolCall, read_tools
+from genserve.sampling.param_table import Range
+from genserve.sampling.sampling_params import MAX_TOP_LOGPROBS, SamplingParams, sampling_params
+from genserve.server.decoding_fields import COMMON, DecodingFields, Texts, parameter
+from genserve.server.request_body import TolerantBody
+from genserve.textmodel.text_model import TextModel
+
+# Ollama's, in addition to the temperature.
+_TOP_K, _TOP_P, _PENALTY_WINDOW = 40, 0.9, 64
+_MANY = 2**31 - 1
+# The variables by which chat templates turn reasoning on and off.
+_THINKING_VARIABLES = ("enable_thinking", "reasoning_effort")
+
+
+class OptionsFields(DecodingFields):
+    """Ollama's options, and the sampling parameters by vLLM's names; unknown ones are ignored."""
+
+    model_config = ConfigDict(extra="allow")
+
+    num_predict: int | None = parameter(
+        "max_tokens",
+        bounds=Range(-2, _MANY),
+        description="This number of tokens ends the answer; without it, or below 1, the end of the context.",
+    )
+    temperature: float | None = parameter("temperature", default=0.8)
+    top_k: int | None = parameter("top_k", default=_TOP_K, bounds=Range(-1, _MANY))
+    top_p: float | None = parameter("top_p", default=_TOP_P)
+    seed: int | None = parameter("seed", bounds=Range(-(2**63), 2**64 - 1))
+    stop: Texts = parameter("stop")
+    repeat_penalty: float | None = parameter("repetition_penalty")
+    repeat_last_n: int | None = parameter(
+        "penalty_window",
+        default=_PENALTY_WINDOW,
+        bounds=Range(-1, _MANY),
+        description="How many of the last tokens the penalties consider; -1: all, 0: no penalties.",
+    )
+    mirostat: int | None = parameter("mirostat_mode")
+
+    def sampling(self) -> dict[str, Any]:
+        """Return the parameters by our names, with Ollama's defaults."""
+        values = self._defaults() | self.given()
+        own: dict[str, Any] = {
+            "stop": self.stop,
+            "repetition_penalty": self.repeat_penalty,
+            "mirostat_mode": self.mirostat,
+            "max_tokens": self.num_predict if (self.num_predict or 0) > 0 else None,
+            # Ollama's default is -1: a random one.
+            "seed": None if self.seed is None or self.seed < 0 else self.seed,
+        }
+        values |= {name: value for name, value in own.items() if value is not None}
+        if own["seed"] is None:
+            values.pop("seed", None)
+        penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+        if any(name in values for name in penalties):
+            window = _PENALTY_WINDOW if self.repeat_last_n is None else self.repeat_last_n
+            values.setdefault("penalty_window", max(window, 0))
+            if self.repeat_last_n == 0:
+                values = {name: value for name, value in values.items() if name not in penalties}
+                del values["penalty_window"]
+        return values
+
+    def names(self) -> dict[str, str]:
+        """Return the names of the parameters in a request, by ours."""
+        own = {
+            "max_tokens": "num_predict",
+            "repetition_penalty": "repeat_penalty",
+            "penalty_window": "repeat_last_n",
+            "mirostat_mode": "mirostat",
+        }
+        names = {name: name for name in type(self).model_fields} | own
+        return {name: f"options.{written}" for name, written in names.items()}
+
+    def unused(self) -> list[str]:
+        """Return the options without effect here."""
+        return [f"options.{name}" for name in self.model_extra or {}]
+
+    def _defaults(self) -> dict[str, Any]:
+        if self.use_beam_search or self.temperature == 0:
+            return {}
+        given = self.given()
+        if self.mirostat or given.get("mirostat_mode") or "samplers" in given:  # exclude the other two
+            return {"temperature": 0.8}
+        return {"temperature": 0.8, "top_k": _TOP_K, "top_p": _TOP_P}
+
+
+def _json_or_schema(form: Any) -> Any:
+    if isinstance(form, str) and form not in ("", "json"):
+        raise ValueError('must be "json" or a JSON schema')
+    return form
+
+
+def _no_options(options: Any) -> Any:
+    return {} if options is None else options
+
+
+class OllamaBody(TolerantBody):
+    """Base of both bodies.
+
+    Attributes:
+        unsupported: the fields that are rejected unless they are empty, with the remedies.
+    """
+
+    unsupported: ClassVar[Mapping[str, str]] = {"images": "the server reads text only"}
+
+    model: str | None = Field(
+        default=None,
+        description="The name of a model, with or without `:latest`; not needed if there is only one.",
+        json_schema_extra=COMMON,
+    )
+    stream: bool | None = Field(
+        default=None,
+        description="Send the answer in parts while it is generated.",
+        json_schema_extra=COMMON | {"default": True},
+    )
+    format: Annotated[str | dict[str, Any] | None, BeforeValidator(_json_or_schema)] = Field(
+        default=None,
+        description='The form of the answer: `"json"` for any JSON object, or a JSON schema.',
+        json_schema_extra=COMMON,
+    )
+    options: Annotated[OptionsFields, BeforeValidator(_no_options)] = Field(
+        default=OptionsFields(), description="How tokens are drawn, and what ends the answer."
+    )
+    think: bool | Literal["low", "medium", "high", "max"] | None = Field(
+        default=None, description="Whether the model reasons first; by default as its template has it."
+    )
+    logprobs: bool | None = parameter("logprobs")
+    top_logprobs: int | None = parameter("top_logprobs", ge=0, le=MAX_TOP_LOGPROBS)
+
+    @property
+    @abstractmethod
+    def is_empty(self) -> bool:
+        """Whether there is nothing to answer: the request only asks for the model to be loaded."""
+
+    @abstractmethod
+    def prompt(self, model: TextModel) -> Prompt:
+        """Return the prompt for a model; raises InvalidRequest."""
+
+    def check(self, model: TextModel) -> None:
+        """Reject what is not supported; raises InvalidRequest."""
+        for name, remedy in self.unsupported.items():
+            if (self.model_extra or {}).get(name):
+                raise InvalidRequest(f"{name} is not supported", field=name, remedy=remedy)
+        known = model.reasons or not model.template_variables.isdisjoint(_THINKING_VARIABLES)
+        if self.think and not known:
+            raise InvalidRequest(f'"{self.model}" does not support thinking', field="think")
+
+    def params(self) -> SamplingParams:
+        """Return the sampling parameters; raises InvalidRequest."""
+        values = self.options.sampling()
+        if self.format:
+            require(self.options.structured_outputs is None, "format", "is given twice: in options, too")
+            is_any = self.format == "json"
+            values["structured_outputs"] = {"json_object": True} if is_any else {"json": self.format}
+        if self.logprobs:
+            values |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
+        return sampling_params(values)
+
+    def names(self) -> dict[str, str]:
+        """See `GenerationBody`."""
+        form = {"structured_outputs": "format"} if self.format else {}
+        return self.options.names() | {"logprobs": "logprobs", "top_logprobs": "top_logprobs"} | form
+
+    def unused(self) -> list[str]:
+        """Return the fields without effect."""
+        extra = (name for name in self.model_extra or {} if name not in self.unsupported)
+        return [*extra, *self.options.unused()]
+
+    def template_kwargs(self, model: TextModel) -> dict[str, Any]:
+        """Return the variables of the chat template."""
+        if self.think is None:
+            return {}
+        # An answer with a required form has no place for reasoning.
+        values = {"enable_thinking": bool(self.think) and not self.format, "reasoning_effort": self.think}
+        known = model.template_variables
+        return {
+            name: value
+            for name, value in values.items()
+            if name in known and (name != "reasoning_effort" or isinstance(value, str))
+        }
+
+
+class CalledFunction(TolerantBody):
+    """The function of a call."""
+
+    name: str = Field(description="Its name.")
+    arguments: dict[str, Any] = Field(description="Its arguments.")
+
+
+class OllamaToolCall(TolerantBody):
+    """A call in an earlier message of the assistant."""
+
+    id: str = Field(default="", description="The id that the answer gave to the call.")
+    function: CalledFunction = Field(description="The called function.")
+
+
+class OllamaMessage(TolerantBody):
+    """One message."""
+
+    role: Literal["system", "user", "assistant", "tool"] = Field(description="Whose message it is.")
+    content: str | None = Field(default=None, description="Its text.")
+    thinking: str | None = Field(
+        default=None, description="The reasoning before an answer of the assistant, for the template to show."
+    )
+    tool_calls: list[OllamaToolCall] | None = Field(
+        default=None, description="The tool calls of an answer of the assistant."
+    )
+    tool_name: str | None = Field(default=None, description="Of a result: the name of the tool.")
+    tool_call_id: str | None = Field(default=None, description="Of a result: the id of the call.")
+
+
+class OllamaChatBody(OllamaBody):
+    """Body of `POST /api/chat`."""
+
+    messages: list[OllamaMessage] | None = Field(
+        default=None,
+        max_length=MAX_CHAT_MESSAGES,
+        description="The chat so far, the oldest message first. A last one of the assistant is continued.",
+    )
+    tools: list[dict[str, Any]] | None = Field(
+        default=None,
+        max_length=MAX_TOOLS,
+        description='The functions that the model may call: `{"type": "function", "function": {"name": ..., '
+        '"description": ..., "parameters": SCHEMA}}`.',
+    )
+
+    @property
+    def is_empty(self) -> bool:
+        """See `OllamaBody`."""
+        return not self.messages
+
+    def check(self, model: TextModel) -> None:
+        """See `OllamaBody`."""
+        super().check(model)
+        for index, message in enumerate(self.messages or ()):
+            if (message.model_extra or {}).get("images"):
+                field = f"messages[{index}].images"
+                raise InvalidRequest(
+                    f"{field} is not supported", field=field, remedy="the server reads text only"
+                )
+
+    def prompt(self, model: TextModel) -> Chat:
+        """See `OllamaBody`."""
+        messages = tuple(_read(self.messages or ()))
+        last = messages[-1]
+        return Chat(
+            messages=messages,
+            tools=read_tools(self.tools or ()),
+            continue_final_message=last.role == "assistant" and not last.tool_calls,
+            template_kwargs=self.template_kwargs(model),
+        )
+
+
+def _read(messages: Sequence[OllamaMessage]) -> Iterator[Message]:
+    """Yield the messages. Calls and results that have no ids, as Ollama's client sends them, get some."""
+    open_calls: dict[str, str] = {}     # ids and names of the calls without a result
+    number = itertools.count()
+    for message in messages:
+        calls = tuple(
+            ToolCall(
+                id=call.id or f"call{next(number):05}",     # Mistral's templates require nine characters
+                name=call.function.name,
+                arguments=json.dumps(call.function.arguments, ensure_ascii=False),
+            )
+            for call in message.tool_calls or ()
+        )
+        open_calls |= {call.id: call.name for call in calls}
+        answered = ""
+        if message.role == "tool":
+            matching = (call_id for call_id, name in open_calls.items() if message.tool_name in (None, name))
+            answered = message.tool_call_id or next(matching, "")
+        yield Message(
+            role=message.role,
+            content=message.content or "",
+            reasoning_content=(message.thinking or "") if message.role == "assistant" else "",
+            tool_calls=calls,
+            tool_call_id=answered,
+            name=message.tool_name or open_calls.pop(answered, ""),
+        )
+        open_calls.pop(answered, None)
+
+
+class OllamaGenerateBody(OllamaBody):
+    """Body of `POST /api/generate`."""
+
+    unsupported: ClassVar[Mapping[str, str]] = {
+        **OllamaBody.unsupported,
+        "suffix": "models are not trained to fill in the middle here",
+        "template": "templates are programs, which are not accepted from clients; send the text with raw",
+        "context": "send the earlier turns to /api/chat",
+    }
+
+    prompt_: str | None = Field(default=None, alias="prompt", description="The text to answer.")
+    system: str | None = Field(default=None, description="Instructions to the model.")
+    raw: bool | None = Field(
+        default=None,
+        description="Complete the prompt as it is, without the model's chat template.",
+        json_schema_extra={"default": False},
+    )
+
+    @property
+    def is_empty(self) -> bool:
+        """See `OllamaBody`."""
+        return not self.prompt_
+
+    def check(self, model: TextModel) -> None:
+        """See `OllamaBody`."""
+        super().check(model)
+        require(not (self.raw and self.system), "system", "cannot be combined with raw")
+
+    def prompt(self, model: TextModel) -> Prompt:
+        """See `OllamaBody`. A model without a chat template completes the text."""
+        text = self.prompt_ or ""
+        if self.raw or (model.tokenizer.chat_template is None and not self.system):
+            return text
+        system = [Message(role="system", content=self.system)] if self.system else []
+        messages = (*system, Message(role="user", content=text))
+        return Chat(messages=messages, template_kwargs=self.template_kwargs(model))
