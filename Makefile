@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/.installed-$(RUNTIME)
 KERNELS := $(VENV)/.kernels
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: help setup pull serve chat test check bench conformance image
+.PHONY: help setup pull serve chat test check bench conformance image page
 
 help:
 	@echo "make serve   set up, bring the default model, start the server"
@@ -18,6 +18,7 @@ help:
 	@echo "make check   ruff, mypy, import layers"
 	@echo "make bench   the server beside the bare forward loop"
 	@echo "make conformance   real clients of many libraries, each in an environment of its own, in one table"
+	@echo "make page    checks and bundles the chat page; needs npm"
 	@echo "make image   a container image; RUNTIME=gpu for one with CUDA"
 
 setup: $(KERNELS)
@@ -64,3 +65,7 @@ conformance: $(KERNELS)
 
 image:
 	docker build --build-arg RUNTIME=$(RUNTIME) --tag genserve:$(RUNTIME) .
+
+# Its bundle is committed, so that an installation needs no npm.
+page:
+	cd web && npm ci && npm run check && npm run build

@@ -107,7 +107,7 @@ def print_startup_banner(server: ServerInfo) -> None:
         )
     for error in server.errors:
         print_error(error)
-    routes = "chat: /v1/chat/completions, generate: /generate, API: /docs" if server.models else "API: /docs"
+    routes = "open it in a browser to chat; API: /docs" if server.models else "API: /docs"
     print(f"\nReady at {server.url} ({routes})")
     if server.grpc_address:
         print(f"KServe v2 at {server.url}/v2, over gRPC at {server.grpc_address}")

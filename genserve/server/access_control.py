@@ -22,9 +22,11 @@ _PARTS = (
     "trace", "logging",
 )  # fmt: skip
 _HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")     # RFC 9110, section 5.6.2
-# Readable without a key: the answer is yes or no, and names no model.
-# Probes, and pages, which say nothing of the models: a browser cannot send the key with a link.
-_OPEN_PATHS = frozenset({"/health", "/v2/health/live", "/v2/health/ready", "/docs"})
+# Readable without a key. Probes: the answer is yes or no, and names no model.
+_PROBES = frozenset({"/health", "/v2/health/live", "/v2/health/ready"})
+# Pages, which say nothing of the models: a browser cannot send the key with a link. `POST /` is TGI's.
+_PAGES = frozenset({"/", "/docs"})
+_PAGE_FILES = "/page/"
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})  # RFC 9110, section 9.2.1
 # Content types that a page can send to any server without a preflight: https://fetch.spec.whatwg.org/#cors-safelisted-request-header
 _JSON = b"application/json"
@@ -173,7 +175,7 @@ class AccessControl:
                 f"the content type {content_type} is not accepted, because any web page can send it",
                 remedy="send the header `Content-Type: application/json`",
             )
-        if self._key is None or path in _OPEN_PATHS:
+        if self._key is None or _is_open(path, method=method):
             return
         # Anthropic's clients have a header of their own.
         keys = (given.get(b"authorization", b""), b"Bearer " + given.get(b"x-api-key", b""))
@@ -201,6 +203,12 @@ class AccessControl:
         scheme, _, place = origin.partition(b"://")
         port = _DEFAULT_PORTS.get(scheme, b"")
         return place.removesuffix(port) != given.get(b"host", b"").lower().removesuffix(port)
+
+
+def _is_open(path: str, *, method: str) -> bool:
+    """Whether a request needs no key."""
+    is_page = path in _PAGES or path.startswith(_PAGE_FILES)
+    return path in _PROBES or (is_page and method in _SAFE_METHODS)
 
 
 def _host_pattern(text: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import socket
 import socketserver
 import threading
@@ -14,13 +13,11 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
-from playwright.sync_api import Browser, sync_playwright
 
+from tests.server.browser import REBOUND
 from tests.support.live_server import LiveServer
 from tests.support.python_models import write_model
 
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-REBOUND = "evil.example"
 PLANT = """
 from pathlib import Path
 Path({marker!r}).touch()
@@ -85,18 +82,6 @@ async ({base, source}) => {
   return read;
 }
 """
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    if CHROMIUM is None:
-        pytest.skip("there is no chromium")
-    rebound = f"--host-resolver-rules=MAP {REBOUND} 127.0.0.1"
-    arguments = ["--no-sandbox", "--disable-background-networking", rebound]
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
-        yield browser
-        browser.close()
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fastapi import APIRouter
-from fastapi.responses import JSONResponse, RedirectResponse, Response
+from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from genserve.repository.model_versions import ModelState
@@ -29,9 +29,3 @@ async def health(services: SharedServices) -> JSONResponse:
 async def metrics(services: SharedServices) -> Response:
     """All metrics, in Prometheus' text format."""
     return Response(metrics_text(services.metrics.registry), media_type=CONTENT_TYPE_LATEST)
-
-
-@router.get("/", include_in_schema=False)
-async def root() -> RedirectResponse:
-    """Redirect browsers to the docs page."""
-    return RedirectResponse("/docs")

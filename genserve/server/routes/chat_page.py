@@ -1,0 +1,80 @@
+"""Chat page: the page at `/` and its files below `/page`, which `make page` bundles from the folder `web`."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+
+FOLDER = Path(__file__).parents[1] / "page"
+
+# The page shows what models write. Script and style come from files only, and no text can become markup.
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'"
+)
+_HEADERS = {
+    "Content-Security-Policy": _POLICY,
+    "Cache-Control": "no-cache",    # asks again with the ETag
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+_TYPES = {
+    ".css": "text/css",
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+    ".txt": "text/plain",
+}
+
+router = APIRouter(include_in_schema=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _File:
+    """A file of the page, as it is sent."""
+
+    content: bytes
+    media_type: str
+    etag: str
+
+
+@router.get("/")
+async def page(request: Request) -> Response:
+    """Return the page."""
+    return _response("index.html", request)
+
+
+@router.get("/page/{name}")
+async def page_file(name: str, request: Request) -> Response:
+    """Return a file that the page loads."""
+    return _response(name, request)
+
+
+def _response(name: str, request: Request) -> Response:
+    file = _files().get(name)
+    if file is None:
+        raise HTTPException(404)
+    headers = {**_HEADERS, "ETag": file.etag}
+    if file.etag in request.headers.get("if-none-match", ""):
+        return Response(status_code=304, headers=headers)
+    return Response(file.content, media_type=file.media_type, headers=headers)
+
+
+@cache
+def _files() -> Mapping[str, _File]:
+    """Return the files by name: a request reads no path of a client."""
+    return {path.name: _read(path) for path in FOLDER.iterdir()}
+
+
+def _read(path: Path) -> _File:
+    content = path.read_bytes()
+    etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+    return _File(content=content, media_type=_TYPES[path.suffix], etag=etag)

@@ -1,0 +1,134 @@
+// The body of a chat request, and the same request as curl and Python.
+
+import { serverUrl } from "./api";
+import { type Conversation, type Message, pathTo, rawText } from "./conversation";
+import { apiKey, asksProbabilities } from "./preferences";
+import type { JsonObject } from "./schema";
+import { modelOf } from "./state";
+
+const NUM_ALTERNATIVES = 10;
+
+/** Raised before a request, by what the user has typed. */
+export class InvalidInput extends Error {}
+
+/**
+ * The body of the request for an answer.
+ *
+ * @param parent the last message before the answer; ROOT: there is none.
+ * @param prefix the raw text that the answer begins with; empty: the model begins it.
+ */
+export function chatBody(conversation: Conversation, parent: string, prefix = ""): JsonObject {
+  const { system, params, toolChoice } = conversation;
+  const tools = readTools(conversation.tools);
+  const messages: JsonObject[] = system.trim() ? [{ role: "system", content: system }] : [];
+  messages.push(...pathTo(conversation, parent).map(asSent));
+  if (prefix) messages.push({ role: "assistant", content: prefix });
+  return {
+    model: modelOf(conversation),
+    messages,
+    ...(prefix ? { continue_final_message: true, add_generation_prompt: false } : {}),
+    ...(tools.length ? { tools, tool_choice: readToolChoice(toolChoice) } : {}),
+    ...params,
+    ...(asksProbabilities.value ? { logprobs: true, top_logprobs: NUM_ALTERNATIVES } : {}),
+    stream: true,
+    stream_options: { include_usage: true },
+  };
+}
+
+function asSent(message: Message): JsonObject {
+  if (message.role === "tool") {
+    return { role: "tool", tool_call_id: message.toolCallId, content: message.content };
+  }
+  if (message.role === "user") return { role: "user", content: message.content };
+  return {
+    role: "assistant",
+    content: message.toolCalls?.length && !message.content ? null : message.content,
+    ...(message.reasoning ? { reasoning_content: message.reasoning } : {}),
+    ...(message.toolCalls?.length ? { tool_calls: message.toolCalls } : {}),
+  };
+}
+
+/** The text that an answer is continued from: all of it, or up to a token with another in its place. */
+export function continuedText(message: Message, index?: number, alternative = ""): string {
+  return rawText(message, index) + alternative;
+}
+
+/** The tools that were pasted; throws InvalidInput. */
+export function readTools(text: string): JsonObject[] {
+  if (!text.trim()) return [];
+  let tools: unknown;
+  try {
+    tools = JSON.parse(text);
+  } catch (error) {
+    throw new InvalidInput(`The tools are not valid JSON: ${(error as Error).message}`);
+  }
+  const list = Array.isArray(tools) ? tools : [tools];
+  // A bare function is what many libraries print.
+  return list.map((tool) => (tool.type ? tool : { type: "function", function: tool }));
+}
+
+function readToolChoice(choice: string): unknown {
+  const isWord = ["auto", "required", "none"].includes(choice);
+  return isWord ? choice : { type: "function", function: { name: choice } };
+}
+
+/** The names of the tools; none if they are not valid. */
+export function toolNames(text: string): string[] {
+  try {
+    return readTools(text).map((tool) => String((tool.function as JsonObject).name));
+  } catch {
+    return [];
+  }
+}
+
+export function asCurl(body: JsonObject): string {
+  const key = apiKey.value ? ` \\\n  -H "Authorization: Bearer $GENSERVE_API_KEY"` : "";
+  const json = JSON.stringify(body, null, 2).replaceAll("'", "'\\''");
+  const url = `${serverUrl()}v1/chat/completions`;
+  return `curl -N ${url} \\\n  -H 'Content-Type: application/json'${key} \\\n  -d '${json}'`;
+}
+
+// The arguments of openai-python's `create`; the others go into `extra_body`.
+const OF_OPENAI = new Set([
+  ...["model", "messages", "stream", "stream_options", "logprobs", "top_logprobs", "temperature", "top_p"],
+  ...["max_tokens", "max_completion_tokens", "seed", "stop", "tools", "tool_choice", "response_format"],
+  ...["frequency_penalty", "presence_penalty", "logit_bias", "parallel_tool_calls", "n", "user"],
+]);
+
+export function asPython(body: JsonObject): string {
+  const entries = Object.entries(body);
+  const own = entries.filter(([name]) => OF_OPENAI.has(name));
+  const extra = Object.fromEntries(entries.filter(([name]) => !OF_OPENAI.has(name)));
+  const given = Object.keys(extra).length ? [...own, ["extra_body", extra] as const] : own;
+  const key = apiKey.value ? 'os.environ["GENSERVE_API_KEY"]' : '"none"';
+  return [
+    ...(apiKey.value ? ["import os", ""] : []),
+    "from openai import OpenAI",
+    "",
+    `client = OpenAI(base_url="${serverUrl()}v1", api_key=${key})`,
+    "stream = client.chat.completions.create(",
+    ...given.map(([name, value]) => `    ${name}=${asPythonValue(value, 1)},`),
+    ")",
+    "for chunk in stream:",
+    "    if chunk.choices:",
+    '        print(chunk.choices[0].delta.content or "", end="", flush=True)',
+    "",
+  ].join("\n");
+}
+
+function asPythonValue(value: unknown, depth: number): string {
+  if (value === null || value === undefined) return "None";
+  if (value === true) return "True";
+  if (value === false) return "False";
+  if (typeof value !== "object") return JSON.stringify(value);
+  const indent = "    ".repeat(depth);
+  const parts = Array.isArray(value)
+    ? value.map((part) => asPythonValue(part, depth + 1))
+    : Object.entries(value).map(
+        ([name, part]) => `${JSON.stringify(name)}: ${asPythonValue(part, depth + 1)}`,
+      );
+  const [open, close] = Array.isArray(value) ? "[]" : "{}";
+  const line = `${open}${parts.join(", ")}${close}`;
+  if (line.length < 70 && !line.includes("\n")) return line;
+  return `${open}\n${parts.map((part) => `${indent}    ${part},`).join("\n")}\n${indent}${close}`;
+}

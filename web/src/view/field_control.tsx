@@ -1,0 +1,164 @@
+// The control of one field of a request, made from its schema.
+
+import type { ComponentChildren } from "preact";
+import { useState } from "preact/hooks";
+import { Markdown } from "../markdown";
+import type { Field } from "../schema";
+import { changeSetup, conversation } from "../state";
+
+const SLIDER_BOUND = 2; // a slider ends here, though the field may accept more
+
+export function FieldControl({ field }: { field: Field }) {
+  const { params } = conversation.value;
+  const { name } = field;
+  const value = params[name];
+  const set = (changed: unknown) => {
+    const { [name]: _old, ...others } = params;
+    changeSetup({ params: changed === undefined ? others : { ...others, [name]: changed } });
+  };
+  const id = `field-${name}`;
+  return (
+    <div class={`field ${value === undefined ? "" : "is-set"}`}>
+      <div class="field-head">
+        <label for={id}>{name}</label>
+        {value === undefined ? (
+          <span class="faint">
+            {field.default === undefined ? "" : `default ${JSON.stringify(field.default)}`}
+          </span>
+        ) : (
+          <button type="button" class="small" onClick={() => set(undefined)} aria-label={`Reset ${name}`}>
+            Reset
+          </button>
+        )}
+      </div>
+      <Control id={id} field={field} value={value} onChange={set} />
+      {field.description && (
+        <div class="faint description">
+          <Markdown text={field.description} />
+        </div>
+      )}
+    </div>
+  );
+}
+
+interface ControlProps {
+  id: string;
+  field: Field;
+  value: unknown; // undefined: not set
+  onChange: (value: unknown) => void;
+}
+
+function Control(props: ControlProps): ComponentChildren {
+  const { id, field, value, onChange } = props;
+  switch (field.kind) {
+    case "number":
+    case "integer":
+      return <NumberControl {...props} />;
+    case "boolean":
+      return <Choice id={id} choices={[true, false]} value={value} onChange={onChange} />;
+    case "choice":
+      return <Choice id={id} choices={field.choices} value={value} onChange={onChange} />;
+    default:
+      return <TextControl {...props} />;
+  }
+}
+
+function NumberControl({ id, field, value, onChange }: ControlProps) {
+  const { minimum, maximum, kind } = field;
+  const isInteger = kind === "integer";
+  const hasSlider = !isInteger && minimum !== undefined;
+  const [low, high] = [
+    Math.max(minimum ?? 0, -SLIDER_BOUND),
+    Math.min(maximum ?? SLIDER_BOUND, SLIDER_BOUND),
+  ];
+  const read = (text: string) => {
+    const number = Number(text);
+    onChange(text.trim() === "" || Number.isNaN(number) ? undefined : number);
+  };
+  const range =
+    minimum !== undefined && maximum !== undefined && maximum < 2 ** 31 - 1
+      ? `${minimum} to ${maximum}`
+      : undefined;
+  return (
+    <div class="number">
+      {hasSlider && (
+        <input
+          type="range"
+          aria-label={`${field.name}, slider`}
+          min={low}
+          max={high}
+          step={(high - low) / 100}
+          value={Number(value ?? field.default ?? low)}
+          onInput={(event) => read(event.currentTarget.value)}
+        />
+      )}
+      <input
+        id={id}
+        type="number"
+        min={minimum}
+        max={maximum}
+        step={isInteger ? 1 : "any"}
+        placeholder={field.default === undefined ? "not set" : String(field.default)}
+        title={range}
+        value={value === undefined ? "" : Number(value)}
+        onInput={(event) => read(event.currentTarget.value)}
+      />
+    </div>
+  );
+}
+
+function Choice({ id, choices, value, onChange }: Omit<ControlProps, "field"> & { choices: unknown[] }) {
+  const at = choices.indexOf(value);
+  return (
+    <select id={id} value={at} onChange={(event) => onChange(choices[Number(event.currentTarget.value)])}>
+      <option value={-1}>not set</option>
+      {choices.map((choice, index) => (
+        <option key={String(choice)} value={index}>
+          {String(choice)}
+        </option>
+      ))}
+    </select>
+  );
+}
+
+const PLACEHOLDERS: Record<string, string> = { texts: "one text per line", text: "", json: "JSON" };
+
+/** A field that is typed: a text, texts in lines, or JSON, which counts once it is valid. */
+function TextControl({ id, field, value, onChange }: ControlProps) {
+  const [typed, setTyped] = useState<string | null>(null);
+  const [isInvalid, setIsInvalid] = useState(false);
+  const onInput = (text: string) => {
+    setTyped(text);
+    try {
+      onChange(read(text, field));
+      setIsInvalid(false);
+    } catch {
+      setIsInvalid(true);
+    }
+  };
+  return (
+    <textarea
+      id={id}
+      rows={1}
+      spellcheck={false}
+      placeholder={PLACEHOLDERS[field.kind]}
+      aria-invalid={isInvalid}
+      value={value === undefined && !isInvalid ? "" : (typed ?? written(value, field))}
+      onInput={(event) => onInput(event.currentTarget.value)}
+    />
+  );
+}
+
+function read(text: string, field: Field): unknown {
+  if (!text.trim()) return undefined;
+  if (field.kind === "text") return text;
+  if (field.kind === "json") return JSON.parse(text);
+  const lines = text.split("\n").filter((line) => line !== "");
+  return lines.map((line) => line.replaceAll("\\n", "\n"));
+}
+
+function written(value: unknown, field: Field): string {
+  if (field.kind === "texts")
+    return (value as string[]).map((line) => line.replaceAll("\n", "\\n")).join("\n");
+  return field.kind === "text" ? String(value) : JSON.stringify(value);
+}

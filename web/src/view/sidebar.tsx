@@ -1,0 +1,157 @@
+// The list of conversations.
+
+import { useRef, useState } from "preact/hooks";
+import { asJson, download, fromJson } from "../exchange";
+import {
+  addConversations,
+  closeCoveringList,
+  conversation,
+  dialog,
+  dialogSubject,
+  flush,
+  notice,
+  openConversation,
+  renameConversation,
+  running,
+  sidebarOpen,
+  startConversation,
+  summaries,
+} from "../state";
+import { loadAllConversations, type Summary } from "../storage";
+import { Icon, IconButton } from "./icons";
+
+const FILTER_FROM = 8; // conversations
+
+export function Sidebar() {
+  const [filter, setFilter] = useState("");
+  const words = filter.toLowerCase();
+  const found = summaries.value.filter(({ title }) => title.toLowerCase().includes(words));
+  return (
+    <nav class="sidebar" aria-label="Conversations">
+      <div class="sidebar-top">
+        <strong class="brand">genserve</strong>
+        <IconButton
+          icon="close"
+          label="Close the list"
+          keys="Alt+L"
+          onClick={() => (sidebarOpen.value = false)}
+        />
+      </div>
+      <button type="button" class="wide" onClick={newChat} title="New chat (Alt+N)">
+        <Icon name="plus" /> New chat
+      </button>
+      {summaries.value.length >= FILTER_FROM && (
+        <input
+          type="search"
+          placeholder="Search titles"
+          aria-label="Search titles"
+          value={filter}
+          onInput={(event) => setFilter(event.currentTarget.value)}
+        />
+      )}
+      <ul class="conversations">
+        {found.map((summary) => (
+          <Entry key={summary.id} summary={summary} />
+        ))}
+        {!summaries.value.length && <li class="faint">Conversations stay in this browser.</li>}
+      </ul>
+      <Files />
+    </nav>
+  );
+}
+
+export function newChat(): void {
+  startConversation();
+  closeCoveringList();
+}
+
+function Entry({ summary: { id, title } }: { summary: Summary }) {
+  const [renames, setRenames] = useState(false);
+  if (renames) {
+    const done = (text: string) => {
+      setRenames(false);
+      if (text.trim()) renameConversation(id, text.trim());
+    };
+    return (
+      <li>
+        <input
+          aria-label="Title"
+          value={title}
+          ref={(input) => input?.focus()}
+          onBlur={(event) => done(event.currentTarget.value)}
+          onKeyDown={(event) => {
+            if (event.key === "Enter") done(event.currentTarget.value);
+            if (event.key === "Escape") setRenames(false);
+          }}
+        />
+      </li>
+    );
+  }
+  const remove = () => {
+    dialogSubject.value = id;
+    dialog.value = "delete";
+  };
+  const isOpen = id === conversation.value.id;
+  const open = () => {
+    openConversation(id);
+    closeCoveringList();
+  };
+  return (
+    <li class={isOpen ? "current" : ""}>
+      <button
+        type="button"
+        class="title"
+        aria-current={isOpen ? "page" : undefined}
+        title={title}
+        onClick={open}
+      >
+        {id in running.value && <span class="dot" role="img" aria-label="is being answered" />}
+        {title || "Untitled"}
+      </button>
+      <span class="entry-actions">
+        <IconButton icon="edit" label={`Rename ${title}`} onClick={() => setRenames(true)} />
+        <IconButton icon="trash" label={`Delete ${title}`} onClick={remove} />
+      </span>
+    </li>
+  );
+}
+
+/** Export of all conversations, and import. */
+function Files() {
+  const input = useRef<HTMLInputElement>(null);
+  const exportAll = async () => {
+    flush();
+    download("genserve-conversations.json", "application/json", asJson(await loadAllConversations()));
+  };
+  const read = async (file: File | undefined) => {
+    try {
+      if (file) await addConversations(fromJson(await file.text()));
+    } catch (error) {
+      notice.value = (error as Error).message;
+    }
+  };
+  return (
+    <div class="sidebar-files">
+      <button type="button" class="small" disabled={!summaries.value.length} onClick={exportAll}>
+        Export all
+      </button>
+      <button type="button" class="small" onClick={() => input.current?.click()}>
+        Import
+      </button>
+      <input
+        ref={input}
+        type="file"
+        accept="application/json,.json"
+        hidden
+        aria-label="File with conversations"
+        onChange={(event) => {
+          read(event.currentTarget.files?.[0]);
+          event.currentTarget.value = "";
+        }}
+      />
+      <a href="docs" class="small">
+        API docs
+      </a>
+    </div>
+  );
+}
