@@ -59,6 +59,13 @@ class LoggedAnswer(Protocol):
         """When its last token so far was generated; likewise."""
 
 
+class LoggedSpan(Protocol):
+    """The span of a request for a collector of traces."""
+
+    def end(self, request: LoggedRequest) -> None:
+        """Take the facts about the request, which has ended."""
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class LoggedRequest:
     """The facts about one request that the log shows; each part of the server fills in its own.
@@ -70,6 +77,9 @@ class LoggedRequest:
         answers: the answers that are generated for it, those to one prompt together.
         num_choices: how many answers each prompt has.
         error: the error that it was rejected or failed with.
+        operation: of a text model, in OpenTelemetry's words: `chat`, `text_completion`; empty: none.
+        streams: whether the answer is a stream.
+        span: ended with the request; None: the server sends no spans.
     """
 
     id: str
@@ -78,6 +88,9 @@ class LoggedRequest:
     answers: Sequence[LoggedAnswer] = ()
     num_choices: int = 1
     error: GenserveError | None = None
+    operation: str = ""
+    streams: bool = False
+    span: LoggedSpan | None = None
 
     def ending(self) -> str:
         """Return why its answers ended, in the words of the metric `genserve_requests_total`."""

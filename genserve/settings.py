@@ -211,6 +211,11 @@ class ServerSettings:
         "triton,file=PATH, level=TIMESTAMPS, level=TENSORS, rate=N, count=N or triton,log-frequency=N: "
         "record every Nth KServe request; repeatable.",
     )
+    otlp_traces_endpoint: str = _flag(
+        "", _CLIENTS,
+        "Send an OpenTelemetry span of each request for text to this collector: http://HOST:4317 (gRPC) or "
+        "http://HOST:4318/v1/traces (HTTP). Needs the extra 'otel'.",
+    )
     metrics_config: tuple[str, ...] = _flag(
         (), _CLIENTS,
         "counter_latencies=false or histogram_latencies=true: kinds of latencies in /metrics; repeatable.",

@@ -246,7 +246,11 @@ def read_trace_config(words: Sequence[str]) -> dict[str, Value]:
         if name == "mode" and value.lower() == "triton":
             continue
         if name.startswith("opentelemetry,") or name == "mode":
-            raise _invalid_word(word, "traces are only written to files: the only mode is triton")
+            raise _invalid_word(
+                word,
+                "traces are only written to files: the only mode is triton; --otlp-traces-endpoint sends "
+                "OpenTelemetry spans of requests for text",
+            )
         if name not in _FLAGS or not is_given or not value:
             raise _invalid_word(word, "use one of " + ", ".join(f"{flag}=" for flag in _FLAGS))
         if name == "level":

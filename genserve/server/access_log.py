@@ -12,11 +12,13 @@ import logging
 import re
 import secrets
 import time
+from collections.abc import Iterable
+from typing import Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from genserve.errors import GenserveError, InferenceError, ModelFailed
-from genserve.log import CURRENT_REQUEST, LoggedRequest, quoted
+from genserve.log import CURRENT_REQUEST, LoggedRequest, LoggedSpan, quoted
 from genserve.server.sse_response import ClientLeft
 
 logger = logging.getLogger(__name__)
@@ -31,26 +33,37 @@ _PROBES = frozenset({"/health", "/v2/health/live", "/v2/health/ready"})
 CLIENT_CLOSED_REQUEST = 499  # as in the logs of nginx; no client receives it
 
 
+class Spans(Protocol):
+    """The spans of a server; see `RequestSpans`."""
+
+    def begin(self, headers: Iterable[tuple[bytes | str, bytes | str]]) -> LoggedSpan:
+        """Return the span of a request with these headers."""
+
+
 class AccessLog:
     """ASGI middleware that logs each request, and returns its id as `X-Request-Id`."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, spans: Spans | None) -> None:
         self._app = app
+        self._spans = spans
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, and add the header to its response."""
         if scope["type"] == "http":
-            await answer_logged(begin_request(scope), self._app, scope, receive, send)
+            await answer_logged(begin_request(scope, self._spans), self._app, scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
 
-def begin_request(scope: Scope) -> LoggedRequest:
+def begin_request(scope: Scope, spans: Spans | None) -> LoggedRequest:
     """Return the log's record of a request, and make it the current one; call `log_http` when it has ended.
 
-    Its id is the caller's or a new one, and is in each line that is logged for the request.
+    Its id is the caller's or a new one, and is in each line that is logged for the request. It has a span if
+    the server has `spans`.
     """
     request = LoggedRequest(id=_given_id(scope) or _new_id())
+    if spans is not None:
+        request.span = spans.begin(scope["headers"])
     CURRENT_REQUEST.set(request)
     return request
 
@@ -116,6 +129,8 @@ def log_request(
         failed: whether it was rejected or failed.
         as_info: whether to log a success at the default level; generations always are.
     """
+    if request.span is not None:
+        request.span.end(request)
     if failed:
         level = logging.WARNING
     elif as_info or request.answers:
@@ -138,7 +153,7 @@ def log_request(
     fields["seconds"] = f"{time.monotonic() - request.started_s:.3f}"
     error = request.error
     if error is not None:
-        fields["error"] = _code(error)
+        fields["error"] = error_code(error)
         if is_verbose():    # since it may quote the request
             fields["message"] = quoted(error.message, limit=2048)
     text = " ".join(f"{name}={value}" for name, value in fields.items() if value)
@@ -173,5 +188,6 @@ def _is_verbose(path: str, *, method: str) -> bool:
     return path == "/metrics"
 
 
-def _code(error: GenserveError) -> str:
+def error_code(error: GenserveError) -> str:
+    """Return the code of an error, as the log shows it."""
     return error.status.lower() if isinstance(error, InferenceError) else error.code

@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 # Streams may write their error event for this long after the drain, before their tasks are cancelled.
 _LAST_EVENTS_S = 5
+# A collector that does not answer may delay the end by so much.
+_LAST_SPANS_S = 3
 # Time for the process to exit, once everything has closed or after the second signal.
 _EXIT_S = 1
 
@@ -278,6 +280,9 @@ class Server(uvicorn.Server):
         if self._throughput_log is not None:
             self._throughput_log.cancel()
         await event_loop.run_in_executor(None, self.services.trace_settings.close)
+        if spans := self.services.request_spans:
+            sending = start_daemon(spans.close, name="spans")
+            await _wait("sending the last spans", sending, until=event_loop.time() + _LAST_SPANS_S)
         if self._metrics_port is not None:
             await event_loop.run_in_executor(None, self._metrics_port.close)
         logger.info("stopped")

@@ -66,7 +66,7 @@ class _App(FastAPI):
         self._access = AccessControl(settings, host=settings.host)
         self._restrictions = parse_restrictions(settings.http_restricted_api)
         self._kserve: ASGIApp = KServe(services, check=self._check)
-        self._other_routes: ASGIApp = AccessLog(self._handle_others)
+        self._other_routes: ASGIApp = AccessLog(self._handle_others, services.request_spans)
         self._cors: ASGIApp | None = None
         if settings.allowed_origins:
             self._cors = CORSMiddleware(

@@ -114,6 +114,8 @@ async def handle_generation(
         raise renamed(error, body.names()) from None
     response: Response
     if body.stream:
+        if logged := CURRENT_REQUEST.get():
+            logged.streams = True
         response = stream_response(submitted.stream, frames(submitted, body))
     else:
         response = answer(submitted, body, await read_all(submitted.stream, request))
@@ -146,6 +148,7 @@ async def submit(
         raise ModelNotReady("the server is stopping", remedy="try again on another server")
     logged = CURRENT_REQUEST.get() or LoggedRequest(id="")
     logged.model = model_name or ""
+    logged.operation = "chat" if isinstance(prompts[0], Chat) else "text_completion"
     model = services.repository.text_model(model_name)
     logged.model = model.name
     if params.best_of > num_choices:

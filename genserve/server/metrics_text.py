@@ -43,7 +43,8 @@ VLLM_NAMES: Mapping[str, str] = {
         ("iteration_tokens", "iteration_tokens_total"),     # a histogram, whatever the name says
     )
 }
-_REASONS: Mapping[str, str] = {
+# vLLM's `finished_reason`, by how an answer ended.
+VLLM_REASONS: Mapping[str, str] = {
     FinishReason.END_OF_SEQUENCE: "stop",
     FinishReason.STOP_STRING: "stop",
     FinishReason.LENGTH: "length",
@@ -96,7 +97,7 @@ def _counted_otherwise(families: Mapping[str, Metric]) -> Iterator[Metric]:
     """Yield the families of vLLM that count what ours do by other labels, or are a sum of ours."""
     by_reason: defaultdict[tuple[str, str], float] = defaultdict(float)
     for labels, value in _samples(families, "requests"):
-        by_reason[labels["model"], _REASONS[labels["ending"]]] += value
+        by_reason[labels["model"], VLLM_REASONS[labels["ending"]]] += value
     success = Metric("vllm:request_success", "Count of processed requests.", "counter")
     for (model, reason), value in by_reason.items():
         labels = _labels(model) | {"finished_reason": reason}

@@ -18,6 +18,7 @@ from genserve.redaction import redact_repositories
 from genserve.repository.model_versions import ModelState
 from genserve.repository.repository import Repository
 from genserve.server.offload import start_daemon
+from genserve.server.request_spans import RequestSpans
 from genserve.server.response_store import ResponseStore
 from genserve.server.running_inference import ResponseDispatcher
 from genserve.settings import ServerSettings
@@ -67,6 +68,7 @@ class Services:
     log_settings: LogSettings = field(init=False)
     readiness: Readiness = field(init=False)
     responses: ResponseStore = field(init=False)
+    request_spans: RequestSpans | None = field(init=False)  # None: no collector is set
     _sink: EventLoopSink | None = None
     _response_dispatcher: ResponseDispatcher | None = None
 
@@ -75,6 +77,8 @@ class Services:
         redact_repositories([*self.settings.model_repository, *([backends] if backends else [])])
         self.shared_memory = SharedMemory(allowed=self.settings.allow_client_shm)
         self.trace_settings = TraceSettings(read_trace_config(self.settings.trace_config))
+        endpoint = self.settings.otlp_traces_endpoint
+        self.request_spans = RequestSpans(endpoint) if endpoint else None
         self.readiness = Readiness(self.repository)
         self.log_settings = LogSettings(self.settings)
         self.responses = ResponseStore(max_bytes=self.settings.response_store_byte_size)

@@ -84,6 +84,8 @@ class TextInference:
             Closed: after `close`.
         """
         inference.inputs = {self._names.get(name, name): tensor for name, tensor in inference.inputs.items()}
+        if request := CURRENT_REQUEST.get():
+            request.operation = "text_completion"
         reservation = self.text_model.engine.reserve(inference.batch_size)
         try:
             self.text_model.run_soon(
@@ -123,6 +125,7 @@ class TextInference:
         answer.submit(reservation)
         if request := CURRENT_REQUEST.get():
             request.answers = sequences
+            request.streams = bool(streaming)
         inference.when_cancelled(answer.cancel)
 
 

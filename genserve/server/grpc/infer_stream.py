@@ -16,7 +16,7 @@ from genserve.log import LoggedRequest, fail_request
 from genserve.redaction import redacted_error
 from genserve.server.error_responses import as_genserve_error, message_of
 from genserve.server.grpc.infer_messages import GrpcRequest, empty_response, write_response
-from genserve.server.grpc.rpc_method import begin_request, status_code
+from genserve.server.grpc.rpc_method import status_code
 from genserve.server.running_inference import RunningInference
 from genserve.tracing import Span
 
@@ -41,16 +41,23 @@ class InferStream:
     """
 
     def __init__(
-        self, submit: Submit, *, log: Callable[[LoggedRequest, grpc.StatusCode], None], ends_at_error: bool
+        self,
+        submit: Submit,
+        *,
+        begin: Callable[[Any], LoggedRequest],
+        log: Callable[[LoggedRequest, grpc.StatusCode], None],
+        ends_at_error: bool,
     ) -> None:
         """Begin a stream.
 
         Args:
             submit: may raise anything.
+            begin: called for each message, see `begin_request`.
             log: called for each request that has ended.
             ends_at_error: the client has set `triton_grpc_error`.
         """
         self._submit = submit
+        self._begin_request = begin
         self._log = log
         self._ends_at_error = ends_at_error
         self._tasks: set[asyncio.Task[None]] = set()
@@ -99,7 +106,7 @@ class InferStream:
             self._outgoing.put_nowait(end)
 
     async def _begin(self, message: Any) -> None:
-        logged = begin_request(message)     # for the tasks created from here on
+        logged = self._begin_request(message)     # for the tasks created from here on
         try:
             request, running = await self._submit(message)
         except Exception as error:

@@ -18,7 +18,7 @@ from genserve.repository.model_versions import ModelVersion
 from genserve.server.grpc.administration import Administration
 from genserve.server.grpc.infer_messages import GrpcRequest, read_request, write_response
 from genserve.server.grpc.infer_stream import InferStream
-from genserve.server.grpc.rpc_method import abort, log_call, rpc_method
+from genserve.server.grpc.rpc_method import abort, begin_request, log_call, rpc_method
 from genserve.server.offload import COST_PER_OBJECT_BYTE, offload_if_large
 from genserve.server.running_inference import RunningInference
 from genserve.server.services import Services
@@ -100,6 +100,7 @@ class InferenceService(Administration):
         """Run a stream of requests to any models; cancelled when the client disconnects."""
         stream = InferStream(
             lambda request: self._submit_of_stream(request, context),
+            begin=partial(begin_request, context=context, spans=self._services.request_spans),
             log=partial(log_call, context=context, method="ModelStreamInfer"),
             ends_at_error=_GRPC_ERROR in (context.invocation_metadata() or ()),
         )

@@ -17,7 +17,7 @@ import grpc
 from genserve.errors import GenserveError, Overloaded
 from genserve.log import CURRENT_REQUEST, LoggedRequest
 from genserve.redaction import redacted_error
-from genserve.server.access_log import is_verbose, log_request
+from genserve.server.access_log import Spans, is_verbose, log_request
 from genserve.server.error_responses import as_genserve_error, grpc_status
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ def rpc_method(answer: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[...,
 
     @wraps(answer)
     async def answer_or_abort(self: Any, request: Any, context: Any) -> Any:
-        logged = begin_request(request)
+        logged = begin_request(request, context, spans=self._services.request_spans)
         try:
             response = await answer(self, request, context)
         except asyncio.CancelledError:
@@ -89,11 +89,13 @@ def _details(error: GenserveError) -> str:
     return unquote(encoded, errors="ignore")
 
 
-def begin_request(message: Any) -> LoggedRequest:
-    """Return the record of a request for the log, and make it the current one."""
+def begin_request(message: Any, context: Any, *, spans: Spans | None) -> LoggedRequest:
+    """Return the record of a request for the log, and make it the current one; see `access_log`."""
     names_model = message.DESCRIPTOR.name.startswith("Model")
     model = getattr(message, "model_name", "") or (getattr(message, "name", "") if names_model else "")
     request = LoggedRequest(id=getattr(message, "id", ""), model=model)
+    if spans is not None:
+        request.span = spans.begin(context.invocation_metadata() or ())
     CURRENT_REQUEST.set(request)
     return request
 
