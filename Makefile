@@ -18,7 +18,7 @@ help:
 	@echo "make check   ruff, mypy, import layers"
 	@echo "make bench   the server beside the bare forward loop"
 	@echo "make conformance   real clients of many libraries, each in an environment of its own, in one table"
-	@echo "make page    checks and bundles the chat page; needs npm"
+	@echo "make page    checks and bundles the chat page and the dashboard; needs npm"
 	@echo "make image   a container image; RUNTIME=gpu for one with CUDA"
 
 setup: $(KERNELS)

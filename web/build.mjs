@@ -1,8 +1,8 @@
-// Bundles the page into genserve/server/page, which is committed. `node build.mjs --check` only compares.
+// Bundles the pages into genserve/server/page, which is committed. `node build.mjs --check` only compares.
 
 import { copyFile, mkdtemp, readdir, readFile, rm, writeFile } from "node:fs/promises";
 import { tmpdir } from "node:os";
-import { join } from "node:path";
+import { basename, join } from "node:path";
 import { build } from "esbuild";
 
 const COMMITTED = new URL("../genserve/server/page/", import.meta.url).pathname;
@@ -10,7 +10,12 @@ const isCheck = process.argv.includes("--check");
 const folder = isCheck ? await mkdtemp(join(tmpdir(), "page-")) : COMMITTED;
 
 const { metafile } = await build({
-  entryPoints: { chat: "src/main.tsx", style: "src/style.css" },
+  entryPoints: {
+    chat: "src/main.tsx",
+    style: "src/style.css",
+    dashboard: "src/dashboard/main.ts",
+    dashboard_style: "src/dashboard/style.css",
+  },
   outdir: folder,
   bundle: true,
   format: "esm",
@@ -22,7 +27,9 @@ const { metafile } = await build({
   charset: "utf8",
   metafile: true,
 });
-for (const name of ["index.html", "icon.svg"]) await copyFile(`src/${name}`, join(folder, name));
+for (const path of ["src/index.html", "src/icon.svg", "src/dashboard/dashboard.html"]) {
+  await copyFile(path, join(folder, basename(path)));
+}
 await writeFile(join(folder, "licenses.txt"), await licenses(Object.keys(metafile.inputs)));
 if (isCheck) await compare();
 

@@ -25,7 +25,7 @@ _HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")     # RFC 9110, section 5.6
 # Readable without a key. Probes: the answer is yes or no, and names no model.
 _PROBES = frozenset({"/health", "/v2/health/live", "/v2/health/ready"})
 # Pages, which say nothing of the models: a browser cannot send the key with a link. `POST /` is TGI's.
-_PAGES = frozenset({"/", "/docs"})
+_PAGES = frozenset({"/", "/dashboard", "/docs"})
 _PAGE_FILES = "/page/"
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})  # RFC 9110, section 9.2.1
 # Content types that a page can send to any server without a preflight: https://fetch.spec.whatwg.org/#cors-safelisted-request-header

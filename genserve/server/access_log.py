@@ -181,7 +181,7 @@ def log_http(request: LoggedRequest, scope: Scope, *, status: int) -> None:
 
 def _is_verbose(path: str, *, method: str) -> bool:
     """Whether a success is logged only at the verbose level: inferences, polling and files of pages."""
-    if path == "/" or path.startswith("/page/"):
+    if path in ("/", "/dashboard") or path.startswith("/page/"):
         return method in ("GET", "HEAD")
     if path.startswith("/v2"):
         return method in ("GET", "HEAD") or path.endswith(("/infer", "/generate", "/generate_stream"))

@@ -15,7 +15,7 @@ from genserve.server.access_control import AccessControl, check_restriction, par
 from genserve.server.access_log import CLIENT_CLOSED_REQUEST, AccessLog
 from genserve.server.error_responses import ErrorResponses
 from genserve.server.routes import (
-    chat_page,
+    bundled_pages,
     docs_page,
     health,
     messages,
@@ -48,7 +48,7 @@ def create_app(services: Services) -> FastAPI:
         redoc_url=None,
     )
     app.state.services = services
-    for routes in (*_DIALECTS, health, chat_page, docs_page):
+    for routes in (*_DIALECTS, health, bundled_pages, docs_page):
         app.include_router(routes.router)
     errors.install(app)
     for error in (ClientLeft, ClientDisconnect):    # before the answer; in the middle of the body

@@ -31,7 +31,7 @@ router = APIRouter(include_in_schema=False)
 # A body with more fields shows the rare ones folded.
 _MAX_UNFOLDED = 8
 _CODE = re.compile("`([^`]+)`")
-_JOINT = re.compile("([._])")
+_JOINT = re.compile("([._/])")
 _INLINE = re.compile("<(script|style)>(.*?)</", re.DOTALL)
 _WORDS = {"string": "text", "boolean": "true or false", "array": "list"}
 _PLURALS = {"string": "texts", "integer": "integers", "number": "numbers", "object": "objects"}

@@ -149,6 +149,9 @@ function Files() {
           event.currentTarget.value = "";
         }}
       />
+      <a href="dashboard" class="small">
+        Dashboard
+      </a>
       <a href="docs" class="small">
         API docs
       </a>

@@ -1,4 +1,7 @@
-"""Chat page: the page at `/` and its files below `/page`, which `make page` bundles from the folder `web`."""
+"""Bundled pages: the chat page at `/`, the dashboard at `/dashboard`, and their files below `/page`.
+
+`make page` bundles them from the folder `web`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from starlette.exceptions import HTTPException
 
 FOLDER = Path(__file__).parents[1] / "page"
 
-# The page shows what models write. Script and style come from files only, and no text can become markup.
+# The pages show what models write. Script and style come from files only, and no text can become markup.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
@@ -39,7 +42,7 @@ router = APIRouter(include_in_schema=False)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _File:
-    """A file of the page, as it is sent."""
+    """A file of a page, as it is sent."""
 
     content: bytes
     media_type: str
@@ -47,14 +50,20 @@ class _File:
 
 
 @router.get("/")
-async def page(request: Request) -> Response:
-    """Return the page."""
+async def chat_page(request: Request) -> Response:
+    """Return the chat page."""
     return _response("index.html", request)
+
+
+@router.get("/dashboard")
+async def dashboard(request: Request) -> Response:
+    """Return the dashboard."""
+    return _response("dashboard.html", request)
 
 
 @router.get("/page/{name}")
 async def page_file(name: str, request: Request) -> Response:
-    """Return a file that the page loads."""
+    """Return a file that a page loads."""
     return _response(name, request)
 
 

@@ -1,0 +1,76 @@
+// What has been measured since the page was opened.
+
+import { readMetrics, Values } from "./metrics";
+
+/** The key of the sum of all models that generate text. */
+export const ALL = "";
+/** Rates and percentiles are of so many seconds. */
+export const WINDOW_S = 10;
+const KEPT_S = 3600;
+
+export interface Snapshot {
+  time: number; // seconds since 1970
+  models: Map<string, Values>; // with ALL
+  run: number; // counters of different runs of the server cannot be compared
+}
+
+export class History {
+  readonly snapshots: Snapshot[] = [];
+  private run = 0;
+
+  get last(): Snapshot | undefined {
+    return this.snapshots.at(-1);
+  }
+
+  /** The names of the models that generate text, and of the others. */
+  get names(): { text: string[]; others: string[] } {
+    const models = [...(this.last?.models ?? [])].filter(([name]) => name !== ALL);
+    const of = (isText: boolean) =>
+      models.filter(([, values]) => generatesText(values) === isText).map(([name]) => name);
+    return { text: of(true).sort(), others: of(false).sort() };
+  }
+
+  /** Add the metrics of now; returns the snapshot. */
+  add(text: string, time: number): Snapshot {
+    const models = readMetrics(text);
+    const all = new Values();
+    for (const values of models.values()) if (generatesText(values)) all.merge(values);
+    models.set(ALL, all);
+    if (this.last && hasRestarted(this.last.models, models)) this.run += 1;
+    const snapshot = { time, models, run: this.run };
+    this.snapshots.push(snapshot);
+    while (this.snapshots[0] && this.snapshots[0].time < time - KEPT_S) this.snapshots.shift();
+    return snapshot;
+  }
+
+  /** Note that the server did not answer: what is measured afterwards is compared with nothing before. */
+  interrupt(): void {
+    this.run += 1;
+  }
+
+  /** The snapshot with which one is compared: of WINDOW_S before, or the oldest since then. */
+  before(snapshot: Snapshot): Snapshot | undefined {
+    let found: Snapshot | undefined;
+    for (let place = this.snapshots.indexOf(snapshot) - 1; place >= 0; place -= 1) {
+      const earlier = this.snapshots[place] as Snapshot;
+      if (earlier.run !== snapshot.run || snapshot.time - earlier.time > WINDOW_S + 0.5) break;
+      found = earlier;
+    }
+    return found;
+  }
+}
+
+function generatesText(values: Values): boolean {
+  return values.numbers.has("genserve_num_requests_running");
+}
+
+/** Whether a counter has gone back. */
+function hasRestarted(before: Map<string, Values>, now: Map<string, Values>): boolean {
+  for (const [model, values] of now) {
+    for (const [name, value] of before.get(model)?.numbers ?? []) {
+      if (/_(total|count)(\/|$)/.test(name) && !name.includes("pending") && values.get(name) < value)
+        return true;
+    }
+  }
+  return false;
+}
