@@ -43,6 +43,7 @@ def main() -> int:
             table += _run(program, urls, cache=options.cache, record=options.record)
             if not options.keep:
                 shutil.rmtree(options.cache / "environments" / program.name, ignore_errors=True)
+        table += _of_the_server(list(urls), cache=options.cache)
     print("\n" + as_text(table))
     _write(table, options.cache)
     if options.docs:
@@ -110,6 +111,17 @@ def _against(
         name = MODELS[model]
         tokenizer = cache.absolute() / "repositories" / model / f"{name}_tokenizer" / "1"
         return run_program(program, environment, url=seen, model=name, tokenizer=tokenizer, log=log)
+
+
+def _of_the_server(models: list[str], *, cache: Path) -> list[Result]:
+    """Return the row that fails if a request made the server log a traceback."""
+    rows = {}
+    for model in models:
+        log = (cache / f"server-{model}.log").read_text(encoding="utf-8")
+        _, found, rest = log.partition("Traceback (most recent call last)")
+        detail = " ".join(rest.split())[:400]
+        rows[model] = [Row(name="no traceback", outcome="failed" if found else "ok", detail=detail)]
+    return results("genserve's log", "", rows)
 
 
 def _write(table: list[Result], cache: Path) -> None:

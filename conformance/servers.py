@@ -69,6 +69,8 @@ def recorded(url: str, file: Path) -> Iterator[str]:
                     return
                 number += 1
                 server = socket.create_connection(("127.0.0.1", target))
+                for end in (client, server):
+                    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 for source, sink, arrow in ((client, server, "->"), (server, client, "<-")):
                     mark = f"\n=== {number} {arrow}\n".encode()
                     threading.Thread(target=forward, args=(source, sink, mark), daemon=True).start()
