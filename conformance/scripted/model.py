@@ -146,9 +146,9 @@ class TritonPythonModel:
         outputs = sequence.params.structured_outputs
         match outputs and outputs.form:
             case "json":
-                return _compact(conversation.example(json.loads(outputs.text)))
+                return json.dumps(conversation.example(json.loads(outputs.text)))
             case "json_object":
-                return _compact({"city": conversation.cities[0], **VALUES})
+                return json.dumps({"city": conversation.cities[0], **VALUES})
             case "choice":
                 choices = json.loads(outputs.text)
                 return next((choice for choice in choices if choice in conversation.question), choices[0])
@@ -173,7 +173,3 @@ class TritonPythonModel:
                 if len(ids) == 1 and allowed[ids[0]]:
                     return ids[0], text[end:]
         return sampled, script
-
-
-def _compact(value):
-    return json.dumps(value, separators=(",", ":"))

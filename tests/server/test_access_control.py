@@ -228,6 +228,14 @@ def test_the_usual_clients_are_accepted(tiny_server):
     client.close()
 
 
+def test_a_text_request_needs_no_content_type_as_litellm_sends_to_ollama(tiny_server):
+    for path in ("/v1/chat/completions", "/api/chat"):
+        content = json.dumps({"model": "tiny", "stream": False, **CHAT})
+        answer = httpx2.post(tiny_server.url + path, content=content)
+        assert "content-type" not in answer.request.headers
+        assert answer.status_code == 200, answer.text
+
+
 def test_each_dialect_has_its_own_error_body_for_a_rejection(tiny_repository):
     with LiveServer(tiny_repository, api_key="secret") as server:
         paths = ("/v1/completions", "/v1/messages", "/generate", "/v2/logging")
