@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Self, Unpack
+from typing import Self, Unpack, cast
 
 from genserve.completion import Completion, Delta, Stream, likeliest
 from genserve.errors import Closed, InvalidRequest
@@ -65,6 +65,11 @@ class LLM:
     def max_length(self) -> int:
         """The context length: the greatest number of tokens of prompt and answer together."""
         return self._model.max_length
+
+    @property
+    def default_sampling_params(self) -> SamplingOptions:
+        """The options that the model recommends, as in `llm.chat(..., **llm.default_sampling_params)`."""
+        return cast("SamplingOptions", dict(self._model.default_sampling_params))
 
     def generate(self, prompt: str, **options: Unpack[SamplingOptions]) -> Completion:
         """Complete a prompt. Options are those of `SamplingParams`.
@@ -140,7 +145,8 @@ class LLM:
     def _params(self, options: SamplingOptions) -> SamplingParams:
         """Return the parameters of a call. Raises Closed before any other error."""
         self._reject_if_closed()
-        return sampling_params(options)
+        # Greedy by default, whatever the model recommends: a program's answers are reproducible.
+        return sampling_params({"temperature": 0.0, **options})
 
     def _reject_if_closed(self) -> None:
         if self._closed:

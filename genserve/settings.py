@@ -6,6 +6,7 @@ To add a setting is one row here; the command line reads the rows.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -66,6 +67,14 @@ def _cache_config_bytes(text: str) -> int:
     return int(size)
 
 
+def _json_object(text: str) -> dict[str, Any]:
+    """Return a JSON object; an empty one for an empty text. Raises ValueError for any other."""
+    value = json.loads(text or "{}")
+    if not isinstance(value, dict):
+        raise ValueError(f"{text!r} is not a JSON object")  # noqa: TRY004  # as json.loads
+    return value
+
+
 def _compile(pattern: str) -> None:
     try:
         re.compile(pattern)
@@ -120,6 +129,16 @@ class ServerSettings:
         (), _MODELS,
         "BACKEND,SETTING=VALUE, or SETTING=VALUE for all backends, such as "
         "onnxruntime,default-max-batch-size=8; repeatable.",
+    )
+    generation_config: Literal["auto", "none"] = _flag(
+        "auto", _MODELS,
+        "auto: a sampling parameter that a request does not give has the default of the model's "
+        "generation_config.json, if any; none: that file is used for end-of-sequence tokens only.",
+    )
+    override_generation_config: str = _flag(
+        "", _MODELS,
+        'JSON object with values in place of those of generation_config.json, such as {"temperature": 0.6}.',
+        validate=_json_object,
     )
     load_threads: int = _flag(
         4, _MODELS,
@@ -309,6 +328,11 @@ class ServerSettings:
     def cache_bytes(self) -> int:
         """Size of the response cache, bytes; 0: no cache."""
         return _cache_config_bytes(self.cache_config) or self.response_cache_byte_size
+
+    @property
+    def overriding_generation_config(self) -> dict[str, Any]:
+        """The values in place of those of generation_config.json."""
+        return _json_object(self.override_generation_config)
 
     @property
     def grpc_channel_arguments(self) -> tuple[tuple[str, int], ...]:

@@ -73,7 +73,7 @@ def derived() -> dict[Path, str]:
 
 def options() -> str:
     """Return the module of `SamplingOptions`."""
-    types = {option.name: str(option.type) for option in fields(SamplingParams)}
+    types = {option.name: str(option.type) for option in fields(SamplingParams) if option.name in PARAMETERS}
     return _HEADER + "".join(f"    {name}: {_OPTION_TYPES.get(of, of)}\n" for name, of in types.items())
 
 

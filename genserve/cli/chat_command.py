@@ -8,13 +8,14 @@ from typing import Annotated
 import typer
 
 from genserve.cli.flags import (
+    CHAT_TEMPERATURE,
     DEFAULT_REPOSITORY,
+    ChatTemperature,
     MaxTokens,
     ModelArgument,
     ModelRepository,
     Seed,
     Set,
-    Temperature,
     Url,
     with_assignments,
 )
@@ -26,7 +27,7 @@ def chat(
     model_repository: ModelRepository = DEFAULT_REPOSITORY,
     url: Url = None,
     system: Annotated[str | None, typer.Option(envvar="GENSERVE_SYSTEM", help="The system prompt.")] = None,
-    temperature: Temperature = 0.7,
+    temperature: ChatTemperature = None,
     max_tokens: MaxTokens = None,
     seed: Seed = None,
     set_: Set = [],  # noqa: B006  # typer copies it
@@ -35,9 +36,13 @@ def chat(
     from genserve.cli.chat_session import ChatSession, Conversation
     from genserve.cli.model_access import open_model
 
-    options = SamplingOptions(temperature=temperature, max_tokens=max_tokens, seed=seed)
+    options = SamplingOptions(max_tokens=max_tokens, seed=seed)
+    if temperature is not None:
+        options["temperature"] = temperature
     options = with_assignments(options, set_)
     with open_model(model, repository=model_repository, url=url) as opened:
+        recommended = opened.default_sampling_params.get("temperature", CHAT_TEMPERATURE)
+        options = {"temperature": recommended, **options}
         session = ChatSession(opened, conversation=Conversation(system=system), options=options)
         if sys.stdin.isatty():
             from genserve.cli.repl import run_repl

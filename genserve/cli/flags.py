@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from genserve.sampling.sampling_options import SamplingOptions
 
 DEFAULT_REPOSITORY = Path("model_repository")
+CHAT_TEMPERATURE = 0.7
 
 ModelArgument = Annotated[
     str | None, typer.Argument(envvar="GENSERVE_MODEL", help="Default: the only text model, or smollm2.")
@@ -43,6 +44,13 @@ MaxTokens = Annotated[
 ]
 Temperature = Annotated[
     float, typer.Option(envvar="GENSERVE_TEMPERATURE", help="0: always the likeliest token.")
+]
+ChatTemperature = Annotated[
+    float | None,
+    typer.Option(
+        envvar="GENSERVE_TEMPERATURE",
+        help="0: always the likeliest token. Default: what the model recommends, or else 0.7.",
+    ),
 ]
 Seed = Annotated[int | None, typer.Option(envvar="GENSERVE_SEED", help="The same seed gives the same text.")]
 Set = Annotated[

@@ -138,6 +138,7 @@ class OpenedModel:
     name: str
     max_length: int | None      # the context length in tokens; None: unknown
     text_model: TextGenerator
+    default_sampling_params: SamplingOptions    # that the model recommends
 
 
 @contextmanager
@@ -161,7 +162,12 @@ def _local_model(name: str | None, *, repository: Path) -> Iterator[OpenedModel]
 
         llm = LLM(repository, name)
     with llm:
-        yield OpenedModel(name=name, max_length=llm.max_length, text_model=llm)
+        yield OpenedModel(
+            name=name,
+            max_length=llm.max_length,
+            text_model=llm,
+            default_sampling_params=llm.default_sampling_params,
+        )
 
 
 @contextmanager
@@ -169,8 +175,14 @@ def _remote_model(name: str | None, *, url: str) -> Iterator[OpenedModel]:
     from genserve.client import Client
 
     with Client(url) as client:
-        name = choose_remote(name, client.models())
-        yield OpenedModel(name=name, max_length=None, text_model=_RemoteModel(client=client, name=name))
+        known = client.default_sampling_params()
+        name = choose_remote(name, list(known))
+        yield OpenedModel(
+            name=name,
+            max_length=None,
+            text_model=_RemoteModel(client=client, name=name),
+            default_sampling_params=known[name],
+        )
 
 
 def choose_remote(name: str | None, known: Sequence[str]) -> str:

@@ -51,9 +51,13 @@ def _set(session: ChatSession, argument: str) -> None:
     # NAME VALUE, or NAME=VALUE as with `--set`.
     name, _, value = argument.partition("=" if "=" in argument.partition(" ")[0] else " ")
     if not name:
-        changed = sampling_params(session.options).changed()
+        changed = sampling_params(session.options).given()
         for known, current in changed.items():
             session.note(f"{known} = {json.dumps(current)}")
+        for known, recommended in session.model.default_sampling_params.items():
+            if known not in changed:
+                session.note(f"{known} = {json.dumps(recommended)}, the default of the model")
+                changed[known] = recommended
         defaults = (known for known in SamplingOptions.__annotations__ if known not in changed)
         session.note(f"at their defaults: {', '.join(defaults)}")
         return

@@ -13,6 +13,7 @@ from genserve.client.sse_decoder import DeltaDecoder
 from genserve.completion import Completion
 from genserve.errors import InvalidRequest
 from genserve.prompt import Chat, Prompts, read_prompts
+from genserve.sampling.sampling_options import SamplingOptions
 from genserve.sampling.sampling_params import SamplingParams, sampling_params
 
 Answer = TypeVar("Answer")
@@ -117,12 +118,13 @@ def complete(
     return ApiCall(request=_post("/v1/completions", body), read=read)
 
 
-def models() -> ApiCall[list[str]]:
-    """List the names of the loaded models."""
+def default_sampling_params() -> ApiCall[dict[str, SamplingOptions]]:
+    """List the loaded models, with the sampling parameters that each recommends."""
 
-    def read(headers: Mapping[str, str], reply: bytes) -> list[str]:
+    def read(headers: Mapping[str, str], reply: bytes) -> dict[str, SamplingOptions]:
         with unknown_reply():
-            return [str(row["id"]) for row in json.loads(reply)["data"]]
+            rows = json.loads(reply)["data"]
+            return {str(row["id"]): row.get("default_sampling_params", {}) for row in rows}
 
     return ApiCall(request=ApiRequest(method="GET", path="/v1/models"), read=read)
 

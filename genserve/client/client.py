@@ -180,7 +180,11 @@ class Client:
 
     def models(self) -> list[str]:
         """Return the names of the loaded models."""
-        return self._call(api_calls.models())
+        return list(self.default_sampling_params())
+
+    def default_sampling_params(self) -> dict[str, SamplingOptions]:
+        """Return the options that each loaded model recommends, by its name; see `LLM`."""
+        return self._call(api_calls.default_sampling_params())
 
     def close(self) -> None:
         """Close the connections; a second call does nothing.
@@ -325,7 +329,11 @@ class AsyncClient:
 
     async def models(self) -> list[str]:
         """Return the names of the loaded models."""
-        return await self._call(api_calls.models())
+        return list(await self.default_sampling_params())
+
+    async def default_sampling_params(self) -> dict[str, SamplingOptions]:
+        """Return the options that each loaded model recommends, by its name; see `LLM`."""
+        return await self._call(api_calls.default_sampling_params())
 
     async def close(self) -> None:
         """Close the connections; a second call does nothing."""

@@ -67,7 +67,7 @@ def chat_body(chat: Chat, *, model: str | None, params: SamplingParams) -> dict[
         "messages": [message.as_dict() for message in chat.messages],
         **_tool_fields(chat),
         **_template_fields(chat),
-        **params.changed(),
+        **params.given(),
         **({"return_tokens_as_token_ids": True} if _wants_alternatives(params) else {}),
         "temperature": params.temperature,
         "return_token_ids": True,
@@ -216,7 +216,7 @@ def completions_body(
     prompts: Sequence[str] | Sequence[Sequence[int]], *, n: int, model: str | None, params: SamplingParams
 ) -> dict[str, Any]:
     """Return the body of /v1/completions, always with a temperature: the dialect's default is 1."""
-    changed = params.changed()
+    changed = params.given()
     changed.pop("top_logprobs", None)
     if changed.pop("logprobs", False):
         changed |= {"logprobs": params.top_logprobs, "return_tokens_as_token_ids": True}

@@ -16,11 +16,13 @@ from genserve.sampling.sampling_params import DRAW_PARAMETERS, PARAMETERS, Sampl
 
 def request_body(prompt: str, *, model: str | None, params: SamplingParams) -> dict[str, Any]:
     """Return the body of either route, without disabled parameters: TGI has no value for "disabled"."""
-    changed = params.changed()
+    changed = params.given()
     changed.pop("logprobs", None)  # the details always have them
     for name in ("max_tokens", "top_logprobs"):
         if name in changed:
             changed[str(PARAMETERS[name].tgi)] = changed.pop(name)
+    if changed.get("top_k") == 0:
+        changed["top_k"] = 2**31 - 1     # all
     if params.temperature == 0:  # TGI samples as soon as one of these is set, even without do_sample
         changed = {name: value for name, value in changed.items() if name not in DRAW_PARAMETERS}
     parameters = {"details": True, "do_sample": params.temperature > 0, **changed}

@@ -21,6 +21,7 @@ from genserve.config.schema import model_config
 from genserve.errors import GenserveError, MissingDependency, RepositoryError, Status
 from genserve.repository.index import ModelEntry
 from genserve.text.tokenizer import Tokenizer
+from genserve.text.tokenizer_files import recommended_sampling_params
 from genserve.textmodel.logits_config import CacheKind, cache_kind, context_length
 from genserve.textmodel.runtimes.onnx_logits import check_logits_graph
 
@@ -85,6 +86,7 @@ def content_diagnostics(entry: ModelEntry, config: ModelConfig, folder: Path) ->
             _look_at_saved_model(config, file)
         elif config.backend == "tokenizer":
             Tokenizer.from_folder(folder)
+            recommended_sampling_params(folder)
     except MissingDependency as error:
         message = f"it was not validated: {error.message}"
         yield _diagnostic(file, message, remedy=error.remedy, severity=Severity.WARNING)

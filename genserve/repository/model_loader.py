@@ -146,6 +146,7 @@ class ModelLoader:
             self._sources(model.stages),
             draft=self._sources(logits.draft) if logits.draft else None,
             limits=self.options.queue_limits,
+            defaults=self.options.default_sampling_params,
         )
         engine, of_text, of_logits = text_model.engine, ModelStatistics(), ModelStatistics()
         of_stage = LogitsInference(

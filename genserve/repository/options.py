@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from genserve.config.backends import DEFAULT_MAX_BATCH_SIZE
 from genserve.generation.admission_control import QueueLimits
+from genserve.sampling.model_defaults import default_sampling_params
 from genserve.schedulers.rate_limiter import ResourceCapacity
+from genserve.text.tokenizer_files import recommended_sampling_params
 
 # By default, prompts that would fill the KV cache this many times may wait.
 _CACHES_IN_QUEUE = 4
@@ -40,6 +44,8 @@ class RepositoryOptions:
     max_queue: int = 256                    # per text model: requests that may wait for their first step
     max_queue_tokens: int | None = 0        # of their prompts; None: 4 full KV caches; 0: any
     max_queue_wait_s: float = 0.0           # longest wait for the first step; 0: unlimited
+    generation_config: bool = True          # a model's generation_config.json has defaults for sampling
+    override_generation_config: Mapping[str, Any] = field(default_factory=dict)     # in place of its values
     histogram_latencies: bool = False       # measure the time to the first response
     rate_limiter: bool = False              # instances acquire the resources of their groups
     resources: tuple[ResourceCapacity, ...] = ()    # of the rate limiter; empty: the most of one instance
@@ -54,3 +60,13 @@ class RepositoryOptions:
             max_tokens=max_tokens or None,
             max_wait_s=self.max_queue_wait_s or None,
         )
+
+    def default_sampling_params(self, folder: Path) -> Mapping[str, Any]:
+        """Return the default sampling parameters of the model whose tokenizer is in `folder`.
+
+        Raises:
+            RepositoryError: its generation_config.json is broken, or a value is out of range.
+            InvalidRequest: a value of `override_generation_config` is out of range.
+        """
+        recommended = recommended_sampling_params(folder) if self.generation_config else {}
+        return recommended | default_sampling_params(self.override_generation_config)

@@ -93,6 +93,7 @@ class Param:
     one_text: bool = False                  # the dialects take one text for a list of it
     tgi: str | None = None                  # TGI's name, if it has another
     triton: str | None = None               # the input tensor of Triton's clients, if any
+    generation_config: str | None = None    # the key of a model's default in generation_config.json
 
     @property
     def item(self) -> Any:
@@ -125,10 +126,12 @@ def param(doc: str, *, default: Any, section: Section, **rules: Any) -> Any:
 
 @cache
 def param_table(of: Any) -> Mapping[str, Param]:
-    """Return the rows of a dataclass whose fields are declared by `param`, by name and in their order."""
+    """Return the rows of the fields of a dataclass that `param` declares, by name and in their order."""
     hints, table = get_type_hints(of), {}
     for option in fields(of):
-        row: Param = option.metadata["param"]
+        row: Param | None = option.metadata.get("param")
+        if row is None:
+            continue
         default = option.default if option.default_factory is MISSING else option.default_factory()
         neutral = default if row.neutral is _DEFAULT else row.neutral
         hint = hints[option.name]

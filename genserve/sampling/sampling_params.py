@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal
 
 from genserve.errors import InvalidRequest, require
@@ -22,6 +23,7 @@ MAX_CACHE_SALT_CHARS = 256
 _INT_MAX = 2**31 - 1
 
 _BEAMS = "use_beam_search"
+_CHANGED: tuple[str, ...] = ("those that are not at their default",)    # of parameters that are made directly
 _COUNT = Range(0, _INT_MAX, "off")
 _SHARE = Range(0, 1, "off")
 _OF_DRY = ("dry_multiplier",)
@@ -70,6 +72,7 @@ class _LogitsParams:
     repetition_penalty: float = _logits(
         "of tokens in prompt or answer, logits above 0 are divided by it, others multiplied",
         default=1.0, range=Range(0.01, 100), common=True, triton="repetition_penalty",  # 1e-40: 0 in float32
+        generation_config="repetition_penalty",
     )
     frequency_penalty: float = _logits(
         "subtracted for each time that the answer has the token",
@@ -105,7 +108,8 @@ class _LogitsParams:
         default=("\n", ":", '"', "*"), max_items=32, max_chars=40, unused_without=_OF_DRY,     # llama.cpp's
     )
     no_repeat_ngram_size: int = _logits(
-        "-inf for tokens that would repeat a run of this length in prompt or answer", default=0, range=_COUNT
+        "-inf for tokens that would repeat a run of this length in prompt or answer",
+        default=0, range=_COUNT, generation_config="no_repeat_ngram_size",
     )
     bad_words: tuple[str, ...] = _logits(
         "-inf for the last token of a text whose other tokens precede it, with and without a space before "
@@ -129,6 +133,7 @@ class _DrawParams(_LogitsParams):
         "of the draw are off",
         default=0.0, range=Range(0, 100), neutral=1.0, stage="temperature", common=True, own_field=True,
         excludes=(_BEAMS,), triton="temperature",
+        generation_config="temperature",
     )
     dynatemp_range: float = _draw(
         "the temperature is lower by up to this where the entropy is low, and higher where it is high",
@@ -145,30 +150,37 @@ class _DrawParams(_LogitsParams):
     top_h: float = _sampler(
         "of the 100 likeliest tokens, keeps the best ones until they have this share of the entropy",
         default=0.0, range=_SHARE, stage="top_h",
+        generation_config="top_h",
     )
     top_k: int = _sampler(
         "keeps this number of best tokens; -1 is off, too",
         default=0, range=_COUNT, stage="top_k", common=True, own_field=True, triton="top_k",
+        generation_config="top_k",
     )
     top_p: float = _sampler(
         "keeps the smallest set of tokens with this share of the probability",
         default=1.0, range=Range(0, 1, above=True), stage="top_p", common=True, triton="top_p",
+        generation_config="top_p",
     )
     min_p: float = _sampler(
         "keeps the tokens with this share of the best one's probability",
         default=0.0, range=_SHARE, stage="min_p", common=True,
+        generation_config="min_p",
     )
     typical_p: float = _sampler(
         "keeps the tokens whose surprise is nearest to the entropy, up to this share of the probability",
         default=1.0, range=Range(0, 1, above=True), stage="typical_p",
+        generation_config="typical_p",
     )
     epsilon_cutoff: float = _sampler(
         "keeps the tokens of at least this probability, and the best one",
         default=0.0, range=Range(0, 1, "off", below=True), stage="epsilon_cutoff",
+        generation_config="epsilon_cutoff",
     )
     eta_cutoff: float = _sampler(
         "keeps the tokens of at least min(eta, sqrt(eta) * e^-entropy), and the best one",
         default=0.0, range=Range(0, 1, "off", below=True), stage="eta_cutoff",
+        generation_config="eta_cutoff",
     )
     xtc_probability: float = _sampler(
         "how often all likely tokens but the least likely of them are removed; never, if end-of-sequence "
@@ -242,6 +254,7 @@ class SamplingParams(_DrawParams):
     max_tokens: int | None = _end(
         "this number of tokens ends the answer; without it, the end of the context (`/v1/completions`: 16)",
         default=None, range=Range(1), common=True, own_field=True, tgi="max_new_tokens", triton="max_tokens",
+        generation_config="max_new_tokens",
     )
     max_time_ms: int | None = _end(
         "the answer ends after this time since the request arrived, including time in the queue",
@@ -333,7 +346,13 @@ class SamplingParams(_DrawParams):
         default=0, range=Range(-(2**31), _INT_MAX),
     )
 
+    # Which of the parameters in `GENERATION_CONFIG` the request gives, even as their default.
+    stated: tuple[str, ...] = _CHANGED
+
     def __post_init__(self) -> None:
+        if self.stated is _CHANGED:
+            changed = (name for name in self.changed_names() if name in GENERATION_CONFIG.values())
+            object.__setattr__(self, "stated", tuple(changed))
         validate(self, PARAMETERS)
         _validate_together(self)
         _validate_stages(self)
@@ -342,9 +361,10 @@ class SamplingParams(_DrawParams):
         """Return the names of the parameters that are not at their default."""
         return [name for name, row in PARAMETERS.items() if getattr(self, name) != row.default]
 
-    def changed(self) -> dict[str, Any]:
-        """Return the parameters that are not at their default, by name, as JSON has them."""
-        return {name: _as_json(getattr(self, name)) for name in self.changed_names()}
+    def given(self) -> dict[str, Any]:
+        """Return the parameters that are stated or not at their default, by name, as JSON has them."""
+        names = {*self.stated, *self.changed_names()}
+        return {name: _as_json(getattr(self, name)) for name in PARAMETERS if name in names}
 
     def token_ids(self) -> Mapping[str, Iterable[int]]:
         """Return the token ids of the request, by parameter; each must be in the model's vocabulary."""
@@ -370,6 +390,10 @@ EDIT_PARAMETERS = tuple(
 )
 # The parameters that have an input tensor in Triton's repositories of language models, by its name.
 TRITON_TENSORS: Mapping[str, Param] = {row.triton: row for row in PARAMETERS.values() if row.triton}
+# The parameters that a model may have a default of, by the key of generation_config.json.
+GENERATION_CONFIG: Mapping[str, str] = {
+    row.generation_config: name for name, row in PARAMETERS.items() if row.generation_config
+}
 _TEXTS = tuple(name for name, row in PARAMETERS.items() if row.item is str)
 _IDS = tuple(name for name, row in PARAMETERS.items() if row.item is int)
 
@@ -435,23 +459,33 @@ def unused_parameters(params: SamplingParams) -> list[str]:
     """
     changed = params.changed_names()
     greedy = params.temperature == 0
+    from_model = {*GENERATION_CONFIG.values()}.difference(params.stated)
     return [
         name
         for name in changed
-        if (greedy and name in DRAW_PARAMETERS)
+        if (greedy and name in DRAW_PARAMETERS and name not in from_model)
         or (PARAMETERS[name].unused_without and not {*PARAMETERS[name].unused_without}.intersection(changed))
     ]
 
 
-def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
+def sampling_params(
+    options: Mapping[str, Any], *, defaults: Mapping[str, Any] = MappingProxyType({})
+) -> SamplingParams:
     """Make parameters from options as a client writes them.
 
     `stop` may be one string, `top_k` -1, the ids of `logit_bias` digits, and lists None.
 
+    Args:
+        options: what the request gives. Of the others, those with a default of the model get that, see
+            `with_model_defaults`.
+        defaults: those of the dialect, for what neither the request (None is not given) nor the model gives.
+
     Raises:
         InvalidRequest: an unknown name, with the nearest known one as the remedy, or a value out of range.
     """
+    stated = tuple(name for name in GENERATION_CONFIG.values() if options.get(name) is not None)
     values = without_rejected_methods(options)
+    values |= {name: default for name, default in defaults.items() if values.get(name) is None}
     for name in values:
         if name not in PARAMETERS:
             near = difflib.get_close_matches(name, PARAMETERS, n=1)
@@ -473,7 +507,7 @@ def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
     if values.get("output_parser") is not None:
         values["output_parser"] = read_plugin_call(values["output_parser"], field="output_parser")
     values["repetition_detection"] = repetition_detection(values.get("repetition_detection"))
-    return SamplingParams(**values)
+    return SamplingParams(**values, stated=stated)
 
 
 def _as_json(value: Any) -> Any:

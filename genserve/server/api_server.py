@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Self
 import uvicorn
 
 from genserve.config.backends import BackendConfig
-from genserve.errors import GenserveError, RepositoryError
+from genserve.errors import GenserveError, InvalidRequest, RepositoryError
 from genserve.generation_metrics import Metrics
 from genserve.repository.options import ControlMode, RepositoryOptions
 from genserve.repository.repository import Repository
+from genserve.sampling.model_defaults import default_sampling_params
 from genserve.schedulers.rate_limiter import ResourceCapacity
 from genserve.server.access_control import AccessControl, address_of, require_safe_addresses
 from genserve.server.app import create_app
@@ -333,6 +334,11 @@ async def _wait(doing: str, work: asyncio.Future[None], *, until: float) -> None
 
 def _repository_options(settings: ServerSettings) -> RepositoryOptions:
     backends = BackendConfig.parse(settings.backend_config, backend_directory=settings.backend_directory)
+    overriding = settings.overriding_generation_config
+    try:
+        default_sampling_params(overriding)
+    except InvalidRequest as error:
+        raise GenserveError(f"--override-generation-config: {error.message}") from None
     return RepositoryOptions(
         control_mode=ControlMode(settings.model_control_mode),
         poll_s=settings.repository_poll_s,
@@ -344,6 +350,8 @@ def _repository_options(settings: ServerSettings) -> RepositoryOptions:
         default_max_batch_size=backends.default_max_batch_size,
         cache_bytes=settings.cache_bytes,
         load_threads=settings.load_threads,
+        generation_config=settings.generation_config == "auto",
+        override_generation_config=overriding,
         exit_timeout_s=settings.drain_s,
         max_queue=settings.max_queue,
         max_queue_tokens=settings.max_queue_tokens,

@@ -40,7 +40,7 @@ class SubmittedRequest:
     prompt: Prompt                          # the first one, as the request has it
     prompts: tuple[tuple[int, ...], ...]    # token ids, by prompt
     seeds: tuple[int, ...]                  # by choice
-    params: SamplingParams
+    params: SamplingParams                  # with the model's defaults
     begins_thought: bool                    # the first prompt ends in an open thought
 
     def message_parser(self) -> MessageParser | None:
@@ -179,7 +179,7 @@ async def submit(
         prompt=prompts[0],
         prompts=prompt_ids,
         seeds=tuple(sequence.seed for sequence in sequences),
-        params=params,
+        params=sequences[0].params,
         begins_thought=sequences[0].begins_thought,
     )
 

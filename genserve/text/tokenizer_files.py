@@ -9,9 +9,11 @@ from typing import Any
 
 import tokenizers
 
-from genserve.errors import RepositoryError
+from genserve.errors import InvalidRequest, RepositoryError
+from genserve.sampling.model_defaults import default_sampling_params
 from genserve.text.chat_template import ChatTemplate
 
+GENERATION_CONFIG = "generation_config.json"
 REMEDY = "copy the file from the model's checkpoint, or export the model again with --overwrite"
 
 
@@ -52,6 +54,25 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
     )
 
 
+def recommended_sampling_params(folder: Path) -> dict[str, Any]:
+    """Return the sampling parameters of generation_config.json in the folder of a tokenizer stage, if any.
+
+    Raises:
+        RepositoryError: it is broken, or a value is out of range.
+    """
+    try:
+        return default_sampling_params(_read_generation_config(folder))
+    except InvalidRequest as error:
+        raise RepositoryError(
+            f"{folder / GENERATION_CONFIG}: {error.message}", remedy="correct the value, or remove it"
+        ) from None
+
+
+def _read_generation_config(folder: Path) -> dict[str, Any]:
+    file = folder / GENERATION_CONFIG
+    return _read_json(file) if file.exists() else {}
+
+
 def _read_backend(file: Path) -> tokenizers.Tokenizer:
     text = _read_text(file)
     try:
@@ -90,8 +111,8 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 def _eos_token_ids(folder: Path, *, backend: tokenizers.Tokenizer, eos_token: str | None) -> frozenset[int]:
     """The ids in generation_config.json, and the tokenizer's eos token, which ends a turn of a chat."""
-    file = folder / "generation_config.json"
-    named = _read_json(file).get("eos_token_id") if file.exists() else None
+    file = folder / GENERATION_CONFIG
+    named = _read_generation_config(folder).get("eos_token_id")
     ids = named if isinstance(named, list) else [named] if named is not None else []
     if not all(type(token_id) is int for token_id in ids):
         raise RepositoryError(f"{file}: eos_token_id must be an integer or a list of integers", remedy=REMEDY)

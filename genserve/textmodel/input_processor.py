@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from genserve.errors import ContextLengthExceeded, InvalidRequest, ModelFailed
 from genserve.generation.beam_search import BeamSearch
@@ -15,6 +16,7 @@ from genserve.generation.sequence_plugins import LogitsProcessor, PluginContext,
 from genserve.prompt import Chat, Prompt
 from genserve.sampling.grammar_bitmask import StructuredOutputGrammar
 from genserve.sampling.logits_processors import DryBreakers, TokenizedParams
+from genserve.sampling.model_defaults import with_model_defaults
 from genserve.sampling.sampling_params import SamplingParams
 from genserve.text.grammar_compiler import GrammarCompiler
 from genserve.text.message_parser import MessageParser
@@ -110,7 +112,14 @@ class InputProcessor:
     """
 
     def __init__(
-        self, *, name: str, tokenizer: Tokenizer, engine: EngineThread, plugins: Plugins, logits: LogitsModel
+        self,
+        *,
+        name: str,
+        tokenizer: Tokenizer,
+        engine: EngineThread,
+        plugins: Plugins,
+        logits: LogitsModel,
+        default_sampling_params: Mapping[str, Any],
     ) -> None:
         """Process the requests of the model `name`."""
         self.reasoning = ReasoningTokens(tokenizer)
@@ -119,6 +128,7 @@ class InputProcessor:
         self._engine = engine
         self._plugins = plugins
         self._logits = logits
+        self._defaults = default_sampling_params
         self._tools = ToolCalling(tokenizer)
         self._grammars = GrammarCompiler(tokenizer, vocab_size=logits.vocab_size)
         self._spellings_within = Spellings(tokenizer)
@@ -127,6 +137,7 @@ class InputProcessor:
         self, prompt: Prompt, params: SamplingParams, *, num_choices: int, arrived_s: float | None = None
     ) -> list[TokenSequence]:
         """Return one token sequence for each choice; see `TextModel.prepare_choices`."""
+        params = with_model_defaults(params, self._defaults)
         width = self._beam_width(params, num_choices=num_choices)
         max_length = self._engine.max_tokens_per_sequence(width) if width > 1 else self._logits.max_length
         field, whole = self.encode(prompt)
@@ -337,7 +348,7 @@ class InputProcessor:
                 "kv_cache_bytes in the logits stage's config.pbtxt",
             )
         room = max_length - num_prompt_tokens
-        if params.max_tokens is not None and params.max_tokens > room:
+        if "max_tokens" in params.stated and params.max_tokens is not None and params.max_tokens > room:
             raise ContextLengthExceeded(
                 f"max_tokens is {params.max_tokens}; the prompt's {num_prompt_tokens} tokens leave {room} "
                 f"of the context of {max_length}{per_beam}",
@@ -352,7 +363,9 @@ def _truncated(
     """Truncate a prompt as the request asks; the token that begins every text stays."""
     limit = params.truncate_prompt_tokens
     if limit == -1:
-        limit = max(1, max_length - (params.max_tokens or 1))
+        # A default of the model may be as long as the context.
+        longest = max_length if "max_tokens" in params.stated else max_length // 2
+        limit = max(1, max_length - min(params.max_tokens or 1, longest))
     if limit is None or len(token_ids) <= limit:
         return token_ids
     if params.truncation_side == "right":

@@ -216,7 +216,8 @@ def _params(inputs: Mapping[str, Tensor], parameters: Mapping[str, Parameter]) -
     width = options.pop("beam_width", None) or 1    # by which Triton's clients ask for no beam search
     if width != 1:
         options |= {"use_beam_search": True, "beam_width": width}
-    return sampling_params(options)
+    # Greedy by default, whatever the model recommends.
+    return sampling_params({**options, "temperature": options.get("temperature") or 0.0})
 
 
 def _reject_unread(parameters: Mapping[str, Parameter]) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from genserve.errors import Closed, InvalidRequest
 from genserve.generation.engine_request import TokenSequence
@@ -39,6 +39,7 @@ class TextModel:
         kv_cache_bytes: largest size of the KV cache.
         precision: of the weights, from the file's metadata.
         vocab_size: length of a row of logits.
+        default_sampling_params: of the model, for what a request does not give.
         loaded_s: wall-clock time of the load, seconds since 1970.
         weights_bytes: size of the files of the logits stage.
     """
@@ -51,6 +52,7 @@ class TextModel:
         engine: EngineThread,
         plugins: Plugins,
         logits: LoadedLogits,
+        default_sampling_params: Mapping[str, Any],
         loaded_s: float,
         weights_bytes: int,
     ) -> None:
@@ -64,10 +66,16 @@ class TextModel:
         self.vocab_size = logits.vocab_size
         self.kv_cache_bytes = logits.kv_cache_bytes
         self.precision = logits.metadata.get("genserve.precision", "unknown")
+        self.default_sampling_params = default_sampling_params
         self.loaded_s = loaded_s
         self.weights_bytes = weights_bytes
         self._inputs = InputProcessor(
-            name=name, tokenizer=tokenizer, engine=engine, plugins=plugins, logits=logits
+            name=name,
+            tokenizer=tokenizer,
+            engine=engine,
+            plugins=plugins,
+            logits=logits,
+            default_sampling_params=default_sampling_params,
         )
         self._workers = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix=f"prepare-{name}")
         self._compilers = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix=f"compile-{name}")

@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TypeAlias
+from pathlib import Path
+from typing import Any, TypeAlias
 
 from genserve.backends.backend import ModelSource, boolean_parameter
 from genserve.backends.warmup import run_warmups, warmup_batches
@@ -29,9 +30,12 @@ from genserve.textmodel.text_model import TextModel
 
 Stages: TypeAlias = Mapping[str, ModelSource]       # "tokenizer", "logits" and "decoder", resolved
 Limits: TypeAlias = Callable[[int], QueueLimits]    # of an engine whose KV cache holds so many tokens
+SamplingDefaults: TypeAlias = Callable[[Path], Mapping[str, Any]]   # of the folder of a tokenizer stage
 
 
-def load_text_model(name: str, stages: Stages, *, draft: Stages | None, limits: Limits) -> TextModel:
+def load_text_model(
+    name: str, stages: Stages, *, draft: Stages | None, limits: Limits, defaults: SamplingDefaults
+) -> TextModel:
     """Load the three stages of a text model and start its engine.
 
     Args:
@@ -39,6 +43,7 @@ def load_text_model(name: str, stages: Stages, *, draft: Stages | None, limits: 
         stages: its stages.
         draft: the stages of another text model, which drafts tokens on the CPU; None: there is none.
         limits: of the queue in front of the engine.
+        defaults: reads its default sampling parameters.
 
     Raises:
         RepositoryError: a stage cannot be loaded, or the draft model has another vocabulary.
@@ -47,6 +52,7 @@ def load_text_model(name: str, stages: Stages, *, draft: Stages | None, limits: 
     with ExitStack() as undo:
         tokenizer = Tokenizer.from_folder(stages["tokenizer"].folder)
         undo.callback(tokenizer.close)      # an error refers to it, and is kept
+        default_sampling_params = defaults(stages["tokenizer"].folder)
         decoder = stages["decoder"]
         decoding = load_decoding(decoder.folder / decoder.config.default_model_filename, name=decoder.name)
         logits = _load_warm(stages["logits"])
@@ -71,6 +77,7 @@ def load_text_model(name: str, stages: Stages, *, draft: Stages | None, limits: 
         engine=engine,
         plugins=decoding.plugins,
         logits=logits,
+        default_sampling_params=default_sampling_params,
         loaded_s=time.time(),
         weights_bytes=sum(file.stat().st_size for file in stages["logits"].folder.rglob("*")),
     )

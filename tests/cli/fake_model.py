@@ -63,7 +63,10 @@ class FakeModel:
 
 
 def chat_with(model: FakeModel, *, system: str | None = None) -> ChatSession:
-    opened = OpenedModel(name="fake", max_length=2048, text_model=model)
+    recommended = SamplingOptions(top_p=0.9)
+    opened = OpenedModel(
+        name="fake", max_length=2048, text_model=model, default_sampling_params=recommended
+    )
     return ChatSession(
         opened, conversation=Conversation(system=system), options=SamplingOptions(temperature=0.5)
     )

@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 
 from genserve.cli.main import app
 from genserve.errors import InvalidRequest
-from tests.client.scripted_server import Reply, event_reply, models_reply, scripted
+from tests.client.scripted_server import Reply, event_reply, json_reply, models_reply, scripted
 
 MODELS = models_reply("m")
 
@@ -44,6 +44,14 @@ def test_the_flags_become_fields_of_the_request() -> None:
     body = server.received[-1].body
     assert (body["model"], body["temperature"], body["max_tokens"], body["seed"]) == ("m", 0, 3, 7)
     assert body["min_p"] == 0.1
+
+
+def test_the_temperature_is_what_the_model_recommends() -> None:
+    for defaults, expected in (({}, 0.7), ({"default_sampling_params": {"temperature": 0.2}}, 0.2)):
+        listed = json_reply({"object": "list", "data": [{"id": "m", **defaults}]})
+        with scripted(listed, answer("Hello.")) as server:
+            CliRunner().invoke(app, ["chat", "--url", server.url], input="Hi")
+        assert server.received[-1].body["temperature"] == expected
 
 
 def test_a_line_in_another_encoding_is_rejected_by_its_number() -> None:

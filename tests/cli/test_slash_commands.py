@@ -111,7 +111,7 @@ def test_set_without_a_value_resets_the_parameter(
 
 def test_set_alone_shows_the_changed_parameters_and_the_names_of_the_others(said) -> None:
     shown = said("/set")
-    assert shown.startswith("temperature = 0.5\nat their defaults: ")
+    assert shown.startswith("temperature = 0.5\ntop_p = 0.9, the default of the model\nat their defaults: ")
     assert ", max_tokens, " in shown
 
 

@@ -217,8 +217,8 @@ def test_details_of_a_rule_that_is_off_are_unused(details, switch):
 
 def test_parameters_of_a_draw_are_unused_at_temperature_0():
     rules = {"top_k": 5, "top_p": 0.5, "xtc_probability": 0.5}
-    assert unused_parameters(SamplingParams(temperature=0, **rules)) == list(rules)
-    assert unused_parameters(SamplingParams(temperature=1, **rules)) == []
+    assert unused_parameters(sampling_params({"temperature": 0, **rules})) == list(rules)
+    assert unused_parameters(sampling_params({"temperature": 1, **rules})) == []
 
 
 def test_defaults_are_never_unused():

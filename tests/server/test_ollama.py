@@ -195,7 +195,8 @@ def params(scripted, **options):
     from genserve.server.routes.ollama_body import OllamaGenerateBody
 
     body = OllamaGenerateBody.model_validate({"prompt": "a", "options": options})
-    return body.params().changed()
+    read = body.params()
+    return {name: getattr(read, name) for name in read.changed_names()}
 
 
 def test_options_become_sampling_parameters(scripted):

@@ -368,8 +368,8 @@ class MessagesBody(PromptFields, DecodingFields):
         }
         if can_think and self._thinks() and self.thinking and self.thinking.budget_tokens is not None:
             own["thinking_token_budget"] = self.thinking.budget_tokens
-        default = {} if self.use_beam_search else {"temperature": 1.0}
-        return sampling_params(default | self.given() | own)
+        defaults = {} if self.use_beam_search else {"temperature": 1.0}
+        return sampling_params(self.given() | own, defaults=defaults)
 
     def unused(self, *, can_think: bool) -> list[str]:
         """Return the fields without effect; see `params`."""

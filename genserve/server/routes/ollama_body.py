@@ -50,8 +50,8 @@ class OptionsFields(DecodingFields):
     mirostat: int | None = parameter("mirostat_mode")
 
     def sampling(self) -> dict[str, Any]:
-        """Return the parameters by our names, with Ollama's defaults."""
-        values = self._defaults() | self.given()
+        """Return the parameters that are given, by our names."""
+        values = self.given()
         own: dict[str, Any] = {
             "stop": self.stop,
             "repetition_penalty": self.repeat_penalty,
@@ -70,6 +70,7 @@ class OptionsFields(DecodingFields):
             if self.repeat_last_n == 0:
                 values = {name: value for name, value in values.items() if name not in penalties}
                 del values["penalty_window"]
+                values["repetition_penalty"] = 1.0      # whatever the model recommends
         return values
 
     def names(self) -> dict[str, str]:
@@ -87,7 +88,8 @@ class OptionsFields(DecodingFields):
         """Return the options without effect here."""
         return [f"options.{name}" for name in self.model_extra or {}]
 
-    def _defaults(self) -> dict[str, Any]:
+    def defaults(self) -> dict[str, Any]:
+        """Return Ollama's defaults, for what neither the request nor the model gives."""
         if self.use_beam_search or self.temperature == 0:
             return {}
         given = self.given()
@@ -166,7 +168,7 @@ class OllamaBody(TolerantBody):
             values["structured_outputs"] = {"json_object": True} if is_any else {"json": self.format}
         if self.logprobs:
             values |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
-        return sampling_params(values)
+        return sampling_params(values, defaults=self.options.defaults())
 
     def names(self) -> dict[str, str]:
         """See `GenerationBody`."""

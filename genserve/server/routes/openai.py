@@ -191,6 +191,7 @@ def _model(model: TextModel) -> dict[str, Any]:
         "created": int(model.loaded_s),
         "owned_by": "genserve",
         "max_model_len": model.max_length,
+        "default_sampling_params": dict(model.default_sampling_params),
         **model.plugins.described(),
         # Anthropic's
         "type": "model",

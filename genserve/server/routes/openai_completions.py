@@ -96,14 +96,18 @@ class CompletionBody(OpenAIBody):
         """See `GenerationBody`."""
         if self.echo and self.truncate_prompt_tokens is not None:
             raise InvalidRequest("echo cannot be combined with truncate_prompt_tokens", field="echo")
-        max_tokens = COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
         return self.sampling(
-            max_tokens=1 if self.answerless else max_tokens,
+            max_tokens=1 if self.answerless else self.max_tokens,
             logprobs=self.logprobs is not None,
             # As in vLLM, the requested tokens replace the most likely ones.
             top_logprobs=0 if self.logprob_token_ids else self.logprobs or 0,
             prompt_logprobs=self.scores,
         )
+
+    @property
+    def defaults(self) -> Mapping[str, Any]:
+        """See `OpenAIFields`."""
+        return {**super().defaults, "max_tokens": COMPLETION_TOKENS}
 
     def names(self) -> dict[str, str]:
         """See `GenerationBody`."""

@@ -99,10 +99,11 @@ class OpenAIFields(DecodingFields):
         return sampling_params(
             {
                 **self.given(),
-                "temperature": self._default_temperature if self.temperature is None else self.temperature,
+                **({} if self.temperature is None else {"temperature": self.temperature}),
                 "seed": None if self.seed is None else self.seed % 2**64,
                 **others,
-            }
+            },
+            defaults=self.defaults,
         )
 
     def detokenizer(self, tokenizer: Tokenizer) -> Detokenizer:
@@ -113,8 +114,9 @@ class OpenAIFields(DecodingFields):
         )
 
     @property
-    def _default_temperature(self) -> float:
-        return 0.0 if self.use_beam_search else 1.0
+    def defaults(self) -> Mapping[str, Any]:
+        """The dialect's defaults, for what neither the request nor the model gives."""
+        return {} if self.use_beam_search else {"temperature": 1.0}
 
     @property
     def model_name(self) -> str | None:
