@@ -15,6 +15,9 @@ from openai.types.responses import Response, ResponseItemList, ResponseStreamEve
 from pydantic import BaseModel
 
 from genserve.prompt import Chat, Message, Tool, ToolCall
+from genserve.server.request_body import BodyTooLarge
+from genserve.server.response_store import ResponseStore
+from genserve.server.routes.responses_body import ResponseRequest, ResponsesBody
 from tests.support.live_server import LiveServer
 from tests.support.scripted_model import FAILS, scripted_repository
 
@@ -340,6 +343,47 @@ def test_a_message_that_is_incomplete_is_continued(http):
     continued = create(http, input=items)["usage"]["input_tokens"]
     items[1]["status"] = "completed"
     assert continued < create(http, input=items)["usage"]["input_tokens"]
+
+
+def test_an_incomplete_response_can_be_continued(http):
+    cut = create(http, input=TEXT, max_output_tokens=2)
+    [item] = cut["output"]
+    assert (cut["status"], item["status"]) == ("incomplete", "incomplete")
+    continued = create(http, input=[], previous_response_id=cut["id"])
+    expected = create(http, input=[MESSAGE, item])
+    assert continued["usage"]["input_tokens"] == expected["usage"]["input_tokens"]
+
+
+def test_reasoning_without_a_text_leaves_no_message(http):
+    empty = {"type": "reasoning", "summary": [], "encrypted_content": "secret"}
+    with_it = create(http, input=[MESSAGE, empty, MESSAGE])
+    without = create(http, input=[MESSAGE, MESSAGE])
+    assert with_it["usage"]["input_tokens"] == without["usage"]["input_tokens"]
+
+
+def test_a_conversation_larger_than_a_body_may_be_is_rejected():
+    store = ResponseStore(max_bytes=10**6)
+    store.add({"id": "resp_1", "output": []}, inputs=[], num_earlier=0)
+    body = ResponsesBody.model_validate({"input": TEXT, "previous_response_id": "resp_1"})
+    with pytest.raises(BodyTooLarge, match="100 bytes"):
+        ResponseRequest(body=body, store=store, max_bytes=100).prompts()
+
+
+@pytest.mark.parametrize(
+    ("choice", "mode", "allowed", "several"),
+    [
+        (None, "auto", (), True),
+        ("required", "required", (), True),
+        ({"type": "function", "name": "f"}, "required", ("f",), False),
+        ({"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "f"}]},
+         "required", ("f",), True),
+    ],
+)  # fmt: skip
+def test_the_choice_among_tools_reaches_the_chat(choice, mode, allowed, several):
+    body = ResponsesBody.model_validate({"input": TEXT, "tools": [TOOL, LOOK], "tool_choice": choice})
+    [chat] = ResponseRequest(body=body, store=ResponseStore(max_bytes=0), max_bytes=0).prompts()
+    assert [tool.name for tool in chat.tools] == ["f", "look"]
+    assert (chat.tool_choice, chat.allowed_tools, chat.parallel_tool_calls) == (mode, allowed, several)
 
 
 def test_an_input_that_is_too_long_is_truncated_on_request(http):

@@ -19,7 +19,8 @@ PARTS = {
     "metadata": ["GET /v2", "GET /v2/models/one", "GET /v1/models", "GET /info", "GET /api/tags"],
     "inference": [
         "POST /v2/models/one/infer", "POST /v2/models/one/generate", "POST /v1/chat/completions",
-        "POST /v1/completions", "POST /generate", "POST /generate_stream", "POST /",
+        "POST /v1/completions", "POST /v1/responses", "GET /v1/responses/resp_1",
+        "POST /generate", "POST /generate_stream", "POST /",
     ],
     "shared-memory": ["GET /v2/systemsharedmemory/status", "POST /v2/systemsharedmemory/unregister"],
     "model-config": ["GET /v2/models/one/config"],
