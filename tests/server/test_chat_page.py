@@ -265,7 +265,7 @@ def test_a_tool_call_is_shown_and_answered(chat):
     question = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
     chat.ask(question)
     expect(chat.answer.locator(".tool-name")).to_have_text("Calls get_weather")
-    expect(chat.answer.locator(".tool pre")).to_have_text('{\n  "city": "Rome"\n}')
+    expect(chat.answer.locator(".tool-card pre")).to_have_text('{\n  "city": "Rome"\n}')
     assert (chat.bodies[-1]["tools"], chat.bodies[-1]["tool_choice"]) == ([tool], "auto")
     chat.page.get_by_label("Result of get_weather").fill("sunny")
     chat.button("Send result").click()
@@ -314,7 +314,7 @@ def test_settings_come_from_the_schema_and_go_into_the_request(chat, echo):
     chat.page.get_by_label("System prompt").fill("Be brief.")
     chat.page.get_by_label("temperature", exact=True).fill("0.5")
     chat.page.get_by_label("stop", exact=True).fill("x\\ny\nz")
-    chat.page.locator(".settings summary").click()
+    chat.page.locator(".settings summary", has_text="more fields").click()
     chat.page.get_by_label("ignore_eos", exact=True).select_option("false")
     chat.page.get_by_label("logit_bias", exact=True).fill('{"5": 1}')
     chat.ask("hi")

@@ -137,7 +137,10 @@ class Answer {
 
   async run(body: JsonObject, signal: AbortSignal): Promise<void> {
     try {
-      for await (const chunk of streamChat(body, signal)) this.read(chunk);
+      const onIgnored = (names: string) => {
+        this.message.ignored = names;
+      };
+      for await (const chunk of streamChat(body, signal, onIgnored)) this.read(chunk);
     } catch (error) {
       if ((error as Error).name === "AbortError") this.message.finish = "stopped";
       else if (error instanceof ApiError) this.message.error = error.message;

@@ -37,14 +37,23 @@ export async function openApi(): Promise<JsonObject> {
   return (await call("openapi.json")).json();
 }
 
-/** Stream a chat completion: its chunks, as they come. Throws ApiError; or AbortError after `signal`. */
-export async function* streamChat(body: JsonObject, signal: AbortSignal): AsyncGenerator<JsonObject> {
+/**
+ * Stream a chat completion: its chunks, as they come. Throws ApiError; or AbortError after `signal`.
+ *
+ * @param onIgnored gets the names of the fields that have no effect.
+ */
+export async function* streamChat(
+  body: JsonObject,
+  signal: AbortSignal,
+  onIgnored: (names: string) => void,
+): AsyncGenerator<JsonObject> {
   const answer = await call("v1/chat/completions", {
     method: "POST",
     headers: { "Content-Type": "application/json" },
     body: JSON.stringify(body),
     signal,
   });
+  onIgnored(answer.headers.get("x-genserve-ignored") ?? "");
   for await (const data of events(answer.body as ReadableStream<Uint8Array>)) {
     if (data === "[DONE]") return;
     const chunk = JSON.parse(data) as JsonObject;

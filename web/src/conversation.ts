@@ -36,6 +36,7 @@ export interface Message {
   tokens?: Token[]; // of the whole raw text: reasoning with its tags, content, tool calls
   finish?: string; // why the answer ended; absent: it was stopped, or was written by the user
   stats?: Stats;
+  ignored?: string; // the fields of the request that had no effect
   error?: string;
   created: number;
 }

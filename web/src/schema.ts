@@ -11,6 +11,7 @@ export interface Field {
   default: unknown; // undefined: the document has none
   minimum?: number;
   maximum?: number;
+  range: string; // in words
   choices: unknown[];
   section: string;
   isCommon: boolean;
@@ -65,10 +66,26 @@ function readField(name: string, schema: Schema, document: JsonObject): Field {
     default: merged.default ?? main.default ?? undefined,
     minimum: bound(merged.minimum ?? merged.exclusiveMinimum),
     maximum: bound(merged.maximum ?? merged.exclusiveMaximum),
+    range: rangeOf(merged),
     choices: main.enum ?? [],
     section: (merged["x-section"] as string | undefined) ?? "",
     isCommon: merged["x-common"] === true,
   };
+}
+
+const UNLIMITED = 2 ** 31 - 1;
+
+function rangeOf(schema: Schema): string {
+  const above = bound(schema.exclusiveMinimum);
+  const [low, high] = [
+    bound(schema.minimum) ?? above,
+    bound(schema.maximum) ?? bound(schema.exclusiveMaximum),
+  ];
+  const isLowest = low === undefined || low <= -UNLIMITED;
+  const from = isLowest ? "" : above === undefined ? `${low}` : `above ${above}`;
+  if (high === undefined || high >= UNLIMITED) return from && (above === undefined ? `from ${from}` : from);
+  const to = schema.maximum === undefined ? `below ${high}` : `${high}`;
+  return from ? `${from} to ${to}` : `up to ${to}`;
 }
 
 function kindOf(schema: Schema): Kind {

@@ -21,6 +21,7 @@ export function FieldControl({ field }: { field: Field }) {
     <div class={`field ${value === undefined ? "" : "is-set"}`}>
       <div class="field-head">
         <label for={id}>{name}</label>
+        <span class="faint range">{field.range}</span>
         {value === undefined ? (
           <span class="faint">
             {field.default === undefined ? "" : `default ${JSON.stringify(field.default)}`}
@@ -75,10 +76,6 @@ function NumberControl({ id, field, value, onChange }: ControlProps) {
     const number = Number(text);
     onChange(text.trim() === "" || Number.isNaN(number) ? undefined : number);
   };
-  const range =
-    minimum !== undefined && maximum !== undefined && maximum < 2 ** 31 - 1
-      ? `${minimum} to ${maximum}`
-      : undefined;
   return (
     <div class="number">
       {hasSlider && (
@@ -99,7 +96,6 @@ function NumberControl({ id, field, value, onChange }: ControlProps) {
         max={maximum}
         step={isInteger ? 1 : "any"}
         placeholder={field.default === undefined ? "not set" : String(field.default)}
-        title={range}
         value={value === undefined ? "" : Number(value)}
         onInput={(event) => read(event.currentTarget.value)}
       />

@@ -104,7 +104,7 @@ function Reasoning({ text, isOpen }: { text: string; isOpen: boolean }) {
 
 function ToolResult({ message }: { message: Message }) {
   return (
-    <details class="tool" open>
+    <details class="tool-card" open>
       <summary>
         Result of <code>{message.name}</code>
       </summary>
@@ -145,7 +145,9 @@ interface ActionsProps extends MessageProps {
 
 function Actions({ message, isLast, onEdit }: ActionsProps) {
   const isAnswer = message.role === "assistant";
-  const canContinue = isAnswer && isLast && message.finish !== "stop" && message.finish !== "tool_calls";
+  const hasText = Boolean(message.content || message.reasoning);
+  const canContinue =
+    isAnswer && isLast && hasText && message.finish !== "stop" && message.finish !== "tool_calls";
   const remove = () => change(conversation.value.id, (old) => withoutMessage(old, message.id));
   const raw = () => {
     dialogSubject.value = message.id;
@@ -153,7 +155,7 @@ function Actions({ message, isLast, onEdit }: ActionsProps) {
   };
   return (
     <span class="actions">
-      <CopyButton text={message.content} />
+      {message.content && <CopyButton text={message.content} />}
       <IconButton icon="edit" label="Edit" disabled={isBusy.value} onClick={onEdit} />
       {isAnswer && (
         <IconButton
@@ -195,7 +197,7 @@ const ENDINGS: Record<string, string> = {
 /** The speed of an answer, and how it ended. */
 function Speed({ message }: { message: Message }) {
   const text = useMemo(() => {
-    const { stats, finish } = message;
+    const { stats, finish, ignored } = message;
     if (!stats) return "";
     const speed = stats.tokensPerSecond === null ? "" : `${stats.tokensPerSecond.toFixed(1)} tokens/s`;
     const parts = [
@@ -203,9 +205,10 @@ function Speed({ message }: { message: Message }) {
       `first token ${Math.round(stats.firstTokenMs)} ms`,
       `${stats.completionTokens} tokens`,
       ENDINGS[finish ?? ""] ?? "",
+      ignored && `without effect: ${ignored}`,
     ];
     return parts.filter(Boolean).join(" · ");
-  }, [message.stats, message.finish]);
+  }, [message.stats, message.finish, message.ignored]);
   const { promptTokens = 0, cachedTokens = 0 } = message.stats ?? {};
   return (
     <span

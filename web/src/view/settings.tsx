@@ -22,6 +22,7 @@ export function Settings() {
       <SystemPrompt />
       <Sampling />
       <Tools />
+      <OtherFields />
       <Page />
     </aside>
   );
@@ -45,51 +46,54 @@ function SystemPrompt() {
 }
 
 function Sampling() {
-  const [filter, setFilter] = useState("");
   const common = fields.value.filter((field) => field.isCommon);
-  const others = fields.value.filter((field) => !field.isCommon);
-  const found = others.filter(({ name, description }) =>
-    `${name} ${description}`.toLowerCase().includes(filter),
-  );
-  const { params } = conversation.value;
-  const numChanged = Object.keys(params).length;
-  const numHidden = others.filter(({ name }) => name in params).length;
+  const numChanged = Object.keys(conversation.value.params).length;
   return (
     <section>
       <h3>
         Sampling
         {numChanged > 0 && (
           <button type="button" class="small" onClick={() => changeSetup({ params: {} })}>
-            Reset {numChanged}
+            Reset all {numChanged}
           </button>
         )}
       </h3>
       {common.map((field) => (
         <FieldControl key={field.name} field={field} />
       ))}
-      {others.length > 0 && (
-        <details>
-          <summary>
-            {others.length} more fields{numHidden > 0 && `, ${numHidden} set`}
-          </summary>
-          <input
-            type="search"
-            placeholder="Search fields"
-            aria-label="Search fields"
-            value={filter}
-            onInput={(event) => setFilter(event.currentTarget.value.toLowerCase())}
-          />
-          {sections(found).map(([section, members]) => (
-            <div key={section}>
-              {section && <h4>{section}</h4>}
-              {members.map((field) => (
-                <FieldControl key={field.name} field={field} />
-              ))}
-            </div>
-          ))}
-        </details>
-      )}
     </section>
+  );
+}
+
+function OtherFields() {
+  const [filter, setFilter] = useState("");
+  const others = fields.value.filter((field) => !field.isCommon);
+  const found = others.filter(({ name, description }) =>
+    `${name} ${description}`.toLowerCase().includes(filter),
+  );
+  const numSet = others.filter(({ name }) => name in conversation.value.params).length;
+  if (!others.length) return null;
+  return (
+    <details>
+      <summary>
+        {others.length} more fields{numSet > 0 && `, ${numSet} set`}
+      </summary>
+      <input
+        type="search"
+        placeholder="Search fields"
+        aria-label="Search fields"
+        value={filter}
+        onInput={(event) => setFilter(event.currentTarget.value.toLowerCase())}
+      />
+      {sections(found).map(([section, members]) => (
+        <div key={section}>
+          {section && <h4>{section}</h4>}
+          {members.map((field) => (
+            <FieldControl key={field.name} field={field} />
+          ))}
+        </div>
+      ))}
+    </details>
   );
 }
 

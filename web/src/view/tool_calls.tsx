@@ -13,7 +13,7 @@ interface ToolCallsProps {
 export function ToolCalls({ calls, isPending }: ToolCallsProps) {
   const [results, setResults] = useState<string[]>([]);
   const cards = calls.map((call, index) => (
-    <div class="tool" key={call.id || index}>
+    <div class="tool-card" key={call.id || index}>
       <div class="tool-name">
         Calls <code>{call.function.name}</code>
       </div>
