@@ -376,3 +376,19 @@ def test_the_page_fits_a_phone_and_follows_dark_mode(phone):
     chat.button("More").click()
     chat.button("Colours: as the system").click()
     assert chat.page.evaluate(background) == "rgb(255, 255, 255)"
+
+
+def test_the_page_works_behind_a_path_of_a_proxy(tab, echo):
+    def proxied(route):
+        route.fulfill(response=route.fetch(url=route.request.url.replace("/llm/", "/")))
+
+    tab.open()
+    tab.page.route(f"{echo.url}/llm/**", proxied)
+    tab.page.goto(f"{echo.url}/llm/")
+    tab.ask("hi")
+    expect(tab.answer.locator(".markdown")).to_have_text("hi")
+    behind = [url.removeprefix(f"{echo.url}/llm/") for url in tab.urls if "/llm/" in url]
+    assert {"page/chat.js", "openapi.json", "v1/chat/completions"} <= {*behind}
+    assert all("/llm/" in url for url in tab.urls[-len(behind) :])
+    tab.page.unroute(f"{echo.url}/llm/**")
+    tab.close(echo)

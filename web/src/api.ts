@@ -97,7 +97,10 @@ async function call(path: string, options: RequestInit = {}): Promise<Response> 
   throw new ApiError(problem ?? `The server answered with status ${answer.status}.`, answer.status);
 }
 
+/** What an error says, and its remedy in another line. */
 function messageOf(body: JsonObject): string | undefined {
   const error = body.error as JsonObject | string | undefined;
-  return typeof error === "string" ? error : (error?.message as string | undefined);
+  const [message, remedy] =
+    typeof error === "string" ? [error, body.remedy] : [error?.message, error?.remedy];
+  return [message, remedy].filter((line) => typeof line === "string" && line).join("\n") || undefined;
 }

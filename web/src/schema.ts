@@ -31,6 +31,7 @@ const OWN = new Set([
   ...["messages", "model", "stream", "stream_options", "n", "best_of", "logprobs", "top_logprobs"],
   ...["logprob_token_ids", "prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids"],
   ...[
+    "max_completion_tokens",
     "add_generation_prompt",
     "continue_final_message",
     "tools",

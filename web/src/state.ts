@@ -32,9 +32,10 @@ export const shown = computed(() => path(conversation.value));
 export const running = signal<Record<string, AbortController>>({});
 export const isBusy = computed(() => conversation.value.id in running.value);
 
-/** Close the list if it covers the conversation. */
-export function closeCoveringList(): void {
+/** Close the panels that cover the conversation. */
+export function closeCoveringPanels(): void {
   sidebarOpen.value &&= isWide.matches;
+  settingsOpen.value &&= isWide.matches;
 }
 
 // Conversations that are written while another is shown.

@@ -7,6 +7,7 @@ import { asJson, asMarkdown, download, fileName } from "../exchange";
 import { showsProbabilities, type Theme, theme } from "../preferences";
 import {
   changeSetup,
+  closeCoveringPanels,
   connect,
   conversation,
   dialog,
@@ -46,16 +47,13 @@ export function App() {
       </main>
       {settingsOpen.value && <Settings />}
       {(sidebarOpen.value || settingsOpen.value) && (
-        <button type="button" class="shade" aria-label="Close" tabIndex={-1} onClick={closePanels} />
+        <button type="button" class="shade" aria-label="Close" tabIndex={-1} onClick={closeCoveringPanels} />
       )}
       <Dialogs />
       <Notice />
+      <Progress />
     </div>
   );
-}
-
-function closePanels(): void {
-  sidebarOpen.value = settingsOpen.value = false;
 }
 
 function Header() {
@@ -174,6 +172,13 @@ function Problem() {
   );
 }
 
+/** Tells readers of screens when an answer begins and ends. */
+function Progress() {
+  const last = shown.value.at(-1);
+  const ended = last?.role === "assistant" ? "The answer is complete." : "";
+  return <output class="only-spoken">{isBusy.value ? "The model answers." : ended}</output>;
+}
+
 const NOTICE_MS = 5000;
 
 function Notice() {
@@ -203,8 +208,9 @@ const SHORTCUTS: Record<string, () => void> = {
 };
 
 function onKey(event: KeyboardEvent): void {
-  if (event.key === "Escape" && isBusy.value && !document.querySelector("dialog[open]")) {
-    stop();
+  if (event.key === "Escape" && !document.querySelector("dialog[open], :popover-open")) {
+    if (isBusy.value) stop();
+    else closeCoveringPanels();
     return;
   }
   // By the key's place, since Alt changes its character on a Mac.

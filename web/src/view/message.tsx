@@ -5,7 +5,7 @@ import { continueAnswer, regenerate, resend } from "../answering";
 import { childrenOf, type Message, withBranch, withoutMessage } from "../conversation";
 import { CopyButton, Markdown } from "../markdown";
 import { showsProbabilities } from "../preferences";
-import { change, conversation, dialog, dialogSubject, isBusy } from "../state";
+import { change, conversation, dialog, dialogSubject, isBusy, models } from "../state";
 import { IconButton } from "./icons";
 import { TokenView } from "./token_view";
 import { ToolCalls } from "./tool_calls";
@@ -201,6 +201,7 @@ function Speed({ message }: { message: Message }) {
     if (!stats) return "";
     const speed = stats.tokensPerSecond === null ? "" : `${stats.tokensPerSecond.toFixed(1)} tokens/s`;
     const parts = [
+      models.value.length > 1 && message.model,
       speed,
       `first token ${Math.round(stats.firstTokenMs)} ms`,
       `${stats.completionTokens} tokens`,
@@ -208,7 +209,7 @@ function Speed({ message }: { message: Message }) {
       ignored && `without effect: ${ignored}`,
     ];
     return parts.filter(Boolean).join(" · ");
-  }, [message.stats, message.finish, message.ignored]);
+  }, [message, models.value.length]);
   const { promptTokens = 0, cachedTokens = 0 } = message.stats ?? {};
   return (
     <span

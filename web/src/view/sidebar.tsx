@@ -4,7 +4,7 @@ import { useRef, useState } from "preact/hooks";
 import { asJson, download, fromJson } from "../exchange";
 import {
   addConversations,
-  closeCoveringList,
+  closeCoveringPanels,
   conversation,
   dialog,
   dialogSubject,
@@ -62,7 +62,7 @@ export function Sidebar() {
 
 export function newChat(): void {
   startConversation();
-  closeCoveringList();
+  closeCoveringPanels();
 }
 
 function Entry({ summary: { id, title } }: { summary: Summary }) {
@@ -94,7 +94,7 @@ function Entry({ summary: { id, title } }: { summary: Summary }) {
   const isOpen = id === conversation.value.id;
   const open = () => {
     openConversation(id);
-    closeCoveringList();
+    closeCoveringPanels();
   };
   return (
     <li class={isOpen ? "current" : ""}>

@@ -86,7 +86,7 @@ function Empty() {
   const length = models.value.find(({ id }) => id === name)?.max_model_len;
   if (serverProblem.value) return null;
   return (
-    <div class="empty">
+    <div class="welcome">
       <h1>{name ? `Chat with ${name}` : "No text model is loaded"}</h1>
       {length && <p class="faint">Its context has {length.toLocaleString("en")} tokens.</p>}
       {name && (

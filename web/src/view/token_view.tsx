@@ -45,6 +45,7 @@ export function TokenView({ message, tokens }: { message: Message; tokens: Token
             index={index}
             isSelected={index === selected}
             isEntry={index === (selected ?? 0)}
+            isEnd={index === tokens.length - 1 && message.finish === "stop"}
             onSelect={() => setSelected(index === selected ? null : index)}
           />
         ))}
@@ -62,14 +63,15 @@ interface TokenButtonProps {
   index: number;
   isSelected: boolean;
   isEntry: boolean; // the one that Tab reaches
+  isEnd: boolean; // it ended the answer
   onSelect: () => void;
 }
 
-function TokenButton({ token, index, isSelected, isEntry, onSelect }: TokenButtonProps) {
+function TokenButton({ token, index, isSelected, isEntry, isEnd, onSelect }: TokenButtonProps) {
   const text = token.text.startsWith(NO_TEXT) ? "" : token.text;
   const classes = ["token", `level-${levelOf(token.logprob)}`];
   if (token.chosen) classes.push("chosen");
-  if (!text) classes.push("empty");
+  if (!text) classes.push("silent");
   if (text.startsWith("\n")) classes.push("breaks");
   // Spans, since the text of buttons does not wrap.
   return (
@@ -88,7 +90,7 @@ function TokenButton({ token, index, isSelected, isEntry, onSelect }: TokenButto
         onSelect();
       }}
     >
-      {text || "⏹"}
+      {text || (isEnd ? "end" : "·")}
     </span>
   );
 }
@@ -245,6 +247,6 @@ function percent(logprob: number | null): string {
 /** A token's text with its whitespace shown. */
 function visible(text: string): string {
   if (text.startsWith(NO_TEXT)) return `token ${text.slice(NO_TEXT.length)}`;
-  if (!text) return "end";
+  if (!text) return "no text";
   return text.replaceAll(" ", "␣").replaceAll("\n", "⏎").replaceAll("\t", "⇥");
 }
