@@ -31,7 +31,7 @@ async (key) => {
 @pytest.fixture(scope="module")
 def echo(tiny_repository, tmp_path_factory) -> Iterator[LiveServer]:
     root = echo_repository(tiny_repository, tmp_path_factory.mktemp("echo") / "repository")
-    with LiveServer(root, api_key=KEY) as server:
+    with LiveServer(root, api_key=KEY, override_generation_config='{"top_p": 0.75}') as server:
         yield server
 
 
@@ -312,6 +312,9 @@ def test_an_error_of_the_server_is_shown_and_tried_again(chat):
 def test_settings_come_from_the_schema_and_go_into_the_request(chat, echo):
     chat.page.keyboard.press("Alt+s")
     chat.page.get_by_label("System prompt").fill("Be brief.")
+    expect(chat.page.get_by_label("temperature", exact=True)).to_have_attribute("placeholder", "1")
+    expect(chat.page.get_by_label("top_p", exact=True)).to_have_attribute("placeholder", "0.75")
+    expect(chat.page.locator(".field", has_text="top_p").first).to_contain_text("model's 0.75")
     chat.page.get_by_label("temperature", exact=True).fill("0.5")
     chat.page.get_by_label("stop", exact=True).fill("x\\ny\nz")
     chat.page.locator(".settings summary", has_text="more fields").click()

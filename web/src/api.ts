@@ -19,6 +19,7 @@ export class ApiError extends Error {
 export interface Model {
   id: string;
   max_model_len?: number;
+  default_sampling_params?: JsonObject; // where the model has other defaults than the server
   [field: string]: unknown;
 }
 

@@ -58,6 +58,13 @@ export function modelOf({ model }: Setup): string {
   return models.value.some(({ id }) => id === model) ? model : (models.value[0]?.id ?? model);
 }
 
+/** The default of a field: the model's own, else the server's. */
+export function defaultOf(setup: Setup, field: Field): { value: unknown; isOfModel: boolean } {
+  const model = models.value.find(({ id }) => id === modelOf(setup));
+  const own = model?.default_sampling_params?.[field.name];
+  return { value: own ?? field.default, isOfModel: own !== undefined };
+}
+
 /** Change a conversation, shown or not, and keep it. */
 export function change(id: string, edit: (old: Conversation) => Conversation): void {
   const old = id === conversation.value.id ? conversation.value : background.get(id);

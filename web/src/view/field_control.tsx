@@ -4,7 +4,7 @@ import type { ComponentChildren } from "preact";
 import { useState } from "preact/hooks";
 import { Markdown } from "../markdown";
 import type { Field } from "../schema";
-import { changeSetup, conversation } from "../state";
+import { changeSetup, conversation, defaultOf } from "../state";
 
 const SLIDER_BOUND = 2; // a slider ends here, though the field may accept more
 
@@ -23,9 +23,7 @@ export function FieldControl({ field }: { field: Field }) {
         <label for={id}>{name}</label>
         <span class="faint range">{field.range}</span>
         {value === undefined ? (
-          <span class="faint">
-            {field.default === undefined ? "" : `default ${JSON.stringify(field.default)}`}
-          </span>
+          <Default field={field} />
         ) : (
           <button type="button" class="small" onClick={() => set(undefined)} aria-label={`Reset ${name}`}>
             Reset
@@ -39,6 +37,16 @@ export function FieldControl({ field }: { field: Field }) {
         </div>
       )}
     </div>
+  );
+}
+
+function Default({ field }: { field: Field }) {
+  const { value, isOfModel } = defaultOf(conversation.value, field);
+  if (value === undefined) return null;
+  return (
+    <span class="faint" title={isOfModel ? "As the model recommends" : undefined}>
+      {isOfModel ? "model's" : "default"} {JSON.stringify(value)}
+    </span>
   );
 }
 
@@ -67,6 +75,7 @@ function Control(props: ControlProps): ComponentChildren {
 function NumberControl({ id, field, value, onChange }: ControlProps) {
   const { minimum, maximum, kind } = field;
   const isInteger = kind === "integer";
+  const otherwise = defaultOf(conversation.value, field).value;
   const hasSlider = !isInteger && minimum !== undefined;
   const [low, high] = [
     Math.max(minimum ?? 0, -SLIDER_BOUND),
@@ -85,7 +94,7 @@ function NumberControl({ id, field, value, onChange }: ControlProps) {
           min={low}
           max={high}
           step={(high - low) / 100}
-          value={Number(value ?? field.default ?? low)}
+          value={Number(value ?? otherwise ?? low)}
           onInput={(event) => read(event.currentTarget.value)}
         />
       )}
@@ -95,7 +104,7 @@ function NumberControl({ id, field, value, onChange }: ControlProps) {
         min={minimum}
         max={maximum}
         step={isInteger ? 1 : "any"}
-        placeholder={field.default === undefined ? "not set" : String(field.default)}
+        placeholder={otherwise === undefined ? "not set" : String(otherwise)}
         value={value === undefined ? "" : Number(value)}
         onInput={(event) => read(event.currentTarget.value)}
       />
