@@ -23,7 +23,7 @@ _PARTS = (
 )  # fmt: skip
 _HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")     # RFC 9110, section 5.6.2
 # Readable without a key. Probes: the answer is yes or no, and names no model.
-_PROBES = frozenset({"/health", "/v2/health/live", "/v2/health/ready"})
+_PROBES = frozenset({"/health", "/ping", "/v2/health/live", "/v2/health/ready"})
 # Pages, which say nothing of the models: a browser cannot send the key with a link. `POST /` is TGI's.
 _PAGES = frozenset({"/", "/dashboard", "/docs"})
 _PAGE_FILES = "/page/"

@@ -29,7 +29,7 @@ _ID_NAME = b"x-request-id"
 _SERVER_ID = secrets.token_hex(10)      # of this process, so that ids differ between servers
 _numbers = itertools.count()
 # Health checks, whose failures while models load are expected.
-_PROBES = frozenset({"/health", "/v2/health/live", "/v2/health/ready"})
+_PROBES = frozenset({"/health", "/ping", "/v2/health/live", "/v2/health/ready"})
 CLIENT_CLOSED_REQUEST = 499  # as in the logs of nginx; no client receives it
 
 

@@ -24,6 +24,7 @@ from genserve.server.routes import (
     openai_completions,
     responses,
     tgi,
+    tokenize,
 )
 from genserve.server.routes.kserve import KServe, is_kserve, part_of
 from genserve.server.services import Services
@@ -31,8 +32,17 @@ from genserve.server.sse_response import ClientLeft
 from genserve.version import __version__
 
 # In the order of the page at /docs. A dialect is a module with a `router`, and the format of its `ERRORS`.
-_DIALECTS = (openai, responses, openai_completions, messages, ollama, tgi)
-_METADATA_PATHS = ("/info", "/v1/models", "/api/tags", "/api/ps", "/api/show", "/api/version")
+_DIALECTS = (openai, responses, openai_completions, messages, ollama, tgi, tokenize)
+_METADATA_PATHS = (
+    "/api/ps",
+    "/api/show",
+    "/api/tags",
+    "/api/version",
+    "/info",
+    "/tokenizer_info",
+    "/v1/models",
+    "/version",
+)
 
 
 def create_app(services: Services) -> FastAPI:
@@ -110,7 +120,7 @@ class _App(FastAPI):
 def _part_of_others(scope: Scope) -> str:
     """Return the part of KServe that corresponds to a route; empty: none, as for pages and metrics."""
     path = scope["path"]
-    if path == "/health":
+    if path in ("/health", "/ping"):
         return "health"
     if path.startswith(_METADATA_PATHS):
         return "metadata"

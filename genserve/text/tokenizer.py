@@ -50,6 +50,7 @@ class Tokenizer:
         bos_token: text of the token that begins a text, or None.
         eos_token: text of the token that ends a text, or None.
         chat_template: None for a model without chat.
+        config: tokenizer_config.json, with the special tokens as texts.
     """
 
     def __init__(self, files: TokenizerFiles) -> None:
@@ -59,6 +60,7 @@ class Tokenizer:
         self.bos_token = files.special_tokens.get("bos_token")
         self.eos_token = files.special_tokens.get("eos_token")
         self.chat_template = files.chat_template
+        self.config: Mapping[str, Any] = files.config | files.special_tokens
         self._tool_template = files.tool_template
         bos_id = self._backend.token_to_id(self.bos_token) if self.bos_token else None
         self.bos_id: int | None = bos_id if files.add_bos_token else None
@@ -105,6 +107,24 @@ class Tokenizer:
         if not add_special_tokens or self.bos_id is None or ids[:1] == [self.bos_id]:
             return ids
         return [self.bos_id, *ids]
+
+    def encode_plain(self, text: str) -> list[int]:
+        """The ids of a text in which the names of special tokens are ordinary text; raises as `encode`."""
+        _reject_surrogates(text, field="prompt")
+        with _tokenizer_call():
+            return self._renamed_specials.encode(text)
+
+    def encode_spans(self, text: str, *, add_special_tokens: bool = True) -> list[tuple[int, int, int]]:
+        """The ids of a prompt, as `encode`, with the characters where each token begins and ends."""
+        _reject_surrogates(text, field="prompt")
+        with _tokenizer_call():
+            [encoding] = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
+        spans = [
+            (token_id, start, stop)
+            for token_id, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True)
+        ]
+        begins = self.bos_id is None or encoding.ids[:1] == [self.bos_id]
+        return spans if begins or not add_special_tokens else [(self.bos_id or 0, 0, 0), *spans]
 
     def encode_chat(self, chat: Chat) -> list[int]:
         """The ids of the prompt for the assistant's next turn, rendered with the model's chat template.
@@ -196,6 +216,11 @@ class Tokenizer:
         """The id of a token by its name in the vocabulary, or None."""
         token_id: int | None = self._backend.token_to_id(token)
         return token_id
+
+    def token(self, token_id: int) -> str | None:
+        """The name of a token in the vocabulary, or None."""
+        name: str | None = self._backend.id_to_token(token_id)
+        return name
 
     def token_texts(self) -> list[str]:
         """The text of each single token of the vocabulary, by id; empty for special ones."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ class TokenizerFiles:
     eos_token_ids: frozenset[int]           # empty: only its length ends a text
     chat_template: ChatTemplate | None
     tool_template: ChatTemplate | None = None   # for chats with tools, of models with two
+    config: dict[str, Any] = field(default_factory=dict)    # tokenizer_config.json
 
 
 def read_tokenizer_files(folder: Path) -> TokenizerFiles:
@@ -46,6 +47,7 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
     chat_template, tool_template = _chat_templates(folder, config=config, special_tokens=special_tokens)
     return TokenizerFiles(
         backend=backend,
+        config=config,
         special_tokens=special_tokens,
         add_bos_token=config.get("add_bos_token") is True,
         eos_token_ids=_eos_token_ids(folder, backend=backend, eos_token=special_tokens.get("eos_token")),

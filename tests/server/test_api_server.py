@@ -68,8 +68,8 @@ def test_health_and_metrics_report_the_model(tiny_server):
 
 def test_with_an_api_key_only_the_health_check_is_open(tiny_repository):
     with LiveServer(tiny_repository, api_key="secret") as server, httpx2.Client(base_url=server.url) as http:
-        assert http.get("/health").status_code == 200
-        assert http.get("/v1/models").status_code == 401
+        assert http.get("/health").status_code == http.post("/ping").status_code == 200
+        assert http.get("/v1/models").status_code == http.get("/tokenizer_info").status_code == 401
         assert http.get("/v1/models", headers={"Authorization": "Bearer wrong"}).status_code == 401
         assert http.get("/v1/models", headers={"Authorization": "Bearer secret"}).status_code == 200
 

@@ -9,6 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from genserve.repository.model_versions import ModelState
 from genserve.server.metrics_text import metrics_text
 from genserve.server.services import SharedServices
+from genserve.version import __version__
 
 router = APIRouter(tags=["Health and metrics"])
 
@@ -23,6 +24,19 @@ async def health(services: SharedServices) -> JSONResponse:
         return JSONResponse({"status": "ok"})
     status = "loading" if state == ModelState.LOADING else "failed"
     return JSONResponse({"status": status}, status_code=503)
+
+
+@router.get("/ping")
+@router.post("/ping")
+async def ping(services: SharedServices) -> JSONResponse:
+    """The same as `/health`, for SageMaker."""
+    return await health(services)
+
+
+@router.get("/version")
+async def version() -> dict[str, str]:
+    """Return the version of this server."""
+    return {"version": __version__}
 
 
 @router.get("/metrics")

@@ -1,0 +1,200 @@
+"""Tokenize: text to token ids and back, as vLLM, llama.cpp and TGI write it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse, Response
+from pydantic import ConfigDict, Field
+
+from genserve.errors import InvalidRequest
+from genserve.prompt import MAX_CHAT_MESSAGES, MAX_TOOLS, Chat, read_messages, read_tools
+from genserve.server.error_responses import OPENAI_ERRORS, ErrorFormats
+from genserve.server.request_body import StrictRoute, TolerantBody
+from genserve.server.routes.openai_chat_body import ChatMessage, ChatTool
+from genserve.server.services import SharedServices
+from genserve.text.tokenizer import Tokenizer
+from genserve.textmodel.text_model import TextModel
+
+router = APIRouter(route_class=StrictRoute, tags=["Tokens"])
+ERRORS: ErrorFormats = dict.fromkeys(("/tokenize", "/detokenize", "/tokenizer_info"), OPENAI_ERRORS)
+
+T = TypeVar("T")
+
+_TEXTS = ("prompt", "messages", "content", "inputs")
+# Keys of tokenizer_config.json that name files of the machine where the model was made.
+_PATHS = frozenset(
+    {
+        "_name_or_path",
+        "merges_file",
+        "name_or_path",
+        "special_tokens_map_file",
+        "tokenizer_file",
+        "vocab_file",
+    }
+)
+
+
+class TokenizeBody(TolerantBody):
+    """Body of `POST /tokenize`: the text, under the name of one of the APIs."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"prompt": "What is the capital of France?"}]})
+
+    model: str | None = Field(
+        default=None, description="The name of a model; not needed if there is only one."
+    )
+    prompt: str | None = Field(default=None, description="vLLM's: the text.")
+    messages: list[ChatMessage] | None = Field(
+        default=None, max_length=MAX_CHAT_MESSAGES, description="vLLM's: a chat, which the template renders."
+    )
+    content: str | None = Field(default=None, description="llama.cpp's: the text.")
+    inputs: str | None = Field(default=None, description="TGI's: the text.")
+    add_special_tokens: bool | None = Field(
+        default=None,
+        description="Begin with the token that begins every text; by default a `prompt` and `inputs` do.",
+    )
+    return_token_strs: bool | None = Field(
+        default=None,
+        description="With `prompt` or `messages`: the names of the tokens, too.",
+        json_schema_extra={"default": False},
+    )
+    tools: list[ChatTool] | None = Field(
+        default=None, max_length=MAX_TOOLS, description="With `messages`: the functions of the chat."
+    )
+    add_generation_prompt: bool | None = Field(
+        default=None,
+        description="With `messages`: begin the assistant's turn; the default is to do so unless "
+        "`continue_final_message`.",
+    )
+    continue_final_message: bool | None = Field(
+        default=None,
+        description="With `messages`: leave the last message open.",
+        json_schema_extra={"default": False},
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        default=None, description="With `messages`: variables of the model's chat template."
+    )
+    add_special: bool | None = Field(
+        default=None,
+        description="With `content`: begin with the token that begins every text.",
+        json_schema_extra={"default": False},
+    )
+    parse_special: bool | None = Field(
+        default=None,
+        description="With `content`: the names of special tokens are these tokens, not text.",
+        json_schema_extra={"default": True},
+    )
+    with_pieces: bool | None = Field(
+        default=None,
+        description="With `content`: the text of each token, too.",
+        json_schema_extra={"default": False},
+    )
+
+    def chat(self) -> Chat:
+        """Return the chat; raises InvalidRequest."""
+        return Chat(
+            messages=read_messages([message.as_dict() for message in self.messages or ()]),
+            tools=read_tools([tool.model_dump() for tool in self.tools or ()]),
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=bool(self.continue_final_message),
+            template_kwargs=self.chat_template_kwargs or {},
+        )
+
+
+class DetokenizeBody(TolerantBody):
+    """Body of `POST /detokenize`."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"tokens": [1, 2, 3]}]})
+
+    model: str | None = Field(
+        default=None, description="The name of a model; not needed if there is only one."
+    )
+    tokens: list[int] = Field(description="The token ids.")
+
+
+@router.post("/tokenize")
+async def tokenize(body: TokenizeBody, services: SharedServices) -> Response:
+    """Return the token ids of a text or a chat, in the form of the API that has the name of its field."""
+    given = [name for name in _TEXTS if getattr(body, name) is not None]
+    if len(given) != 1:
+        raise InvalidRequest(f"exactly one of {', '.join(_TEXTS)} must be given", field=(given or _TEXTS)[0])
+    model = services.repository.text_model(body.model)
+    answer = {"content": _of_llama_cpp, "inputs": _of_tgi}.get(given[0], _of_vllm)
+    return JSONResponse(await _run(model, lambda: answer(body, model)))
+
+
+@router.post("/detokenize")
+async def detokenize(body: DetokenizeBody, services: SharedServices) -> dict[str, str]:
+    """Return the text of token ids, as vLLM's `prompt` and as llama.cpp's `content`."""
+    model = services.repository.text_model(body.model)
+    for index, token_id in enumerate(body.tokens):
+        if not 0 <= token_id < model.vocab_size:
+            field = f"tokens[{index}]"
+            problem = f"is {token_id}; the vocabulary has the ids 0 to {model.vocab_size - 1}"
+            raise InvalidRequest(f"{field} {problem}", field=field)
+    text = await _run(model, lambda: model.tokenizer.decode(body.tokens, skip_special_tokens=False))
+    return {"prompt": text, "content": text}
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(services: SharedServices, model: str | None = None) -> dict[str, Any]:
+    """Return the tokenizer's configuration, and the chat template."""
+    tokenizer = services.repository.text_model(model).tokenizer
+    template = tokenizer.chat_template
+    config = {name: value for name, value in tokenizer.config.items() if name not in _PATHS}
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **config,
+        "chat_template": template.source if template else None,
+    }
+
+
+async def _run(model: TextModel, work: Callable[[], T]) -> T:
+    """Do what takes time in proportion to a text on a thread of the model."""
+    return await asyncio.wrap_future(model.run_soon(work, compiles=False))
+
+
+def _of_vllm(body: TokenizeBody, model: TextModel) -> dict[str, Any]:
+    tokenizer = model.tokenizer
+    if body.prompt is not None:
+        ids: Sequence[int] = tokenizer.encode(
+            body.prompt, add_special_tokens=body.add_special_tokens is not False
+        )
+    else:
+        ids = model.encode(body.chat())
+        # The template writes its own.
+        if body.add_special_tokens and tokenizer.bos_id is not None:
+            ids = [tokenizer.bos_id, *ids]
+    names = {"token_strs": [tokenizer.token(token_id) for token_id in ids]} if body.return_token_strs else {}
+    return {"count": len(ids), "max_model_len": model.max_length, "tokens": list(ids), **names}
+
+
+def _of_llama_cpp(body: TokenizeBody, model: TextModel) -> dict[str, Any]:
+    tokenizer, text = model.tokenizer, body.content or ""
+    if body.parse_special is False:
+        begin = [] if tokenizer.bos_id is None or not body.add_special else [tokenizer.bos_id]
+        ids = [*begin, *tokenizer.encode_plain(text)]
+    else:
+        ids = tokenizer.encode(text, add_special_tokens=bool(body.add_special))
+    return {"tokens": _pieces(ids, tokenizer) if body.with_pieces else ids}
+
+
+def _pieces(ids: Sequence[int], tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """Return the tokens with the texts that they add; a token within a character adds none."""
+    detokenizer = tokenizer.detokenizer(skip_special_tokens=False)
+    texts = [detokenizer.push(token_id) for token_id in ids]
+    if texts:
+        texts[-1] += detokenizer.flush()
+    return [{"id": token_id, "piece": text} for token_id, text in zip(ids, texts, strict=True)]
+
+
+def _of_tgi(body: TokenizeBody, model: TextModel) -> list[dict[str, Any]]:
+    text = body.inputs or ""
+    spans = model.tokenizer.encode_spans(text, add_special_tokens=body.add_special_tokens is not False)
+    return [
+        {"id": token_id, "text": text[start:stop], "start": start, "stop": stop}
+        for token_id, start, stop in spans
+    ]
