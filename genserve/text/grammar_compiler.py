@@ -19,6 +19,7 @@ from genserve.text.grammar_trial import LIMITS, MAX_MESSAGE_CHARS, compile_rejec
 from genserve.text.guided_schema import guided_schema
 from genserve.text.tokenizer import Tokenizer
 from genserve.text.tool_grammar import ToolGrammar
+from genserve.text.unique_keys import TokenTexts, UniqueKeys
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -30,8 +31,10 @@ MAX_COMPILED = 16
 class GuidanceGrammar:
     """The state of one answer in its grammar; implements `StructuredOutputGrammar`."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(self, matcher: LLMatcher, keys: UniqueKeys | None = None) -> None:
+        """Begin an answer; `keys` are those of its objects if it is JSON."""
         self._matcher = matcher
+        self._keys = keys
 
     @property
     def complete(self) -> bool:
@@ -52,10 +55,15 @@ class GuidanceGrammar:
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if self._matcher.is_error():
             mask[:] = 0
+        elif self._keys is not None:
+            self._keys.forbid(mask)
 
     def accept(self, token_id: int) -> bool:
         """See `StructuredOutputGrammar`."""
-        return self._matcher.consume_token(token_id)
+        accepted = self._matcher.consume_token(token_id)
+        if accepted and self._keys is not None:
+            self._keys.accept(token_id)
+        return accepted
 
 
 class GrammarCompiler:
@@ -79,9 +87,11 @@ class GrammarCompiler:
         """
         needs_trial = outputs.form in ("json", "grammar", "structural_tag")
         try:
-            return self._grammar(outputs, partial(_source, outputs), needs_trial=needs_trial)
+            matcher = self._grammar(outputs, partial(_source, outputs), needs_trial=needs_trial)
         except _RejectedError as error:
             raise _unusable(str(error)) from None
+        is_json = outputs.form in ("json", "json_object")
+        return GuidanceGrammar(matcher, UniqueKeys(self._token_texts) if is_json else None)
 
     def compile_tools(self, tools: ToolGrammar, *, text: StructuredOutputs | None) -> GuidanceGrammar:
         """Return a grammar for one answer that may call tools; see `compile`.
@@ -95,7 +105,7 @@ class GrammarCompiler:
         """
         source = tools.source(self._tokenizer.parts, text=None if text is None else self._text_grammar(text))
         try:
-            return self._grammar(source, lambda: source, needs_trial=True)
+            return GuidanceGrammar(self._grammar(source, lambda: source, needs_trial=True))
         except _RejectedError as error:
             raise self._blamed(tools, error) from None
 
@@ -120,13 +130,13 @@ class GrammarCompiler:
 
     def _grammar(
         self, key: StructuredOutputs | str, source: Callable[[], str], *, needs_trial: bool
-    ) -> GuidanceGrammar:
+    ) -> LLMatcher:
         """Return a copy of a compiled grammar; raises _RejectedError."""
         matcher = self._copied(key)
         if matcher is None:
             with self._compiling:
                 matcher = self._copied(key) or self._compile(key, source, needs_trial=needs_trial)
-        return GuidanceGrammar(matcher)
+        return matcher
 
     def _copied(self, key: StructuredOutputs | str) -> LLMatcher | None:
         """Return a working copy of the cached matcher, if any.
@@ -166,6 +176,11 @@ class GrammarCompiler:
             while len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
         return matcher.deep_copy()
+
+    @cached_property
+    def _token_texts(self) -> TokenTexts:
+        vocabulary = self._vocabulary
+        return TokenTexts([vocabulary.decode_bytes([token_id]) for token_id in range(self._vocab_size)])
 
     @cached_property
     def _vocabulary(self) -> LLTokenizer:
