@@ -5,7 +5,7 @@ name, type or default in it, by `parameter`. The table validates the values; the
 texts, defaults and ranges, for the pages of the server and for clients. A field there has the keywords of
 JSON schemas, and
 
-- `default`: what a request without the field gets, if anything,
+- `default`: what a request without the field gets, if anything, and the model has no default of its own,
 - `x-section`: the heading of the parameter in docs/sampling.md,
 - `x-common`: true if many requests have the field; pages show it first.
 """
@@ -189,6 +189,8 @@ def _description(row: Param) -> str:
         sentences.append(f"Needs `{row.requires}`")
     if row.unused_without:
         sentences.append(f"Has an effect only with {' or '.join(f'`{name}`' for name in row.unused_without)}")
+    if row.generation_config is not None:
+        sentences.append("A model may have another default, which `/v1/models` shows")
     return "".join(f"{sentence}. " for sentence in sentences).rstrip()
 
 
