@@ -27,7 +27,7 @@ RUN torch="torch==$(sed -n 's/^torch==//p' constraints.txt)" && \
 COPY hatch_build.py pyproject.toml README.md LICENSE ./
 COPY genserve genserve
 # The only CUDA libraries in the image are those that pip installs here; the driver is the host's.
-RUN PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt pip install ".[$RUNTIME]"
+RUN PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt pip install ".[$RUNTIME,otel]"
 
 
 FROM ${PYTHON}

@@ -248,9 +248,9 @@ class GenerationMetrics:
         self._waiting.set(waiting)
         self._waiting_tokens.set(waiting_tokens)
 
-    def rejected(self, reason: str) -> None:
-        """Report a rejected request; from any thread."""
-        self._rejections.labels(self._model, reason).inc()
+    def rejected(self, reason: str, *, count: int = 1) -> None:
+        """Report rejected requests; from any thread. A count of 0 makes the reason known to Prometheus."""
+        self._rejections.labels(self._model, reason).inc(count)
 
     def queued(self, seconds: float) -> None:
         """Report how long a request waited for its first step."""

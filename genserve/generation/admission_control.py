@@ -55,6 +55,8 @@ class AdmissionControl:
         self.num_tokens = 0
         self._max_num_seqs = max_num_seqs
         self._metrics = metrics
+        for reason in RejectionReason:      # or a rate would miss the first rejection
+            metrics.rejected(reason.value, count=0)
         # Places, by priority.
         self._preparing: Counter[int] = Counter()
         self._waiting: Counter[int] = Counter()
