@@ -157,6 +157,23 @@ def tool_runner():
     expect_text("18 degrees" in text, f"{final.content}")
 
 
+@row("thinking")
+def thinking():
+    asked = [{"role": "user", "content": "Please think, and say hello to Ada."}]
+    options = {"model": MODEL, "max_tokens": 1100, "thinking": {"type": "enabled", "budget_tokens": 1024}}
+    try:
+        with client.messages.stream(messages=asked, **options) as stream:
+            events = {event.type for event in stream}
+            message = stream.get_final_message()
+    except anthropic.BadRequestError as error:
+        expect_text(condition=False, detail=error.message)
+    kinds = [block.type for block in message.content]
+    expect_text(kinds[0] == "thinking", f"the blocks are {kinds}")
+    expect("thinking" in events and kinds[-1] == "text", f"the events are {events}, the blocks {kinds}")
+    turns = [*asked, {"role": "assistant", "content": message.content}, *asked]
+    expect(client.messages.create(messages=turns, **options).content, "the thought cannot be sent back")
+
+
 @row("structured output, parsed")
 def parsed():
     class City(BaseModel):

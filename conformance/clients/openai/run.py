@@ -253,6 +253,18 @@ def json_object():
     expect(isinstance(json.loads(answer.choices[0].message.content), dict), "not an object")
 
 
+@row("reasoning")
+def reasoning():
+    messages = [{"role": "user", "content": "Please think, and say hello to Ada."}]
+    message = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=64).choices[0].message
+    thought = getattr(message, "reasoning_content", None)
+    expect_text(thought, "no thought")
+    expect("think>" not in thought + (message.content or ""), f"{message}")
+    chunks = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=64, stream=True)
+    parts = [getattr(chunk.choices[0].delta, "reasoning_content", None) or "" for chunk in chunks]
+    expect_text("".join(parts), "no thought in the stream")
+
+
 @row("completions")
 def completions():
     answer = client.completions.create(model=MODEL, prompt="The sea is", max_tokens=8, logprobs=1)
@@ -333,6 +345,17 @@ def responses_tools_streamed():
     expect("response.function_call_arguments.delta" in kinds, f"the events are {kinds}")
     [done, *_] = [event for event in events if event.type == "response.function_call_arguments.done"]
     expect(json.loads(done.arguments).keys() == {"city", "unit"}, f"the arguments are {done.arguments}")
+
+
+@row("responses, reasoning")
+def responses_reasoning():
+    asked = {"model": MODEL, "input": "Please think, and say hello to Ada.", "max_output_tokens": 64}
+    answer = client.responses.create(**asked, reasoning={"effort": "low", "summary": "auto"})
+    kinds = [item.type for item in answer.output]
+    expect_text("reasoning" in kinds, f"the items are {kinds}")
+    expect("think>" not in answer.output_text, answer.output_text)
+    events = {event.type for event in client.responses.create(**asked, stream=True)}
+    expect_text(any("reasoning" in event for event in events), f"the events are {events}")
 
 
 @row("responses, parsed")
