@@ -36,7 +36,7 @@ export async function main() {
       if (error instanceof TextFailure || textErrors.includes(error.name)) result.cause = "text";
     }
     result.seconds = Math.round((performance.now() - begun) / 10) / 100;
-    console.log(JSON.stringify(result));
+    console.log(`\n${JSON.stringify(result)}`); // the client may have begun a line
   }
   process.exit(0); // connections that a client keeps open do not matter
 }

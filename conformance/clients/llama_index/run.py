@@ -58,7 +58,11 @@ def tools():
 
 @row("predict_and_call")
 def predict_and_call():
-    answer = llm.predict_and_call([FunctionTool.from_defaults(get_weather)], user_msg=QUESTION)
+    try:
+        answer = llm.predict_and_call([FunctionTool.from_defaults(get_weather)], user_msg=QUESTION)
+    except ValueError as error:
+        expect_text("at least one tool call" not in str(error), str(error))
+        raise
     expect_text("18 degrees" in str(answer), f"{answer}")
 
 
