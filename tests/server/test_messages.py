@@ -129,6 +129,12 @@ def test_a_whole_answer(http):
     }
 
 
+def test_an_answer_has_the_id_of_its_request(http):
+    for stream in (True, False):
+        response = ask(http, stream=stream)
+        assert response.headers["request-id"] == response.headers["x-request-id"]
+
+
 def test_cached_tokens_are_counted_by_themselves(http):
     answer(http, cache_salt="a")
     usage = answer(http, cache_salt="a")["usage"]

@@ -278,7 +278,10 @@ def test_a_missing_model_is_not_found(http):
 def test_models_cannot_be_changed_and_a_pull_confirms_those_that_are_there(http):
     assert http.post("/api/pull", json={"model": "tiny"}).text == '{"status": "success"}\n'
     assert http.post("/api/pull", json={"model": "tiny", "stream": False}).json() == {"status": "success"}
-    calls = [("POST", "pull"), ("POST", "push"), ("POST", "create"), ("POST", "copy"), ("DELETE", "delete")]
+    missing = http.post("/api/pull", json={"model": "no"})
+    assert missing.status_code == 404
+    assert "genserve pull" in missing.json()["error"]
+    calls = [("POST", "push"), ("POST", "create"), ("POST", "copy"), ("DELETE", "delete")]
     calls += [("POST", "embed"), ("POST", "embeddings"), ("POST", "blobs/sha256:1")]
     for method, path in calls:
         response = http.request(method, f"/api/{path}", json={"model": "no"})

@@ -84,12 +84,15 @@ async def messages(body: MessagesBody, services: SharedServices, request: Reques
         stream_response=MessageStream,
     )
     try:
-        return await answer_to(generation)
+        response = await answer_to(generation)
     except ContextLengthExceeded as error:
-        # As in the API, an answer may be longer than the context has room for, and then ends with it.
         if error.field != "max_tokens":
             raise
-    return await answer_to(replace(generation, ends_with_context=True))
+        # As in the API, an answer may be longer than the context has room for, and then ends with it.
+        response = await answer_to(replace(generation, ends_with_context=True))
+    if logged := CURRENT_REQUEST.get():
+        response.headers["request-id"] = logged.id      # Anthropic's name of it
+    return response
 
 
 @router.post("/messages/count_tokens")

@@ -144,7 +144,8 @@ async def pull(body: ModelFields, services: SharedServices) -> Response:
     try:
         _model(services, name)
     except ModelNotFound:
-        _reject(f"this server does not download models; there is no model {name!r}")
+        problem = f"model {name!r} not found: this server downloads none"
+        raise ModelNotFound(problem, remedy=_REPOSITORY, field="model") from None
     done = {"status": "success"}
     if body.stream is False:
         return JSONResponse(done)
@@ -186,13 +187,12 @@ def _model(services: Services, name: str | None) -> TextModel:
 
 def _listed(model: TextModel) -> dict[str, Any]:
     name = f"{model.name}{_TAG}"
-    modified = _written_time(model.loaded_s)
     return {
         "name": name,
         "model": name,
-        "modified_at": modified,
+        "modified_at": _written_time(model.loaded_s),
         "size": model.weights_bytes,
-        "digest": hashlib.sha256(f"{name} {model.weights_bytes} {modified}".encode()).hexdigest(),
+        "digest": hashlib.sha256(f"{name} {model.weights_bytes}".encode()).hexdigest(),
         "details": _details(model),
     }
 
