@@ -73,7 +73,13 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._lock = threading.Lock()
         self._collectors: dict[object, Collector] = {}
-        counter, gauge, histogram = self._counter, self._gauge, self._histogram
+        self._add_counters()
+        self._add_gauges()
+        self._add_latencies()
+        self._add_sizes()
+
+    def _add_counters(self) -> None:
+        counter = self._counter
         self.requests = counter("requests", "Requests that ended, by how they ended.", "ending")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens computed.")
         self.generation_tokens = counter("generation_tokens", "Tokens generated.")
@@ -91,6 +97,9 @@ class Metrics:
         self.rejections = counter(
             "admission_rejections", "Requests rejected with status 429, by the reached limit.", "reason"
         )
+
+    def _add_gauges(self) -> None:
+        gauge = self._gauge
         self.cache_usage = gauge(
             "kv_cache_usage_perc", "Share of the KV cache that running requests hold; 1 is all of it."
         )
@@ -101,6 +110,9 @@ class Metrics:
         )
         self.block_size = gauge("kv_cache_block_size", "Tokens in a block of the KV cache.")
         self.num_blocks = gauge("kv_cache_num_blocks", "Blocks of the KV cache.")
+
+    def _add_latencies(self) -> None:
+        histogram = self._histogram
         self.queue_time = histogram("request_queue_time_seconds", "From arrival to the first step.")
         self.prefill_time = histogram(
             "request_prefill_time_seconds", "From a request's first step to its first token."
@@ -122,6 +134,12 @@ class Metrics:
             "Mean time between the tokens of one request.",
             buckets=_PER_TOKEN_S,
         )
+        self.step_seconds = histogram(
+            "step_seconds", "Duration of one step: schedule, run, process.", "kind", buckets=_STEP_S
+        )
+
+    def _add_sizes(self) -> None:
+        histogram = self._histogram
         self.request_prompt_tokens = histogram(
             "request_prompt_tokens", "Prompt tokens of one request.", buckets=_REQUEST_TOKENS
         )
@@ -132,9 +150,6 @@ class Metrics:
             "request_max_num_generation_tokens",
             "Tokens of the longest of the choices that were requested together.",
             buckets=_REQUEST_TOKENS,
-        )
-        self.step_seconds = histogram(
-            "step_seconds", "Duration of one step: schedule, run, process.", "kind", buckets=_STEP_S
         )
         self.step_tokens = histogram(
             "iteration_tokens",

@@ -173,22 +173,9 @@ class EngineThread(RequestInbox):
             seconds=seconds, prompt_tokens=result.num_prompt_tokens, preempted=result.num_preempted
         )
         self._metrics.speculated(drafted=result.num_drafted, accepted=result.num_accepted)
-        self._note_tokens(outputs, num_prompt_tokens=result.num_prompt_tokens, now_s=now_s)
-
-    def _note_tokens(
-        self, outputs: Sequence[RequestOutput], *, num_prompt_tokens: int, now_s: float
-    ) -> None:
-        """Report the tokens of a step at once: most of its sequences had their last ones at the same time."""
-        num_tokens = 0
-        latencies_s: defaultdict[float, int] = defaultdict(int)
-        for sequence, content in outputs:
-            if isinstance(content, Delta) and content.token_ids:
-                num_tokens += len(content.token_ids)
-                if sequence.last_token_s is not None:
-                    latencies_s[now_s - sequence.last_token_s] += 1
-                sequence.last_token_s = now_s
+        num_tokens, latencies_s = _note_tokens(outputs, now_s=now_s)
         self._metrics.generated(
-            tokens=num_tokens, prompt_tokens=num_prompt_tokens, latencies_s=latencies_s
+            tokens=num_tokens, prompt_tokens=result.num_prompt_tokens, latencies_s=latencies_s
         )
 
     def _reject_overdue(self) -> None:
@@ -282,3 +269,19 @@ class EngineThread(RequestInbox):
         self._deliver(outputs, now_s=self._engine.clock())
         for request in tuple(self._unanswered.values()):
             self._answer(request, error)
+
+
+def _note_tokens(outputs: Sequence[RequestOutput], *, now_s: float) -> tuple[int, dict[float, int]]:
+    """Return how many tokens a step gave, and how many sequences had their last ones so many seconds ago.
+
+    These are few numbers, as most sequences had their last ones at the same time.
+    """
+    num_tokens = 0
+    latencies_s: defaultdict[float, int] = defaultdict(int)
+    for sequence, content in outputs:
+        if isinstance(content, Delta) and content.token_ids:
+            num_tokens += len(content.token_ids)
+            if sequence.last_token_s is not None:
+                latencies_s[now_s - sequence.last_token_s] += 1
+            sequence.last_token_s = now_s
+    return num_tokens, latencies_s
