@@ -67,6 +67,17 @@ def test_reasoning_is_separate_from_the_content(http):
     }
 
 
+@pytest.mark.parametrize("begins", [False, True])
+def test_the_tokens_of_reasoning_are_counted(http, thinker, begins):
+    body = {"n": 2, "chat_template_kwargs": {"begins": begins}}
+    whole = chat(http, **body).json()["usage"]
+    streamed = chat(http, **body, stream=True, stream_options={"include_usage": True}).text
+    [last] = [json.loads(line[6:]) for line in streamed.splitlines() if '"choices": []' in line]
+    expected = 2 * len(thinker.model.tokenizer.encode("\nhm, <thin\n"))
+    for usage in (whole, last["usage"]):
+        assert usage["completion_tokens_details"] == {"reasoning_tokens": expected}
+
+
 def test_reasoning_begun_by_the_template_is_separate_from_the_content(http):
     [choice] = chat(http, chat_template_kwargs={"begins": True}).json()["choices"]
     assert choice["message"]["reasoning_content"] == "hm, <thin"

@@ -16,7 +16,7 @@ from genserve.server.generation_handler import SubmittedRequest, handle_generati
 from genserve.server.request_body import StrictRoute
 from genserve.server.routes.logprob_formats import ID_PREFIX, TokenScores, prompt_logprobs
 from genserve.server.routes.openai_chat_body import ChatBody
-from genserve.server.routes.openai_protocol import FINISH_REASONS, OpenAIFrames, choose, head
+from genserve.server.routes.openai_protocol import FINISH_REASONS, OpenAIFrames, choose, head, reasoning_usage
 from genserve.server.services import SharedServices
 from genserve.text.message_parser import MessageParser, parsed_message
 from genserve.textmodel.text_model import TextModel
@@ -53,6 +53,7 @@ class ChatFrames(OpenAIFrames):
         self._prompt_ids = _prompt_ids(submitted, body)
         self._scores = [_scores(submitted, body) for _ in range(body.num_choices)]
         self._parsers = [_message_parser(submitted, body) for _ in range(body.num_choices)]
+        self._answer_ids: list[list[int]] = [[] for _ in self._parsers]     # of those with a parser
         super().__init__(submitted, body, kind="chat.completion.chunk", id_prefix="chatcmpl")
 
     def start(self) -> bytes:
@@ -70,6 +71,8 @@ class ChatFrames(OpenAIFrames):
             logprobs = json.dumps(_logprobs(scores, delta))
         parser = self._parsers[delta.choice]
         self.count(delta)
+        if parser is not None:
+            self._answer_ids[delta.choice] += delta.token_ids
         for added in _added(parser, delta) or (['{"content": ""}'] if extra or scores is not None else []):
             chunks += self._chunk(delta.choice, added, logprobs=logprobs, extra=extra)
             logprobs, extra = "null", ""    # only in the first chunk of a delta
@@ -77,7 +80,8 @@ class ChatFrames(OpenAIFrames):
             reason = _finish_reason(parser, delta.finish_reason)
             ending = f'"{reason}", "stop_reason": {json.dumps(delta.stop_reason)}'
             chunks += self._chunk(delta.choice, "{}", finish_reason=ending)
-            chunks += self.ending(delta)
+            num_reasoning = parser.num_reasoning_tokens(self._answer_ids[delta.choice]) if parser else 0
+            chunks += self.ending(delta, num_reasoning_tokens=num_reasoning)
         return chunks
 
     def _chunk(
@@ -96,7 +100,12 @@ class ChatFrames(OpenAIFrames):
 
 def _answer(submitted: SubmittedRequest, body: ChatBody, deltas: list[Delta]) -> Response:
     completions, usage = choose(body, deltas)
-    choices = [_choice(index, completion, submitted, body) for index, completion in enumerate(completions)]
+    choices, num_reasoning = [], 0
+    for index, completion in enumerate(completions):
+        parser = _message_parser(submitted, body)
+        choices.append(_choice(index, completion, submitted, body, parser=parser))
+        num_reasoning += parser.num_reasoning_tokens(completion.token_ids) if parser else 0
+    usage |= reasoning_usage(num_reasoning)
     answer = head(submitted, "chat.completion", id_prefix="chatcmpl") | {"choices": choices, "usage": usage}
     if body.prompt_logprobs is not None:
         scores = completions[0].prompt_logprobs
@@ -109,10 +118,14 @@ def _prompt_ids(submitted: SubmittedRequest, body: ChatBody) -> dict[str, list[i
 
 
 def _choice(
-    index: int, completion: Completion, submitted: SubmittedRequest, body: ChatBody
+    index: int,
+    completion: Completion,
+    submitted: SubmittedRequest,
+    body: ChatBody,
+    *,
+    parser: MessageParser | None,
 ) -> dict[str, Any]:
     scores = _scores(submitted, body)
-    parser = _message_parser(submitted, body)
     message = parsed_message(parser, completion)
     token_ids = {"token_ids": list(completion.token_ids)} if body.return_token_ids else {}
     return {

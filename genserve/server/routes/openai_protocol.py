@@ -253,6 +253,11 @@ def _usage(usages: Sequence[Usage], *, num_drawn: int) -> dict[str, Any]:
     }
 
 
+def reasoning_usage(num_tokens: int) -> dict[str, Any]:
+    """Return the field of the usage for the tokens of reasoning, if there are any."""
+    return {"completion_tokens_details": {"reasoning_tokens": num_tokens}} if num_tokens else {}
+
+
 def _best(completions: Sequence[Completion], *, n: int, num_drawn: int) -> list[Completion]:
     """Return the `n` likeliest of the `num_drawn` completions of each prompt, the best first."""
     if num_drawn == n:
@@ -272,6 +277,7 @@ class OpenAIFrames:
         self._tail = '}], "usage": null}\n\n' if self._with_usage else "}]}\n\n"
         self._num_choices = body.num_choices
         self._usages: list[Usage | None] = [None] * len(submitted.seeds)
+        self._num_reasoning_tokens = 0
         self._running_usages: list[Usage] = []      # by choice, if each chunk has the usage so far
         if body.wants_running_usage:
             lengths = [len(ids) for ids in submitted.prompts for _ in range(self._num_choices)]
@@ -297,14 +303,15 @@ class OpenAIFrames:
             num_tokens = usage.completion_tokens + len(delta.token_ids)
             self._running_usages[delta.choice] = replace(usage, completion_tokens=num_tokens)
 
-    def ending(self, delta: Delta) -> bytes:
+    def ending(self, delta: Delta, *, num_reasoning_tokens: int = 0) -> bytes:
         """Return the event after the last delta of a choice: after that of all choices, the usage."""
         self._usages[delta.choice] = delta.usage
+        self._num_reasoning_tokens += num_reasoning_tokens
         usages = [usage for usage in self._usages if usage is not None]
         if not self._with_usage or len(usages) < len(self._usages):
             return b""
-        total = json.dumps(_usage(usages, num_drawn=self._num_choices))
-        return event(f'{self._head}, "choices": [], "usage": {total}}}')
+        total = _usage(usages, num_drawn=self._num_choices) | reasoning_usage(self._num_reasoning_tokens)
+        return event(f'{self._head}, "choices": [], "usage": {json.dumps(total)}}}')
 
     def start(self) -> bytes:
         """See `Frames`."""
