@@ -82,7 +82,6 @@ _OPENAI_TYPES = {
 }
 # While a model loads or the server stops, of which the duration is unknown.
 _UNAVAILABLE_RETRY_S = 5
-_CONTENT_TYPE_REMEDY = "send the header `Content-Type: application/json`"
 
 
 def as_genserve_error(error: Exception, *, doing: str) -> GenserveError:
@@ -268,11 +267,8 @@ class ErrorResponses:
 
 
 def _invalid_body(error: RequestValidationError) -> InvalidRequest:
-    # FastAPI hands over the parsed body, or the raw one where it was not declared as JSON.
     if error.body is None:
         return InvalidRequest("the body is empty", remedy="send a JSON object")
-    if isinstance(error.body, bytes):
-        return InvalidRequest("the body is not declared as JSON", remedy=_CONTENT_TYPE_REMEDY)
     problem = error.errors()[0]
     return _invalid_field(_path(problem["loc"][1:]), problem)
 

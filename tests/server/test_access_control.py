@@ -211,6 +211,21 @@ def test_curl_works_as_in_tritons_documentation(server):
     assert curl("-X", "POST", f"{server.url}/v2/repository/index").endswith("200")
 
 
+def test_a_body_that_curl_declares_as_a_form_is_read_as_json_in_every_dialect(tiny_server):
+    """As in the examples of Ollama's documentation."""
+    headers = {"content-type": "application/x-www-form-urlencoded", "user-agent": "curl/8.14.1"}
+    bodies = {
+        "/api/generate": {"model": "tiny", "prompt": "a", "options": {"num_predict": 1}},
+        "/v1/completions": {"prompt": "a", "max_tokens": 1},
+        "/tokenize": {"content": "a"},
+    }
+    for path, body in bodies.items():
+        answer = httpx2.post(tiny_server.url + path, content=json.dumps(body), headers=headers)
+        assert answer.status_code == 200, answer.text
+    rejected = httpx2.post(tiny_server.url + path, content="{", headers=headers).json()["error"]
+    assert rejected["message"].startswith("the body is not JSON")
+
+
 def test_tritons_cpp_client_may_declare_a_form(server):
     form = {"content_type": "application/x-www-form-urlencoded"}
     index = "/v2/repository/index"
