@@ -85,7 +85,7 @@ function begin(parent: string, start: Partial<Message>, prefix = ""): void {
     body = chatBody(value, parent, prefix);
   } catch (error) {
     if (!(error instanceof InvalidInput)) throw error;
-    notice.value = error.message;
+    notice.value = { text: error.message };
     return;
   }
   const message = add({ role: "assistant", parent, content: "", model: modelOf(value), ...start });

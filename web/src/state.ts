@@ -2,7 +2,14 @@
 
 import { computed, signal } from "@preact/signals";
 import { listModels, type Model, needsKey, openApi } from "./api";
-import { type Conversation, newConversation, path, type Setup } from "./conversation";
+import {
+  type Conversation,
+  type Message,
+  newConversation,
+  path,
+  type Setup,
+  withoutMessage,
+} from "./conversation";
 import { lastSetup, preference, setPreference } from "./preferences";
 import { chatFields, type Field } from "./schema";
 import * as storage from "./storage";
@@ -18,7 +25,8 @@ isWide.addEventListener("change", () => {
   sidebarOpen.value = isWide.matches; // a narrow page is covered by its panels
   settingsOpen.value &&= isWide.matches;
 });
-export const notice = signal(""); // a short message that goes away by itself
+/** A short message that goes away by itself, with what undoes what it tells. */
+export const notice = signal<{ text: string; undo?: () => void } | null>(null);
 
 export const models = signal<Model[]>([]);
 export const fields = signal<Field[]>([]);
@@ -80,6 +88,14 @@ export function changeSetup(setup: Partial<Setup>): void {
   change(conversation.value.id, (old) => ({ ...old, ...setup }));
   const { model, system, params, tools, toolChoice } = conversation.value;
   lastSetup.value = { model, system, params, tools, toolChoice };
+}
+
+/** Delete a message and what follows it; a notice offers to undo that. */
+export function deleteMessage(message: Message): void {
+  const before = conversation.value;
+  change(before.id, (old) => withoutMessage(old, message.id));
+  const undo = () => change(before.id, ({ title }) => ({ ...before, title }));
+  notice.value = { text: "The branch was deleted.", undo };
 }
 
 export function startConversation(): void {
@@ -155,7 +171,7 @@ function save(edited: Conversation): void {
 export function flush(): void {
   for (const one of pending.values()) {
     storage.saveConversation(one).catch(() => {
-      notice.value = "The browser could not keep this conversation: export it if you need it.";
+      notice.value = { text: "The browser could not keep this conversation: export it if you need it." };
     });
   }
   pending.clear();

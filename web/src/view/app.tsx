@@ -3,6 +3,7 @@
 import { useEffect } from "preact/hooks";
 import { regenerate, stop } from "../answering";
 import { needsKey } from "../api";
+import type { Setup } from "../conversation";
 import { asJson, asMarkdown, download, fileName } from "../exchange";
 import { showsProbabilities, type Theme, theme } from "../preferences";
 import {
@@ -40,6 +41,7 @@ export function App() {
     <div class="app">
       {sidebarOpen.value && <Sidebar />}
       <main>
+        {shown.value.length > 0 && <h1 class="only-spoken">{conversation.value.title}</h1>}
         <Header />
         <Problem />
         <Thread />
@@ -85,6 +87,7 @@ function Header() {
       <IconButton
         icon="sliders"
         label="Settings"
+        class={isChanged(conversation.value) ? "is-changed" : ""}
         keys="Alt+S"
         pressed={settingsOpen.value}
         onClick={() => (settingsOpen.value = !settingsOpen.value)}
@@ -112,6 +115,11 @@ function ModelPicker() {
       ))}
     </select>
   );
+}
+
+/** Whether a conversation has settings of its own. */
+function isChanged({ system, params, tools }: Setup): boolean {
+  return Boolean(system.trim() || tools.trim() || Object.keys(params).length);
 }
 
 const THEMES: Record<Theme, Theme> = { auto: "light", light: "dark", dark: "auto" };
@@ -182,15 +190,24 @@ function Progress() {
 const NOTICE_MS = 5000;
 
 function Notice() {
-  const text = notice.value;
+  const told = notice.value;
   useEffect(() => {
-    if (!text) return;
-    const timer = setTimeout(() => (notice.value = ""), NOTICE_MS);
+    if (!told) return;
+    const timer = setTimeout(() => (notice.value = null), NOTICE_MS);
     return () => clearTimeout(timer);
-  }, [text]);
+  }, [told]);
+  const undo = () => {
+    told?.undo?.();
+    notice.value = null;
+  };
   return (
     <div class="notice" role="status">
-      {text}
+      {told?.text}
+      {told?.undo && (
+        <button type="button" onClick={undo}>
+          Undo
+        </button>
+      )}
     </div>
   );
 }

@@ -7,6 +7,7 @@ import { conversation, isBusy, modelOf, shown } from "../state";
 import { Icon } from "./icons";
 
 const draft = signal("");
+const isTouched = matchMedia("(hover: none) and (pointer: coarse)"); // Enter begins a line there, as in other apps
 
 /** Whether the last answer waits for the results of tools. */
 function waitsForTools(): boolean {
@@ -23,7 +24,7 @@ export function Composer() {
     draft.value = "";
   };
   useEffect(() => {
-    if (matchMedia("(hover: hover)").matches) area.current?.focus(); // on phones it would open the keyboard
+    if (!isTouched.matches) area.current?.focus(); // on phones it would open the keyboard
   }, [conversation.value.id]);
   useLayoutEffect(() => {
     if (!area.current) return;
@@ -47,7 +48,7 @@ export function Composer() {
         value={draft.value}
         onInput={(event) => (draft.value = event.currentTarget.value)}
         onKeyDown={(event) => {
-          if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+          if (event.key !== "Enter" || event.shiftKey || event.isComposing || isTouched.matches) return;
           event.preventDefault();
           submit();
         }}

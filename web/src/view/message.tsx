@@ -2,10 +2,10 @@
 
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { continueAnswer, regenerate, resend } from "../answering";
-import { childrenOf, type Message, withBranch, withoutMessage } from "../conversation";
+import { childrenOf, type Message, withBranch } from "../conversation";
 import { CopyButton, Markdown } from "../markdown";
 import { showsProbabilities } from "../preferences";
-import { change, conversation, dialog, dialogSubject, isBusy, models } from "../state";
+import { change, conversation, deleteMessage, dialog, dialogSubject, isBusy, models } from "../state";
 import { IconButton } from "./icons";
 import { TokenView } from "./token_view";
 import { ToolCalls } from "./tool_calls";
@@ -148,7 +148,6 @@ function Actions({ message, isLast, onEdit }: ActionsProps) {
   const hasText = Boolean(message.content || message.reasoning);
   const canContinue =
     isAnswer && isLast && hasText && message.finish !== "stop" && message.finish !== "tool_calls";
-  const remove = () => change(conversation.value.id, (old) => withoutMessage(old, message.id));
   const raw = () => {
     dialogSubject.value = message.id;
     dialog.value = "raw";
@@ -183,7 +182,12 @@ function Actions({ message, isLast, onEdit }: ActionsProps) {
         />
       ) : null}
       {isAnswer && <IconButton icon="code" label="Request as curl and Python" onClick={raw} />}
-      <IconButton icon="trash" label="Delete this branch" disabled={isBusy.value} onClick={remove} />
+      <IconButton
+        icon="trash"
+        label="Delete this branch"
+        disabled={isBusy.value}
+        onClick={() => deleteMessage(message)}
+      />
     </span>
   );
 }

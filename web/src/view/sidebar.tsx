@@ -127,7 +127,7 @@ function Files() {
     try {
       if (file) await addConversations(fromJson(await file.text()));
     } catch (error) {
-      notice.value = (error as Error).message;
+      notice.value = { text: (error as Error).message };
     }
   };
   return (
