@@ -43,7 +43,7 @@ def ask(page: Page, text: str) -> None:
     """Send a message, and wait for the end of the answer."""
     page.get_by_label("Message", exact=True).fill(text)
     page.keyboard.press("Enter")
-    page.locator(".speed").wait_for()
+    page.locator(".message.assistant[aria-busy=false] .speed").wait_for()
 
 
 if __name__ == "__main__":

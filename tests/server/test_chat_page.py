@@ -53,7 +53,7 @@ class ChatPage:
 
     def _on_request(self, request) -> None:
         self.urls.append(request.url)
-        if request.method == "POST":
+        if request.url.endswith("/v1/chat/completions"):
             self.bodies.append(request.post_data_json)
 
     def open(self, *, key: str = KEY) -> ChatPage:
@@ -85,7 +85,8 @@ class ChatPage:
         self.wait_for_answer()
 
     def wait_for_answer(self) -> None:
-        self.page.locator(".message.assistant").last.locator("footer .speed").wait_for()
+        expect(self.answer).to_have_attribute("aria-busy", "false", timeout=20_000)
+        expect(self.answer.locator(".speed")).to_be_visible()
 
     @property
     def answer(self):
@@ -242,6 +243,26 @@ def test_an_answer_is_continued_from_an_alternative_token(chat):
     expect(chat.answer.locator(".markdown")).to_contain_text(before + name)
 
 
+def test_an_answer_is_ended_at_a_token_and_the_end_is_deleted_and_restored(chat):
+    chat.page.keyboard.press("Alt+s")
+    chat.page.locator(".settings summary", has_text="more fields").click()
+    chat.page.get_by_label("logit_bias", exact=True).fill('{"2": 50}')      # the end is an alternative
+    chat.page.get_by_label("logprobs_mode", exact=True).select_option("processed")
+    chat.ask("abcdef")
+    chat.page.keyboard.press("Alt+p")
+    num_requests = len(chat.bodies)
+    chat.answer.locator(".token").nth(2).click()
+    before = "".join(chat.answer.locator(".token").all_inner_texts()[:2])
+    chat.page.locator(".alternatives button", has_text="end of answer").click()
+    expect(chat.answer.locator(".branches")).to_have_text("2/2")
+    assert "".join(chat.answer.locator(".token").all_inner_texts()) == f"{before}end"
+    assert len(chat.bodies) == num_requests
+    chat.button("Delete this branch").last.click()
+    expect(chat.answer.locator(".branches")).to_have_count(0)
+    chat.button("Undo").click()
+    expect(chat.answer.locator(".branches")).to_have_text("2/2")
+
+
 def test_the_answer_of_a_continued_thought_is_split_again(chat):
     chat.ask("<think>a b</think>c")
     chat.page.keyboard.press("Alt+p")
@@ -354,7 +375,7 @@ def test_conversations_survive_a_reload_and_can_be_renamed_exported_and_deleted(
     chat.page.keyboard.press("Enter")
     expect(listed).to_have_text("renamed")
     with chat.page.expect_download() as download:
-        chat.button("Export all").click()
+        chat.button("Export").click()
     file = tmp_path / "exported.json"
     download.value.save_as(file)
     chat.page.get_by_role("button", name="Delete renamed").click()
@@ -368,7 +389,9 @@ def test_conversations_survive_a_reload_and_can_be_renamed_exported_and_deleted(
 
 def test_the_page_fits_a_phone_and_follows_dark_mode(phone):
     chat = phone
-    chat.ask("a `" + "w" * 60 + "`\n```\n" + "w" * 60 + "\n```")
+    chat.send("a `" + "w" * 60 + "`\n```\n" + "w" * 60 + "\n```")
+    chat.button("Send").click()     # Enter begins a line
+    chat.wait_for_answer()
     assert chat.page.evaluate("document.documentElement.scrollWidth") == 360
     expect(chat.page.locator(".sidebar")).to_have_count(0)
     chat.button("Conversations").click()

@@ -60,6 +60,21 @@ export function continueFrom(message: Message, index: number, [text, logprob]: [
   begin(message.parent, { ...separated(prefix), tokens: [...tokens.slice(0, index), chosen] }, prefix);
 }
 
+/** End an answer at a token, as another branch. */
+export function endAt(message: Message, index: number, logprob: number): void {
+  const { parent, model, tokens = [] } = message;
+  const end: Token = { text: "", logprob, top: tokens[index]?.top ?? [], chosen: true };
+  const text = separated(rawText(message, index));
+  add({
+    role: "assistant",
+    parent,
+    model,
+    ...text,
+    tokens: [...tokens.slice(0, index), end],
+    finish: "stop",
+  });
+}
+
 /** Stop the answer of the shown conversation. */
 export function stop(): void {
   running.value[conversation.value.id]?.abort();
@@ -109,7 +124,7 @@ interface Choice {
 }
 type TopToken = { token: string; logprob: number };
 interface Usage {
-  prompt_tokens: number;
+  prompt_tokens?: number;
   completion_tokens: number;
   prompt_tokens_details?: { cached_tokens?: number };
 }
@@ -121,7 +136,7 @@ class Answer {
   private readonly sentMs = performance.now();
   private firstMs = 0;
   private lastMs = 0;
-  private numChunks = 0;
+  private numTokens = 0;
   private timer = 0;
   private readonly continuesThought: boolean;
 
@@ -154,6 +169,7 @@ class Answer {
     const [choice] = chunk.choices as Choice[];
     if (choice) this.readChoice(choice);
     if (chunk.usage) this.readUsage(chunk.usage as Usage);
+    else if (this.numTokens) this.readUsage({ completion_tokens: this.numTokens }); // it may be stopped
     this.timer ||= setTimeout(this.show, FRAME_MS);
   }
 
@@ -163,7 +179,7 @@ class Answer {
     if (adds) {
       this.lastMs = performance.now();
       this.firstMs ||= this.lastMs;
-      this.numChunks += 1;
+      this.numTokens += logprobs?.content.length ?? 1;
     }
     message.content += delta.content ?? "";
     if (delta.reasoning_content) message.reasoning = (message.reasoning ?? "") + delta.reasoning_content;
@@ -202,7 +218,7 @@ class Answer {
       tokensPerSecond: behindFirst > 0 && seconds > 0 ? behindFirst / seconds : null,
       completionTokens: usage.completion_tokens,
       promptTokens: usage.prompt_tokens,
-      cachedTokens: usage.prompt_tokens_details?.cached_tokens ?? 0,
+      cachedTokens: usage.prompt_tokens_details?.cached_tokens,
     };
   }
 

@@ -38,6 +38,18 @@ export async function openApi(): Promise<JsonObject> {
   return (await call("openapi.json")).json();
 }
 
+/** The name of a token in the vocabulary. */
+export async function detokenize(model: string, tokenId: number): Promise<string> {
+  const answer = await call("detokenize", asJson({ model, tokens: [tokenId] }));
+  return ((await answer.json()) as { prompt: string }).prompt;
+}
+
+/** The token that ends the answers of a model. */
+export async function endToken(model: string): Promise<string> {
+  const answer = await call(`tokenizer_info?model=${encodeURIComponent(model)}`);
+  return String(((await answer.json()) as JsonObject).eos_token);
+}
+
 /**
  * Stream a chat completion: its chunks, as they come. Throws ApiError; or AbortError after `signal`.
  *
@@ -48,12 +60,7 @@ export async function* streamChat(
   signal: AbortSignal,
   onIgnored: (names: string) => void,
 ): AsyncGenerator<JsonObject> {
-  const answer = await call("v1/chat/completions", {
-    method: "POST",
-    headers: { "Content-Type": "application/json" },
-    body: JSON.stringify(body),
-    signal,
-  });
+  const answer = await call("v1/chat/completions", { ...asJson(body), signal });
   onIgnored(answer.headers.get("x-genserve-ignored") ?? "");
   for await (const data of events(answer.body as ReadableStream<Uint8Array>)) {
     if (data === "[DONE]") return;
@@ -80,6 +87,10 @@ async function* events(body: ReadableStream<Uint8Array>): AsyncGenerator<string>
       if (lines.length) yield lines.map((line) => line.slice(5).trimStart()).join("\n");
     }
   }
+}
+
+function asJson(body: JsonObject): RequestInit {
+  return { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) };
 }
 
 async function call(path: string, options: RequestInit = {}): Promise<Response> {

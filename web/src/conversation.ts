@@ -19,8 +19,8 @@ export interface Stats {
   firstTokenMs: number;
   tokensPerSecond: number | null; // after the first token; null: there is only one
   completionTokens: number;
-  promptTokens: number;
-  cachedTokens: number;
+  promptTokens?: number; // unknown until the answer has ended
+  cachedTokens?: number;
 }
 
 export interface Message {

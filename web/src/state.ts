@@ -62,7 +62,7 @@ export async function connect(): Promise<void> {
 }
 
 /** The model of a conversation: its own if the server has it, else the first. */
-export function modelOf({ model }: Setup): string {
+export function modelOf({ model }: Pick<Setup, "model">): string {
   return models.value.some(({ id }) => id === model) ? model : (models.value[0]?.id ?? model);
 }
 

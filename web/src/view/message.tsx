@@ -28,13 +28,15 @@ export function MessageView({ message, isLast }: MessageProps) {
       ) : (
         <div class="bubble">{message.content}</div>
       )}
-      {!isWriting && (
-        <footer>
-          <Branches message={message} />
-          <Actions message={message} isLast={isLast} onEdit={() => setEdits(true)} />
-          {message.stats && <Speed message={message} />}
-        </footer>
-      )}
+      <footer>
+        {!isWriting && (
+          <>
+            <Branches message={message} />
+            <Actions message={message} isLast={isLast} onEdit={() => setEdits(true)} />
+          </>
+        )}
+        {message.stats && <Speed message={message} />}
+      </footer>
     </article>
   );
 }
@@ -214,12 +216,11 @@ function Speed({ message }: { message: Message }) {
     ];
     return parts.filter(Boolean).join(" · ");
   }, [message, models.value.length]);
-  const { promptTokens = 0, cachedTokens = 0 } = message.stats ?? {};
+  const { promptTokens, cachedTokens = 0 } = message.stats ?? {};
+  const prompt =
+    promptTokens && `${promptTokens} tokens in the prompt, ${cachedTokens} of them from the prefix cache`;
   return (
-    <span
-      class="speed"
-      title={`${promptTokens} tokens in the prompt, ${cachedTokens} of them from the prefix cache`}
-    >
+    <span class="speed" title={prompt || undefined}>
       {text}
     </span>
   );

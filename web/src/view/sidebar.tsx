@@ -132,8 +132,14 @@ function Files() {
   };
   return (
     <div class="sidebar-files">
-      <button type="button" class="small" disabled={!summaries.value.length} onClick={exportAll}>
-        Export all
+      <button
+        type="button"
+        class="small"
+        title="Export all conversations"
+        disabled={!summaries.value.length}
+        onClick={exportAll}
+      >
+        Export
       </button>
       <button type="button" class="small" onClick={() => input.current?.click()}>
         Import
@@ -153,7 +159,7 @@ function Files() {
         Dashboard
       </a>
       <a href="docs" class="small">
-        API docs
+        API
       </a>
     </div>
   );

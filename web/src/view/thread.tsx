@@ -1,52 +1,31 @@
 // The messages of the shown branch, which scrolls with the answer until the reader scrolls up.
 
-import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
+import { useEffect, useLayoutEffect, useRef } from "preact/hooks";
 import { send } from "../answering";
 import { conversation, isBusy, modelOf, models, serverProblem, shown } from "../state";
+import { useFollowing } from "./following";
 import { Icon } from "./icons";
 import { MessageView } from "./message";
 
-const NEAR_PX = 60;
-
 export function Thread() {
   const scroller = useRef<HTMLDivElement>(null);
-  const follows = useRef(true);
-  const lastTop = useRef(0);
-  const [isAway, setIsAway] = useState(false);
+  const { isAway, follows, toEnd, handlers } = useFollowing(scroller);
+  const wrote = useRef(false);
   const messages = shown.value;
   const writes = isBusy.value;
-
-  const onScroll = () => {
-    const box = scroller.current;
-    if (!box) return;
-    const distance = box.scrollHeight - box.scrollTop - box.clientHeight;
-    if (box.scrollTop < lastTop.current && distance > 1) follows.current = false;
-    if (distance <= 2) follows.current = true;
-    lastTop.current = box.scrollTop;
-    setIsAway(distance > NEAR_PX);
-  };
-  const toEnd = () => {
-    const box = scroller.current;
-    if (!box) return;
-    follows.current = true;
-    box.scrollTop = box.scrollHeight;
-  };
-  const wrote = useRef(false);
   useLayoutEffect(() => {
-    if (follows.current && (writes || wrote.current)) toEnd();
+    const begins = writes && !wrote.current;
+    if (begins || (follows.current && (writes || wrote.current))) toEnd();
     wrote.current = writes;
   }, [messages, writes]);
   useEffect(toEnd, [conversation.value.id]); // another conversation shows its end
-  useEffect(() => {
-    if (writes) toEnd(); // a new answer
-  }, [writes]);
 
   return (
     <div class="thread-area">
       <div
         class="thread"
         ref={scroller}
-        onScroll={onScroll}
+        {...handlers}
         tabIndex={0}
         role="log"
         aria-label="Messages"

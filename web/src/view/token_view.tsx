@@ -1,14 +1,12 @@
-// The tokens of an answer, coloured by probability, and the alternatives at each.
+// The tokens of an answer, coloured by probability.
 
-import { useEffect, useRef, useState } from "preact/hooks";
-import { continueFrom } from "../answering";
+import { useRef, useState } from "preact/hooks";
 import type { Message, Token } from "../conversation";
-import { isBusy } from "../state";
-import { IconButton } from "./icons";
+import { isSilent } from "../token_names";
+import { Alternatives, percent } from "./alternatives";
 
 // From the surest colour to the least sure, by the least probability of each.
 const LEVELS = [0.9, 0.6, 0.3, 0.1, 0.02, 0];
-const NO_TEXT = "token_id:"; // how the server names a token without a text of its own
 
 export function TokenView({ message, tokens }: { message: Message; tokens: Token[] }) {
   const [selected, setSelected] = useState<number | null>(null);
@@ -45,7 +43,7 @@ export function TokenView({ message, tokens }: { message: Message; tokens: Token
             index={index}
             isSelected={index === selected}
             isEntry={index === (selected ?? 0)}
-            isEnd={index === tokens.length - 1 && message.finish === "stop"}
+            isLast={index === tokens.length - 1 && message.finish === "stop"}
             onSelect={() => setSelected(index === selected ? null : index)}
           />
         ))}
@@ -63,12 +61,12 @@ interface TokenButtonProps {
   index: number;
   isSelected: boolean;
   isEntry: boolean; // the one that Tab reaches
-  isEnd: boolean; // it ended the answer
+  isLast: boolean; // it ended the answer
   onSelect: () => void;
 }
 
-function TokenButton({ token, index, isSelected, isEntry, isEnd, onSelect }: TokenButtonProps) {
-  const text = token.text.startsWith(NO_TEXT) ? "" : token.text;
+function TokenButton({ token, index, isSelected, isEntry, isLast, onSelect }: TokenButtonProps) {
+  const text = isSilent(token.text) ? "" : token.text;
   const classes = ["token", `level-${levelOf(token.logprob)}`];
   if (token.chosen) classes.push("chosen");
   if (!text) classes.push("silent");
@@ -90,125 +88,9 @@ function TokenButton({ token, index, isSelected, isEntry, isEnd, onSelect }: Tok
         onSelect();
       }}
     >
-      {text || (isEnd ? "end" : "·")}
+      {text || (isLast ? "end" : "·")}
     </span>
   );
-}
-
-interface AlternativesProps {
-  message: Message;
-  token: Token;
-  index: number;
-  box: { current: HTMLElement | null };
-  onClose: () => void;
-}
-
-/** The most likely tokens at one place, below the token; a click continues from one. */
-function Alternatives({ message, token, index, box, onClose }: AlternativesProps) {
-  const panel = useRef<HTMLDivElement>(null);
-  useEffect(() => {
-    const anchor = box.current?.querySelectorAll<HTMLElement>(".token")[index];
-    if (!anchor || !panel.current || !box.current) return;
-    const [line] = Array.from(anchor.getClientRects()).slice(-1);
-    const outer = box.current.getBoundingClientRect();
-    if (!line) return;
-    const room = outer.width - panel.current.offsetWidth;
-    panel.current.style.left = `${Math.max(0, Math.min(line.left - outer.left, room))}px`;
-    panel.current.style.top = `${line.bottom - outer.top + 6}px`;
-    panel.current.scrollIntoView({ block: "nearest" });
-    panel.current.querySelector<HTMLElement>("button:not(:disabled)")?.focus({ preventScroll: true });
-  }, [index]);
-  useEffect(() => {
-    const onPointer = (event: PointerEvent) => {
-      const target = event.target as HTMLElement;
-      if (!panel.current?.contains(target) && !target.closest(".token")) onClose();
-    };
-    document.addEventListener("pointerdown", onPointer);
-    return () => document.removeEventListener("pointerdown", onPointer);
-  });
-  const isListed = token.top.some(([text]) => text === token.text);
-  const rows: Token["top"] =
-    isListed || token.logprob === null ? token.top : [...token.top, [token.text, token.logprob]];
-  return (
-    <div
-      ref={panel}
-      class="alternatives"
-      role="dialog"
-      aria-label={`Alternatives to ${visible(token.text)}`}
-      onKeyDown={(event) => {
-        if (event.key === "Escape") {
-          event.stopPropagation();
-          onClose();
-        }
-        moveFocus(event);
-      }}
-    >
-      <div class="alternatives-head">
-        <span>
-          <code>{visible(token.text)}</code> {percent(token.logprob)}
-          {token.chosen && " · your choice"}
-        </span>
-        <IconButton icon="close" label="Close" onClick={onClose} />
-      </div>
-      <p class="faint">
-        {rows.length > 1 ? "Continue from another token:" : "The server reported no alternatives."}
-      </p>
-      <ul>
-        {rows.map(([text, logprob]) => (
-          <li key={text}>
-            <Alternative
-              text={text}
-              logprob={logprob}
-              isSampled={text === token.text}
-              onChoose={() => {
-                onClose();
-                continueFrom(message, index, [text, logprob]);
-              }}
-            />
-          </li>
-        ))}
-      </ul>
-    </div>
-  );
-}
-
-interface AlternativeProps {
-  text: string;
-  logprob: number;
-  isSampled: boolean; // it is the token that the answer has
-  onChoose: () => void;
-}
-
-function Alternative({ text, logprob, isSampled, onChoose }: AlternativeProps) {
-  const hasText = text !== "" && !text.startsWith(NO_TEXT);
-  const title = isSampled
-    ? "The token of this answer"
-    : hasText
-      ? "Continue from here with this token"
-      : "A control token, or a part of a character: it has no text";
-  return (
-    <button
-      type="button"
-      class={isSampled ? "sampled" : ""}
-      disabled={isSampled || !hasText || isBusy.value}
-      title={title}
-      onClick={onChoose}
-    >
-      <code>{visible(text)}</code>
-      <meter min={0} max={1} value={Math.exp(logprob)} aria-hidden="true" />
-      <span class="percent">{percent(logprob)}</span>
-    </button>
-  );
-}
-
-/** Move the focus between the alternatives. */
-function moveFocus(event: KeyboardEvent & { currentTarget: HTMLElement }): void {
-  if (event.key !== "ArrowDown" && event.key !== "ArrowUp") return;
-  event.preventDefault();
-  event.stopPropagation();
-  const buttons = [...event.currentTarget.querySelectorAll<HTMLElement>("li button:not(:disabled)")];
-  const at = buttons.indexOf(document.activeElement as HTMLElement) + (event.key === "ArrowDown" ? 1 : -1);
-  buttons[(at + buttons.length) % buttons.length]?.focus();
 }
 
 /** What the colours mean, and how sure the model was on the whole. */
@@ -235,18 +117,4 @@ function Legend({ tokens }: { tokens: Token[] }) {
 
 function levelOf(logprob: number | null): number | "unknown" {
   return logprob === null ? "unknown" : LEVELS.findIndex((least) => Math.exp(logprob) >= least);
-}
-
-function percent(logprob: number | null): string {
-  if (logprob === null) return "unknown";
-  const share = Math.exp(logprob) * 100;
-  if (share < 0.01) return "< 0.01 %";
-  return `${share.toFixed(share < 1 ? 2 : share < 99.95 ? 1 : 0)} %`;
-}
-
-/** A token's text with its whitespace shown. */
-function visible(text: string): string {
-  if (text.startsWith(NO_TEXT)) return `token ${text.slice(NO_TEXT.length)}`;
-  if (!text) return "no text";
-  return text.replaceAll(" ", "␣").replaceAll("\n", "⏎").replaceAll("\t", "⇥");
 }
