@@ -9,7 +9,7 @@ import httpx2
 import pytest
 from playwright.sync_api import Browser, Locator, Page, Route, expect
 
-from tests.support.live_server import LiveServer
+from tests.support.live_server import LiveServer, wait_until
 
 INTERVAL_MS = 2000
 NOTHING = "\N{EN DASH}"     # instead of a value
@@ -68,6 +68,11 @@ class Dashboard:
 
     def figure(self, plot: str) -> Locator:
         return self.page.locator("figure").filter(has=self.page.get_by_role("heading", name=plot, exact=True))
+
+
+def has_counted(server: LiveServer, *lines: str) -> bool:
+    """Whether the metrics have these lines: the engine counts a step after its answers have left."""
+    return {*lines} <= {*httpx2.get(f"{server.url}/metrics").text.splitlines()}
 
 
 @pytest.fixture
@@ -199,6 +204,9 @@ def test_the_page_plots_a_real_load_on_a_phone_and_asks_nobody_else(
 
     with ThreadPoolExecutor(4) as clients:
         assert {*clients.map(complete, range(8))} == {200}
+    requests = 'genserve_requests_total{ending="length",model="tiny"} 8.0'
+    tokens = 'genserve_generation_tokens_total{model="tiny"} 320.0'
+    wait_until(lambda: has_counted(tiny_server, requests, tokens))
     dashboard.pass_time()
     dashboard.pass_time()
     for plot, line in (
