@@ -32,11 +32,13 @@ def generate(
     max_tokens: MaxTokens = 128,
     temperature: Temperature = 0.0,
     top_k: Annotated[
-        int, typer.Option(envvar="GENSERVE_TOP_K", help="Sample from the k likeliest tokens; 0: from all.")
-    ] = 0,
+        int | None,
+        typer.Option(envvar="GENSERVE_TOP_K", help="Sample from the k likeliest tokens; 0: from all."),
+    ] = None,
     top_p: Annotated[
-        float, typer.Option(envvar="GENSERVE_TOP_P", help="Sample from tokens of this total probability.")
-    ] = 1.0,
+        float | None,
+        typer.Option(envvar="GENSERVE_TOP_P", help="Sample from tokens of this total probability."),
+    ] = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="End the text before this string; repeatable.")
     ] = None,
@@ -48,9 +50,12 @@ def generate(
     from genserve.cli.console import make_console, read_text, write_text
     from genserve.cli.model_access import open_model
 
-    options = SamplingOptions(
-        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, stop=stop or (), seed=seed
-    )
+    options = SamplingOptions(max_tokens=max_tokens, temperature=temperature, stop=stop or (), seed=seed)
+    # What is not given is the model's default.
+    if top_k is not None:
+        options["top_k"] = top_k
+    if top_p is not None:
+        options["top_p"] = top_p
     options = with_assignments(options, set_)
     if prompt == "-":
         if sys.stdin.isatty():

@@ -100,6 +100,7 @@ def test_json_is_one_object_with_the_whole_answer() -> None:
         "logprobs": [],
         "top_logprobs": [],
         "prompt_logprobs": [],
+        "tool_calls": [],
     }
     assert "\x1b" not in result.stdout
 
