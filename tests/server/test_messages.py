@@ -98,10 +98,10 @@ def text_block(index, *texts):
     return block(index, '{"type": "text", "text": ""}', *deltas)
 
 
-def end(reason, num_prompt_tokens, num_tokens, *, sequence="null"):
+def end(reason, num_prompt_tokens, num_tokens, *, sequence="null", counted=""):
     usage = (
         f'{{"input_tokens": {num_prompt_tokens}, "cache_creation_input_tokens": 0, '
-        f'"cache_read_input_tokens": 0, "output_tokens": {num_tokens}}}'
+        f'"cache_read_input_tokens": 0, "output_tokens": {num_tokens}{counted}}}'
     )
     ending = f'{{"stop_reason": "{reason}", "stop_sequence": {sequence}}}'
     return (
@@ -151,7 +151,8 @@ def test_a_streamed_thought_byte_for_byte(http):
     deltas = [f'{{"type": "thinking_delta", "thinking": "{text}"}}' for text in "?!"]
     signature = '{"type": "signature_delta", "signature": "unsigned"}'
     expected = start(19) + block(0, empty, *deltas, signature) + text_block(1, "1", "2")
-    assert stream(http, "#2") == expected + end("end_turn", 19, 10)
+    counted = ', "output_tokens_details": {"thinking_tokens": 4}'
+    assert stream(http, "#2") == expected + end("end_turn", 19, 10, counted=counted)
 
 
 @pytest.mark.parametrize("fields", [{"max_tokens": 3}, {"stop_sequences": [" "]}])
@@ -206,6 +207,7 @@ def test_a_whole_answer_has_its_thought_and_its_stop(http):
     written = answer(http, "#2", stop_sequences=["2"])
     assert written["content"] == [thought, {"type": "text", "text": "1"}]
     assert (written["stop_reason"], written["stop_sequence"]) == ("stop_sequence", "2")
+    assert written["usage"]["output_tokens_details"] == {"thinking_tokens": 4}
     hidden = {"type": "adaptive", "display": "omitted"}
     assert answer(http, "#2", thinking=hidden)["content"][0] == thought | {"thinking": ""}
     assert "thinking_delta" not in stream(http, "#2", thinking=hidden)

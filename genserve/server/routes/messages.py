@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -153,12 +153,17 @@ def _head(submitted: SubmittedRequest) -> dict[str, Any]:
     }
 
 
-def _usage(usage: Usage) -> dict[str, int]:
+def _usage(
+    usage: Usage, *, parser: MessageParser | None = None, token_ids: Sequence[int] = ()
+) -> dict[str, Any]:
+    """Return the usage; `parser` and `token_ids` are those of the whole answer."""
+    num_thinking = parser.num_reasoning_tokens(token_ids) if parser is not None else 0
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.cached_tokens,
         "output_tokens": usage.completion_tokens,
+        **({"output_tokens_details": {"thinking_tokens": num_thinking}} if num_thinking else {}),
     }
 
 
@@ -189,8 +194,8 @@ def _answer(submitted: SubmittedRequest, generation: _Generation, deltas: list[D
         called = {"id": call.id, "name": call.name, "input": arguments_so_far(call.arguments)}
         content.append({"type": "tool_use", **called})
     ending = _ending(completion, parser, generation)
-    answer = _head(submitted) | {"content": content, **ending, "usage": _usage(completion.usage)}
-    return JSONResponse(answer)
+    usage = _usage(completion.usage, parser=parser, token_ids=completion.token_ids)
+    return JSONResponse(_head(submitted) | {"content": content, **ending, "usage": usage})
 
 
 class MessageStream(EventStream):
@@ -219,6 +224,7 @@ class MessageFrames:
         self._parser = submitted.message_parser()
         self._head = _head(submitted)
         self._num_prompt_tokens = len(submitted.prompts[0])
+        self._answer_ids: list[int] = []    # if there is a parser
         self._kind = ""         # of the block that is being written; empty: none
         self._index = -1        # of that block
         self._call = -1         # the index of the tool call that is being written
@@ -237,6 +243,7 @@ class MessageFrames:
             read = MessageDelta(content=delta.text)
         else:
             read = self._parser.push(delta.text, last=delta.finish_reason is not None)
+            self._answer_ids += delta.token_ids
         written = b""
         if read.reasoning:
             written += self._begin("thinking")
@@ -296,7 +303,7 @@ class MessageFrames:
     def _finish(self, delta: Delta) -> bytes:
         assert delta.usage is not None
         ending = json.dumps(_ending(delta, self._parser, self._generation))
-        usage = json.dumps(_usage(delta.usage))
+        usage = json.dumps(_usage(delta.usage, parser=self._parser, token_ids=self._answer_ids))
         return (
             self._close()
             + _event("message_delta", f'"delta": {ending}, "usage": {usage}')
