@@ -430,7 +430,7 @@ class TokenSequence(Request):
         elif rule is not None and self.num_new_tokens >= self.params.min_tokens:
             self.finish(FinishReason.STOP_STRING, stop_reason=rule)
         elif grammar is not None and grammar.complete:
-            self.finish(FinishReason.END_OF_SEQUENCE)
+            self.finish(FinishReason.LENGTH if grammar.cut else FinishReason.END_OF_SEQUENCE)
         elif len(self.token_ids) >= self._max_length:
             self.finish(FinishReason.LENGTH)
         elif (

@@ -18,6 +18,10 @@ class StructuredOutputGrammar(Protocol):
         """Whether the answer is complete, so that no token may follow."""
 
     @property
+    def cut(self) -> bool:
+        """Whether the answer was brought to its end for lack of room."""
+
+    @property
     def failure(self) -> str:
         """Why no token may follow an incomplete answer; empty if some may."""
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from genserve.errors import InvalidRequest
 from genserve.sampling.structured_outputs import JsonForm, StructuredOutputs
+from genserve.text.closing_grammar import JsonTokens
 from genserve.text.grammar_trial import LIMITS, MAX_MESSAGE_CHARS, compile_rejection
 from genserve.text.guided_schema import guided_schema
 from genserve.text.tokenizer import Tokenizer
@@ -31,10 +32,16 @@ MAX_COMPILED = 16
 class GuidanceGrammar:
     """The state of one answer in its grammar; implements `StructuredOutputGrammar`."""
 
+    cut = False
+
     def __init__(self, matcher: LLMatcher, keys: UniqueKeys | None = None) -> None:
         """Begin an answer; `keys` are those of its objects if it is JSON."""
         self._matcher = matcher
         self._keys = keys
+
+    def fork(self) -> GuidanceGrammar:
+        """See `ForkableGrammar`; a short way to the end has no key that it need not have."""
+        return GuidanceGrammar(self._matcher.deep_copy())
 
     @property
     def complete(self) -> bool:
@@ -105,9 +112,11 @@ class GrammarCompiler:
         """
         source = tools.source(self._tokenizer.parts, text=None if text is None else self._text_grammar(text))
         try:
-            return GuidanceGrammar(self._grammar(source, lambda: source, needs_trial=True))
+            matcher = self._grammar(source, lambda: source, needs_trial=True)
         except _RejectedError as error:
             raise self._blamed(tools, error) from None
+        # Quotes in free text are not those of keys.
+        return GuidanceGrammar(matcher, UniqueKeys(self._token_texts) if tools.must_call else None)
 
     def _text_grammar(self, outputs: StructuredOutputs) -> dict[str, Any]:
         """Return the grammar of structured outputs as a part of another; it has been compiled alone."""
@@ -181,6 +190,11 @@ class GrammarCompiler:
     def _token_texts(self) -> TokenTexts:
         vocabulary = self._vocabulary
         return TokenTexts([vocabulary.decode_bytes([token_id]) for token_id in range(self._vocab_size)])
+
+    @cached_property
+    def json_tokens(self) -> JsonTokens | None:
+        """The tokens that end parts of JSON; None: the vocabulary lacks one."""
+        return JsonTokens.of(self._tokenizer, vocab_size=self._vocab_size)
 
     @cached_property
     def _vocabulary(self) -> LLTokenizer:

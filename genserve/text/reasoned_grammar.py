@@ -8,7 +8,7 @@ from enum import Enum, auto
 import numpy as np
 from numpy.typing import NDArray
 
-from genserve.sampling.grammar_bitmask import StructuredOutputGrammar
+from genserve.text.closing_grammar import ForkableGrammar
 
 
 class _State(Enum):
@@ -33,7 +33,7 @@ class ReasonedGrammar:
 
     def __init__(
         self,
-        grammar: StructuredOutputGrammar,
+        grammar: ForkableGrammar,
         *,
         start_id: int,
         end_id: int,
@@ -45,6 +45,12 @@ class ReasonedGrammar:
         self._end_id = end_id
         self._ending_ids = frozenset(ending_ids)
         self._state = _State.INSIDE if begun else _State.BEFORE
+
+    cut = False
+
+    def fork(self) -> ForkableGrammar | None:
+        """See `ForkableGrammar`."""
+        return None if self._state is _State.INSIDE else self._grammar.fork()
 
     @property
     def complete(self) -> bool:

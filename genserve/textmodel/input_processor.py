@@ -18,6 +18,7 @@ from genserve.sampling.grammar_bitmask import StructuredOutputGrammar
 from genserve.sampling.logits_processors import DryBreakers, TokenizedParams
 from genserve.sampling.model_defaults import with_model_defaults
 from genserve.sampling.sampling_params import SamplingParams
+from genserve.text.closing_grammar import ClosingGrammar, ForkableGrammar
 from genserve.text.grammar_compiler import GrammarCompiler
 from genserve.text.message_parser import MessageParser
 from genserve.text.reasoned_grammar import ReasonedGrammar
@@ -75,7 +76,7 @@ class ReasoningTokens:
         )
         return [(name, budget)]
 
-    def before(self, grammar: StructuredOutputGrammar, *, begun: bool) -> StructuredOutputGrammar:
+    def before(self, grammar: ForkableGrammar, *, begun: bool) -> ReasonedGrammar:
         """Return a grammar of answers that may reason before they follow another one.
 
         Args:
@@ -158,7 +159,8 @@ class InputProcessor:
             deadline_s=self._deadline_s(params, arrived_s),
             begins_thought=begun,
         )
-        grammar = self._grammar_of(prompt, params, begun=begun)
+        room = min(params.max_tokens or max_length, max_length - len(token_ids))
+        grammar = self._grammar_of(prompt, params, begun=begun, room=room)
         contexts = [self._context(token_ids, params, choice) for choice in range(num_choices)]
         sequences = [
             begin(
@@ -182,7 +184,7 @@ class InputProcessor:
         return MessageParser(reasoning=reasoning, tools=tools)
 
     def _grammar_of(
-        self, prompt: Prompt, params: SamplingParams, *, begun: bool
+        self, prompt: Prompt, params: SamplingParams, *, begun: bool, room: int
     ) -> Callable[[], StructuredOutputGrammar | None]:
         """Return a function that returns the grammar of one answer; None: any text will do."""
         outputs = params.structured_outputs
@@ -190,10 +192,15 @@ class InputProcessor:
         tools = self._tools.grammar(prompt, params, may_reason=may_reason)
         if tools is None:
             return lambda: self._grammars.compile(outputs) if outputs else None
-        self._grammars.compile_tools(tools, text=outputs)
-        if not may_reason:
-            return lambda: self._grammars.compile_tools(tools, text=outputs)
-        return lambda: self.reasoning.before(self._grammars.compile_tools(tools, text=outputs), begun=begun)
+        json_tokens = self._grammars.json_tokens
+
+        def compiled() -> StructuredOutputGrammar:
+            grammar: ForkableGrammar = self._grammars.compile_tools(tools, text=outputs)
+            if may_reason:
+                grammar = self.reasoning.before(grammar, begun=begun)
+            return grammar if json_tokens is None else ClosingGrammar(grammar, json_tokens, room=room)
+
+        return compiled
 
     def _beam_width(self, params: SamplingParams, *, num_choices: int) -> int:
         """Return the number of beams of a request; 1: it has no beam search."""

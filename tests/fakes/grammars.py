@@ -10,6 +10,8 @@ import numpy as np
 class Steps:
     """`StructuredOutputGrammar`: allows `steps[i]` at step i, then the end; fails at an empty step."""
 
+    cut = False
+
     def __init__(self, *steps: Sequence[int]) -> None:
         self.failure = ""
         self._steps = list(steps)
