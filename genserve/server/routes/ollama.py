@@ -116,10 +116,10 @@ async def show(body: ModelFields, services: SharedServices) -> dict[str, Any]:
     """Describe a model."""
     model = _model(services, body.model or body.name)
     template = model.tokenizer.chat_template
-    family = _family(model)
+    family, defaults = _family(model), model.default_sampling_params.items()
     return {
         "modelfile": f"FROM {model.name}\n",
-        "parameters": "",
+        "parameters": "\n".join(f"{name:<30} {value}" for name, value in defaults),
         "template": template.source if template else "{{ .Prompt }}",
         "details": _details(model),
         "model_info": {
