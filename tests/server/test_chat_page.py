@@ -180,6 +180,7 @@ def test_an_answer_is_stopped_and_continued(chat, echo, monkeypatch):
     assert chat.bodies[-1]["continue_final_message"] is True
 
 
+@pytest.mark.slow
 def test_a_stopped_scroll_stays_where_the_reader_is(chat, echo, monkeypatch):
     chat.page.set_viewport_size({"width": 1200, "height": 300})
     thread = "document.querySelector('.thread')"
@@ -263,6 +264,7 @@ def test_an_answer_is_ended_at_a_token_and_the_end_is_deleted_and_restored(chat)
     expect(chat.answer.locator(".branches")).to_have_text("2/2")
 
 
+@pytest.mark.slow
 def test_the_answer_of_a_continued_thought_is_split_again(chat):
     chat.ask("<think>a b</think>c")
     chat.page.keyboard.press("Alt+p")
@@ -404,6 +406,7 @@ def test_the_page_fits_a_phone_and_follows_dark_mode(phone):
     assert chat.page.evaluate(background) == "rgb(255, 255, 255)"
 
 
+@pytest.mark.slow
 def test_the_page_works_behind_a_path_of_a_proxy(tab, echo):
     def proxied(route):
         route.fulfill(response=route.fetch(url=route.request.url.replace("/llm/", "/")))
