@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from genserve.server.routes.bundled_pages import FOLDER
 from genserve.version import __version__
 from tests.conformance.triton.exchange import Exchange
 
@@ -356,9 +357,15 @@ DIFFERENCES = (
     ),
     Difference(
         exchanges=r"routes/get_root",
-        reason="the root leads to the documentation of the API",
+        reason="the root is the chat page",
         row="`GET /` in a browser",
-        answer=_answers({"headers": {}, "status": 307}),
+        answer=_answers(
+            {
+                "headers": {"content-type": "text/html; charset=utf-8"},
+                "status": 200,
+                "text": (FOLDER / "index.html").read_text(encoding="utf-8"),
+            }
+        ),
     ),
     Difference(
         exchanges=r"index/load_broken_ensemble",
