@@ -1,7 +1,7 @@
 // Answering: sends a chat request, and writes what comes into a message of the conversation.
 
 import { ApiError, streamChat } from "./api";
-import { chatBody, continuedText, InvalidInput } from "./chat_request";
+import { chatBody, InvalidInput } from "./chat_request";
 import {
   type Conversation,
   isThinking,
@@ -48,13 +48,13 @@ export function regenerate(message: Message): void {
 
 /** Continue an answer that was stopped, or reached its limit, as another branch. */
 export function continueAnswer(message: Message): void {
-  const prefix = continuedText(message);
+  const prefix = rawText(message);
   begin(message.parent, { ...separated(prefix), tokens: message.tokens }, prefix);
 }
 
 /** Continue an answer from one of the alternatives at a token, as another branch. */
 export function continueFrom(message: Message, index: number, [text, logprob]: [string, number]): void {
-  const prefix = continuedText(message, index, text);
+  const prefix = rawText(message, index) + text;
   const { tokens = [] } = message;
   const chosen: Token = { text, logprob, top: tokens[index]?.top ?? [], chosen: true };
   begin(message.parent, { ...separated(prefix), tokens: [...tokens.slice(0, index), chosen] }, prefix);

@@ -1,7 +1,7 @@
 // The body of a chat request, and the same request as curl and Python.
 
 import { serverUrl } from "./api";
-import { type Conversation, type Message, pathTo, rawText } from "./conversation";
+import { type Conversation, type Message, pathTo } from "./conversation";
 import { apiKey, asksProbabilities } from "./preferences";
 import type { JsonObject } from "./schema";
 import { modelOf } from "./state";
@@ -46,11 +46,6 @@ function asSent(message: Message): JsonObject {
     ...(message.reasoning ? { reasoning_content: message.reasoning } : {}),
     ...(message.toolCalls?.length ? { tool_calls: message.toolCalls } : {}),
   };
-}
-
-/** The text that an answer is continued from: all of it, or up to a token with another in its place. */
-export function continuedText(message: Message, index?: number, alternative = ""): string {
-  return rawText(message, index) + alternative;
 }
 
 /** The tools that were pasted; throws InvalidInput. */

@@ -1,5 +1,6 @@
 // The alternatives at a token, from which an answer can go on.
 
+import type { RefObject } from "preact";
 import { useEffect, useRef } from "preact/hooks";
 import { continueFrom, endAt } from "../answering";
 import type { Message, Token } from "../conversation";
@@ -29,14 +30,7 @@ export function Alternatives({ message, token, index, box, onClose }: Alternativ
       rows.map(([text]) => text),
     );
   }, [index]);
-  useEffect(() => {
-    const onPointer = (event: PointerEvent) => {
-      const target = event.target as HTMLElement;
-      if (!panel.current?.contains(target) && !target.closest(".token")) onClose();
-    };
-    document.addEventListener("pointerdown", onPointer);
-    return () => document.removeEventListener("pointerdown", onPointer);
-  });
+  useOutsidePress(panel, onClose);
   const choose = ([text, logprob]: [string, number]) => {
     onClose();
     if (isSilent(text)) endAt(message, index, logprob);
@@ -72,10 +66,10 @@ export function Alternatives({ message, token, index, box, onClose }: Alternativ
         {rows.map((row) => (
           <li key={row[0]}>
             <Alternative
-              name={row[0] === token.text ? shown : visible(model, row[0])}
+              name={visible(model, row[0])}
               logprob={row[1]}
-              effect={row[0] === token.text ? "" : effectOf(model, row[0])}
-              isSampled={row[0] === token.text}
+              effect={effectOf(model, row[0])}
+              sampledAs={row[0] === token.text ? shown : undefined}
               onChoose={() => choose(row)}
             />
           </li>
@@ -89,22 +83,24 @@ interface AlternativeProps {
   name: string;
   logprob: number;
   effect: string; // of a choice; empty: it cannot be chosen
-  isSampled: boolean; // it is the token that the answer has
+  sampledAs?: string; // it is the token that the answer has, and this is its name there
   onChoose: () => void;
 }
 
-function Alternative({ name, logprob, effect, isSampled, onChoose }: AlternativeProps) {
+function Alternative({ name, logprob, effect, sampledAs, onChoose }: AlternativeProps) {
+  const isSampled = sampledAs !== undefined;
+  const title = isSampled
+    ? "The token of this answer"
+    : effect || "No answer can go on from it: it has no text";
   return (
     <button
       type="button"
       class={isSampled ? "sampled" : ""}
-      disabled={!effect || isBusy.value}
-      title={
-        isSampled ? "The token of this answer" : effect || "It has no text, so no answer can go on from it"
-      }
+      disabled={isSampled || !effect || isBusy.value}
+      title={title}
       onClick={onChoose}
     >
-      <code>{name}</code>
+      <code>{sampledAs ?? name}</code>
       <meter min={0} max={1} value={Math.exp(logprob)} aria-hidden="true" />
       <span class="percent">{percent(logprob)}</span>
     </button>
@@ -114,6 +110,17 @@ function Alternative({ name, logprob, effect, isSampled, onChoose }: Alternative
 function effectOf(model: string, text: string): string {
   if (isEnd(model, text)) return "End the answer here";
   return isSilent(text) ? "" : "Continue from here with this token";
+}
+
+function useOutsidePress(panel: RefObject<HTMLElement | null>, onPress: () => void): void {
+  useEffect(() => {
+    const onPointer = (event: PointerEvent) => {
+      const target = event.target as HTMLElement;
+      if (!panel.current?.contains(target) && !target.closest(".token")) onPress();
+    };
+    document.addEventListener("pointerdown", onPointer);
+    return () => document.removeEventListener("pointerdown", onPointer);
+  });
 }
 
 /** Put the panel below its token, within the box, and the focus into it. */
