@@ -206,6 +206,10 @@ def _score(request: Request, logits: LogitsArray, rows: range) -> None:
         request.score(logits, row)
 
 
+# The parameters that forbid tokens.
+_FORBIDDING = ("allowed_token_ids", "suppress_tokens", "bad_words", "min_tokens", "no_repeat_ngram_size")
+
+
 def _not_finite(sequence: TokenSequence) -> GenserveError:
     if sequence.plugins.failure is not None:
         return sequence.plugins.failure
@@ -213,11 +217,17 @@ def _not_finite(sequence: TokenSequence) -> GenserveError:
     if grammar is not None and (failure := grammar.failure):
         message = f"structured_outputs became too complex: {failure}"
         return InvalidRequest(message, field="structured_outputs", remedy="simplify the grammar")
-    if grammar is None and not sequence.sampling.edits_logits:
+    params = sequence.params
+    forbidding = [name for name in _FORBIDDING if getattr(params, name)]
+    if grammar is not None:
+        forbidding.append("structured_outputs")
+    if not forbidding and not params.logits_processors:
         return ModelFailed("the model's logits are not finite")
-    return ModelFailed(
-        "the model's logits are not finite, or the request's parameters leave no token to sample",
-        remedy="forbid less: allowed_token_ids, suppress_tokens, bad_words, min_tokens, no_repeat_ngram_size",
+    if not forbidding:
+        return ModelFailed("the model's logits are not finite, or the logits processors leave no token")
+    names = ", ".join(forbidding)
+    return InvalidRequest(
+        f"the request leaves no token to sample: {names}", field=forbidding[0], remedy="forbid less"
     )
 
 

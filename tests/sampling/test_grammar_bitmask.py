@@ -93,7 +93,8 @@ def test_a_failing_grammar_fails_only_its_own_request():
 def test_a_grammar_and_edits_that_leave_no_token_fail_the_request():
     held = sequence_of([3, 4], grammar=Steps([8], [9]), suppress_tokens=(8,), max_tokens=6)
     failed = run(Engine(PagedLogits(), decode=sample_loop), held)
-    assert "leave no token" in str(failed[held])
+    assert isinstance(failed[held], InvalidRequest)
+    assert "leaves no token to sample: suppress_tokens, structured_outputs" in str(failed[held])
 
 
 def test_edits_act_on_the_tokens_that_the_grammar_allows():
