@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import MappingProxyType
 
 
@@ -25,6 +25,15 @@ class ToolFormat:
     separator: str | None = None    # None: the model makes one call at a time
     closing: str = ""
     has_short_ids: bool = False     # ids of calls are 9 letters and digits: the template rejects others
+
+    def __post_init__(self) -> None:
+        texts = (field.name for field in fields(self) if not isinstance(field.default, bool))
+        for name in texts:
+            value = getattr(self, name)
+            if not isinstance(value, str) and not (name == "separator" and value is None):
+                raise TypeError(f"{name} is not text")
+        if not self.begin.strip() or " " in self.begin.strip():
+            raise ValueError("begin must be a mark without spaces")
 
     @property
     def marks(self) -> str:

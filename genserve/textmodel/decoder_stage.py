@@ -14,6 +14,7 @@ from genserve.errors import InferenceError, RepositoryError, Status
 from genserve.generation.engine_thread import EngineThread
 from genserve.generation.output_processor import DecodeFunction
 from genserve.inference import Inference
+from genserve.text.tool_formats import ToolFormat
 from genserve.textmodel.decoder_plugins import Plugins, plugins_of
 
 
@@ -54,6 +55,7 @@ class Decoding:
 
     decode: DecodeFunction
     plugins: Plugins
+    tool_format: ToolFormat | None      # None: the chat template shows it
 
 
 def load_decoding(path: Path, *, name: str) -> Decoding:
@@ -63,7 +65,7 @@ def load_decoding(path: Path, *, name: str) -> Decoding:
 
     Raises:
         RepositoryError: the file cannot be imported, or has no `async def decode(self, sequence)`, or a
-            plug-in is not valid.
+            plug-in or the format of tool calls is not valid.
     """
     if not path.is_file():
         raise RepositoryError(f"{path} is missing", remedy="`genserve pull` and `genserve export` write one")
@@ -74,13 +76,14 @@ def load_decoding(path: Path, *, name: str) -> Decoding:
     try:
         model = _model_of(package, path)
         plugins = plugins_of(model, path)
+        tool_format = _tool_format_of(model, path)
         # A new callable, whose finalizer runs when the file's can no longer be called.
         decode: DecodeFunction = partial(_decode_of(model, path))
     except BaseException:
         package.unload()
         raise
     weakref.finalize(decode, package.unload).atexit = False
-    return Decoding(decode=decode, plugins=plugins)
+    return Decoding(decode=decode, plugins=plugins, tool_format=tool_format)
 
 
 def _model_of(package: ModelPackage, path: Path) -> object:
@@ -89,6 +92,19 @@ def _model_of(package: ModelPackage, path: Path) -> object:
     except (Exception, SystemExit) as error:
         raise RepositoryError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
     return model
+
+
+def _tool_format_of(model: object, path: Path) -> ToolFormat | None:
+    """Return the format of tool calls that a model declares by the fields of `ToolFormat`."""
+    declared = getattr(model, "tool_format", None)
+    if declared is None:
+        return None
+    try:
+        return ToolFormat(**dict(declared))
+    except (TypeError, ValueError) as error:
+        raise RepositoryError(
+            f"{path}: tool_format: {error}", remedy="write a dict as docs/tools.md shows it"
+        ) from None
 
 
 def _decode_of(model: object, path: Path) -> DecodeFunction:

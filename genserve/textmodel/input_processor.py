@@ -119,6 +119,7 @@ class InputProcessor:
         tokenizer: Tokenizer,
         engine: EngineThread,
         plugins: Plugins,
+        tools: ToolCalling,
         logits: LogitsModel,
         default_sampling_params: Mapping[str, Any],
     ) -> None:
@@ -130,7 +131,7 @@ class InputProcessor:
         self._plugins = plugins
         self._logits = logits
         self._defaults = default_sampling_params
-        self._tools = ToolCalling(tokenizer)
+        self._tools = tools
         self._grammars = GrammarCompiler(tokenizer, vocab_size=logits.vocab_size)
         self._spellings_within = Spellings(tokenizer)
 

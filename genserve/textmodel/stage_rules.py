@@ -13,6 +13,7 @@ from genserve.config.parameter_rules import LOGITS_PARAMETERS
 from genserve.config.parse import ParsedConfig
 from genserve.config.supported_fields import Role, unsupported_in_role
 from genserve.errors import RepositoryError
+from genserve.text.tool_formats import TOOL_FORMATS
 from genserve.textmodel.logits_config import CacheKind, LogitsNames, cache_kind, context_length
 from genserve.textmodel.text_inference import INPUTS, OUTPUT
 
@@ -43,6 +44,7 @@ def stage_diagnostics(
     yield from _instance_groups(parsed, config, role)
     if role is Role.DECODER:
         yield from _tensors(parsed, config)
+        yield from _tool_format(parsed, config)
     if role is not Role.TOKENIZER and len(served) > 1:      # a tokenizer is also served as a model of its own
         message = f"version_policy is ignored in a {role}: the engine runs one version, {served[-1]}"
         remedy = f"write `version_policy {{ specific {{ versions: {served[-1]} }} }}`"
@@ -120,11 +122,20 @@ def _tensors(parsed: ParsedConfig, config: ModelConfig) -> Iterator[Diagnostic]:
         yield parsed.diagnostic(Severity.ERROR, "output", message, remedy=remedy)
 
 
+def _tool_format(parsed: ParsedConfig, config: ModelConfig) -> Iterator[Diagnostic]:
+    """Yield the error of an unknown format of tool calls."""
+    name = config.parameters.get("tool_format", "hermes")
+    if name not in TOOL_FORMATS:
+        message = f"tool_format {name!r} is unknown"
+        remedy = nearest(name, known=TOOL_FORMATS)
+        yield _of_parameter(parsed, Severity.ERROR, "tool_format", message, remedy=remedy)
+
+
 def _unread_parameters(config: ModelConfig, role: Role) -> frozenset[str]:
     """Return the parameters of a config that nothing reads in this role."""
     names = frozenset(config.parameters)
     if role is Role.DECODER:
-        return names
+        return names - {"tool_format"}
     if role is Role.ENSEMBLE:
         return names & (LOGITS_PARAMETERS | _THREAD_PARAMETERS)
     if role is Role.LOGITS_WITHOUT_CACHE:

@@ -15,9 +15,11 @@ from genserve.sampling.sampling_params import SamplingParams
 from genserve.text.message_parser import MessageParser
 from genserve.text.reasoning_parser import THINKING_TAGS
 from genserve.text.tokenizer import Tokenizer
+from genserve.text.tool_formats import ToolFormat
 from genserve.textmodel.decoder_plugins import Plugins
 from genserve.textmodel.input_processor import InputProcessor
 from genserve.textmodel.logits_runtime import LoadedLogits
+from genserve.textmodel.tool_calling import ToolCalling
 
 T = TypeVar("T")
 
@@ -51,6 +53,7 @@ class TextModel:
         tokenizer: Tokenizer,
         engine: EngineThread,
         plugins: Plugins,
+        tool_format: ToolFormat | None,
         logits: LoadedLogits,
         default_sampling_params: Mapping[str, Any],
         loaded_s: float,
@@ -74,6 +77,7 @@ class TextModel:
             tokenizer=tokenizer,
             engine=engine,
             plugins=plugins,
+            tools=ToolCalling(tokenizer, form=tool_format),
             logits=logits,
             default_sampling_params=default_sampling_params,
         )

@@ -22,6 +22,7 @@ from genserve.generation.speculation import DraftModel, PromptLookup, Speculatio
 from genserve.generation_metrics import Metrics
 from genserve.inference_statistics import ModelStatistics
 from genserve.text.tokenizer import Tokenizer
+from genserve.text.tool_formats import TOOL_FORMATS, ToolFormat
 from genserve.textmodel.decoder_stage import load_decoding
 from genserve.textmodel.logits_config import CacheKind, cache_kind
 from genserve.textmodel.logits_inference import LogitsInference
@@ -76,6 +77,7 @@ def load_text_model(
         tokenizer=tokenizer,
         engine=engine,
         plugins=decoding.plugins,
+        tool_format=decoding.tool_format or _named_tool_format(decoder.config),
         logits=logits,
         default_sampling_params=default_sampling_params,
         loaded_s=time.time(),
@@ -111,6 +113,17 @@ def looks_up_prompts(config: ModelConfig) -> bool:
         return method == "prompt_lookup"
     in_place = cache_kind(config) is CacheKind.IN_PLACE
     return config.backend == "onnxruntime" and in_place and engine_placement(config).kind != "GPU"
+
+
+def _named_tool_format(config: ModelConfig) -> ToolFormat | None:
+    """Return the format of tool calls that the config of a decoder stage names; None: it names none."""
+    name = config.parameters.get("tool_format")
+    if name is None:
+        return None
+    if name not in TOOL_FORMATS:
+        message = f"{config.name}: tool_format {name!r} is unknown"
+        raise RepositoryError(message, remedy=f"write one of {', '.join(TOOL_FORMATS)}")
+    return TOOL_FORMATS[name]
 
 
 async def _decode_nothing(sequence: TokenSequence) -> None:

@@ -10,7 +10,7 @@ from genserve.sampling.sampling_params import SamplingParams
 from genserve.text.message_parser import ToolCallParser
 from genserve.text.tokenizer import Tokenizer
 from genserve.text.tool_call_parser import FormatParser
-from genserve.text.tool_formats import SMOLLM2, format_of_template
+from genserve.text.tool_formats import SMOLLM2, ToolFormat, format_of_template
 from genserve.text.tool_grammar import ToolGrammar
 from genserve.text.tool_prompt import calls_as_text, tools_as_text
 
@@ -18,14 +18,15 @@ from genserve.text.tool_prompt import calls_as_text, tools_as_text
 class ToolCalling:
     """The tools in the requests to one text model. Safe from any thread."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        """Choose the format of calls that the model's chat template shows."""
+    def __init__(self, tokenizer: Tokenizer, *, form: ToolFormat | None) -> None:
+        """Write calls in this format; None: the one that the model's chat template shows."""
         template = tokenizer.tool_template
         self._knows_tools = template is not None and template.tools_variable is not None
         self._knows_calls = template is not None and "tool_calls" in template.source
-        self._form = SMOLLM2
+        shown = SMOLLM2
         if template is not None and (self._knows_tools or self._knows_calls):
-            self._form = format_of_template(template.source)
+            shown = format_of_template(template.source)
+        self._form = form or shown
         self._special_ids = {part for part in tokenizer.parts(self._form.marks) if isinstance(part, int)}
 
     def rendered(self, chat: Chat) -> Chat:

@@ -1,0 +1,121 @@
+"""The format of tool calls: from the chat template, from config.pbtxt, or from model.py."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from genserve.errors import GenserveError, InvalidRequest, RepositoryError
+from genserve.llm import LLM
+from genserve.prompt import Chat, Message, Tool
+from genserve.repository.model_validation import repository_diagnostics
+from genserve.sampling.sampling_params import sampling_params
+from genserve.text.tokenizer import Tokenizer
+from genserve.text.tool_formats import TOOL_FORMATS
+from genserve.textmodel.decoder_stage import load_decoding
+from genserve.textmodel.tool_calling import ToolCalling
+
+TOOLS = (Tool(name="now"),)
+KNOWS_TOOLS = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}<tool_call>"
+OWN_FORMAT = (
+    '{"begin": "<call>", "before_name": "", "before_arguments": "(", "after_arguments": ")", '
+    '"separator": ";", "closing": "</call>"}'
+)
+
+
+@pytest.fixture
+def models(tiny_repository: Path, tmp_path: Path) -> Path:
+    root = shutil.copytree(tiny_repository, tmp_path / "models")
+    (root / "tiny_tokenizer" / "1" / "chat_template.jinja").write_text(KNOWS_TOOLS)
+    return root
+
+
+def declare(models: Path, value: str) -> None:
+    file = models / "tiny_decoder" / "1" / "model.py"
+    file.write_text(f"{file.read_text()}\nTritonPythonModel.tool_format = {value}\n")
+
+
+def name_format(models: Path, name: str) -> None:
+    file = models / "tiny_decoder" / "config.pbtxt"
+    file.write_text(
+        f'{file.read_text()}\nparameters {{ key: "tool_format" value {{ string_value: "{name}" }} }}\n'
+    )
+
+
+def required_call(models: Path) -> str:
+    """Return the text of an answer that must make one call."""
+    chat = Chat(
+        messages=(Message(role="user", content="?"),),
+        tools=TOOLS,
+        tool_choice="required",
+        parallel_tool_calls=False,
+    )
+    with LLM(models, "tiny") as llm:
+        answer = llm.chat(chat, max_tokens=120)
+        assert [(call.name, call.arguments) for call in answer.tool_calls] == [("now", "{}")]
+        return Tokenizer.from_folder(models / "tiny_tokenizer" / "1").decode(answer.token_ids)
+
+
+def test_a_model_declares_a_format_of_its_own(models):
+    declare(models, OWN_FORMAT)
+    assert repository_diagnostics([models])["tiny_decoder"] == ()
+    assert required_call(models) == "<call>now({})</call>"
+
+
+def test_a_config_names_a_format(models):
+    name_format(models, "mistral_args")
+    assert repository_diagnostics([models])["tiny_decoder"] == ()
+    assert required_call(models) == "[TOOL_CALLS]now[ARGS]{}"
+
+
+def test_an_unknown_format_is_reported_and_fails_the_load(models):
+    name_format(models, "hermess")
+    [diagnostic] = repository_diagnostics([models])["tiny_decoder"]
+    assert diagnostic.message == "tool_format 'hermess' is unknown"
+    assert diagnostic.remedy == "did you mean hermes?"
+    assert diagnostic.position
+    with pytest.raises(GenserveError, match="hermess"):
+        LLM(models, "tiny")
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [("{'begn': 'x'}", "begn"), ("{'begin': ''}", "mark"), ("{'begin': 3}", "text"), ("3", "int")],
+)
+def test_a_malformed_format_fails_the_load(models, value, words):
+    declare(models, value)
+    with pytest.raises(RepositoryError, match=f"tool_format: .*{words}"):
+        load_decoding(models / "tiny_decoder" / "1" / "model.py", name="stage")
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("{{ tools }} <tool_call>", "hermes"),
+        ("{{ xml_tools }} <tool_call>", "hermes"),
+        ("{{ tools }} [TOOL_CALLS] [", "mistral"),
+        ("{{ tools }} [TOOL_CALLS] [ARGS]", "mistral_args"),
+        ('{{ tools }} {"name": function name, "parameters": dictionary}', "llama3_json"),
+        ("{{ tools }}", "hermes"),
+        ("{{ messages }} <tool_call>", "smollm2"),
+    ],
+)
+def test_the_template_shows_the_format(models, template, name):
+    (models / "tiny_tokenizer" / "1" / "chat_template.jinja").write_text(template)
+    tokenizer = Tokenizer.from_folder(models / "tiny_tokenizer" / "1")
+    chat = Chat(messages=(Message(role="user", content="?"),), tools=TOOLS)
+    grammar = ToolCalling(tokenizer, form=None).grammar(chat, sampling_params({}), may_reason=False)
+    assert grammar is not None
+    assert grammar.form is TOOL_FORMATS[name]
+
+
+@pytest.mark.parametrize("field", ["use_beam_search", "ignore_eos", "output_parser"])
+def test_parameters_that_tools_exclude_are_named(models, field):
+    chat = Chat(messages=(Message(role="user", content="?"),), tools=TOOLS)
+    options = {field: {"name": "p"} if field == "output_parser" else True}
+    tokenizer = Tokenizer.from_folder(models / "tiny_tokenizer" / "1")
+    with pytest.raises(InvalidRequest) as raised:
+        ToolCalling(tokenizer, form=None).grammar(chat, sampling_params(options), may_reason=False)
+    assert raised.value.field == field
