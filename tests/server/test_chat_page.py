@@ -66,6 +66,7 @@ class ChatPage:
     def _load(self) -> None:
         self.page.goto(self.url)
         self.page.locator(".composer").wait_for()
+        self.page.locator(".welcome, dialog, .message").first.wait_for()    # the server has answered
 
     def close(self, server: LiveServer) -> None:
         """Assert that nothing failed and no other address was called."""

@@ -31,6 +31,7 @@ export const notice = signal<{ text: string; undo?: () => void } | null>(null);
 export const models = signal<Model[]>([]);
 export const fields = signal<Field[]>([]);
 export const serverProblem = signal("");
+export const isConnecting = signal(true);
 
 export const summaries = signal<storage.Summary[]>([]);
 export const conversation = signal<Conversation>(newConversation(lastSetup.value));
@@ -59,6 +60,7 @@ export async function connect(): Promise<void> {
   } catch (error) {
     serverProblem.value = (error as Error).message;
   }
+  isConnecting.value = false;
 }
 
 /** The model of a conversation: its own if the server has it, else the first. */

@@ -2,7 +2,6 @@
 
 import { useEffect } from "preact/hooks";
 import { regenerate, stop } from "../answering";
-import { needsKey } from "../api";
 import type { Setup } from "../conversation";
 import { asJson, asMarkdown, download, fileName } from "../exchange";
 import { showsProbabilities, type Theme, theme } from "../preferences";
@@ -142,7 +141,7 @@ function More() {
     ["Export as Markdown", exported("md")],
     ["Export as JSON", exported("json")],
     [`Colours: ${THEME_NAMES[theme.value]}`, () => (theme.value = THEMES[theme.value])],
-    ["API key", () => (needsKey.value = true)],
+    ["API key", () => (dialog.value = "key")],
     ["Keyboard shortcuts", () => (dialog.value = "shortcuts")],
   ];
   return (

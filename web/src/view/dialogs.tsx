@@ -11,7 +11,9 @@ import { connect, conversation, dialog, dialogSubject, removeConversation, shown
 import { IconButton } from "./icons";
 
 export function Dialogs() {
-  if (needsKey.value) return <KeyDialog />;
+  if (needsKey.value)
+    return <KeyDialog asks={apiKey.value ? "The server rejected the key." : "This server needs a key."} />;
+  if (dialog.value === "key") return <KeyDialog asks="Requests are sent with this key." />;
   if (dialog.value === "shortcuts") return <Shortcuts />;
   if (dialog.value === "raw") return <RawRequest />;
   if (dialog.value === "delete") return <Deletion />;
@@ -43,18 +45,21 @@ function Dialog({ title, onClose, wide, children }: DialogProps) {
   );
 }
 
-function KeyDialog() {
-  const wasRejected = apiKey.value !== "";
+function KeyDialog({ asks }: { asks: string }) {
+  const closeKey = () => {
+    needsKey.value = false;
+    close();
+  };
   const onSubmit = (event: SubmitEvent & { currentTarget: HTMLFormElement }) => {
     event.preventDefault();
     apiKey.value = String(new FormData(event.currentTarget).get("key")).trim();
-    needsKey.value = false;
+    closeKey();
     connect();
   };
   return (
-    <Dialog title="API key" onClose={() => (needsKey.value = false)}>
+    <Dialog title="API key" onClose={closeKey}>
       <form onSubmit={onSubmit}>
-        <p>{wasRejected ? "The server rejected the key." : "This server needs a key."}</p>
+        <p>{asks}</p>
         <input name="key" type="password" aria-label="API key" autocomplete="off" required />
         <p class="faint">It is kept in this browser, and sent to this server only.</p>
         <div class="buttons">

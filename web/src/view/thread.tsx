@@ -2,7 +2,7 @@
 
 import { useEffect, useLayoutEffect, useRef } from "preact/hooks";
 import { send } from "../answering";
-import { conversation, isBusy, modelOf, models, serverProblem, shown } from "../state";
+import { conversation, isBusy, isConnecting, modelOf, models, serverProblem, shown } from "../state";
 import { useFollowing } from "./following";
 import { Icon } from "./icons";
 import { MessageView } from "./message";
@@ -63,7 +63,7 @@ const EXAMPLES = [
 function Empty() {
   const name = modelOf(conversation.value);
   const length = models.value.find(({ id }) => id === name)?.max_model_len;
-  if (serverProblem.value) return null;
+  if (serverProblem.value || isConnecting.value) return null;
   return (
     <div class="welcome">
       <h1>{name ? `Chat with ${name}` : "No text model is loaded"}</h1>
