@@ -152,8 +152,9 @@ def test_disconnects_and_full_queues_are_logged(generating, monkeypatch):
     assert re.search("INFO .* 200 model=tiny .* ending=cancelled", generating.line("[leaves-0]"))
 
 
-def test_probes_scrapes_and_inferences_are_logged_at_the_verbose_level(speaking):
-    paths = ("/health", "/metrics", "/v2/health/live", "/v2/health/ready", "/v2/models/speaks", "/v2")
+def test_probes_scrapes_pages_and_inferences_are_logged_at_the_verbose_level(speaking):
+    pages = ("/", "/dashboard", "/page/chat.js")
+    paths = ("/health", "/metrics", "/v2/health/live", "/v2/health/ready", "/v2/models/speaks", "/v2", *pages)
     for number in range(2):
         for path in paths:
             assert speaking.http.get(path, headers={"x-request-id": f"quiet-{number}"}).status_code == 200
