@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from genserve.prompt import Tool
-from genserve.text.guided_schema import guided_schema
+from genserve.text.guided_schema import lenient_schema
 from genserve.text.tool_formats import ToolFormat
 
 # A text as plain texts and the ids of special tokens.
@@ -96,8 +96,12 @@ class ToolGrammar:
 
 
 def arguments_schema(tool: Tool) -> dict[str, Any]:
-    """Return the schema of a tool's arguments, as llguidance gets it."""
-    return guided_schema({"type": "object", "properties": {}, **tool.parameters})
+    """Return the schema of a tool's arguments, as llguidance gets it.
+
+    Clients send the tools of others, whose schemas have any keywords: those of zod's records and e-mail
+    addresses are unsupported.
+    """
+    return lenient_schema({"type": "object", "properties": {}, **tool.parameters})
 
 
 def _written(parts: Parts) -> str:

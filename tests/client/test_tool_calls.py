@@ -84,7 +84,7 @@ def test_an_unknown_choice_is_rejected(callers: list[Any]) -> None:
 
 
 def test_the_tool_that_cannot_be_held_to_its_schema_is_named(callers: list[Any]) -> None:
-    bad = {"name": "bad", "parameters": {"properties": {"x": {"not": {"type": "string"}}}}}
+    bad = {"name": "bad", "parameters": {"properties": {"x": {"type": "text"}}}}
     for caller in callers:
         with pytest.raises(InvalidRequest) as raised:
             caller.chat("Hi", tools=[*TOOLS, {"type": "function", "function": bad}])

@@ -178,12 +178,14 @@ def test_calls_and_their_results_are_read():
     call = {"id": "call_1", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
     asked = {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None}
     result = {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "noon"}]}
-    body = ChatBody.model_validate({"messages": [QUESTION, asked, result], "tools": [CLOCK]})
+    nothing = {**result, "content": []}
+    body = ChatBody.model_validate({"messages": [QUESTION, asked, result, nothing], "tools": [CLOCK]})
     [prompt] = body.prompts()
     assert [message.as_dict() for message in prompt.messages] == [
         QUESTION,
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": "noon", "tool_call_id": "call_1"},
+        {"role": "tool", "content": "", "tool_call_id": "call_1"},
     ]
 
 

@@ -38,9 +38,7 @@ class ChatToolCall(TolerantBody):
 
 
 def _text_parts(content: Any) -> Any:
-    if content is None:     # the content of a message that only calls tools
-        return []
-    if not isinstance(content, str | list):
+    if not isinstance(content, str | list | None):
         raise ValueError("must be text, or a list of text parts")  # noqa: TRY004  # pydantic expects a ValueError
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
@@ -69,7 +67,8 @@ class ChatMessage(TolerantBody):
     def as_dict(self) -> dict[str, Any]:
         """Return the message as `read_messages` reads it."""
         calls = [call.model_dump() for call in self.tool_calls or ()]
-        has_content = "content" in self.model_fields_set and (self.content or self.role == "assistant")
+        is_null = self.content is None and "content" in self.model_fields_set
+        has_content = self.content is not None or (is_null and self.role == "assistant")
         content = "".join(part.text for part in self.content or ()) if has_content or calls else None
         return {
             "role": "system" if self.role == "developer" else self.role,
