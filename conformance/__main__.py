@@ -13,7 +13,7 @@ from pathlib import Path
 
 from conformance.client_programs import ClientProgram, Row, client_programs, run_program
 from conformance.environments import Environment, EnvironmentFailed, build_environment
-from conformance.result_table import Result, as_json, as_markdown, as_text, results
+from conformance.result_table import Result, as_json, as_markdown, as_text, from_json, results
 from conformance.scripted_model import NAME, build_scripted_model
 from conformance.servers import recorded, running_server
 
@@ -45,9 +45,11 @@ def main() -> int:
                 shutil.rmtree(options.cache / "environments" / program.name, ignore_errors=True)
         table += _of_the_server(list(urls), cache=options.cache)
     print("\n" + as_text(table))
-    _write(table, options.cache)
-    if options.docs:
-        _write_docs(table)
+    if not options.model:
+        whole = _with_other_clients(table, options.cache / "results.json")
+        _write(whole, options.cache)
+        if options.docs:
+            _write_docs(whole)
     return 0 if table and all(result.works for result in table) else 1
 
 
@@ -58,7 +60,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--keep", action="store_true", help="keep the environments for the next run")
     parser.add_argument("--model", choices=MODELS, help="run against one of the two models only")
     parser.add_argument("--record", action="store_true", help="write all bytes that pass to CACHE/wire/")
-    parser.add_argument("--docs", action="store_true", help="write the table to docs/conformance.md")
+    parser.add_argument("--docs", action="store_true", help="also write it to docs/conformance.md")
     parser.add_argument("--cache", type=Path, default=CACHE, help="folder of models, environments, results")
     return parser.parse_args()
 
@@ -122,6 +124,14 @@ def _of_the_server(models: list[str], *, cache: Path) -> list[Result]:
         detail = " ".join(rest.split())[:400]
         rows[model] = [Row(name="no traceback", outcome="failed" if found else "ok", detail=detail)]
     return results("genserve's log", "", rows)
+
+
+def _with_other_clients(table: list[Result], file: Path) -> list[Result]:
+    """Return the results of this run, and those in a file of the clients that it did not run."""
+    before = from_json(file.read_text(encoding="utf-8")) if file.exists() else []
+    ran = {result.client for result in table}
+    whole = [*table, *(result for result in before if result.client not in ran)]
+    return sorted(whole, key=lambda result: result.client.lower())   # stable: rows keep their order
 
 
 def _write(table: list[Result], cache: Path) -> None:

@@ -72,6 +72,12 @@ def as_json(table: Sequence[Result], **facts: Any) -> str:
     return json.dumps({**facts, "rows": rows}, indent=1) + "\n"
 
 
+def from_json(text: str) -> list[Result]:
+    """Return the table that `as_json` wrote."""
+    rows = json.loads(text)["rows"]
+    return [Result(**{name: value for name, value in row.items() if name != "works"}) for row in rows]
+
+
 def as_markdown(table: Sequence[Result]) -> str:
     """Return the table in Markdown."""
     head = "| client | row | default model | scripted model | seconds | detail |\n"

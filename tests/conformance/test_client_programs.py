@@ -13,7 +13,7 @@ import pytest
 import conformance
 from conformance.client_programs import ClientProgram, Row, client_programs, run_program
 from conformance.environments import Environment
-from conformance.result_table import as_markdown, results
+from conformance.result_table import as_json, as_markdown, from_json, results
 
 
 def run(tmp_path: Path, source: str, *, timeout_s: float = 60) -> list[Row]:
@@ -80,6 +80,11 @@ def test_a_row_works_if_it_fails_with_neither_model_and_works_with_the_scripted_
 def test_a_row_that_one_model_lacks_fails():
     rows = {"default": [Row(name="a", outcome="ok"), Row(name="b", outcome="ok")], "scripted": []}
     assert [result.works for result in results("client", "1.0", rows)] == [False, False]
+
+
+def test_the_table_is_read_back():
+    table = results("client", "1.0", {"default": [Row(name="a", outcome="text", detail="no call")]})
+    assert from_json(as_json(table, genserve="0.1.0")) == table
 
 
 def test_the_table_in_markdown_escapes_bars():
