@@ -18,7 +18,7 @@ from genserve.sampling.structured_outputs import JsonForm, StructuredOutputs
 from genserve.text.closing_grammar import JsonTokens
 from genserve.text.grammar_trial import LIMITS, MAX_MESSAGE_CHARS, compile_rejection
 from genserve.text.guided_schema import guided_schema
-from genserve.text.tokenizer import Tokenizer
+from genserve.text.tokenizer import Tokenizer, TokenNames
 from genserve.text.tool_grammar import ToolGrammar
 from genserve.text.unique_keys import TokenTexts, UniqueKeys
 
@@ -110,7 +110,7 @@ class GrammarCompiler:
         Raises:
             InvalidRequest: it does not compile within its limits; `field` names the tool.
         """
-        source = tools.source(self._tokenizer.parts, text=None if text is None else self._text_grammar(text))
+        source = tools.source(self._names.split, text=None if text is None else self._text_grammar(text))
         try:
             matcher = self._grammar(source, lambda: source, needs_trial=True)
         except _RejectedError as error:
@@ -132,7 +132,7 @@ class GrammarCompiler:
         while high - low > 1:
             middle = (low + high) // 2
             some = replace(tools, tools={index: tools.tools[index] for index in indices[:middle]})
-            reasons[middle] = compile_rejection(some.source(self._tokenizer.parts, text=None))
+            reasons[middle] = compile_rejection(some.source(self._names.split, text=None))
             low, high = (low, middle) if reasons[middle] else (middle, high)
         place = f"tools[{indices[high - 1]}].function.parameters" if indices else "tools"
         return InvalidRequest(f"{place} cannot be used: {reasons[high]}", field=place)
@@ -185,6 +185,15 @@ class GrammarCompiler:
             while len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
         return matcher.deep_copy()
+
+    @cached_property
+    def _names(self) -> TokenNames:
+        """The names that grammars cannot write as text.
+
+        llguidance takes any added token with a name in angle brackets for special, also if it is text to the
+        tokenizer, as Qwen's <tool_call>.
+        """
+        return self._tokenizer.added_names(self._vocabulary.is_special_token)
 
     @cached_property
     def _token_texts(self) -> TokenTexts:

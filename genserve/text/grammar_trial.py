@@ -6,6 +6,7 @@ nor the stack for deep rules. Therefore this file is also a script, with few imp
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import threading
@@ -27,6 +28,8 @@ MAX_WALL_S = 30         # for a busy machine
 MAX_BYTES = 2**31
 STACK_BYTES = 4 * 2**20     # less than a server's threads have
 MAX_MESSAGE_CHARS = 600
+# Tokens by their ids, of which the small vocabulary of the process has few.
+_TOKEN_IDS = re.compile(r"<\[(\^?)[\d,-]+\]>")
 
 
 def compile_rejection(grammar: str, *, max_cpu_s: int = MAX_CPU_S) -> str:
@@ -35,8 +38,9 @@ def compile_rejection(grammar: str, *, max_cpu_s: int = MAX_CPU_S) -> str:
 
     packages = Path(llguidance.__file__).parents[1]
     command = [sys.executable, "-I", "-S", __file__, str(packages), str(max_cpu_s)]
+    content = _TOKEN_IDS.sub(r"<[\g<1>0]>", grammar).encode()
     try:
-        child = subprocess.run(command, input=grammar.encode(), capture_output=True, timeout=MAX_WALL_S)
+        child = subprocess.run(command, input=content, capture_output=True, timeout=MAX_WALL_S)
     except subprocess.TimeoutExpired:
         return f"compiling it takes longer than {MAX_WALL_S} s"
     if child.returncode == 0:

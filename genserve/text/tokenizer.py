@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -67,9 +67,8 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder()
         self._added = {token_id: token.content for token_id, token in added.items()}
         self._special = {token_id: token.content for token_id, token in added.items() if token.special}
-        self._special_ids = {name: token_id for token_id, name in self._special.items()}
-        longest_first = sorted(self._special.values(), key=len, reverse=True)
-        self._special_text = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._special_names = TokenNames(self._special)
+        self._special_text = self._special_names.pattern
         byte_tokens = (self._backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
         self._byte_fallback = {token_id for token_id in byte_tokens if token_id is not None}
 
@@ -160,13 +159,12 @@ class Tokenizer:
         return self._tool_template or self.chat_template
 
     def parts(self, text: str) -> list[str | int]:
-        """Split a text at the names of special tokens: the texts between them, and their ids."""
-        parts: list[str | int] = []
-        end = 0
-        for match in self._special_text.finditer(text):
-            parts += [text[end : match.start()], self._special_ids[match[0]]]
-            end = match.end()
-        return [part for part in (*parts, text[end:]) if part != ""]
+        """Split a text at the names of special tokens, see `TokenNames.split`."""
+        return self._special_names.split(text)
+
+    def added_names(self, is_wanted: Callable[[int], bool]) -> TokenNames:
+        """The names of the wanted added tokens; special tokens are some of these."""
+        return TokenNames({token_id: name for token_id, name in self._added.items() if is_wanted(token_id)})
 
     def encode_generation_prompt(self, chat: Chat) -> list[int]:
         """The ids of the text that the template writes after the last message.
@@ -292,6 +290,29 @@ class Tokenizer:
     def _renamed_specials(self) -> RenamedSpecials:
         # Built lazily, because few messages contain the name of a special token.
         return RenamedSpecials(self._backend, self._special)
+
+
+class TokenNames:
+    """The names of some tokens, to be found in texts.
+
+    Attributes:
+        pattern: matches any of the names.
+    """
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        """Store the names of the tokens, by id."""
+        self._ids = {name: token_id for token_id, name in names.items()}
+        longest_first = sorted(names.values(), key=len, reverse=True)
+        self.pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+    def split(self, text: str) -> list[str | int]:
+        """Split a text at the names: the texts between them, and the ids of the tokens."""
+        parts: list[str | int] = []
+        end = 0
+        for match in self.pattern.finditer(text):
+            parts += [text[end : match.start()], self._ids[match[0]]]
+            end = match.end()
+        return [part for part in (*parts, text[end:]) if part != ""]
 
 
 class _WithSpecialTokens:

@@ -48,6 +48,7 @@ def grammars(tiny_repository) -> GrammarCompiler:
 def test_a_grammar_that_compiles_is_not_rejected():
     assert compile_rejection(of_schema(nested(30))) == ""
     assert compile_rejection(of_lark('start: "a"')) == ""
+    assert compile_rejection(of_lark('start: <[128010]> "a" <[128000-128009,3]>')) == ""
 
 
 def test_the_reason_comes_from_the_compiler():

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from jsonschema import Draft202012Validator
+from tokenizers import AddedToken
 
 from genserve.completion import joined_calls
 from genserve.errors import InvalidRequest
@@ -20,6 +21,8 @@ from genserve.text.tokenizer import Tokenizer
 from genserve.text.tool_call_parser import FormatParser
 from genserve.text.tool_formats import TOOL_FORMATS
 from genserve.text.tool_grammar import ToolGrammar
+from tests.support.tiny_llama import tiny_tokenizer
+from tests.text.vocabularies import tokenizer_of
 
 VOCAB_SIZE = 333     # padded, as in models
 POINT = {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"]}
@@ -117,6 +120,21 @@ def test_text_is_free_until_a_call_begins(grammars, tokenizer, form):
         assert may_end(grammar, tokenizer)
     for begun in (shape.written([("later", "{}")]), shape.written([("now", '{"x": 1}')])):
         assert not accepts(grammars.compile_tools(auto, text=None), tokenizer, begun)
+
+
+@pytest.mark.parametrize("must_call", [False, True])
+def test_a_mark_may_be_a_token_that_is_not_special_as_qwens(must_call):
+    backend = tiny_tokenizer(vocab_size=320)
+    backend.add_tokens([AddedToken(mark, normalized=False) for mark in ("<tool_call>", "</tool_call>")])
+    tokenizer = tokenizer_of(backend)
+    tokenizer.eos_token_ids = frozenset({2})
+    grammars = GrammarCompiler(tokenizer, vocab_size=VOCAB_SIZE)
+    wanted = tool_grammar(must_call=must_call)
+    calls = TOOL_FORMATS["hermes"].written([("now", "{}"), ("now", "{}")])
+    assert [i for i in tokenizer.encode(calls) if i >= 320] == [320, 321, 320, 321]
+    assert accepts(grammars.compile_tools(wanted, text=None), tokenizer, calls)
+    wrong = TOOL_FORMATS["hermes"].written([("now", '{"x": 1}')])
+    assert not accepts(grammars.compile_tools(wanted, text=None), tokenizer, wrong)
 
 
 @pytest.mark.parametrize("form", ["hermes", "mistral", "mistral_args", "smollm2"])
