@@ -52,7 +52,7 @@ class ToolCall:
 
     id: str
     name: str
-    arguments: str      # the JSON text of an object; cut if `max_tokens` ended the answer within it
+    arguments: str      # the JSON text of an object; cut if `max_tokens` or `stop` ended the answer within it
 
     def parsed_arguments(self) -> dict[str, Any]:
         """Return the arguments as an object.

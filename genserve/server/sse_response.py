@@ -111,7 +111,7 @@ async def _events(stream: AsyncDeltaStream, frames: Frames) -> AsyncIterator[byt
             first = b""
     except GenserveError as error:
         fail_request(error)
-        yield frames.error(error)
+        yield first + frames.error(error)
     if last := frames.end():
         yield last
 

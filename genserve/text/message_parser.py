@@ -25,6 +25,10 @@ class MessageDelta:
 class ToolCallParser(Protocol):
     """Reads the calls in the text of one answer, without its reasoning; see `text/tool_formats.py`."""
 
+    @property
+    def within_call(self) -> bool:
+        """Whether the text so far ends within the arguments of a call."""
+
     def push(self, text: str, *, last: bool) -> MessageDelta:
         """Add a piece; return the content and the calls that no later piece can change."""
 
@@ -70,15 +74,22 @@ class MessageParser:
         """Return a parser that leaves reasoning in the content; None: all of the text is content."""
         return None if self._tools is None else MessageParser(reasoning=None, tools=self._tools)
 
+    @property
+    def within_call(self) -> bool:
+        """Whether the text so far ends within the arguments of a call."""
+        return self._tools is not None and self._tools.within_call
+
     def ends_with_calls(self, reason: FinishReason) -> bool:
         """Whether an answer that ended for this reason waits for the results of its calls."""
-        return self.has_calls and reason in (FinishReason.END_OF_SEQUENCE, FinishReason.STOP_STRING)
+        ended = reason in (FinishReason.END_OF_SEQUENCE, FinishReason.STOP_STRING)
+        return self.has_calls and ended and not self.within_call
 
 
 def parsed_message(parser: MessageParser | None, completion: Completion) -> Message:
     """Return the message of a whole answer.
 
-    A call whose arguments were cut by `max_tokens` has what there is of them, which is not valid JSON.
+    A call whose arguments were cut by `max_tokens` or `stop` has what there is of them, which is no valid
+    JSON.
 
     Args:
         parser: of the answer, fresh; None: all of the text is content.

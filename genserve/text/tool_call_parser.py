@@ -54,6 +54,11 @@ class FormatParser:
         self._num_calls = 0
         self._arguments = _JsonObject()
 
+    @property
+    def within_call(self) -> bool:
+        """See `ToolCallParser`."""
+        return self._state is _State.ARGUMENTS
+
     def push(self, text: str, *, last: bool) -> MessageDelta:
         """Add a piece; see `ToolCallParser`."""
         self._held += text

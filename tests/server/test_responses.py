@@ -354,6 +354,18 @@ def test_an_incomplete_response_can_be_continued(http):
     assert continued["usage"]["input_tokens"] == expected["usage"]["input_tokens"]
 
 
+def test_a_call_that_a_stop_string_cuts_is_incomplete(http):
+    cut = create(http, input=CALLS, tools=[LOOK], stop=["there"])
+    assert [item.get("status") for item in cut["output"][-2:]] == ["completed", "incomplete"]
+    assert create(http, input=[MESSAGE], previous_response_id=cut["id"])["status"] == "completed"
+    tool = {"type": "function", "function": {"name": "look", "parameters": LOOK["parameters"]}}
+    messages = [{"role": "user", "content": CALLS}]
+    for stop, reason in (("there", "stop"), ("\n</tool_call>\n", "tool_calls")):
+        body = {"messages": messages, "tools": [tool], "stop": stop}
+        [choice] = http.post("/v1/chat/completions", json=body).json()["choices"]
+        assert choice["finish_reason"] == reason
+
+
 def test_reasoning_without_a_text_leaves_no_message(http):
     empty = {"type": "reasoning", "summary": [], "encrypted_content": "secret"}
     with_it = create(http, input=[MESSAGE, empty, MESSAGE])

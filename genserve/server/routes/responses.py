@@ -157,7 +157,8 @@ class ResponseFrames:
 
     def _ending(self, reason: FinishReason, usage: Usage) -> bytes:
         status: ItemStatus = "completed" if reason in _COMPLETE else "incomplete"
-        events = self._items.close(status)
+        is_cut = self._parser is not None and self._parser.within_call      # by a stop string, too
+        events = self._items.close("incomplete" if is_cut else status)
         num_reasoning = self._parser.num_reasoning_tokens(self._token_ids) if self._parser else 0
         self.response["usage"] = _usage(usage, num_reasoning=num_reasoning)
         if status == "completed":
