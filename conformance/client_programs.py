@@ -31,7 +31,7 @@ class ClientProgram:
     folder: Path
     title: str
     models: tuple[str, ...] = ("default", "scripted")   # whose servers it runs against
-    timeout_s: float = 300
+    timeout_s: float = 600
     needs_torch: bool = False
 
     @property

@@ -33,7 +33,9 @@ def benchmark(profile="kind=synchronous", **backend):
     requests = measured["requests"]
     failed = [request["info"].get("error") for request in requests["errored"]]
     expect(not failed, f"{len(failed)} requests failed: {failed[:1]}")
-    expect(len(requests["successful"]) >= NUM_REQUESTS, f"{len(requests['successful'])} requests succeeded")
+    done, cut = len(requests["successful"]), len(requests["incomplete"])
+    # It cancels what runs when it has enough.
+    expect(done and done + cut >= NUM_REQUESTS, f"{done} requests succeeded, {cut} were cut off")
     counts = {request["output_metrics"]["text_tokens"] for request in requests["successful"]}
     expect(counts == {NUM_TOKENS}, f"the answers have {counts} tokens")
 

@@ -176,7 +176,7 @@ def tools_helper():
     return check_call(message.tool_calls[0])
 
 
-@row("tools, strict, parsed")
+@row("tools, strict, parsed", text_errors=(openai.LengthFinishReasonError,))
 def tools_parsed():
     class GetWeather(BaseModel):
         """The weather of a city."""
