@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -30,6 +31,7 @@ def main() -> int:
     if options.list:
         print("\n".join(program.name for program in programs))
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # servers end with it
     options.cache.mkdir(parents=True, exist_ok=True)
     repositories = _repositories(options.cache)
     wanted = [options.model] if options.model else list(MODELS)

@@ -44,9 +44,9 @@ class Conversation:
     def _asks(role, text):
         return role == "user" and "<tool_response>" not in text
 
-    def answer(self):
-        """The text of an answer without a required structure."""
-        calls = self._calls()
+    def answer(self, *, must_call=False):
+        """The text of an answer without a required structure, except that it may have to call a tool."""
+        calls = self._calls(must_call=must_call)
         if calls:
             return "\n".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls)
         thought = "<think>\nThe answer is easy.\n</think>\n\n" if "think" in self.question else ""
@@ -54,14 +54,15 @@ class Conversation:
             return f"{thought}The tool says: {'; '.join(self.results)}"
         return f"{thought}You said: {self.question[:200]}"
 
-    def _calls(self):
+    def _calls(self, *, must_call):
         # Tools for the final result are named by agents: final_answer, final_result, or a Python class.
         final = [tool for tool in self.tools if tool["name"].startswith("final") or tool["name"][0].isupper()]
         others = [tool for tool in self.tools if tool not in final]
-        if "hello" in self.question.lower():
+        if "hello" in self.question.lower() and not must_call:
             return []
         if self.results or not others:
-            return [self._call(tool, self.cities[0]) for tool in final[:1]]
+            called = final[:1] or (others[:1] if must_call else [])
+            return [self._call(tool, self.cities[0]) for tool in called]
         tool = next((tool for tool in others if tool["name"] in self.question), others[0])
         several = self.cities if "city" in json.dumps(tool) else self.cities[:1]
         return [self._call(tool, city) for city in several]
@@ -154,16 +155,28 @@ class TritonPythonModel:
                 return next((choice for choice in choices if choice in conversation.question), choices[0])
             case "regex" | "grammar":
                 return None
-        return conversation.answer() if conversation.turns else " and so on"
+        if not conversation.turns:
+            return " and so on"
+        grammar, text = sequence.sampling.grammar, conversation.answer()
+        if grammar is not None and not self._allowed(grammar)[self._first_id(text)]:
+            return conversation.answer(must_call=True)
+        return text
+
+    def _first_id(self, text):
+        return self.tokenizer.encode(text, add_special_tokens=False).ids[0]
+
+    def _allowed(self, grammar):
+        """Whether each token may follow."""
+        mask = np.zeros(-(-self.tokenizer.get_vocab_size() // 32), dtype=np.int32)
+        grammar.fill(mask)
+        return np.unpackbits(mask.view(np.uint8), bitorder="little")
 
     def next_allowed(self, script, grammar, *, sampled):
         """Return the next token of a script, and the rest of the script; `sampled` if the script has none.
 
         A grammar may disagree with the script about whitespace, which is then left out or sampled.
         """
-        mask = np.zeros(-(-self.tokenizer.get_vocab_size() // 32), dtype=np.int32)
-        grammar.fill(mask)
-        allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")
+        allowed = self._allowed(grammar)
         if not script:
             return (self.eos if allowed[self.eos] else sampled), ""
         for text in (script, script.lstrip()):
