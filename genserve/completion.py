@@ -56,6 +56,15 @@ class ToolCallDelta:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MessageDelta:
+    """The new part of an answer, by the fields of its message."""
+
+    reasoning: str = ""
+    content: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
     """The new part of an answer; a stream consists of these.
 

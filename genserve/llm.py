@@ -212,7 +212,7 @@ class _EngineDeltas:
             raise _closed(" before the answer was complete") from None
         if self._parser is None:
             return delta
-        read = self._parser.push(delta.text, last=delta.finish_reason is not None)
+        read = self._parser.read(delta)
         return replace(delta, text=read.content, tool_calls=read.tool_calls)
 
     def close(self) -> None:

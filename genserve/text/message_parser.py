@@ -1,40 +1,20 @@
-"""Message parser: splits the text of an answer into reasoning, content and tool calls, piece by piece."""
+"""Message parser: splits an answer into reasoning, content and tool calls, delta by delta."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 from pydantic_core import from_json
 
-from genserve.completion import Completion, FinishReason, ToolCallDelta, joined_calls
+from genserve.completion import Completion, Delta, FinishReason, MessageDelta, joined_calls
 from genserve.prompt import Message
 from genserve.text.reasoning_parser import ReasoningParser
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MessageDelta:
-    """The new part of an answer, by the fields of its message."""
-
-    reasoning: str = ""
-    content: str = ""
-    tool_calls: tuple[ToolCallDelta, ...] = ()
-
-
-class ToolCallParser(Protocol):
-    """Reads the calls in the text of one answer, without its reasoning; see `text/tool_formats.py`."""
-
-    @property
-    def within_call(self) -> bool:
-        """Whether the text so far ends within the arguments of a call."""
-
-    def push(self, text: str, *, last: bool) -> MessageDelta:
-        """Add a piece; return the content and the calls that no later piece can change."""
+from genserve.text.tool_call_parser import ToolCallParser
 
 
 class MessageParser:
-    """Reads the text of one answer, piece by piece; the joined result does not depend on the cuts.
+    """Reads one answer, delta by delta; the joined result does not depend on the cuts.
 
     Args:
         reasoning: the parser of its reasoning; None: it has none.
@@ -47,28 +27,26 @@ class MessageParser:
     def __init__(self, *, reasoning: ReasoningParser | None, tools: ToolCallParser | None) -> None:
         self._reasoning = reasoning
         self._tools = tools
+        self._token_ids: list[int] = []     # if there may be reasoning
         self.has_calls = False
 
-    def push(self, text: str, *, last: bool = False) -> MessageDelta:
-        """Add a piece; return the parts that no later piece can change.
-
-        Args:
-            text: the new text.
-            last: whether the answer ends with it.
-        """
-        reasoning, content = "", text
+    def read(self, part: Delta | Completion) -> MessageDelta:
+        """Read the next delta, or a whole answer; return what no later delta can change."""
+        last = part.finish_reason is not None
+        delta = MessageDelta(content=part.text)
         if self._reasoning is not None:
-            read = self._reasoning.push(text, last=last)
-            reasoning, content = read.reasoning, read.content
+            self._token_ids += part.token_ids
+            delta = self._reasoning.push(part.text, last=last)
         if self._tools is None:
-            return MessageDelta(reasoning=reasoning, content=content)
-        called = self._tools.push(content, last=last)
+            return delta
+        called = self._tools.push(delta.content, last=last)
         self.has_calls = self.has_calls or bool(called.tool_calls)
-        return MessageDelta(reasoning=reasoning, content=called.content, tool_calls=called.tool_calls)
+        return replace(called, reasoning=delta.reasoning)
 
-    def num_reasoning_tokens(self, token_ids: Sequence[int]) -> int:
-        """Return how many of the tokens of the whole answer are reasoning; after the last piece."""
-        return 0 if self._reasoning is None else self._reasoning.num_tokens(token_ids)
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """How many tokens of the answer are reasoning; after the last delta."""
+        return 0 if self._reasoning is None else self._reasoning.num_tokens(self._token_ids)
 
     def without_reasoning(self) -> MessageParser | None:
         """Return a parser that leaves reasoning in the content; None: all of the text is content."""
@@ -97,7 +75,7 @@ def parsed_message(parser: MessageParser | None, completion: Completion) -> Mess
     """
     if parser is None:
         return Message(role="assistant", content=completion.text)
-    delta = parser.push(completion.text, last=True)
+    delta = parser.read(completion)
     calls = joined_calls(delta.tool_calls)
     return Message(
         role="assistant", content=delta.content, reasoning_content=delta.reasoning, tool_calls=calls

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum, auto
+
+from genserve.completion import MessageDelta
 
 # The tags of Qwen, DeepSeek and SmolLM.
 THINKING_TAGS = START, END = ("<think>", "</think>")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReasoningDelta:
-    """The reasoning and the content in a piece of text."""
-
-    reasoning: str
-    content: str
 
 
 class _State(Enum):
@@ -42,13 +35,13 @@ class ReasoningParser:
         self._held = ""
         self._strip_start = True    # of the reasoning, or of the content after it, nothing was returned yet
 
-    def push(self, text: str, *, last: bool = False) -> ReasoningDelta:
+    def push(self, text: str, *, last: bool = False) -> MessageDelta:
         """Add a piece; return the reasoning and content that no later piece can change."""
         self._held += text
         if self._state is _State.BEFORE:
             self._read_start(last=last)
         reasoning = self._read_reasoning(last=last) if self._state is _State.INSIDE else ""
-        return ReasoningDelta(reasoning=reasoning, content=self._read_content())
+        return MessageDelta(reasoning=reasoning, content=self._read_content())
 
     def num_tokens(self, token_ids: Sequence[int]) -> int:
         """Return how many tokens of the answer are reasoning, without the tags; after the last piece.

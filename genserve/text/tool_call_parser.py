@@ -8,8 +8,7 @@ import string
 from collections.abc import Collection
 from enum import Enum, auto
 
-from genserve.completion import ToolCallDelta
-from genserve.text.message_parser import MessageDelta
+from genserve.completion import MessageDelta, ToolCallDelta
 from genserve.text.tool_formats import ToolFormat
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
@@ -25,42 +24,42 @@ class _State(Enum):
     AFTER = auto()          # after the last call
 
 
-class FormatParser:
-    """Reads the calls of one answer in their format; a `ToolCallParser`.
+class ToolCallParser:
+    """Reads the calls in the text of one answer, without its reasoning, piece by piece.
 
-    The result does not depend on the cuts. What precedes the calls is content, without the whitespace at its
-    end, and so is what follows them. Text that begins like a call and goes on otherwise, names another tool
-    or ends before the arguments is content, too.
+    The joined result does not depend on the cuts. What precedes the calls is content, without the whitespace
+    at its end, and so is what follows them. Text that begins like a call and goes on otherwise, names another
+    tool or ends before the arguments is content, too.
 
     Args:
-        form: of the calls.
+        tool_format: of the calls.
         names: of the tools that may be called.
     """
 
-    def __init__(self, form: ToolFormat, *, names: Collection[str]) -> None:
-        self._form = form
+    def __init__(self, tool_format: ToolFormat, *, names: Collection[str]) -> None:
+        self._format = tool_format
         self._names = names
-        self._mark = _squeezed(form.begin)
-        self._before_name = _squeezed(form.before_name)
-        self._before_arguments = _squeezed(form.before_arguments)
-        tail = _squeezed(form.after_arguments)
-        self._separator = None if form.separator is None else tail + _squeezed(form.separator)
-        self._closing = tail + _squeezed(form.closing)
+        self._mark = _squeezed(tool_format.begin)
+        self._before_name = _squeezed(tool_format.before_name)
+        self._before_arguments = _squeezed(tool_format.before_arguments)
+        tail = _squeezed(tool_format.after_arguments)
+        self._separator = None if tool_format.separator is None else tail + _squeezed(tool_format.separator)
+        self._closing = tail + _squeezed(tool_format.closing)
         self._state = _State.CONTENT
         self._held = ""
         self._num_read = 0          # characters of `_held` in which no call begins
-        self._may_lack_mark = form.begin_is_optional
+        self._may_lack_mark = tool_format.begin_is_optional
         self._has_rest = False      # there is content after the calls
         self._num_calls = 0
         self._arguments = _JsonObject()
 
     @property
     def within_call(self) -> bool:
-        """See `ToolCallParser`."""
+        """Whether the text so far ends within the arguments of a call."""
         return self._state is _State.ARGUMENTS
 
     def push(self, text: str, *, last: bool) -> MessageDelta:
-        """Add a piece; see `ToolCallParser`."""
+        """Add a piece; return the content and the calls that no later piece can change."""
         self._held += text
         content: list[str] = []
         calls: list[ToolCallDelta] = []
@@ -83,7 +82,7 @@ class FormatParser:
     def _read_content(self, calls: list[ToolCallDelta], *, last: bool) -> str:
         """Return the content that is certain, and begin the first call if it comes."""
         while (start := self._next_start()) is not None:
-            opening = self._mark + _squeezed(self._form.opening) if self._is_mark(start) else ""
+            opening = self._mark + _squeezed(self._format.opening) if self._is_mark(start) else ""
             try:
                 head = self._head(start, opening)
             except _Cut:
@@ -146,7 +145,7 @@ class FormatParser:
         self._state = _State.ARGUMENTS
 
     def _new_id(self) -> str:
-        if self._form.has_short_ids:
+        if self._format.has_short_ids:
             return "".join(secrets.choice(_LETTERS) for _ in range(9))
         return f"call_{secrets.token_hex(12)}"
 

@@ -25,7 +25,7 @@ class ToolGrammar:
     free text, which does not contain their mark. The answer ends after the calls.
     """
 
-    form: ToolFormat
+    tool_format: ToolFormat
     tools: Mapping[int, Tool]       # that may be called, by their index in the request; empty: no calls
     must_call: bool                 # the answer consists of calls
     parallel: bool                  # there may be several calls
@@ -38,7 +38,7 @@ class ToolGrammar:
             parts_of: finds the special tokens in a text.
             text: an answer without calls, as llguidance serializes grammars; None: free text.
         """
-        rules = "\n".join(self._rules(parts_of, has_form=text is not None))
+        rules = "\n".join(self._rules(parts_of, has_structure=text is not None))
         grammars: list[dict[str, Any]] = [{"lark_grammar": rules}]
         if text is not None:
             grammars.append({**text, "name": "text"})
@@ -46,18 +46,18 @@ class ToolGrammar:
             grammars.append({"name": f"arguments{index}", "json_schema": arguments_schema(tool)})
         return json.dumps({"grammars": grammars}, ensure_ascii=False)
 
-    def _rules(self, parts_of: Callable[[str], Parts], *, has_form: bool) -> Iterator[str]:
-        mark = parts_of(self.form.begin)
+    def _rules(self, parts_of: Callable[[str], Parts], *, has_structure: bool) -> Iterator[str]:
+        mark = parts_of(self.tool_format.begin)
         marks_by_token = not isinstance(mark[0], str)
-        bare = self.form.begin_is_optional
+        bare = self.tool_format.begin_is_optional
         choices = []
-        if has_form and not self.must_call:
+        if has_structure and not self.must_call:
             choices += ["@text"]
         elif not self.must_call:
             choices += ["TEXT"]
             yield from self._text_rules(contains_mark=marks_by_token)
         if self.tools:
-            if self.must_call or has_form:
+            if self.must_call or has_structure:
                 choices += [f"{_written(mark)} calls"]
             elif marks_by_token:
                 choices += [f"TEXT {_written(mark)} calls"]
@@ -66,7 +66,7 @@ class ToolGrammar:
                 yield f"content_and_mark[lazy]: {_ANYTHING} {_written(mark)}"
             choices += ["calls"] if bare else []
             yield from self._call_rules(parts_of)
-        fixed = self.must_call or has_form
+        fixed = self.must_call or has_structure
         newlines = r"/\n{1,4}/? " if fixed and self.after_reasoning else ""
         yield f"start: {newlines}({' | '.join(choices)})"
 
@@ -75,23 +75,25 @@ class ToolGrammar:
         excluded = []
         if not contains_mark:
             excluded += ["~WITH_MARK"]
-            yield f"WITH_MARK: {_ANYTHING} {json.dumps(self.form.begin)} {_ANYTHING}"
-        if self.form.begin_is_optional and self.tools:
+            yield f"WITH_MARK: {_ANYTHING} {json.dumps(self.tool_format.begin)} {_ANYTHING}"
+        if self.tool_format.begin_is_optional and self.tools:
             names = " | ".join(json.dumps(f'"{tool.name}"') for tool in self.tools.values())
             excluded += ["~BARE_CALL"]
             yield rf'BARE_CALL: /\s*\{{\s*"name"\s*:\s*/ ({names}) {_ANYTHING}'
         yield f"TEXT: {' & '.join([_ANYTHING, *excluded])}"
 
     def _call_rules(self, parts_of: Callable[[str], Parts]) -> Iterator[str]:
-        form = self.form
+        tool_format = self.tool_format
         more = ""
-        if self.parallel and form.separator is not None:
-            more = f"({_written(parts_of(form.separator))} call)*"
-        yield f"calls: {_written(parts_of(form.opening))} call {more} {_written(parts_of(form.closing))}"
+        if self.parallel and tool_format.separator is not None:
+            more = f"({_written(parts_of(tool_format.separator))} call)*"
+        opening, closing = (_written(parts_of(text)) for text in (tool_format.opening, tool_format.closing))
+        yield f"calls: {opening} call {more} {closing}"
         calls = []
         for index, tool in self.tools.items():
-            head = parts_of(form.before_name + tool.name + form.before_arguments)
-            calls.append(f"{_written(head)} @arguments{index} {_written(parts_of(form.after_arguments))}")
+            head = parts_of(tool_format.before_name + tool.name + tool_format.before_arguments)
+            tail = parts_of(tool_format.after_arguments)
+            calls.append(f"{_written(head)} @arguments{index} {_written(tail)}")
         yield f"call: {' | '.join(calls)}"
 
 

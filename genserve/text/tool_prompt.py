@@ -37,16 +37,16 @@ _EXAMPLES = (
 )
 
 
-def tools_as_text(chat: Chat, form: ToolFormat) -> Chat:
+def tools_as_text(chat: Chat, tool_format: ToolFormat) -> Chat:
     """Return a chat whose system message describes the tools, which it has no more.
 
     Args:
         chat: with tools or without.
-        form: of the calls.
+        tool_format: of the calls.
     """
     if not chat.tools:
         return chat
-    instructions = _instructions(chat.tools, form)
+    instructions = _instructions(chat.tools, tool_format)
     first, *others = chat.messages
     if first.role == "system":
         instructions = f"{first.content}\n\n{instructions}"
@@ -56,22 +56,22 @@ def tools_as_text(chat: Chat, form: ToolFormat) -> Chat:
     return replace(chat, messages=(system, *others), tools=(), allowed_tools=(), tool_choice="auto")
 
 
-def calls_as_text(chat: Chat, form: ToolFormat) -> Chat:
-    """Return a chat whose messages have text instead of tool calls, and of whose results the user tells."""
-    return replace(chat, messages=tuple(_as_text(message, form) for message in chat.messages))
+def calls_as_text(chat: Chat, tool_format: ToolFormat) -> Chat:
+    """Return a chat with text instead of tool calls; their results are messages of the user."""
+    return replace(chat, messages=tuple(_as_text(message, tool_format) for message in chat.messages))
 
 
-def _instructions(tools: Sequence[Tool], form: ToolFormat) -> str:
+def _instructions(tools: Sequence[Tool], tool_format: ToolFormat) -> str:
     written = json.dumps([tool.as_dict() for tool in tools], ensure_ascii=False)
-    examples = _EXAMPLES if form.separator is not None else _EXAMPLES[:1]
-    return _INSTRUCTIONS.format(tools=written, example=form.written(examples))
+    examples = _EXAMPLES if tool_format.separator is not None else _EXAMPLES[:1]
+    return _INSTRUCTIONS.format(tools=written, example=tool_format.written(examples))
 
 
-def _as_text(message: Message, form: ToolFormat) -> Message:
+def _as_text(message: Message, tool_format: ToolFormat) -> Message:
     if message.role == "tool":
         return Message(role="user", content=f"<tool_response>\n{message.content}\n</tool_response>")
     if not message.tool_calls:
         return message
-    calls = form.written([(call.name, call.arguments) for call in message.tool_calls])
+    calls = tool_format.written([(call.name, call.arguments) for call in message.tool_calls])
     content = f"{message.content}\n{calls}" if message.content else calls
     return replace(message, content=content, tool_calls=())

@@ -77,7 +77,7 @@ class TextModel:
             tokenizer=tokenizer,
             engine=engine,
             plugins=plugins,
-            tools=ToolCalling(tokenizer, form=tool_format),
+            tools=ToolCalling(tokenizer, tool_format=tool_format),
             logits=logits,
             default_sampling_params=default_sampling_params,
         )

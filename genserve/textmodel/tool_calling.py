@@ -7,9 +7,8 @@ from collections.abc import Collection
 from genserve.errors import InvalidRequest
 from genserve.prompt import Chat, Prompt
 from genserve.sampling.sampling_params import SamplingParams
-from genserve.text.message_parser import ToolCallParser
 from genserve.text.tokenizer import Tokenizer
-from genserve.text.tool_call_parser import FormatParser
+from genserve.text.tool_call_parser import ToolCallParser
 from genserve.text.tool_formats import SMOLLM2, ToolFormat, format_of_template
 from genserve.text.tool_grammar import ToolGrammar
 from genserve.text.tool_prompt import calls_as_text, tools_as_text
@@ -18,23 +17,24 @@ from genserve.text.tool_prompt import calls_as_text, tools_as_text
 class ToolCalling:
     """The tools in the requests to one text model. Safe from any thread."""
 
-    def __init__(self, tokenizer: Tokenizer, *, form: ToolFormat | None) -> None:
-        """Write calls in this format; None: the one that the model's chat template shows."""
+    def __init__(self, tokenizer: Tokenizer, *, tool_format: ToolFormat | None) -> None:
+        """Calls are in this format; None: in the one that the model's chat template shows."""
         template = tokenizer.tool_template
         self._knows_tools = template is not None and template.tools_variable is not None
-        self._knows_calls = template is not None and "tool_calls" in template.source
-        shown = SMOLLM2
-        if template is not None and (self._knows_tools or self._knows_calls):
-            shown = format_of_template(template.source)
-        self._form = form or shown
-        self._special_ids = {part for part in tokenizer.parts(self._form.marks) if isinstance(part, int)}
+        source = "" if template is None else template.source
+        self._knows_calls = "tool_calls" in source
+        if tool_format is None:
+            knows_either = self._knows_tools or self._knows_calls
+            tool_format = format_of_template(source) if knows_either else SMOLLM2
+        self._format = tool_format
+        self._special_ids = {part for part in tokenizer.parts(tool_format.marks) if isinstance(part, int)}
 
     def rendered(self, chat: Chat) -> Chat:
         """Return the chat as the chat template reads it."""
         if not self._knows_tools:
-            chat = tools_as_text(chat, self._form)
+            chat = tools_as_text(chat, self._format)
         if not (self._knows_tools or self._knows_calls):
-            chat = calls_as_text(chat, self._form)
+            chat = calls_as_text(chat, self._format)
         return chat
 
     def shown_ids(self, prompt: Prompt) -> Collection[int]:
@@ -45,7 +45,7 @@ class ToolCalling:
         """Return a parser of the calls in one answer; None: there are none."""
         if not isinstance(prompt, Chat) or not prompt.callable_tools:
             return None
-        return FormatParser(self._form, names={tool.name for tool in prompt.callable_tools})
+        return ToolCallParser(self._format, names={tool.name for tool in prompt.callable_tools})
 
     def grammar(self, prompt: Prompt, params: SamplingParams, *, may_reason: bool) -> ToolGrammar | None:
         """Return the grammar of an answer; None: the request has no tools.
@@ -72,7 +72,7 @@ class ToolCalling:
                 place = f"tools[{index}].function.parameters"
                 raise InvalidRequest(f"{place} must be the schema of an object", field=place)
         return ToolGrammar(
-            form=self._form,
+            tool_format=self._format,
             tools=tools,
             must_call=prompt.tool_choice == "required",
             parallel=prompt.parallel_tool_calls,

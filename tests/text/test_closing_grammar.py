@@ -14,7 +14,7 @@ from genserve.text.closing_grammar import LAST_SPARE, ClosingGrammar, JsonTokens
 from genserve.text.grammar_compiler import GrammarCompiler
 from genserve.text.reasoned_grammar import ReasonedGrammar
 from genserve.text.tokenizer import Tokenizer
-from genserve.text.tool_call_parser import FormatParser
+from genserve.text.tool_call_parser import ToolCallParser
 from genserve.text.tool_formats import TOOL_FORMATS
 from tests.text.test_tool_grammar import VOCAB_SIZE, allowed, tool_grammar
 
@@ -68,7 +68,7 @@ def test_endless_calls_are_complete_within_their_room(grammars, tokenizer, form,
         ids = written(grammar, tokenizer, room=room, seed=seed)
         num_cut += grammar.cut
         assert not grammar.cut or room - len(ids) <= 2 * LAST_SPARE
-        parser = FormatParser(TOOL_FORMATS[form], names={"write"})
+        parser = ToolCallParser(TOOL_FORMATS[form], names={"write"})
         for call in joined_calls(parser.push(tokenizer.decode(ids), last=True).tool_calls):
             arguments = json.loads(call.arguments)
             assert len(arguments["title"]) >= 3

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genserve.completion import joined_calls
+from genserve.completion import Delta, FinishReason, joined_calls
 from genserve.text.message_parser import MessageParser
 from genserve.text.reasoning_parser import ReasoningParser
-from genserve.text.tool_call_parser import FormatParser
+from genserve.text.tool_call_parser import ToolCallParser
 from genserve.text.tool_formats import TOOL_FORMATS
 
 NAMES = ("f", "get_weather", "a.b-c")
@@ -18,7 +18,7 @@ TRICKY = '{"a": "}\\"]}\\\\", "b": [{"c": "</tool_call>"}, [1]], "d": "[TOOL_CAL
 
 
 def read(form: str, pieces: list[str], *, names=NAMES) -> tuple[str, list[tuple[str, str]]]:
-    parser = FormatParser(TOOL_FORMATS[form], names=names)
+    parser = ToolCallParser(TOOL_FORMATS[form], names=names)
     deltas = [parser.push(piece, last=False) for piece in pieces] + [parser.push("", last=True)]
     calls = joined_calls(delta for one in deltas for delta in one.tool_calls)
     content = "".join(delta.content for delta in deltas)
@@ -111,7 +111,7 @@ def test_any_text_is_read_without_an_error(text):
 
 
 def test_the_name_comes_before_the_arguments():
-    parser = FormatParser(TOOL_FORMATS["hermes"], names=NAMES)
+    parser = ToolCallParser(TOOL_FORMATS["hermes"], names=NAMES)
     text = '<tool_call>\n{"name": "f", "arguments": {"city": "Paris"}}\n</tool_call>'
     deltas = [delta for sign in text for delta in parser.push(sign, last=False).tool_calls]
     assert (deltas[0].name, deltas[0].arguments) == ("f", "")
@@ -122,7 +122,7 @@ def test_the_name_comes_before_the_arguments():
 
 
 def test_ids_of_mistral_are_nine_letters_and_digits():
-    parser = FormatParser(TOOL_FORMATS["mistral"], names=NAMES)
+    parser = ToolCallParser(TOOL_FORMATS["mistral"], names=NAMES)
     first, *_ = parser.push(ANSWERS["mistral"], last=True).tool_calls
     assert len(first.id) == 9
     assert first.id.isalnum()
@@ -130,8 +130,9 @@ def test_ids_of_mistral_are_nine_letters_and_digits():
 
 def test_calls_follow_reasoning():
     parser = MessageParser(
-        reasoning=ReasoningParser(begun=True), tools=FormatParser(TOOL_FORMATS["hermes"], names=NAMES)
+        reasoning=ReasoningParser(begun=True), tools=ToolCallParser(TOOL_FORMATS["hermes"], names=NAMES)
     )
-    delta = parser.push("I write <tool_call>.\n</think>\n\n" + ANSWERS["hermes"], last=True)
+    text = "I write <tool_call>.\n</think>\n\n" + ANSWERS["hermes"]
+    delta = parser.read(Delta(text=text, token_ids=(), finish_reason=FinishReason.END_OF_SEQUENCE))
     assert (delta.reasoning, delta.content) == ("I write <tool_call>.", "I look.")
     assert [call.name for call in joined_calls(delta.tool_calls)] == ["f", "get_weather"]

@@ -18,7 +18,7 @@ from genserve.sampling.structured_outputs import structured_outputs
 from genserve.text.grammar_compiler import GrammarCompiler
 from genserve.text.reasoned_grammar import ReasonedGrammar
 from genserve.text.tokenizer import Tokenizer
-from genserve.text.tool_call_parser import FormatParser
+from genserve.text.tool_call_parser import ToolCallParser
 from genserve.text.tool_formats import TOOL_FORMATS
 from genserve.text.tool_grammar import ToolGrammar
 from tests.support.tiny_llama import tiny_tokenizer
@@ -61,7 +61,7 @@ def grammars(tokenizer) -> GrammarCompiler:
 
 def tool_grammar(form: str = "hermes", **changes) -> ToolGrammar:
     grammar = ToolGrammar(
-        form=TOOL_FORMATS[form],
+        tool_format=TOOL_FORMATS[form],
         tools=dict(enumerate(TOOLS)),
         must_call=True,
         parallel=True,
@@ -98,7 +98,7 @@ def test_random_answers_are_calls_that_validate(grammars, tokenizer, form):
             ids.append(draw.choice(allowed(grammar).tolist()))
             assert grammar.accept(ids[-1])
             assert len(ids) < 3000
-        parser = FormatParser(TOOL_FORMATS[form], names={"find", "now"})
+        parser = ToolCallParser(TOOL_FORMATS[form], names={"find", "now"})
         read = parser.push(tokenizer.decode(ids), last=True)
         calls = joined_calls(read.tool_calls)
         assert calls

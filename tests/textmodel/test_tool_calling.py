@@ -106,9 +106,9 @@ def test_the_template_shows_the_format(models, template, name):
     (models / "tiny_tokenizer" / "1" / "chat_template.jinja").write_text(template)
     tokenizer = Tokenizer.from_folder(models / "tiny_tokenizer" / "1")
     chat = Chat(messages=(Message(role="user", content="?"),), tools=TOOLS)
-    grammar = ToolCalling(tokenizer, form=None).grammar(chat, sampling_params({}), may_reason=False)
+    grammar = ToolCalling(tokenizer, tool_format=None).grammar(chat, sampling_params({}), may_reason=False)
     assert grammar is not None
-    assert grammar.form is TOOL_FORMATS[name]
+    assert grammar.tool_format is TOOL_FORMATS[name]
 
 
 @pytest.mark.parametrize("field", ["use_beam_search", "ignore_eos", "output_parser"])
@@ -117,5 +117,5 @@ def test_parameters_that_tools_exclude_are_named(models, field):
     options = {field: {"name": "p"} if field == "output_parser" else True}
     tokenizer = Tokenizer.from_folder(models / "tiny_tokenizer" / "1")
     with pytest.raises(InvalidRequest) as raised:
-        ToolCalling(tokenizer, form=None).grammar(chat, sampling_params(options), may_reason=False)
+        ToolCalling(tokenizer, tool_format=None).grammar(chat, sampling_params(options), may_reason=False)
     assert raised.value.field == field

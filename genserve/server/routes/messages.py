@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,7 +14,15 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from sse_starlette import ServerSentEvent
 
-from genserve.completion import Completion, Delta, FinishReason, ToolCallDelta, Usage, join_deltas
+from genserve.completion import (
+    Completion,
+    Delta,
+    FinishReason,
+    MessageDelta,
+    ToolCallDelta,
+    Usage,
+    join_deltas,
+)
 from genserve.errors import ContextLengthExceeded, GenserveError, InvalidRequest
 from genserve.log import CURRENT_REQUEST
 from genserve.prompt import Chat
@@ -26,7 +34,7 @@ from genserve.server.request_body import StrictRoute
 from genserve.server.routes.messages_body import MessagesBody, PromptFields
 from genserve.server.services import SharedServices
 from genserve.server.sse_response import EventStream, event
-from genserve.text.message_parser import MessageDelta, MessageParser, arguments_so_far, parsed_message
+from genserve.text.message_parser import MessageParser, arguments_so_far, parsed_message
 from genserve.textmodel.text_model import TextModel
 
 router = APIRouter(prefix="/v1", route_class=StrictRoute, tags=["Anthropic"])
@@ -153,11 +161,9 @@ def _head(submitted: SubmittedRequest) -> dict[str, Any]:
     }
 
 
-def _usage(
-    usage: Usage, *, parser: MessageParser | None = None, token_ids: Sequence[int] = ()
-) -> dict[str, Any]:
-    """Return the usage; `parser` and `token_ids` are those of the whole answer."""
-    num_thinking = parser.num_reasoning_tokens(token_ids) if parser is not None else 0
+def _usage(usage: Usage, parser: MessageParser | None = None) -> dict[str, Any]:
+    """Return the usage; `parser` has read the answer."""
+    num_thinking = parser.num_reasoning_tokens if parser is not None else 0
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,
@@ -194,7 +200,7 @@ def _answer(submitted: SubmittedRequest, generation: _Generation, deltas: list[D
         called = {"id": call.id, "name": call.name, "input": arguments_so_far(call.arguments)}
         content.append({"type": "tool_use", **called})
     ending = _ending(completion, parser, generation)
-    usage = _usage(completion.usage, parser=parser, token_ids=completion.token_ids)
+    usage = _usage(completion.usage, parser)
     return JSONResponse(_head(submitted) | {"content": content, **ending, "usage": usage})
 
 
@@ -224,7 +230,6 @@ class MessageFrames:
         self._parser = submitted.message_parser()
         self._head = _head(submitted)
         self._num_prompt_tokens = len(submitted.prompts[0])
-        self._answer_ids: list[int] = []    # if there is a parser
         self._kind = ""         # of the block that is being written; empty: none
         self._index = -1        # of that block
         self._call = -1         # the index of the tool call that is being written
@@ -239,11 +244,7 @@ class MessageFrames:
 
     def delta(self, delta: Delta) -> bytes:
         """See `Frames`."""
-        if self._parser is None:
-            read = MessageDelta(content=delta.text)
-        else:
-            read = self._parser.push(delta.text, last=delta.finish_reason is not None)
-            self._answer_ids += delta.token_ids
+        read = MessageDelta(content=delta.text) if self._parser is None else self._parser.read(delta)
         written = b""
         if read.reasoning:
             written += self._begin("thinking")
@@ -303,7 +304,7 @@ class MessageFrames:
     def _finish(self, delta: Delta) -> bytes:
         assert delta.usage is not None
         ending = json.dumps(_ending(delta, self._parser, self._generation))
-        usage = json.dumps(_usage(delta.usage, parser=self._parser, token_ids=self._answer_ids))
+        usage = json.dumps(_usage(delta.usage, self._parser))
         return (
             self._close()
             + _event("message_delta", f'"delta": {ending}, "usage": {usage}')

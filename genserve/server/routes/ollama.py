@@ -18,6 +18,7 @@ from genserve.completion import (
     Completion,
     Delta,
     FinishReason,
+    MessageDelta,
     ToolCallDelta,
     Usage,
     join_deltas,
@@ -35,7 +36,7 @@ from genserve.server.routes.logprob_formats import TokenScores
 from genserve.server.routes.ollama_body import OllamaBody, OllamaChatBody, OllamaGenerateBody
 from genserve.server.services import Services, SharedServices
 from genserve.server.sse_response import EventStream
-from genserve.text.message_parser import MessageDelta, arguments_so_far, parsed_message
+from genserve.text.message_parser import arguments_so_far, parsed_message
 from genserve.textmodel.text_model import TextModel
 
 router = APIRouter(prefix="/api", route_class=StrictRoute, tags=["Ollama"])
@@ -367,10 +368,7 @@ class LineFrames:
 
     def delta(self, delta: Delta) -> bytes:
         """See `Frames`."""
-        ends = delta.finish_reason is not None
-        read = MessageDelta(content=delta.text)
-        if self._parser is not None:
-            read = self._parser.push(delta.text, last=ends)
+        read = MessageDelta(content=delta.text) if self._parser is None else self._parser.read(delta)
         logprobs = _logprobs(self._scores, delta)
         written = b""
         if read.content or read.reasoning or logprobs:

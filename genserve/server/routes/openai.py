@@ -53,7 +53,6 @@ class ChatFrames(OpenAIFrames):
         self._prompt_ids = _prompt_ids(submitted, body)
         self._scores = [_scores(submitted, body) for _ in range(body.num_choices)]
         self._parsers = [_message_parser(submitted, body) for _ in range(body.num_choices)]
-        self._answer_ids: list[list[int]] = [[] for _ in self._parsers]     # of those with a parser
         super().__init__(submitted, body, kind="chat.completion.chunk", id_prefix="chatcmpl")
 
     def start(self) -> bytes:
@@ -71,8 +70,6 @@ class ChatFrames(OpenAIFrames):
             logprobs = json.dumps(_logprobs(scores, delta))
         parser = self._parsers[delta.choice]
         self.count(delta)
-        if parser is not None:
-            self._answer_ids[delta.choice] += delta.token_ids
         for added in _added(parser, delta) or (['{"content": ""}'] if extra or scores is not None else []):
             chunks += self._chunk(delta.choice, added, logprobs=logprobs, extra=extra)
             logprobs, extra = "null", ""    # only in the first chunk of a delta
@@ -80,7 +77,7 @@ class ChatFrames(OpenAIFrames):
             reason = _finish_reason(parser, delta.finish_reason)
             ending = f'"{reason}", "stop_reason": {json.dumps(delta.stop_reason)}'
             chunks += self._chunk(delta.choice, "{}", finish_reason=ending)
-            num_reasoning = parser.num_reasoning_tokens(self._answer_ids[delta.choice]) if parser else 0
+            num_reasoning = parser.num_reasoning_tokens if parser else 0
             chunks += self.ending(delta, num_reasoning_tokens=num_reasoning)
         return chunks
 
@@ -104,7 +101,7 @@ def _answer(submitted: SubmittedRequest, body: ChatBody, deltas: list[Delta]) ->
     for index, completion in enumerate(completions):
         parser = _message_parser(submitted, body)
         choices.append(_choice(index, completion, submitted, body, parser=parser))
-        num_reasoning += parser.num_reasoning_tokens(completion.token_ids) if parser else 0
+        num_reasoning += parser.num_reasoning_tokens if parser else 0
     usage |= reasoning_usage(num_reasoning)
     answer = head(submitted, "chat.completion", id_prefix="chatcmpl") | {"choices": choices, "usage": usage}
     if body.prompt_logprobs is not None:
@@ -164,7 +161,7 @@ def _added(parser: MessageParser | None, delta: Delta) -> list[str]:
     """Return what a delta adds to the message: one JSON object for each of its chunks."""
     if parser is None:
         return [f'{{"content": {json.dumps(delta.text)}}}'] if delta.text else []
-    read = parser.push(delta.text, last=delta.finish_reason is not None)
+    read = parser.read(delta)
     fields = (("reasoning_content", read.reasoning), ("content", read.content))
     added = [f'{{"{field}": {json.dumps(text)}}}' for field, text in fields if text]
     return added + [f'{{"tool_calls": [{_tool_call(call)}]}}' for call in read.tool_calls]

@@ -16,14 +16,13 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field
 
-from genserve.completion import ToolCallDelta
+from genserve.completion import MessageDelta, ToolCallDelta
 from genserve.errors import InvalidRequest, require
 from genserve.prompt import Message, Role, ToolCall, inside
 from genserve.server.request_body import TolerantBody
 from genserve.server.response_store import ResponseNotFound
 from genserve.server.routes.logprob_formats import ID_PREFIX, ScoredToken
 from genserve.server.sse_response import event
-from genserve.text.message_parser import MessageDelta
 
 Item: TypeAlias = dict[str, Any]
 _Find: TypeAlias = Callable[[str], Item]

@@ -101,7 +101,6 @@ class ResponseFrames:
         self._request = request
         self._items = OutputItems()
         self._parser = submitted.message_parser()
-        self._token_ids: list[int] = []         # if there is a parser
         self._scores: TokenScores | None = None
         if request.body.has_logprobs:
             self._scores = TokenScores(request.body.detokenizer(submitted.model.tokenizer))
@@ -120,8 +119,7 @@ class ResponseFrames:
             text = delta.text
             events = self._items.add_content(text, scores=self._scores_of(text)) if text else b""
         else:
-            self._token_ids += delta.token_ids
-            read = self._parser.push(delta.text, last=delta.finish_reason is not None)
+            read = self._parser.read(delta)
             events = self._items.add(read, scores=self._scores_of(read.content))
         if delta.finish_reason is None:
             return events
@@ -136,8 +134,8 @@ class ResponseFrames:
             code = "rate_limit_exceeded"
         elif isinstance(error, InvalidRequest):
             code = "invalid_prompt"
-        told = {name: fields[name] for name in ("code", "message", "param")}
-        events = self._items.event("error", told)
+        shown = {name: fields[name] for name in ("code", "message", "param")}
+        events = self._items.event("error", shown)
         return events + self._end("failed", error={"code": code, "message": fields["message"]})
 
     def end(self) -> bytes:
@@ -159,7 +157,7 @@ class ResponseFrames:
         status: ItemStatus = "completed" if reason in _COMPLETE else "incomplete"
         is_cut = self._parser is not None and self._parser.within_call      # by a stop string, too
         events = self._items.close("incomplete" if is_cut else status)
-        num_reasoning = self._parser.num_reasoning_tokens(self._token_ids) if self._parser else 0
+        num_reasoning = self._parser.num_reasoning_tokens if self._parser else 0
         self.response["usage"] = _usage(usage, num_reasoning=num_reasoning)
         if status == "completed":
             return events + self._end(status, completed_at=int(time.time()))
