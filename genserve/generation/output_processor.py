@@ -215,8 +215,9 @@ def _not_finite(sequence: TokenSequence) -> GenserveError:
         return sequence.plugins.failure
     grammar = sequence.sampling.grammar
     if grammar is not None and (failure := grammar.failure):
-        message = f"structured_outputs became too complex: {failure}"
-        return InvalidRequest(message, field="structured_outputs", remedy="simplify the grammar")
+        field = "tools" if sequence.params.structured_outputs is None else "structured_outputs"
+        message = f"{field} became too complex: {failure}"
+        return InvalidRequest(message, field=field, remedy="simplify the grammar")
     params = sequence.params
     forbidding = [name for name in _FORBIDDING if getattr(params, name)]
     if grammar is not None:

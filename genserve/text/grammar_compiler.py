@@ -212,7 +212,8 @@ class GrammarCompiler:
         ending = sorted(token_id for token_id in self._tokenizer.eos_token_ids if token_id < self._vocab_size)
         if not ending:
             raise InvalidRequest(
-                "structured_outputs needs a model with an end-of-sequence token", field="structured_outputs"
+                "structured_outputs and tools need a model with an end-of-sequence token",
+                field="structured_outputs",
             )
         try:
             # If only one text may follow, llguidance tokenizes it. The name of a special token in it must not

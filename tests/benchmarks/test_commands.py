@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -106,3 +107,16 @@ def test_overload_is_reported_as_a_share_of_the_capacity(tiny_repository: Path, 
     assert list(report["rounds"]) == ["32", "40"]
     assert all(figures["tokens_per_s"] > 0 for [figures] in report["rounds"].values())
     assert "| 40 " in printed
+
+
+def test_required_calls_of_a_random_model_validate(tiny_repository: Path, tmp_path: Path) -> None:
+    root = shutil.copytree(tiny_repository, tmp_path / "models")
+    (root / "tiny_tokenizer" / "1" / "chat_template.jinja").write_text("{{ tools | length }}<tool_call>")
+    printed, report = run(
+        "tool_calls.py",
+        f"--model-repository={root}",
+        "--requests=4",
+        report=tmp_path / "report.json",
+    )
+    assert report["validate"] == report["agree"] == report["requests"] == 4, report["problems"]
+    assert "| 4 " in printed
