@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from genserve.textmodel.tool_calling import ToolCalling
 TOOLS = (Tool(name="now"),)
 KNOWS_TOOLS = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}<tool_call>"
 OWN_FORMAT = (
-    '{"begin": "<call>", "before_name": "", "before_arguments": "(", "after_arguments": ")", '
+    '{"begin": "<c\u00e4ll>", "before_name": "", "before_arguments": "(", "after_arguments": ")", '
     '"separator": ";", "closing": "</call>"}'
 )
 
@@ -58,10 +59,39 @@ def required_call(models: Path) -> str:
         return Tokenizer.from_folder(models / "tiny_tokenizer" / "1").decode(answer.token_ids)
 
 
+def test_marks_that_are_special_tokens_are_written_and_read(models):
+    file = models / "tiny_tokenizer" / "1" / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    names = {318: "[TOOL_CALLS]", 319: "[ARGS]"}
+    tokenizer["model"]["merges"] = tokenizer["model"]["merges"][:-2]
+    vocab = tokenizer["model"]["vocab"].items()
+    tokenizer["model"]["vocab"] = {token: i for token, i in vocab if i not in names}
+    token = {**tokenizer["added_tokens"][0], "special": True}
+    tokenizer["added_tokens"] += [{**token, "id": i, "content": name} for i, name in names.items()]
+    file.write_text(json.dumps(tokenizer))
+    template = models / "tiny_tokenizer" / "1" / "chat_template.jinja"
+    template.write_text("{{ tools | length }}[TOOL_CALLS]x[ARGS]")
+    with LLM(models, "tiny") as llm:
+        for choice in ("required", "auto", "none"):
+            answers = [
+                llm.chat("?", tools=TOOLS, tool_choice=choice, max_tokens=60, temperature=1.0, seed=seed)
+                for seed in range(3)
+            ]
+            for answer in answers:
+                assert ("[TOOL_CALLS]" in answer.text) is False
+                assert bool(answer.tool_calls) == (318 in answer.token_ids and 319 in answer.token_ids)
+                assert {call.arguments for call in answer.tool_calls} <= {"{}"}
+            assert any(answer.tool_calls for answer in answers) or choice != "required"
+            assert not any(answer.tool_calls for answer in answers) or choice != "none"
+            if choice == "required":
+                assert {answer.token_ids[0] for answer in answers} == {318}
+                assert all(len(call.id) == 9 for answer in answers for call in answer.tool_calls)
+
+
 def test_a_model_declares_a_format_of_its_own(models):
     declare(models, OWN_FORMAT)
     assert repository_diagnostics([models])["tiny_decoder"] == ()
-    assert required_call(models) == "<call>now({})</call>"
+    assert required_call(models) == "<c\u00e4ll>now({})</call>"
 
 
 def test_a_config_names_a_format(models):
