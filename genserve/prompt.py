@@ -189,7 +189,12 @@ def _with_choice(chat: Chat, choice: ToolChoice) -> Chat:
     named = choice.get("function") if isinstance(choice, Mapping) else None
     name = named.get("name") if isinstance(named, Mapping) else None
     require(isinstance(name, str), "tool_choice", "must be none, auto, required, or name a function")
-    return replace(chat, tool_choice="required", allowed_tools=(str(name),), parallel_tool_calls=False)
+    return replace(chat, **only_tool(str(name)))
+
+
+def only_tool(name: str) -> dict[str, Any]:
+    """Return the fields of a `Chat` whose answer is one call of this tool."""
+    return {"tool_choice": "required", "allowed_tools": (name,), "parallel_tool_calls": False}
 
 
 def read_messages(messages: str | Sequence[Message | Mapping[str, Any]]) -> tuple[Message, ...]:

@@ -29,7 +29,12 @@ _TOP_FOLDERS = (
     "Applications|Library|System|Users|Volumes|app|bin|boot|data|dev|etc|home|lib|lib64|media|mnt|nix|opt|"
     "private|proc|root|run|sbin|snap|srv|sys|tmp|usr|var"
 )
-_ROUTES = frozenset({"docs", "generate", "generate_stream", "health", "info", "metrics", "v1", "v2"})
+_ROUTES = frozenset(
+    {
+        "api", "dashboard", "detokenize", "docs", "generate", "generate_stream", "health", "info", "metrics",
+        "page", "ping", "tokenize", "tokenizer_info", "v1", "v2", "version",
+    }
+)
 # As Python and TorchScript print it; the exception itself is on the line after it, and stays.
 _TRACEBACK = re.compile(r"Traceback (?:[^\n]* )?\(most recent call last\):(?:\n|$)(?:(?:[ \t][^\n]*)?\n)*")
 

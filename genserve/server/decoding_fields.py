@@ -224,13 +224,20 @@ class DecodingFields(_TableFields):
         return {name: value for name, value in values.items() if value is not None}
 
     def form_or(self, own: Any, *, field: str) -> Any:
-        """Return the form of the answer: `structured_outputs`, or that of the dialect's own field.
+        """Return the form of the answer: that of the dialect's own field, if any, or `structured_outputs`.
 
         Raises:
-            InvalidRequest: both are given, or the dialect's is malformed; `field` is its name.
+            InvalidRequest: both are given; `field` is the dialect's name.
         """
-        form = structured_outputs_of_format(own, field=field)
-        if form is not None and self.structured_outputs is not None:
+        if own is not None and self.structured_outputs is not None:
             message = f"{field} and structured_outputs are both given"
             raise InvalidRequest(message, field=field, remedy="leave one out")
-        return self.structured_outputs if form is None else form
+        return self.structured_outputs if own is None else own
+
+    def format_or(self, own: Any, *, field: str) -> Any:
+        """Return the form as `form_or` does, from a field like OpenAI's `response_format`.
+
+        Raises:
+            InvalidRequest: as `form_or`, or the field is malformed.
+        """
+        return self.form_or(structured_outputs_of_format(own, field=field), field=field)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from fastapi import Request, Response
@@ -33,6 +33,28 @@ class TolerantBody(Body):
     """An object to which clients add fields of their own, such as `cache_control`."""
 
     model_config = ConfigDict(extra="allow")
+
+    def reject(self, remedies: Mapping[str, str], *, place: str = "") -> None:
+        """Reject fields that are not supported, unless they are empty.
+
+        Args:
+            remedies: what to do instead, by field.
+            place: of this object in the body, in front of its fields.
+
+        Raises:
+            InvalidRequest: one of the fields has a value.
+        """
+        for name, remedy in remedies.items():
+            if (self.model_extra or {}).get(name):
+                field = f"{place}{name}"
+                raise InvalidRequest(f"{field} is not supported", field=field, remedy=remedy)
+
+
+def text_parts(content: Any) -> Any:
+    """Return content that is one text as a list of one part, for a `BeforeValidator` of a list of parts."""
+    if not isinstance(content, str | list | None):
+        raise ValueError("must be text, or a list of text parts")  # noqa: TRY004  # pydantic expects a ValueError
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 class BodyTooLarge(InvalidRequest):

@@ -17,10 +17,10 @@ from genserve.errors import InvalidRequest
 from genserve.sampling.structured_outputs import JsonForm, StructuredOutputs
 from genserve.text.closing_grammar import JsonTokens
 from genserve.text.grammar_trial import LIMITS, MAX_MESSAGE_CHARS, compile_rejection
-from genserve.text.guided_schema import guided_schema
+from genserve.text.json_schema import guided_schema
 from genserve.text.tokenizer import Tokenizer, TokenNames
 from genserve.text.tool_grammar import ToolGrammar
-from genserve.text.unique_keys import TokenTexts, UniqueKeys
+from genserve.text.unique_keys import TokenBytes, UniqueKeys
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -98,7 +98,7 @@ class GrammarCompiler:
         except _RejectedError as error:
             raise _unusable(str(error)) from None
         is_json = outputs.form in ("json", "json_object")
-        return GuidanceGrammar(matcher, UniqueKeys(self._token_texts) if is_json else None)
+        return GuidanceGrammar(matcher, UniqueKeys(self._token_bytes) if is_json else None)
 
     def compile_tools(self, tools: ToolGrammar, *, text: StructuredOutputs | None) -> GuidanceGrammar:
         """Return a grammar for one answer that may call tools; see `compile`.
@@ -116,7 +116,7 @@ class GrammarCompiler:
         except _RejectedError as error:
             raise self._blamed(tools, error) from None
         # Quotes in free text are not those of keys.
-        return GuidanceGrammar(matcher, UniqueKeys(self._token_texts) if tools.must_call else None)
+        return GuidanceGrammar(matcher, UniqueKeys(self._token_bytes) if tools.must_call else None)
 
     def _text_grammar(self, outputs: StructuredOutputs) -> dict[str, Any]:
         """Return the grammar of structured outputs as a part of another; it has been compiled alone."""
@@ -196,9 +196,9 @@ class GrammarCompiler:
         return self._tokenizer.added_names(self._vocabulary.is_special_token)
 
     @cached_property
-    def _token_texts(self) -> TokenTexts:
+    def _token_bytes(self) -> TokenBytes:
         vocabulary = self._vocabulary
-        return TokenTexts([vocabulary.decode_bytes([token_id]) for token_id in range(self._vocab_size)])
+        return TokenBytes([vocabulary.decode_bytes([token_id]) for token_id in range(self._vocab_size)])
 
     @cached_property
     def json_tokens(self) -> JsonTokens | None:

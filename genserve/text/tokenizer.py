@@ -67,8 +67,8 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder()
         self._added = {token_id: token.content for token_id, token in added.items()}
         self._special = {token_id: token.content for token_id, token in added.items() if token.special}
-        self._special_names = TokenNames(self._special)
-        self._special_text = self._special_names.pattern
+        self.special_names = TokenNames(self._special)
+        self._special_text = self.special_names.pattern
         byte_tokens = (self._backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
         self._byte_fallback = {token_id for token_id in byte_tokens if token_id is not None}
 
@@ -157,10 +157,6 @@ class Tokenizer:
     def tool_template(self) -> ChatTemplate | None:
         """The template of chats with tools: the model's own one for them, or its chat template."""
         return self._tool_template or self.chat_template
-
-    def parts(self, text: str) -> list[str | int]:
-        """Split a text at the names of special tokens, see `TokenNames.split`."""
-        return self._special_names.split(text)
 
     def added_names(self, is_wanted: Callable[[int], bool]) -> TokenNames:
         """The names of the wanted added tokens; special tokens are some of these."""

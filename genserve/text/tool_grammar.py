@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from genserve.prompt import Tool
-from genserve.text.guided_schema import lenient_schema
+from genserve.text.json_schema import lenient_schema
 from genserve.text.tool_formats import ToolFormat
 
 # A text as plain texts and the ids of special tokens.

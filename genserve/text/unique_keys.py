@@ -35,7 +35,7 @@ class _SomeTokens:
         np.bitwise_and.at(mask.view(np.uint32), self._words, ~self._bits)
 
 
-class TokenTexts:
+class TokenBytes:
     """The texts of all tokens, as bytes, in the order of their ids and sorted."""
 
     def __init__(self, texts: Sequence[bytes]) -> None:
@@ -117,7 +117,7 @@ class _Scanner:
 class UniqueKeys:
     """The keys of one answer, whose text is JSON."""
 
-    def __init__(self, tokens: TokenTexts) -> None:
+    def __init__(self, tokens: TokenBytes) -> None:
         self._tokens = tokens
         self._scanner = _Scanner()
 

@@ -21,7 +21,7 @@ from genserve.sampling.sampling_params import SamplingParams
 from genserve.text.closing_grammar import ClosingGrammar, ForkableGrammar
 from genserve.text.grammar_compiler import GrammarCompiler
 from genserve.text.message_parser import MessageParser
-from genserve.text.reasoned_grammar import ReasonedGrammar
+from genserve.text.reasoning_grammar import ReasoningGrammar
 from genserve.text.reasoning_parser import THINKING_TAGS, ReasoningParser
 from genserve.text.stop_regex import StopRegex
 from genserve.text.stop_strings import StopChecker, StopFinder, StopStrings
@@ -76,7 +76,7 @@ class ReasoningTokens:
         )
         return [(name, budget)]
 
-    def before(self, grammar: ForkableGrammar, *, begun: bool) -> ReasonedGrammar:
+    def before(self, grammar: ForkableGrammar, *, begun: bool) -> ReasoningGrammar:
         """Return a grammar of answers that may reason before they follow another one.
 
         Args:
@@ -85,7 +85,7 @@ class ReasoningTokens:
         """
         assert self._start_id is not None
         assert self._end_id is not None
-        return ReasonedGrammar(
+        return ReasoningGrammar(
             grammar,
             start_id=self._start_id,
             end_id=self._end_id,
@@ -140,7 +140,8 @@ class InputProcessor:
     ) -> list[TokenSequence]:
         """Return one token sequence for each choice; see `TextModel.prepare_choices`."""
         params = with_model_defaults(params, self._defaults)
-        width = self._beam_width(params, num_choices=num_choices)
+        width = _beam_width(params, num_choices=num_choices)
+        self._check_beams(params, width=width)
         max_length = self._engine.max_tokens_per_sequence(width) if width > 1 else self._logits.max_length
         field, whole = self.encode(prompt)
         token_ids = _truncated(whole, params, max_length=max_length, bos_id=self._tokenizer.bos_id)
@@ -203,21 +204,7 @@ class InputProcessor:
 
         return compiled
 
-    def _beam_width(self, params: SamplingParams, *, num_choices: int) -> int:
-        """Return the number of beams of a request; 1: it has no beam search."""
-        if not params.use_beam_search:
-            return 1
-        width = params.beam_width or num_choices
-        if num_choices > width:
-            raise InvalidRequest(
-                f"n is {num_choices}, but beam_width is {width}; a search returns at most beam_width answers",
-                field="n",
-            )
-        if width % params.num_beam_groups:
-            raise InvalidRequest(
-                f"num_beam_groups is {params.num_beam_groups}, which does not divide {width} beams",
-                field="num_beam_groups",
-            )
+    def _check_beams(self, params: SamplingParams, *, width: int) -> None:
         max_num_seqs = self._logits.max_num_seqs
         if width > max_num_seqs:
             raise InvalidRequest(
@@ -226,7 +213,6 @@ class InputProcessor:
                 remedy=f"ask for {max_num_seqs} at most, or raise max_batch_size in the logits stage's "
                 "config.pbtxt",
             )
-        return width
 
     def _deadline_s(self, params: SamplingParams, arrived_s: float | None) -> float | None:
         if params.max_time_ms is None:
@@ -363,6 +349,24 @@ class InputProcessor:
                 field="max_tokens",
                 remedy=f"ask for {room} tokens at most, or shorten the prompt",
             )
+
+
+def _beam_width(params: SamplingParams, *, num_choices: int) -> int:
+    """Return the number of beams of a request; 1: it has no beam search."""
+    if not params.use_beam_search:
+        return 1
+    width = params.beam_width or num_choices
+    if num_choices > width:
+        raise InvalidRequest(
+            f"n is {num_choices}, but beam_width is {width}; a search returns at most beam_width answers",
+            field="n",
+        )
+    if width % params.num_beam_groups:
+        raise InvalidRequest(
+            f"num_beam_groups is {params.num_beam_groups}, which does not divide {width} beams",
+            field="num_beam_groups",
+        )
+    return width
 
 
 def _truncated(

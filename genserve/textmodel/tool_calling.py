@@ -27,7 +27,8 @@ class ToolCalling:
             knows_either = self._knows_tools or self._knows_calls
             tool_format = format_of_template(source) if knows_either else SMOLLM2
         self._format = tool_format
-        self._special_ids = {part for part in tokenizer.parts(tool_format.marks) if isinstance(part, int)}
+        parts = tokenizer.special_names.split(tool_format.marks)
+        self._special_ids = {part for part in parts if isinstance(part, int)}
 
     def rendered(self, chat: Chat) -> Chat:
         """Return the chat as the chat template reads it."""

@@ -8,7 +8,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from genserve.text.closed_schema import closed_schema
+from genserve.text.json_schema import closed_schema
 
 A, B, C = ({"properties": {name: {"type": "integer"}}, "required": [name]} for name in "abc")
 EITHER = {"anyOf": [A, B]}

@@ -12,7 +12,7 @@ from genserve.completion import joined_calls
 from genserve.prompt import Tool
 from genserve.text.closing_grammar import LAST_SPARE, ClosingGrammar, JsonTokens
 from genserve.text.grammar_compiler import GrammarCompiler
-from genserve.text.reasoned_grammar import ReasonedGrammar
+from genserve.text.reasoning_grammar import ReasoningGrammar
 from genserve.text.tokenizer import Tokenizer
 from genserve.text.tool_call_parser import ToolCallParser
 from genserve.text.tool_formats import TOOL_FORMATS
@@ -97,7 +97,7 @@ def test_room_for_no_call_at_all_changes_nothing(grammars, tokenizer):
 
 def test_reasoning_is_not_closed_but_the_call_after_it(grammars, tokenizer):
     start_id, end_id = (tokenizer.encode(text, add_special_tokens=False)[0] for text in "()")
-    inner = ReasonedGrammar(
+    inner = ReasoningGrammar(
         grammars.compile_tools(tool_grammar(tools={0: ENDLESS}, after_reasoning=True), text=None),
         start_id=start_id,
         end_id=end_id,

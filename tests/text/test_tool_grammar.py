@@ -16,7 +16,7 @@ from genserve.errors import InvalidRequest
 from genserve.prompt import Tool
 from genserve.sampling.structured_outputs import structured_outputs
 from genserve.text.grammar_compiler import GrammarCompiler
-from genserve.text.reasoned_grammar import ReasonedGrammar
+from genserve.text.reasoning_grammar import ReasoningGrammar
 from genserve.text.tokenizer import Tokenizer
 from genserve.text.tool_call_parser import ToolCallParser
 from genserve.text.tool_formats import TOOL_FORMATS
@@ -165,7 +165,7 @@ def test_reasoning_precedes_calls(grammars, tokenizer):
     call = TOOL_FORMATS["hermes"].written([("now", "{}")])
     after = grammars.compile_tools(tool_grammar(after_reasoning=True), text=None)
     start_id, end_id = (tokenizer.encode(text, add_special_tokens=False)[0] for text in ("(", ")"))
-    grammar = ReasonedGrammar(
+    grammar = ReasoningGrammar(
         after, start_id=start_id, end_id=end_id, ending_ids=tokenizer.eos_token_ids, begun=False
     )
     assert start_id in allowed(grammar)

@@ -10,14 +10,14 @@ import pytest
 from genserve.sampling.structured_outputs import structured_outputs
 from genserve.text.grammar_compiler import GrammarCompiler
 from genserve.text.tokenizer import Tokenizer
-from genserve.text.unique_keys import TokenTexts, UniqueKeys
+from genserve.text.unique_keys import TokenBytes, UniqueKeys
 from tests.text.test_grammar_compiler import VOCAB_SIZE, accepts, random_text
 
 TEXTS = [
     *(b"{", b"}", b"[", b"]", b'"', b"a", b"ab", b": ", b"1", b", ", b"\\"),
     *(b'"a"', b'a"', b'"a": 1', b'", "a"', b'{"a"', b'b"', b'1, "a"', b'"b"', b'"}, {"a"'),
 ]
-TOKENS = TokenTexts(TEXTS)
+TOKENS = TokenBytes(TEXTS)
 
 
 def is_forbidden(text: bytes, *, after: list[bytes], others: tuple[bytes, ...] = (b"}",)) -> bool:

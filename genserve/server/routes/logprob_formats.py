@@ -29,6 +29,15 @@ class ScoredToken:
     logprob: float | None                       # natural log; None: the first token, or unknown
     top: tuple[tuple[str, float], ...]          # the most likely tokens by name, the best first
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return the token as OpenAI's chats and Ollama write it."""
+        return _entry(self.name, self.logprob) | {"top_logprobs": [_entry(*one) for one in self.top]}
+
+
+def _entry(name: str, logprob: float | None) -> dict[str, Any]:
+    spelled = None if name.startswith(ID_PREFIX) else list(name.encode())
+    return {"token": name, "logprob": logprob, "bytes": spelled}
+
 
 class TokenScores:
     """Names and texts of the tokens of one text, which are read in order."""

@@ -23,7 +23,7 @@ from genserve.completion import (
     Usage,
     join_deltas,
 )
-from genserve.errors import ContextLengthExceeded, GenserveError, InvalidRequest
+from genserve.errors import ContextLengthExceeded, GenserveError
 from genserve.log import CURRENT_REQUEST
 from genserve.prompt import Chat
 from genserve.redaction import redacted_error
@@ -59,8 +59,8 @@ _STOP_REASONS = {
 }
 # Reasoning is not signed; clients send back only reasoning that has a signature.
 _SIGNATURE = "unsigned"
-# Fields that would change what an answer is.
-_REJECTED = ("container", "mcp_servers")
+# Fields that would change what an answer is, with the remedies.
+_UNSUPPORTED = dict.fromkeys(("container", "mcp_servers"), "leave it out")
 
 
 def anthropic_error(error: GenserveError) -> dict[str, Any]:
@@ -82,7 +82,7 @@ ERRORS: ErrorFormats = {"/v1/messages": ErrorFormat(anthropic_error, http_status
 @router.post("/messages")
 async def messages(body: MessagesBody, services: SharedServices, request: Request) -> Response:
     """Answer a chat, whole or as server-sent events."""
-    generation = _Generation(body=body, model=services.repository.text_model(body.model))
+    generation = _MessagesRequest(body=body, model=services.repository.text_model(body.model))
     answer_to = partial(
         handle_generation,
         services=services,
@@ -112,7 +112,7 @@ async def count_tokens(body: PromptFields, services: SharedServices) -> dict[str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Generation:
+class _MessagesRequest:
     """One request, as `GenerationBody`: the body, and the model that it is for."""
 
     body: MessagesBody
@@ -133,9 +133,7 @@ class _Generation:
         return self.body.thinking is not None and self.body.thinking.display == "omitted"
 
     def check(self) -> None:
-        for name in _REJECTED:
-            if (self.body.model_extra or {}).get(name):
-                raise InvalidRequest(f"{name} is not supported", field=name, remedy="leave it out")
+        self.body.reject(_UNSUPPORTED)
 
     def prompts(self) -> list[Chat]:
         return [self.body.chat(self.model.template_variables)]
@@ -174,7 +172,7 @@ def _usage(usage: Usage, parser: MessageParser | None = None) -> dict[str, Any]:
 
 
 def _ending(
-    part: Delta | Completion, parser: MessageParser | None, generation: _Generation
+    part: Delta | Completion, parser: MessageParser | None, generation: _MessagesRequest
 ) -> dict[str, str | None]:
     """Return the fields that say why an answer ended."""
     assert part.finish_reason is not None
@@ -187,7 +185,7 @@ def _ending(
     return {"stop_reason": reason, "stop_sequence": stop}
 
 
-def _answer(submitted: SubmittedRequest, generation: _Generation, deltas: list[Delta]) -> Response:
+def _answer(submitted: SubmittedRequest, generation: _MessagesRequest, deltas: list[Delta]) -> Response:
     completion, parser = join_deltas(deltas), submitted.message_parser()
     message = parsed_message(parser, completion)
     content: list[dict[str, Any]] = []
@@ -225,7 +223,7 @@ _DELTAS = {
 class MessageFrames:
     """The events of a streamed answer."""
 
-    def __init__(self, submitted: SubmittedRequest, generation: _Generation) -> None:
+    def __init__(self, submitted: SubmittedRequest, generation: _MessagesRequest) -> None:
         self._generation = generation
         self._parser = submitted.message_parser()
         self._head = _head(submitted)

@@ -10,11 +10,11 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 from genserve.errors import InvalidRequest, require
-from genserve.prompt import MAX_CHAT_MESSAGES, MAX_TOOLS, Chat, Message, Role, Tool, ToolCall
+from genserve.prompt import MAX_CHAT_MESSAGES, MAX_TOOLS, Chat, Message, Role, Tool, ToolCall, only_tool
 from genserve.sampling.param_table import Range
 from genserve.sampling.sampling_params import SamplingParams, sampling_params
 from genserve.server.decoding_fields import COMMON, DecodingFields, Texts, parameter
-from genserve.server.request_body import TolerantBody
+from genserve.server.request_body import TolerantBody, text_parts
 
 # The first block of Claude Code's system prompt. It changes with each request, and would spoil the prefix
 # cache for all that follows.
@@ -50,10 +50,6 @@ class ToolUseBlock(TolerantBody):
     input: dict[str, Any] = Field(description="The arguments.")
 
 
-def _listed(content: Any) -> Any:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
 def _known(block: Any, *, kinds: frozenset[str]) -> Any:
     kind = block.get("type") if isinstance(block, dict) else None
     if isinstance(kind, str) and kind not in kinds:
@@ -72,7 +68,7 @@ def _known_block(block: Any) -> Any:
 
 _TextBlocks: TypeAlias = Annotated[
     list[Annotated[TextBlock, BeforeValidator(_known_text)]],
-    BeforeValidator(_listed, json_schema_input_type=str | list[TextBlock]),
+    BeforeValidator(text_parts, json_schema_input_type=str | list[TextBlock]),
 ]
 
 
@@ -100,7 +96,7 @@ class MessageFields(TolerantBody):
     role: Literal["user", "assistant", "system"] = Field(description="Whose turn it is.")
     content: Annotated[
         list[Annotated[_Block, BeforeValidator(_known_block)]],
-        BeforeValidator(_listed, json_schema_input_type=str | list[_Block]),
+        BeforeValidator(text_parts, json_schema_input_type=str | list[_Block]),
     ] = Field(description="Text, or blocks of text, reasoning, tool calls and their results.")
 
 
@@ -245,8 +241,7 @@ class PromptFields(TolerantBody):
             case "tool":
                 if choice.name is None:
                     raise InvalidRequest("tool_choice.name is missing", field="tool_choice.name")
-                named = {"allowed_tools": (choice.name,), "parallel_tool_calls": False}
-                return {"tool_choice": "required", **named}
+                return only_tool(choice.name)
             case "any":
                 return {"tool_choice": "required", "parallel_tool_calls": parallel}
             case mode:
@@ -360,11 +355,11 @@ class MessagesBody(PromptFields, DecodingFields):
         Raises:
             InvalidRequest: a value is out of range, or contradicts another.
         """
-        both = self.form is not None and self.structured_outputs is not None
-        require(not both, "structured_outputs", "is given twice: in output_config, too")
-        form = self.structured_outputs if self.form is None else {"json": self.form.schema_}
+        form = None if self.form is None else {"json": self.form.schema_}
         own: dict[str, Any] = {
-            "max_tokens": max_tokens, "stop": self.stop_sequences, "structured_outputs": form
+            "max_tokens": max_tokens,
+            "stop": self.stop_sequences,
+            "structured_outputs": self.form_or(form, field="output_config.format"),
         }
         if can_think and self._thinks() and self.thinking and self.thinking.budget_tokens is not None:
             own["thinking_token_budget"] = self.thinking.budget_tokens

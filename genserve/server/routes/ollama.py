@@ -219,7 +219,7 @@ def _written_time(seconds: float) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Generation:
+class _OllamaRequest:
     """One request, as `GenerationBody`: the body, and the model that it is for."""
 
     body: OllamaBody
@@ -281,7 +281,7 @@ def _json(value: Any) -> str:
 
 
 async def _handle(body: OllamaBody, services: Services, request: Request) -> Response:
-    generation = _Generation(body=body, model=_model(services, body.model))
+    generation = _OllamaRequest(body=body, model=_model(services, body.model))
     if body.is_empty:
         generation.check()
         fields = f'{generation.fields(MessageDelta())},"done":true,"done_reason":"load"'
@@ -296,7 +296,7 @@ async def _handle(body: OllamaBody, services: Services, request: Request) -> Res
     )
 
 
-def _line_head(generation: _Generation) -> str:
+def _line_head(generation: _OllamaRequest) -> str:
     """Return the beginning of an object of an answer."""
     name = json.dumps(generation.shown_name)
     return f'{{"model":{name},"created_at":"{_written_time(time.time())}",'
@@ -324,18 +324,11 @@ def _logprobs(scores: TokenScores | None, part: Delta | Completion) -> str:
     """Return the field of the log-probabilities, as JSON with a comma in front."""
     if scores is None:
         return ""
-    listed = [
-        _token(token.name, token.logprob) | {"top_logprobs": [_token(*top) for top in token.top]}
-        for token in scores.answer(part)
-    ]
+    listed = [token.as_dict() for token in scores.answer(part)]
     return f',"logprobs":{_json(listed)}' if listed else ""
 
 
-def _token(text: str, logprob: float | None) -> dict[str, Any]:
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-
-
-def _answer(submitted: SubmittedRequest, generation: _Generation, deltas: list[Delta]) -> Response:
+def _answer(submitted: SubmittedRequest, generation: _OllamaRequest, deltas: list[Delta]) -> Response:
     completion = join_deltas(deltas)
     message = parsed_message(submitted.message_parser(), completion)
     read = MessageDelta(reasoning=message.reasoning_content, content=message.content)
@@ -356,7 +349,7 @@ class LineStream(EventStream):
 class LineFrames:
     """The lines of a streamed answer."""
 
-    def __init__(self, submitted: SubmittedRequest, generation: _Generation) -> None:
+    def __init__(self, submitted: SubmittedRequest, generation: _OllamaRequest) -> None:
         self._generation = generation
         self._parser = submitted.message_parser()
         self._scores = generation.scores()

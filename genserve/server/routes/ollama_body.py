@@ -152,9 +152,7 @@ class OllamaBody(TolerantBody):
 
     def check(self, model: TextModel) -> None:
         """Reject what is not supported; raises InvalidRequest."""
-        for name, remedy in self.unsupported.items():
-            if (self.model_extra or {}).get(name):
-                raise InvalidRequest(f"{name} is not supported", field=name, remedy=remedy)
+        self.reject(self.unsupported)
         known = model.reasons or not model.template_variables.isdisjoint(_THINKING_VARIABLES)
         if self.think and not known:
             raise InvalidRequest(f'"{self.model}" does not support thinking', field="think")
@@ -163,9 +161,8 @@ class OllamaBody(TolerantBody):
         """Return the sampling parameters; raises InvalidRequest."""
         values = self.options.sampling()
         if self.format:
-            require(self.options.structured_outputs is None, "format", "is given twice: in options, too")
-            is_any = self.format == "json"
-            values["structured_outputs"] = {"json_object": True} if is_any else {"json": self.format}
+            form = {"json_object": True} if self.format == "json" else {"json": self.format}
+            values["structured_outputs"] = self.options.form_or(form, field="format")
         if self.logprobs:
             values |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
         return sampling_params(values, defaults=self.options.defaults())
@@ -194,7 +191,7 @@ class OllamaBody(TolerantBody):
         }
 
 
-class CalledFunction(TolerantBody):
+class OllamaFunction(TolerantBody):
     """The function of a call."""
 
     name: str = Field(description="Its name.")
@@ -205,7 +202,7 @@ class OllamaToolCall(TolerantBody):
     """A call in an earlier message of the assistant."""
 
     id: str = Field(default="", description="The id that the answer gave to the call.")
-    function: CalledFunction = Field(description="The called function.")
+    function: OllamaFunction = Field(description="The called function.")
 
 
 class OllamaMessage(TolerantBody):
@@ -247,11 +244,7 @@ class OllamaChatBody(OllamaBody):
         """See `OllamaBody`."""
         super().check(model)
         for index, message in enumerate(self.messages or ()):
-            if (message.model_extra or {}).get("images"):
-                field = f"messages[{index}].images"
-                raise InvalidRequest(
-                    f"{field} is not supported", field=field, remedy="the server reads text only"
-                )
+            message.reject(OllamaBody.unsupported, place=f"messages[{index}].")
 
     def prompt(self, model: TextModel) -> Chat:
         """See `OllamaBody`."""

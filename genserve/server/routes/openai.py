@@ -14,7 +14,7 @@ from genserve.prompt import Message
 from genserve.server.error_responses import OPENAI_ERRORS, ErrorFormats
 from genserve.server.generation_handler import SubmittedRequest, handle_generation
 from genserve.server.request_body import StrictRoute
-from genserve.server.routes.logprob_formats import ID_PREFIX, TokenScores, prompt_logprobs
+from genserve.server.routes.logprob_formats import TokenScores, prompt_logprobs
 from genserve.server.routes.openai_chat_body import ChatBody
 from genserve.server.routes.openai_protocol import FINISH_REASONS, OpenAIFrames, choose, head, reasoning_usage
 from genserve.server.services import SharedServices
@@ -182,16 +182,7 @@ def _scores(submitted: SubmittedRequest, body: ChatBody) -> TokenScores | None:
 
 
 def _logprobs(scores: TokenScores, part: Delta | Completion) -> dict[str, Any]:
-    entries = [
-        _token(token.name, token.logprob) | {"top_logprobs": [_token(*one) for one in token.top]}
-        for token in scores.answer(part)
-    ]
-    return {"content": entries, "refusal": None}
-
-
-def _token(text: str, logprob: float | None) -> dict[str, Any]:
-    spelled = None if text.startswith(ID_PREFIX) else list(text.encode())
-    return {"token": text, "logprob": logprob, "bytes": spelled}
+    return {"content": [token.as_dict() for token in scores.answer(part)], "refusal": None}
 
 
 def _model(model: TextModel) -> dict[str, Any]:

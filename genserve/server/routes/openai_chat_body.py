@@ -7,12 +7,16 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, WrapValidator
 
-from genserve.errors import InvalidRequest
-from genserve.prompt import MAX_CHAT_MESSAGES, MAX_TOOLS, Chat, read_messages, read_tools
+from genserve.prompt import MAX_CHAT_MESSAGES, MAX_TOOLS, Chat, only_tool, read_messages, read_tools
 from genserve.sampling.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from genserve.server.decoding_fields import parameter
-from genserve.server.request_body import TolerantBody
+from genserve.server.request_body import TolerantBody, text_parts
 from genserve.server.routes.openai_protocol import OpenAIBody
+
+_UNSUPPORTED_IN_MESSAGES = {
+    "audio": "send its text as content",
+    "function_call": "use tool_calls",
+}
 
 
 class TextPart(TolerantBody):
@@ -37,12 +41,6 @@ class ChatToolCall(TolerantBody):
     function: CalledFunction = Field(description="The called function.")
 
 
-def _text_parts(content: Any) -> Any:
-    if not isinstance(content, str | list | None):
-        raise ValueError("must be text, or a list of text parts")  # noqa: TRY004  # pydantic expects a ValueError
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
 class ChatMessage(TolerantBody):
     """One message. Fields that answers of other servers have are ignored."""
 
@@ -51,7 +49,7 @@ class ChatMessage(TolerantBody):
     )
     content: Annotated[
         list[TextPart] | None,
-        BeforeValidator(_text_parts, json_schema_input_type=str | list[TextPart] | None),
+        BeforeValidator(text_parts, json_schema_input_type=str | list[TextPart] | None),
     ] = Field(default=None, description="Its text, whole or in parts; null if the message only calls tools.")
     name: str | None = Field(default=None, description="The name of the tool, or of the participant.")
     reasoning_content: str | None = Field(
@@ -227,10 +225,7 @@ class ChatBody(OpenAIBody):
     def prompts(self) -> list[Chat]:
         """See `GenerationBody`; there is one prompt."""
         for index, message in enumerate(self.messages):
-            for name in ("audio", "function_call"):
-                if (message.model_extra or {}).get(name):
-                    field = f"messages[{index}].{name}"
-                    raise InvalidRequest(f"{field} is not supported", field=field)
+            message.reject(_UNSUPPORTED_IN_MESSAGES, place=f"messages[{index}].")
         chat = Chat(
             messages=read_messages([message.as_dict() for message in self.messages]),
             tools=read_tools([tool.model_dump() for tool in self.tools or ()]),
@@ -248,11 +243,7 @@ class ChatBody(OpenAIBody):
             case None:
                 return {"parallel_tool_calls": several}
             case NamedTool(function=function):
-                return {
-                    "tool_choice": "required",
-                    "allowed_tools": (function.name,),
-                    "parallel_tool_calls": False,
-                }
+                return only_tool(function.name)
             case AllowedToolsChoice(allowed_tools=allowed):
                 names = tuple(tool.function.name for tool in allowed.tools)
                 return {"tool_choice": allowed.mode, "allowed_tools": names, "parallel_tool_calls": several}

@@ -183,7 +183,7 @@ class OpenAIBody(OpenAIFields):
         """Return the sampling parameters of both routes, and others; raises InvalidRequest."""
         return super().sampling(
             best_of=self.num_drawn if self.num_drawn > self.num_choices else 1,
-            structured_outputs=self.form_or(self.response_format, field="response_format"),
+            structured_outputs=self.format_or(self.response_format, field="response_format"),
             **others,
         )
 

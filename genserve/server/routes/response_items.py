@@ -19,7 +19,7 @@ from pydantic import BeforeValidator, Field
 from genserve.completion import MessageDelta, ToolCallDelta
 from genserve.errors import InvalidRequest, require
 from genserve.prompt import Message, Role, ToolCall, inside
-from genserve.server.request_body import TolerantBody
+from genserve.server.request_body import TolerantBody, text_parts
 from genserve.server.response_store import ResponseNotFound
 from genserve.server.routes.logprob_formats import ID_PREFIX, ScoredToken
 from genserve.server.sse_response import event
@@ -49,10 +49,6 @@ _NEW_PARTS: Mapping[str, Item] = {
 _UNKNOWN_LOGPROB = -9999.0
 
 
-def _listed(content: Any) -> Any:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
 class ItemPart(TolerantBody):
     """A part of a message, of reasoning, or of the output of a function."""
 
@@ -62,7 +58,7 @@ class ItemPart(TolerantBody):
 
 
 _Parts = Annotated[
-    list[ItemPart] | None, BeforeValidator(_listed, json_schema_input_type=str | list[ItemPart] | None)
+    list[ItemPart] | None, BeforeValidator(text_parts, json_schema_input_type=str | list[ItemPart] | None)
 ]
 
 

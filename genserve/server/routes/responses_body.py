@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from genserve.errors import require
-from genserve.prompt import MAX_CHAT_MESSAGES, MAX_TOOLS, Chat, Tool, inside
+from genserve.prompt import MAX_CHAT_MESSAGES, MAX_TOOLS, Chat, Tool, inside, only_tool
 from genserve.sampling.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from genserve.server.decoding_fields import COMMON, parameter
 from genserve.server.generation_handler import SubmittedRequest
@@ -264,7 +264,7 @@ class ResponsesBody(OpenAIFields):
             max_tokens=self.max_output_tokens,
             logprobs=self.has_logprobs,
             top_logprobs=self.top_logprobs or 0,
-            structured_outputs=self.form_or(self.text and self.text.form(), field="text.format"),
+            structured_outputs=self.format_or(self.text and self.text.form(), field="text.format"),
             truncate_prompt_tokens=self.truncate_prompt_tokens or limit,
         )
 
@@ -282,8 +282,7 @@ class ResponsesBody(OpenAIFields):
         }
         match self.tool_choice:
             case {"type": "function", "name": name}:
-                choice = {"tool_choice": "required", "allowed_tools": (name,), "parallel_tool_calls": False}
-                return fields | choice
+                return fields | only_tool(name)
             case {"type": "allowed_tools", "mode": mode, "tools": tools}:
                 return fields | {"tool_choice": mode, "allowed_tools": tuple(tool["name"] for tool in tools)}
             case mode:

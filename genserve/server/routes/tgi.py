@@ -36,19 +36,19 @@ _NO_TOKEN: Mapping[str, Any] = {"id": 0, "text": "", "logprob": None, "special":
 @router.post("/generate")
 async def generate(body: GenerateBody, services: SharedServices, request: Request) -> Response:
     """Complete a prompt and answer with the whole text."""
-    return await _handle(_Generation(body=body), services, request)
+    return await _handle(_TgiRequest(body=body), services, request)
 
 
 @router.post("/generate_stream")
 async def generate_stream(body: GenerateBody, services: SharedServices, request: Request) -> Response:
     """Complete a prompt and answer token by token, as server-sent events."""
-    return await _handle(_Generation(body=body, stream=True), services, request)
+    return await _handle(_TgiRequest(body=body, stream=True), services, request)
 
 
 @router.post("/")
 async def generate_or_stream(body: CompatibleBody, services: SharedServices, request: Request) -> Response:
     """Do as `/generate_stream` if `stream` is true, else as `/generate` with the answer in a list."""
-    return await _handle(_Generation(body=body, stream=body.stream, in_list=True), services, request)
+    return await _handle(_TgiRequest(body=body, stream=body.stream, in_list=True), services, request)
 
 
 @router.get("/info")
@@ -69,7 +69,7 @@ async def info(services: SharedServices) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Generation:
+class _TgiRequest:
     """One request, as `GenerationBody`: the body, and how its route answers."""
 
     body: GenerateBody
@@ -112,11 +112,11 @@ class _Generation:
         return [f"parameters.{name}" for name in unused_parameters(params)]
 
 
-async def _handle(generation: _Generation, services: Services, request: Request) -> Response:
+async def _handle(generation: _TgiRequest, services: Services, request: Request) -> Response:
     return await handle_generation(generation, services, request, frames=TokenFrames, answer=_answer)
 
 
-def _answer(submitted: SubmittedRequest, generation: _Generation, deltas: list[Delta]) -> Response:
+def _answer(submitted: SubmittedRequest, generation: _TgiRequest, deltas: list[Delta]) -> Response:
     completions = join_choices(deltas)
     best, *others = likeliest(completions)
     prefix = generation.body.inputs if generation.body.parameters.return_full_text else ""
@@ -137,7 +137,7 @@ def _answer(submitted: SubmittedRequest, generation: _Generation, deltas: list[D
 class TokenFrames:
     """The events of a streamed generation: one per token, and no `[DONE]`."""
 
-    def __init__(self, submitted: SubmittedRequest, generation: _Generation) -> None:
+    def __init__(self, submitted: SubmittedRequest, generation: _TgiRequest) -> None:
         body = generation.body
         self._submitted = submitted
         self._sampling = body.parameters.draws

@@ -1,18 +1,28 @@
-"""Closed schemas: JSON schemas whose objects have no properties but those that they name.
+"""JSON schema: the schema of a request as llguidance gets it, closed, and with the form of JSON to write.
 
-An object without `additionalProperties` may have any others, and a small model invents them without end. Here
-they are forbidden, as by `disable_additional_properties` of vLLM. The parts that describe one object together
-(`allOf`, `$ref`, `anyOf` and its neighbours) are closed together: a part that forbids the properties of the
-others would allow no object at all.
+An object without `additionalProperties` may have any others, and a small model invents them without end. In a
+closed schema they are forbidden, as by `disable_additional_properties` of vLLM. The parts that describe one
+object together (`allOf`, `$ref`, `anyOf` and its neighbours) are closed together: a part that forbids the
+properties of the others would allow no object at all.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
+from genserve.sampling.structured_outputs import COMPACT, JsonForm
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+# Even where whitespace is free it is bounded, because small models tend to repeat it forever.
+_LOOSE_WHITESPACE = r"[ \t\n\r]{1,32}"
+# Look-around and back references, which no automaton can follow.
+_UNSUPPORTED_PATTERN = re.compile(r"\(\?<?[=!]|\\[1-9]|\\k<")
 # Keywords whose schemas describe other values than the schema that has them.
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _PARTS = ("items", "prefixItems", "additionalItems", "additionalProperties")
@@ -22,6 +32,54 @@ _CONSTRAINTS = frozenset(
     {"type", "const", "enum", "allOf", "anyOf", "oneOf", "$ref", "properties", "patternProperties"}
     | {"additionalProperties", "unevaluatedProperties", "required", "minProperties", "maxProperties"}
 )
+
+
+def guided_schema(schema: Mapping[str, Any], form: JsonForm = COMPACT) -> dict[str, Any]:
+    """Return a schema for `LLMatcher.grammar_from_json_schema`, `StructTag` or `%json` in a Lark grammar.
+
+    Its unsupported keywords are rejected, even if it asks for leniency.
+
+    Raises:
+        RecursionError: it is nested too deeply.
+    """
+    closed = closed_schema(schema) if form.disable_additional_properties else schema
+    return {**closed, "x-guidance": _options(form)}
+
+
+def lenient_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a schema as `guided_schema` does, without the unsupported keywords; the others apply.
+
+    Raises:
+        RecursionError: it is nested too deeply.
+    """
+    guided = guided_schema(_with_supported_patterns(schema))
+    return {**guided, "x-guidance": {**guided["x-guidance"], "lenient": True, "coerce_one_of": True}}
+
+
+def _with_supported_patterns(part: Any) -> Any:
+    """Return a part of a schema without the patterns that llguidance rejects even if it is lenient."""
+    if isinstance(part, list):
+        return [_with_supported_patterns(item) for item in part]
+    if not isinstance(part, Mapping):
+        return part
+    return {
+        key: _with_supported_patterns(value)
+        for key, value in part.items()
+        if not (key == "pattern" and isinstance(value, str) and _UNSUPPORTED_PATTERN.search(value))
+    }
+
+
+def _options(form: JsonForm) -> JsonCompileOptions:
+    strict: JsonCompileOptions = {"lenient": False, "coerce_one_of": False}
+    if form.whitespace_pattern:
+        return {**strict, "whitespace_pattern": form.whitespace_pattern}
+    if form.whitespace_pattern == "":
+        return {**strict, "whitespace_flexible": False}
+    if not form.disable_any_whitespace:
+        return {**strict, "whitespace_pattern": _LOOSE_WHITESPACE}
+    # As JSON of one line is mostly written. Of 200 answers of SmolLM2, 190 came to an end; without spaces 184
+    # (`benchmarks/structured_outputs.py`).
+    return {**strict, "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 @dataclass(slots=True, kw_only=True)

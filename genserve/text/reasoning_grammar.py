@@ -1,4 +1,4 @@
-"""Reasoned grammar: the grammar of an answer that may reason before."""
+"""Reasoning grammar: lets an answer reason freely before it follows another grammar."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class _State(Enum):
     AFTER = auto()
 
 
-class ReasonedGrammar:
+class ReasoningGrammar:
     """Lets an answer reason freely before it follows a grammar; implements `StructuredOutputGrammar`.
 
     Reasoning is any tokens but those that end an answer, from the token that begins it to the one that ends
