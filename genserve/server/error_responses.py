@@ -267,9 +267,9 @@ class ErrorResponses:
 
 
 def _invalid_body(error: RequestValidationError) -> InvalidRequest:
-    if error.body is None:
-        return InvalidRequest("the body is empty", remedy="send a JSON object")
     problem = error.errors()[0]
+    if error.body is None and problem["loc"][0] == "body":
+        return InvalidRequest("the body is empty", remedy="send a JSON object")
     return _invalid_field(_path(problem["loc"][1:]), problem)
 
 

@@ -335,7 +335,8 @@ def test_input_items_come_in_pages(http):
     assert [item["content"][0]["text"] for item in rest["data"]] == ["1"]
     assert not rest["has_more"]
     assert http.get(url, params={"after": "msg_none"}).json()["error"]["param"] == "after"
-    assert http.get(url, params={"limit": 0}).status_code == 400
+    rejected = http.get(url, params={"limit": 0})
+    assert (rejected.status_code, rejected.json()["error"]["param"]) == (400, "limit")
 
 
 def test_a_message_that_is_incomplete_is_continued(http):

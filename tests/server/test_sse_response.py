@@ -9,7 +9,7 @@ import pytest
 from genserve.completion import Delta, FinishReason, Usage
 from genserve.errors import ModelFailed
 from genserve.generation.delta_streams import EventLoopSink
-from genserve.server.sse_response import EventStream, event
+from genserve.server.sse_response import EventStream, _events, event
 from tests.fakes.sequences import sequence_of
 
 
@@ -79,6 +79,16 @@ async def test_queued_deltas_are_written_together_as_separate_events():
 async def test_deltas_before_an_error_are_written_before_it():
     written = await bodies([delta("a"), ModelFailed("gone")])
     assert written == [b"data: a\n\n", b"data: gone\n\n"]
+
+
+async def test_the_beginning_precedes_an_error_without_a_delta(monkeypatch):
+    # That comes after the first ping: no delta has, but the status is sent.
+    monkeypatch.setattr(Texts, "start", lambda self: b"start ")
+    sink = EventLoopSink(asyncio.get_running_loop())
+    sequence = sequence_of([1])
+    stream = sink.open(Idle(), sequence)
+    sink.deliver([(sequence, ModelFailed("gone"))])
+    assert [written async for written in _events(stream, Texts())] == [b"start data: gone\n\n"]
 
 
 @pytest.mark.parametrize(
