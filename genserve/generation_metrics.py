@@ -242,7 +242,7 @@ class GenerationMetrics:
         Args:
             tokens: generated.
             prompt_tokens: computed.
-            latencies_s: how many sequences got tokens for the first time since so many seconds.
+            latencies_s: the number of sequences by the seconds since their previous tokens.
         """
         if tokens:
             self._generation_tokens.inc(tokens)

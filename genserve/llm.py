@@ -94,7 +94,7 @@ class LLM:
         tool_choice: ToolChoice | None = None,
         **options: Unpack[SamplingOptions],
     ) -> Completion:
-        """Answer a chat; a text alone is one turn of the user.
+        """Answer a chat; a plain text is one turn of the user.
 
         With tools, the `tool_calls` of the answer are no part of its text. Tools and the choice among them
         are written as OpenAI's JSON.

@@ -105,7 +105,7 @@ class LoggedRequest:
 
     @property
     def cached_tokens(self) -> int:
-        """How many of them were in the prefix cache, not those that its own choices shared."""
+        """How many of them were found in the prefix cache; tokens that its own choices share do not count."""
         return sum(answer.num_cached_tokens for answer in self._first_answers)
 
     @property

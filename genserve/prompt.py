@@ -117,13 +117,13 @@ class Chat:
 
     Raises:
         InvalidRequest: no message, or more than MAX_CHAT_MESSAGES; both `continue_final_message` and
-            `add_generation_prompt`; two tools of one name; or a choice among tools that are not given.
+            `add_generation_prompt`; two tools with the same name; or a choice of a tool that is not there.
     """
 
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolMode = "auto"              # required: the answer consists of calls
-    allowed_tools: tuple[str, ...] = ()         # the names of those that may be called; empty: all
+    allowed_tools: tuple[str, ...] = ()         # the names of the tools that may be called; empty: all
     parallel_tool_calls: bool = True            # several calls in one answer
     add_generation_prompt: bool | None = None   # begin the assistant's turn; None: unless one is continued
     continue_final_message: bool = False        # leave the last turn open, for the model to continue
@@ -139,7 +139,7 @@ class Chat:
         names = {tool.name for tool in self.tools}
         rule = f"has {len(self.tools)} tools; the limit is {MAX_TOOLS}"
         require(len(self.tools) <= MAX_TOOLS, "tools", rule)
-        require(len(names) == len(self.tools), "tools", "has two tools of one name")
+        require(len(names) == len(self.tools), "tools", "has two tools with the same name")
         require(self.tool_choice in get_args(ToolMode), "tool_choice", "must be none, auto or required")
         require(bool(names) or self.tool_choice != "required", "tool_choice", "needs tools")
         require(names.issuperset(self.allowed_tools), "tool_choice", "names a tool that is not in tools")

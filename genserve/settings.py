@@ -132,12 +132,12 @@ class ServerSettings:
     )
     generation_config: Literal["auto", "none"] = _flag(
         "auto", _MODELS,
-        "auto: a sampling parameter that a request does not give has the default of the model's "
-        "generation_config.json, if any; none: that file is used for end-of-sequence tokens only.",
+        "auto: sampling parameters that a request leaves out default to those of the model's "
+        "generation_config.json; none: only the end-of-sequence tokens of that file are used.",
     )
     override_generation_config: str = _flag(
         "", _MODELS,
-        'JSON object with values in place of those of generation_config.json, such as {"temperature": 0.6}.',
+        'JSON object that overrides values of generation_config.json, such as {"temperature": 0.6}.',
         validate=_json_object,
     )
     load_threads: int = _flag(
@@ -232,7 +232,7 @@ class ServerSettings:
     )
     otlp_traces_endpoint: str = _flag(
         "", _CLIENTS,
-        "Send an OpenTelemetry span of each request for text to this collector: http://HOST:4317 (gRPC) or "
+        "Send an OpenTelemetry span for each text request to this collector: http://HOST:4317 (gRPC) or "
         "http://HOST:4318/v1/traces (HTTP). Needs the extra 'otel'.",
     )
     metrics_config: tuple[str, ...] = _flag(
@@ -331,7 +331,7 @@ class ServerSettings:
 
     @property
     def overriding_generation_config(self) -> dict[str, Any]:
-        """The values in place of those of generation_config.json."""
+        """The values that override generation_config.json."""
         return _json_object(self.override_generation_config)
 
     @property

@@ -155,7 +155,7 @@ class Client:
         tool_choice: ToolChoice | None = None,
         **options: Unpack[SamplingOptions],
     ) -> Completion:
-        """Answer a chat; a text alone is one turn of the user. Tools are written as OpenAI's JSON."""
+        """Answer a chat; a plain text is one turn of the user. Tools may be OpenAI's JSON."""
         chat = read_chat(messages, tools=tools, tool_choice=tool_choice)
         return self._call(api_calls.chat(chat, model=model, options=options))
 
@@ -304,7 +304,7 @@ class AsyncClient:
         tool_choice: ToolChoice | None = None,
         **options: Unpack[SamplingOptions],
     ) -> Completion:
-        """Answer a chat; a text alone is one turn of the user. Tools are written as OpenAI's JSON."""
+        """Answer a chat; a plain text is one turn of the user. Tools may be OpenAI's JSON."""
         chat = read_chat(messages, tools=tools, tool_choice=tool_choice)
         return await self._call(api_calls.chat(chat, model=model, options=options))
 

@@ -272,9 +272,9 @@ class EngineThread(RequestInbox):
 
 
 def _note_tokens(outputs: Sequence[RequestOutput], *, now_s: float) -> tuple[int, dict[float, int]]:
-    """Return how many tokens a step gave, and how many sequences had their last ones so many seconds ago.
+    """Return the number of new tokens, and the number of sequences by the seconds since their previous ones.
 
-    These are few numbers, as most sequences had their last ones at the same time.
+    These are few entries, since most sequences received their previous tokens in the same step.
     """
     num_tokens = 0
     latencies_s: defaultdict[float, int] = defaultdict(int)

@@ -228,7 +228,7 @@ def _not_finite(sequence: TokenSequence) -> GenserveError:
         return ModelFailed("the model's logits are not finite, or the logits processors leave no token")
     names = ", ".join(forbidding)
     return InvalidRequest(
-        f"the request leaves no token to sample: {names}", field=forbidding[0], remedy="forbid less"
+        f"the request leaves no token to sample: {names}", field=forbidding[0], remedy="relax one of them"
     )
 
 

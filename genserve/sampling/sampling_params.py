@@ -23,7 +23,7 @@ MAX_CACHE_SALT_CHARS = 256
 _INT_MAX = 2**31 - 1
 
 _BEAMS = "use_beam_search"
-_CHANGED: tuple[str, ...] = ("those that are not at their default",)    # of parameters that are made directly
+_CHANGED: tuple[str, ...] = ("all that are not at their default",)  # if no request has stated them
 _COUNT = Range(0, _INT_MAX, "off")
 _SHARE = Range(0, 1, "off")
 _OF_DRY = ("dry_multiplier",)
@@ -362,7 +362,7 @@ class SamplingParams(_DrawParams):
         return [name for name, row in PARAMETERS.items() if getattr(self, name) != row.default]
 
     def given(self) -> dict[str, Any]:
-        """Return the parameters that are stated or not at their default, by name, as JSON has them."""
+        """Return the parameters that are stated or not at their default, by name, as JSON values."""
         names = {*self.stated, *self.changed_names()}
         return {name: _as_json(getattr(self, name)) for name in PARAMETERS if name in names}
 
@@ -476,9 +476,9 @@ def sampling_params(
     `stop` may be one string, `top_k` -1, the ids of `logit_bias` digits, and lists None.
 
     Args:
-        options: what the request gives. Of the others, those with a default of the model get that, see
-            `with_model_defaults`.
-        defaults: those of the dialect, for what neither the request (None is not given) nor the model gives.
+        options: what the request states; None: not stated. For the others, `with_model_defaults` fills in the
+            model's defaults.
+        defaults: the dialect's defaults, for what neither the request nor the model states.
 
     Raises:
         InvalidRequest: an unknown name, with the nearest known one as the remedy, or a value out of range.

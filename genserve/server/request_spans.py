@@ -35,7 +35,7 @@ _MAX_CHARS = 256
 class RequestSpans:
     """The spans of one server; a thread sends them in batches, or drops them if the collector is silent.
 
-    A span ends by the host's clock, and began so much earlier as the steady clock says.
+    A span ends at the time of the host's clock; the monotonic clock measures its duration.
     """
 
     def __init__(self, endpoint: str) -> None:

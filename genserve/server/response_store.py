@@ -55,7 +55,7 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Stored responses by id; of too many, those that were not used for the longest time are evicted.
+    """Stored responses by id; above the limit, the least recently used ones are evicted.
 
     For one thread.
 
@@ -101,7 +101,7 @@ class ResponseStore:
         """Return a response, which is then the most recently used; raises ResponseNotFound."""
         if response_id not in self._responses:
             message = f"no response with the id {response_id[:64]!r} is stored"
-            raise ResponseNotFound(message, remedy="it was not stored, or it was evicted or deleted")
+            raise ResponseNotFound(message, remedy="send the whole conversation as input")
         self._responses.move_to_end(response_id)
         return self._responses[response_id]
 
@@ -109,7 +109,7 @@ class ResponseStore:
         """Return an item of a stored response; raises ResponseNotFound."""
         if item_id not in self._owners:
             message = f"no item with the id {item_id[:64]!r} is stored"
-            raise ResponseNotFound(message, remedy="send the item itself, or store the responses")
+            raise ResponseNotFound(message, remedy="send the item itself")
         items = self.get(self._owners[item_id]).items()
         return next(item for item in items if item["id"] == item_id)
 

@@ -13,12 +13,12 @@ from genserve.sampling.grammar_bitmask import StructuredOutputGrammar
 from genserve.text.tokenizer import Tokenizer
 
 MAX_STEPS = 512     # of a way to the end
-# Looking for the way takes some milliseconds; before that many tokens are left it would be in vain.
+# A search for the way takes milliseconds, and is pointless while more tokens than this are left.
 FIRST_LOOK = 512
-# The way is taken with so many tokens to spare: within a character it is longer by its other bytes.
+# The tokens to spare when the way is taken: within a character, it is longer by the character's other bytes.
 LAST_SPARE = 4
-# With fewer tokens to spare, or fewer than a whole call takes, nothing begins that need not be: another call,
-# item or optional property.
+# With fewer tokens to spare than this, or than a whole call takes, no optional part begins: no further call,
+# item or property.
 FEW_SPARE = 32
 
 
@@ -65,9 +65,9 @@ class JsonTokens:
 class ClosingGrammar:
     """Follows another grammar, and forces a short way to its end before the room is used up.
 
-    On this way strings end at once, and arrays and objects take no more items than they must have. So the
-    answer is complete, and may be shorter than the model wanted: `cut` says so. The way is looked for again
-    and again, after ever fewer tokens, as the end comes near. Implements `StructuredOutputGrammar`.
+    On this way strings end at once, and arrays and objects have no more items than they must. So the answer
+    is complete, and may be shorter than the model wanted: `cut` says so. The way is searched at ever shorter
+    intervals as the end comes near. Implements `StructuredOutputGrammar`.
 
     Args:
         grammar: to follow.

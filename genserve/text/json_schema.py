@@ -118,9 +118,9 @@ class _Names:
 def closed_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy with `additionalProperties: false` for each object that names its properties.
 
-    Left as they are: objects for which `additionalProperties` is given, those without `properties` and
-    `patternProperties`, those that must have more properties than have names, those that are described by a
-    reference that cannot be followed, and whatever is malformed.
+    Left as they are: objects with `additionalProperties`, objects without `properties` and
+    `patternProperties`, objects that must have more properties than are named, references that cannot be
+    followed, and malformed parts.
 
     Raises:
         RecursionError: it is nested too deeply.

@@ -20,8 +20,7 @@ class _State(Enum):
 class ReasoningGrammar:
     """Lets an answer reason freely before it follows a grammar; implements `StructuredOutputGrammar`.
 
-    Reasoning is any tokens but those that end an answer, from the token that begins it to the one that ends
-    it. It costs nothing but the mask.
+    Reasoning may have any tokens except those that end an answer. It costs nothing but the mask.
 
     Args:
         grammar: of what follows.

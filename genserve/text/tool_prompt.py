@@ -14,7 +14,7 @@ from genserve.prompt import Chat, Message, Tool
 from genserve.text.tool_formats import ToolFormat
 
 # After https://huggingface.co/HuggingFaceTB/SmolLM2-1.7B-Instruct, instructions_function_calling.md. Its
-# answer without a call, an empty list, would tell the user nothing.
+# answer without a call is an empty list, in which a user reads nothing.
 _INSTRUCTIONS = """\
 You are an expert in composing functions. You are given a question and a set of possible functions. \
 

@@ -42,7 +42,7 @@ router = APIRouter(include_in_schema=False)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _File:
-    """A file of a page, as it is sent."""
+    """A file of a page."""
 
     content: bytes
     media_type: str

@@ -204,7 +204,7 @@ class PromptFields(TolerantBody):
             InvalidRequest: the last turn calls a tool, or what `Chat` raises.
         """
         system = [_turn("system", self.system)] if self.system else []
-        turns = (turn for message in self.messages for turn in _turns(message))
+        turns = (turn for index, message in enumerate(self.messages) for turn in _turns(message, index))
         messages = _named_results([*system, *_joined(turns)])
         begun = messages[-1] if messages and messages[-1].role == "assistant" else None
         if begun is not None:
@@ -228,7 +228,7 @@ class PromptFields(TolerantBody):
         """Whether the model is to reason; None: as its template has it."""
         if self.thinking is None:
             return None
-        # An answer with a required form has no place for reasoning.
+        # The form of a structured output leaves no place for reasoning.
         return self.thinking.type != "disabled" and self.form is None
 
     def _choice(self) -> dict[str, Any]:
@@ -248,8 +248,8 @@ class PromptFields(TolerantBody):
                 return {"tool_choice": mode, "parallel_tool_calls": parallel}
 
 
-def _turns(message: MessageFields) -> Iterator[Message]:
-    """Yield the messages of a turn: results of tools are messages of their own."""
+def _turns(message: MessageFields, index: int) -> Iterator[Message]:
+    """Yield the messages of one of the turns: results of tools are messages of their own."""
     texts: list[TextBlock] = []
     thoughts: list[str] = []
     calls: list[ToolCall] = []
@@ -272,8 +272,9 @@ def _turns(message: MessageFields) -> Iterator[Message]:
                 prefix = "Error: " if block.is_error else ""
                 yield replace(result, content=prefix + result.content, tool_call_id=block.tool_use_id)
             case _:
-                problem = f"a turn of the {message.role} has a block of the type {block.type!r}"
-                raise InvalidRequest(f"messages: {problem}", field="messages")
+                problem = f"a turn of the {message.role} cannot have blocks of the type {block.type!r}"
+                field = f"messages[{index}]"
+                raise InvalidRequest(f"{field}: {problem}", field=field)
     if message.role == "assistant":
         text = "".join(block.text for block in texts)   # parts of one answer
         thought = "".join(thoughts)

@@ -155,7 +155,8 @@ class OllamaBody(TolerantBody):
         self.reject(self.unsupported)
         known = model.reasons or not model.template_variables.isdisjoint(_THINKING_VARIABLES)
         if self.think and not known:
-            raise InvalidRequest(f'"{self.model}" does not support thinking', field="think")
+            name = self.model or model.name
+            raise InvalidRequest(f'"{name}" does not support thinking', field="think")
 
     def params(self) -> SamplingParams:
         """Return the sampling parameters; raises InvalidRequest."""
@@ -181,7 +182,7 @@ class OllamaBody(TolerantBody):
         """Return the variables of the chat template."""
         if self.think is None:
             return {}
-        # An answer with a required form has no place for reasoning.
+        # The form of a structured output leaves no place for reasoning.
         values = {"enable_thinking": bool(self.think) and not self.format, "reasoning_effort": self.think}
         known = model.template_variables
         return {
@@ -259,7 +260,7 @@ class OllamaChatBody(OllamaBody):
 
 
 def _read(messages: Sequence[OllamaMessage]) -> Iterator[Message]:
-    """Yield the messages. Calls and results that have no ids, as Ollama's client sends them, get some."""
+    """Yield the messages. Ollama's client sends calls and results without ids; they receive some here."""
     open_calls: dict[str, str] = {}     # ids and names of the calls without a result
     number = itertools.count()
     for message in messages:
@@ -292,7 +293,7 @@ class OllamaGenerateBody(OllamaBody):
 
     unsupported: ClassVar[Mapping[str, str]] = {
         **OllamaBody.unsupported,
-        "suffix": "models are not trained to fill in the middle here",
+        "suffix": "send the text before the gap alone: models do not fill in the middle here",
         "template": "templates are programs, which are not accepted from clients; send the text with raw",
         "context": "send the earlier turns to /api/chat",
     }

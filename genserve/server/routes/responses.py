@@ -56,7 +56,7 @@ async def delete_response(response_id: str, services: SharedServices) -> dict[st
 
 @router.post("/responses/{response_id}/cancel")
 async def cancel_response(response_id: str, services: SharedServices) -> Response:
-    """Reject to cancel a response: this is for responses in the background, which are not supported."""
+    """Reject the request: only a response in the background can be cancelled, and none runs there."""
     services.responses.get(response_id)
     message = f"the response {response_id!r} does not run in the background"
     raise InvalidRequest(message, remedy="close the connection of a running response to cancel it")
