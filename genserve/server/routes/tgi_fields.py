@@ -102,7 +102,7 @@ class Parameters(DecodingFields):
                 "top_logprobs": self.top_n_tokens or 0,
                 "prompt_logprobs": 0 if self.decoder_input_details else None,
                 "best_of": self.best_of or 1,
-                "structured_outputs": self.form_or(self.grammar, field="parameters.grammar"),
+                "structured_outputs": self.format_or(self.grammar, field="parameters.grammar"),
             }
         )
 
