@@ -1,4 +1,4 @@
-"""Fixtures that several folders of tests share; all of them build; one patches, to save time."""
+"""Fixtures that several folders of tests share, and what holds for all tests."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from pathlib import Path
 
 import httpcore2
 import pytest
+import torch
+from httpx2._config import DEFAULT_TIMEOUT_CONFIG
+from hypothesis import HealthCheck, settings
 
 from genserve.backends.onnx_session import num_cores
 from genserve.export import export_model, pull
@@ -19,6 +22,18 @@ from tests.export import tiny_models
 from tests.support.live_server import LiveServer
 from tests.support.tiny_llama import tiny_llama_checkpoint
 from tests.support.torch_threads import torch_threads
+
+# No test judges by the clock: an example may take long on a busy machine.
+settings.register_profile("genserve", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("genserve")
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """The whole suite runs in several processes; selected tests, slow ones and those on a GPU in this one."""
+    selects = config.args_source is config.ArgsSource.ARGS or config.option.keyword
+    if selects or config.option.markexpr != "not slow" or torch.cuda.is_available():
+        return 0
+    return min(num_cores(), 4)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -41,6 +56,15 @@ def _certificates_are_read_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(httpcore2, "default_ssl_context", cached)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _clients_wait_on_a_busy_machine() -> Iterator[None]:
+    """By default httpx2 waits for 5 s; a test that hangs is ended by pytest-timeout."""
+    with pytest.MonkeyPatch.context() as patch:
+        for phase in ("connect", "read", "write", "pool"):
+            patch.setattr(DEFAULT_TIMEOUT_CONFIG, phase, 60.0)
         yield
 
 

@@ -83,9 +83,9 @@ def answers_together(llm: LLM, prompts: Sequence[str]) -> list[tuple[int, ...]]:
 
 @pytest.mark.timeout(600)
 def test_alone_each_answer_is_transformers_own(fp32, expected):
-    """Half of them; all are in the test below."""
-    alone = [fp32.generate(prompt, max_tokens=NUM_TOKENS).token_ids for prompt in PROMPTS[::2]]
-    assert alone == expected[::2]
+    """A quarter of them; all are in the test below."""
+    alone = [fp32.generate(prompt, max_tokens=NUM_TOKENS).token_ids for prompt in PROMPTS[::4]]
+    assert alone == expected[::4]
 
 
 @pytest.mark.timeout(300)

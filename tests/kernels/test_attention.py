@@ -63,7 +63,7 @@ def assert_rounded(got: NDArray[Any], want: NDArray[Any], cache_type: str) -> No
     assert (np.abs(got - want) <= np.abs(want).max(axis=-1, keepdims=True) / steps).all()
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=80, suppress_health_check=list(HealthCheck))
 @given(MODELS, SEQUENCES, st.integers(0, 2**32), st.integers(1, 3))
 def test_any_call_agrees_with_float64(
     model: Model, sequences: list[tuple[int, int]], seed: int, threads: int

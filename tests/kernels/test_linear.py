@@ -44,7 +44,7 @@ def bits(array: NDArray[np.float32]) -> NDArray[np.int32]:
     return array.view(np.int32)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(layers, st.integers(0, 40), st.booleans(), st.integers(0, 2**32))
 def test_any_layer_agrees_with_float64(
     attributes: dict[str, Any], rows: int, residual: bool, seed: int
@@ -60,7 +60,7 @@ def test_any_layer_agrees_with_float64(
         np.testing.assert_array_equal(bits(compute(layer, x, more, isa=isa)), bits(got))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.sampled_from(INTEGER_FORMATS), st.integers(1, 400), st.integers(1, 70), st.integers(0, 2**32))
 def test_products_of_integers_are_exact(weight_format: str, inputs: int, outputs: int, seed: int) -> None:
     """Integer inputs with a largest value of 127 per block have scales of one."""

@@ -11,7 +11,7 @@ from genserve.kernels.sampling_kernels import SAMPLED_ROW, SAMPLING_RULE, sample
 from tests.kernels.c_types import instruction_sets
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     st.integers(0, 5), st.integers(1, 1500), st.data(), st.sampled_from([1, 20, 10000]), st.integers(0, 2**32)
 )
@@ -101,7 +101,7 @@ def kept_and_borders(row: np.ndarray, rule: np.void) -> tuple[np.ndarray, np.nda
     return keep, cumulative / cumulative[-1], float(margin)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.integers(1, 3000), st.sampled_from([0.3, 2.0, 12.0]), st.booleans(), st.integers(0, 2**32))
 def test_draws_agree_with_float64(size: int, spread: float, whole: bool, seed: int) -> None:
     """Integers, so that many are equal, also to the k-th, and are all kept."""

@@ -186,7 +186,7 @@ def begun(*, prompt, answer, **options):
     return sequence
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(rows=st.lists(sequences(), min_size=1, max_size=5), data=st.data())
 @pytest.mark.parametrize("place", PLACES)
 def test_a_row_gets_the_same_token_with_any_neighbours_at_any_index(place, rows, data):
@@ -202,7 +202,7 @@ def test_a_row_gets_the_same_token_with_any_neighbours_at_any_index(place, rows,
             assert found.logprob.logprob == pytest.approx(alone[i].logprob.logprob, abs=1e-5)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(rows=st.lists(sequences(), min_size=1, max_size=3))
 def test_numpy_and_torch_sample_the_same_tokens(rows):
     logits = np.random.default_rng(len(rows)).standard_normal((len(rows), 60)).astype(np.float32) * 2

@@ -107,8 +107,7 @@ def rejections(server: LiveServer, model: str, reason: str) -> float:
     return registry.get_sample_value("genserve_admission_rejections_total", labels) or 0
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("does", ODD)
+@pytest.mark.parametrize(("does", "stream"), [*((does, False) for does in ODD), ("fail", True)])
 def test_errors_of_a_chat_template_hide_the_servers_internals(
     neighbours: LiveServer, caplog: pytest.LogCaptureFixture, does: str, stream: bool
 ) -> None:

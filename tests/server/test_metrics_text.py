@@ -7,7 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import Gauge, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -29,7 +29,6 @@ def samples_of(text: str) -> dict[tuple[str, tuple], float]:
     }
 
 
-@settings(deadline=None)
 @given(st.dictionaries(MODELS, VALUES, max_size=3), MODELS)
 def test_the_text_means_what_that_of_prometheus_client_means(values, documentation):
     metrics = Metrics()

@@ -208,9 +208,9 @@ def over_http(url: str, names: list[str], responses: Responses) -> None:
                 ask(f"/v2/models/{name}/{path}", {"X": [1, 2, 3]})
                 ask(f"/v2/models/{name}/{path}", {"text_input": "hi", "temperature": 1.0})
             ask(f"/v2/repository/models/{name}/load", {})
+        for name in ("tiny", "a", "raises", "unknown"):
             ask(f"/v2/repository/models/{name}/load", {"parameters": {"config": '{"backend": 7}'}})
             ask(f"/v2/repository/models/{name}/load", {"parameters": upload})
-        for name in ("tiny", "a", "raises", "unknown"):
             for stream in (False, True):
                 for options in (
                     {"temperature": 0}, {"temperature": 1}, {"logits_processors": [{"name": "opens"}]},

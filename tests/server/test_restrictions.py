@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+
 import grpc
 import httpx2
 import pytest
@@ -41,52 +45,75 @@ CALLS = {
 OPEN = ["GET /metrics", "GET /docs"]
 
 
+METADATA_OF = "triton-grpc-protocol-"
+
+
+def key_of(part: str) -> dict[str, str]:
+    return {f"key-{part}": f"secret-{part}"}
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("restricted")
+    write_model(root, "one")
+    return root
+
+
+@pytest.fixture(scope="module")
+def server(repository: Path) -> Iterator[LiveServer]:
+    """Every part needs a header of its own."""
+    words = [f"{part}:Key-{part}=secret-{part}" for part in PARTS]
+    with LiveServer(repository, http_restricted_api=words, grpc_restricted_protocol=words) as server:
+        yield server
+
+
 @pytest.mark.parametrize("part", PARTS)
-def test_only_restricted_parts_of_http_need_the_header(tmp_path, part):
-    write_model(tmp_path, "one")
-    words = (f"{part}:Admin-Key=secret",)
-    with (
-        LiveServer(tmp_path, http_restricted_api=words) as server,
-        httpx2.Client(base_url=server.url) as http,
-    ):
-        for other, routes in {**PARTS, "": OPEN}.items():
-            for method, path in map(str.split, routes):
-                rejected = http.request(method, path)
-                assert (rejected.status_code == 403) == (other == part), (method, path)
-                assert http.request(method, path, headers={"admin-key": "secret"}).status_code != 403
-                if other == part:
-                    assert "This API is restricted, expecting header 'admin-key'" in rejected.text
-                    assert http.request(method, path, headers={"admin-key": "secre"}).status_code == 403
+def test_a_restricted_part_of_http_needs_its_header(server: LiveServer, part: str) -> None:
+    others = {name: value for other in PARTS if other != part for name, value in key_of(other).items()}
+    with httpx2.Client(base_url=server.url) as http:
+        for method, path in map(str.split, PARTS[part]):
+            rejected = http.request(method, path, headers=others)
+            assert rejected.status_code == 403, path
+            assert f"This API is restricted, expecting header 'key-{part}'" in rejected.text
+            wrong = {f"key-{part}": f"secret-{part[:-1]}"}
+            assert http.request(method, path, headers=wrong).status_code == 403, path
+            assert http.request(method, path, headers=key_of(part)).status_code != 403, path
 
 
 @pytest.mark.parametrize("part", CALLS)
-def test_only_restricted_parts_of_grpc_need_the_metadata(tmp_path, part):
-    write_model(tmp_path, "one")
+def test_a_restricted_part_of_grpc_needs_its_metadata(server: LiveServer, part: str) -> None:
+    others = {
+        METADATA_OF + name: value for other in PARTS if other != part for name, value in key_of(other).items()
+    }
+    with client.InferenceServerClient(server.grpc_url) as triton:
+        for call in CALLS[part]:
+            getattr(triton, call)(headers={METADATA_OF + name: key for name, key in key_of(part).items()})
+            with pytest.raises(client.InferenceServerException) as raised:
+                getattr(triton, call)(headers=others)
+            assert raised.value.status() == "StatusCode.UNAVAILABLE"
+            assert raised.value.message() == (
+                f"This protocol is restricted, expecting header '{METADATA_OF}key-{part}'"
+            )
+
+
+def test_parts_without_a_restriction_need_no_header(repository: Path) -> None:
+    words = ("trace:admin-key=secret",)
     with (
-        LiveServer(tmp_path, grpc_restricted_protocol=(f"{part}:admin-key=secret",)) as server,
+        LiveServer(repository, http_restricted_api=words, grpc_restricted_protocol=words) as server,
+        httpx2.Client(base_url=server.url) as http,
         client.InferenceServerClient(server.grpc_url) as triton,
     ):
-        for other, calls in CALLS.items():
+        for part, routes in {**PARTS, "": OPEN}.items():
+            for method, path in map(str.split, routes):
+                assert (http.request(method, path).status_code == 403) == (part == "trace"), path
+        for part, calls in CALLS.items():
             for call in calls:
-                getattr(triton, call)(headers={"triton-grpc-protocol-admin-key": "secret"})
-                if other != part:
+                with pytest.raises(client.InferenceServerException) if part == "trace" else nullcontext():
                     getattr(triton, call)()
-                    continue
-                with pytest.raises(client.InferenceServerException) as raised:
-                    getattr(triton, call)()
-                assert raised.value.status() == "StatusCode.UNAVAILABLE"
-                assert raised.value.message() == (
-                    "This protocol is restricted, expecting header 'triton-grpc-protocol-admin-key'"
-                )
 
 
-def test_restricted_calls_and_streams_of_grpc_are_rejected(tmp_path):
-    write_model(tmp_path, "one")
-    words = ("inference,health,model-config:key=secret",)
-    with (
-        LiveServer(tmp_path, grpc_restricted_protocol=words) as server,
-        grpc.insecure_channel(server.grpc_url) as channel,
-    ):
+def test_restricted_calls_and_streams_of_grpc_are_rejected(server: LiveServer) -> None:
+    with grpc.insecure_channel(server.grpc_url) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         stub = client.service_pb2_grpc.GRPCInferenceServiceStub(channel)
         for rejected in (
@@ -100,13 +127,8 @@ def test_restricted_calls_and_streams_of_grpc_are_rejected(tmp_path):
                 rejected()
 
 
-def test_every_route_of_kserve_belongs_to_a_part(tmp_path):
-    write_model(tmp_path, "one")
-    every = (f"{','.join(PARTS)}:key=secret",)
-    with (
-        LiveServer(tmp_path, http_restricted_api=every) as server,
-        httpx2.Client(base_url=server.url) as http,
-    ):
+def test_every_route_of_kserve_belongs_to_a_part(server: LiveServer) -> None:
+    with httpx2.Client(base_url=server.url) as http:
         for route in route_table():
             path = route.path.partition("[")[0].replace("{model}", "one")
             if route.path.startswith("/v2/repository"):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, models, processors
 from tokenizers import Tokenizer as Backend
@@ -105,7 +105,6 @@ def test_a_chat_is_encoded_as_by_transformers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(deadline=None)
 @given(words=st.lists(st.sampled_from([*SPECIAL_TOKENS, "<s>", "</s>", "<|im_", "start|>", " ", "s>", "<"])))
 def test_no_text_in_a_message_becomes_a_special_token(family: Any, words: list[str]) -> None:
     _, tokenizer = family_tokenizer(family, "{% for m in messages %}{{ m.content }}{% endfor %}")
@@ -114,7 +113,6 @@ def test_no_text_in_a_message_becomes_a_special_token(family: Any, words: list[s
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family is not unigram])
-@settings(deadline=None)
 @given(words=st.lists(st.sampled_from([*SPECIAL_TOKENS, "<s>", "</s>", "a", " b", " ", "s>", "ab a"])))
 def test_the_name_of_a_special_token_is_encoded_as_text(family: Any, words: list[str]) -> None:
     backend, tokenizer = family_tokenizer(family, "{{ messages[0].content }}")
