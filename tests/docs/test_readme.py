@@ -9,7 +9,18 @@ from pathlib import Path
 import pytest
 
 from genserve import LLM
-from genserve.server.routes import openai, tgi
+from genserve.server.routes import (
+    bundled_pages,
+    docs_page,
+    health,
+    messages,
+    ollama,
+    openai,
+    openai_completions,
+    responses,
+    tgi,
+    tokenize,
+)
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
@@ -38,7 +49,10 @@ def test_the_decoding_loop_answers_as_greedy_does(tiny_repository, tmp_path):
 
 
 def test_the_routes_that_it_names_are_there():
-    routes = {route.path for router in (openai.router, tgi.router) for route in router.routes}
-    for path in ("/v1/chat/completions", "/v1/models", "/generate", "/generate_stream", "/", "/info"):
-        assert f"`{path}`" in README
-        assert path in routes
+    dialects = (messages, ollama, openai, openai_completions, responses, tgi, tokenize)
+    modules = (bundled_pages, docs_page, health, *dialects)
+    routes = {route.path for module in modules for route in module.router.routes}
+    [clients] = re.findall(r"## Clients\n(.*?)\n## ", README, flags=re.DOTALL)
+    named = {path for path in re.findall(r"`(/[^`]*)`", clients) if not path.startswith("/v2/")}
+    assert len(named) > 20
+    assert named <= routes
