@@ -14,8 +14,9 @@ from typing import Any
 
 from genserve.errors import GenserveError, InvalidRequest
 
-# Of the bookkeeping of one response: keys, ids of items, objects.
+# Of the bookkeeping of one response, and of the id of one item.
 _OVERHEAD_BYTES = 1024
+_ID_BYTES = 128
 
 
 class ResponseNotFound(GenserveError):
@@ -47,7 +48,8 @@ class StoredResponse:
     @property
     def num_bytes(self) -> int:
         """What the response counts towards the limit."""
-        return len(self.body) + len(self.inputs) + _OVERHEAD_BYTES
+        overhead = _OVERHEAD_BYTES + _ID_BYTES * len(self.item_ids)
+        return len(self.body) + len(self.inputs) + overhead
 
     def items(self) -> list[dict[str, Any]]:
         """Return the conversation up to here: all input items, and the output items."""

@@ -87,7 +87,7 @@ class ToolFunction(TolerantBody):
         default=None, description="A JSON schema of its arguments; none: it takes no arguments."
     )
     strict: bool | None = Field(
-        default=None, description="Without effect: arguments always match the schema."
+        default=None, description="Without effect: arguments are held to the schema in any case."
     )
 
 

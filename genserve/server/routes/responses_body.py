@@ -63,7 +63,7 @@ class ResponseTool(TolerantBody):
         default=None, description="A JSON schema of its arguments; none: it takes no arguments."
     )
     strict: bool | None = Field(
-        default=None, description="Without effect: arguments always match the schema."
+        default=None, description="Without effect: arguments are held to the schema in any case."
     )
 
     def read(self, place: str) -> Tool:
