@@ -25,7 +25,7 @@ isWide.addEventListener("change", () => {
   sidebarOpen.value = isWide.matches; // a narrow page is covered by its panels
   settingsOpen.value &&= isWide.matches;
 });
-/** A short message that goes away by itself, with what undoes what it tells. */
+/** A short message that disappears by itself, and how to undo what it reports. */
 export const notice = signal<{ text: string; undo?: () => void } | null>(null);
 
 export const models = signal<Model[]>([]);
@@ -173,7 +173,7 @@ function save(edited: Conversation): void {
 export function flush(): void {
   for (const one of pending.values()) {
     storage.saveConversation(one).catch(() => {
-      notice.value = { text: "The browser could not keep this conversation: export it if you need it." };
+      notice.value = { text: "The browser could not save this conversation: export it to keep it." };
     });
   }
   pending.clear();

@@ -4,7 +4,7 @@ import { readMetrics, Values } from "./metrics";
 
 /** The key of the sum of all models that generate text. */
 export const ALL = "";
-/** Rates and percentiles are of so many seconds. */
+/** The seconds over which rates and percentiles are computed. */
 export const WINDOW_S = 10;
 const KEPT_S = 3600;
 

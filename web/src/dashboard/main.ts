@@ -132,7 +132,7 @@ async function run(): Promise<void> {
 
 let timer = 0;
 
-/** Ask now, and then again and again. */
+/** Read the metrics now, and from then on at regular intervals. */
 async function start(): Promise<void> {
   clearTimeout(timer);
   await run();

@@ -82,7 +82,7 @@ export const PANELS: Panel[] = [
   },
   {
     title: "Requests",
-    note: "Requests that run, and that wait to be scheduled",
+    note: "Requests that run, and requests that wait to be scheduled",
     unit: "count",
     needs: "genserve_num_requests_running",
     lines: [
@@ -99,7 +99,7 @@ export const PANELS: Panel[] = [
   },
   {
     title: "Time between tokens",
-    note: "From one step that gave a request tokens to the next",
+    note: "From one step with new tokens for a request to the next",
     unit: "seconds",
     needs: "genserve_inter_token_latency_seconds_count",
     lines: percentiles("genserve_inter_token_latency_seconds"),
@@ -120,7 +120,7 @@ export const PANELS: Panel[] = [
   },
   {
     title: "Batch",
-    note: "Mean tokens of a step, those of prompts included",
+    note: "Mean number of tokens in a step, prompt tokens included",
     unit: "count",
     needs: "genserve_iteration_tokens_count",
     lines: [
@@ -132,7 +132,7 @@ export const PANELS: Panel[] = [
   },
   {
     title: "KV cache",
-    note: "Share that running requests hold; of all models, the fullest",
+    note: "Share held by running requests; for all models, that of the fullest cache",
     unit: "share",
     needs: "genserve_kv_cache_usage_perc",
     lines: [{ label: "in use", measure: gauge("genserve_kv_cache_usage_perc"), isGauge: true }],
@@ -151,7 +151,7 @@ export const PANELS: Panel[] = [
   },
   {
     title: "Ended requests",
-    note: "By how they ended; rejected: with status 429",
+    note: "By their ending; rejected: with status 429",
     unit: "per second",
     needs: "genserve_requests_total",
     lines: [
@@ -225,7 +225,7 @@ export const INFERENCE_PANELS: Panel[] = [
   },
   {
     title: "Batch",
-    note: "Mean inferences of an execution",
+    note: "Mean number of inferences in an execution",
     unit: "count",
     needs: `${NV}exec_count`,
     lines: [{ label: "per execution", measure: ratio([`${NV}count`], `${NV}exec_count`) }],

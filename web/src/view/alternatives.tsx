@@ -91,7 +91,7 @@ function Alternative({ name, logprob, effect, sampledAs, onChoose }: Alternative
   const isSampled = sampledAs !== undefined;
   const title = isSampled
     ? "The token of this answer"
-    : effect || "No answer can go on from it: it has no text";
+    : effect || "An answer cannot continue from it: it has no text";
   return (
     <button
       type="button"

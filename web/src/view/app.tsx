@@ -179,30 +179,30 @@ function Problem() {
   );
 }
 
-/** Tells readers of screens when an answer begins and ends. */
+/** Announces the beginning and the end of an answer to screen readers. */
 function Progress() {
   const last = shown.value.at(-1);
   const ended = last?.role === "assistant" ? "The answer is complete." : "";
-  return <output class="only-spoken">{isBusy.value ? "The model answers." : ended}</output>;
+  return <output class="only-spoken">{isBusy.value ? "The model is answering." : ended}</output>;
 }
 
 const NOTICE_MS = 5000;
 
 function Notice() {
-  const told = notice.value;
+  const shownNotice = notice.value;
   useEffect(() => {
-    if (!told) return;
+    if (!shownNotice) return;
     const timer = setTimeout(() => (notice.value = null), NOTICE_MS);
     return () => clearTimeout(timer);
-  }, [told]);
+  }, [shownNotice]);
   const undo = () => {
-    told?.undo?.();
+    shownNotice?.undo?.();
     notice.value = null;
   };
   return (
     <div class="notice" role="status">
-      {told?.text}
-      {told?.undo && (
+      {shownNotice?.text}
+      {shownNotice?.undo && (
         <button type="button" onClick={undo}>
           Undo
         </button>

@@ -123,7 +123,7 @@ function RawRequest() {
         ))}
       </div>
       <Code text={text} language={language === "curl" ? "bash" : "python"} />
-      <p class="faint">With the settings as they are now.</p>
+      <p class="faint">It has the current settings.</p>
     </Dialog>
   );
 }
@@ -133,7 +133,7 @@ function Deletion() {
   const title = summaries.value.find((summary) => summary.id === id)?.title;
   return (
     <Dialog title="Delete the conversation?" onClose={close}>
-      <p>“{title}” will be gone from this browser.</p>
+      <p>“{title}” will be deleted from this browser.</p>
       <div class="buttons">
         <button type="button" onClick={close}>
           Keep

@@ -41,7 +41,7 @@ export function MessageView({ message, isLast }: MessageProps) {
   );
 }
 
-const LABELS = { user: "You", assistant: "Assistant", tool: "Result of a tool" };
+const LABELS = { user: "You", assistant: "Assistant", tool: "Tool result" };
 
 interface AnswerProps extends MessageProps {
   isWriting: boolean;
@@ -61,7 +61,7 @@ function Answer({ message, isWriting, isLast }: AnswerProps) {
         </>
       )}
       {showsProbabilities.value && !tokens?.length && !isEmpty && !isWriting && (
-        <p class="faint">This answer was written without token probabilities.</p>
+        <p class="faint">This answer has no token probabilities: it was generated without them.</p>
       )}
       {toolCalls && toolCalls.length > 0 && (
         <ToolCalls calls={toolCalls} isPending={isLast && !isWriting && !error} />

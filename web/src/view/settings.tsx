@@ -189,7 +189,7 @@ function Page() {
             type="password"
             autocomplete="off"
             value={apiKey.value}
-            placeholder="The server may need none"
+            placeholder="if the server has one"
             onChange={(event) => {
               apiKey.value = event.currentTarget.value.trim();
               connect();
