@@ -334,13 +334,13 @@ class ServerSettings:
         """The values that override generation_config.json."""
         return _json_object(self.override_generation_config)
 
-    @property
-    def grpc_channel_arguments(self) -> tuple[tuple[str, int], ...]:
-        """The arguments of the server's gRPC channels, except those at gRPC's default."""
-        flags = ((setting.name, setting.metadata.get("flag")) for setting in fields(self))
-        values = ((flag.grpc_argument, getattr(self, name)) for name, flag in flags if flag)
-        return tuple(
-            (argument, _COMPRESSION_LEVELS.index(value) if isinstance(value, str) else int(value))
-            for argument, value in values
-            if argument and value not in ("none", None) and value is not False
-        )
+
+def grpc_channel_arguments(settings: ServerSettings) -> tuple[tuple[str, int], ...]:
+    """Return the arguments of the server's gRPC channels, except those at gRPC's default."""
+    flags = ((setting.name, setting.metadata.get("flag")) for setting in fields(settings))
+    values = ((flag.grpc_argument, getattr(settings, name)) for name, flag in flags if flag)
+    return tuple(
+        (argument, _COMPRESSION_LEVELS.index(value) if isinstance(value, str) else int(value))
+        for argument, value in values
+        if argument and value not in ("none", None) and value is not False
+    )

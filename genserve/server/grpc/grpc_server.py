@@ -19,6 +19,7 @@ from genserve.server.grpc.inference_service import InferenceService
 from genserve.server.grpc.rpc_method import log_call, status_code
 from genserve.server.services import Services
 from genserve.server.tls import grpc_credentials
+from genserve.settings import grpc_channel_arguments
 
 _OPEN = "/grpc.health.v1.Health/"
 _PARTS = {
@@ -54,7 +55,7 @@ class GrpcServer:
             options=(
                 *_OPTIONS,
                 ("grpc.so_reuseport", int(settings.reuse_grpc_port)),   # 0: fail if the port is taken
-                *settings.grpc_channel_arguments,
+                *grpc_channel_arguments(settings),
             ),
             interceptors=interceptors,
         )
