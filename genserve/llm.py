@@ -178,7 +178,7 @@ class LLM:
         return completion
 
     def _stream(self, sequence: TokenSequence, prompt: Prompt, params: SamplingParams) -> Stream:
-        parser = self._model.message_parser(prompt, params, begun=sequence.begins_thought)
+        parser = self._model.message_parser(prompt, params, begun=sequence.begins_reasoning)
         tools = None if parser is None else parser.without_reasoning()
         try:
             return Stream(_EngineDeltas(DeltaStream(self._model.engine, sequence), tools))

@@ -255,7 +255,7 @@ class TokenSequence(Request):
         started_s: when its first step began, by the engine's clock; None: not yet.
         first_token_s: when its first token was sampled; likewise.
         last_token_s: when its last token so far was sampled; likewise.
-        begins_thought: whether the prompt ends within a thought, which the answer continues.
+        begins_reasoning: whether the prompt ends within reasoning, which the answer continues.
         finish_reason: None while it runs.
         stop_reason: the stop string, token id or rule that ended it, if any.
         plugins: of the decoder stage.
@@ -271,7 +271,7 @@ class TokenSequence(Request):
         "_stop_token_ids",
         "_text",
         "_vocab_size",
-        "begins_thought",
+        "begins_reasoning",
         "deadline_s",
         "finish_reason",
         "first_token_s",
@@ -298,7 +298,7 @@ class TokenSequence(Request):
         plugins: SequencePlugins | None = None,
         deadline_s: float | None = None,
         grammar: StructuredOutputGrammar | None = None,
-        begins_thought: bool = False,
+        begins_reasoning: bool = False,
     ) -> None:
         super().__init__(prompt_token_ids, cache_salt=params.cache_salt, priority=params.priority)
         self.params = params
@@ -308,7 +308,7 @@ class TokenSequence(Request):
         self.started_s: float | None = None
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
-        self.begins_thought = begins_thought
+        self.begins_reasoning = begins_reasoning
         self.plugins = plugins or SequencePlugins()
         self.search: SequenceSearch | None = None
         self._eos_token_ids: frozenset[int] = frozenset() if params.ignore_eos else eos_token_ids

@@ -177,9 +177,9 @@ def _replace(row: LogitsArray, processed: Any, *, name: str) -> None:
 
 
 class ThinkingBudget:
-    """Forces the end tag of a thought once its budget is used up; a `LogitsProcessor` of one token sequence.
+    """Forces the end tag of reasoning once the budget is used up; a `LogitsProcessor` of one token sequence.
 
-    Each thought of an answer has the whole budget.
+    If an answer reasons several times, each time has the whole budget.
     """
 
     hook = "post_penalty"   # behind all rules of the request, so none of them can forbid the end tag
@@ -189,14 +189,14 @@ class ThinkingBudget:
     ) -> None:
         """Start before the first token.
 
-        The budget `num_tokens` is 0 or more; the ids are those of the tags around a thought. `begun`: the
-        prompt ends within a thought, whose tokens there do not use up the budget.
+        The budget `num_tokens` is 0 or more; the ids are those of the tags around reasoning. `begun`: the
+        prompt ends within reasoning, whose tokens there do not use up the budget.
         """
         self._num_tokens = num_tokens
         self._start_id = start_id
         self._end_id = end_id
         self._num_read = num_prompt_tokens
-        # Index of the first token of the current thought, behind its tag.
+        # Index of the first token of the current reasoning, behind its tag.
         self._thought_start = num_prompt_tokens if begun else None
 
     def __call__(self, token_ids: Sequence[int], logits: LogitsArray) -> None:

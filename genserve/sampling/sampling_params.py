@@ -295,7 +295,7 @@ class SamplingParams(_DrawParams):
         default=1, range=Range(1, 1024),
     )
     thinking_token_budget: int | None = _text(
-        "after this number of tokens, a thought is ended (models with `<think>` and `</think>`)",
+        "after this number of tokens, reasoning is ended (models with `<think>` and `</think>`)",
         default=None, range=Range(0, _INT_MAX), excludes=(_BEAMS, "structured_outputs"),
     )
     logits_processors: tuple[PluginCall, ...] = _text(

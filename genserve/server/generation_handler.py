@@ -41,11 +41,11 @@ class SubmittedRequest:
     prompts: tuple[tuple[int, ...], ...]    # token ids, by prompt
     seeds: tuple[int, ...]                  # by choice
     params: SamplingParams                  # with the model's defaults
-    begins_thought: bool                    # the first prompt ends in an open thought
+    begins_reasoning: bool                  # the first prompt ends within reasoning
 
     def message_parser(self) -> MessageParser | None:
         """Return a parser of one answer; None: all of the text is content."""
-        return self.model.message_parser(self.prompt, self.params, begun=self.begins_thought)
+        return self.model.message_parser(self.prompt, self.params, begun=self.begins_reasoning)
 
 
 class GenerationBody(Protocol):
@@ -180,7 +180,7 @@ async def submit(
         prompts=prompt_ids,
         seeds=tuple(sequence.seed for sequence in sequences),
         params=sequences[0].params,
-        begins_thought=sequences[0].begins_thought,
+        begins_reasoning=sequences[0].begins_reasoning,
     )
 
 

@@ -1,4 +1,4 @@
-"""Reasoning parser: splits an answer that begins with a thought into reasoning and content."""
+"""Reasoning parser: splits an answer into the reasoning at its beginning and its content."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ THINKING_TAGS = START, END = ("<think>", "</think>")
 
 
 class _State(Enum):
-    BEFORE = auto()     # a thought may begin
+    BEFORE = auto()     # reasoning may begin
     INSIDE = auto()
     AFTER = auto()
 
@@ -24,7 +24,7 @@ class ReasoningParser:
     is the text after them. A text without a tag at its beginning is all content, including later tags.
 
     Args:
-        begun: the prompt ends with the tag that begins the thought.
+        begun: the prompt ends with the tag that begins reasoning.
         tag_ids: of the tokens of both tags.
     """
 

@@ -178,13 +178,13 @@ class Tokenizer:
             return text.replace(START, broken) + _END_OF_MESSAGE
 
         def mark(message: Message) -> Message:
-            thought = message.reasoning_content and marked_text(message.reasoning_content)
+            reasoning = message.reasoning_content and marked_text(message.reasoning_content)
             calls = (
                 replace(call, arguments=json.dumps(map_strings(call.parsed_arguments(), marked_text)))
                 for call in message.tool_calls
             )
             content = marked_text(message.content)
-            return replace(message, content=content, reasoning_content=thought, tool_calls=tuple(calls))
+            return replace(message, content=content, reasoning_content=reasoning, tool_calls=tuple(calls))
 
         *before, last = chat.messages
         if chat.continue_final_message and last.role == "assistant":

@@ -46,7 +46,7 @@ class ReasoningTokens:
 
         Args:
             params: of the request.
-            begun: whether the prompt begins the reasoning, see `TokenSequence.begins_thought`.
+            begun: whether the prompt begins the reasoning, see `TokenSequence.begins_reasoning`.
         """
         if self._start_id is None or self._end_id is None or self._tokenizer.is_silent(self._end_id):
             return None
@@ -159,7 +159,7 @@ class InputProcessor:
             vocab_size=self._logits.vocab_size,
             tokenized=self._tokenized(params),
             deadline_s=self._deadline_s(params, arrived_s),
-            begins_thought=begun,
+            begins_reasoning=begun,
         )
         room = min(params.max_tokens or max_length, max_length - len(token_ids))
         grammar = self._grammar_of(prompt, params, begun=begun, room=room)

@@ -138,7 +138,7 @@ class TextModel:
         Args:
             prompt: of the request; a chat may have tools.
             params: of the request.
-            begun: whether the prompt begins the reasoning, see `TokenSequence.begins_thought`.
+            begun: whether the prompt begins the reasoning, see `TokenSequence.begins_reasoning`.
         """
         return self._inputs.message_parser(prompt, params, begun=begun)
 

@@ -225,7 +225,7 @@ def test_a_prompt_truncated_at_its_end_begins_no_reasoning(ending):
     begun = {
         side: ending.model.prepare(
             prompt, sampling_params({"truncate_prompt_tokens": 60, "truncation_side": side, "max_tokens": 1})
-        ).begins_thought
+        ).begins_reasoning
         for side in ("left", "right")
     }
     assert begun == {"left": True, "right": False}
@@ -234,5 +234,5 @@ def test_a_prompt_truncated_at_its_end_begins_no_reasoning(ending):
 def test_a_thinking_budget_ignores_reasoning_in_the_users_text(ending):
     prompt = Chat(messages=(Message(role="user", content="<think>"),))
     params = sampling_params({"thinking_token_budget": 0, "max_tokens": 8})
-    assert not ending.model.prepare(prompt, params).begins_thought
-    assert ending.model.prepare("<think>", params).begins_thought, "a plain prompt may begin reasoning"
+    assert not ending.model.prepare(prompt, params).begins_reasoning
+    assert ending.model.prepare("<think>", params).begins_reasoning, "a plain prompt may begin reasoning"

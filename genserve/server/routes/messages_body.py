@@ -251,14 +251,14 @@ class PromptFields(TolerantBody):
 def _turns(message: MessageFields, index: int) -> Iterator[Message]:
     """Yield the messages of one of the turns: results of tools are messages of their own."""
     texts: list[TextBlock] = []
-    thoughts: list[str] = []
+    reasoning: list[str] = []
     calls: list[ToolCall] = []
     for block in message.content:
         match block:
             case TextBlock():
                 texts.append(block)
             case ThinkingBlock() if message.role == "assistant":
-                thoughts.append(block.thinking)
+                reasoning.append(block.thinking)
             case ToolUseBlock() if message.role == "assistant":
                 written = json.dumps(block.input, ensure_ascii=False)
                 calls.append(ToolCall(id=block.id, name=block.name, arguments=written))
@@ -277,8 +277,10 @@ def _turns(message: MessageFields, index: int) -> Iterator[Message]:
                 raise InvalidRequest(f"{field}: {problem}", field=field)
     if message.role == "assistant":
         text = "".join(block.text for block in texts)   # parts of one answer
-        thought = "".join(thoughts)
-        yield Message(role="assistant", content=text, reasoning_content=thought, tool_calls=tuple(calls))
+        thinking = "".join(reasoning)
+        yield Message(
+            role="assistant", content=text, reasoning_content=thinking, tool_calls=tuple(calls)
+        )
     elif texts:
         yield _turn(message.role, texts)
 
