@@ -80,7 +80,7 @@ def handoff(api):
 
 
 def register(api):
-    row(f"{api}: text")(lambda: text(api))
+    row(f"{api}: text", text_errors=BEHAVIOUR)(lambda: text(api))   # it may not end within its limit
     row(f"{api}: tool", text_errors=BEHAVIOUR)(lambda: tool(api))
     row(f"{api}: tool, streamed", text_errors=BEHAVIOUR)(lambda: streamed(api))
     row(f"{api}: output type", text_errors=BEHAVIOUR)(lambda: typed(api))
