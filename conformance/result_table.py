@@ -79,11 +79,11 @@ def from_json(text: str) -> list[Result]:
 
 
 def as_markdown(table: Sequence[Result]) -> str:
-    """Return the table in Markdown."""
-    head = "| client | row | default model | scripted model | seconds | detail |\n"
+    """Return the table in Markdown; the details are those of rows that fail."""
+    head = "| client | row | default model | scripted model | seconds | problem |\n"
     lines = [
         f"| {_client(result)} | {result.row} | {_WORDS[result.default]} | {_WORDS[result.scripted]} "
-        f"| {result.seconds:.1f} | {_short(result.detail).replace('|', chr(92) + '|')} |"
+        f"| {result.seconds:.1f} | {_problem(result)} |"
         for result in table
     ]
     return head + "| --- | --- | --- | --- | ---: | --- |\n" + "\n".join(lines) + "\n"
@@ -104,6 +104,10 @@ def as_text(table: Sequence[Result]) -> str:
 
 def _client(result: Result) -> str:
     return f"{result.client} {result.version}".strip()
+
+
+def _problem(result: Result) -> str:
+    return "" if result.works else f"`{_short(result.detail).replace('`', ' ').replace('|', '/')}`"
 
 
 def _short(detail: str) -> str:

@@ -87,10 +87,10 @@ def test_the_table_is_read_back():
     assert from_json(as_json(table, genserve="0.1.0")) == table
 
 
-def test_the_table_in_markdown_escapes_bars():
-    row = Row(name="a", outcome="ok", detail="x|y", seconds=0.25)
+def test_the_table_in_markdown_shows_problems_as_code():
+    row = Row(name="a", outcome="failed", detail="x|`y`", seconds=0.25)
     [result] = results("client", "1.0", {"default": [row]})
-    assert as_markdown([result]).splitlines()[-1] == "| client 1.0 | a | works | - | 0.2 | x\\|y |"
+    assert as_markdown([result]).splitlines()[-1] == "| client 1.0 | a | FAILS | - | 0.2 | `x/ y ` |"
 
 
 def test_every_client_has_a_program_and_pins_its_packages():
