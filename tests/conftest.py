@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import ssl
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -34,6 +34,15 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     if selects or config.option.markexpr != "not slow" or torch.cuda.is_available():
         return 0
     return min(num_cores(), 4)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Escape half a surrogate pair in the captured output, which cannot be sent to another process."""
+    report = yield
+    escaped = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
+    report.sections = escaped
+    return report
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -55,7 +55,7 @@ class ToolGrammar:
             choices += ["@text"]
         elif not self.must_call:
             choices += ["TEXT"]
-            yield from self._text_rules(contains_mark=marks_by_token)
+            yield from self._text_rules()
         if self.tools:
             if self.must_call or has_structure:
                 choices += [f"{_written(mark)} calls"]
@@ -70,12 +70,10 @@ class ToolGrammar:
         newlines = r"/\n{1,4}/? " if fixed and self.after_reasoning else ""
         yield f"start: {newlines}({' | '.join(choices)})"
 
-    def _text_rules(self, *, contains_mark: bool) -> Iterator[str]:
-        """Yield the free text, in which no call begins; one that begins by its mark is not among `tools`."""
-        excluded = []
-        if not contains_mark:
-            excluded += ["~WITH_MARK"]
-            yield f"WITH_MARK: {_ANYTHING} {json.dumps(self.tool_format.begin)} {_ANYTHING}"
+    def _text_rules(self) -> Iterator[str]:
+        """Yield the free text, in which no call begins; a mark that is a token is not spelled out either."""
+        excluded = ["~WITH_MARK"]
+        yield f"WITH_MARK: {_ANYTHING} {json.dumps(self.tool_format.begin)} {_ANYTHING}"
         if self.tool_format.begin_is_optional and self.tools:
             names = " | ".join(json.dumps(f'"{tool.name}"') for tool in self.tools.values())
             excluded += ["~BARE_CALL"]

@@ -135,6 +135,9 @@ def test_a_mark_may_be_a_token_that_is_not_special_as_qwens(must_call):
     assert accepts(grammars.compile_tools(wanted, text=None), tokenizer, calls)
     wrong = TOOL_FORMATS["hermes"].written([("now", '{"x": 1}')])
     assert not accepts(grammars.compile_tools(wanted, text=None), tokenizer, wrong)
+    spelled = grammars.compile_tools(wanted, text=None)
+    assert accepts(spelled, tokenizer, "<tool_") is not must_call
+    assert not accepts(spelled, tokenizer, "call>")
 
 
 @pytest.mark.parametrize("form", ["hermes", "mistral", "mistral_args", "smollm2"])
