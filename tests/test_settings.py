@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from genserve.settings import ServerSettings
+from genserve.settings import ServerSettings, grpc_channel_arguments
 
 
 def test_grpc_channels_get_the_arguments_that_are_set() -> None:
@@ -13,14 +13,14 @@ def test_grpc_channels_get_the_arguments_that_are_set() -> None:
         grpc_http2_max_ping_strikes=0,
         grpc_max_connection_age=5000,
     )
-    assert settings.grpc_channel_arguments == (
+    assert grpc_channel_arguments(settings) == (
         ("grpc.default_compression_level", 2),
         ("grpc.keepalive_time_ms", 60000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.max_connection_age_ms", 5000),
     )
-    assert ServerSettings().grpc_channel_arguments == ()
+    assert grpc_channel_arguments(ServerSettings()) == ()
 
 
 @pytest.mark.parametrize(
