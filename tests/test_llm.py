@@ -84,8 +84,21 @@ def test_an_invalid_request_to_a_closed_llm_raises_closed(closed_llm, method):
             getattr(closed_llm, method)(prompt, **options)
 
 
-def test_a_stream_raises_closed_after_its_last_delta_when_the_llm_closes(tiny_repository):
-    llm = LLM(tiny_repository)
+SLOW_LOOP = """
+import time
+
+class TritonPythonModel:
+    async def decode(self, sequence):
+        while not sequence.finished:
+            sequence.append(await sequence.sample())
+            time.sleep(0.02)    # so that an answer takes longer than what a test does meanwhile
+"""
+
+
+def test_a_stream_raises_closed_after_its_last_delta_when_the_llm_closes(tiny_repository, tmp_path):
+    repository = shutil.copytree(tiny_repository, tmp_path / "repository")
+    (repository / "tiny_decoder" / "1" / "model.py").write_text(SLOW_LOOP)
+    llm = LLM(repository)
     stream = llm.stream("hi", max_tokens=200, ignore_eos=True)
     next(stream)
     llm.close()
