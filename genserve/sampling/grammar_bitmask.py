@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,6 +30,28 @@ class StructuredOutputGrammar(Protocol):
 
     def accept(self, token_id: int) -> bool:
         """Advance by one token; False: it may not follow, and the state is invalid from now on."""
+
+
+def is_allowed(mask: NDArray[np.int32], token_id: int) -> bool:
+    """Whether a mask of `StructuredOutputGrammar.fill` has the bit of a token."""
+    return bool(int(mask[token_id // 32]) >> token_id % 32 & 1)
+
+
+def allow(mask: NDArray[np.int32], token_id: int) -> None:
+    """Set the bit of a token."""
+    mask.view(np.uint32)[token_id // 32] |= np.uint32(1 << token_id % 32)
+
+
+def allow_only(mask: NDArray[np.int32], token_ids: Iterable[int]) -> None:
+    """Set the bits of these tokens, and clear all others."""
+    mask[:] = 0
+    for token_id in token_ids:
+        allow(mask, token_id)
+
+
+def forbid(mask: NDArray[np.int32], token_id: int) -> None:
+    """Clear the bit of a token."""
+    mask.view(np.uint32)[token_id // 32] &= ~np.uint32(1 << token_id % 32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

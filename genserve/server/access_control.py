@@ -23,10 +23,10 @@ _PARTS = (
 )  # fmt: skip
 _HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")     # RFC 9110, section 5.6.2
 # Readable without a key. Probes: the answer is yes or no, and names no model.
-_PROBES = frozenset({"/health", "/ping", "/v2/health/live", "/v2/health/ready"})
+PROBES = frozenset({"/health", "/ping", "/v2/health/live", "/v2/health/ready"})
 # Pages, which say nothing of the models: a browser cannot send the key with a link. `POST /` is TGI's.
 _PAGES = frozenset({"/", "/dashboard", "/docs"})
-_PAGE_FILES = "/page/"
+PAGE_FILES = "/page/"
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})  # RFC 9110, section 9.2.1
 # Content types that a page can send to any server without a preflight: https://fetch.spec.whatwg.org/#cors-safelisted-request-header
 _JSON = b"application/json"
@@ -207,8 +207,8 @@ class AccessControl:
 
 def _is_open(path: str, *, method: str) -> bool:
     """Whether a request needs no key."""
-    is_page = path in _PAGES or path.startswith(_PAGE_FILES)
-    return path in _PROBES or (is_page and method in _SAFE_METHODS)
+    is_page = path in _PAGES or path.startswith(PAGE_FILES)
+    return path in PROBES or (is_page and method in _SAFE_METHODS)
 
 
 def _host_pattern(text: str) -> str:

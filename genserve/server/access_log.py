@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from genserve.errors import GenserveError, InferenceError, ModelFailed
 from genserve.log import CURRENT_REQUEST, LoggedRequest, LoggedSpan, quoted
+from genserve.server.access_control import PAGE_FILES, PROBES
 from genserve.server.sse_response import ClientLeft
 
 logger = logging.getLogger(__name__)
@@ -28,8 +29,6 @@ _ID = re.compile(rb"[!-~]{1,128}")
 _ID_NAME = b"x-request-id"
 _SERVER_ID = secrets.token_hex(10)      # of this process, so that ids differ between servers
 _numbers = itertools.count()
-# Health checks, whose failures while models load are expected.
-_PROBES = frozenset({"/health", "/ping", "/v2/health/live", "/v2/health/ready"})
 CLIENT_CLOSED_REQUEST = 499  # as in the logs of nginx; no client receives it
 
 
@@ -166,7 +165,8 @@ def log_http(request: LoggedRequest, scope: Scope, *, status: int) -> None:
     path: str = scope["path"]
     if status == 200 and path.endswith("/infer") and not (request.error or request.answers or is_verbose()):
         return
-    if path in _PROBES or (path.startswith("/v2/models/") and path.endswith("/ready")):
+    # The failures of health checks while models load are expected.
+    if path in PROBES or (path.startswith("/v2/models/") and path.endswith("/ready")):
         failed = as_info = False
     else:
         left = status == CLIENT_CLOSED_REQUEST
@@ -181,7 +181,7 @@ def log_http(request: LoggedRequest, scope: Scope, *, status: int) -> None:
 
 def _is_verbose(path: str, *, method: str) -> bool:
     """Whether a success is logged only at the verbose level: inferences, polling and files of pages."""
-    if path in ("/", "/dashboard") or path.startswith("/page/"):
+    if path in ("/", "/dashboard") or path.startswith(PAGE_FILES):
         return method in ("GET", "HEAD")
     if path.startswith("/v2"):
         return method in ("GET", "HEAD") or path.endswith(("/infer", "/generate", "/generate_stream"))

@@ -207,12 +207,11 @@ class ErrorResponses:
     """Turns every failure into a response of the route's dialect; none quotes the client's text.
 
     Args:
-        formats: of the dialects; TGI's is that of all other paths.
+        formats: of the dialects; that of `/`, TGI's, is the format of all other paths.
     """
 
     def __init__(self, formats: ErrorFormats) -> None:
-        longest_first = sorted(formats.items(), key=lambda item: -len(item[0]))
-        self._formats = [*longest_first, ("/", TGI_ERRORS)]
+        self._formats = sorted(formats.items(), key=lambda item: -len(item[0]))     # the longest first
 
     def response(self, error: GenserveError, *, path: str, status: int | None = None) -> JSONResponse:
         """Return the response to a failed request, and note the error for the log.

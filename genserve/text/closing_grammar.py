@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from genserve.sampling.grammar_bitmask import StructuredOutputGrammar
+from genserve.sampling.grammar_bitmask import StructuredOutputGrammar, allow_only, is_allowed
 from genserve.text.tokenizer import Tokenizer
 
 MAX_STEPS = 512     # of a way to the end
@@ -104,13 +103,13 @@ class ClosingGrammar:
         if self._way is None and self._num_left <= self._next_look:
             self._look()
         if self._way:
-            _keep(mask, self._way[:1])
+            allow_only(mask, self._way[:1])
             return
         self._grammar.fill(mask)
-        if self._has_few and not _has(mask, self._tokens.letter):
+        if self._has_few and not is_allowed(mask, self._tokens.letter):
             for token_ids in ((self._tokens.brace,), (self._tokens.bracket,), self._tokens.ending_ids):
-                if kept := [token_id for token_id in token_ids if _has(mask, token_id)]:
-                    _keep(mask, kept)
+                if kept := [token_id for token_id in token_ids if is_allowed(mask, token_id)]:
+                    allow_only(mask, kept)
                     return
 
     def accept(self, token_id: int) -> bool:
@@ -143,7 +142,7 @@ class ClosingGrammar:
             if grammar.complete:
                 return way
             grammar.fill(mask)
-            if any(_has(mask, token_id) for token_id in tokens.ending_ids):
+            if any(is_allowed(mask, token_id) for token_id in tokens.ending_ids):
                 return way
             way.append(self._closing_token(mask))
             if not grammar.accept(way[-1]):
@@ -153,22 +152,11 @@ class ClosingGrammar:
     def _closing_token(self, mask: NDArray[np.int32]) -> int:
         """Return the token that comes closest to the end."""
         tokens = self._tokens
-        is_free_string = _has(mask, tokens.letter) and _has(mask, tokens.brace)
+        is_free_string = is_allowed(mask, tokens.letter) and is_allowed(mask, tokens.brace)
         order = (tokens.brace, tokens.bracket, tokens.quote, tokens.comma)
         for token_id in order[2:3] if is_free_string else order:
-            if _has(mask, token_id):
+            if is_allowed(mask, token_id):
                 return token_id
         # Text that is fixed, a part of a word, or characters that a string must have.
         allowed = np.unpackbits(mask.view(np.uint8), count=len(tokens.lengths), bitorder="little")
         return int(np.argmax((tokens.lengths + 1) * allowed))
-
-
-def _has(mask: NDArray[np.int32], token_id: int) -> bool:
-    return bool(int(mask[token_id // 32]) >> token_id % 32 & 1)
-
-
-def _keep(mask: NDArray[np.int32], token_ids: Sequence[int]) -> None:
-    """Allow these tokens only."""
-    mask[:] = 0
-    for token_id in token_ids:
-        mask.view(np.uint32)[token_id // 32] |= np.uint32(1 << token_id % 32)

@@ -63,6 +63,11 @@ class MessageParser:
         return self.has_calls and ended and not self.within_call
 
 
+def read_delta(parser: MessageParser | None, delta: Delta) -> MessageDelta:
+    """Return what a delta adds to the message; without a parser all of its text is content."""
+    return MessageDelta(content=delta.text) if parser is None else parser.read(delta)
+
+
 def parsed_message(parser: MessageParser | None, completion: Completion) -> Message:
     """Return the message of a whole answer.
 

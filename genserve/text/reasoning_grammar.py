@@ -8,6 +8,7 @@ from enum import Enum, auto
 import numpy as np
 from numpy.typing import NDArray
 
+from genserve.sampling.grammar_bitmask import allow, forbid
 from genserve.text.closing_grammar import ForkableGrammar
 
 
@@ -63,16 +64,15 @@ class ReasoningGrammar:
 
     def fill(self, mask: NDArray[np.int32]) -> None:
         """See `StructuredOutputGrammar`."""
-        bits = mask.view(np.uint32)
         if self._state is _State.INSIDE:
-            bits[:] = 0xFFFFFFFF
+            mask[:] = -1
             for token_id in self._ending_ids:
-                if token_id < 32 * len(bits):
-                    bits[token_id // 32] &= ~np.uint32(1 << token_id % 32)
+                if token_id < 32 * len(mask):
+                    forbid(mask, token_id)
             return
         self._grammar.fill(mask)
         if self._state is _State.BEFORE:
-            bits[self._start_id // 32] |= np.uint32(1 << self._start_id % 32)
+            allow(mask, self._start_id)
 
     def accept(self, token_id: int) -> bool:
         """See `StructuredOutputGrammar`."""

@@ -16,6 +16,7 @@ from genserve.errors import (
     Unauthenticated,
 )
 from genserve.server.error_responses import (
+    TGI_ERRORS,
     ErrorResponses,
     error_headers,
     grpc_status,
@@ -29,7 +30,7 @@ FULL = Overloaded("full", retry_after_s=1.5)
 
 def statuses(error: GenserveError) -> tuple[int, int, int, str]:
     """The statuses of OpenAI, TGI, KServe and gRPC."""
-    tgi = ErrorResponses({}).response(error, path="/generate").status_code
+    tgi = ErrorResponses({"/": TGI_ERRORS}).response(error, path="/generate").status_code
     return http_status(error), tgi, kserve_status(error), grpc_status(error)
 
 

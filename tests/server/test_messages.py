@@ -10,16 +10,8 @@ import httpx2
 import pytest
 
 from tests.support.live_server import LiveServer
-from tests.support.scripted_model import FAILS, scripted_repository
+from tests.support.scripted_model import SCRIPTS, scripted_repository
 
-SCRIPTS = {
-    "#1": "ok: 12",
-    "#2": "<think>\n?!\n</think>\n\n12",
-    "#3": "12" + FAILS,
-    "#4": "1" * 400,
-    "#5": '12<tool_call>\n{"name": "add", "arguments": {"a": 12}}\n</tool_call>\n'
-    '<tool_call>\n{"name": "sub", "arguments": {}}\n</tool_call>',
-}
 # Shows what it is given; `enable_thinking` is a variable, as in Qwen's.
 TEMPLATE = (
     "{% if tools %}<tool_call>{% endif %}"

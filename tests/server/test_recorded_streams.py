@@ -9,17 +9,9 @@ import httpx2
 import pytest
 
 from tests.support.live_server import LiveServer
-from tests.support.scripted_model import FAILS, scripted_repository
+from tests.support.scripted_model import SCRIPTS, scripted_repository
 
 RECORDED = Path(__file__).with_name("recorded")
-SCRIPTS = {
-    "#1": "ok: 12",
-    "#2": "<think>\n?!\n</think>\n\n12",
-    "#3": "12" + FAILS,
-    "#4": "1" * 400,
-    "#5": '12<tool_call>\n{"name": "add", "arguments": {"a": 12}}\n</tool_call>\n'
-    '<tool_call>\n{"name": "sub", "arguments": {}}\n</tool_call>',
-}
 TEMPLATE = "{% if tools %}<tool_call>{% endif %}{% for m in messages %}[{{ m.content }}]{% endfor %}"
 NUMBER = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 TOOLS = [

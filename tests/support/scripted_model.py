@@ -10,6 +10,15 @@ from tests.support.thinking_model import copy_with_tags
 
 # An answer ends with this to fail there.
 FAILS = "#!"
+# Text, reasoning, a failure, a long answer, and two calls.
+SCRIPTS = {
+    "#1": "ok: 12",
+    "#2": "<think>\n?!\n</think>\n\n12",
+    "#3": "12" + FAILS,
+    "#4": "1" * 400,
+    "#5": '12<tool_call>\n{"name": "add", "arguments": {"a": 12}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "sub", "arguments": {}}\n</tool_call>',
+}
 _DECODER = """
 SCRIPTS = {scripts}     # by the token ids of a key, those of an answer; None: it fails
 

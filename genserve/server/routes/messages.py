@@ -18,7 +18,6 @@ from genserve.completion import (
     Completion,
     Delta,
     FinishReason,
-    MessageDelta,
     ToolCallDelta,
     Usage,
     join_deltas,
@@ -34,7 +33,7 @@ from genserve.server.request_body import StrictRoute
 from genserve.server.routes.messages_body import MessagesBody, PromptFields
 from genserve.server.services import SharedServices
 from genserve.server.sse_response import EventStream, event
-from genserve.text.message_parser import MessageParser, arguments_so_far, parsed_message
+from genserve.text.message_parser import MessageParser, arguments_so_far, parsed_message, read_delta
 from genserve.textmodel.text_model import TextModel
 
 router = APIRouter(prefix="/v1", route_class=StrictRoute, tags=["Anthropic"])
@@ -242,7 +241,7 @@ class MessageFrames:
 
     def delta(self, delta: Delta) -> bytes:
         """See `Frames`."""
-        read = MessageDelta(content=delta.text) if self._parser is None else self._parser.read(delta)
+        read = read_delta(self._parser, delta)
         written = b""
         if read.reasoning:
             written += self._begin("thinking")

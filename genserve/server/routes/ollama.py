@@ -36,7 +36,7 @@ from genserve.server.routes.logprob_formats import TokenScores
 from genserve.server.routes.ollama_body import OllamaBody, OllamaChatBody, OllamaGenerateBody
 from genserve.server.services import Services, SharedServices
 from genserve.server.sse_response import EventStream
-from genserve.text.message_parser import arguments_so_far, parsed_message
+from genserve.text.message_parser import arguments_so_far, parsed_message, read_delta
 from genserve.textmodel.text_model import TextModel
 
 router = APIRouter(prefix="/api", route_class=StrictRoute, tags=["Ollama"])
@@ -361,7 +361,7 @@ class LineFrames:
 
     def delta(self, delta: Delta) -> bytes:
         """See `Frames`."""
-        read = MessageDelta(content=delta.text) if self._parser is None else self._parser.read(delta)
+        read = read_delta(self._parser, delta)
         logprobs = _logprobs(self._scores, delta)
         written = b""
         if read.content or read.reasoning or logprobs:

@@ -11,7 +11,7 @@ from genserve.prompt import MAX_CHAT_MESSAGES, MAX_TOOLS, Chat, only_tool, read_
 from genserve.sampling.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from genserve.server.decoding_fields import parameter
 from genserve.server.request_body import TolerantBody, text_parts
-from genserve.server.routes.openai_protocol import OpenAIBody
+from genserve.server.routes.openai_protocol import ChatTemplateKwargs, OpenAIBody, ParallelToolCalls
 
 _UNSUPPORTED_IN_MESSAGES = {
     "audio": "send its text as content",
@@ -178,11 +178,7 @@ class ChatBody(OpenAIBody):
         "that names one function or the allowed ones.",
         json_schema_extra={"default": "auto"},
     )
-    parallel_tool_calls: bool | None = Field(
-        default=None,
-        description="Whether one answer may have several calls.",
-        json_schema_extra={"default": True},
-    )
+    parallel_tool_calls: ParallelToolCalls = None
     add_generation_prompt: bool | None = Field(
         default=None,
         description="Begin the assistant's turn; the default is to do so unless `continue_final_message`.",
@@ -192,9 +188,7 @@ class ChatBody(OpenAIBody):
         description="Leave the last message open, for the model to continue.",
         json_schema_extra={"default": False},
     )
-    chat_template_kwargs: dict[str, Any] | None = Field(
-        default=None, description="Variables of the model's chat template."
-    )
+    chat_template_kwargs: ChatTemplateKwargs = None
     max_completion_tokens: int | None = parameter(
         "max_tokens", description="OpenAI's newer name of `max_tokens`."
     )

@@ -13,7 +13,7 @@ import uuid
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeAlias
 
 from pydantic import ConfigDict, Field
 
@@ -58,6 +58,16 @@ class StreamOptions(Body):
     include_obfuscation: bool | None = Field(
         default=None, description="Without effect: no padding against traffic analysis is added."
     )
+
+
+# Fields of chats and Responses.
+ParallelToolCalls: TypeAlias = Annotated[
+    bool | None,
+    Field(description="Whether one answer may have several calls.", json_schema_extra={"default": True}),
+]
+ChatTemplateKwargs: TypeAlias = Annotated[
+    dict[str, Any] | None, Field(description="Variables of the model's chat template.")
+]
 
 
 class OpenAIFields(DecodingFields):

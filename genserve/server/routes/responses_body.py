@@ -17,7 +17,7 @@ from genserve.server.decoding_fields import COMMON, parameter
 from genserve.server.generation_handler import SubmittedRequest
 from genserve.server.request_body import BodyTooLarge, TolerantBody
 from genserve.server.response_store import PreviousResponseNotFound, ResponseNotFound, ResponseStore
-from genserve.server.routes.openai_protocol import OpenAIFields
+from genserve.server.routes.openai_protocol import ChatTemplateKwargs, OpenAIFields, ParallelToolCalls
 from genserve.server.routes.response_items import InputItem, Item, is_unfinished, messages_of, read_items
 
 _WITHOUT_EFFECT = (
@@ -212,11 +212,7 @@ class ResponsesBody(OpenAIFields):
         "that names one function or the allowed ones.",
         json_schema_extra={"default": "auto"},
     )
-    parallel_tool_calls: bool | None = Field(
-        default=None,
-        description="Whether one answer may have several calls.",
-        json_schema_extra={"default": True},
-    )
+    parallel_tool_calls: ParallelToolCalls = None
     max_tool_calls: int | None = Field(
         default=None, ge=1, description="Without effect: it counts calls of tools that the server runs."
     )
@@ -243,9 +239,7 @@ class ResponsesBody(OpenAIFields):
     prompt_cache_key: str | None = Field(
         default=None, description="Without effect: prefixes are cached in any case."
     )
-    chat_template_kwargs: dict[str, Any] | None = Field(
-        default=None, description="Variables of the model's chat template."
-    )
+    chat_template_kwargs: ChatTemplateKwargs = None
 
     @property
     def has_logprobs(self) -> bool:
