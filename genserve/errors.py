@@ -22,10 +22,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import ClassVar
 
+_MAX_LISTED = 12    # names in the remedy for an unknown one
 # The remedy of a failure whose cause is not shown to clients: it may hold paths, or the output of a program.
 SEE_LOG = "the server's log has the reason"
 
@@ -244,3 +245,21 @@ def require(holds: bool, field: str, rule: str) -> None:  # noqa: FBT001  # read
     """Raise InvalidRequest with the message `field rule`, if it does not hold."""
     if not holds:
         raise InvalidRequest(f"{field} {rule}", field=field)
+
+
+def closest(name: str, *, known: Iterable[str]) -> str | None:
+    """Return the known name that `name` is probably a misspelling of; None: it resembles none of them."""
+    from difflib import get_close_matches  # only needed once something is wrong
+
+    # Upper and lower case are the commonest misspelling, and difflib counts them as different letters.
+    by_lower_case = {each.lower(): each for each in known}
+    return next((by_lower_case[each] for each in get_close_matches(name.lower(), by_lower_case, n=1)), None)
+
+
+def nearest(name: str, *, known: Iterable[str]) -> str:
+    """Return the remedy for an unknown name: the closest known one, or the list of them."""
+    names = list(known)
+    if (close := closest(name, known=names)) is not None:
+        return f"did you mean {close}?"
+    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    return f"known there: {', '.join(names[:_MAX_LISTED]) or 'none'}{more}"

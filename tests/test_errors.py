@@ -10,6 +10,8 @@ from genserve.errors import (
     ModelNotFound,
     Overloaded,
     Status,
+    closest,
+    nearest,
     status_of,
 )
 
@@ -38,3 +40,15 @@ def test_inference_error_of_another_exception_is_internal() -> None:
     error = InferenceError.of(KeyError("x"))
     assert isinstance(error, InferenceError)
     assert (error.status, error.message) == (Status.INTERNAL, "KeyError: 'x'")
+
+
+def test_the_remedy_for_an_unknown_name_is_the_nearest_or_the_list() -> None:
+    assert nearest("pyton", known=["onnxruntime", "python"]) == "did you mean python?"
+    assert nearest("vllm", known=["onnxruntime", "python"]) == "known there: onnxruntime, python"
+    assert nearest("vllm", known=[]) == "known there: none"
+    assert nearest("Python", known=["onnxruntime", "python"]) == "did you mean python?"
+
+
+def test_a_name_that_resembles_none_has_no_closest() -> None:
+    assert closest("smolm2", known=["smollm2", "qwen"]) == "smollm2"
+    assert closest("tea", known=["smollm2", "qwen"]) is None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol, Unpack
 
 from genserve.cli.flags import DEFAULT_REPOSITORY
 from genserve.completion import Stream
-from genserve.errors import ModelNotFound, RepositoryError
+from genserve.errors import ModelNotFound, RepositoryError, nearest
 from genserve.prompt import Message
 from genserve.sampling.sampling_options import SamplingOptions
 
@@ -58,7 +58,7 @@ def choose_model(name: str | None, *, repository: Path) -> str:
     where = "" if repository == DEFAULT_REPOSITORY else f" --model-repository {repository}"
     pull = f"`genserve pull {_DEFAULT_MODEL}{where}`"
     if name not in models:
-        known = f"models: {', '.join(models)}; or " if models else ""
+        known = f"{nearest(name, known=models)}; or " if models else ""
         raise RepositoryError(f"there is no model {name!r} in {repository}", remedy=known + pull)
     if models[name].missing:
         export = f"`genserve export SOURCE --name {name}{where}`"
@@ -193,13 +193,15 @@ def choose_remote(name: str | None, known: Sequence[str]) -> str:
     """
     if name is None and len(known) == 1:
         return known[0]
-    if name is None or name not in known:
+    if not known:
+        raise ModelNotFound("the server has no model that generates text", remedy="load one on the server")
+    if name is None:
         raise ModelNotFound(
-            f"the server has {len(known)} models, and the command names none"
-            if name is None
-            else f"the server has no model {name!r}",
-            remedy=f"name one of: {', '.join(known)}" if known else "load a model on the server",
+            f"the server has {len(known)} models, and the command names none",
+            remedy=f"name one of: {', '.join(known)}",
         )
+    if name not in known:
+        raise ModelNotFound(f"the server has no model {name!r}", remedy=nearest(name, known=known))
     return name
 
 

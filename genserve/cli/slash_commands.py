@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import cast
 
 from genserve.cli.chat_session import ChatSession
 from genserve.cli.flags import read_value
-from genserve.errors import InvalidRequest
+from genserve.errors import InvalidRequest, closest
 from genserve.sampling.sampling_options import SamplingOptions
 from genserve.sampling.sampling_params import sampling_params
 
@@ -35,8 +34,8 @@ def run_slash(session: ChatSession, line: str) -> None:
     name, _, argument = line.partition(" ")
     command = COMMANDS.get(name)
     if command is None:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        session.note(f"unknown command {name}" + (f"; did you mean {near[0]}?" if near else "; see /help"))
+        near = closest(name, known=COMMANDS)
+        session.note(f"unknown command {name}" + (f"; did you mean {near}?" if near else "; see /help"))
         return
     command.run(session, argument.strip())
 

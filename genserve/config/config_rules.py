@@ -13,13 +13,14 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from genserve.config.backends import BUILT_IN
-from genserve.config.diagnostics import Diagnostic, ValidationContext, nearest
+from genserve.config.diagnostics import Diagnostic, ValidationContext
 from genserve.config.model_config import FIRST_RESPONSE
 from genserve.config.parameter_rules import validate_parameters
 from genserve.config.schema import enum_name
 from genserve.config.sequence_rules import validate_sequences
 from genserve.config.supported_fields import unsupported_fields
 from genserve.config.tensor_rules import validate_batch_tensors, validate_tensors, validate_warmups
+from genserve.errors import nearest
 
 MAX_NAME_BYTES = 255  # of a file, on nearly every file system
 

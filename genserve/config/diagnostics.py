@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +18,6 @@ from google.protobuf import text_format
 from genserve.errors import ConfigError, Status
 
 _CLOSING = {"{": "}", "<": ">"}
-_MAX_LISTED = 12    # names in a remedy
 
 
 class Severity(StrEnum):
@@ -63,16 +61,6 @@ def first_error(diagnostics: Iterable[Diagnostic]) -> ConfigError | None:
         if each.severity is Severity.ERROR:
             return ConfigError(each.message, where=each.where, status=each.status, remedy=each.remedy)
     return None
-
-
-def nearest(name: str, *, known: Iterable[str]) -> str:
-    """Return the remedy for an unknown name: the nearest known one, or the list of them."""
-    names = list(known)
-    close = get_close_matches(name, names, n=1)
-    if close:
-        return f"did you mean {close[0]}?"
-    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
-    return f"known there: {', '.join(names[:_MAX_LISTED]) or 'none'}{more}"
 
 
 class SourceMap:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from genserve.config.diagnostics import Diagnostic, ValidationContext, nearest
+from genserve.config.diagnostics import Diagnostic, ValidationContext
+from genserve.errors import nearest
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 

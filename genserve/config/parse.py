@@ -19,11 +19,10 @@ from genserve.config.diagnostics import (
     SourceMap,
     ValidationContext,
     first_error,
-    nearest,
 )
 from genserve.config.model_config import ModelConfig
 from genserve.config.schema import model_config, new_model_config
-from genserve.errors import RepositoryError
+from genserve.errors import RepositoryError, nearest
 
 # The prefix of protobuf's messages: the position, and the line.
 PREFIX = re.compile(r"^\d+:\d+ : ('.*': )?")

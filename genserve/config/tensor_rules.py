@@ -7,8 +7,9 @@ from math import prod
 from typing import Any
 
 from genserve.config.backends import BUILT_IN, version_folders
-from genserve.config.diagnostics import Diagnostic, ValidationContext, nearest
+from genserve.config.diagnostics import Diagnostic, ValidationContext
 from genserve.config.schema import enum_name
+from genserve.errors import nearest
 from genserve.shapes import compatible, shape_text
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from genserve.config.diagnostics import Diagnostic, Severity, nearest
+from genserve.config.diagnostics import Diagnostic, Severity
 from genserve.config.model_config import EnsembleStep, ModelConfig, TensorSpec
-from genserve.errors import RepositoryError
+from genserve.errors import RepositoryError, nearest
 from genserve.repository.index import ModelEntry, all_step_models, is_decoupled, served_versions, step_models
 from genserve.repository.text_stages import text_stages
 from genserve.shapes import compatible, shape_text

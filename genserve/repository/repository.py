@@ -8,7 +8,15 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from genserve.errors import Closed, GenserveError, InferenceError, ModelNotFound, ModelNotReady, Status
+from genserve.errors import (
+    Closed,
+    GenserveError,
+    InferenceError,
+    ModelNotFound,
+    ModelNotReady,
+    Status,
+    closest,
+)
 from genserve.generation_metrics import Metrics
 from genserve.inference import Inference
 from genserve.repository.load_request import LoadRequest
@@ -247,9 +255,12 @@ class Repository:
                 logger.exception("polling the repository failed")
 
     def _not_found(self, name: str) -> ModelNotFound:
+        near = closest(name, known=self.text_model_names)
         known = ", ".join(self.text_model_names) or "none"
         return ModelNotFound(
-            f"there is no model {name!r}", remedy=f"models that generate text: {known}", field="model"
+            f"there is no model {name!r}",
+            remedy=f"did you mean {near}?" if near else f"models that generate text: {known}",
+            field="model",
         )
 
 

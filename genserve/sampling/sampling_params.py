@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
-from genserve.errors import InvalidRequest, require
+from genserve.errors import InvalidRequest, nearest, require
 from genserve.sampling.param_table import Param, Range, is_number, is_token_id, param, param_table, validate
 from genserve.sampling.plugin_call import PluginCall, read_plugin_call, read_plugin_calls
 from genserve.sampling.repetition_detection import RepetitionDetection, repetition_detection
@@ -488,9 +487,11 @@ def sampling_params(
     values |= {name: default for name, default in defaults.items() if values.get(name) is None}
     for name in values:
         if name not in PARAMETERS:
-            near = difflib.get_close_matches(name, PARAMETERS, n=1)
-            remedy = f"did you mean {near[0]}?" if near else f"known are {', '.join(PARAMETERS)}"
-            raise InvalidRequest(f"there is no sampling parameter {name!r}", field=name, remedy=remedy)
+            raise InvalidRequest(
+                f"there is no sampling parameter {name!r}",
+                field=name,
+                remedy=nearest(name, known=PARAMETERS),
+            )
     if values.get("top_k") == -1:   # all, as in vLLM
         values["top_k"] = 0
     for name in ("allowed_token_ids", "samplers"):  # an empty list would allow nothing, the default all

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
-from genserve.config.diagnostics import Diagnostic, Severity, nearest
+from genserve.config.diagnostics import Diagnostic, Severity
 from genserve.config.model_config import ModelConfig, WarmupInput
 from genserve.config.parameter_rules import LOGITS_PARAMETERS
 from genserve.config.parse import ParsedConfig
 from genserve.config.supported_fields import Role, unsupported_in_role
-from genserve.errors import RepositoryError
+from genserve.errors import RepositoryError, nearest
 from genserve.text.tool_formats import TOOL_FORMATS
 from genserve.textmodel.logits_config import CacheKind, LogitsNames, cache_kind, context_length
 from genserve.textmodel.text_inference import INPUTS, OUTPUT

@@ -10,9 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from genserve.config.diagnostics import nearest
 from genserve.config.edit import ConfigChange, change_text
-from genserve.errors import ModelNotFound, RepositoryError
+from genserve.errors import ModelNotFound, RepositoryError, nearest
 from genserve.repository.index import ModelEntry, scan
 from genserve.repository.model_validation import accept, model_diagnostics
 from genserve.repository.text_stages import stage_owners, text_models

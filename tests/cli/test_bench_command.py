@@ -29,7 +29,7 @@ def test_each_concurrency_is_a_row_of_the_table(tiny_server: LiveServer, api: st
 
 
 def test_a_model_that_the_server_does_not_have_is_rejected(tiny_server: LiveServer) -> None:
-    with pytest.raises(ModelNotFound, match="name one of: tiny"):
+    with pytest.raises(ModelNotFound, match="known there: tiny"):
         bench("nowhere", "--url", tiny_server.url)
 
 

@@ -114,4 +114,4 @@ def test_the_url_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) 
 def test_an_unknown_model_is_rejected_with_the_names_of_the_others() -> None:
     result, _ = generate("Tea", "--model", "x", reply=ANSWER)
     assert isinstance(result.exception, ModelNotFound)
-    assert result.exception.remedy == "name one of: m"
+    assert result.exception.remedy == "known there: m"

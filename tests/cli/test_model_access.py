@@ -92,7 +92,7 @@ def test_the_remedy_for_an_unknown_model_lists_the_models(tmp_path: Path) -> Non
     add_model(tmp_path, "a")
     with pytest.raises(RepositoryError) as caught:
         choose_model("x", repository=tmp_path)
-    assert caught.value.remedy.startswith("models: a; or ")
+    assert caught.value.remedy.startswith("known there: a; or ")
 
 
 def test_the_only_model_of_a_server_needs_no_name() -> None:

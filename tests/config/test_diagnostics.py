@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from genserve.config.diagnostics import Diagnostic, Severity, SourceMap, first_error, nearest
+from genserve.config.diagnostics import Diagnostic, Severity, SourceMap, first_error
 
 
 def make(severity: Severity, *, position: str = "") -> Diagnostic:
@@ -24,12 +24,6 @@ def test_only_an_error_is_raised() -> None:
     error = first_error([make(Severity.WARNING), make(Severity.ERROR, position="1:2"), make(Severity.ERROR)])
     assert error is not None
     assert (error.message, error.remedy) == ("m:1:2: wrong", "mend it")
-
-
-def test_the_remedy_for_an_unknown_name_is_the_nearest_or_the_list() -> None:
-    assert nearest("pyton", known=["onnxruntime", "python"]) == "did you mean python?"
-    assert nearest("vllm", known=["onnxruntime", "python"]) == "known there: onnxruntime, python"
-    assert nearest("vllm", known=[]) == "known there: none"
 
 
 TEXT = """\
