@@ -15,19 +15,17 @@ RUN python -m venv /opt/genserve
 ENV PATH=/opt/genserve/bin:$PATH
 WORKDIR /src
 
-# torch is large and changes rarely, so it has a separate layer. The build without CUDA comes from another index.
 COPY constraints.txt ./
-RUN torch="torch==$(sed -n 's/^torch==//p' constraints.txt)" && \
-    if [ "$RUNTIME" = cpu ]; then \
-        pip install --no-deps --index-url https://download.pytorch.org/whl/cpu "$torch+cpu"; \
-    else \
-        pip install "$torch"; \
-    fi
-
 COPY hatch_build.py pyproject.toml README.md LICENSE ./
 COPY genserve genserve
 # The only CUDA libraries in the image are those that pip installs here; the driver is the host's.
-RUN PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt pip install ".[$RUNTIME,otel]"
+ENV PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt
+RUN if [ "$RUNTIME" = gpu ]; then \
+        pip install '.[gpu,otel]' && pip uninstall --yes onnxruntime && \
+        pip install --force-reinstall --no-deps onnxruntime-gpu; \
+    else \
+        pip install '.[otel]'; \
+    fi
 
 
 FROM ${PYTHON}

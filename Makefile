@@ -5,9 +5,10 @@ PYTHON ?= python3
 
 VENV := .venv
 BIN := $(VENV)/bin
-INSTALLED := $(VENV)/.installed-$(RUNTIME)
-KERNELS := $(VENV)/.kernels
+CORE := $(VENV)/.core-$(RUNTIME)
+DEV := $(VENV)/.dev-$(RUNTIME)
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
+INSTALL := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt $(BIN)/pip install
 
 .PHONY: help setup pull serve chat test check bench conformance image page
 
@@ -21,26 +22,35 @@ help:
 	@echo "make page    checks and bundles the chat page and the dashboard; needs npm"
 	@echo "make image   a container image; RUNTIME=gpu for one with CUDA"
 
-setup: $(KERNELS)
+setup: $(DEV)
+
+# The build of ONNX Runtime for GPUs takes the place of the one for CPUs; an extra cannot remove a package.
+ifeq ($(RUNTIME),gpu)
+define keep_one_onnxruntime
+	$(BIN)/pip uninstall --yes onnxruntime
+	$(INSTALL) --force-reinstall --no-deps onnxruntime-gpu
+endef
+endif
+
+# What serving needs. The installation compiles the kernels.
+$(CORE): pyproject.toml constraints.txt hatch_build.py genserve/kernels/build.py $(wildcard genserve/kernels/src/*)
+	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) -e '.$(if $(filter gpu,$(RUNTIME)),[gpu])'
+	$(keep_one_onnxruntime)
+	touch $@
 
 # On Linux the default torch includes several gigabytes of CUDA, so a CPU machine installs the build without it,
 # separately, so that only torch comes from the other index.
-$(INSTALLED): pyproject.toml constraints.txt hatch_build.py
-	$(PYTHON) -m venv $(VENV)
+$(DEV): pyproject.toml constraints.txt | $(CORE)
 ifeq ($(RUNTIME) $(shell uname),cpu Linux)
 	$(BIN)/pip install --no-deps --retries 1 --timeout 20 \
 		--index-url https://download.pytorch.org/whl/cpu torch==$(TORCH)+cpu
 endif
-	PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
-		$(BIN)/pip install -e '.[$(RUNTIME),dev]'
-	touch $@ $(KERNELS)
-
-# The installation compiles the kernels; after an edit only this step is needed.
-$(KERNELS): $(INSTALLED) genserve/kernels/build.py $(wildcard genserve/kernels/src/*)
-	$(BIN)/python genserve/kernels/build.py
+	$(INSTALL) -e '.[dev]'
+	$(keep_one_onnxruntime)
 	touch $@
 
-pull: $(KERNELS)
+pull: $(DEV)
 	@$(BIN)/genserve pull $(MODEL) --model-repository $(REPOSITORY)
 
 serve: pull
@@ -49,18 +59,18 @@ serve: pull
 chat: pull
 	@$(BIN)/genserve chat $(MODEL) --model-repository $(REPOSITORY) $(ARGS)
 
-test: $(KERNELS)
+test: $(DEV)
 	$(BIN)/python -m pytest $(ARGS)
 
-check: $(INSTALLED)
+check: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: pull
+bench: $(DEV) pull
 	$(BIN)/python benchmarks/serving.py --model-repository $(REPOSITORY) --model $(MODEL) $(ARGS)
 
-conformance: $(KERNELS)
+conformance: $(DEV)
 	$(BIN)/python -m conformance $(ARGS)
 
 image:

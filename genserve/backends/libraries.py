@@ -7,7 +7,6 @@ gives one of them a partially initialized module. Models in separate processes n
 
 from __future__ import annotations
 
-import logging
 import sys
 import threading
 from collections.abc import Iterator
@@ -19,11 +18,15 @@ from types import ModuleType
 
 from genserve.errors import MissingDependency
 
-logger = logging.getLogger(__name__)
-
 _LOCK = threading.RLock()
 # Code that is being imported may wait for a thread that imports something itself: then both must continue.
 _LOCK_TIMEOUT_S = 10.0
+
+_KEEP_GPU_BUILD = (
+    "pip uninstall --yes onnxruntime && pip install --force-reinstall --no-deps onnxruntime-gpu"
+)
+# The command that replaces the build of ONNX Runtime for CPUs by the one for GPUs.
+INSTALL_GPU_BUILD = f"pip install 'genserve[gpu]' && {_KEEP_GPU_BUILD}"
 
 
 @contextmanager
@@ -44,25 +47,24 @@ def import_onnxruntime() -> ModuleType:
     """Import ONNX Runtime.
 
     Raises:
-        MissingDependency: it is not installed.
+        MissingDependency: it is not installed, or two builds of it are.
     """
-    onnxruntime = _import(
+    _require_one_build()
+    return _import(
         "onnxruntime",
         needed_for="serving an ONNX model needs ONNX Runtime",
-        remedy="pip install 'genserve[cpu]', or 'genserve[gpu]' on a machine with a GPU, never both",
+        remedy="pip install onnxruntime",
     )
-    _warn_of_two_packages()
-    return onnxruntime
 
 
-def import_torch() -> ModuleType:
+def import_torch(needed_for: str = "serving a TorchScript model") -> ModuleType:
     """Import PyTorch.
 
     Raises:
         MissingDependency: it is not installed.
     """
     return _import(
-        "torch", needed_for="serving a TorchScript model needs PyTorch", remedy="pip install torch"
+        "torch", needed_for=f"{needed_for} needs PyTorch", remedy="pip install 'genserve[torch]'"
     )
 
 
@@ -95,13 +97,15 @@ def _is_imported(name: str) -> bool:
 
 
 @cache
-def _warn_of_two_packages() -> None:
-    """Warn, once, if both packages are installed: each has overwritten files of the other."""
+def _require_one_build() -> None:
+    """Reject the builds for CPUs and for GPUs in one folder: each has overwritten files of the other.
+
+    `pip install 'genserve[gpu]'` ends there, because an extra can add a package and not remove one.
+    """
     packages = ("onnxruntime", "onnxruntime-gpu")
     if all(any(distributions(name=package)) for package in packages):
-        logger.warning(
-            "both %s are installed, into the same folder: which of them runs is undefined "
-            "(`pip uninstall %s`, then `pip install 'genserve[cpu]'` or `'genserve[gpu]'`)",
-            " and ".join(packages),
-            " ".join(packages),
+        raise MissingDependency(
+            f"both {' and '.join(packages)} are installed, into the same folder: which of them runs is "
+            "undefined",
+            remedy=f"keep the build for GPUs: {_KEEP_GPU_BUILD}",
         )

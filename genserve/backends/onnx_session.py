@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from genserve.backends.backend import Placement, boolean_parameter, integer_parameter
-from genserve.backends.libraries import import_onnxruntime
+from genserve.backends.libraries import INSTALL_GPU_BUILD, import_onnxruntime
 from genserve.errors import GenserveError, RepositoryError, Status
 from genserve.kernels import instruction_set, library_path
 
@@ -207,8 +207,8 @@ _CUDA_PARAMETERS: Mapping[str, Mapping[str, str]] = {
     "do_copy_in_default_stream": {},
 }
 _INSTALLATION = {
-    _TENSORRT: "it needs `pip install 'genserve[gpu]'` and NVIDIA's TensorRT libraries",
-    _CUDA: "it comes with `pip install 'genserve[gpu]'`, which replaces 'genserve[cpu]'",
+    _TENSORRT: f"it needs `{INSTALL_GPU_BUILD}` and NVIDIA's TensorRT libraries",
+    _CUDA: f"it comes with `{INSTALL_GPU_BUILD}`",
     _OPENVINO: "it comes with `pip install onnxruntime-openvino`, which replaces onnxruntime",
 }
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol, TypedDict
 
 from genserve.backends.backend import Placement, bytes_parameter, integer_parameter
-from genserve.backends.libraries import import_onnxruntime, import_torch
+from genserve.backends.libraries import INSTALL_GPU_BUILD, import_onnxruntime, import_torch
 from genserve.backends.network_backend import RunFunction
 from genserve.backends.onnxruntime import open_graph
 from genserve.backends.pytorch import open_module, set_threads
@@ -97,6 +97,7 @@ def _sizes(config: ModelConfig) -> _Sizes:
 def _memory(placement: Placement) -> LogitsMemory:
     if placement.kind != "GPU":
         return HostMemory()
+    import_torch("a KV cache on a GPU")
     from genserve.textmodel.runtimes.device_memory import DeviceMemory  # imports torch, which takes seconds
 
     return DeviceMemory(f"cuda:{placement.device_id}")
@@ -168,7 +169,7 @@ def _onnxruntime_obstacle() -> GpuObstacle | None:
     if "CUDAExecutionProvider" not in import_onnxruntime().get_available_providers():
         return GpuObstacle(
             reason="the installed ONNX Runtime is the build for CPUs",
-            remedy="`pip uninstall onnxruntime`, then `pip install 'genserve[gpu]'`",
+            remedy=INSTALL_GPU_BUILD,
         )
     return None
 

@@ -258,5 +258,5 @@ def _rejection(path: Path, provider: Provider, message: str) -> RepositoryError 
 def _not_started(path: Path, provider: Provider) -> RepositoryError:
     return RepositoryError(
         f"{path}: {provider.name} does not start: libraries are missing or incompatible with the driver",
-        remedy="ONNX Runtime names them on stderr; `pip install 'genserve[gpu]'` installs the libraries",
+        remedy="ONNX Runtime names them on stderr; `pip install 'onnxruntime-gpu[cuda,cudnn]'` brings them",
     )

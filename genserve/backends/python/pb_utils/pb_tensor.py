@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genserve import tensor as inner
+from genserve.backends.libraries import import_torch
 from genserve.backends.python.pb_utils.pb_error import TritonModelException, text_argument
 from genserve.tensor import DataType
 
@@ -122,8 +123,7 @@ class Tensor:
         array = self._writable()
         if data_type is not DataType.BF16:
             return array
-        import torch  # numpy has no bfloat16; users of BF16 have torch
-
+        torch = import_torch("a tensor in bfloat16, which numpy does not have,")
         return torch.from_numpy(array).view(torch.bfloat16)
 
     @staticmethod
@@ -169,9 +169,7 @@ def _of_bytes(array: NDArray[Any]) -> NDArray[Any]:
 
 def _imported(name: str, tensor: Any) -> inner.Tensor:
     if type(tensor).__name__ == "PyCapsule":
-        import torch.utils.dlpack  # numpy imports capsules read-only
-
-        return _of_torch(name, torch.utils.dlpack.from_dlpack(tensor))
+        return _of_torch(name, _torch_from_dlpack(tensor))  # numpy imports capsules read-only
     if not hasattr(tensor, "__dlpack__") or not hasattr(tensor, "__dlpack_device__"):
         raise TritonModelException(
             "Provided tensor is not supported. Tensor must be a DLPack capsule         or have `__dlpack__` "
@@ -182,9 +180,11 @@ def _imported(name: str, tensor: Any) -> inner.Tensor:
         raise TritonModelException(f"DLDevice type {device} is not support by Python backend.")
     if isinstance(tensor, np.ndarray) and not tensor.dtype.hasobject:
         return _of_numpy(name, tensor)
-    import torch.utils.dlpack
+    return _of_torch(name, _torch_from_dlpack(tensor))
 
-    return _of_torch(name, torch.utils.dlpack.from_dlpack(tensor))
+
+def _torch_from_dlpack(tensor: Any) -> Any:
+    return import_torch("Tensor.from_dlpack").from_dlpack(tensor)
 
 
 def _of_numpy(name: str, array: NDArray[Any]) -> inner.Tensor:
