@@ -87,7 +87,7 @@ class ServerSettings:
     """The settings of one server; `genserve serve` fills them from flags and GENSERVE_* variables."""
 
     model_repository: tuple[Path, ...] = _flag(
-        (Path("model_repository"),), None, "Folder of models; repeatable.",
+        (Path("model_repository"),), _MODELS, "Folder of models; repeatable.",
         "--model-repository", "--model-store",
     )  # fmt: skip
     model_control_mode: Literal["none", "poll", "explicit"] = _flag(

@@ -15,13 +15,18 @@ if TYPE_CHECKING:
     from genserve.sampling.sampling_options import SamplingOptions
 
 DEFAULT_REPOSITORY = Path("model_repository")
+# Headings in `--help`.
+MODEL, SAMPLING = "Model", "Sampling"
 CHAT_TEMPERATURE = 0.7
 
 ModelArgument = Annotated[
     str | None, typer.Argument(envvar="GENSERVE_MODEL", help="Default: the only text model, or smollm2.")
 ]
 ModelRepository = Annotated[
-    Path, typer.Option(envvar="GENSERVE_MODEL_REPOSITORY", help="Folder of the models.")
+    Path,
+    typer.Option(
+        envvar="GENSERVE_MODEL_REPOSITORY", help="Folder of the models.", rich_help_panel=MODEL
+    ),
 ]
 ModelRepositories = Annotated[
     list[Path],
@@ -36,28 +41,46 @@ Url = Annotated[
     str | None,
     typer.Option(
         envvar="GENSERVE_BASE_URL",
+        rich_help_panel=MODEL,
         help="Use the server at this URL, with the key in GENSERVE_API_KEY, instead of the repository.",
     ),
 ]
 MaxTokens = Annotated[
-    int | None, typer.Option(envvar="GENSERVE_MAX_TOKENS", help="Maximum length of an answer, in tokens.")
+    int | None,
+    typer.Option(
+        envvar="GENSERVE_MAX_TOKENS",
+        help="Maximum length of an answer, in tokens.",
+        rich_help_panel=SAMPLING,
+    ),
 ]
 Temperature = Annotated[
-    float, typer.Option(envvar="GENSERVE_TEMPERATURE", help="0: always the likeliest token.")
+    float,
+    typer.Option(
+        envvar="GENSERVE_TEMPERATURE",
+        help="0: always the likeliest token.",
+        rich_help_panel=SAMPLING,
+    ),
 ]
 ChatTemperature = Annotated[
     float | None,
     typer.Option(
         envvar="GENSERVE_TEMPERATURE",
+        rich_help_panel=SAMPLING,
         help="0: always the likeliest token. Default: what the model recommends, or else 0.7.",
     ),
 ]
-Seed = Annotated[int | None, typer.Option(envvar="GENSERVE_SEED", help="The same seed gives the same text.")]
+Seed = Annotated[
+    int | None,
+    typer.Option(
+        envvar="GENSERVE_SEED", help="The same seed gives the same text.", rich_help_panel=SAMPLING
+    ),
+]
 Set = Annotated[
     list[str],
     typer.Option(
         "--set",
         metavar="NAME=VALUE",
+        rich_help_panel=SAMPLING,
         help="Any other sampling parameter, such as repetition_penalty=1.2; repeatable. Lists and objects "
         "are JSON. docs/sampling.md lists the parameters.",
     ),

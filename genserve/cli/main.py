@@ -1,47 +1,215 @@
-"""Main: the command group, and the exit codes of its errors."""
+"""Main: the commands, and the exit codes of their errors."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import errno
+import io
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 import genserve
-from genserve.cli.bench_command import bench
-from genserve.cli.chat_command import chat
-from genserve.cli.check_command import check
-from genserve.cli.export_command import export, pull
-from genserve.cli.generate_command import generate
-from genserve.cli.models_command import models
-from genserve.cli.serve_command import serve
+from genserve.cli.help_text import HelpCommand, Row, help_text, parameter_sections
 from genserve.cli.tritonserver_flags import TritonserverCommand
-from genserve.cli.tune_command import tune
-from genserve.errors import GenserveError
+from genserve.errors import GenserveError, closest
+
+OK, ERROR, USAGE, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandEntry:
+    """A command; its module is imported when it is used, so that `--help` and completion are quick."""
+
+    module: str                                 # in genserve.cli
+    heading: str                                # in `genserve --help`
+    summary: str
+    examples: tuple[str, ...]
+    command_class: type[TyperCommand] = HelpCommand
+
+    def load(self, name: str) -> TyperCommand:
+        """Import the command: the function of this name."""
+        single = typer.Typer(add_completion=False, rich_markup_mode=None)
+        function = getattr(import_module(f"genserve.cli.{self.module}"), name)
+        single.command(name, cls=self.command_class, epilog="\n".join(self.examples))(function)
+        command = typer.main.get_command(single)
+        assert isinstance(command, TyperCommand)
+        return command
+
+
+_RUN, _MODELS, _MEASURE, _MORE = "Serve and generate", "Models", "Measure", "More"
+COMMANDS = {
+    "serve": CommandEntry(
+        module="serve_command",
+        heading=_RUN,
+        summary="Serve models over HTTP and gRPC",
+        examples=("genserve serve --model-repository ./model_repository --http-port 8000",),
+        command_class=TritonserverCommand,
+    ),
+    "chat": CommandEntry(
+        module="chat_command",
+        heading=_RUN,
+        summary="Chat with a model in the terminal",
+        examples=("genserve chat smollm2 --system 'Answer in one sentence.'",),
+    ),
+    "generate": CommandEntry(
+        module="generate_command",
+        heading=_RUN,
+        summary="Complete a prompt",
+        examples=("echo 'The capital of France is' | genserve generate --max-tokens 8",),
+    ),
+    "pull": CommandEntry(
+        module="export_command",
+        heading=_MODELS,
+        summary="Download a model into the repository",
+        examples=("genserve pull smollm2",),
+    ),
+    "export": CommandEntry(
+        module="export_command",
+        heading=_MODELS,
+        summary="Convert a checkpoint to a model of the repository",
+        examples=("genserve export ./checkpoint --name mine --precision int8",),
+    ),
+    "models": CommandEntry(
+        module="models_command",
+        heading=_MODELS,
+        summary="List the models of a repository or of a server",
+        examples=("genserve models", "genserve models --url http://127.0.0.1:8000"),
+    ),
+    "check": CommandEntry(
+        module="check_command",
+        heading=_MODELS,
+        summary="Find the errors in a model repository",
+        examples=("genserve check --model-repository ./model_repository --strict",),
+    ),
+    "bench": CommandEntry(
+        module="bench_command",
+        heading=_MEASURE,
+        summary="Measure a running server",
+        examples=("genserve bench smollm2 --concurrency 32 --new-tokens 128",),
+    ),
+    "tune": CommandEntry(
+        module="tune_command",
+        heading=_MEASURE,
+        summary="Find the best settings of a model on this machine",
+        examples=("genserve tune smollm2 --max-inter-token-ms 40 --plot tune.png",),
+    ),
+    "version": CommandEntry(
+        module="main", heading=_MORE, summary="Print the version", examples=("genserve version",)
+    ),
+}
+
+
+class CommandGroup(TyperGroup):
+    """The commands of the table above, and what their errors look like."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names, in the order of the help."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> TyperCommand | None:
+        """Import a command; None: there is no such command."""
+        return COMMANDS[cmd_name].load(cmd_name) if cmd_name in COMMANDS else None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command that the first argument names; fails with the nearest name."""
+        if args[0] not in COMMANDS and not ctx.resilient_parsing:
+            near = closest(args[0], known=COMMANDS)
+            hint = f"did you mean `genserve {near}`?" if near else f"the commands are {', '.join(COMMANDS)}"
+            _exit_usage(f"there is no command {args[0]!r}", remedy=hint)
+        return super().resolve_command(ctx, args)
+
+    def get_help(self, ctx: Any) -> str:
+        """Return the help, with the commands under their headings."""
+        sections: dict[str, list[Row]] = {}
+        for name, command in COMMANDS.items():
+            sections.setdefault(command.heading, []).append((name, command.summary))
+        return help_text(self, ctx, sections=sections | parameter_sections(self, ctx))
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the options before the command; without any argument, show the help."""
+        if not args and not ctx.resilient_parsing:
+            typer.echo(ctx.get_help(), err=True)
+            ctx.exit(USAGE)
+        return super().parse_args(ctx, args)
+
+    def make_context(self, *arguments: Any, **options: Any) -> Any:
+        """Parse the command line, which may print the help."""
+        with _output_errors():
+            return super().make_context(*arguments, **{"color": _color()} | options)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command, and write what it has printed."""
+        with _output_errors():
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+            return result
+
+    def main(self, *arguments: Any, **options: Any) -> NoReturn:
+        """Run the command line and exit; usage errors look as all others do."""
+        try:
+            code = super().main(*arguments, **options | {"standalone_mode": False})
+        except typer.TyperException as error:
+            near = getattr(error, "possibilities", None)
+            context = getattr(error, "ctx", None)
+            remedy = f"see `{context.command_path if context else 'genserve'} --help`"
+            remedy = f"did you mean {near[0]}?" if near else remedy
+            _exit_usage(error.format_message(), remedy=remedy)
+        except typer.Abort:     # standard input ended at a question
+            code = ERROR
+        sys.exit(code or OK)
+
+
+def _exit_usage(message: str, *, remedy: str) -> NoReturn:
+    typer.echo(f"error[usage]: {message}\n  remedy: {remedy}", err=True)
+    sys.exit(USAGE)
+
+
+@contextmanager
+def _output_errors() -> Iterator[None]:
+    """End quietly if the program that reads our output has ended, as `head` does; report a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT):
+            raise
+        # The interpreter flushes once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno == errno.EPIPE:
+            raise typer.Exit(BROKEN_PIPE) from None
+        raise GenserveError(f"cannot write: {error.strerror}", remedy="free some space") from None
+
+
+def _color() -> bool | None:
+    """Whether help has colours, by the usual variables; None: on a terminal."""
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return False
+    return True if os.environ.get("FORCE_COLOR") else None
+
 
 app = typer.Typer(
     name="genserve",
+    cls=CommandGroup,
     help="Serve text-generation models from a model repository in Triton's format.",
-    epilog="Start here: genserve pull smollm2, then genserve chat",
-    no_args_is_help=True,
+    epilog="genserve pull smollm2\ngenserve chat",
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
 )
-app.command(
-    cls=TritonserverCommand,
-    epilog="Example: genserve serve --model-repository ./model_repository --http-port 8000",
-)(serve)
-app.command(epilog="Example: genserve chat smollm2 --system 'Answer in one sentence.'")(chat)
-app.command(epilog="Example: echo 'The capital of France is' | genserve generate --max-tokens 8")(generate)
-app.command(epilog="Example: genserve pull smollm2")(pull)
-app.command(epilog="Example: genserve export ./checkpoint --name mine --precision int8")(export)
-app.command(epilog="Example: genserve check --model-repository ./model_repository --strict")(check)
-app.command(epilog="Example: genserve bench smollm2 --concurrency 32 --new-tokens 128")(bench)
-app.command(epilog="Example: genserve tune smollm2 --max-inter-token-ms 40 --plot tune.png")(tune)
-app.command(epilog="Example: genserve models --url http://127.0.0.1:8000")(models)
 
 
-@app.command(epilog="Example: genserve version")
+def commands() -> dict[str, TyperCommand]:
+    """Return all commands by their names, for the reference in the documentation."""
+    return {name: command.load(name) for name, command in COMMANDS.items()}
+
+
 def version() -> None:
     """Print the version."""
     print(genserve.__version__)
@@ -66,12 +234,26 @@ def main() -> None:
     """Run the command line.
 
     Exit codes: 0 success; 1 a GenserveError, printed with its remedy, or errors found by `genserve check`, or
-    a server that did not end in time after a signal; 2 wrong usage; 130 Ctrl-C.
+    a server that did not end in time after a signal; 2 wrong usage; 130 Ctrl-C; 141 nobody reads the output.
     """
+    _open_standard_streams()
     try:
         app()
     except GenserveError as error:
         from genserve.cli.console import print_error
 
         print_error(error)
-        raise SystemExit(1) from None
+        raise SystemExit(ERROR) from None
+
+
+def _open_standard_streams() -> None:
+    """Let the standard streams accept all text, also where the shell has closed them."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            # Otherwise the next file or socket would get the number, and with it what others print.
+            null = os.open(os.devnull, os.O_RDWR)
+            assert null == number
+            setattr(sys, name, open(null, "r" if number == 0 else "w", encoding="utf-8"))  # noqa: SIM115, PTH123
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        # A text may have characters that the locale's encoding lacks.
+        sys.stdout.reconfigure(errors="backslashreplace")

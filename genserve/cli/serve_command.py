@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 def serve(**options: Any) -> None:
     """Serve the models of a repository over HTTP and gRPC.
 
-    Flags that tritonserver has too have its names; switches may be written --switch=false.
+    Flags that tritonserver has too have its names; switches may be written --switch=false. Each flag has
+    an environment variable, such as GENSERVE_HTTP_PORT for --http-port.
+
     Set GENSERVE_API_KEY to require a key; addresses that other machines can reach need one.
     """
     settings = _server_settings(options)
@@ -71,6 +73,7 @@ def _parameter(setting: Field[Any], kind: Any) -> inspect.Parameter:
         min=flag.minimum,
         max=flag.maximum,
         show_default=flag.show_default,
+        show_envvar=False,  # the text of `serve` has the rule
     )
     default: Any = setting.default
     if get_origin(kind) is tuple:   # typer has lists for options that may be given again

@@ -9,7 +9,9 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from typer.core import TyperCommand, TyperOption
+from typer.core import TyperOption
+
+from genserve.cli.help_text import HelpCommand
 
 _TRUE, _FALSE = frozenset({"true", "1", "yes", "on"}), frozenset({"false", "0", "no", "off"})
 
@@ -100,7 +102,7 @@ REJECTED_FLAGS = {
 }
 
 
-class TritonserverCommand(TyperCommand):
+class TritonserverCommand(HelpCommand):
     """A command whose switches may be written as tritonserver's.
 
     It accepts `--switch`, `--no-switch`, `--switch=true`, `--switch=false` and `--switch false`. It rejects

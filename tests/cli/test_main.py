@@ -1,18 +1,21 @@
 from __future__ import annotations
 
+import os
+import shlex
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 import genserve
 from genserve.cli.main import app, main
+from tests.cli.test_model_access import add_model
 from tests.client.scripted_server import PATIENCE_S, event_reply, models_reply, scripted
 
-COMMANDS = ["serve", "chat", "generate", "pull", "export", "check", "models", "version"]
 MODELS = models_reply("m")
 
 
@@ -41,12 +44,6 @@ except SystemExit:
     assert ran.stdout.splitlines()[-1] == "loaded: []"
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_the_help_of_each_command_has_an_example(command: str) -> None:
-    shown = CliRunner().invoke(app, [command, "--help"])
-    assert f"genserve {command}" in shown.stdout.split("Example:")[1]
-
-
 def test_the_version_is_a_command_and_a_flag() -> None:
     assert CliRunner().invoke(app, ["version"]).stdout == f"{genserve.__version__}\n"
     assert CliRunner().invoke(app, ["--version"]).stdout == f"{genserve.__version__}\n"
@@ -65,10 +62,62 @@ def test_an_error_is_printed_with_code_and_remedy_and_exits_with_1(
     assert "genserve pull smollm2" in lines[1]
 
 
-def test_wrong_usage_exits_with_2() -> None:
-    ran = run("generate", "--max-tokens", "many")
-    assert ran.returncode == 2
-    assert "--max-tokens" in ran.stderr
+@pytest.mark.parametrize(
+    ("words", "message", "remedy"),
+    [
+        ("generate --max-tokens many", "Invalid value for '--max-tokens'", "see `genserve generate --help`"),
+        ("generate --max-token 3", "No such option: --max-token", "did you mean --max-tokens?"),
+        ("chatt", "there is no command 'chatt'", "did you mean `genserve chat`?"),
+        ("xyz", "there is no command 'xyz'", "the commands are serve, chat, generate"),
+        ("pull", "Missing argument 'name'", "see `genserve pull --help`"),
+        ("pull a b", "unexpected extra argument(s) (b)", "see `genserve pull --help`"),
+    ],
+)
+def test_wrong_usage_exits_with_2_and_a_remedy(words: str, message: str, remedy: str) -> None:
+    result = CliRunner().invoke(app, words.split())
+    assert (result.exit_code, result.stdout) == (2, "")
+    first, second = result.stderr.splitlines()
+    assert first.startswith("error[usage]: ")
+    assert message in first
+    assert remedy in second
+
+
+def test_without_a_command_the_help_is_shown_and_the_exit_code_is_that_of_wrong_usage() -> None:
+    result = CliRunner().invoke(app, [])
+    assert result.exit_code == 2
+    assert "Usage: genserve [OPTIONS] COMMAND" in result.stderr
+
+
+@pytest.mark.parametrize("words", ["--help", "models --help", "version"])
+def test_a_reader_that_leaves_ends_the_command_quietly_with_141(words: str) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    ran = subprocess.run(command_line(*words.split()), stdout=writing, stderr=subprocess.PIPE, check=False)
+    os.close(writing)
+    assert (ran.returncode, ran.stderr) == (141, b"")
+
+
+def test_closed_standard_streams_are_no_error(tmp_path: Path) -> None:
+    # With its number free, the next file would take the place of standard output.
+    command = shlex.join(command_line("models", "--model-repository", str(tmp_path)))
+    ran = subprocess.run(f"{command} <&- >&-", shell=True, stderr=subprocess.PIPE, check=False)
+    assert (ran.returncode, ran.stderr) == (0, b"")
+
+
+def test_a_full_disk_is_an_error_and_no_traceback() -> None:
+    with Path("/dev/full").open("w") as full:
+        ran = subprocess.run(command_line("version"), stdout=full, stderr=subprocess.PIPE, check=False)
+    assert ran.returncode == 1
+    assert ran.stderr.startswith(b"error[error]: cannot write: No space left")
+
+
+def test_characters_that_the_encoding_lacks_are_escaped(tmp_path: Path) -> None:
+    add_model(tmp_path, "tée")
+    command = command_line("models", "--model-repository", str(tmp_path))
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    ran = subprocess.run(command, env=environment, capture_output=True, check=False)
+    assert ran.returncode == 0
+    assert b"t\\xe9e" in ran.stdout
 
 
 def test_ctrl_c_disconnects_and_exits_with_130() -> None:

@@ -4,10 +4,9 @@ import socket
 from pathlib import Path
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from genserve.cli.main import app
+from genserve.cli.main import COMMANDS, app
 from genserve.cli.serve_command import print_startup_banner
 from genserve.cli.tritonserver_flags import REJECTED_FLAGS
 from genserve.errors import GenserveError, RepositoryError
@@ -189,7 +188,7 @@ def test_an_unsupported_flag_of_tritonserver_is_rejected_with_a_remedy(words: st
 
 
 def test_no_supported_flag_is_rejected() -> None:
-    command = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    command = COMMANDS["serve"].load("serve")
     assert not REJECTED_FLAGS.keys() & {name for option in command.params for name in option.opts}
 
 
