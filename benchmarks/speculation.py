@@ -53,8 +53,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         with_drafts = _with_prompt_lookup(options.model_repository, Path(folder), options.model)
         with (
-            LLM(options.model_repository, options.model) as plain,
-            LLM(with_drafts, options.model) as drafting,
+            LLM(options.model, model_repository=options.model_repository) as plain,
+            LLM(options.model, model_repository=with_drafts) as drafting,
         ):
             for concurrency in options.concurrency:
                 for task in options.tasks:

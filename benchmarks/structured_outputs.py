@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     args = parser.parse_args()
     figures = {}
-    with LLM(args.model_repository, args.model) as llm:
+    with LLM(args.model, model_repository=args.model_repository) as llm:
         for name, options in FORMS.items():
             figures[name] = summarise(measure(llm, options, rounds=args.rounds))
     rows = [[name, *(f"{of[key]:.0f}" for key in KEYS)] for name, of in figures.items()]

@@ -148,7 +148,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     args = parser.parse_args()
     options = {} if args.max_tokens is None else {"max_tokens": args.max_tokens}
-    with LLM(args.model_repository, args.model) as llm:
+    with LLM(args.model, model_repository=args.model_repository) as llm:
         figures = measure(llm, options, requests=args.requests, concurrency=args.concurrency)
     row = [f"{value:.0f}" for name, value in figures.items() if name != "problems"]
     print(markdown(HEADINGS, [row]))

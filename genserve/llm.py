@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -25,28 +26,32 @@ from genserve.prompt import (
 from genserve.repository.repository import Repository
 from genserve.sampling.sampling_options import SamplingOptions
 from genserve.sampling.sampling_params import SamplingParams, sampling_params
+from genserve.store import default_repository
 from genserve.text.message_parser import MessageParser
 
 
 class LLM:
     """One text model in this process; the methods are those of `genserve.Client`.
 
-        with LLM("model_repository", "smollm2") as llm:
+        with LLM("smollm2") as llm:
             print(llm.chat("What is a triton?", max_tokens=64).text)
 
     Thread-safe: the requests of several threads share the steps of one engine. After `close` every call
     raises Closed, and so does a call that runs while another thread closes.
     """
 
-    def __init__(self, model_repository: str | Path, model: str | None = None) -> None:
+    def __init__(self, model: str | None = None, *, model_repository: str | Path | None = None) -> None:
         """Load a model; without a name, the only text model of the repository.
+
+        `model_repository` is a folder; None: GENSERVE_MODEL_REPOSITORY, or else the store of `genserve pull`.
 
         Raises:
             RepositoryError: the folder, or the model in it, is invalid.
             ModelNotFound: no such model.
         """
         self._closed = False
-        self._repository = Repository([Path(model_repository)])
+        folder = model_repository or os.environ.get("GENSERVE_MODEL_REPOSITORY") or default_repository()
+        self._repository = Repository([Path(folder)])
         with ExitStack() as undo:
             undo.callback(self._repository.close)   # unload the stages that were loaded before an error
             name = model or self._repository.only_text_model_name()
@@ -220,4 +225,4 @@ class _EngineDeltas:
 
 
 def _closed(when: str = "") -> Closed:
-    return Closed(f"this LLM was closed{when}", remedy="create another one: `LLM(model_repository)`")
+    return Closed(f"this LLM was closed{when}", remedy="create another one: `LLM(model)`")

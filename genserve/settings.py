@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from genserve.store import default_repository
+
 # The headings of `genserve serve --help`.
 _MODELS, _PORTS, _GRPC, _ACCESS, _CLIENTS, _LOG = (
     "Models", "Ports", "Connections of gRPC", "Access", "Clients", "Log",
@@ -46,7 +48,8 @@ class Flag:
 
 
 def _flag(default: Any, panel: str | None, help: str, *names: str, **more: Any) -> Any:  # noqa: A002  # as typer
-    return field(default=default, metadata={"flag": Flag(help=help, panel=panel, names=names, **more)})
+    made: Any = {"default_factory": default} if callable(default) else {"default": default}
+    return field(**made, metadata={"flag": Flag(help=help, panel=panel, names=names, **more)})
 
 
 def _port(default: int) -> Any:
@@ -87,7 +90,8 @@ class ServerSettings:
     """The settings of one server; `genserve serve` fills them from flags and GENSERVE_* variables."""
 
     model_repository: tuple[Path, ...] = _flag(
-        (Path("model_repository"),), _MODELS, "Folder of models; repeatable.",
+        lambda: (default_repository(),), _MODELS,
+        "Folder of models; repeatable. Default: the store in GENSERVE_HOME.",
         "--model-repository", "--model-store",
     )  # fmt: skip
     model_control_mode: Literal["none", "poll", "explicit"] = _flag(

@@ -52,6 +52,15 @@ def _ctrl_c_arrives() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _the_store_is_not_the_users(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Commands without --model-repository find an empty store."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GENSERVE_HOME", str(tmp_path_factory.mktemp("home")))
+        patch.delenv("GENSERVE_MODEL_REPOSITORY", raising=False)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _certificates_are_read_once() -> Iterator[None]:
     """httpx2 reads those of all authorities again for every client and every call without one, 20 ms each."""
     read = httpcore2.default_ssl_context

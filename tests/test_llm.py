@@ -14,13 +14,13 @@ from tests.support.live_server import children
 
 @pytest.fixture(scope="module")
 def llm(tiny_repository):
-    with LLM(tiny_repository) as llm:
+    with LLM(model_repository=tiny_repository) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
 def closed_llm(tiny_repository):
-    llm = LLM(tiny_repository)
+    llm = LLM(model_repository=tiny_repository)
     llm.close()
     return llm
 
@@ -54,15 +54,15 @@ def test_a_misspelt_option_is_rejected_with_the_nearest(llm):
 def test_a_model_that_does_not_generate_text_is_not_left_loaded(tiny_repository):
     before = threading.active_count()
     with pytest.raises(ModelNotFound, match="does not generate text"):
-        LLM(tiny_repository, "tiny_logits")
+        LLM("tiny_logits", model_repository=tiny_repository)
     assert threading.active_count() == before
 
 
 def test_a_missing_model_or_repository_is_named(tiny_repository, tmp_path):
     with pytest.raises(ModelNotFound, match="tiny"):
-        LLM(tiny_repository, "nobody")
+        LLM("nobody", model_repository=tiny_repository)
     with pytest.raises(RepositoryError, match="genserve pull"):
-        LLM(tmp_path / "none")
+        LLM(model_repository=tmp_path / "none")
 
 
 @pytest.mark.parametrize("method", ["generate", "stream", "chat", "chat_stream", "complete"])
@@ -98,7 +98,7 @@ class TritonPythonModel:
 def test_a_stream_raises_closed_after_its_last_delta_when_the_llm_closes(tiny_repository, tmp_path):
     repository = shutil.copytree(tiny_repository, tmp_path / "repository")
     (repository / "tiny_decoder" / "1" / "model.py").write_text(SLOW_LOOP)
-    llm = LLM(repository)
+    llm = LLM(model_repository=repository)
     stream = llm.stream("hi", max_tokens=200, ignore_eos=True)
     next(stream)
     llm.close()
@@ -109,7 +109,7 @@ def test_a_stream_raises_closed_after_its_last_delta_when_the_llm_closes(tiny_re
 
 
 def test_a_call_of_another_thread_raises_closed_when_the_llm_closes(tiny_repository):
-    llm = LLM(tiny_repository)
+    llm = LLM(model_repository=tiny_repository)
     with ThreadPoolExecutor() as pool:
         # More tokens than the tiny model makes before `close` comes; then Closed is all that can end it.
         running = pool.submit(llm.complete, ["hi"] * 8, n=8, max_tokens=200, ignore_eos=True)
@@ -122,7 +122,7 @@ def test_a_call_of_another_thread_raises_closed_when_the_llm_closes(tiny_reposit
 
 def test_close_leaves_no_process(tiny_repository):
     before = children()
-    llm = LLM(tiny_repository)
+    llm = LLM(model_repository=tiny_repository)
     llm.chat("hi", max_tokens=1)
     assert children() - before, "one renders the chats"
     llm.close()
@@ -137,7 +137,7 @@ def test_a_failed_load_leaves_no_process(tiny_repository, tmp_path):
     (repository / "tiny_logits" / "1" / "model.onnx").write_bytes(b"nothing")
     before = children()
     with pytest.raises(GenserveError) as raised:
-        LLM(repository)
+        LLM(model_repository=repository)
     assert not children() - before, raised
 
 
@@ -148,5 +148,5 @@ def test_with_several_models_a_name_is_required_before_loading(tiny_repository, 
     config.write_text(config.read_text().replace('name: "tiny"', 'name: "other"'))
     before = threading.active_count()
     with pytest.raises(ModelNotFound, match="other, tiny"):
-        LLM(repository)
+        LLM(model_repository=repository)
     assert threading.active_count() == before

@@ -31,7 +31,7 @@ ANSWERS = """
 import sys
 from genserve import LLM
 
-with LLM(sys.argv[1], "tiny") as llm:
+with LLM("tiny", model_repository=sys.argv[1]) as llm:
     print(llm.chat("hello", max_tokens=4, temperature=0).usage.completion_tokens)
 """
 

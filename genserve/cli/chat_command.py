@@ -1,30 +1,38 @@
-"""The command `genserve chat`."""
+"""The command `genserve chat`: opens a chat, or answers one question and ends."""
 
 from __future__ import annotations
 
+import os
 import sys
-from typing import Annotated
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from genserve.cli.flags import (
-    CHAT_TEMPERATURE,
-    DEFAULT_REPOSITORY,
     ChatTemperature,
     MaxTokens,
-    ModelArgument,
     ModelRepository,
     Seed,
     Set,
     Url,
     with_assignments,
 )
+from genserve.errors import InvalidRequest, ModelNotFound, closest
 from genserve.sampling.sampling_options import SamplingOptions
+
+if TYPE_CHECKING:
+    from genserve.cli.chat_session import ChatSession
 
 
 def chat(
-    model: ModelArgument = None,
-    model_repository: ModelRepository = DEFAULT_REPOSITORY,
+    model: Annotated[
+        str | None, typer.Argument(help="Default: GENSERVE_MODEL, or the only text model, or smollm2.")
+    ] = None,
+    question: Annotated[str | None, typer.Argument(help="Answer this and end. Default: a chat.")] = None,
+    model_repository: ModelRepository = None,
     url: Url = None,
     system: Annotated[str | None, typer.Option(envvar="GENSERVE_SYSTEM", help="The system prompt.")] = None,
     temperature: ChatTemperature = None,
@@ -32,24 +40,117 @@ def chat(
     seed: Seed = None,
     set_: Set = [],  # noqa: B006  # typer copies it
 ) -> None:
-    """Chat with a model. Reads one message per line if stdin is not a terminal."""
+    """Chat with a model, which is pulled if it is missing. A question, or text on stdin, is answered once.
+
+    `genserve chat QUESTION` asks the default model. Text on stdin follows the question after an empty line.
+    """
+    from genserve.cli.chat_options import chat_options
     from genserve.cli.chat_session import ChatSession, Conversation
     from genserve.cli.model_access import open_model
 
-    options = SamplingOptions(max_tokens=max_tokens, seed=seed)
-    if temperature is not None:
-        options["temperature"] = temperature
+    given = {"max_tokens": max_tokens, "seed": seed, "temperature": temperature}
+    options = cast(SamplingOptions, {name: value for name, value in given.items() if value is not None})
     options = with_assignments(options, set_)
-    with open_model(model, repository=model_repository, url=url) as opened:
-        recommended = opened.default_sampling_params.get("temperature", CHAT_TEMPERATURE)
-        options = {"temperature": recommended, **options}
+    asked = read_arguments(model, question, known=lambda: _known_models(model_repository, url=url))
+    message = asked.question if _is_terminal() else _with_stdin(asked.question)
+    with open_model(asked.model, repository=model_repository, url=url) as opened:
+        options = chat_options(options, recommended=opened.default_sampling_params)
         session = ChatSession(opened, conversation=Conversation(system=system), options=options)
-        if sys.stdin.isatty():
+        if message is not None:
+            _answer_once(session, message)
+        else:
             from genserve.cli.repl import run_repl
 
             run_repl(session)
-        else:
-            from genserve.cli.console import read_lines
 
-            for line in read_lines():
-                session.ask(line)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatArguments:
+    """What the arguments of a command line mean."""
+
+    model: str | None       # None: the default one
+    question: str | None    # None: none was given
+
+
+def read_arguments(
+    first: str | None, second: str | None, *, known: Callable[[], Collection[str]]
+) -> ChatArguments:
+    """Return the meaning of up to two arguments: MODEL QUESTION, MODEL, or QUESTION.
+
+    Args:
+        first: the first one; None: there is none.
+        second: the second one; None: there is none.
+        known: returns the names of the models that may be chosen.
+
+    Raises:
+        ModelNotFound: a single word is nearly the name of a model.
+    """
+    default = os.environ.get("GENSERVE_MODEL") or None
+    if first is None or second is not None:
+        return ChatArguments(model=first or default, question=second)
+    from genserve.export import pulled_name
+
+    names = known()
+    if first in names or pulled_name(first) is not None:
+        return ChatArguments(model=first, question=None)
+    # A word that is close to a name is a misspelt name rather than a question.
+    if len(first.split()) == 1 and (meant := closest(first, known=names)):
+        raise ModelNotFound(
+            f"there is no model {first!r}",
+            remedy=f"did you mean {meant}? A question of one word follows the model: "
+            f"`genserve chat {meant} {first}`",
+        )
+    return ChatArguments(model=default, question=first)
+
+
+def _known_models(repository: Path | None, *, url: str | None) -> Collection[str]:
+    if url:
+        from genserve.client import Client
+
+        with Client(url) as client:
+            return client.models()
+    from genserve.cli.model_access import local_models
+    from genserve.export import DEFAULT_MODEL
+    from genserve.store import default_repository
+
+    folder = repository or default_repository()
+    return {DEFAULT_MODEL, *(model.name for model in local_models(folder))}
+
+
+def _is_terminal() -> bool:
+    return sys.stdin is not None and sys.stdin.isatty()
+
+
+def _with_stdin(question: str | None) -> str:
+    """Return the question, an empty line, and the text on stdin; any of the two may be missing.
+
+    Raises:
+        InvalidRequest: both are missing, or the text is not in the encoding of the locale.
+    """
+    from genserve.cli.console import read_text
+
+    text = read_text().strip("\n") if sys.stdin is not None else ""
+    message = "\n\n".join(filter(None, (question, text)))
+    if not message.strip():
+        raise InvalidRequest(
+            "there is no question, and nothing on standard input",
+            remedy="give a question, or open a chat on a terminal",
+        )
+    return message
+
+
+def _answer_once(session: ChatSession, message: str) -> None:
+    """Print one answer on stdout; what cut it short is said on stderr."""
+    from genserve.cli.console import make_console
+    from genserve.completion import FinishReason
+
+    answer = session.ask(message)
+    limit = f"{answer.num_tokens} tokens, the limit"
+    cut = {
+        FinishReason.LENGTH: f"stopped after {limit}; --max-tokens sets another",
+        FinishReason.REPETITION: "stopped, since the answer repeated itself; --seed gives another answer",
+    }
+    if answer.finish_reason is None:    # Ctrl-C
+        raise typer.Exit(130)
+    if note := cut.get(answer.finish_reason):
+        make_console(stderr=True).print(note)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from genserve.cli.flags import DEFAULT_REPOSITORY, ModelRepositories
+from genserve.cli.flags import ModelRepositories
 
 if TYPE_CHECKING:
     from genserve.config.diagnostics import Diagnostic
@@ -19,7 +19,7 @@ def check(
     repository: Annotated[
         list[Path] | None, typer.Argument(help="Folders of models.", show_default=False)
     ] = None,
-    model_repository: ModelRepositories = [DEFAULT_REPOSITORY],  # noqa: B006  # typer copies it
+    model_repository: ModelRepositories = None,
     model_config_name: Annotated[
         str, typer.Option(help="Read configs/NAME.pbtxt instead of config.pbtxt, if a model has it.")
     ] = "",
@@ -32,9 +32,12 @@ def check(
     """List the errors and warnings of all models of a repository. Exit with 1 if there is an error."""
     from genserve.config.diagnostics import Severity
     from genserve.repository.model_validation import repository_diagnostics
+    from genserve.store import default_repository
 
     diagnostics = repository_diagnostics(
-        repository or model_repository, config_name=model_config_name, backend_folders=backend_directory or ()
+        repository or model_repository or [default_repository()],
+        config_name=model_config_name,
+        backend_folders=backend_directory or (),
     )
     severities = [diagnostic.severity for of_model in diagnostics.values() for diagnostic in of_model]
     num_errors, num_warnings = severities.count(Severity.ERROR), severities.count(Severity.WARNING)

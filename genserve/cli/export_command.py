@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from genserve.cli.flags import (
-    DEFAULT_REPOSITORY,
     Beside,
     FileFormat,
     KvCache,
@@ -15,6 +14,7 @@ from genserve.cli.flags import (
     Overwrite,
     Precision,
 )
+from genserve.store import default_repository, described, display_path, repository_flag
 
 if TYPE_CHECKING:
     from genserve.export import ExportReport
@@ -28,7 +28,7 @@ def export(
         ),
     ],
     name: Annotated[str, typer.Option(help="Name of the model in the repository.", show_default=False)],
-    model_repository: ModelRepository = DEFAULT_REPOSITORY,
+    model_repository: ModelRepository = None,
     file_format: FileFormat = "onnx",
     precision: Precision = None,
     kv_cache: KvCache = "float",
@@ -39,9 +39,10 @@ def export(
     from genserve.cli.console import ConsoleProgress
     from genserve.export import export_model
 
+    repository = model_repository or default_repository()
     report = export_model(
         source,
-        repository=model_repository,
+        repository=repository,
         name=name,
         file_format=file_format,
         precision=precision,
@@ -55,12 +56,11 @@ def export(
 
 def print_report(report: ExportReport, *, beside: str | None) -> None:
     """Print the result of an export, its parity with the source, and the next commands."""
-    repository = report.path.parent
-    where = "" if repository == DEFAULT_REPOSITORY else f" --model-repository {repository}"
+    where = repository_flag(report.path.parent)
     cache = ", KV cache in int8" if report.kv_cache == "int8" else ""
     print(
         f"{report.name}: {report.precision}{cache}, {report.size_bytes / 1e6:.1f} MB, "
-        f"exported in {report.seconds:.0f} s: {report.path}"
+        f"exported in {report.seconds:.0f} s: {display_path(report.path)}"
     )
     print(
         f"parity with the source: largest logit difference {report.largest_logit_difference:.3g}, "
@@ -77,7 +77,7 @@ def pull(
     name: Annotated[
         str, typer.Argument(help="smollm2, or ORG/NAME on the Hugging Face hub.", show_default=False)
     ],
-    model_repository: ModelRepository = DEFAULT_REPOSITORY,
+    model_repository: ModelRepository = None,
     precision: Precision = None,
     kv_cache: KvCache = "float",
     beside: Beside = None,
@@ -87,9 +87,10 @@ def pull(
     from genserve.cli.console import ConsoleProgress
     from genserve.export import pull as pull_model
 
+    repository = model_repository or default_repository()
     report = pull_model(
         name,
-        repository=model_repository,
+        repository=repository,
         precision=precision,
         kv_cache=kv_cache,
         beside=beside,
@@ -98,6 +99,6 @@ def pull(
     )
     if report is None:
         target = f" in {precision}" if precision else ""
-        print(f"{name} is already in {model_repository}; --overwrite exports it again{target}")
+        print(f"{name} is already in {described(repository)}; --overwrite exports it again{target}")
     else:
         print_report(report, beside=beside)

@@ -14,27 +14,27 @@ from genserve.errors import InvalidRequest
 if TYPE_CHECKING:
     from genserve.sampling.sampling_options import SamplingOptions
 
-DEFAULT_REPOSITORY = Path("model_repository")
 # Headings in `--help`.
 MODEL, SAMPLING = "Model", "Sampling"
-CHAT_TEMPERATURE = 0.7
 
 ModelArgument = Annotated[
     str | None, typer.Argument(envvar="GENSERVE_MODEL", help="Default: the only text model, or smollm2.")
 ]
 ModelRepository = Annotated[
-    Path,
+    Path | None,
     typer.Option(
-        envvar="GENSERVE_MODEL_REPOSITORY", help="Folder of the models.", rich_help_panel=MODEL
+        envvar="GENSERVE_MODEL_REPOSITORY",
+        help="Folder of the models. Default: the store in GENSERVE_HOME.",
+        rich_help_panel=MODEL,
     ),
 ]
 ModelRepositories = Annotated[
-    list[Path],
+    list[Path] | None,
     typer.Option(
         "--model-repository",
         "--model-store",
         envvar="GENSERVE_MODEL_REPOSITORY",
-        help="Folder of models; repeatable.",
+        help="Folder of models; repeatable. Default: the store in GENSERVE_HOME.",
     ),
 ]
 Url = Annotated[
@@ -66,7 +66,7 @@ ChatTemperature = Annotated[
     typer.Option(
         envvar="GENSERVE_TEMPERATURE",
         rich_help_panel=SAMPLING,
-        help="0: always the likeliest token. Default: what the model recommends, or else 0.7.",
+        help="0: always the likeliest token. Default: what the model recommends, or else 0.7 with min_p 0.1.",
     ),
 ]
 Seed = Annotated[

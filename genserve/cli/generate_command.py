@@ -10,7 +10,6 @@ from typing import Annotated
 import typer
 
 from genserve.cli.flags import (
-    DEFAULT_REPOSITORY,
     MaxTokens,
     ModelRepository,
     Seed,
@@ -27,7 +26,7 @@ def generate(
     model: Annotated[
         str | None, typer.Option(envvar="GENSERVE_MODEL", help="Default: the only text model, or smollm2.")
     ] = None,
-    model_repository: ModelRepository = DEFAULT_REPOSITORY,
+    model_repository: ModelRepository = None,
     url: Url = None,
     max_tokens: MaxTokens = 128,
     temperature: Temperature = 0.0,

@@ -49,14 +49,18 @@ COMMANDS = {
         module="serve_command",
         heading=_RUN,
         summary="Serve models over HTTP and gRPC",
-        examples=("genserve serve --model-repository ./model_repository --http-port 8000",),
+        examples=("genserve serve smollm2", "genserve serve --model-repository ./models --http-port 8000"),
         command_class=TritonserverCommand,
     ),
     "chat": CommandEntry(
         module="chat_command",
         heading=_RUN,
         summary="Chat with a model in the terminal",
-        examples=("genserve chat smollm2 --system 'Answer in one sentence.'",),
+        examples=(
+            "genserve chat",
+            "genserve chat smollm2 'What is the capital of France?'",
+            "cat notes.txt | genserve chat 'Summarise this.'",
+        ),
     ),
     "generate": CommandEntry(
         module="generate_command",

@@ -8,18 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, Unpack
 
-from genserve.cli.flags import DEFAULT_REPOSITORY
 from genserve.completion import Stream
-from genserve.errors import ModelNotFound, RepositoryError, nearest
+from genserve.errors import GenserveError, ModelNotFound, RepositoryError, nearest
+from genserve.export import DEFAULT_MODEL, pull, pulled_name
 from genserve.prompt import Message
 from genserve.sampling.sampling_options import SamplingOptions
+from genserve.store import default_repository, described, repository_flag
 
 if TYPE_CHECKING:
     from genserve.client import Client
     from genserve.repository.index import ModelEntry
-
-
-_DEFAULT_MODEL = "smollm2"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +36,12 @@ def local_models(repository: Path) -> list[LocalModel]:
     """Return the text models of a repository, sorted by name, without loading them.
 
     Raises:
-        RepositoryError: the folder does not exist.
+        RepositoryError: the folder does not exist. The store may be missing: it has no model then.
     """
     from genserve.repository.index import scan
 
+    if repository == default_repository() and not repository.exists():
+        return []
     entries = scan([repository])
     return [_describe(entry, entries) for entry in entries.values() if _may_generate(entry, entries)]
 
@@ -54,19 +54,77 @@ def choose_model(name: str | None, *, repository: Path) -> str:
     """
     models = {model.name: model for model in local_models(repository)}
     if name is None:
-        name = next(iter(models)) if len(models) == 1 else _DEFAULT_MODEL
-    where = "" if repository == DEFAULT_REPOSITORY else f" --model-repository {repository}"
-    pull = f"`genserve pull {_DEFAULT_MODEL}{where}`"
+        name = next(iter(models)) if len(models) == 1 else DEFAULT_MODEL
+    where, flag = described(repository), repository_flag(repository)
+    pull = f"`genserve pull {DEFAULT_MODEL}{flag}`"
     if name not in models:
         known = f"{nearest(name, known=models)}; or " if models else ""
-        raise RepositoryError(f"there is no model {name!r} in {repository}", remedy=known + pull)
+        raise RepositoryError(f"there is no model {name!r} in {where}", remedy=known + pull)
     if models[name].missing:
-        export = f"`genserve export SOURCE --name {name}{where}`"
+        export = f"`genserve export SOURCE --name {name}{flag}`"
         raise RepositoryError(
-            f"model {name!r} in {repository} has no weights yet: {', '.join(models[name].missing)}",
-            remedy=pull if name == _DEFAULT_MODEL else export,
+            f"model {name!r} in {where} has no weights yet: {', '.join(models[name].missing)}",
+            remedy=pull if name == DEFAULT_MODEL else export,
         )
     return name
+
+
+def bring_model(name: str | None, *, repository: Path | None) -> tuple[Path, str]:
+    """Return the repository and the name in it of a model to load; a model that is missing is pulled.
+
+    Args:
+        name: a model of the repository, or one that can be pulled: smollm2, or ORG/NAME on the Hugging Face
+            hub. None: the only model of the repository, or the default one.
+        repository: None: the store. To another repository, which may be a user's own, a model is only added
+            if it is named.
+
+    Raises:
+        RepositoryError: there is no such model, and it cannot be pulled.
+        ExportError: the pull failed.
+        MissingDependency: the pull of a model of the hub needs packages that are not installed.
+    """
+    where = default_repository() if repository is None else repository
+    if repository is None:
+        remark_on_old_default()
+    models = {model.name: model for model in local_models(where)} if where.exists() else {}
+    if name is None:
+        if repository is not None or any(not model.missing for model in models.values()):
+            return where, choose_model(None, repository=where)
+        name = DEFAULT_MODEL
+    local_name = pulled_name(name)
+    # A folder of this name that is no text model is the user's own.
+    if local_name is None or (local_name not in models and (where / local_name).exists()):
+        return where, choose_model(name, repository=where)
+    if local_name not in models or models[local_name].missing:
+        _pull(name, repository=where)
+    return where, local_name
+
+
+def _pull(name: str, *, repository: Path) -> None:
+    from genserve.cli.console import ConsoleProgress, make_console
+
+    console = make_console(stderr=True)
+    console.print(f"pulling {name} into {described(repository)}, once")
+    try:
+        pull(name, repository=repository, progress=ConsoleProgress())
+    except KeyboardInterrupt:
+        console.print(f"stopped: `genserve pull {name}{repository_flag(repository)}` goes on with it")
+        raise
+
+
+def remark_on_old_default() -> None:
+    """Say so if the current folder has a repository that versions before the store would have used."""
+    from genserve.cli.console import make_console
+
+    old = Path("model_repository")
+    try:
+        names = [model.name for model in local_models(old) if not model.missing] if old.is_dir() else []
+    except GenserveError:
+        return
+    if names:
+        make_console(stderr=True).print(
+            f"note: ./{old} ({', '.join(names)}) is not used unless --model-repository {old} names it"
+        )
 
 
 def _may_generate(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> bool:
@@ -142,8 +200,10 @@ class OpenedModel:
 
 
 @contextmanager
-def open_model(name: str | None, *, repository: Path, url: str | None) -> Iterator[OpenedModel]:
+def open_model(name: str | None, *, repository: Path | None, url: str | None) -> Iterator[OpenedModel]:
     """Load a model, or find it on the server at `url`; without a name, the only or default one.
+
+    A local model is pulled if it is missing, see `bring_model`.
 
     Raises:
         GenserveError: the model does not exist or cannot be loaded, or the server does not answer.
@@ -153,14 +213,14 @@ def open_model(name: str | None, *, repository: Path, url: str | None) -> Iterat
 
 
 @contextmanager
-def _local_model(name: str | None, *, repository: Path) -> Iterator[OpenedModel]:
+def _local_model(name: str | None, *, repository: Path | None) -> Iterator[OpenedModel]:
     from genserve.cli.console import make_console
 
-    name = choose_model(name, repository=repository)
+    folder, name = bring_model(name, repository=repository)
     with make_console(stderr=True).status(f"loading {name}"):
         from genserve.llm import LLM
 
-        llm = LLM(repository, name)
+        llm = LLM(name, model_repository=folder)
     with llm:
         yield OpenedModel(
             name=name,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from genserve.cli.flags import DEFAULT_REPOSITORY, ModelRepository, Url
+from genserve.cli.flags import ModelRepository, Url
 
 
-def models(model_repository: ModelRepository = DEFAULT_REPOSITORY, url: Url = None) -> None:
+def models(model_repository: ModelRepository = None, url: Url = None) -> None:
     """List the text models of a repository, or the models of a server."""
     if url:
         _print_remote(url)
@@ -14,12 +14,15 @@ def models(model_repository: ModelRepository = DEFAULT_REPOSITORY, url: Url = No
 
     from genserve.cli.console import make_console
     from genserve.cli.model_access import local_models
+    from genserve.export import DEFAULT_MODEL
     from genserve.kernels import instruction_set
+    from genserve.store import default_repository, described, repository_flag
 
-    found = local_models(model_repository)
+    repository = model_repository or default_repository()
+    found = local_models(repository)
     if not found:
-        pull = f"genserve pull smollm2 --model-repository {model_repository}"
-        print(f"there is no text model in {model_repository}; install one with `{pull}`")
+        pull = f"genserve pull {DEFAULT_MODEL}{repository_flag(repository)}"
+        print(f"there is no text model in {described(repository)}; install one with `{pull}`")
         return
     headings = ("model", "size", "precision", "top-1", "perplexity", "KL", "state")
     table = Table(*headings, box=None, pad_edge=False, padding=(0, 1, 0, 0))

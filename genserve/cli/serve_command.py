@@ -6,21 +6,25 @@ import gc
 import inspect
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import Field, fields
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import MISSING, Field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
 from genserve.settings import Flag, ServerSettings
+from genserve.store import default_repository
 
 if TYPE_CHECKING:
     from genserve.server import ServerInfo, VersionInfo
 
 
-def serve(**options: Any) -> None:
-    """Serve the models of a repository over HTTP and gRPC.
+def serve(model: list[str] | None = None, **options: Any) -> None:
+    """Serve the models of a repository over HTTP and gRPC: all, or those that are named.
+
+    A named model that is missing is pulled first: smollm2, or ORG/NAME on the Hugging Face hub.
 
     Flags that tritonserver has too have its names; switches may be written --switch=false. Each flag has
     an environment variable, such as GENSERVE_HTTP_PORT for --http-port.
@@ -28,6 +32,8 @@ def serve(**options: Any) -> None:
     Set GENSERVE_API_KEY to require a key; addresses that other machines can reach need one.
     """
     settings = _server_settings(options)
+    # Before the ports open: a download may take minutes.
+    settings = _with_models(settings, model or [])
     # The imported packages make 86,000 objects that live as long as the process. To collect garbage among
     # them takes a twentieth of the start, and each later full collection delays every answer by 0.1 s.
     gc.disable()
@@ -41,6 +47,27 @@ def serve(**options: Any) -> None:
     run_server(settings, on_ready=print_startup_banner, on_stuck=_exit_process)
 
 
+def _with_models(settings: ServerSettings, names: Sequence[str]) -> ServerSettings:
+    """Return the settings that serve only the named models, if any; those that are missing are pulled."""
+    from genserve.cli.model_access import bring_model, remark_on_old_default
+    from genserve.export import pulled_name
+
+    store = default_repository()
+    if settings.model_repository == (store,):
+        remark_on_old_default()
+        with suppress(OSError):     # what cannot be made is reported as missing
+            store.mkdir(parents=True, exist_ok=True)
+    found = []
+    for name in names:
+        local_name = pulled_name(name)
+        if local_name is not None:
+            roots = settings.model_repository
+            root = next((root for root in roots if (root / local_name).exists()), roots[0])
+            _, local_name = bring_model(name, repository=root)
+        found.append(local_name or name)
+    return replace(settings, load_model=(*settings.load_model, *found))
+
+
 def _server_settings(options: Mapping[str, Any]) -> ServerSettings:
     """Return the settings of a command line; raises BadParameter for a value that is not allowed."""
     for setting in _SETTINGS:
@@ -51,7 +78,9 @@ def _server_settings(options: Mapping[str, Any]) -> ServerSettings:
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint=_names(setting)[0]) from error
     values: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in options.items()
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in options.items()
+        if value is not None
     }
     return ServerSettings(api_key=os.environ.get("GENSERVE_API_KEY") or None, **values)
 
@@ -75,9 +104,9 @@ def _parameter(setting: Field[Any], kind: Any) -> inspect.Parameter:
         show_default=flag.show_default,
         show_envvar=False,  # the text of `serve` has the rule
     )
-    default: Any = setting.default
+    default: Any = None if setting.default is MISSING else setting.default
     if get_origin(kind) is tuple:   # typer has lists for options that may be given again
-        default = list(default)
+        default = None if default is None else list(default)
         kind = list[Path] if get_args(kind)[0] is Path else list[str]
     return inspect.Parameter(
         setting.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
@@ -87,8 +116,17 @@ def _parameter(setting: Field[Any], kind: Any) -> inspect.Parameter:
 _SETTINGS = tuple(setting for setting in fields(ServerSettings) if "flag" in setting.metadata)
 _KINDS = get_type_hints(ServerSettings)
 # typer reads the options of a command from its signature.
+_MODEL = inspect.Parameter(
+    "model",
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    default=None,
+    annotation=Annotated[
+        list[str] | None,
+        typer.Argument(help="Models to serve: of the repository, smollm2, or ORG/NAME. Default: all there."),
+    ],
+)
 serve.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-    [_parameter(setting, _KINDS[setting.name]) for setting in _SETTINGS]
+    [_MODEL, *(_parameter(setting, _KINDS[setting.name]) for setting in _SETTINGS)]
 )
 
 

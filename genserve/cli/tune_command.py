@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from genserve.cli.flags import DEFAULT_REPOSITORY, ModelArgument, ModelRepository
+from genserve.cli.flags import ModelArgument, ModelRepository
 from genserve.errors import RepositoryError
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ _MAX_STOLEN_SHARE = 0.1     # with more, the times depend more on other programs
 
 def tune(
     model: ModelArgument = None,
-    model_repository: ModelRepository = DEFAULT_REPOSITORY,
+    model_repository: ModelRepository = None,
     objective: Annotated[
         Literal["throughput", "latency"],
         typer.Option(help="Most tokens per second, or the shortest time between tokens of a single request."),
@@ -60,7 +60,9 @@ def tune(
 
     Ctrl-C ends the measurement: the results so far are shown, and nothing is written.
     """
-    from genserve.cli.model_access import choose_model
+    from genserve.cli.model_access import bring_model
+    from genserve.export import pulled_name
+    from genserve.store import default_repository
     from genserve.tuning.best_setting import Goal, Objective
     from genserve.tuning.plot import check_plot, draw
     from genserve.tuning.search_space import make_search_space
@@ -68,8 +70,11 @@ def tune(
 
     if plot is not None:
         check_plot(plot)
-    name = model or choose_model(None, repository=model_repository)
-    tuned = find_model(name, repository=model_repository)
+    if model is None or pulled_name(model) is not None:
+        repository, name = bring_model(model, repository=model_repository)
+    else:   # perhaps a logits stage, which `bring_model` does not know
+        repository, name = model_repository or default_repository(), model
+    tuned = find_model(name, repository=repository)
     space = make_search_space(
         tuned.logits, batch_sizes=batch_size or (), threads=threads or (), contexts=context or ()
     )

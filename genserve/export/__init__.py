@@ -14,9 +14,10 @@ from genserve.export.export_options import (
     SilentProgress,
 )
 from genserve.export.exporter import export_model
-from genserve.export.pulling import pull
+from genserve.export.pulling import DEFAULT_MODEL, pull, pulled_name
 
 __all__ = [
+    "DEFAULT_MODEL",
     "CacheType",
     "ExportReport",
     "FileFormat",
@@ -25,4 +26,5 @@ __all__ = [
     "SilentProgress",
     "export_model",
     "pull",
+    "pulled_name",
 ]

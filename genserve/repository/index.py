@@ -12,6 +12,7 @@ from genserve.config.diagnostics import Diagnostic, Severity, first_error
 from genserve.config.model_config import LatestVersions, ModelConfig, SpecificVersions
 from genserve.config.parse import ParsedConfig, inspect_model_config, unreadable_config
 from genserve.errors import ConfigError, InferenceError, RepositoryError, Status
+from genserve.store import default_repository, described, repository_flag
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,10 +192,11 @@ def _trace(path: Path, *, name: str) -> tuple[str, int, int]:
 
 def _model_folders(root: Path) -> list[Path]:
     if not root.is_dir():
+        missing = "model in" if root == default_repository() else "model repository at"
         raise RepositoryError(
-            f"there is no model repository at {root}",
+            f"there is no {missing} {described(root)}",
             remedy="name one with --model-repository, or make one: "
-            f"`genserve pull smollm2 --model-repository {root}`",
+            f"`genserve pull smollm2{repository_flag(root)}`",
         )
     folders = [path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")]
     if (root / "config.pbtxt").is_file() and len(folders) == len(version_folders(root)):

@@ -34,6 +34,7 @@ from genserve.server.throughput_log import ThroughputLog
 from genserve.server.tls import ssl_context
 from genserve.server.triton_metrics import CpuCollector, InferenceCollector, read_metrics_config
 from genserve.settings import ServerSettings
+from genserve.store import described, repository_flag
 
 if TYPE_CHECKING:
     from genserve.server.grpc.grpc_server import GrpcServer
@@ -415,8 +416,9 @@ def _log_listening(info: ServerInfo) -> None:
 
 
 def _nothing_to_load(settings: ServerSettings) -> RepositoryError:
-    roots = ", ".join(str(root) for root in settings.model_repository)
+    roots = ", ".join(map(described, settings.model_repository))
     return RepositoryError(
         f"there is no model in {roots}",
-        remedy=f"add one: `genserve pull smollm2 --model-repository {settings.model_repository[0]}`",
+        remedy="`genserve serve smollm2"
+        f"{repository_flag(settings.model_repository[0])}` pulls the default model and serves it",
     )

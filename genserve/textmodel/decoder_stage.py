@@ -112,6 +112,6 @@ def _decode_of(model: object, path: Path) -> DecodeFunction:
     if decode is None or not inspect.iscoroutinefunction(decode):
         raise RepositoryError(
             f"{path}: TritonPythonModel has no coroutine `decode`",
-            remedy="write `async def decode(self, sequence)`; model_repository/smollm2_decoder shows one",
+            remedy="write `async def decode(self, sequence)`; docs/decoding.md shows one",
         )
     return decode

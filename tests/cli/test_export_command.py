@@ -11,6 +11,7 @@ from genserve.cli.export_command import print_report
 from genserve.cli.main import app
 from genserve.errors import ExportError
 from genserve.export import ExportReport
+from genserve.store import default_repository
 from tests.support.tiny_llama import tiny_llama_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -31,9 +32,10 @@ def report(repository: Path) -> ExportReport:
 
 
 def test_a_report_has_the_parity_and_the_next_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    print_report(report(Path("model_repository")), beside=None)
+    store = default_repository()
+    print_report(report(store), beside=None)
     assert capsys.readouterr().out.splitlines() == [
-        "mine: int8, 141.0 MB, exported in 12 s: model_repository/mine",
+        f"mine: int8, 141.0 MB, exported in 12 s: {store}/mine",
         "parity with the source: largest logit difference 0.312, top-1 agreement 98.4%, perplexity x1.006, "
         "KL 0.0040",
         "next: genserve chat mine",

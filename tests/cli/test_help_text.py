@@ -32,7 +32,7 @@ def test_every_flag_is_shown_in_full_on_lines_that_fit(command: str, columns: in
 def test_flags_are_below_their_headings() -> None:
     text = help_of("serve", COLUMNS="80")
     headings = re.findall(r"^(\S.*):$", text, re.MULTILINE)
-    assert headings[:3] == ["Models", "Ports", "Connections of gRPC"]
+    assert headings[:4] == ["Arguments", "Models", "Ports", "Connections of gRPC"]
     assert headings[-2:] == ["Options", "Examples"]
     assert text.index("\nPorts:") < text.index("  --http-port") < text.index("\nAccess:")
 

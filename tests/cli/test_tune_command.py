@@ -41,7 +41,7 @@ def test_the_best_setting_is_printed_and_written(repository: Path) -> None:
     [best] = re.findall(rf"^best: batch (\d+), threads {CORES}, model\.onnx: ", ran.stdout, re.MULTILINE)
     entries = scan([repository])
     assert {entry.config.max_batch_size for entry in entries.values() if entry.config} == {int(best)}
-    with LLM(repository) as llm:
+    with LLM(model_repository=repository) as llm:
         assert llm.generate("Tea", max_tokens=3).usage.completion_tokens == 3
 
 

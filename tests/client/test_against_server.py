@@ -90,7 +90,7 @@ OPTIONS = [
 
 @pytest.fixture(scope="module")
 def llm(tiny_repository: Path) -> Iterator[LLM]:
-    with LLM(tiny_repository) as llm:
+    with LLM(model_repository=tiny_repository) as llm:
         yield llm
 
 

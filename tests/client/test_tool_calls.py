@@ -42,7 +42,7 @@ def callers(repository: Path) -> Iterator[list[Any]]:
     """In process, and both clients."""
     with (
         LiveServer(repository) as server,
-        LLM(repository, "tiny") as llm,
+        LLM("tiny", model_repository=repository) as llm,
         Client(server.url) as client,
         BlockingClient(server.url) as async_client,
     ):

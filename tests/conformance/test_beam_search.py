@@ -107,7 +107,7 @@ def test_both_clients_and_the_dialect_of_tgi_search_too(tiny_server, tiny_reposi
     text = tokenizer.decode(expected[0])
     with Client(tiny_server.url) as client:
         assert client.generate(PROMPT, max_tokens=NUM_TOKENS, **BEAMS).text == text
-    with LLM(tiny_repository) as llm:
+    with LLM(model_repository=tiny_repository) as llm:
         assert list(llm.generate(PROMPT, max_tokens=NUM_TOKENS, **BEAMS).token_ids) == expected[0]
 
 
@@ -116,7 +116,7 @@ def test_a_width_above_one_on_the_ensemble_is_a_search(tiny_server, tiny_reposit
     url = f"{tiny_server.url}/v2/models/tiny/generate"
     plain = httpx2.post(url, json={"text_input": PROMPT, "max_tokens": NUM_TOKENS, "beam_width": 1}).json()
     found = httpx2.post(url, json=body).json()
-    with LLM(tiny_repository) as llm:
+    with LLM(model_repository=tiny_repository) as llm:
         options = {"max_tokens": NUM_TOKENS, "use_beam_search": True, "length_penalty": 0.5}
         assert found["text_output"] == llm.generate(PROMPT, **options, beam_width=WIDTH).text
         assert plain["text_output"] == llm.generate(PROMPT, max_tokens=NUM_TOKENS).text
@@ -166,7 +166,7 @@ def test_best_of_returns_the_likeliest_answers_of_n(client):
 
 def test_best_of_is_there_for_chats_for_tgi_and_for_both_clients(client, tiny_server, tiny_repository):
     options = {"max_tokens": 6, "temperature": 1.0, "seed": 5, "ignore_eos": True}
-    with LLM(tiny_repository) as llm:
+    with LLM(model_repository=tiny_repository) as llm:
         drawn = [
             llm.generate(PROMPT, **options | {"seed": 5 + choice, "logprobs": True}) for choice in range(4)
         ]

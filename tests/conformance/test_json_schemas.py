@@ -39,7 +39,7 @@ def num_valid(llm: LLM, seeds: range, **options: Any) -> int:
 
 
 def test_a_random_model_keeps_to_a_dozen_schemas(tiny_repository: Path) -> None:
-    with LLM(tiny_repository) as llm:
+    with LLM(model_repository=tiny_repository) as llm:
         # It would fill each gap with blanks, and its context with them.
         blanks = {llm._model.tokenizer.encode(blank)[0]: -100.0 for blank in string.whitespace[:4]}
         assert num_valid(llm, range(12), logit_bias=blanks) >= 10
@@ -48,6 +48,6 @@ def test_a_random_model_keeps_to_a_dozen_schemas(tiny_repository: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_default_model_keeps_to_two_hundred_schemas(smollm2_repository: Path) -> None:
-    with LLM(smollm2_repository) as llm:
+    with LLM(model_repository=smollm2_repository) as llm:
         # Some go on for ever: digits behind a point, and schemas that contain themselves.
         assert num_valid(llm, range(220), max_tokens=400) >= 200

@@ -19,7 +19,7 @@ TEXTS = ["hello there", "the quick brown fox", "hello again"]
 @pytest.fixture(scope="module")
 def answers(tiny_repository):
     """What the same model says in this process."""
-    with LLM(tiny_repository) as llm:
+    with LLM(model_repository=tiny_repository) as llm:
         return {text: llm.generate(text, max_tokens=12, logprobs=True, ignore_eos=True) for text in TEXTS}
 
 

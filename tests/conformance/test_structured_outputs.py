@@ -138,7 +138,7 @@ def test_tensors_without_a_valid_form_are_rejected(tiny_server, kind, guide, rea
 
 def test_client_and_library_give_the_same_answer(tiny_server, tiny_repository):
     options: Any = {"structured_outputs": {"choice": ["yes", "no", "both"]}, "temperature": 1.0, "seed": 5}
-    with Client(tiny_server.url) as client, LLM(tiny_repository) as llm:
+    with Client(tiny_server.url) as client, LLM(model_repository=tiny_repository) as llm:
         here = llm.chat("?", **options)
         assert here.text in ("yes", "no", "both")
         assert client.chat("?", **options) == here

@@ -50,7 +50,7 @@ def checkpoint() -> Checkpoint:
 def fp32(checkpoint, tmp_path_factory):
     repository = tmp_path_factory.mktemp("fp32")
     write_graph(checkpoint, repository)
-    with LLM(repository) as llm:
+    with LLM(model_repository=repository) as llm:
         yield llm
 
 
@@ -104,7 +104,7 @@ def test_with_eight_others_in_the_batch_each_answer_is_the_same(fp32, expected):
 
 @pytest.mark.timeout(300)
 def test_the_agreement_of_int8_is_printed(smollm2_repository, expected, capsys):
-    with LLM(smollm2_repository) as llm:
+    with LLM(model_repository=smollm2_repository) as llm:
         answers = answers_together(llm, PROMPTS)
     same = [_common_prefix(a, b) for a, b in zip(answers, expected, strict=True)]
     share = sum(same) / sum(map(len, expected))

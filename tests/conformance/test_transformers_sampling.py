@@ -65,7 +65,7 @@ def both(request, tmp_path_factory) -> Iterator[tuple[LLM, torch.nn.Module]]:
     export_model(
         str(checkpoint), repository=repository, name="tiny", precision="fp32", progress=SilentProgress()
     )
-    with LLM(repository) as llm:
+    with LLM(model_repository=repository) as llm:
         yield llm, reference_model(checkpoint)
 
 

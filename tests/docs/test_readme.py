@@ -34,17 +34,17 @@ def block_with(words: str) -> str:
 @pytest.mark.parametrize("block", [block for block in BLOCKS if "from genserve import" in block])
 def test_the_sdk_examples_run(block, tiny_server, tiny_repository, capsys):
     code = block.replace("http://127.0.0.1:8000", tiny_server.url)
-    code = code.replace('"model_repository", "smollm2"', f'"{tiny_repository}", "tiny"')
+    code = code.replace('LLM("smollm2")', f'LLM("tiny", model_repository="{tiny_repository}")')
     exec(compile(code, "README.md", "exec"), {})
     assert capsys.readouterr().out.strip()
 
 
 def test_the_decoding_loop_answers_as_greedy_does(tiny_repository, tmp_path):
-    with LLM(tiny_repository) as llm:
+    with LLM(model_repository=tiny_repository) as llm:
         expected = llm.generate("hello", max_tokens=12, ignore_eos=True)
     copy = shutil.copytree(tiny_repository, tmp_path / "repository")
     (copy / "tiny_decoder" / "1" / "model.py").write_text(block_with("TritonPythonModel"))
-    with LLM(copy) as llm:
+    with LLM(model_repository=copy) as llm:
         assert llm.generate("hello", max_tokens=12, ignore_eos=True) == expected
 
 

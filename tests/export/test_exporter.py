@@ -264,7 +264,7 @@ def test_the_config_selects_an_additional_graph(tiny_checkpoint: Path, tmp_path:
     config = tmp_path / "tiny_logits" / "config.pbtxt"
     config.write_text(config.read_text() + 'default_model_filename: "half/model.onnx"\n')
     assert not any(repository_diagnostics([tmp_path]).values())
-    with LLM(tmp_path) as llm:
+    with LLM(model_repository=tmp_path) as llm:
         assert llm.generate("Tea", max_tokens=3).usage.completion_tokens == 3
 
 

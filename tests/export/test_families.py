@@ -136,7 +136,7 @@ def test_an_export_in_int8_is_close_to_its_source(tmp_path: Path, model: str) ->
 def test_batched_answers_are_those_of_transformers(tmp_path: Path, model: str) -> None:
     export(model, tmp_path, precision="fp32")
     prompts = ["the rain in spain", "a", "stays mainly in the plain, and so on"]
-    with LLM(tmp_path / "repository") as llm, ThreadPoolExecutor(len(prompts)) as pool:
+    with LLM(model_repository=tmp_path / "repository") as llm, ThreadPoolExecutor(len(prompts)) as pool:
         answers = pool.map(lambda prompt: llm.generate(prompt, max_tokens=16, ignore_eos=True).text, prompts)
         found = list(answers)
     assert found == [greedy_answer(tmp_path / "tiny", prompt, num_tokens=16) for prompt in prompts]

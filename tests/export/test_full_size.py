@@ -33,7 +33,7 @@ source, repository, precision = sys.argv[1:]
 report = export_model(
     source, repository=Path(repository), name="model", precision=precision, progress=SilentProgress()
 )
-with LLM(repository) as llm:
+with LLM(model_repository=repository) as llm:
     answer = llm.generate("the rain in spain", max_tokens=8, ignore_eos=True)
 print(json.dumps({
     "difference": report.largest_logit_difference,

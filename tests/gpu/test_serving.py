@@ -94,7 +94,8 @@ def test_the_cache_has_the_blocks_that_fit_into_its_budget(half_repository, tmp_
 
 @pytest.fixture(scope="module")
 def smollm2(half_smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    with LLM(placed(half_smollm2, tmp_path_factory.mktemp("gpu_smollm2") / "models"), "smollm2") as llm:
+    models = placed(half_smollm2, tmp_path_factory.mktemp("gpu_smollm2") / "models")
+    with LLM("smollm2", model_repository=models) as llm:
         yield llm
 
 

@@ -108,7 +108,7 @@ def test_greedy_dialects_stay_greedy(server, tiny_server):
 
 
 def test_client_and_library_agree(server, repository):
-    with Client(server.url) as client, LLM(repository) as llm:
+    with Client(server.url) as client, LLM(model_repository=repository) as llm:
         assert client.default_sampling_params() == {"tiny": llm.default_sampling_params}
         assert llm.default_sampling_params == OURS
         for options in ({}, {"temperature": 0.8}, {**NEUTRAL, "top_k": 0}, OURS):
@@ -165,4 +165,4 @@ def test_a_value_out_of_range_is_reported_with_file_and_remedy(repository, tmp_p
         f"{file}: temperature must be a number", "correct the value, or remove it"
     )
     with pytest.raises(GenserveError, match="temperature must be a number"):
-        LLM(broken)
+        LLM(model_repository=broken)

@@ -241,7 +241,7 @@ def test_llguidance_is_imported_by_the_first_request_that_needs_it(tiny_reposito
     program = f"""
 import sys
 from genserve import LLM
-with LLM({str(tiny_repository)!r}) as llm:
+with LLM(model_repository={str(tiny_repository)!r}) as llm:
     llm.generate("a", max_tokens=2)
     print("llguidance" in sys.modules, "torch" in sys.modules)
     print(llm.generate("a", structured_outputs=dict(choice=["yes"])).text)

@@ -114,7 +114,7 @@ def repository(tmp_path_factory, tiny_repository):
 
 @pytest.fixture(scope="module")
 def llm(repository):
-    with LLM(repository) as llm:
+    with LLM(model_repository=repository) as llm:
         yield llm
 
 

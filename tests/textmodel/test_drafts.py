@@ -44,8 +44,8 @@ def add_parameter(config: Path, name: str, value: str) -> None:
 @pytest.mark.parametrize("parameter", [{}, {"speculation": "prompt_lookup"}, {"draft_model": "tiny"}])
 def test_speculation_does_not_change_texts(tiny_repository, tmp_path, parameter):
     with (
-        LLM(speculating(tiny_repository, tmp_path / "plain", speculation="none")) as plain,
-        LLM(speculating(tiny_repository, tmp_path / "models", **parameter)) as speculative,
+        LLM(model_repository=speculating(tiny_repository, tmp_path / "plain", speculation="none")) as plain,
+        LLM(model_repository=speculating(tiny_repository, tmp_path / "models", **parameter)) as speculative,
     ):
         for options in OPTIONS:
             for prompt in PROMPTS:
@@ -67,7 +67,7 @@ def test_speculation_does_not_change_texts(tiny_repository, tmp_path, parameter)
 def test_an_invalid_draft_fails_the_load(tiny_repository, tmp_path, parameters, message):
     root = speculating(tiny_repository, tmp_path / "models", **parameters)
     with pytest.raises(GenserveError, match=message):
-        LLM(root)
+        LLM(model_repository=root)
 
 
 def test_check_reports_the_position_of_an_unknown_draft_model(tiny_repository, tmp_path):
@@ -103,7 +103,7 @@ def test_a_draft_model_with_another_vocabulary_is_rejected(tiny_repository, tmp_
         config.write_text(config.read_text().replace("tiny", "other"))
     tiny_tokenizer(vocab_size=300).save(str(root / "other_tokenizer" / "1" / "tokenizer.json"))
     with pytest.raises(GenserveError, match="another vocabulary"):
-        LLM(root, "tiny")
+        LLM("tiny", model_repository=root)
 
 
 @pytest.mark.parametrize(

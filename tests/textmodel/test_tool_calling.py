@@ -53,7 +53,7 @@ def required_call(models: Path) -> str:
         tool_choice="required",
         parallel_tool_calls=False,
     )
-    with LLM(models, "tiny") as llm:
+    with LLM("tiny", model_repository=models) as llm:
         answer = llm.chat(chat, max_tokens=120)
         assert [(call.name, call.arguments) for call in answer.tool_calls] == [("now", "{}")]
         return Tokenizer.from_folder(models / "tiny_tokenizer" / "1").decode(answer.token_ids)
@@ -71,7 +71,7 @@ def test_marks_that_are_special_tokens_are_written_and_read(models):
     file.write_text(json.dumps(tokenizer))
     template = models / "tiny_tokenizer" / "1" / "chat_template.jinja"
     template.write_text("{{ tools | length }}[TOOL_CALLS]x[ARGS]")
-    with LLM(models, "tiny") as llm:
+    with LLM("tiny", model_repository=models) as llm:
         for choice in ("required", "auto", "none"):
             answers = [
                 llm.chat("?", tools=TOOLS, tool_choice=choice, max_tokens=60, temperature=1.0, seed=seed)
@@ -107,7 +107,7 @@ def test_an_unknown_format_is_reported_and_fails_the_load(models):
     assert diagnostic.remedy == "did you mean hermes?"
     assert diagnostic.position
     with pytest.raises(GenserveError, match="hermess"):
-        LLM(models, "tiny")
+        LLM("tiny", model_repository=models)
 
 
 @pytest.mark.parametrize(

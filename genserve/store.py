@@ -1,0 +1,39 @@
+"""Store: the model repository of a user, which every command finds from every folder."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import platformdirs
+
+
+def home_folder() -> Path:
+    """Return the folder of a user's models: $GENSERVE_HOME, or genserve/ in the platform's data folder."""
+    if folder := os.environ.get("GENSERVE_HOME"):
+        return Path(folder).expanduser()
+    return platformdirs.user_data_path("genserve", appauthor=False)
+
+
+def default_repository() -> Path:
+    """Return the store: the model repository of every command that is given none."""
+    return home_folder() / "model_repository"
+
+
+def display_path(path: Path) -> str:
+    """Return a path as a user would write it: `~` for the home folder."""
+    try:
+        return str(Path("~") / path.relative_to(Path.home()))
+    except ValueError:
+        return str(path)
+
+
+def described(repository: Path) -> str:
+    """Return what a message calls a model repository; the store by its short path."""
+    is_store = repository == default_repository()
+    return f"the store ({display_path(repository)})" if is_store else str(repository)
+
+
+def repository_flag(repository: Path) -> str:
+    """Return the flag that a command in a remedy needs, behind a space; empty for the store."""
+    return "" if repository == default_repository() else f" --model-repository {repository}"
