@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
+from rich.console import Console
 from rich.text import Text
 
-from genserve.cli.console import make_console, write_text
+from genserve.cli.console import make_console, visible
+from genserve.cli.markdown_stream import answer_display
 from genserve.cli.model_access import OpenedModel
+from genserve.cli.typed_keys import held_keys
 from genserve.completion import FinishReason, Stream, Usage
-from genserve.prompt import Message
+from genserve.errors import GenserveError
+from genserve.prompt import Message, Messages
 from genserve.sampling.sampling_options import SamplingOptions
 
 
@@ -139,6 +144,7 @@ class ChatSession:
         options: the sampling parameters of the next answer.
         first_options: the sampling parameters at the beginning.
         answers: all printed answers, including undone ones.
+        shows_markdown: whether answers are rendered, on a terminal that can.
     """
 
     def __init__(self, model: OpenedModel, *, conversation: Conversation, options: SamplingOptions) -> None:
@@ -147,6 +153,7 @@ class ChatSession:
         self.options = options
         self.first_options = options
         self.answers: list[PrintedAnswer] = []
+        self.shows_markdown = True
         self.console = make_console()
 
     def ask(self, question: str) -> PrintedAnswer:
@@ -155,19 +162,53 @@ class ChatSession:
         Raises:
             GenserveError: the model failed, or rejected the request.
         """
-        messages = self.conversation.messages_with(question)
-        answer = print_answer(
-            lambda: self.model.text_model.chat_stream(messages, **self.options),
-            write=lambda text: write_text(self.console, text),
-            clock=time.perf_counter,
-        )
-        is_stopped = answer.finish_reason is None
-        write_text(self.console, " [stopped]\n" if is_stopped else "\n")
-        self.answers.append(answer)
-        if answer.text or not is_stopped:
+        answer = self._print_answer(self.conversation.messages_with(question))
+        if answer.text or answer.finish_reason is not None:
             self.conversation.add(question, answer=answer.text)
         return answer
 
+    def _print_answer(self, messages: Messages) -> PrintedAnswer:
+        with held_keys(), shown_answer(self.console, with_markdown=self.shows_markdown) as write:
+            answer = print_answer(
+                lambda: self.model.text_model.chat_stream(messages, **self.options),
+                write=write,
+                clock=time.perf_counter,
+            )
+        self.answers.append(answer)
+        return answer
+
     def note(self, text: str) -> None:
-        """Print a line of the chat program, dimmed."""
-        self.console.print(Text(text, style="dim"))
+        """Print a remark of the chat program, dimmed, wrapped between words."""
+        self._say(Text(visible(text), style="dim"))
+
+    def report(self, error: GenserveError) -> None:
+        """Print an error and its remedy as one paragraph."""
+        text = Text.assemble((f"error[{error.code}]", "bold red"), f": {visible(error.message.rstrip())}")
+        self._say(text.append(f"; {visible(error.remedy)}" if error.remedy else ""))
+
+    def _say(self, text: Text) -> None:
+        self.console.print(text, soft_wrap=not self.console.is_terminal)
+
+
+@contextmanager
+def shown_answer(console: Console, *, with_markdown: bool) -> Iterator[Callable[[str], None]]:
+    """Yield the function that shows an answer; on a terminal a spinner turns until its first text."""
+    display = answer_display(console, with_markdown=with_markdown)
+    has_text = not console.is_terminal  # elsewhere an empty answer is an empty line
+
+    def write(text: str) -> None:
+        nonlocal has_text
+        if text:
+            spinner.close()
+            display.feed(text)
+            has_text = True
+
+    with ExitStack() as spinner:
+        if console.is_interactive:
+            spinner.enter_context(console.status("", spinner_style="dim"))
+        try:
+            yield write
+        finally:
+            spinner.close()
+            if has_text:
+                display.finish()

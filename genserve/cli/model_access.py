@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol, Unpack
 from genserve.completion import Stream
 from genserve.errors import GenserveError, ModelNotFound, RepositoryError, nearest
 from genserve.export import DEFAULT_MODEL, pull, pulled_name
-from genserve.prompt import Message
+from genserve.prompt import Messages
 from genserve.sampling.sampling_options import SamplingOptions
 from genserve.store import default_repository, described, repository_flag
 
@@ -185,7 +185,7 @@ class TextGenerator(Protocol):
     def stream(self, prompt: str, **options: Unpack[SamplingOptions]) -> Stream:
         """Complete a prompt."""
 
-    def chat_stream(self, messages: Sequence[Message], **options: Unpack[SamplingOptions]) -> Stream:
+    def chat_stream(self, messages: Messages, **options: Unpack[SamplingOptions]) -> Stream:
         """Answer a chat."""
 
 
@@ -275,5 +275,5 @@ class _RemoteModel:
     def stream(self, prompt: str, **options: Unpack[SamplingOptions]) -> Stream:
         return self.client.stream(prompt, model=self.name, **options)
 
-    def chat_stream(self, messages: Sequence[Message], **options: Unpack[SamplingOptions]) -> Stream:
+    def chat_stream(self, messages: Messages, **options: Unpack[SamplingOptions]) -> Stream:
         return self.client.chat_stream(messages, model=self.name, **options)

@@ -18,8 +18,8 @@ from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
 from genserve.cli.chat_session import ChatSession
-from genserve.cli.console import print_error
 from genserve.cli.slash_commands import COMMANDS, run_slash
+from genserve.cli.typed_keys import held_keys, terminated_in_order
 from genserve.errors import GenserveError
 
 _BLOCK = '"""'
@@ -29,16 +29,17 @@ def run_repl(session: ChatSession) -> None:
     """Ask and answer until Ctrl-D or /bye. Errors are printed, and the chat goes on."""
     prompts = _prompt_session()
     session.note(f"{session.model.name} · /help shows the commands · Ctrl-D leaves")
-    while True:
-        try:
-            _answer(session, prompts.prompt("> ").strip())
-        except KeyboardInterrupt:
-            if not prompts.default_buffer.text:
-                session.note("Ctrl-D or /bye leaves")
-        except EOFError:
-            return
-        except GenserveError as error:
-            print_error(error)
+    with terminated_in_order(), held_keys():
+        while True:
+            try:
+                _answer(session, prompts.prompt("> ").strip())
+            except KeyboardInterrupt:
+                if not prompts.default_buffer.text:
+                    session.note("Ctrl-D or /bye leaves")
+            except EOFError:
+                return
+            except GenserveError as error:
+                session.report(error)
 
 
 def history_path() -> Path:

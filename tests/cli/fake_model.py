@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Unpack
 
 from genserve.cli.chat_session import ChatSession, Conversation
@@ -16,7 +19,9 @@ from genserve.sampling.sampling_params import sampling_params
 
 
 class FakeDeltas:
-    """One answer; a question with the word `forever` gets its first word and then nothing."""
+    """One answer; after `forever` in it comes nothing more, and after `gated` the rest once GATE exists."""
+
+    gate = Path(os.environ.get("GATE", "/nowhere"))
 
     def __init__(self, question: str) -> None:
         self.is_closed = False
@@ -31,8 +36,10 @@ class FakeDeltas:
     def _answer(self, words: list[str]) -> Iterator[Delta]:
         for index, word in enumerate(words):
             yield Delta(text=word if index == 0 else f" {word}", token_ids=(index,))
-            if "FOREVER" in words:
+            if word == "FOREVER":
                 threading.Event().wait()
+            while word == "GATED" and not self.gate.exists():
+                time.sleep(0.01)
         yield Delta(
             text="",
             token_ids=(99,),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,7 +44,6 @@ def test_ctrl_c_stops_the_answer_and_keeps_its_text(terminal: Terminal) -> None:
     say(terminal, "forever young" + ENTER)
     terminal.expect("FOREVER")
     terminal.type(CTRL_C)
-    terminal.expect("[stopped]")
     terminal.expect("1 tokens · first after ")
     terminal.expect(" · stopped")
     say(terminal, "and on" + ENTER)
@@ -86,10 +86,55 @@ def test_pasted_lines_are_one_message(terminal: Terminal) -> None:
     terminal.expect(r"last asked: ['one\ntwo']")
 
 
+def test_typed_keys_do_not_mix_with_the_answer_and_are_the_next_prompt(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    environment = {"GATE": str(gate)}
+    with Terminal("tests.cli.chat_on_terminal", home=tmp_path, environment=environment) as terminal:
+        say(terminal, "one gated two" + ENTER)
+        terminal.expect("ONE GATED")
+        terminal.type("typed ahead" + ENTER + "and half of")
+        gate.touch()
+        lines = terminal.expect_screen(lambda lines: lines[-1:] == ["> and half of"])
+        assert [line for line in lines if "tokens" not in line][1:] == [
+            "> one gated two", "ONE GATED TWO", "> typed ahead", "TYPED AHEAD", "> and half of"
+        ]  # fmt: skip
+        terminal.type(CTRL_C)
+        say(terminal, CTRL_D)
+        assert terminal.wait() == 0
+        assert terminal.modes() == terminal.modes_before
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_during_an_answer_leaves_a_sane_terminal(tmp_path: Path, number: int) -> None:
+    with Terminal("tests.cli.chat_on_terminal", home=tmp_path) as terminal:
+        say(terminal, "forever" + ENTER)
+        terminal.expect("FOREVER")
+        assert terminal.modes() != terminal.modes_before
+        terminal.signal(number)
+        assert terminal.wait() == 128 + number
+        assert terminal.modes() == terminal.modes_before
+
+
+def test_an_answer_goes_on_after_a_resize_of_the_terminal(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    with Terminal(
+        "tests.cli.chat_on_terminal", home=tmp_path, columns=40, environment={"GATE": str(gate)}
+    ) as terminal:
+        say(terminal, "- a list of words gated that becomes narrow" + ENTER)
+        terminal.expect("WORDS GATED")
+        terminal.resize(columns=20, rows=24)
+        gate.touch()
+        lines = terminal.expect_screen(lambda lines: any("eos_token" in line for line in lines))
+        at = lines.index(" • A LIST OF WORDS")
+        assert lines[at + 1 : at + 4] == ["   GATED THAT", "   BECOMES NARROW", "10 tokens · first"]
+        terminal.type(CTRL_D)
+        assert terminal.wait() == 0
+
+
 def test_an_error_is_printed_and_the_chat_continues(terminal: Terminal) -> None:
     say(terminal, "reject" + ENTER)
     terminal.expect("error[invalid_request]")
-    terminal.expect(": ask something else")
+    terminal.expect("ask something else")
     say(terminal, "hello" + ENTER)
     terminal.expect("HELLO")
     say(terminal, CTRL_D)

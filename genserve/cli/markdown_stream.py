@@ -1,0 +1,235 @@
+"""Markdown stream: an answer on the terminal as it arrives; Markdown where the terminal shows it."""
+
+from __future__ import annotations
+
+import threading
+import time
+import unicodedata
+from collections.abc import Callable, Iterator, Sequence
+from typing import ClassVar, Protocol
+
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.markdown import CodeBlock, Heading, Markdown, MarkdownElement
+from rich.syntax import Syntax
+from rich.theme import Theme
+
+from genserve.cli.console import visible
+from genserve.cli.live_lines import Line, LiveLines, rendered_lines
+
+# Readable on dark and on light terminals: no backgrounds, and colours out of the terminal's own sixteen.
+_THEME = Theme(
+    {
+        "markdown.h1": "bold underline",
+        "markdown.h2": "bold underline",
+        "markdown.h3": "bold",
+        "markdown.code": "cyan",
+        "markdown.block_quote": "italic",
+        "markdown.item.bullet": "bold",
+        "markdown.item.number": "bold",
+        "markdown.link": "underline",
+        "markdown.link_url": "blue",
+        "markdown.table.border": "dim",
+        "markdown.table.header": "bold",
+    }
+)
+# Of HTML, the text is shown: models write tags that are no formatting.
+_PARSER = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
+_RENDERING_SHARE = 0.2  # of the time, at most: the model may compute on the same cores
+
+
+class AnswerDisplay(Protocol):
+    """Shows one answer."""
+
+    def feed(self, text: str) -> None:
+        """Show some more of it."""
+
+    def finish(self) -> None:
+        """Show the rest, and end the last line."""
+
+
+def answer_display(console: Console, *, with_markdown: bool) -> AnswerDisplay:
+    """Return the display of one answer: unchanged on a pipe, plain with NO_COLOR and on dumb terminals."""
+    if not console.is_terminal:
+        return _Unchanged(console)
+    if not with_markdown or console.is_dumb_terminal or console.no_color:
+        return WordWrap(console)
+    return MarkdownStream(console)
+
+
+class _Unchanged:
+    """Writes the text of an answer as it is."""
+
+    def __init__(self, console: Console) -> None:
+        self._file = console.file
+
+    def feed(self, text: str) -> None:
+        self._file.write(text)
+        self._file.flush()
+
+    def finish(self) -> None:
+        self.feed("\n")
+
+
+class WordWrap:
+    """Writes plain text without escape sequences, wrapped between words; shows a word when it is complete."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._column = 0
+        self._spaces = self._word = ""
+
+    def feed(self, text: str) -> None:
+        """Write some more text; its last word may be held back."""
+        out = ""
+        for char in visible(text):
+            if char == "\n":
+                out += self._end_of_word() + "\n"
+                self._column, self._spaces = 0, ""
+            elif char.isspace():
+                out += self._end_of_word()
+                self._spaces += " " * (8 - self._column % 8) if char == "\t" else char
+            else:
+                # Chinese and Japanese have no spaces between words.
+                is_ideograph = unicodedata.east_asian_width(char) in "WF"
+                out += self._end_of_word() if is_ideograph else ""
+                self._word += char
+                out += self._end_of_word() if is_ideograph else ""
+        self._write(out)
+
+    def finish(self) -> None:
+        """Write the last word, and end the line."""
+        self._write(self._end_of_word() + "\n")
+
+    def _end_of_word(self) -> str:
+        if not self._word:
+            return ""
+        word, spaces, width = self._word, self._spaces, cell_len(self._word)
+        self._word = self._spaces = ""
+        last = max(1, self._console.width - 1)  # some terminals break a line that is exactly full
+        if self._column > 0 and self._column + len(spaces) + width > last:
+            self._column = (width - 1) % last + 1
+            return f"\n{word}"
+        self._column = (self._column + len(spaces) + width - 1) % last + 1
+        return spaces + word
+
+    def _write(self, text: str) -> None:
+        self._console.file.write(text)
+        self._console.file.flush()
+
+
+class MarkdownStream:
+    """Renders Markdown while it arrives. Complete blocks are printed once; the last one is repainted."""
+
+    def __init__(self, console: Console, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        """Show an answer on a terminal; `clock` counts seconds."""
+        self._console = console
+        self._clock = clock
+        self._live = LiveLines(console)
+        self._blocks = ""               # the source of the blocks that are not complete
+        self._num_complete = 0
+        self._next_paint_s = 0.0
+        self._later: threading.Timer | None = None  # paints what came too soon after the last time
+        self._lock = threading.Lock()
+
+    def feed(self, text: str) -> None:
+        """Show some more text, at once unless rendering would take too much time."""
+        with self._lock:
+            self._blocks += visible(text)
+            delay_s = self._next_paint_s - self._clock()
+            if delay_s <= 0:
+                self._paint()
+            elif self._later is None:
+                self._later = threading.Timer(delay_s, self._paint_late)
+                self._later.daemon = True
+                self._later.start()
+
+    def finish(self) -> None:
+        """Show the rest, and end the last line."""
+        with self._lock:
+            self._paint()
+            self._live.keep()
+            self._blocks = ""
+
+    def _paint_late(self) -> None:
+        with self._lock:
+            if self._later is not None:
+                self._paint()
+
+    def _paint(self) -> None:
+        started_s = self._clock()
+        if self._later is not None:
+            self._later.cancel()
+            self._later = None
+        self._paint_blocks()
+        ended_s = self._clock()
+        self._next_paint_s = ended_s + (ended_s - started_s) * (1 / _RENDERING_SHARE - 1)
+
+    def _paint_blocks(self) -> None:
+        *complete, last = _top_blocks(self._blocks)
+        for block in complete:
+            self._live.show(self._lines(block))
+            self._live.keep()
+            self._num_complete += 1
+        self._blocks = last
+        if lines := self._lines(last):
+            self._live.show(lines)
+
+    def _lines(self, block: str) -> list[Line]:
+        lines = markdown_lines(self._console, block, width=self._console.width - 1)
+        return [Line("", 0), *lines] if lines and self._num_complete else lines
+
+
+def markdown_lines(console: Console, text: str, *, width: int) -> list[Line]:
+    """Return the lines of a Markdown text at a width in columns; control characters are already escaped."""
+    with console.use_theme(_THEME):
+        return rendered_lines(console, _ChatMarkdown(text), width=max(1, width))
+
+
+def _top_blocks(text: str) -> list[str]:
+    """Split a text before each of its outermost blocks; there is always a last one, which may go on."""
+    blocks = (token.map for token in _PARSER.parse(text) if token.level == 0 and token.map)
+    starts = [begin for begin, _ in blocks][1:]
+    lines = text.splitlines(keepends=True)
+    return ["".join(lines[begin:end]) for begin, end in zip([0, *starts], [*starts, None], strict=True)]
+
+
+class _LeftHeading(Heading):
+    """A heading at the left margin, without a frame."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        self.text.justify = "left"
+        yield self.text
+
+
+class _PlainCode(CodeBlock):
+    """Code without margins and background, so that it can be copied."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        code = str(self.text).rstrip()
+        yield Syntax(code, self.lexer_name, theme="ansi_dark", background_color="default", word_wrap=True)
+
+
+class _ChatMarkdown(Markdown):
+    """Markdown as chats have it: a line feed of the model stays one, and an address is shown."""
+
+    elements: ClassVar[dict[str, type[MarkdownElement]]] = {
+        **Markdown.elements,
+        "heading_open": _LeftHeading,
+        "fence": _PlainCode,
+        "code_block": _PlainCode,
+    }
+
+    def __init__(self, text: str) -> None:
+        super().__init__("", hyperlinks=False)
+        self.parsed = _PARSER.parse(text)
+        for token in _inline(self.parsed):
+            if token.type == "softbreak":
+                token.type = "hardbreak"
+
+
+def _inline(tokens: Sequence[Token]) -> Iterator[Token]:
+    for token in tokens:
+        yield from token.children or ()
