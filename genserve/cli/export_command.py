@@ -75,7 +75,12 @@ def print_report(report: ExportReport, *, beside: str | None) -> None:
 
 def pull(
     name: Annotated[
-        str, typer.Argument(help="smollm2, or ORG/NAME on the Hugging Face hub.", show_default=False)
+        str,
+        typer.Argument(
+            help="smollm2, or ORG/NAME on the Hugging Face hub.",
+            show_default=False,
+            autocompletion=lambda: ["smollm2"],
+        ),
     ],
     model_repository: ModelRepository = None,
     precision: Precision = None,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
+from genserve.cli.completion_command import model_names, set_assignments
 from genserve.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -18,7 +19,21 @@ if TYPE_CHECKING:
 MODEL, SAMPLING = "Model", "Sampling"
 
 ModelArgument = Annotated[
-    str | None, typer.Argument(envvar="GENSERVE_MODEL", help="Default: the only text model, or smollm2.")
+    str | None,
+    typer.Argument(
+        envvar="GENSERVE_MODEL",
+        help="Default: the only text model, or smollm2.",
+        autocompletion=model_names,
+    ),
+]
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        envvar="GENSERVE_MODEL",
+        help="Default: the only text model, or smollm2.",
+        rich_help_panel=MODEL,
+        autocompletion=model_names,
+    ),
 ]
 ModelRepository = Annotated[
     Path | None,
@@ -80,6 +95,7 @@ Set = Annotated[
     typer.Option(
         "--set",
         metavar="NAME=VALUE",
+        autocompletion=set_assignments,
         rich_help_panel=SAMPLING,
         help="Any other sampling parameter, such as repetition_penalty=1.2; repeatable. Lists and objects "
         "are JSON. docs/sampling.md lists the parameters.",

@@ -10,7 +10,9 @@ from typing import Annotated
 import typer
 
 from genserve.cli.flags import (
+    SAMPLING,
     MaxTokens,
+    ModelOption,
     ModelRepository,
     Seed,
     Set,
@@ -23,23 +25,30 @@ from genserve.sampling.sampling_options import SamplingOptions
 
 def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from stdin.")] = "-",
-    model: Annotated[
-        str | None, typer.Option(envvar="GENSERVE_MODEL", help="Default: the only text model, or smollm2.")
-    ] = None,
+    model: ModelOption = None,
     model_repository: ModelRepository = None,
     url: Url = None,
     max_tokens: MaxTokens = 128,
     temperature: Temperature = 0.0,
     top_k: Annotated[
         int | None,
-        typer.Option(envvar="GENSERVE_TOP_K", help="Sample from the k likeliest tokens; 0: from all."),
+        typer.Option(
+            envvar="GENSERVE_TOP_K",
+            help="Sample from the k likeliest tokens; 0: from all.",
+            rich_help_panel=SAMPLING,
+        ),
     ] = None,
     top_p: Annotated[
         float | None,
-        typer.Option(envvar="GENSERVE_TOP_P", help="Sample from tokens of this total probability."),
+        typer.Option(
+            envvar="GENSERVE_TOP_P",
+            help="Sample from tokens of this total probability.",
+            rich_help_panel=SAMPLING,
+        ),
     ] = None,
     stop: Annotated[
-        list[str] | None, typer.Option(help="End the text before this string; repeatable.")
+        list[str] | None,
+        typer.Option(help="End the text before this string; repeatable.", rich_help_panel=SAMPLING),
     ] = None,
     seed: Seed = None,
     set_: Set = [],  # noqa: B006  # typer copies it

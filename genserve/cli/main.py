@@ -104,6 +104,16 @@ COMMANDS = {
         summary="Find the best settings of a model on this machine",
         examples=("genserve tune smollm2 --max-inter-token-ms 40 --plot tune.png",),
     ),
+    "completion": CommandEntry(
+        module="completion_command",
+        heading=_MORE,
+        summary="Print the script that completes commands in bash, zsh or fish",
+        examples=(
+            "eval \"$(genserve completion bash)\"",
+            "source <(genserve completion zsh)",
+            "genserve completion fish > ~/.config/fish/completions/genserve.fish",
+        ),
+    ),
     "version": CommandEntry(
         module="main", heading=_MORE, summary="Print the version", examples=("genserve version",)
     ),
@@ -241,6 +251,11 @@ def main() -> None:
     a server that did not end in time after a signal; 2 wrong usage; 130 Ctrl-C; 141 nobody reads the output.
     """
     _open_standard_streams()
+    if sys.argv[1:2] == ["__complete"]:     # a shell asks; its script is completion_command.py's
+        from genserve.cli.completion_command import answer
+
+        print(answer(*sys.argv[2:4]))
+        return
     try:
         app()
     except GenserveError as error:

@@ -1,0 +1,178 @@
+"""Completion: what may follow on a command line that is being typed, and the scripts that let shells ask."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_type_hints
+
+import typer
+
+# The script of a shell asks `genserve __complete SHELL LINE`. Each line of the answer is a candidate, a tab
+# and its help; or this, if the shell is to complete the names of files.
+FILES = ":files"
+
+_BASH = r"""
+_genserve() {
+    local line
+    COMPREPLY=()
+    while IFS= read -r line; do
+        case $line in
+            :files) compopt -o default ;;
+            *) COMPREPLY+=("${line%%$'\t'*}") ;;
+        esac
+    done < <("$1" __complete bash "${COMP_LINE:0:COMP_POINT}" 2>/dev/null)
+    [[ ${COMPREPLY[0]} == *= ]] && compopt -o nospace
+}
+complete -F _genserve genserve
+"""
+_ZSH = r"""
+#compdef genserve
+_genserve() {
+    local line
+    local -a plain open
+    for line in ${(f)"$($words[1] __complete zsh "${(j: :)words[1,CURRENT]}" 2>/dev/null)"}; do
+        case $line in
+            :files) compset -P '*='; _files; return ;;
+            *=$'\t'*) open+=("${${line//:/\\:}/$'\t'/:}") ;;
+            *) plain+=("${${line//:/\\:}/$'\t'/:}") ;;
+        esac
+    done
+    compset -P '*='
+    (( $#open )) && _describe -t values value open -S ''
+    (( $#plain )) && _describe -t values value plain
+}
+if [[ $funcstack[1] == _genserve ]]; then _genserve "$@"; else compdef _genserve genserve; fi
+"""
+_FISH = r"""
+function __genserve_complete
+    set -l command (commandline --current-process --cut-at-cursor | string collect)
+    for line in (genserve __complete fish $command 2>/dev/null)
+        if test $line = :files
+            set -l word (commandline --current-token --cut-at-cursor)
+            __fish_complete_path (string replace --regex '^--[^=]*=' '' -- $word)
+        else
+            echo $line
+        end
+    end
+end
+complete --command genserve --no-files --arguments '(__genserve_complete)'
+"""
+_SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
+
+Shell = Literal["bash", "zsh", "fish"]
+Candidate = tuple[str, str]     # a word that may follow, and its help
+
+
+def completion(shell: Annotated[Shell, typer.Argument(help="The shell to complete commands in.")]) -> None:
+    """Print the script that completes commands, flags, models and parameters in your shell.
+
+    bash: add the first example to ~/.bashrc. zsh: the second to ~/.zshrc, below compinit. fish: run the third
+    once.
+    """
+    print(_SCRIPTS[shell].strip())
+
+
+def answer(shell: str, line: str) -> str:
+    """Return the candidates for the end of a command line, as the script of the shell reads them."""
+    *words, last = _split(line)
+    candidates = list(_candidates(words[1:], last))
+    # bash, and zsh after `compset`, replace what follows the last separator; fish replaces the whole word.
+    separators = {"bash": "=:", "zsh": "="}.get(shell, "")
+    replaced = max((last.rfind(each) for each in separators), default=-1) + 1
+    return "\n".join(
+        word if word == FILES else f"{word[replaced:]}\t{' '.join(text.split())}" for word, text in candidates
+    )
+
+
+def _split(line: str) -> list[str]:
+    """Return the words of a line; the last one may be empty, or lack its closing quote."""
+    lexer = shlex.shlex(line, posix=True)
+    lexer.whitespace_split, lexer.commenters = True, ""
+    words: list[str] = []
+    try:
+        words.extend(lexer)
+    except ValueError:
+        return [*words, lexer.token or ""]
+    return [*words, ""] if not line or line[-1].isspace() else words
+
+
+def _candidates(words: list[str], last: str) -> Iterator[Candidate]:
+    """Yield what `last` may become, after these words."""
+    from genserve.cli.main import COMMANDS
+
+    name, arguments = (words[0], words[1:]) if words else ("", [])
+    if not name:
+        commands = {command: entry.summary for command, entry in COMMANDS.items()}
+        flags = {"--help": "Show the help.", "--version": "Print the version."}
+        yield from ((word, text) for word, text in (commands | flags).items() if word.startswith(last))
+    elif name in COMMANDS:
+        command = COMMANDS[name].load(name)
+        context = command.make_context(name, list(arguments), resilient_parsing=True)
+        yield from _of_command(command, context, arguments, last)
+
+
+def _of_command(command: Any, context: Any, arguments: list[str], last: str) -> Iterator[Candidate]:
+    parameters = command.get_params(context)
+    with_value = {
+        name: parameter
+        for parameter in parameters
+        if parameter.param_type_name == "option" and not parameter.is_flag
+        for name in parameter.opts
+    }
+    flag, equals, value = last.partition("=")
+    if "--" in arguments:
+        flag = ""
+    elif arguments and arguments[-1] in with_value:
+        yield from _values(with_value[arguments[-1]], context, last)
+        return
+    elif flag.startswith("-"):
+        if not equals:
+            yield from ((item.value, item.help or "") for item in command.shell_complete(context, last))
+        elif flag in with_value:
+            for word, text in _values(with_value[flag], context, value):
+                yield word if word == FILES else f"{flag}={word}", text
+        return
+    for parameter in parameters:
+        given = context.get_parameter_source(parameter.name).name == "COMMANDLINE"
+        if parameter.param_type_name == "argument" and (parameter.nargs == -1 or not given):
+            yield from _values(parameter, context, last)
+            return
+    if not last:    # all arguments are there
+        yield from ((item.value, item.help or "") for item in command.shell_complete(context, "-"))
+
+
+def _values(parameter: Any, context: Any, begun: str) -> Iterator[Candidate]:
+    items = parameter.shell_complete(context, begun)
+    yield from ((item.value, item.help or "") for item in items)
+    is_path = "path>" in parameter.display_type(context).lower().replace("]", "")
+    if not items and (parameter.param_type_name == "argument" or is_path):
+        yield FILES, ""
+
+
+# For `autocompletion` of typer's options and arguments.
+
+
+def model_names(ctx: typer.Context) -> Iterator[str]:
+    """Yield the models of the repository on the command line that may generate text, without loading any."""
+    folder = ctx.params.get("model_repository")
+    for each in folder if isinstance(folder, list) else [folder]:
+        for config in sorted(Path(each or ".").glob("*/config.pbtxt")):
+            # To parse the configs would take half a second.
+            if re.search(rb"ensemble_scheduling|[\"']ensemble[\"']", config.read_bytes()):
+                yield config.parent.name
+
+
+def set_assignments(incomplete: str) -> Iterator[str]:
+    """Yield NAME= of each sampling parameter; after the =, the values of those that have few."""
+    from genserve.sampling.sampling_options import SamplingOptions
+
+    name, equals, _ = incomplete.partition("=")
+    if not equals:
+        yield from (f"{known}=" for known in SamplingOptions.__annotations__)
+        return
+    hint = get_type_hints(SamplingOptions).get(name)
+    values = ["true", "false"] if hint is bool else get_args(hint) if hint and "Literal" in repr(hint) else []
+    yield from (f"{name}={value}" for value in values if isinstance(value, str))

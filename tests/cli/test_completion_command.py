@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import select
+import shutil
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from genserve.cli.completion_command import answer
+from genserve.cli.main import app
+from tests.cli.test_model_access import add_model
+
+PATIENCE_S = 15
+# Runs a program that controls its terminal, without which fish does not start.
+WITH_TERMINAL = (
+    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    "os.execvp(sys.argv[1], sys.argv[1:])"
+)
+# Each shell shows the line that is being edited, on Ctrl-T.
+STARTS = {
+    "bash": (
+        ["--norc", "--noprofile", "-i"],
+        "bind -x '\"\\C-t\": printf \"LINE<%s>\\n\" \"$READLINE_LINE\"'; "
+        'eval "$(genserve completion bash)"',
+    ),
+    "zsh": (
+        ["-f", "-i"],
+        "autoload -U compinit; compinit -D -u; show() { print -r \"LINE<$BUFFER>\" }; zle -N show; "
+        "bindkey '^T' show; source <(genserve completion zsh)",
+    ),
+    "fish": (
+        ["--no-config", "-i"],
+        "bind \\ct 'echo \"LINE<\"(commandline)\">\"'; genserve completion fish | source",
+    ),
+}
+
+
+def words(line: str, shell: str = "bash") -> list[str]:
+    return [candidate.partition("\t")[0] for candidate in answer(shell, line).splitlines()]
+
+
+def test_commands_and_their_flags_are_completed() -> None:
+    assert words("genserve g") == ["generate"]
+    assert {"serve", "chat", "--version"} <= {*words("genserve ")}
+    assert words("genserve generate --max-t") == ["--max-tokens"]
+    assert words("genserve serve --no-allow-g") == ["--no-allow-grpc"]
+    assert "--temperature" not in words("genserve generate --temperature 1 --t")
+    assert words("genserve nonsense --") == []
+
+
+def test_the_help_of_a_candidate_is_on_its_line() -> None:
+    assert answer("zsh", "genserve vers") == "version\tPrint the version"
+    assert answer("fish", "genserve generate --see") == "--seed\tThe same seed gives the same text."
+
+
+@pytest.mark.parametrize(
+    ("shell", "begun", "completed"),
+    [
+        ("bash", "--precision i", ["int8", "int4"]),
+        ("bash", "--precision=fp1", ["fp16"]),
+        ("zsh", "--precision=fp1", ["fp16"]),
+        ("fish", "--precision=fp1", ["--precision=fp16"]),
+        ("bash", "'unclosed quote --precision", [":files"]),
+        ("bash", "--model-repository ", [":files"]),
+        ("bash", "--name ", []),
+        ("bash", "", [":files"]),
+    ],
+)
+def test_values_of_flags_are_completed(shell: str, begun: str, completed: list[str]) -> None:
+    assert words(f"genserve export {begun}", shell) == completed
+
+
+@pytest.mark.parametrize(
+    ("shell", "begun", "completed"),
+    [
+        ("bash", "--set repetition_p", ["repetition_penalty="]),
+        ("bash", "--set=min_p", ["min_p="]),
+        ("fish", "--set=min_p", ["--set=min_p="]),
+        ("bash", "--set ignore_eos=", ["true", "false"]),
+        ("fish", "--set logprobs_mode=p", ["logprobs_mode=processed"]),
+        ("bash", "--set min_p=", []),
+    ],
+)
+def test_sampling_parameters_are_completed(shell: str, begun: str, completed: list[str]) -> None:
+    assert words(f"genserve generate {begun}", shell) == completed
+
+
+def test_models_of_the_repository_on_the_line_are_completed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_model(tmp_path, "tea")
+    add_model(tmp_path, "coffee")
+    assert words(f"genserve tune --model-repository {tmp_path} ") == ["coffee", "tea"]
+    assert words(f"genserve generate --model-repository={tmp_path} --model t") == ["tea"]
+    monkeypatch.setenv("GENSERVE_MODEL_REPOSITORY", str(tmp_path))
+    assert words("genserve chat te") == ["tea"]
+    assert words(f"genserve chat --model-repository {tmp_path}/nowhere ") == [":files"]
+
+
+def test_completing_loads_nothing_heavy() -> None:
+    program = """
+import sys
+from genserve.cli.completion_command import answer
+for line in ("genserve generate --set t", "genserve chat ", "genserve serve --"):
+    answer("bash", line)
+heavy = {"rich", "onnxruntime", "onnx", "fastapi", "grpc", "numpy", "google.protobuf", "httpx2"}
+print("loaded:", sorted(heavy & set(sys.modules)))
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ran.stdout == "loaded: []\n"
+
+
+class Shell:
+    """An interactive shell in a terminal, with `genserve` on its path."""
+
+    def __init__(self, shell: str, *, folder: Path) -> None:
+        program = folder / "genserve"
+        program.write_text(f'#!/bin/sh\nexec {sys.executable} -m genserve "$@"\n')
+        program.chmod(0o755)
+        self._master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 200, 0, 0))
+        environment = {
+            "PATH": f"{folder}:{os.environ['PATH']}",
+            "PYTHONPATH": ":".join(sys.path),
+            "HOME": str(folder),
+            "TERM": "xterm",
+            "PS1": "$ ",
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", WITH_TERMINAL, shell, *STARTS[shell][0]],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            cwd=folder,
+            env=environment,
+            start_new_session=True,
+        )
+        os.close(slave)
+
+    def start(self, commands: str) -> None:
+        self._type(f"{commands}; echo REA''DY\r")
+        self._expect("READY")
+
+    def complete(self, line: str) -> str:
+        """Return the line after a Tab at its end."""
+        self._type(f"\x15{line}\t\x14")
+        return self._expect(r"LINE<(.*?)>")
+
+    def _type(self, keys: str) -> None:
+        os.write(self._master, keys.encode())
+
+    def _expect(self, pattern: str) -> str:
+        read = ""
+        while (found := re.search(pattern, read)) is None:
+            ready, _, _ = select.select([self._master], [], [], PATIENCE_S)
+            assert ready, f"no {pattern!r} in {read!r}"
+            read += os.read(self._master, 65536).decode(errors="replace")
+        return found[found.re.groups]
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        os.close(self._master)
+
+
+@pytest.fixture(scope="module", params=sorted(STARTS))
+def shell(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
+    if shutil.which(request.param) is None:
+        pytest.skip(f"{request.param} is not installed")
+    folder = tmp_path_factory.mktemp(request.param)
+    (folder / "models").mkdir()
+    add_model(folder / "models", "smollm2")
+    shell = Shell(request.param, folder=folder)
+    try:
+        shell.start(STARTS[request.param][1])
+        yield shell
+    finally:
+        shell.close()
+
+
+@pytest.mark.parametrize(
+    ("typed", "line"),
+    [
+        ("genserve generate --set repetition_p", "genserve generate --set repetition_penalty="),
+        ("genserve export --precision=fp1", "genserve export --precision=fp16 "),
+        ("genserve tune --model-repository models sm", "genserve tune --model-repository models smollm2 "),
+        ("genserve tune --model-repository mod", "genserve tune --model-repository models/"),
+        ("echo x | genserve gen", "echo x | genserve generate "),
+    ],
+)
+def test_a_real_shell_completes_the_line(shell: Shell, typed: str, line: str) -> None:
+    assert shell.complete(typed) == line
+
+
+@pytest.mark.parametrize("name", sorted(STARTS))
+def test_the_script_is_valid(name: str) -> None:
+    script = CliRunner().invoke(app, ["completion", name]).stdout
+    assert f"__complete {name} " in script
+    if shutil.which(name):
+        subprocess.run([name, "-n"], input=script, text=True, check=True)
