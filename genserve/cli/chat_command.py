@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from genserve.cli.completion_command import model_names
 from genserve.cli.flags import (
     ChatTemperature,
     MaxTokens,
@@ -29,7 +30,10 @@ if TYPE_CHECKING:
 
 def chat(
     model: Annotated[
-        str | None, typer.Argument(help="Default: GENSERVE_MODEL, or the only text model, or smollm2.")
+        str | None,
+        typer.Argument(
+            help="Default: GENSERVE_MODEL, or the only text model, or smollm2.", autocompletion=model_names
+        ),
     ] = None,
     question: Annotated[str | None, typer.Argument(help="Answer this and end. Default: a chat.")] = None,
     model_repository: ModelRepository = None,

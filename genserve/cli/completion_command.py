@@ -157,9 +157,11 @@ def _values(parameter: Any, context: Any, begun: str) -> Iterator[Candidate]:
 
 def model_names(ctx: typer.Context) -> Iterator[str]:
     """Yield the models of the repository on the command line that may generate text, without loading any."""
-    folder = ctx.params.get("model_repository")
-    for each in folder if isinstance(folder, list) else [folder]:
-        for config in sorted(Path(each or ".").glob("*/config.pbtxt")):
+    from genserve.store import default_repository
+
+    given = ctx.params.get("model_repository") or default_repository()
+    for folder in [given] if isinstance(given, Path) else given:
+        for config in sorted(Path(folder).glob("*/config.pbtxt")):
             # To parse the configs would take half a second.
             if re.search(rb"ensemble_scheduling|[\"']ensemble[\"']", config.read_bytes()):
                 yield config.parent.name

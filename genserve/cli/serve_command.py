@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type
 
 import typer
 
+from genserve.cli.completion_command import model_names
 from genserve.settings import Flag, ServerSettings
 from genserve.store import default_repository
 
@@ -122,7 +123,10 @@ _MODEL = inspect.Parameter(
     default=None,
     annotation=Annotated[
         list[str] | None,
-        typer.Argument(help="Models to serve: of the repository, smollm2, or ORG/NAME. Default: all there."),
+        typer.Argument(
+            help="Models to serve: of the repository, smollm2, or ORG/NAME. Default: all there.",
+            autocompletion=model_names,
+        ),
     ],
 )
 serve.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
