@@ -48,7 +48,7 @@ _TENSORFLOW = {
     "MAX_SESSION_SHARE_COUNT": _NUMBER,
 }
 # No other parameter of these backends has an effect; a model of another backend may read its own.
-_KNOWN: dict[str, dict[str, str]] = {
+PARAMETERS_OF_BACKENDS: dict[str, dict[str, str]] = {
     "onnxruntime": _ONNXRUNTIME,
     "pytorch": _PYTORCH,
     "tensorflow": _TENSORFLOW,
@@ -92,12 +92,12 @@ def validate_parameters(config: ValidationContext) -> Iterator[Diagnostic]:
             yield _warning(config, name, f"is ignored: {ignored[name]}", remedy="leave it out")
         elif backend == "python":
             yield from _python(config, name, value)
-        elif backend in _KNOWN and name not in _KNOWN[backend]:
-            known = _KNOWN[backend]
+        elif backend in PARAMETERS_OF_BACKENDS and name not in PARAMETERS_OF_BACKENDS[backend]:
+            known = PARAMETERS_OF_BACKENDS[backend]
             remedy = nearest(name, known=known) if known else "leave it out"
             yield _warning(config, name, "is unknown, and has no effect", remedy=remedy)
-        elif backend in _KNOWN:
-            yield from _typed(config, name, value, kind=_KNOWN[backend][name])
+        elif backend in PARAMETERS_OF_BACKENDS:
+            yield from _typed(config, name, value, kind=PARAMETERS_OF_BACKENDS[backend][name])
 
 
 def _python(config: ValidationContext, name: str, value: str) -> Iterator[Diagnostic]:

@@ -147,13 +147,24 @@ class UnsupportedField:
     message: str
 
 
+def reason_without_effect(name: str, *, role: Role | None = None) -> str:
+    """Return why a field has no effect, or none in a role of a text model; empty: it has one.
+
+    Args:
+        name: of the field in the schema, such as `instance_group.count`.
+        role: None: of models in general.
+    """
+    if role is not None:
+        return _IN_ROLE[role].get(name, "")
+    schema, _, field = name.rpartition(".")
+    supported = _SUPPORTED.get(schema)
+    return "" if supported is None or field in supported else _INSTEAD.get(name, "it has no effect")
+
+
 def unsupported_fields(message: Any) -> Iterator[UnsupportedField]:
     """Yield the fields of an `inference.ModelConfig` without effect, those of a newer schema included."""
     for _, name, path in _written(message):
-        schema, _, field = name.rpartition(".")
-        supported = _SUPPORTED.get(schema)
-        if supported is not None and field not in supported:
-            instead = _INSTEAD.get(name, "it has no effect")
+        if instead := reason_without_effect(name):
             yield _unsupported(name, path=path, instead=instead, is_error=name in _ERRORS)
 
 
@@ -161,8 +172,8 @@ def unsupported_in_role(message: Any, role: Role) -> Iterator[UnsupportedField]:
     """Yield the fields of an `inference.ModelConfig` without effect in this role in a text model."""
     is_logits = role in (Role.LOGITS, Role.LOGITS_WITHOUT_CACHE)
     for owner, name, path in _written(message):
-        instead = _IN_ROLE[role].get(name)
-        if instead is None:
+        instead = reason_without_effect(name, role=role)
+        if not instead:
             continue
         meant = _AS_IT_HAPPENS.get(name, ())
         if name == "sequence_batching.oldest.max_candidate_sequences":

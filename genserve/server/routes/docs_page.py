@@ -43,7 +43,7 @@ _EXAMPLE_TEXT, _EXAMPLE_NUMBER = "The sea is", 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Field:
+class DocumentedField:
     """One field of a body."""
 
     name: str       # of a field in an object: `messages[].role`
@@ -57,7 +57,7 @@ class _Field:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Route:
+class DocumentedRoute:
     """One route, as the page shows it."""
 
     group: str
@@ -65,7 +65,7 @@ class _Route:
     path: str
     text: str
     inputs: tuple[str, ...]         # the parameters of the path
-    fields: tuple[_Field, ...]      # of the body
+    fields: tuple[DocumentedField, ...]      # of the body
     example: str                    # of a body; empty: the route takes none
 
     @property
@@ -79,15 +79,15 @@ class _Route:
         return any(field.name == "model" for field in self.fields)
 
     @property
-    def first_fields(self) -> list[_Field]:
+    def first_fields(self) -> list[DocumentedField]:
         """The fields that are always shown."""
         is_short = sum(not field.is_nested for field in self.fields) <= _MAX_UNFOLDED
         return [field for field in self.fields if field.is_common or (is_short and not field.is_nested)]
 
     @property
-    def folded_fields(self) -> list[tuple[str, list[_Field]]]:
+    def folded_fields(self) -> list[tuple[str, list[DocumentedField]]]:
         """The other fields by their section, those of objects in them included."""
-        sections: dict[str, list[_Field]] = {_OTHER_FIELDS: []}
+        sections: dict[str, list[DocumentedField]] = {_OTHER_FIELDS: []}
         for field in self.fields:
             if field not in self.first_fields:
                 sections.setdefault(field.section or _OTHER_FIELDS, []).append(field)
@@ -98,8 +98,8 @@ class _Route:
 def docs(request: Request) -> HTMLResponse:
     """Return the page, generated from the OpenAPI document of the application."""
     document = request.app.openapi()
-    groups: dict[str, list[_Route]] = {}
-    for route in _routes(document):
+    groups: dict[str, list[DocumentedRoute]] = {}
+    for route in documented_routes(document):
         groups.setdefault(route.group, []).append(route)
     page = _template().render(**document["info"], groups=groups, kserve=route_table())
     return HTMLResponse(page, headers={"Content-Security-Policy": _policy(page)})
@@ -127,13 +127,14 @@ def _template() -> Template:
     return environment.from_string(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
 
 
-def _routes(document: Mapping[str, Any]) -> Iterator[_Route]:
+def documented_routes(document: Mapping[str, Any]) -> Iterator[DocumentedRoute]:
+    """Yield the routes of an OpenAPI document; scripts/reference_pages.py writes them too."""
     schemas = document["components"]["schemas"]
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
             content = operation.get("requestBody", {"content": {}})["content"]
             [body] = _cases(content.get("application/json", {"schema": {}})["schema"], schemas)
-            yield _Route(
+            yield DocumentedRoute(
                 group=operation["tags"][0],
                 method=method.upper(),
                 path=path,
@@ -155,8 +156,8 @@ def _cases(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> list[Mappin
 
 
 def _fields(
-    body: Mapping[str, Any], schemas: Mapping[str, Any], *, within: _Field | None = None, prefix: str = ""
-) -> Iterator[_Field]:
+    body: Mapping[str, Any], schemas: Mapping[str, Any], *, within: DocumentedField | None = None, prefix: str = ""
+) -> Iterator[DocumentedField]:
     """Yield the fields of a body, each before the fields of the objects in it.
 
     Required fields come first, then those of the dialect, then the sampling parameters in an order of use.
@@ -166,7 +167,7 @@ def _fields(
         cases = _cases(schema, schemas)
         default = schema.get("default")
         is_common = name in required if within is None else within.is_common and not within.is_nested
-        field = _Field(
+        field = DocumentedField(
             name=prefix + name,
             kind=" or ".join(dict.fromkeys(map(_kind, cases, repeat(schemas)))),
             default="" if default is None else json.dumps(default),

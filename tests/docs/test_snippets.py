@@ -1,0 +1,198 @@
+"""The code blocks of the documentation: Python and shell run against a server, everything else is parsed.
+
+Where a page says 8000, 8001 and 8002, a test has the ports of its server; the model that the pages call
+smollm2 is a tiny random one. `-ra` lists the blocks that do not run, with their reasons.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import trustme
+import yaml
+from google.protobuf import text_format
+
+from genserve import LLM, Completion
+from genserve.config.schema import new_model_config
+from genserve.export import export_model
+from genserve.export.export_options import SilentProgress
+from tests.docs.command_lines import check_command, commands
+from tests.docs.snippets import ROOT, Snippet, snippets
+from tests.support.live_server import LiveServer
+from tests.support.tiny_llama import tiny_llama_checkpoint
+
+SNIPPETS = snippets()
+SHELL = ("sh", "bash", "shell")
+# A block without a language is text: it has no command.
+PARSED = {"json": json.loads, "yaml": yaml.safe_load, "toml": tomllib.loads}
+OTHERS = ("python", "pbtxt", "nginx", "js", "text", "")
+_COMMAND = re.compile(r"^(\$ )?(genserve|pip|uvx?|docker|make|curl|python|pytest) ", re.MULTILINE)
+
+
+def of_languages(*languages: str) -> list:
+    """Return the parameters of a test over the blocks in these languages."""
+    return [
+        pytest.param(one, id=one.place, marks=[pytest.mark.slow] if one.is_slow else [])
+        for one in SNIPPETS
+        if one.language in languages
+    ]
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the pages name: model_repository with smollm2, my-checkpoint, README.md."""
+    folder = tmp_path_factory.mktemp("workspace")
+    checkpoint = tiny_llama_checkpoint(folder / "my-checkpoint", context=2048)
+    export_model(
+        str(checkpoint),
+        repository=folder / "model_repository",
+        name="smollm2",
+        precision="fp32",
+        progress=SilentProgress(),
+    )
+    (folder / "model.py").write_text(
+        "class TritonPythonModel:\n    def execute(self, requests):\n        return [None for _ in requests]\n"
+    )
+    for name in ("README.md", "deploy", "benchmarks", "examples"):
+        (folder / name).symlink_to(ROOT / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(workspace: Path) -> Iterator[LiveServer]:
+    with LiveServer(workspace / "model_repository") as server:
+        yield server
+
+
+def with_ports(text: str, server: LiveServer) -> str:
+    """Return a text with the ports of this server in place of the usual ones."""
+    for port, address in {8000: server.url, 8001: server.grpc_url, 8002: server.info.metrics_url}.items():
+        ours = re.search(r":(\d+)", address.removeprefix("http:"))
+        assert ours is not None
+        text = re.sub(rf"\b(127\.0\.0\.1|localhost):{port}\b", rf"\1:{ours[1]}", text)
+    return text
+
+
+def skip_if_marked(snippet: Snippet) -> None:
+    if snippet.not_run:
+        pytest.skip(snippet.not_run)
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("snippet", of_languages("python"))
+def test_python_runs(snippet, server, workspace, monkeypatch, capsys):
+    code = compile(with_ports(snippet.text, server), snippet.place, "exec")
+    skip_if_marked(snippet)
+    monkeypatch.chdir(workspace)
+    monkeypatch.syspath_prepend(workspace)
+    if "TritonPythonModel" in snippet.text and "import TritonPythonModel" not in snippet.text:
+        pytest.skip("a model.py, which other tests load")
+    exec(code, {"__name__": "__main__"})
+    assert capsys.readouterr().out or "print" not in snippet.text
+    if "client = " in snippet.text:
+        gc.collect()    # what it leaves open, before the next test
+
+
+@pytest.fixture(scope="module")
+def likeliest(workspace: Path) -> Completion:
+    """The answer of greedy decoding."""
+    with LLM(workspace / "model_repository") as llm:
+        return llm.generate("hello", max_tokens=12, ignore_eos=True)
+
+
+LOOPS = [param for param in of_languages("python") if "async def decode(" in param.values[0].text]
+
+
+@pytest.mark.parametrize("snippet", LOOPS)
+def test_every_decoding_loop_is_greedy_at_temperature_0(snippet, workspace, likeliest, tmp_path):
+    repository = shutil.copytree(workspace / "model_repository", tmp_path / "repository")
+    (repository / "smollm2_decoder" / "1" / "model.py").write_text(snippet.text)
+    with LLM(repository) as llm:
+        assert llm.generate("hello", max_tokens=12, ignore_eos=True) == likeliest
+
+
+@pytest.mark.parametrize("snippet", of_languages(*SHELL))
+def test_shell_commands_are_right(snippet, server, workspace):
+    """Each command line is one that its program accepts; those of curl run."""
+    if snippet.not_run.startswith("lands"):
+        pytest.skip(snippet.not_run)
+    for command in commands(snippet.text):
+        check_command(command)
+        if command[0] == "curl" and not snippet.not_run:
+            line = shlex.join([with_ports(word, server) for word in (*command, "--fail-with-body", "-sS")])
+            done = subprocess.run(line, shell=True, cwd=workspace, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stdout + done.stderr
+            assert done.stdout.strip() or "/health" in line
+
+
+@pytest.mark.parametrize("snippet", of_languages(*PARSED))
+def test_data_is_parsed(snippet):
+    assert PARSED[snippet.language](snippet.text)
+
+
+@pytest.mark.parametrize("snippet", of_languages("pbtxt"))
+def test_configs_have_the_fields_of_the_schema(snippet):
+    message = new_model_config()
+    text_format.Parse(snippet.text, message)
+    assert message.ListFields()
+
+
+@pytest.mark.parametrize("snippet", of_languages("nginx"))
+def test_nginx_accepts_its_config(snippet, tmp_path):
+    nginx = shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin")
+    if nginx is None:
+        pytest.skip("there is no nginx")
+    issued = trustme.CA().issue_cert("llm.example.com")
+    issued.cert_chain_pems[0].write_to_path(tmp_path / "llm.pem")
+    issued.private_key_pem.write_to_path(tmp_path / "llm.key")
+    (tmp_path / "nginx.conf").write_text(
+        f"pid {tmp_path}/nginx.pid;\nerror_log stderr;\nevents {{}}\nhttp {{\naccess_log off;\n"
+        + snippet.text.replace("/etc/nginx/", f"{tmp_path}/")
+        + "}\n"
+    )
+    command = [nginx, "-t", "-q", "-p", tmp_path, "-c", tmp_path / "nginx.conf"]
+    checked = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stderr
+
+
+def test_every_block_is_of_a_known_kind():
+    assert {snippet.language for snippet in SNIPPETS} <= {*SHELL, *PARSED, *OTHERS}
+    texts = [one for one in SNIPPETS if one.language in ("text", "") and not one.not_run]
+    assert [one.place for one in texts if _COMMAND.search(one.text)] == [], "write ```sh"
+
+
+@pytest.fixture
+def shimmed(workspace: Path, tmp_path: Path) -> dict[str, str]:
+    """The environment of shell blocks: `genserve serve` takes free ports, and ends when it is ready."""
+    shim = tmp_path / "genserve"
+    shim.write_text(f"#!/bin/sh\nexec {sys.executable} {ROOT}/tests/docs/shim.py \"$@\"\n")
+    shim.chmod(0o755)
+    return {
+        **os.environ,
+        "PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "GENSERVE_HOME": str(workspace),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "snippet", [param.values[0] for param in of_languages(*SHELL)], ids=lambda snippet: snippet.place
+)
+def test_shell_runs(snippet, server, workspace, shimmed):
+    skip_if_marked(snippet)
+    done = subprocess.run(
+        ["bash", "-e", "-o", "pipefail", "-c", with_ports(snippet.text, server)],
+        cwd=workspace, env=shimmed, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
