@@ -7,16 +7,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 CORE := $(VENV)/.core-$(RUNTIME)
 DEV := $(VENV)/.dev-$(RUNTIME)
+DOCS := $(VENV)/.docs
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 INSTALL := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt $(BIN)/pip install
 
-.PHONY: help setup pull serve chat test check bench conformance image page
+.PHONY: help setup pull serve chat test check docs bench conformance image page
 
 help:
 	@echo "make serve   set up, bring the default model, start the server"
 	@echo "make chat    the same, and chat in the terminal instead"
 	@echo "make test    set up and run the tests; ARGS='-m slow' runs the slow ones"
 	@echo "make check   ruff, mypy, import layers"
+	@echo "make docs    the documentation as a site, in site/"
 	@echo "make bench   the server beside the bare forward loop"
 	@echo "make conformance   real clients of many libraries, each in an environment of its own, in one table"
 	@echo "make page    checks and bundles the chat page and the dashboard; needs npm"
@@ -66,6 +68,14 @@ check: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+$(DOCS): pyproject.toml constraints.txt | $(CORE)
+	$(INSTALL) -e '.[docs]'
+	touch $@
+
+# The theme announces its successor with each build.
+docs: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 
 bench: $(DEV) pull
 	$(BIN)/python benchmarks/serving.py --model-repository $(REPOSITORY) --model $(MODEL) $(ARGS)

@@ -57,7 +57,7 @@ def _relinked(text: str, *, folder: str) -> str:
         elif (ROOT / target).exists():
             return f"]({SOURCE}{target}{found[2] or ''})"
         else:
-            return found[0]     # mkdocs reports it
+            return found[0]  # mkdocs reports it
         start = posixpath.relpath("docs", folder or ".") if folder.startswith("docs") else "."
         return f"]({posixpath.normpath(posixpath.join(start, path))}{found[2] or ''})"
 

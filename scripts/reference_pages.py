@@ -1,4 +1,4 @@
-"""Reference pages: the command line, the environment, the HTTP routes, config.pbtxt and the SDK, from the code.
+"""Reference pages: commands, environment, HTTP routes, config.pbtxt and SDK, written from the code.
 
     python scripts/reference_pages.py FOLDER    # writes them; `make docs` makes them pages of the site
 
@@ -15,15 +15,14 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-import typer.main
-
-from genserve.cli.main import app
+from genserve.cli.main import COMMANDS, commands
 from genserve.config.parameter_rules import PARAMETERS_OF_BACKENDS
 from genserve.config.schema import new_model_config
 from genserve.config.supported_fields import Role, reason_without_effect
 from genserve.generation_metrics import Metrics
 from genserve.repository.repository import Repository
 from genserve.sampling.param_table import SECTIONS
+from genserve.sampling.sampling_params import PARAMETERS
 from genserve.server.app import create_app
 from genserve.server.routes.docs_page import DocumentedField, documented_routes
 from genserve.server.routes.kserve import route_table
@@ -35,7 +34,8 @@ ROOT = Path(__file__).parents[1]
 VARIABLES = {
     "GENSERVE_API_KEY": "The key that `genserve serve` requires, and that the command line and the SDK send.",
     "GENSERVE_CACHE": "Folder of downloads. Default: `genserve` in the user's cache folder.",
-    "GENSERVE_HOME": "Folder of genserve's data, with the default model repository. Default: the user's data folder.",
+    "GENSERVE_HOME": "Folder of genserve's data, with the default model repository. Default: in the user's "
+    "data folder.",
     "GENSERVE_KERNELS": "The instruction set of the CPU kernels, such as `avx2`, instead of the best one "
     "([kernels](../kernels.md)).",
     "NO_COLOR": "Any value: no colours in the terminal.",
@@ -59,19 +59,17 @@ def pages() -> dict[str, str]:
 
 def cli() -> str:
     """Return all commands with their arguments and options."""
-    group = _commands()
     text = [
         "# Command line",
         "`genserve COMMAND --help` prints the same. Each option may be set by the variable behind it, too "
         "([environment variables](environment.md)).",
     ]
-    for name, command in group.items():
+    for name, command in commands().items():
         text += [f"## genserve {name}", _paragraphs(command.help)]
         context = command.make_context(name, [], resilient_parsing=True)
         usage = " ".join(command.collect_usage_pieces(context))
         text.append(f"```text\ngenserve {name} {usage}\n```")
-        if command.epilog:
-            text.append(re.sub(r"Example: (.*)", r"Example: `\1`", command.epilog))
+        text.append("```sh\n" + "\n".join(COMMANDS[name].examples) + "\n```")
         for panel, params in _panels(command).items():
             head = ["" if panel == "Options" else f"**{panel}**"] if params else []
             rows = [(_names(param), _values(param), _default(param), _help(param)) for param in params]
@@ -82,7 +80,7 @@ def cli() -> str:
 def environment() -> str:
     """Return the environment variables: those of options, and the others."""
     found: dict[str, tuple[list[str], str, Any, str]] = {}
-    for name, command in _commands().items():
+    for name, command in commands().items():
         for param in command.params:
             if isinstance(param.envvar, str):
                 row = found.setdefault(
@@ -105,8 +103,8 @@ def environment() -> str:
             (f"`{name}`", *((", ".join(row[0]),) if rows is not of_serve else ()), *row[1:])
             for name, row in sorted(rows.items())
         ]
-        commands = () if rows is of_serve else ("commands",)
-        text += [f"## {heading}", _table(("variable", *commands, "values", "default", "meaning"), cells)]
+        users = () if rows is of_serve else ("commands",)
+        text += [f"## {heading}", _table(("variable", *users, "values", "default", "meaning"), cells)]
     return _page(text)
 
 
@@ -116,7 +114,7 @@ def http() -> str:
     for route in documented_routes(openapi()):
         section = groups.setdefault(route.group, [])
         section += [f"### {route.method} {route.path}", _paragraphs(route.text)]
-        own = [field for field in route.fields if field.section not in SECTIONS.values()]
+        own = [field for field in route.fields if _top(field.name) not in PARAMETERS]
         if own:
             rows = [(_field_name(field), field.kind, _code(field.default), field.text) for field in own]
             section.append(_table(("field", "values", "default", "effect"), rows))
@@ -126,13 +124,18 @@ def http() -> str:
             section.append(f"```json\n{route.example}\n```")
     text = [
         "# HTTP routes",
-        "What the dialects have in common, and what each ignores and rejects, is in [HTTP API](../http_api.md). A running "
-        "server has the same list at `/docs`, and the document that it is made from at `/openapi.json`.",
+        "What the dialects have in common, and what each ignores and rejects, is in "
+        "[HTTP API](../http_api.md). A running server has the same list at `/docs`, and the document that "
+        "it is made from at `/openapi.json`.",
     ]
     for group, section in groups.items():
         text += [f"## {group}", *section]
     rows = [(row.method, f"`{row.path}`", row.text) for row in route_table()]
-    text += ["## KServe v2", "With Triton's extensions ([Triton](../triton.md)).", _table(("", "path", ""), rows)]
+    text += [
+        "## KServe v2",
+        "With Triton's extensions ([Triton](../triton.md)).",
+        _table(("", "path", ""), rows),
+    ]
     return _page(text)
 
 
@@ -148,8 +151,9 @@ def sampling() -> str:
     tables = dict(re.findall(r"<!-- table: (\w+) -->\n(.*?)<!-- end of table -->", page, re.DOTALL))
     text = [
         "# Sampling parameters",
-        "The names are vLLM's. Every route that generates text takes them in its body, the SDK as keyword arguments, "
-        "the command line as `--set NAME=VALUE`. [Sampling](../sampling.md) describes their order and their limits.",
+        "The names are vLLM's. Every route that generates text takes them in its body, the SDK as keyword "
+        "arguments, the command line as `--set NAME=VALUE`. [Sampling](../sampling.md) describes their order "
+        "and their limits.",
     ]
     for section, heading in SECTIONS.items():
         text += [f"## {heading}", tables[section].replace("](decoding.md", "](../decoding.md").strip()]
@@ -160,8 +164,8 @@ def config() -> str:
     """Return the fields of config.pbtxt and their effect, and the parameters of the backends."""
     text = [
         "# config.pbtxt",
-        "The fields of Triton's schema. `genserve check` names every field of a repository that has no effect, with its "
-        "line.",
+        "The fields of Triton's schema. `genserve check` names every field of a repository that has no "
+        "effect, with its line.",
     ]
     in_roles: dict[tuple[str, str], list[str]] = {}
     for name, descriptor in _messages(new_model_config().DESCRIPTOR):
@@ -199,16 +203,12 @@ def sdk() -> str:
     )  # fmt: skip
     text = [
         "# Python SDK",
-        "`Client` calls a server, `AsyncClient` the same in an event loop, and `LLM` runs a model of a repository in this "
-        "process. The keyword arguments of their methods are the [sampling parameters](sampling.md).",
+        "`Client` calls a server, `AsyncClient` the same in an event loop, and `LLM` runs a model of a "
+        "repository in this process. The keyword arguments of their methods are the "
+        "[sampling parameters](sampling.md).",
         *(f"::: genserve.{name}" for name in names),
     ]
     return _page(text)
-
-
-def _commands() -> dict[str, Any]:
-    group: Any = typer.main.get_command(app)
-    return {name: command for name, command in group.commands.items() if not command.hidden}
 
 
 def _panels(command: Any) -> dict[str, list[Any]]:
@@ -262,6 +262,11 @@ def _field_name(field: DocumentedField) -> str:
     return f"`{field.name}`" + (", required" if field.is_required else "")
 
 
+def _top(name: str) -> str:
+    """Return the first name of a field, without a dialect's object of sampling parameters."""
+    return re.split(r"[.[]", re.sub(r"^(parameters|options)\.", "", name))[0]
+
+
 def _messages(descriptor: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the message of a model config and those in it, by their paths."""
     yield name, descriptor
@@ -278,7 +283,16 @@ def _kind(field: Any) -> str:
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
         key, value = field.message_type.fields
         return f"map of {_kind(key)} to {_kind(value)}"
-    words = {1: "number", 2: "number", 3: "integer", 4: "integer", 5: "integer", 8: "bool", 9: "string", 12: "bytes"}
+    words = {
+        1: "number",
+        2: "number",
+        3: "integer",
+        4: "integer",
+        5: "integer",
+        8: "bool",
+        9: "string",
+        12: "bytes",
+    }
     if field.enum_type is not None:
         kind = " ".join(f"`{value.name}`" for value in field.enum_type.values)
     else:
@@ -294,7 +308,9 @@ def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 def _cell(text: str) -> str:
     """Return a text for one cell of a table: no line ends, no column borders, no markup of its own."""
     parts = re.split(r"(`[^`]*`|\[[^]]*\]\([^)]*\))", " ".join(text.split()).replace("|", r"\|"))
-    return "".join(part if index % 2 else re.sub(r"([*_<])", r"\\\1", part) for index, part in enumerate(parts))
+    return "".join(
+        part if index % 2 else re.sub(r"([*_<])", r"\\\1", part) for index, part in enumerate(parts)
+    )
 
 
 def _paragraphs(text: str | None) -> str:

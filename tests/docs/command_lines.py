@@ -8,9 +8,7 @@ import tomllib
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-import typer.main
-
-from genserve.cli.main import app
+from genserve.cli.main import commands as genserve_commands
 from tests.docs.snippets import ROOT
 
 __all__ = ["check_command", "commands"]
@@ -22,8 +20,9 @@ _ASSIGNMENT = re.compile(r"^\w+=")
 # Programs of others, whose arguments are not looked at.
 _OTHERS = frozenset(
     (
-        "apt-get", "bash", "cat", "cd", "cmake", "cp", "curl", "diff", "echo", "export", "hf", "jq", "lm_eval", "ls",
-        "mkdir", "nginx", "node", "npm", "openssl", "optimum-cli", "prometheus", "sh", "source", "tar", ".",
+        "apt-get", "bash", "cat", "cd", "cmake", "cp", "curl", "diff", "echo", "export", "hf", "jq",
+        "lm_eval", "ls", "mkdir", "nginx", "node", "npm", "openssl", "optimum-cli", "prometheus", "sh",
+        "source", "tar", ".",
     )
 )  # fmt: skip
 
@@ -69,10 +68,9 @@ def check_command(command: list[str]) -> None:
 
 
 def _check_genserve(arguments: list[str]) -> None:
-    group = typer.main.get_command(app)
-    context = group.make_context("genserve", list(arguments))
-    name, command, rest = group.resolve_command(context, arguments)
-    command.make_context(name, rest, parent=context)
+    name, *rest = arguments
+    if name not in ("--help", "--version"):
+        genserve_commands()[name].make_context(name, rest)
 
 
 def _image(word: str) -> str:
@@ -87,7 +85,10 @@ def _check_extras(arguments: list[str]) -> None:
 
 def _check_targets(arguments: list[str]) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    targets, variables = set(re.findall(r"^(\w+):", makefile, re.MULTILINE)), "ARGS RUNTIME MODEL REPOSITORY PYTHON"
+    targets, variables = (
+        set(re.findall(r"^(\w+):", makefile, re.MULTILINE)),
+        "ARGS RUNTIME MODEL REPOSITORY PYTHON",
+    )
     for word in arguments:
         name, is_variable, _ = word.partition("=")
         assert name in (variables.split() if is_variable else targets), word

@@ -1,4 +1,4 @@
-"""Shim: `genserve` in the shell blocks of the documentation. `serve` takes free ports, and ends when it is ready."""
+"""Shim: `genserve` in the shell blocks of the pages; `serve` takes free ports, and ends when it is ready."""
 
 from __future__ import annotations
 

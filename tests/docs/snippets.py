@@ -38,10 +38,10 @@ class Snippet:
     """One code block."""
 
     page: Path
-    line: int           # of its first line
-    language: str       # as written behind the fence; empty: an indented block, or a fence without one
+    line: int  # of its first line
+    language: str  # as written behind the fence; empty: an indented block, or a fence without one
     text: str
-    not_run: str        # the reason; empty: it runs
+    not_run: str  # the reason; empty: it runs
     is_slow: bool
 
     @property

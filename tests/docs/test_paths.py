@@ -14,7 +14,9 @@ BASES = (ROOT, ROOT / "genserve", *(path for path in (ROOT / "genserve").rglob("
 
 
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=lambda page: str(page.relative_to(ROOT))
+    "page",
+    [page for page in PAGES if page.name != "CHANGELOG.md"],
+    ids=lambda page: str(page.relative_to(ROOT)),
 )
 def test_named_source_files_exist(page):
     named = set(re.findall(r"`((?:\w+/)*\w+\.(?:py|hpp|cpp|json))`", page.read_text(encoding="utf-8")))

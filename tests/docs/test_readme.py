@@ -1,9 +1,11 @@
-"""The routes that the README names."""
+"""The routes and links of the README, and the navigation of the site that it leads to."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+
+import yaml
 
 from genserve.server.routes import (
     bundled_pages,
@@ -18,7 +20,10 @@ from genserve.server.routes import (
     tokenize,
 )
 
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+SITE = "https://genserve.github.io/genserve/"
+SOURCE = "https://github.com/genserve/genserve/blob/main/"
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_routes_that_it_names_are_there():
@@ -29,3 +34,34 @@ def test_the_routes_that_it_names_are_there():
     named = {path for path in re.findall(r"`(/[^`]*)`", clients) if not path.startswith("/v2/")}
     assert len(named) > 20
     assert named <= routes
+
+
+def test_its_links_are_absolute_so_that_they_work_on_pypi():
+    links = re.findall(r"\]\(([^)]+)\)|(?:href|src)=\"([^\"]+)\"", README)
+    targets = [a or b for a, b in links]
+    assert len(targets) > 20
+    assert [target for target in targets if not target.startswith((SITE, SOURCE))] == []
+
+
+def test_the_pages_that_it_links_are_in_the_site():
+    pages = {target.partition("#")[0] for target in re.findall(rf"\]\({SITE}([^)]*)\)", README)}
+    nav = {path.removesuffix("index.md").removesuffix(".md") for path in _paths(_config()["nav"])}
+    assert {page.strip("/") for page in pages} <= nav
+    files = set(re.findall(rf"\]\({SOURCE}([^)]*)\)", README))
+    assert [file for file in files if not (ROOT / file).is_file()] == []
+
+
+def test_every_page_is_in_the_navigation():
+    docs = ROOT / "docs"
+    nav = set(_paths(_config()["nav"]))
+    assert {path.relative_to(docs).as_posix() for path in docs.glob("**/*.md")} <= nav
+
+
+def _config() -> dict:
+    return yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+
+
+def _paths(nav) -> list[str]:
+    if isinstance(nav, str):
+        return [nav]
+    return [path for part in (nav.values() if isinstance(nav, dict) else nav) for path in _paths(part)]

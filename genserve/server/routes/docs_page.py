@@ -156,7 +156,11 @@ def _cases(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> list[Mappin
 
 
 def _fields(
-    body: Mapping[str, Any], schemas: Mapping[str, Any], *, within: DocumentedField | None = None, prefix: str = ""
+    body: Mapping[str, Any],
+    schemas: Mapping[str, Any],
+    *,
+    within: DocumentedField | None = None,
+    prefix: str = "",
 ) -> Iterator[DocumentedField]:
     """Yield the fields of a body, each before the fields of the objects in it.
 
