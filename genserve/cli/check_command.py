@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from genserve.cli.flags import ModelRepositories
+from genserve.cli.flags import Json, ModelRepositories
 
 if TYPE_CHECKING:
     from genserve.config.diagnostics import Diagnostic
@@ -27,9 +26,10 @@ def check(
         list[Path] | None, typer.Option(help="Folder of Python backends, each NAME/model.py; repeatable.")
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Treat warnings as errors.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the diagnostics as a JSON list.")] = False,
+    json_: Json = False,
 ) -> None:
     """List the errors and warnings of all models of a repository. Exit with 1 if there is an error."""
+    from genserve.cli.console import print_json
     from genserve.config.diagnostics import Severity
     from genserve.repository.model_validation import repository_diagnostics
     from genserve.store import default_repository
@@ -41,8 +41,15 @@ def check(
     )
     severities = [diagnostic.severity for of_model in diagnostics.values() for diagnostic in of_model]
     num_errors, num_warnings = severities.count(Severity.ERROR), severities.count(Severity.WARNING)
-    if as_json:
-        print(json.dumps(_objects(diagnostics), indent=2))
+    if json_:
+        print_json(
+            {
+                "models": list(diagnostics),
+                "num_errors": num_errors,
+                "num_warnings": num_warnings,
+                "diagnostics": _objects(diagnostics),
+            }
+        )
     else:
         _print_diagnostics(diagnostics)
         models, errors = _count(len(diagnostics), "model"), _count(num_errors, "error")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
+import orjson
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
@@ -32,6 +33,13 @@ def write_text(console: Console, text: str) -> None:
     """Write a piece of a model's text without buffering; on a terminal, control characters are escaped."""
     console.file.write(visible(text) if console.is_terminal else text)
     console.file.flush()
+
+
+def print_json(document: object) -> None:
+    """Print a document on stdout, in UTF-8 whatever the locale says; NaN is null, and paths are texts."""
+    sys.stdout.flush()
+    sys.stdout.buffer.write(orjson.dumps(document, default=str, option=orjson.OPT_APPEND_NEWLINE))
+    sys.stdout.buffer.flush()
 
 
 def print_error(error: GenserveError) -> None:

@@ -101,6 +101,9 @@ Set = Annotated[
         "are JSON. docs/sampling.md lists the parameters.",
     ),
 ]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print one JSON document and nothing else; docs/cli.md has its keys.")
+]
 Precision = Annotated[
     Literal["int8", "int4", "fp16", "fp32"] | None,
     typer.Option(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import asdict
 from typing import Annotated
@@ -11,6 +10,7 @@ import typer
 
 from genserve.cli.flags import (
     SAMPLING,
+    Json,
     MaxTokens,
     ModelOption,
     ModelRepository,
@@ -52,10 +52,10 @@ def generate(
     ] = None,
     seed: Seed = None,
     set_: Set = [],  # noqa: B006  # typer copies it
-    json_: Annotated[bool, typer.Option("--json", help="Print the whole answer as one JSON object.")] = False,
+    json_: Json = False,
 ) -> None:
     """Complete a prompt, and print the text as it streams."""
-    from genserve.cli.console import make_console, read_text, write_text
+    from genserve.cli.console import make_console, print_json, read_text, write_text
     from genserve.cli.model_access import open_model
 
     options = SamplingOptions(max_tokens=max_tokens, temperature=temperature, stop=stop or (), seed=seed)
@@ -76,7 +76,7 @@ def generate(
         opened.text_model.stream(prompt, **options) as stream,
     ):
         if json_:
-            print(json.dumps(asdict(stream.final())))
+            print_json({"model": opened.name, **asdict(stream.final())})
             return
         for delta in stream:
             write_text(console, delta.text)

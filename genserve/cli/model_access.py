@@ -21,14 +21,23 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Quality:
+    """How a model's graph agrees with its source, as the export measured it."""
+
+    precision: str
+    kv_cache: str               # "float" or "int8"
+    top1_agreement: float       # a share
+    perplexity_ratio: float
+    divergence: float           # Kullback-Leibler
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LocalModel:
     """One text model of a repository."""
 
     name: str
     size_bytes: int                     # of the newest version of each stage
-    # Measured by the export, as text: precision, top-1 agreement, ratio of perplexities and Kullback-Leibler
-    # divergence.
-    quality: tuple[str, str, str, str]
+    quality: Quality | None             # None: its graph is not an export
     missing: tuple[str, ...]            # the stages without a folder, or without a file in it
 
 
@@ -147,22 +156,26 @@ def _describe(ensemble: ModelEntry, entries: Mapping[str, ModelEntry]) -> LocalM
     return LocalModel(
         name=ensemble.name,
         size_bytes=sum(_size_bytes(stage.latest_version()) for stage in stages),
-        quality=next(filter(None, map(_quality, stages)), ("", "", "", "")),
+        quality=next(filter(None, map(_quality, stages)), None),
         missing=tuple(name for name in names if name not in present),
     )
 
 
-def _quality(stage: ModelEntry) -> tuple[str, str, str, str] | None:
-    """Return the parity of the stage's graph, as the export measured it; None: this stage is not a graph."""
+def _quality(stage: ModelEntry) -> Quality | None:
+    """Return the parity of the stage's graph; None: this stage is not an exported graph."""
     from genserve.textmodel.logits_config import read_parity
 
     # In the folder of the configured graph; other graphs of the stage have their own folders.
     folder = Path(stage.config.default_model_filename).parent if stage.config else Path()
     parity = read_parity(stage.latest_version() / folder)
     try:
-        agreement, ratio = parity["top1_agreement"], parity["perplexity_ratio"]
-        precision = parity["precision"] + ("+kv8" if parity.get("kv_cache") == "int8" else "")
-        return precision, f"{agreement:.1%}", f"x{ratio:.3f}", f"{parity['divergence']:.4f}"
+        return Quality(
+            precision=str(parity["precision"]),
+            kv_cache=str(parity.get("kv_cache", "float")),
+            top1_agreement=float(parity["top1_agreement"]),
+            perplexity_ratio=float(parity["perplexity_ratio"]),
+            divergence=float(parity["divergence"]),
+        )
     except (KeyError, TypeError, ValueError):  # written by another tool, or by an older version
         return None
 

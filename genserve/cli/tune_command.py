@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from genserve.cli.flags import ModelArgument, ModelRepository
+from genserve.cli.flags import Json, ModelArgument, ModelRepository
 from genserve.errors import RepositoryError
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from genserve.tuning.best_setting import BestSetting, Goal
     from genserve.tuning.measurement import Measurement, Samples
     from genserve.tuning.search_space import SearchSpace, Setting
-    from genserve.tuning.tuned_model import TunedModel
+    from genserve.tuning.tuned_model import ConfigEdit, TunedModel
 
 
 _MAX_STOLEN_SHARE = 0.1     # with more, the times depend more on other programs than on the model
@@ -55,56 +56,85 @@ def tune(
         Path | None, typer.Option(help="Plot the measurements to this .png, .svg or .pdf.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the changes, do not write them.")] = False,
+    json_: Json = False,
 ) -> None:
     """Measure batch sizes, threads and graphs of a model on this machine, and write the best to config.pbtxt.
 
     Ctrl-C ends the measurement: the results so far are shown, and nothing is written.
     """
-    from genserve.cli.model_access import bring_model
-    from genserve.export import pulled_name
-    from genserve.store import default_repository
+    from genserve.cli.console import print_json
     from genserve.tuning.best_setting import Goal, Objective
     from genserve.tuning.plot import check_plot, draw
     from genserve.tuning.search_space import make_search_space
-    from genserve.tuning.tuned_model import find_model
+    from genserve.tuning.tuned_model import write_edits
 
     if plot is not None:
         check_plot(plot)
-    if model is None or pulled_name(model) is not None:
-        repository, name = bring_model(model, repository=model_repository)
-    else:   # perhaps a logits stage, which `bring_model` does not know
-        repository, name = model_repository or default_repository(), model
-    tuned = find_model(name, repository=repository)
+    name, tuned = _find(model, repository=model_repository)
     space = make_search_space(
         tuned.logits, batch_sizes=batch_size or (), threads=threads or (), contexts=context or ()
     )
     goal = Goal(objective=Objective(objective), max_inter_token_s=max_inter_token_ms / 1e3)
     samples, is_interrupted = _measure(tuned, space, goal=goal, budget_s=budget_seconds)
-    choice = _choose(tuned, samples, space=space, goal=goal, min_agreement=min_top1_agreement)
+    tuning = _Tuning(
+        name=name,
+        goal=goal,
+        current=tuned.current,
+        agreements=tuned.agreements(space.graphs),
+        measurements=samples.measurements(),
+        stolen_share=samples.stolen_share,
+        is_interrupted=is_interrupted,
+    )
+    choice = tuning.choose(min_agreement=min_top1_agreement)
     if choice is not None and plot is not None:
-        draw(samples.measurements(), choice=choice, goal=goal, title=f"genserve tune {name}", path=plot)
+        draw(tuning.measurements, choice=choice, goal=goal, title=f"genserve tune {name}", path=plot)
+    if not json_:
+        _print_measurements(tuning, choice=choice)
+    edits = _edits(tuned, choice, is_interrupted=is_interrupted)
+    if not dry_run:
+        write_edits(edits)
+    if json_:
+        print_json(_document(tuning, choice=choice, edits=edits, is_written=bool(edits) and not dry_run))
+    else:
+        _print_edits(edits, is_interrupted=is_interrupted, dry_run=dry_run)
     if is_interrupted:
-        print("interrupted: nothing was written")
         raise typer.Exit(130)
-    _write(tuned, choice, dry_run=dry_run)
 
 
-def _choose(
-    tuned: TunedModel, samples: Samples, *, space: SearchSpace, goal: Goal, min_agreement: float
-) -> BestSetting | None:
-    """Return the best setting, and print it with the measurements; None: nothing was measured."""
-    from genserve.tuning.best_setting import choose, eligible
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tuning:
+    """What was measured, and for which goal."""
 
-    current = tuned.current
-    measurements, agreements = samples.measurements(), tuned.agreements(space.graphs)
-    candidates = eligible(measurements, agreements=agreements, least=min_agreement, current=current)
-    choice = choose(candidates, goal=goal, current=current) if candidates else None
-    _print_measurements(measurements, choice=choice, current=current, agreements=agreements)
-    if samples.stolen_share > _MAX_STOLEN_SHARE:
-        print(f"other programs used {samples.stolen_share:.0%} of the time: tune again without them")
-    if choice is not None:
-        _print_choice(choice, goal=goal, measurements=measurements, current=current)
-    return choice
+    name: str
+    goal: Goal
+    current: Setting
+    agreements: Mapping[str, float]     # of graphs with their source
+    measurements: Sequence[Measurement]
+    stolen_share: float                 # of the time, by other programs
+    is_interrupted: bool
+
+    def choose(self, *, min_agreement: float) -> BestSetting | None:
+        """Return the best setting; None: nothing was measured."""
+        from genserve.tuning.best_setting import choose, eligible
+
+        candidates = eligible(
+            self.measurements, agreements=self.agreements, least=min_agreement, current=self.current
+        )
+        return choose(candidates, goal=self.goal, current=self.current) if candidates else None
+
+
+def _find(model: str | None, *, repository: Path | None) -> tuple[str, TunedModel]:
+    """Return a model by its name, or by that of its logits stage; one that can be pulled is pulled."""
+    from genserve.cli.model_access import bring_model
+    from genserve.export import pulled_name
+    from genserve.store import default_repository
+    from genserve.tuning.tuned_model import find_model
+
+    if model is None or pulled_name(model) is not None:
+        folder, name = bring_model(model, repository=repository)
+    else:   # perhaps a logits stage, which `bring_model` does not know
+        folder, name = repository or default_repository(), model
+    return name, find_model(name, repository=folder)
 
 
 def _measure(tuned: TunedModel, space: SearchSpace, *, goal: Goal, budget_s: float) -> tuple[Samples, bool]:
@@ -139,18 +169,61 @@ def _without_warnings() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _print_measurements(
-    measurements: Sequence[Measurement],
-    *,
-    choice: BestSetting | None,
-    current: Setting,
-    agreements: Mapping[str, float],
-) -> None:
+def _edits(tuned: TunedModel, choice: BestSetting | None, *, is_interrupted: bool) -> list[ConfigEdit]:
+    """Return the changes of the configs that give them the best setting; none after Ctrl-C.
+
+    Raises:
+        RepositoryError: nothing could be measured.
+    """
+    if is_interrupted:
+        return []
+    if choice is None:
+        raise RepositoryError(
+            f"no setting of {tuned.logits.name!r} has room in its KV cache for the contexts of the others",
+            remedy="a smaller --context, or more `kv_cache_bytes` in its config",
+        )
+    return tuned.edits(choice.best.setting)
+
+
+def _document(
+    tuning: _Tuning, *, choice: BestSetting | None, edits: Sequence[ConfigEdit], is_written: bool
+) -> dict[str, object]:
+    """Return what `--json` prints."""
+    best = choice.best if choice else None
+    measurements = [
+        {
+            "graph": m.setting.graph,
+            "threads": m.setting.threads,
+            "batch_size": m.setting.batch_size,
+            "top1_agreement": tuning.agreements.get(m.setting.graph),
+            "tokens_per_s": m.tokens_per_s,
+            "inter_token_ms": m.inter_token_s * 1e3,
+            "step_ms": [{"context": context, "ms": step_s * 1e3} for context, step_s in m.step_s.items()],
+            "kv_cache_bytes": m.cache_bytes,
+            "is_current": m.setting == tuning.current,
+            "is_best": m is best,
+        }
+        for m in tuning.measurements
+    ]
+    return {
+        "model": tuning.name,
+        "objective": tuning.goal.objective,
+        "max_inter_token_ms": tuning.goal.max_inter_token_s * 1e3,
+        "meets_max_inter_token_ms": choice is not None and choice.meets_bound,
+        "measurements": measurements,
+        "stolen_share": tuning.stolen_share,
+        "is_interrupted": tuning.is_interrupted,
+        "changes": [{"path": str(edit.path), "diff": edit.diff()} for edit in edits],
+        "is_written": is_written,
+    }
+
+
+def _print_measurements(tuning: _Tuning, *, choice: BestSetting | None) -> None:
     from rich.table import Table
 
     from genserve.cli.console import make_console
 
-    best = choice.best if choice else None
+    best, agreements = choice.best if choice else None, tuning.agreements
     contexts = list(best.step_s) if best else []
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("graph", no_wrap=True)
@@ -158,8 +231,8 @@ def _print_measurements(
     for heading in ("top-1", "threads", "batch", "tokens/s", *times, "MiB"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("")
-    for m in measurements:
-        remarks = ["now"] * (m.setting == current) + ["best"] * (m is best)
+    for m in tuning.measurements:
+        remarks = ["now"] * (m.setting == tuning.current) + ["best"] * (m is best)
         table.add_row(
             m.setting.graph,
             f"{agreements[m.setting.graph]:.1%}" if m.setting.graph in agreements else "",
@@ -172,16 +245,18 @@ def _print_measurements(
             style="bold" if m is best else None,
         )
     make_console().print(table)
+    if tuning.stolen_share > _MAX_STOLEN_SHARE:
+        print(f"other programs used {tuning.stolen_share:.0%} of the time: tune again without them")
+    if choice is not None:
+        _print_choice(tuning, choice)
 
 
-def _print_choice(
-    choice: BestSetting, *, goal: Goal, measurements: Sequence[Measurement], current: Setting
-) -> None:
+def _print_choice(tuning: _Tuning, choice: BestSetting) -> None:
     if not choice.meets_bound:
-        bound = f"{goal.max_inter_token_s * 1e3:g} ms"
+        bound = f"{tuning.goal.max_inter_token_s * 1e3:g} ms"
         print(f"no setting keeps {bound} between tokens; the best is the nearest")
-    for m in measurements:
-        if m.setting == current:
+    for m in tuning.measurements:
+        if m.setting == tuning.current:
             print(f"now:  {_line(m)}")
     print(f"best: {_line(choice.best)}")
 
@@ -191,28 +266,16 @@ def _line(m: Measurement) -> str:
     return f"{setting}: {m.tokens_per_s:.0f} tokens/s, at most {m.inter_token_s * 1e3:.0f} ms between tokens"
 
 
-def _write(tuned: TunedModel, choice: BestSetting | None, *, dry_run: bool) -> None:
-    """Write the chosen setting into the configs.
-
-    Raises:
-        RepositoryError: nothing could be measured, or a config cannot be written.
-    """
-    from genserve.tuning.tuned_model import write_edits
-
-    if choice is None:
-        raise RepositoryError(
-            f"no setting of {tuned.logits.name!r} has room in its KV cache for the contexts of the others",
-            remedy="a smaller --context, or more `kv_cache_bytes` in its config",
-        )
-    edits = tuned.edits(choice.best.setting)
+def _print_edits(edits: Sequence[ConfigEdit], *, is_interrupted: bool, dry_run: bool) -> None:
     for edit in edits:
         print(edit.diff(), end="")
-    if not edits:
+    if is_interrupted:
+        print("interrupted: nothing was written")
+    elif not edits:
         print("the configs already have this setting")
     elif dry_run:
         print("nothing was written: --dry-run")
     else:
-        write_edits(edits)
         print(
             "written; a running server reads it at the next load of the model, "
             "which --model-control-mode poll starts by itself"

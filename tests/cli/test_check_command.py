@@ -57,11 +57,13 @@ def test_warnings_fail_with_strict_only(tmp_path: Path) -> None:
     assert run(tmp_path, flags=("--strict",)).exit_code == 1
 
 
-def test_json_has_an_object_for_each_diagnostic(tmp_path: Path) -> None:
+def test_json_has_the_counts_and_an_object_for_each_diagnostic(tmp_path: Path) -> None:
     file = add_model(tmp_path, "a", config='runtime: "a"')
     (tmp_path / "a" / "1" / "model.py").unlink()
     ran = run(tmp_path, flags=("--json",))
-    assert json.loads(ran.stdout) == [
+    document = json.loads(ran.stdout)
+    assert (document["models"], document["num_errors"], document["num_warnings"]) == (["a"], 1, 1)
+    assert document["diagnostics"] == [
         {
             "model": "a",
             "severity": "warning",

@@ -91,6 +91,7 @@ def test_an_invalid_assignment_is_rejected_before_the_request(assignment: str, w
 def test_json_is_one_object_with_the_whole_answer() -> None:
     result, _ = generate("Tea", "--json")
     assert json.loads(result.stdout) == {
+        "model": "m",
         "text": " is\x1b[2J hot",
         "token_ids": [1, 2],
         "finish_reason": "length",

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 from typer.testing import CliRunner
@@ -51,3 +54,37 @@ def test_the_remedy_for_an_empty_repository_is_pull(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["models", "--model-repository", str(tmp_path)])
     assert "no text model" in result.stdout
     assert f"genserve pull smollm2 --model-repository {tmp_path}" in result.stdout
+
+
+def test_json_has_the_models_with_their_numbers(tmp_path: Path) -> None:
+    add_model(tmp_path, "a")
+    numbers = {"top1_agreement": 0.9479, "perplexity_ratio": 1.0109, "divergence": 0.01526}
+    parity = {"precision": "int8"} | numbers
+    (tmp_path / "a_logits" / "1" / "parity.json").write_text(json.dumps(parity))
+    add_model(tmp_path, "b", weights=False)
+    result = CliRunner().invoke(app, ["models", "--model-repository", str(tmp_path), "--json"])
+    document = json.loads(result.stdout)
+    assert document["model_repository"] == str(tmp_path)
+    first, second = document["models"]
+    assert first["quality"] == parity | {"kv_cache": "float"}
+    assert (first["name"], first["missing"]) == ("a", [])
+    assert (second["name"], second["quality"], second["missing"]) == ("b", None, ["b_tokenizer", "b_logits"])
+
+
+def test_json_of_a_repository_without_models_has_an_empty_list(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["models", "--model-repository", str(tmp_path), "--json"])
+    assert json.loads(result.stdout)["models"] == []
+
+
+def test_json_of_a_server_has_its_models() -> None:
+    with scripted(models_reply("a", "b")) as server:
+        result = CliRunner().invoke(app, ["models", "--url", server.url, "--json"])
+    assert [model["name"] for model in json.loads(result.stdout)["models"]] == ["a", "b"]
+
+
+def test_json_is_utf_8_in_every_locale(tmp_path: Path) -> None:
+    add_model(tmp_path, "t\u00e9e")
+    command = [sys.executable, "-m", "genserve", "models", "--json", "--model-repository", str(tmp_path)]
+    environment = os.environ | {"PYTHONIOENCODING": "latin-1"}
+    ran = subprocess.run(command, env=environment, capture_output=True, check=True)
+    assert json.loads(ran.stdout)["models"][0]["name"] == "t\u00e9e"

@@ -56,6 +56,20 @@ def test_a_dry_run_prints_the_changes_and_writes_nothing(repository: Path) -> No
     assert {path: path.read_bytes() for path in repository.rglob("*.pbtxt")} == before
 
 
+def test_json_is_one_document_with_the_measurements_and_the_changes(repository: Path) -> None:
+    flags = ("--max-inter-token-ms", "0", "--dry-run", "--batch-size", "1", "--json")
+    document = json.loads(tune(repository, *flags).stdout)
+    assert document["model"] == "tiny"
+    assert (document["meets_max_inter_token_ms"], document["is_written"]) == (False, False)
+    [best] = [each for each in document["measurements"] if each["is_best"]]
+    assert (best["graph"], best["batch_size"], best["top1_agreement"]) == ("model.onnx", 1, 1.0)
+    assert best["tokens_per_s"] > 0
+    assert [each["context"] for each in best["step_ms"]] == [8]
+    paths = {Path(change["path"]) for change in document["changes"]}
+    assert paths == {*repository.glob("*/config.pbtxt")}
+    assert "-max_batch_size: 32\n+max_batch_size: 1\n" in document["changes"][0]["diff"]
+
+
 def test_configs_with_the_best_setting_stay_unchanged(repository: Path) -> None:
     for path in repository.rglob("*.pbtxt"):
         path.write_text(path.read_text().replace(": 32", ": 1"))
