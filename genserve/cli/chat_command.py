@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
@@ -49,17 +49,23 @@ def chat(
     `genserve chat QUESTION` asks the default model. Text on stdin follows the question after an empty line.
     """
     from genserve.cli.chat_options import chat_options
-    from genserve.cli.chat_session import ChatSession, Conversation
-    from genserve.cli.model_access import open_model
+    from genserve.cli.chat_session import ChatSession
+    from genserve.cli.conversation import Conversation
+    from genserve.cli.model_access import ModelSwitch, known_models, open_model
 
     given = {"max_tokens": max_tokens, "seed": seed, "temperature": temperature}
     options = cast(SamplingOptions, {name: value for name, value in given.items() if value is not None})
     options = with_assignments(options, set_)
-    asked = read_arguments(model, question, known=lambda: _known_models(model_repository, url=url))
+    names = partial(known_models, model_repository, url=url)
+    asked = read_arguments(model, question, known=names)
     message = asked.question if _is_terminal() else _with_stdin(asked.question)
-    with open_model(asked.model, repository=model_repository, url=url) as opened:
-        options = chat_options(options, recommended=opened.default_sampling_params)
-        session = ChatSession(opened, conversation=Conversation(system=system), options=options)
+    with ModelSwitch(partial(open_model, repository=model_repository, url=url), names=names) as models:
+        session = ChatSession(
+            models,
+            model=asked.model,
+            conversation=Conversation(system=system),
+            initial_options=lambda opened: chat_options(options, recommended=opened.default_sampling_params),
+        )
         if message is not None:
             _answer_once(session, message)
         else:
@@ -105,20 +111,6 @@ def read_arguments(
             f"`genserve chat {meant} {first}`",
         )
     return ChatArguments(model=default, question=first)
-
-
-def _known_models(repository: Path | None, *, url: str | None) -> Collection[str]:
-    if url:
-        from genserve.client import Client
-
-        with Client(url) as client:
-            return client.models()
-    from genserve.cli.model_access import local_models
-    from genserve.export import DEFAULT_MODEL
-    from genserve.store import default_repository
-
-    folder = repository or default_repository()
-    return {DEFAULT_MODEL, *(model.name for model in local_models(folder))}
 
 
 def _is_terminal() -> bool:

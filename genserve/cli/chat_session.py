@@ -1,4 +1,4 @@
-"""Chat session: the conversation, and each answer printed as it streams, with its timing."""
+"""Chat session: the model and the conversation of a chat, and each answer printed as it streams."""
 
 from __future__ import annotations
 
@@ -6,66 +6,21 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
 
 from rich.console import Console
 from rich.text import Text
 
 from genserve.cli.console import make_console, visible
+from genserve.cli.conversation import Conversation
 from genserve.cli.markdown_stream import answer_display
-from genserve.cli.model_access import OpenedModel
+from genserve.cli.model_access import ModelSwitch, OpenedModel
 from genserve.cli.typed_keys import held_keys
 from genserve.completion import FinishReason, Stream, Usage
-from genserve.errors import GenserveError
-from genserve.prompt import Message, Messages
+from genserve.errors import ContextLengthExceeded, GenserveError
+from genserve.prompt import Messages
 from genserve.sampling.sampling_options import SamplingOptions
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exchange:
-    """A question and its answer; Ctrl-C may have cut the answer short."""
-
-    question: str
-    answer: str
-
-
-class Conversation:
-    """The system prompt and the exchanges so far.
-
-    Attributes:
-        system: the system prompt, if any.
-    """
-
-    def __init__(self, *, system: str | None = None) -> None:
-        self.system = system
-        self._exchanges: list[Exchange] = []
-
-    def messages(self) -> list[Message]:
-        """Return the messages so far, the system prompt first."""
-        messages = [Message(role="system", content=self.system)] if self.system else []
-        for exchange in self._exchanges:
-            messages.append(Message(role="user", content=exchange.question))
-            messages.append(Message(role="assistant", content=exchange.answer))
-        return messages
-
-    def messages_with(self, question: str) -> list[Message]:
-        """Return the messages so far and a new one of the user."""
-        return [*self.messages(), Message(role="user", content=question)]
-
-    def add(self, question: str, *, answer: str) -> None:
-        """Append an exchange."""
-        self._exchanges.append(Exchange(question=question, answer=answer))
-
-    def undo(self) -> Exchange | None:
-        """Remove the last exchange and return it; None: no exchange is left."""
-        return self._exchanges.pop() if self._exchanges else None
-
-    def clear(self) -> None:
-        """Remove all exchanges; the system prompt stays."""
-        self._exchanges.clear()
-
-    def __len__(self) -> int:
-        """The number of exchanges."""
-        return len(self._exchanges)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,21 +95,60 @@ class ChatSession:
     """The state of one chat.
 
     Attributes:
+        model: answers the next question.
+        models: what else could answer.
         conversation: the messages.
         options: the sampling parameters of the next answer.
-        first_options: the sampling parameters at the beginning.
+        first_options: the sampling parameters with which a chat with this model begins.
         answers: all printed answers, including undone ones.
         shows_markdown: whether answers are rendered, on a terminal that can.
+        file: of the conversation, once it was saved or loaded.
     """
 
-    def __init__(self, model: OpenedModel, *, conversation: Conversation, options: SamplingOptions) -> None:
-        self.model = model
+    def __init__(
+        self,
+        models: ModelSwitch,
+        *,
+        model: str | None,
+        conversation: Conversation,
+        initial_options: Callable[[OpenedModel], SamplingOptions],
+    ) -> None:
+        """Begin a chat.
+
+        Args:
+            models: opens the model, and closes it after the chat.
+            model: its name; None: the default one.
+            conversation: what was said before.
+            initial_options: the sampling parameters with which a chat with a model begins.
+
+        Raises:
+            GenserveError: the model does not exist or cannot be loaded, or the server does not answer.
+        """
+        self.models = models
         self.conversation = conversation
-        self.options = options
-        self.first_options = options
         self.answers: list[PrintedAnswer] = []
         self.shows_markdown = True
+        self.file: Path | None = None
         self.console = make_console()
+        self._initial_options = initial_options
+        self.model = models.switch(model)
+        self.options = self.first_options = initial_options(self.model)
+
+    def switch(self, name: str) -> None:
+        """Answer with another model from now on; options that the user has changed stay.
+
+        Raises:
+            GenserveError: the model does not exist or cannot be loaded; the old one stays.
+        """
+        self.use(self.models.switch(name))
+
+    def use(self, model: OpenedModel) -> None:
+        """Answer with an open model; see `switch`."""
+        first: dict[str, object] = {**self.first_options}
+        changed = {name: value for name, value in self.options.items() if first.get(name, self) != value}
+        self.model = model
+        self.first_options = self._initial_options(model)
+        self.options = cast("SamplingOptions", {**self.first_options, **changed})
 
     def ask(self, question: str) -> PrintedAnswer:
         """Print the answer to a question, and append both to the conversation unless there is an error.
@@ -167,15 +161,30 @@ class ChatSession:
             self.conversation.add(question, answer=answer.text)
         return answer
 
+    def ask_instead(self, question: str) -> PrintedAnswer:
+        """Ask this in place of the last question, which stays if there is no answer; see `ask`."""
+        replaced = self.conversation.undo()
+        num_left = len(self.conversation)
+        try:
+            return self.ask(question)
+        finally:
+            if replaced is not None and len(self.conversation) == num_left:
+                self.conversation.add(replaced.question, answer=replaced.answer)
+
     def _print_answer(self, messages: Messages) -> PrintedAnswer:
         with held_keys(), shown_answer(self.console, with_markdown=self.shows_markdown) as write:
             answer = print_answer(
-                lambda: self.model.text_model.chat_stream(messages, **self.options),
+                lambda: open_stream(self.model, messages, self.options),
                 write=write,
                 clock=time.perf_counter,
             )
         self.answers.append(answer)
         return answer
+
+    def show(self, text: str) -> None:
+        """Print an earlier answer."""
+        with shown_answer(self.console, with_markdown=self.shows_markdown) as write:
+            write(text)
 
     def note(self, text: str) -> None:
         """Print a remark of the chat program, dimmed, wrapped between words."""
@@ -188,6 +197,23 @@ class ChatSession:
 
     def _say(self, text: Text) -> None:
         self.console.print(text, soft_wrap=not self.console.is_terminal)
+
+
+def open_stream(model: OpenedModel, messages: Messages, options: SamplingOptions) -> Stream:
+    """Return the stream of an answer. In a chat `max_tokens` is a limit: the context may leave room for less.
+
+    Raises:
+        GenserveError: the model rejects the request.
+    """
+    try:
+        return model.text_model.chat_stream(messages, **options)
+    except ContextLengthExceeded as error:
+        if error.field == "max_tokens":
+            options = options.copy()
+            options["max_tokens"] = None
+            return model.text_model.chat_stream(messages, **options)
+        message = error.message
+    raise ContextLengthExceeded(message, remedy="/undo removes the last exchange, /clear all of them")
 
 
 @contextmanager

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, Unpack
+from typing import TYPE_CHECKING, Protocol, Self, Unpack
 
 from genserve.completion import Stream
 from genserve.errors import GenserveError, ModelNotFound, RepositoryError, nearest
@@ -223,6 +223,60 @@ def open_model(name: str | None, *, repository: Path | None, url: str | None) ->
     """
     with _remote_model(name, url=url) if url else _local_model(name, repository=repository) as opened:
         yield opened
+
+
+class ModelSwitch:
+    """Holds the open model of a chat, and opens another one in its place."""
+
+    def __init__(
+        self,
+        open_model: Callable[[str | None], AbstractContextManager[OpenedModel]],
+        *,
+        names: Callable[[], Collection[str]],
+    ) -> None:
+        """Open no model yet.
+
+        Args:
+            open_model: opens a model; None: the default one.
+            names: returns the names of the models that can be opened.
+        """
+        self.open = open_model
+        self.names = names
+        self._held = ExitStack()
+
+    def switch(self, name: str | None) -> OpenedModel:
+        """Open a model, and close the one before; raises the errors of `open_model`."""
+        with ExitStack() as opening:
+            model = opening.enter_context(self.open(name))
+            self.adopt(opening.pop_all())
+        return model
+
+    def adopt(self, opened: ExitStack) -> None:
+        """Hold what was opened elsewhere, and close the model before."""
+        before, self._held = self._held, opened
+        before.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_raised: object) -> None:
+        self._held.close()
+
+
+def known_models(repository: Path | None, *, url: str | None) -> Collection[str]:
+    """Return the names of the models that `open_model` opens, but those of the Hugging Face hub.
+
+    Raises:
+        RepositoryError: the repository does not exist.
+        Unreachable: the server does not answer.
+    """
+    if url:
+        from genserve.client import Client
+
+        with Client(url) as client:
+            return client.models()
+    models = local_models(repository or default_repository())
+    return sorted({DEFAULT_MODEL, *(model.name for model in models)})
 
 
 @contextmanager

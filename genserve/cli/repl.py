@@ -10,15 +10,15 @@ from pathlib import Path
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.buffer import Buffer
-from prompt_toolkit.completion import CompleteEvent, Completer, Completion
-from prompt_toolkit.document import Document
 from prompt_toolkit.enums import DEFAULT_BUFFER
-from prompt_toolkit.filters import has_focus
+from prompt_toolkit.filters import Condition, has_focus
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
 from genserve.cli.chat_session import ChatSession
-from genserve.cli.slash_commands import COMMANDS, run_slash
+from genserve.cli.editor import edited
+from genserve.cli.slash_commands import run_slash
+from genserve.cli.slash_completer import SlashCompleter
 from genserve.cli.typed_keys import held_keys, terminated_in_order
 from genserve.errors import GenserveError
 
@@ -27,19 +27,52 @@ _BLOCK = '"""'
 
 def run_repl(session: ChatSession) -> None:
     """Ask and answer until Ctrl-D or /bye. Errors are printed, and the chat goes on."""
-    prompts = _prompt_session()
     session.note(f"{session.model.name} · /help shows the commands · Ctrl-D leaves")
     with terminated_in_order(), held_keys():
-        while True:
-            try:
-                _answer(session, prompts.prompt("> ").strip())
-            except KeyboardInterrupt:
-                if not prompts.default_buffer.text:
-                    session.note("Ctrl-D or /bye leaves")
-            except EOFError:
-                return
-            except GenserveError as error:
-                session.report(error)
+        prompts = _prompt_session(session)
+        with suppress(EOFError):
+            while True:
+                if typed := _read(session, prompts):
+                    _run(session, typed)
+
+
+def _read(session: ChatSession, prompts: PromptSession[str]) -> str:
+    """Return what the user types; raises EOFError for Ctrl-D."""
+    begun = ""
+    while True:
+        try:
+            return prompts.prompt("> ", default=begun).rstrip()
+        except KeyboardInterrupt:
+            if not prompts.default_buffer.text:
+                session.note("Ctrl-D or /bye leaves")
+            return ""
+        except _OpenEditor as opened:
+            begun = _edited(session, opened.text)
+
+
+def _edited(session: ChatSession, text: str) -> str:
+    try:
+        return edited(text)
+    except GenserveError as error:
+        session.report(error)
+        return text
+
+
+def _run(session: ChatSession, typed: str) -> None:
+    try:
+        if typed.startswith("/"):
+            run_slash(session, typed)
+        elif question := _without_quotes(typed.strip()):
+            answer = session.ask(question)
+            session.note(answer.summary(max_length=session.model.max_length))
+    except KeyboardInterrupt:
+        session.note("stopped")
+    except GenserveError as error:
+        session.report(error)
+    except EOFError:
+        raise
+    except Exception as error:  # a defect, which must not cost the conversation
+        session.report(GenserveError(f"{type(error).__name__}: {error}", remedy="please report this defect"))
 
 
 def history_path() -> Path:
@@ -51,14 +84,8 @@ def history_path() -> Path:
     return Path(state) / "genserve" / "history"
 
 
-def _answer(session: ChatSession, typed: str) -> None:
-    if typed.startswith("/"):
-        run_slash(session, typed)
-        return
-    question = typed[len(_BLOCK) : -len(_BLOCK)].strip() if typed.startswith(_BLOCK) else typed
-    if question:
-        answer = session.ask(question)
-        session.note(answer.summary(max_length=session.model.max_length))
+def _without_quotes(text: str) -> str:
+    return text[len(_BLOCK) : -len(_BLOCK)].strip() if text.startswith(_BLOCK) else text
 
 
 def _is_open_block(text: str) -> bool:
@@ -66,16 +93,26 @@ def _is_open_block(text: str) -> bool:
     return text.startswith(_BLOCK) and (len(text) < 2 * len(_BLOCK) or not text.endswith(_BLOCK))
 
 
-def _prompt_session() -> PromptSession[str]:
-    return PromptSession(
+def _prompt_session(session: ChatSession) -> PromptSession[str]:
+    prompts: PromptSession[str] = PromptSession(
         history=_history(),
-        completer=_SlashCompleter(),
-        complete_while_typing=False,
+        completer=SlashCompleter(session),
+        complete_while_typing=Condition(lambda: prompts.default_buffer.text.startswith("/")),
         key_bindings=_key_bindings(),
         multiline=True,
         prompt_continuation="  ",
         reserve_space_for_menu=5,
+        enable_suspend=True,
     )
+    return prompts
+
+
+class _OpenEditor(Exception):
+    """Ctrl-X Ctrl-E was typed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.text = text
 
 
 def _history() -> History:
@@ -103,6 +140,10 @@ def _key_bindings() -> KeyBindings:
     def _new_line(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
 
+    @keys.add("c-x", "c-e", filter=has_focus(DEFAULT_BUFFER))
+    def _open_editor(event: KeyPressEvent) -> None:
+        event.app.exit(exception=_OpenEditor(event.current_buffer.text))
+
     return keys
 
 
@@ -118,14 +159,3 @@ class _LenientHistory(FileHistory):
     def store_string(self, string: str) -> None:
         with suppress(OSError):
             super().store_string(string)
-
-
-class _SlashCompleter(Completer):
-    """Completes the names of slash commands."""
-
-    def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
-        typed = document.text
-        if typed.startswith("/"):
-            for name, command in COMMANDS.items():
-                if name.startswith(typed):
-                    yield Completion(name, start_position=-len(typed), display_meta=command.summary)

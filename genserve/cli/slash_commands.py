@@ -6,9 +6,14 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
+
+from rich.table import Table
+from rich.text import Text
 
 from genserve.cli.chat_session import ChatSession
+from genserve.cli.conversation import read_conversation, save_conversation
+from genserve.cli.editor import edited
 from genserve.cli.flags import read_value
 from genserve.errors import InvalidRequest, closest
 from genserve.sampling.sampling_options import SamplingOptions
@@ -22,17 +27,18 @@ class SlashCommand:
     usage: str
     summary: str
     run: Callable[[ChatSession, str], None]
+    argument: Literal["file", "model", "parameter", "switch"] | None = None     # for its completion
 
 
 def run_slash(session: ChatSession, line: str) -> None:
     """Run the slash command of a line.
 
     Raises:
-        GenserveError: /retry failed; the conversation is unchanged.
+        GenserveError: the command failed; the conversation is unchanged.
         EOFError: the chat ends.
     """
     name, _, argument = line.partition(" ")
-    command = COMMANDS.get(name)
+    command = COMMANDS.get(_OTHER_NAMES.get(name, name))
     if command is None:
         near = closest(name, known=COMMANDS)
         session.note(f"unknown command {name}" + (f"; did you mean {near}?" if near else "; see /help"))
@@ -41,9 +47,15 @@ def run_slash(session: ChatSession, line: str) -> None:
 
 
 def _help(session: ChatSession, _argument: str) -> None:
+    table = Table.grid(padding=(0, 2))
     for command in COMMANDS.values():
-        session.note(f"{command.usage:<22}{command.summary}")
-    session.note('Alt-Enter starts a new line, """ opens and closes a block, Ctrl-C stops an answer.')
+        table.add_row(Text(command.usage), Text(command.summary, style="dim"))
+    session.console.print(table)
+    session.note(
+        'Alt-Enter starts a new line, """ opens and closes a block of lines, Tab completes, Ctrl-R searches '
+        "what was typed before, Ctrl-X Ctrl-E opens $EDITOR, Ctrl-C stops an answer. Behind a space, / "
+        "begins a message."
+    )
 
 
 def _set(session: ChatSession, argument: str) -> None:
@@ -94,42 +106,64 @@ def _undo(session: ChatSession, _argument: str) -> None:
 
 
 def _retry(session: ChatSession, _argument: str) -> None:
-    exchange = session.conversation.undo()
-    if exchange is None:
+    if last := session.conversation.last:
+        _ask_instead(session, last.question)
+    else:
         session.note("nothing to retry")
-        return
-    num_left = len(session.conversation)
-    try:
-        answer = session.ask(exchange.question)
-    finally:
-        if len(session.conversation) == num_left:   # it failed, or was stopped before its first token
-            session.conversation.add(exchange.question, answer=exchange.answer)
+
+
+def _edit(session: ChatSession, _argument: str) -> None:
+    last = session.conversation.last
+    question = edited(last.question if last else "").strip()
+    if last and question == last.question:
+        session.note("not changed; /retry asks it again")
+    elif question:
+        _ask_instead(session, question)
+    else:
+        session.note("nothing to ask")
+
+
+def _ask_instead(session: ChatSession, question: str) -> None:
+    answer = session.ask_instead(question)
     session.note(answer.summary(max_length=session.model.max_length))
 
 
 def _save(session: ChatSession, argument: str) -> None:
-    if not argument:
+    path = Path(argument).expanduser() if argument else session.file
+    if path is None:
         session.note("usage: /save FILE")
         return
-    messages = [message.as_dict() for message in session.conversation.messages()]
-    try:
-        _write_new(
-            Path(argument).expanduser(), json.dumps({"messages": messages}, ensure_ascii=False, indent=2)
-        )
-    except OSError as error:
-        session.note(f"not saved: {error}")
-    else:
-        session.note(f"saved as {argument}")
+    save_conversation(session.conversation, path, may_replace=path == session.file)
+    session.file = path
+    session.note(f"saved as {path}")
 
 
-def _write_new(path: Path, text: str) -> None:
-    """Write a new file, atomically."""
-    path.open("x").close()
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError:
-        path.unlink(missing_ok=True)
-        raise
+def _load(session: ChatSession, argument: str) -> None:
+    if not argument:
+        session.note("usage: /load FILE")
+        return
+    path = Path(argument).expanduser()
+    session.conversation = read_conversation(path)
+    session.file = path
+    session.note(f"loaded {len(session.conversation)} questions and answers; /save writes them back")
+    if last := session.conversation.last:
+        session.note(f"> {last.question}")
+        session.show(last.answer)
+
+
+def _model(session: ChatSession, argument: str) -> None:
+    if argument:
+        session.switch(argument)
+        session.note(f"{session.model.name} answers from now on")
+        return
+    for name in session.models.names():
+        session.note(f"{'*' if name == session.model.name else ' '} {name}")
+
+
+def _markdown(session: ChatSession, argument: str) -> None:
+    if argument in ("on", "off"):
+        session.shows_markdown = argument == "on"
+    session.note(f"Markdown is {'rendered' if session.shows_markdown else 'shown as the model writes it'}")
 
 
 def _stats(session: ChatSession, _argument: str) -> None:
@@ -145,12 +179,27 @@ def _bye(_session: ChatSession, _argument: str) -> None:
 
 COMMANDS: Mapping[str, SlashCommand] = {
     "/help": SlashCommand(usage="/help", summary="show this help", run=_help),
-    "/set": SlashCommand(usage="/set [NAME [VALUE]]", summary="show, set or reset a parameter", run=_set),
+    "/set": SlashCommand(
+        usage="/set [NAME [VALUE]]", summary="show, set or reset a parameter", run=_set, argument="parameter"
+    ),
     "/system": SlashCommand(usage="/system [TEXT]", summary="set or remove the system prompt", run=_system),
-    "/clear": SlashCommand(usage="/clear", summary="clear the conversation", run=_clear),
-    "/undo": SlashCommand(usage="/undo", summary="remove the last question and answer", run=_undo),
+    "/model": SlashCommand(
+        usage="/model [NAME]", summary="show the models, or switch to one", run=_model, argument="model"
+    ),
     "/retry": SlashCommand(usage="/retry", summary="ask the last question again", run=_retry),
-    "/save": SlashCommand(usage="/save FILE", summary="write the chat to a new JSON file", run=_save),
+    "/edit": SlashCommand(usage="/edit", summary="change the last question in $EDITOR", run=_edit),
+    "/undo": SlashCommand(usage="/undo", summary="remove the last question and answer", run=_undo),
+    "/clear": SlashCommand(usage="/clear", summary="clear the conversation", run=_clear),
+    "/save": SlashCommand(
+        usage="/save [FILE]", summary="write the conversation to a JSON file", run=_save, argument="file"
+    ),
+    "/load": SlashCommand(
+        usage="/load FILE", summary="go on with a conversation of a file", run=_load, argument="file"
+    ),
     "/stats": SlashCommand(usage="/stats", summary="show tokens and speed", run=_stats),
+    "/markdown": SlashCommand(
+        usage="/markdown [on|off]", summary="render answers, or not", run=_markdown, argument="switch"
+    ),
     "/bye": SlashCommand(usage="/bye", summary="leave, as Ctrl-D does", run=_bye),
 }
+_OTHER_NAMES = {"/?": "/help", "/exit": "/bye", "/quit": "/bye"}

@@ -37,6 +37,24 @@ def held_keys() -> Iterator[None]:
 
 
 @contextmanager
+def released_keys() -> Iterator[None]:
+    """Let another program read the keys, in the midst of `held_keys`."""
+    if sys.platform == "win32" or not sys.stdin.isatty():
+        yield
+        return
+    terminal = sys.stdin.fileno()
+    held = termios.tcgetattr(terminal)
+    usual = termios.tcgetattr(terminal)
+    usual[0] |= termios.ICRNL
+    usual[3] |= termios.ECHO | termios.ICANON
+    termios.tcsetattr(terminal, termios.TCSADRAIN, usual)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(terminal, termios.TCSADRAIN, held)
+
+
+@contextmanager
 def terminated_in_order() -> Iterator[None]:
     """Make SIGTERM and SIGHUP leave by SystemExit, so that the terminal is restored."""
 

@@ -6,20 +6,22 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Unpack
 
-from genserve.cli.chat_session import ChatSession, Conversation
-from genserve.cli.model_access import OpenedModel
+from genserve.cli.chat_session import ChatSession
+from genserve.cli.conversation import Conversation
+from genserve.cli.model_access import ModelSwitch, OpenedModel
 from genserve.completion import Delta, FinishReason, Stream, Usage
-from genserve.errors import InvalidRequest
+from genserve.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from genserve.prompt import Message
 from genserve.sampling.sampling_options import SamplingOptions
 from genserve.sampling.sampling_params import sampling_params
 
 
 class FakeDeltas:
-    """One answer; after `forever` in it comes nothing more, and after `gated` the rest once GATE exists."""
+    """One answer. `silent` is never said, and `forever` the last word; after `gated` it waits for GATE."""
 
     gate = Path(os.environ.get("GATE", "/nowhere"))
 
@@ -35,6 +37,8 @@ class FakeDeltas:
 
     def _answer(self, words: list[str]) -> Iterator[Delta]:
         for index, word in enumerate(words):
+            if word == "SILENT":
+                threading.Event().wait()
             yield Delta(text=word if index == 0 else f" {word}", token_ids=(index,))
             if word == "FOREVER":
                 threading.Event().wait()
@@ -55,6 +59,7 @@ class FakeModel:
         self.asked: list[list[Message]] = []
         self.options: list[SamplingOptions] = []
         self.streams: list[FakeDeltas] = []
+        self.room = 2048    # tokens that the context has left
 
     def stream(self, prompt: str, **options: Unpack[SamplingOptions]) -> Stream:
         return self.chat_stream([Message(role="user", content=prompt)], **options)
@@ -63,6 +68,9 @@ class FakeModel:
         sampling_params(options)
         if "reject" in messages[-1].content:
             raise InvalidRequest("that is rejected", remedy="ask something else")
+        if self.room < max(1, options.get("max_tokens") or 0):
+            field = "max_tokens" if self.room else "messages"
+            raise ContextLengthExceeded(f"there is room for {self.room} tokens", field=field)
         self.asked.append(list(messages))
         self.options.append(options)
         self.streams.append(FakeDeltas(messages[-1].content))
@@ -71,9 +79,18 @@ class FakeModel:
 
 def chat_with(model: FakeModel, *, system: str | None = None) -> ChatSession:
     recommended = SamplingOptions(top_p=0.9)
-    opened = OpenedModel(
-        name="fake", max_length=2048, text_model=model, default_sampling_params=recommended
-    )
+
+    @contextmanager
+    def open_fake(name: str | None) -> Iterator[OpenedModel]:
+        if name not in (None, "fake", "other"):
+            raise ModelNotFound(f"there is no model {name!r}", remedy="models: fake, other")
+        yield OpenedModel(
+            name=name or "fake", max_length=2048, text_model=model, default_sampling_params=recommended
+        )
+
     return ChatSession(
-        opened, conversation=Conversation(system=system), options=SamplingOptions(temperature=0.5)
+        ModelSwitch(open_fake, names=lambda: ["fake", "other"]),
+        model=None,
+        conversation=Conversation(system=system),
+        initial_options=lambda opened: SamplingOptions(temperature=0.5 if opened.name == "fake" else 0.8),
     )

@@ -142,8 +142,10 @@ def test_an_error_is_printed_and_the_chat_continues(terminal: Terminal) -> None:
 
 
 def test_commands_are_completed_and_bye_leaves(terminal: Terminal) -> None:
-    say(terminal, "/he" + TAB)
-    terminal.expect("lp")
+    say(terminal, "/he")
+    terminal.expect("show this help")
+    terminal.type(TAB)
+    terminal.expect_screen(lambda lines: "> /help" in lines)
     terminal.type(ENTER)
     terminal.expect("clear the conversation")
     say(terminal, "/bye" + ENTER)
@@ -181,3 +183,66 @@ def test_the_history_is_in_the_state_folder_of_the_system(monkeypatch: pytest.Mo
     assert history_path() == Path("/home/me/.local/state/genserve/history")
     monkeypatch.setenv("XDG_STATE_HOME", "/elsewhere")
     assert history_path() == Path("/elsewhere/genserve/history")
+
+
+def test_ctrl_c_before_the_first_token_leaves_the_question_out(terminal: Terminal) -> None:
+    say(terminal, "silent" + ENTER)
+    terminal.expect("⠋")
+    terminal.type(CTRL_C)
+    terminal.expect("0 tokens · stopped")
+    say(terminal, "hello" + ENTER)
+    terminal.expect("HELLO")
+    say(terminal, CTRL_D)
+    terminal.expect("last asked: ['hello']")
+
+
+def test_ctrl_c_in_the_editor_belongs_to_the_editor(tmp_path: Path) -> None:
+    editor = tmp_path / "editor"
+    editor.write_text(
+        '#!/bin/sh\ntrap "echo caught; printf %s edited > $1; exit 0" INT\n'
+        "echo open\nwhile :; do sleep 0.05; done\n"
+    )
+    editor.chmod(0o700)
+    with Terminal(
+        "tests.cli.chat_on_terminal", home=tmp_path, environment={"EDITOR": str(editor)}
+    ) as terminal:
+        say(terminal, "first" + ENTER)
+        terminal.expect("FIRST")
+        say(terminal, "/edit" + ENTER)
+        terminal.expect("open")
+        terminal.type(CTRL_C)
+        terminal.expect("caught")
+        terminal.expect("EDITED")
+        say(terminal, "pending" + "\x18\x05")
+        terminal.expect("open")
+        terminal.type(CTRL_C)
+        terminal.expect_screen(lambda lines: lines[-1] == "> edited")
+        terminal.type(" twice" + ENTER)
+        terminal.expect("EDITED TWICE")
+        say(terminal, CTRL_D)
+        assert terminal.wait() == 0
+        assert terminal.modes() == terminal.modes_before
+
+
+def test_ctrl_r_searches_what_was_typed(terminal: Terminal) -> None:
+    for question in ("about apples", "of pears"):
+        say(terminal, question + ENTER)
+        terminal.expect(question.upper())
+    say(terminal, "\x12appl")
+    terminal.expect("about")
+    terminal.type(ENTER)
+    terminal.type(ENTER)
+    terminal.expect("ABOUT APPLES")
+
+
+def test_a_message_may_begin_with_a_slash_behind_a_space_and_a_narrow_terminal_will_do(
+    tmp_path: Path,
+) -> None:
+    with Terminal("tests.cli.chat_on_terminal", home=tmp_path, columns=20) as terminal:
+        say(terminal, " /etc is a folder of files" + ENTER)
+        lines = terminal.expect_screen(lambda lines: any("eos_token" in line for line in lines))
+        assert "/ETC IS A FOLDER OF" in lines
+        assert "FILES" in lines
+        say(terminal, "/help" + ENTER)
+        lines = terminal.expect_screen(lambda lines: any("message." in line for line in lines))
+        assert all(len(line) <= 20 for line in lines)

@@ -5,10 +5,13 @@ import resource
 from pathlib import Path
 
 import pytest
+from prompt_toolkit.completion import CompleteEvent
+from prompt_toolkit.document import Document
 
 from genserve.cli.chat_session import ChatSession
 from genserve.cli.slash_commands import COMMANDS, run_slash
-from genserve.errors import InvalidRequest
+from genserve.cli.slash_completer import SlashCompleter
+from genserve.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from genserve.sampling.sampling_options import SamplingOptions
 from tests.cli.fake_model import FakeModel, chat_with
 
@@ -154,28 +157,165 @@ def test_retry_in_an_empty_chat_does_nothing(said) -> None:
     assert said("/retry") == "nothing to retry\n"
 
 
-def test_save_writes_the_messages_to_a_new_file_only(session: ChatSession, said, tmp_path: Path) -> None:
+def test_save_writes_the_messages_to_a_new_file_and_again_to_the_same(
+    session: ChatSession, said, tmp_path: Path
+) -> None:
+    assert said("/save") == "usage: /save FILE\n"
     session.ask("grüß dich")
     path = tmp_path / "my chat.json"
-    said(f"/save {path}")
+    assert said(f"/save {path}") == f"saved as {path}\n"
     assert json.loads(path.read_text(encoding="utf-8")) == {
         "messages": [{"role": "user", "content": "grüß dich"}, {"role": "assistant", "content": "GRÜSS DICH"}]
     }
-    assert "not saved" in said(f"/save {path}")
-    assert said("/save") == "usage: /save FILE\n"
+    session.ask("more")
+    assert said("/save") == f"saved as {path}\n"
+    assert len(json.loads(path.read_text(encoding="utf-8"))["messages"]) == 4
+    session.file = None
+    with pytest.raises(InvalidRequest, match=r"my chat\.json exists"):
+        run_slash(session, f"/save {path}")
 
 
-def test_save_leaves_no_partial_file_on_a_full_disk(session: ChatSession, said, tmp_path: Path) -> None:
+def test_save_leaves_no_partial_file_on_a_full_disk(session: ChatSession, tmp_path: Path) -> None:
     session.ask("a question that is longer than the disk is large")
-    path = tmp_path / "chat.json"
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
     try:
-        note = said(f"/save {path}")
+        with pytest.raises(InvalidRequest, match="cannot be written: File too large"):
+            run_slash(session, f"/save {tmp_path}/chat.json")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert note.startswith("not saved: ")
-    assert not path.exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_load_goes_on_with_a_saved_conversation(
+    session: ChatSession, model: FakeModel, said, tmp_path: Path
+) -> None:
+    said("/system Be brief.")
+    session.ask("one")
+    said(f"/save {tmp_path}/chat.json")
+    said("/clear")
+    said("/system")
+    shown = said(f"/load {tmp_path}/chat.json")
+    assert shown == "loaded 1 questions and answers; /save writes them back\n> one\nONE\n"
+    session.ask("two")
+    assert [m.content for m in model.asked[-1]] == ["Be brief.", "one", "ONE", "two"]
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (None, "there is no file"),
+        (b"\xff{}", "is not UTF-8, at byte 0"),
+        (b"{", "is not JSON: Expecting property name"),
+        (b"{}", "has no list of messages"),
+        (b"[1]", "has no list of messages"),
+        (b'[{"role": "nobody", "content": ""}]', "role must be one of"),
+        (b'[{"role": "user", "content": "a"}]', "the last question has no answer"),
+        (b'[{"role": "assistant", "content": "a"}]', r"messages\[0\] is of the assistant, not of the user"),
+    ],
+)
+def test_load_rejects_other_files_and_changes_nothing(
+    session: ChatSession, tmp_path: Path, content: bytes | None, problem: str
+) -> None:
+    session.ask("one")
+    path = tmp_path / "chat.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(InvalidRequest, match=problem):
+        run_slash(session, f"/load {path}")
+    assert contents(session) == ["one", "ONE"]
+
+
+def editor(tmp_path: Path, script: str) -> str:
+    path = tmp_path / "editor"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o700)
+    return str(path)
+
+
+def test_edit_changes_the_last_question_and_asks_it(
+    session: ChatSession, said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VISUAL", editor(tmp_path, 'sed -i s/one/two/ "$1"'))
+    assert said("/edit") == "nothing to ask\n"
+    session.ask("first")
+    session.ask("one more")
+    assert said("/edit").startswith("TWO MORE\n3 tokens")
+    assert contents(session) == ["first", "FIRST", "two more", "TWO MORE"]
+    assert said("/edit") == "not changed; /retry asks it again\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "problem"),
+    [
+        ("/nowhere/vi", "the editor /nowhere/vi: No such file or directory"),
+        ("false", "the editor false failed with status 1"),
+        ("'", "EDITOR is"),
+        ("printf '\\377' >", "UTF-8"),
+    ],
+)
+def test_an_editor_that_fails_changes_nothing(
+    session: ChatSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, problem: str
+) -> None:
+    if command.startswith("printf"):
+        command = editor(tmp_path, f'{command} "$1"')
+    monkeypatch.setenv("VISUAL", command)
+    session.ask("one")
+    with pytest.raises(InvalidRequest, match=problem):
+        run_slash(session, "/edit")
+    assert contents(session) == ["one", "ONE"]
+
+
+def test_model_switches_and_keeps_what_the_user_has_set(session: ChatSession, said) -> None:
+    assert said("/model") == "* fake\n  other\n"
+    said("/set top_k 7")
+    assert said("/model other") == "other answers from now on\n"
+    assert session.options == {"temperature": 0.8, "top_k": 7}
+    said("/set temperature 0.1")
+    with pytest.raises(ModelNotFound):
+        run_slash(session, "/model nowhere")
+    assert session.model.name == "other"
+    said("/model fake")
+    assert session.options == {"temperature": 0.1, "top_k": 7}
+
+
+def test_a_question_gets_the_room_that_is_left(session: ChatSession, model: FakeModel, said) -> None:
+    said("/set max_tokens 500")
+    model.room = 100
+    session.ask("hi")
+    assert model.options[-1]["max_tokens"] is None
+    model.room = 0
+    with pytest.raises(ContextLengthExceeded) as raised:
+        session.ask("more")
+    assert raised.value.remedy == "/undo removes the last exchange, /clear all of them"
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        ("/he", ["/help"]),
+        ("/set temp", ["temperature"]),
+        ("/set temperature ", ["0.5", "0.0"]),
+        ("/set ignore_eos ", ["false", "true"]),
+        ("/set truncation_side ", ["left", "right"]),
+        ("/set early_stopping n", ["never"]),
+        ("/set nothing ", []),
+        ("/model ", ["fake", "other"]),
+        ("/model o", ["other"]),
+        ("/markdown ", ["on", "off"]),
+        ("/help ", []),
+        ("hello", []),
+    ],
+)
+def test_names_and_values_are_completed(session: ChatSession, typed: str, words: list[str]) -> None:
+    found = SlashCompleter(session).get_completions(Document(typed), CompleteEvent())
+    assert [completion.text for completion in found] == words
+
+
+def test_paths_are_completed(session: ChatSession, tmp_path: Path) -> None:
+    (tmp_path / "chat.json").touch()
+    found = SlashCompleter(session).get_completions(Document(f"/load {tmp_path}/ch"), CompleteEvent())
+    assert [completion.text for completion in found] == ["at.json"]
 
 
 def test_stats_count_answers_and_tokens(session: ChatSession, said) -> None:
@@ -185,6 +325,7 @@ def test_stats_count_answers_and_tokens(session: ChatSession, said) -> None:
     assert said("/stats").startswith("fake: 2 answers, 5 tokens\nlast: 3 tokens")
 
 
-def test_bye_ends_the_chat(session: ChatSession) -> None:
+@pytest.mark.parametrize("name", ["/bye", "/exit", "/quit"])
+def test_bye_ends_the_chat(session: ChatSession, name: str) -> None:
     with pytest.raises(EOFError):
-        run_slash(session, "/bye")
+        run_slash(session, name)

@@ -1,0 +1,144 @@
+"""Conversation: the system prompt, questions and answers of a chat, also as a JSON file."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from genserve.errors import InvalidRequest
+from genserve.prompt import Message, read_messages
+
+_MAX_FILE_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """A question and its answer; Ctrl-C may have cut the answer short."""
+
+    question: str
+    answer: str
+
+
+class Conversation:
+    """The system prompt and the exchanges so far.
+
+    Attributes:
+        system: the system prompt, if any.
+    """
+
+    def __init__(self, *, system: str | None = None) -> None:
+        self.system = system
+        self._exchanges: list[Exchange] = []
+
+    def messages(self) -> list[Message]:
+        """Return the messages so far, the system prompt first."""
+        messages = [Message(role="system", content=self.system)] if self.system else []
+        for exchange in self._exchanges:
+            messages.append(Message(role="user", content=exchange.question))
+            messages.append(Message(role="assistant", content=exchange.answer))
+        return messages
+
+    def messages_with(self, question: str) -> list[Message]:
+        """Return the messages so far and a new one of the user."""
+        return [*self.messages(), Message(role="user", content=question)]
+
+    def add(self, question: str, *, answer: str) -> None:
+        """Append an exchange."""
+        self._exchanges.append(Exchange(question=question, answer=answer))
+
+    @property
+    def last(self) -> Exchange | None:
+        """The last exchange; None: there is none."""
+        return self._exchanges[-1] if self._exchanges else None
+
+    def undo(self) -> Exchange | None:
+        """Remove the last exchange and return it; None: no exchange is left."""
+        return self._exchanges.pop() if self._exchanges else None
+
+    def clear(self) -> None:
+        """Remove all exchanges; the system prompt stays."""
+        self._exchanges.clear()
+
+    def __len__(self) -> int:
+        """The number of exchanges."""
+        return len(self._exchanges)
+
+
+def read_conversation(path: Path) -> Conversation:
+    """Return the conversation of a file: `{"messages": [...]}`, or the list of OpenAI's messages alone.
+
+    Raises:
+        InvalidRequest: the file cannot be read, is not JSON in UTF-8, or has another shape.
+    """
+    try:
+        if not path.is_file():
+            raise InvalidRequest(f"there is no file {path}")
+        if path.stat().st_size > _MAX_FILE_BYTES:
+            raise InvalidRequest(f"{path} is larger than {_MAX_FILE_BYTES >> 20} MiB")
+        content = json.loads(path.read_bytes().decode())
+    except OSError as error:
+        raise InvalidRequest(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"{path} is not UTF-8, at byte {error.start}") from None
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{path} is not JSON: {error}", remedy="/save writes such files") from None
+    found = content.get("messages") if isinstance(content, dict) else content
+    if not isinstance(found, list) or not all(isinstance(message, dict) for message in found):
+        raise InvalidRequest(f"{path} has no list of messages", remedy="/save writes such files")
+    try:
+        return _conversation_of(read_messages(found) if found else ())
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{path}: {error.message}") from None
+
+
+def _conversation_of(messages: Sequence[Message]) -> Conversation:
+    begins = 1 if messages and messages[0].role == "system" else 0
+    conversation = Conversation(system=messages[0].content if begins else None)
+    turns = messages[begins:]
+    for index, message in enumerate(turns):
+        role = ("user", "assistant")[index % 2]
+        if message.role != role:
+            raise InvalidRequest(f"messages[{index + begins}] is of the {message.role}, not of the {role}")
+    if len(turns) % 2:
+        raise InvalidRequest("the last question has no answer")
+    for question, answer in zip(turns[::2], turns[1::2], strict=True):
+        conversation.add(question.content, answer=answer.content)
+    return conversation
+
+
+def save_conversation(conversation: Conversation, path: Path, *, may_replace: bool) -> None:
+    """Write the messages to a file, which is whole or not there at all.
+
+    Raises:
+        InvalidRequest: the file exists and must not be replaced, or cannot be written.
+    """
+    messages = [message.as_dict() for message in conversation.messages()]
+    text = json.dumps({"messages": messages}, ensure_ascii=False, indent=2) + "\n"
+    try:
+        if not may_replace:
+            path.open("x").close()      # of two chats, one gets the name
+        try:
+            _replace(path, text.encode(errors="replace"))
+        except OSError:
+            if not may_replace:
+                path.unlink(missing_ok=True)
+            raise
+    except FileExistsError:
+        raise InvalidRequest(f"{path} exists", remedy="name another file, or remove it") from None
+    except OSError as error:
+        raise InvalidRequest(f"{path} cannot be written: {error.strerror}") from None
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write a file under another name, and give it its own name when it is complete."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        try:
+            file.write(content)
+            file.close()
+            Path(file.name).replace(path)
+        except BaseException:
+            Path(file.name).unlink()
+            raise
