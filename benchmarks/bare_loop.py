@@ -5,7 +5,7 @@ constant token. There is no sampling, text, network or scheduling.
 
     python benchmarks/bare_loop.py --repository model_repository --model smollm2 --rows 32
 
-prints one JSON object with some fields of `genserve.cli.load_generator.LoadResult`.
+prints one JSON object with some fields of `targets.Measured`.
 """
 
 from __future__ import annotations

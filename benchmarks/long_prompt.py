@@ -20,7 +20,7 @@ from report import markdown
 from servers import genserve_server
 
 from genserve import AsyncClient
-from genserve.cli.load_generator import random_prompts
+from genserve.bench.datasets import random_prompts
 
 SETTLED_S = 2.0     # after which the prompts of the streams are computed
 UNDISTURBED_S = 2.0

@@ -4,7 +4,7 @@
 
 starts `genserve serve` and loads it alternately with as many streaming clients as it has slots (its
 capacity), and with many more. Each client sends its next request when its answer is complete, and repeats a
-rejected one after `retry-after-ms`. The figures are tokens per second until a number of answers is complete,
+rejected one after `retry-after-ms`. The figures are tokens per second,
 and tokens per second of the server's CPU time, which is more reliable on a busy machine. A figure is the
 median of the rounds, a share the median of their shares.
 
@@ -20,17 +20,18 @@ import time
 from pathlib import Path
 from zlib import crc32
 
+import numpy as np
 from report import Figures, markdown, median, ratio
 from targets import Measured, Target, Work, genserve
 
 from genserve.backends.onnx_session import num_cores
-from genserve.cli.load_generator import percentile
 
 HEADINGS = (
     *("clients", "tokens/s", "of capacity", "tokens/CPU s", "of capacity", "rejected"),
     *("first token, ms: p50", "p99", "rejection, ms: p50", "p99"),
 )
 
+NUM_PROMPTS = 2000      # afterwards they repeat
 # The time for the server to notice that the clients of the previous load have left.
 SETTLE_S = 2
 
@@ -39,7 +40,7 @@ def main() -> None:
     options = _options()
     rounds: dict[int, list[Figures]] = {clients: [] for clients in (options.slots, *options.clients)}
     repository, flags = options.model_repository, options.serve
-    with genserve(repository, model=options.model, api=options.api, flags=flags) as target:
+    with genserve(repository, model=options.model, backend=options.backend, flags=flags) as target:
         # The warm-up also lets the server measure its speed.
         target.measure(_work(options, clients=max(rounds), number=0))
         for number in range(1, options.rounds + 1):
@@ -48,7 +49,7 @@ def main() -> None:
                 rounds[clients].append(_measure(target, options, clients=clients, number=number))
     print(f"\n{_table(rounds, capacity=options.slots)}")
     print(
-        f"\nMedians of {options.rounds} rounds on {num_cores()} cores; {options.api}, prompts of "
+        f"\nMedians of {options.rounds} rounds on {num_cores()} cores; {options.backend}, prompts of "
         f"{options.prompt_words} words, {options.new_tokens} new tokens."
     )
     if options.json:
@@ -64,11 +65,10 @@ def _measure(target: Target, options: argparse.Namespace, *, clients: int, numbe
 
 
 def _work(options: argparse.Namespace, *, clients: int, number: int) -> Work:
-    num_answers = options.waves * options.slots
     return Work(
         concurrency=clients,
-        num_requests=num_answers + clients,     # so that no client runs out of requests before the end
-        num_answers=num_answers,
+        num_requests=NUM_PROMPTS,
+        duration_s=options.seconds,
         new_tokens=options.new_tokens,
         prompt_words=options.prompt_words,
         seed=crc32(f"{options.seed} {number} {clients}".encode()),
@@ -76,11 +76,11 @@ def _work(options: argparse.Namespace, *, clients: int, number: int) -> Work:
 
 
 def overload_figures(measured: Measured) -> Figures:
-    """Summarise the fields of `genserve.cli.load_generator.LoadResult`; times in milliseconds."""
+    """Summarise raw measurements (`targets.Measured`); times in milliseconds."""
     first_s, rejected_s = measured["first_text_s"], measured["rejected_s"]
     # A text is a token. With more clients than slots, answers do not end together, so that the tokens of
     # unfinished ones would be missing only on one side of the comparison.
-    num_tokens = sum(measured["new_tokens"]) + measured["unfinished_texts"]
+    num_tokens = sum(measured["new_tokens"]) + measured["unfinished_tokens"]
     num_sent = len(first_s) + len(rejected_s)
     figures = {
         "tokens_per_s": num_tokens / measured["elapsed_s"],
@@ -91,7 +91,8 @@ def overload_figures(measured: Measured) -> Figures:
         figures["tokens_per_cpu_s"] = num_tokens / measured["server_cpu_s"]
     for name, times_s in (("first", first_s), ("rejection", rejected_s)):
         if times_s:
-            figures |= {f"{name}_p{percent}_ms": percentile(times_s, percent) * 1e3 for percent in (50, 99)}
+            p50, p99 = np.percentile(times_s, (50, 99)) * 1e3
+            figures |= {f"{name}_p50_ms": float(p50), f"{name}_p99_ms": float(p99)}
     return figures
 
 
@@ -120,13 +121,13 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model-repository", type=Path, default=Path("model_repository"))
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--api", choices=("chat", "generate", "completions"), default="chat")
+    parser.add_argument("--backend", choices=("openai-chat", "openai", "tgi"), default="openai-chat")
     parser.add_argument("--slots", type=int, default=32, help="max_batch_size of its logits stage")
     parser.add_argument("--clients", type=int, nargs="+", default=[200])
     parser.add_argument("--prompt-words", type=int, default=40, help="a word is about a token")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--waves", type=int, default=6, help="answers per slot and round")
+    parser.add_argument("--seconds", type=float, default=20, help="of a round")
     parser.add_argument("--serve", action="append", default=[], metavar="FLAG", help="for `genserve serve`")
     parser.add_argument("--seed", type=int, default=0, help="another seed yields other texts")
     parser.add_argument("--json", type=Path, help="write every round to this file")

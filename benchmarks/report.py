@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from genserve.cli.load_generator import percentile
+import numpy as np
 
 __all__ = ["Figures", "markdown", "median", "prefix_figures", "ratio", "serving_figures"]
 
@@ -14,7 +14,7 @@ Figures: TypeAlias = Mapping[str, float]    # of one target in one round, by nam
 
 
 def serving_figures(measured: Mapping[str, Any], *, concurrency: int) -> Figures:
-    """Summarise the fields of `genserve.cli.load_generator.LoadResult`: tokens per second, and milliseconds.
+    """Summarise raw measurements (`targets.Measured`): tokens per second, and milliseconds.
 
     `together_p50_ms` is the time to first token of the requests that were sent simultaneously at the start.
     Each of the others was sent at the end of an earlier one.
@@ -25,11 +25,11 @@ def serving_figures(measured: Mapping[str, Any], *, concurrency: int) -> Figures
         return speed
     return speed | {
         "prompt_tokens": statistics.fmean(measured["prompt_tokens"]),
-        "together_p50_ms": percentile(first_s[:concurrency], 50) * 1e3,
-        "first_p50_ms": percentile(first_s, 50) * 1e3,
-        "first_p95_ms": percentile(first_s, 95) * 1e3,
-        "gap_p50_ms": percentile(gaps_s, 50) * 1e3,
-        "gap_p95_ms": percentile(gaps_s, 95) * 1e3,
+        "together_p50_ms": float(np.percentile(first_s[:concurrency], 50)) * 1e3,
+        "first_p50_ms": float(np.percentile(first_s, 50)) * 1e3,
+        "first_p95_ms": float(np.percentile(first_s, 95)) * 1e3,
+        "gap_p50_ms": float(np.percentile(gaps_s, 50)) * 1e3,
+        "gap_p95_ms": float(np.percentile(gaps_s, 95)) * 1e3,
     }
 
 

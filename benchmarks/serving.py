@@ -7,7 +7,7 @@ starts `genserve serve` and each peer, and sends the same requests to all of the
 runs on one after the other while the others are idle, because machines have fast and slow minutes. A figure
 of the tables is the median of the rounds, a ratio the median of the ratios within the rounds.
 
-Prompts are sent without a chat template. `load.py` measures servers over HTTP. `openvino`,
+Prompts are sent without a chat template. `genserve bench` measures servers over HTTP. `openvino`,
 `onnxruntime-genai` and `engine` (that of genserve; its model is a repository) are measured in their
 processes (`peers/closed_loop.py`), without HTTP and client. docs/performance.md describes how to install the
 peers.

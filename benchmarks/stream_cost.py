@@ -21,8 +21,8 @@ from pathlib import Path
 from servers import Running, genserve_server
 
 CASES: Mapping[str, Mapping[str, object]] = {
-    "chat": {},
-    "chat, with usage": {"stream_options": {"include_usage": True}},
+    "chat": {"stream_options": None},
+    "chat, with usage": {},
     "chat, logprobs": {"logprobs": True, "top_logprobs": 5},
 }
 
@@ -37,10 +37,9 @@ def cost_us(server: Running, options: argparse.Namespace, extra: Mapping[str, ob
     """Stream requests to a server, and return the CPU time for each token."""
     before = event_loop_s(server.pid)
     load = [
-        sys.executable, str(Path(__file__).with_name("load.py")), f"--port={server.http}",
-        f"--model={options.model}", f"--concurrency={options.concurrency}",
-        f"--requests={options.concurrency}", f"--new-tokens={options.new_tokens}",
-        f"--extra={json.dumps(extra)}",
+        *(sys.executable, "-m", "genserve", "bench", options.model), f"--url=http://127.0.0.1:{server.http}",
+        f"--max-concurrency={options.concurrency}", f"--num-prompts={options.concurrency}",
+        f"--output-len={options.new_tokens}", f"--extra-body={json.dumps(extra)}", "--num-warmups=0",
     ]
     subprocess.run(load, check=True, stdout=subprocess.PIPE)
     num_tokens = options.concurrency * options.new_tokens

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -16,12 +18,14 @@ from typing import Any, Protocol, TypeAlias
 from servers import free_port, genserve_server, running
 
 from genserve.backends.onnx_session import num_cores
-from genserve.cli.load_generator import random_prompts
+from genserve.bench.datasets import random_prompts
 from genserve.repository.index import scan
 
 __all__ = ["PEERS", "Measured", "Target", "Work", "bare_loop", "genserve"]
 
-Measured: TypeAlias = Mapping[str, Any]     # the fields of `genserve.cli.load_generator.LoadResult`
+# Raw measurements: elapsed_s, prompt_tokens and new_tokens per answer, first_text_s per request, gaps_s
+# between texts; of a server also cpu_s of the client, rejected_s, and unfinished_tokens.
+Measured: TypeAlias = Mapping[str, Any]
 
 HERE = Path(__file__).parent
 SLOTS = 32
@@ -39,7 +43,13 @@ class Work:
     prompt_words: int
     shared_words: int = 0   # at the beginning of every prompt
     seed: int = 0           # another seed yields other texts
-    num_answers: int | None = None  # ends the load (servers only); None: all requests are answered
+    duration_s: float | None = None     # ends the load (servers only); None: all requests are answered
+
+    def prompts(self) -> list[str]:
+        """The texts of the requests."""
+        return random_prompts(
+            self.num_requests, words=self.prompt_words, shared_words=self.shared_words, seed=self.seed
+        )
 
 
 class Target(Protocol):
@@ -50,39 +60,44 @@ class Target(Protocol):
 
 
 class _Server:
-    """A server, loaded over HTTP by the process `load.py`."""
+    """A server, loaded over HTTP by `genserve bench` in a process of its own."""
 
     def __init__(
-        self,
-        port: int,
-        *,
-        model: str,
-        api: str,
-        extra: Mapping[str, Any],
-        keep_alive: bool = True,
-        pid: int | None = None,
+        self, port: int, *, model: str, backend: str, extra: Mapping[str, Any], pid: int | None = None
     ) -> None:
         self._pid = pid
-        self._flags = [f"--port={port}", f"--model={model}", f"--api={api}", f"--extra={json.dumps(extra)}"]
-        if not keep_alive:
-            self._flags.append("--no-keep-alive")
+        self._command = [sys.executable, "-m", "genserve", "bench", model, f"--url=http://127.0.0.1:{port}"]
+        self._command += [f"--backend={backend}", f"--extra-body={json.dumps(extra)}", "--ignore-eos"]
+        self._command += ["--num-warmups=0", "--retry-rejected", "--json", "--save-detailed"]
 
     def measure(self, work: Work) -> Measured:
-        flags = [
-            f"--concurrency={work.concurrency}",
-            f"--requests={work.num_requests}",
-            f"--new-tokens={work.new_tokens}",
-            f"--prompt-words={work.prompt_words}",
-            f"--shared-words={work.shared_words}",
-            f"--seed={work.seed}",
-        ]
-        if work.num_answers is not None:
-            flags.append(f"--answers={work.num_answers}")
-        if self._pid is None:
-            return _run("load.py", *self._flags, *flags)
-        before_s = _cpu_s(self._pid)
-        measured = _run("load.py", *self._flags, *flags)
-        return measured | {"server_cpu_s": _cpu_s(self._pid) - before_s}
+        before_s = _cpu_s(self._pid) if self._pid else 0.0
+        with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+            print(*work.prompts(), sep="\n", file=file, flush=True)
+            flags = [f"--dataset-path={file.name}", f"--max-concurrency={work.concurrency}"]
+            flags += [f"--output-len={work.new_tokens}", "--tokenizer=none"]
+            if work.duration_s is not None:
+                flags.append(f"--duration={work.duration_s}")
+            done = subprocess.run([*self._command, *flags], check=True, stdout=subprocess.PIPE)
+        measured = _measured(json.loads(done.stdout)["runs"][0])
+        return measured | ({"server_cpu_s": _cpu_s(self._pid) - before_s} if self._pid else {})
+
+
+def _measured(run: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert the details of a load."""
+    if run["failed"]:
+        raise SystemExit(f"requests failed: {run['errors_by_kind']}")
+    tokens = list(zip(run["is_complete"], run["input_lens"], run["output_lens"], strict=True))
+    return {
+        "elapsed_s": run["duration"],
+        "cpu_s": run["client_cpu"] * run["duration"],
+        "prompt_tokens": [prompt for is_complete, prompt, _ in tokens if is_complete],
+        "new_tokens": [new for is_complete, _, new in tokens if is_complete],
+        "unfinished_tokens": sum(new for is_complete, _, new in tokens if not is_complete),
+        "first_text_s": [time_s for time_s in run["ttfts"] if time_s is not None],
+        "gaps_s": [*itertools.chain.from_iterable(run["itls"])],
+        "rejected_s": [*itertools.chain.from_iterable(run["rejections"])],
+    }
 
 
 def _cpu_s(pid: int) -> float:
@@ -99,10 +114,7 @@ class _EngineProcess:
         self._answer()
 
     def measure(self, work: Work) -> Measured:
-        prompts = random_prompts(
-            work.num_requests, words=work.prompt_words, shared_words=work.shared_words, seed=work.seed
-        )
-        load = {"prompts": prompts, "concurrency": work.concurrency, "new_tokens": work.new_tokens}
+        load = {"prompts": work.prompts(), "concurrency": work.concurrency, "new_tokens": work.new_tokens}
         assert self._process.stdin is not None
         print(json.dumps(load), file=self._process.stdin, flush=True)
         return self._answer()
@@ -139,12 +151,12 @@ def _run(script: str, *arguments: str) -> dict[str, Any]:
 
 @contextmanager
 def genserve(
-    repository: Path, *, model: str, api: str = "generate", flags: Sequence[str] = ()
+    repository: Path, *, model: str, backend: str = "tgi", flags: Sequence[str] = ()
 ) -> Iterator[Target]:
     """`genserve serve` over HTTP; on Linux, its CPU time is `server_cpu_s`."""
     with genserve_server(repository, flags=flags) as server:
         pid = server.pid if Path("/proc/self/stat").exists() else None
-        yield _Server(server.http, model=model, api=api, extra={}, pid=pid)
+        yield _Server(server.http, model=model, backend=backend, extra={}, pid=pid)
 
 
 def bare_loop(repository: Path, *, model: str) -> Target:
@@ -159,10 +171,8 @@ def _llama_server(program: str, model: str) -> Iterator[Target]:
     command = [program, "--model", model, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--threads", str(num_cores()), "--parallel", str(SLOTS), "--cont-batching"]
     command += ["--ctx-size", str(SLOTS * SLOT_TOKENS)]
-    extra = {"ignore_eos": True, "stream_options": {"include_usage": True}}
     with running(command, ready_url=f"http://127.0.0.1:{port}/health"):
-        # It announces keep-alive, but closes the connection after a stream.
-        yield _Server(port, model=model, api="completions", extra=extra, keep_alive=False)
+        yield _Server(port, model=model, backend="openai", extra={})
 
 
 @contextmanager
@@ -173,9 +183,10 @@ def _transformers(program: str, model: str) -> Iterator[Target]:
     command += ["--device=cpu", f"--cb-block-size={block_tokens}", f"--cb-max-batch-tokens={BATCH_TOKENS}"]
     command += [f"--cb-num-blocks={SLOTS * SLOT_TOKENS // block_tokens}"]
     # It has no ignore_eos; an eos token that does not exist never ends an answer.
-    extra = {"generation_config": json.dumps({"do_sample": False, "eos_token_id": -1})}
+    config = json.dumps({"do_sample": False, "eos_token_id": -1})
+    extra = {"generation_config": config, "ignore_eos": None, "stream_options": None}
     with running(command, ready_url=f"http://127.0.0.1:{port}/health"):
-        yield _Server(port, model=model, api="completions", extra=extra)
+        yield _Server(port, model=model, backend="openai", extra=extra)
 
 
 @contextmanager
@@ -183,7 +194,7 @@ def _genserve(program: str, repository: str) -> Iterator[Target]:
     """The genserve of another environment or commit, on a repository with one model."""
     [model] = (entry.name for entry in scan([Path(repository)]).values() if entry.is_ensemble)
     with genserve_server(Path(repository), command=(program,)) as server:
-        yield _Server(server.http, model=model, api="generate", extra={})
+        yield _Server(server.http, model=model, backend="tgi", extra={})
 
 
 def _engine(script: str) -> Callable[[str, str], AbstractContextManager[Target]]:

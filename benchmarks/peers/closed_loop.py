@@ -1,4 +1,4 @@
-"""Closed loop: sends requests to an engine in this process, like `load.py` to a server.
+"""Closed loop: sends requests to an engine in this process, like `genserve bench` to a server.
 
 The engines in this folder are scripts, run by the Python that has them installed. Each loads a model, reads
 a load from each line of standard input (JSON: prompts, concurrency, new tokens), and writes the
@@ -34,7 +34,7 @@ def closed_loop(
     """Keep `concurrency` requests in the engine until all are answered.
 
     Returns:
-        Fields of `genserve.cli.load_generator.LoadResult`.
+        Raw measurements (`Measured` of targets.py).
     """
     waiting = deque(enumerate(prompts))
     missing: dict[int, int] = {}        # remaining tokens of each running request

@@ -2,90 +2,144 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
-from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Literal
-from urllib.parse import urlsplit
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
+from genserve.cli import bench_flags as flags
+
 if TYPE_CHECKING:
-    from genserve.cli.load_generator import LoadResult
+    import httpx2
+
+    from genserve.bench.token_counters import TokenCounter
 
 
-_HEADINGS = ("at once", "tokens/s", "first token, ms: p50", "p95", "between tokens, ms: p50", "p95")
+_DEFAULT_OUTPUT_LEN = 128
+_LIST_TIMEOUT_S = 30.0
 
 
 def bench(
-    model: Annotated[
-        str | None, typer.Argument(envvar="GENSERVE_MODEL", help="Default: the only model of the server.")
-    ] = None,
-    url: Annotated[
-        str, typer.Option(envvar="GENSERVE_BASE_URL", help="URL of the server; the key is GENSERVE_API_KEY.")
-    ] = "http://127.0.0.1:8000",
-    api: Annotated[
-        Literal["chat", "generate", "completions"],
-        typer.Option(help="OpenAI chat, TGI /generate_stream, or OpenAI completions."),
-    ] = "chat",
-    concurrency: Annotated[
-        list[int], typer.Option(min=1, help="Concurrent requests; repeatable.")
-    ] = [1, 8, 32],  # noqa: B006  # typer copies it
-    prompt_words: Annotated[int, typer.Option(min=1, help="Words per prompt, about one token each.")] = 40,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer.")] = 128,
-    seed: Annotated[
-        int | None, typer.Option(help="Seed of the prompts. Default: random, so the prefix cache has none.")
-    ] = None,
-    waves: Annotated[int, typer.Option(min=1, help="Consecutive requests per connection.")] = 4,
+    model: flags.ServedModel = None,
+    url: flags.ServerUrl = "http://127.0.0.1:8000",
+    backend: flags.Backend = "openai-chat",
+    endpoint: flags.EndpointPath = "",
+    header: flags.Header = [],  # noqa: B006  # typer copies it
+    ca: flags.Ca = None,
+    insecure: flags.Insecure = False,
+    extra_body: flags.ExtraBody = "{}",
+    temperature: flags.Temperature = 0.0,
+    ignore_eos: flags.IgnoreEos = None,
+    max_concurrency: flags.MaxConcurrency = None,
+    request_rate: flags.RequestRate = ["inf"],  # noqa: B006
+    burstiness: flags.Burstiness = 1.0,
+    num_prompts: flags.NumPrompts = None,
+    duration: flags.Duration = None,
+    num_warmups: flags.NumWarmups = 1,
+    timeout: flags.Timeout = 600.0,
+    retry_rejected: flags.RetryRejected = False,
+    dataset_path: flags.DatasetPath = None,
+    input_len: flags.InputLen = 40,
+    output_len: flags.OutputLen = None,
+    range_ratio: flags.RangeRatio = 0.0,
+    prefix_len: flags.PrefixLen = 0,
+    tokenizer: flags.CountingTokenizer = "server",
+    seed: flags.PromptSeed = None,
+    goodput: flags.Goodput = [],  # noqa: B006
+    percentiles: flags.Percentiles = "50,90,99",
+    json: flags.Json = False,
+    output: flags.Output = None,
+    save_detailed: flags.SaveDetailed = False,
 ) -> None:
-    """Measure a running server with streaming requests: tokens per second, and latencies in milliseconds.
+    """Measure a running server with streaming requests: tokens per second, latencies and errors.
 
-    All prompts differ. On the server's machine, the client competes with it for the cores.
+    Each concurrency and request rate is a load of its own. On the server's machine, the client competes with
+    it for the cores. Ctrl-C ends the measurement and shows the results so far.
     """
-    from rich.table import Table
+    import httpx2
 
-    from genserve.cli.console import ConsoleProgress, make_console
-    from genserve.cli.load_generator import Load, run_load
-    from genserve.cli.model_access import choose_remote
-    from genserve.client import Client
+    from genserve.bench.datasets import RandomLengths, random_dataset, read_dataset
+    from genserve.bench.dialects import DIALECTS, Requested
+    from genserve.bench.endpoint import Target, tls_context
+    from genserve.bench.model_names import choose_model
+    from genserve.cli.bench_report import Report
+    from genserve.cli.bench_runs import Pace, make_plans, run_plans, warm_up
 
-    address = urlsplit(url)
-    if address.scheme != "http" or not address.hostname:
-        raise typer.BadParameter(f"{url!r} is not http://HOST:PORT", param_hint="--url")
-    with Client(url) as client:
-        name = choose_remote(model, client.models())
-    load = Load(
-        host=address.hostname,
-        port=address.port or 80,
-        model=name,
-        api=api,
-        concurrency=1,
-        num_requests=1,
-        new_tokens=new_tokens,
-        prompt_words=prompt_words,
-        seed=random.getrandbits(32) if seed is None else seed,
-        api_key=os.environ.get("GENSERVE_API_KEY", ""),
+    ranks, limits_ms = flags.read_percentiles(percentiles), flags.read_goodput(goodput)
+    rates, fields = flags.read_rates(request_rate), flags.read_extra_body(extra_body)
+    base_url, headers = flags.read_url(url), _headers(header)
+    tls = tls_context(base_url, ca=ca, insecure=insecure)
+    seed = random.getrandbits(32) if seed is None else seed
+    with httpx2.Client(base_url=base_url, headers=headers, verify=tls, timeout=_LIST_TIMEOUT_S) as http:
+        name = choose_model(model, http=http)
+        counter = _counter(tokenizer, http=http, model=name)
+        if dataset_path is None:
+            lengths = RandomLengths(
+                input_len=input_len,
+                output_len=output_len or _DEFAULT_OUTPUT_LEN,
+                prefix_len=prefix_len,
+                range_ratio=range_ratio,
+            )
+            prompts = random_dataset(lengths, seed=seed, counter=counter)
+        else:
+            from_file = read_dataset(dataset_path, output_len=output_len, counter=counter)
+            prompts, num_prompts = itertools.cycle(from_file), num_prompts or len(from_file)
+    target = Target(
+        base_url=base_url,
+        dialect=DIALECTS[backend],
+        requested=Requested(
+            model=name,
+            temperature=temperature,
+            ignore_eos=dataset_path is None if ignore_eos is None else ignore_eos,
+        ),
+        endpoint=endpoint,
+        headers=headers,
+        extra_body=fields,
+        tls=tls,
     )
-    run_load(load)  # a warmup: the first request of a server is slower
-    progress, table = ConsoleProgress(), Table(box=None, pad_edge=False)
-    for heading in _HEADINGS:
-        table.add_column(heading, justify="right")
-    for number, at_once in enumerate(concurrency, start=1):
-        with progress.stage(f"{at_once} at once"):
-            num_requests = at_once * waves
-            wave = replace(load, concurrency=at_once, num_requests=num_requests, seed=load.seed + number)
-            result = run_load(wave)
-        table.add_row(str(at_once), *_cells(result))
-    make_console().print(table)
+    if num_warmups:
+        warm_up(target, prompts, num_requests=num_warmups, timeout_s=timeout)
+    plans = make_plans(
+        rates=rates, concurrencies=max_concurrency, num_prompts=num_prompts, duration_s=duration
+    )
+    pace = Pace(
+        burstiness=burstiness,
+        seed=seed,
+        duration_s=duration,
+        timeout_s=timeout,
+        retry_rejected=retry_rejected,
+    )
+    report = Report(
+        {"url": target.url, "backend": backend, "model": name, "seed": seed, "burstiness": burstiness},
+        ranks=ranks,
+        limits_ms=limits_ms,
+        is_quiet=json,
+        is_detailed=save_detailed,
+    )
+    is_interrupted = run_plans(plans, target, prompts, pace=pace, report=report)
+    report.end(output, is_interrupted=is_interrupted)
+    if is_interrupted or not report.has_completed:
+        raise typer.Exit(130 if is_interrupted else 1)
 
 
-def _cells(result: LoadResult) -> list[str]:
-    from genserve.cli.load_generator import percentile
+def _headers(assignments: list[str]) -> dict[str, str]:
+    from genserve.api_key import bearer
 
-    rate = sum(result.new_tokens) / result.elapsed_s
-    times = [
-        f"{percentile(times_s, percent) * 1e3:.1f}" if times_s else ""
-        for times_s in (result.first_text_s, result.gaps_s)
-        for percent in (50, 95)
-    ]
-    return [f"{rate:.0f}", *times]
+    key = os.environ.get("GENSERVE_API_KEY")
+    return ({"authorization": bearer(key)} if key else {}) | flags.read_headers(assignments)
+
+
+def _counter(tokenizer: str, *, http: httpx2.Client, model: str) -> TokenCounter | None:
+    """Return what counts the tokens of prompts; None: words are counted."""
+    from genserve.bench.token_counters import local_counter, server_counter
+
+    match tokenizer:
+        case "none":
+            return None
+        case "server":
+            return server_counter(http, model=model)
+        case path:
+            return local_counter(Path(path))

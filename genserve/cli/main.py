@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import genserve
+from genserve.cli.bench_flags import BenchCommand
 from genserve.cli.help_text import HelpCommand, Row, help_text, parameter_sections
 from genserve.cli.tritonserver_flags import TritonserverCommand
 from genserve.errors import GenserveError, closest
@@ -96,7 +97,12 @@ COMMANDS = {
         module="bench_command",
         heading=_MEASURE,
         summary="Measure a running server",
-        examples=("genserve bench smollm2 --concurrency 32 --new-tokens 128",),
+        examples=(
+            "genserve bench",
+            "genserve bench smollm2 --max-concurrency 32 --goodput ttft:500 tpot:50",
+            "genserve bench --backend openai --request-rate 4 --dataset-path prompts.jsonl",
+        ),
+        command_class=BenchCommand,
     ),
     "tune": CommandEntry(
         module="tune_command",

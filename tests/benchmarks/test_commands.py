@@ -35,7 +35,7 @@ def test_the_server_is_compared_with_the_bare_forward_and_a_peer(
         "--model=tiny",
         f"--peer=engine:{sys.executable}:{tiny_repository}",
         *("--rounds=1", "--waves=1", "--new-tokens=4", "--concurrency", "2"),
-        *("--prompt-words", "5", "--prefix-words", "20"),
+        *("--prompt-words", "5", "--prefix-words", "20", "--seed=2"),
         report=tmp_path / "report.json",
     )
     serving, prefix = (table["rounds"] for table in report["tables"])
@@ -100,7 +100,7 @@ def test_overload_is_reported_as_a_share_of_the_capacity(tiny_repository: Path, 
         "overload.py",
         f"--model-repository={tiny_repository}",
         "--model=tiny",
-        *("--slots=32", "--clients", "40", "--rounds=1", "--waves=1", "--new-tokens=8", "--prompt-words=5"),
+        *("--slots=32", "--clients", "40", "--rounds=1", "--seconds=1", "--new-tokens=8", "--prompt-words=5"),
         "--serve=--max-queue=0",
         report=tmp_path / "report.json",
     )

@@ -1,44 +1,191 @@
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 from click.testing import Result
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 from typer.testing import CliRunner
 
 from genserve.cli.main import app
-from genserve.errors import ModelNotFound, Unreachable
+from genserve.errors import InvalidRequest, ModelNotFound, Unauthenticated, Unreachable
+from tests.bench.mock_server import KEY, MockServer
 from tests.support.live_server import LiveServer
 
-QUICK = ("--prompt-words", "4", "--new-tokens", "12", "--waves", "2", "--seed", "1")
+QUICK = ("--input-len", "4", "--output-len", "12", "--num-prompts", "4", "--seed", "1")
+
+
+@pytest.fixture(scope="module")
+def mock() -> Iterator[MockServer]:
+    with MockServer() as server:
+        yield server
 
 
 def bench(*flags: str) -> Result:
     return CliRunner().invoke(app, ["bench", *QUICK, *flags], catch_exceptions=False)
 
 
-@pytest.mark.parametrize("api", ["chat", "generate"])
-def test_each_concurrency_is_a_row_of_the_table(tiny_server: LiveServer, api: str) -> None:
-    ran = bench("--url", tiny_server.url, "--api", api, "--concurrency", "1", "--concurrency", "3")
-    rows = [line.split() for line in ran.stdout.splitlines()[1:]]
-    assert [row[0] for row in rows] == ["1", "3"]
+def runs(*flags: str) -> list[dict]:
+    ran = bench("--json", *flags)
+    assert ran.exit_code == 0
+    return json.loads(ran.stdout)["runs"]
+
+
+@pytest.mark.parametrize("backend", ["openai-chat", "openai", "tgi", "kserve-generate"])
+def test_each_concurrency_is_measured_and_printed(tiny_server: LiveServer, backend: str) -> None:
+    levels = ("--concurrency", "1", "--max-concurrency", "3")
+    ran = bench("--url", tiny_server.url, "--backend", backend, *levels)
+    assert ran.exit_code == 0
+    assert ran.stdout.startswith("1 at once: 4 requests in ")
+    assert "\n3 at once: 4 requests in " in ran.stdout
+    rows = [line.split() for line in ran.stdout.splitlines() if line.startswith("whole answer (E2EL)")]
+    assert len(rows) == 2
     for row in rows:
-        tokens_per_s, *times_ms = map(float, row[1:])
-        assert tokens_per_s > 0
-        assert len(times_ms) == 4
-        assert times_ms[0] <= times_ms[1]
-        assert times_ms[2] <= times_ms[3]
+        mean, p50, p90, p99 = map(float, row[3:])
+        assert mean > 0
+        assert p50 <= p90 <= p99
 
 
-def test_a_model_that_the_server_does_not_have_is_rejected(tiny_server: LiveServer) -> None:
-    with pytest.raises(ModelNotFound, match="known there: tiny"):
+def test_the_json_has_vllms_names(mock: MockServer, tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    ran = bench("--url", mock.url, "--json", "--output", str(file), "--concurrency", "2", "--save-detailed")
+    document = json.loads(ran.stdout)
+    assert document == json.loads(file.read_text())
+    assert (document["model"], document["backend"]) == ("good", "openai-chat")
+    assert not document["is_interrupted"]
+    [run] = document["runs"]
+    assert (run["completed"], run["failed"], run["max_concurrency"], run["request_rate"]) == (4, 0, 2, "inf")
+    assert (run["total_input_tokens"], run["total_output_tokens"]) == (4 * 7, 4 * 5)
+    assert run["output_tokens_counted_by"] == "server"
+    assert run["mean_ttft_ms"] > 0
+    assert {"p50_itl_ms", "p90_tpot_ms", "p99_e2el_ms"} <= run.keys()
+    assert run["output_lens"] == [5] * 4
+    assert [len(gaps) for gaps in run["itls"]] == [4] * 4
+
+
+def test_an_open_loop_sends_at_each_rate(mock: MockServer) -> None:
+    found = runs("--url", mock.url, "--request-rate", "200", "--request-rate", "400", "--burstiness", "2")
+    assert [(run["request_rate"], run["max_concurrency"], run["completed"]) for run in found] == [
+        (200, None, 4),
+        (400, None, 4),
+    ]
+    assert all(run["duration"] >= 4 / run["request_rate"] for run in found)
+
+
+def test_a_duration_ends_an_endless_load(mock: MockServer) -> None:
+    command = ["bench", "--json", "--url", mock.url, "--duration", "0.3", "--max-concurrency", "2"]
+    ran = CliRunner().invoke(app, command, catch_exceptions=False)
+    [run] = json.loads(ran.stdout)["runs"]
+    assert run["completed"] > 4
+    assert run["duration"] >= 0.3
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        ["--goodput", "ttft:60000", "tpot:60000", "e2el:60000"],
+        ["--goodput", "ttft:60000", "--goodput", "tpot:60000"],
+        ["--goodput", "ttft:60000 e2el:60000"],
+    ],
+)
+def test_goodput_limits_may_be_written_as_for_vllm(mock: MockServer, limits: list[str]) -> None:
+    [run] = runs("--url", mock.url, "--concurrency", "2", *limits)
+    assert run["request_goodput"] == run["request_throughput"] > 0
+
+
+def test_the_prompts_of_a_file_are_sent_in_order(mock: MockServer, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text("one\ntwo\nthree\n")
+    mock.bodies.clear()
+    command = ["bench", "--url", mock.url, "--concurrency", "1", "--dataset-path", str(path)]
+    ran = CliRunner().invoke(app, command, catch_exceptions=False)
+    assert "1 at once: 3 requests" in ran.stdout
+    sent = [body["messages"][0]["content"] for body in mock.bodies]
+    assert sent == ["one", "two", "three", "one"], "the first is the warm-up"
+    assert "ignore_eos" not in mock.bodies[0]
+
+
+def test_the_key_and_headers_are_sent(mock: MockServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GENSERVE_API_KEY", KEY)
+    runs("--url", mock.url, "--concurrency", "1", "--header", "x-team=a=b")
+    assert mock.headers[-1]["authorization"] == f"Bearer {KEY}"
+    assert mock.headers[-1]["x-team"] == "a=b"
+    monkeypatch.setenv("GENSERVE_API_KEY", "wrong")
+    with pytest.raises(Unauthenticated):
+        bench("--url", mock.url)
+
+
+def test_errors_are_counted_and_printed(mock: MockServer) -> None:
+    mock.asked.clear()
+    ran = bench("busy", "--url", mock.url, "--concurrency", "1", "--num-warmups", "0")
+    assert ran.exit_code == 0
+    assert "1 at once: 2 requests" in ran.stdout
+    assert ", 2 failed" in ran.stdout
+    assert "  2 x http_429: later" in ran.stdout
+
+
+def test_without_any_complete_answer_the_exit_code_is_1(mock: MockServer) -> None:
+    ran = bench("500", "--url", mock.url, "--concurrency", "1", "--num-warmups", "0")
+    assert ran.exit_code == 1
+    assert "  4 x http_500: no luck" in ran.stdout
+
+
+def test_a_failed_warm_up_ends_the_command(tiny_server: LiveServer) -> None:
+    with pytest.raises(InvalidRequest, match="there is no model 'nowhere'"):
         bench("nowhere", "--url", tiny_server.url)
+    with pytest.raises(InvalidRequest, match="http_404"):
+        bench("--url", tiny_server.url, "--endpoint", "/v3/chat")
+
+
+def test_a_server_with_several_models_needs_a_name() -> None:
+    async def models(_request: Request) -> Response:
+        return JSONResponse({"data": [{"id": "a"}, {"id": "b"}]})
+
+    with (
+        MockServer(more=[Route("/v1/models", models)]) as server,
+        pytest.raises(ModelNotFound, match="name one of: a, b"),
+    ):
+        bench("--url", server.url)
+
+
+def test_a_kserve_server_lists_its_models_in_its_index() -> None:
+    async def models(_request: Request) -> Response:
+        return JSONResponse({"error": "not found"}, status_code=404)
+
+    async def index(_request: Request) -> Response:
+        return JSONResponse([{"name": "good", "state": "READY"}])
+
+    routes = [Route("/v1/models", models), Route("/v2/repository/index", index, methods=["POST"])]
+    with MockServer(more=routes) as server:
+        assert bench("--url", server.url).exit_code == 0
+        assert server.bodies[0]["model"] == "good"
 
 
 def test_without_a_server_it_raises_unreachable() -> None:
-    with pytest.raises(Unreachable):
+    with pytest.raises(Unreachable, match="genserve serve"):
         bench("--url", "http://127.0.0.1:9")
+    with pytest.raises(Unreachable, match="genserve serve"):
+        bench("named", "--url", "http://127.0.0.1:9", "--tokenizer", "none")
 
 
-def test_an_https_url_is_wrong_usage() -> None:
-    ran = bench("--url", "https://127.0.0.1:8000")
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--url", "ftp://127.0.0.1"], "is not http://HOST:PORT"),
+        (["--goodput", "itl:5"], "is not ttft:MS, tpot:MS or e2el:MS"),
+        (["--request-rate", "0"], "is not a number above 0"),
+        (["--request-rate", "fast"], "is not a number above 0"),
+        (["--percentiles", "50,101"], "beyond 0 to 100"),
+        (["--extra-body", "{"], "is not JSON"),
+        (["--extra-body", "3"], "is not an object"),
+        (["--header", "x-team"], "is not NAME=VALUE"),
+    ],
+)
+def test_wrong_values_are_wrong_usage(flags: list[str], message: str) -> None:
+    ran = bench(*flags)
     assert ran.exit_code == 2
-    assert "is not http://HOST:PORT" in ran.stderr
+    assert message in " ".join(ran.stderr.replace("│", " ").split())

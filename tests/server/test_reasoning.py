@@ -7,7 +7,6 @@ import json
 import httpx2
 import pytest
 
-from genserve.cli.load_generator import Load, run_load
 from genserve.client.client import Client
 from genserve.prompt import Chat, Message
 from genserve.sampling.sampling_params import sampling_params
@@ -127,14 +126,6 @@ def test_the_python_client_has_the_whole_text(thinker):
     with Client(thinker.url) as client:
         assert client.chat("hi").text == SAID
         assert "".join(delta.text for delta in client.chat_stream("hi")) == SAID
-
-
-def test_the_load_client_counts_reasoning(thinker):
-    load = Load(
-        host="127.0.0.1", port=thinker.port, model="tiny", api="chat", concurrency=1, num_requests=1,
-        new_tokens=6, prompt_words=1, seed=0,
-    )
-    assert len(run_load(load).first_text_s) == 1
 
 
 def test_the_reasoning_of_an_earlier_answer_reaches_the_template(http, thinker):

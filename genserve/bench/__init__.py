@@ -1,0 +1,1 @@
+"""Benchmarks of running servers: prompts, dialects, the load, and what it measures."""

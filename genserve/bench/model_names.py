@@ -1,0 +1,56 @@
+"""Model names: what a server says it serves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx2
+
+from genserve.errors import InvalidRequest, ModelNotFound, Unauthenticated, Unreachable
+
+
+def choose_model(name: str | None, *, http: httpx2.Client) -> str:
+    """Return the name of the model to ask for: `name`, or the only one of the server.
+
+    A server that lists no models, as TGI, has one without a name.
+
+    Raises:
+        Unreachable: the server does not answer.
+        Unauthenticated: it rejects the key.
+        ModelNotFound: it has several models, and `name` is None.
+    """
+    if name is not None:
+        return name
+    known = _models(http, "GET", "/v1/models") or _models(http, "POST", "/v2/repository/index")
+    if len(known) > 1:
+        raise ModelNotFound(
+            f"the server has {len(known)} models, and the command names none",
+            remedy=f"name one of: {', '.join(known)}",
+        )
+    return known[0] if known else ""
+
+
+def _models(http: httpx2.Client, method: str, path: str) -> list[str]:
+    """Return the names that one of the lists has; none if the server has no such list."""
+    try:
+        reply = http.request(method, path)
+    except httpx2.HTTPError as error:
+        raise Unreachable(
+            f"no server answers at {http.base_url}: {error}",
+            remedy="start one with `genserve serve`, or set --url",
+        ) from error
+    if reply.status_code in (401, 403):
+        raise Unauthenticated(
+            f"the server at {http.base_url} rejects the key", remedy="set GENSERVE_API_KEY, or --header"
+        )
+    if not reply.is_success:
+        return []
+    try:
+        return _names(reply.json())
+    except (ValueError, TypeError, KeyError):
+        raise InvalidRequest(f"{http.base_url}{path} does not list models", field="url") from None
+
+
+def _names(document: Any) -> list[str]:
+    entries = document["data"] if isinstance(document, dict) else document
+    return [str(entry["id"] if "id" in entry else entry["name"]) for entry in entries]

@@ -1,0 +1,207 @@
+"""Bench report: what `genserve bench` prints while it measures, and afterwards."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import orjson
+from rich.table import Table
+
+from genserve.bench.answers import LoadResult
+from genserve.bench.summary import Distribution, Summary, inter_token_latencies_s, summarise
+from genserve.cli.console import make_console
+from genserve.errors import InvalidRequest
+from genserve.version import __version__
+
+_BUSY = 0.9         # of a core: from here on, the load generator may be what is measured
+_LABELS = {
+    "ttft": "first token (TTFT)",
+    "itl": "between tokens (ITL)",
+    "tpot": "per output token (TPOT)",
+    "e2el": "whole answer (E2EL)",
+}
+
+
+class ProgressLine:
+    """One line on the terminal that says how far a load is; elsewhere only its title. A context manager."""
+
+    def __init__(self, title: str, result: LoadResult, *, total: int | None) -> None:
+        self._console = make_console(stderr=True)
+        self._title = title
+        self._result = result
+        self._total = total
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._write(self._title)
+        else:
+            self._console.print(self._title)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._console.is_terminal:
+            self._write("")
+            self._write("\r")
+
+    def show(self) -> None:
+        """Write the line over the one before."""
+        if not self._console.is_terminal:
+            return
+        answers, failed = self._result.answers, len(self._result.failures())
+        done = len(self._result.complete()) + failed
+        tokens = sum(answer.num_tokens for answer in answers)
+        elapsed_s = time.perf_counter() - self._result.started_s
+        total = f"/{self._total}" if self._total else ""
+        self._write(
+            f"{self._title}: {done}{total} done, {len(answers) - done} running, {failed} failed, "
+            f"{tokens / elapsed_s:.0f} tokens/s"
+        )
+
+    def _write(self, text: str) -> None:
+        # The width is that of the terminal without the last column, where the cursor would wrap.
+        width = self._console.width - 1
+        self._console.file.write(text if text == "\r" else f"\r{text[:width].ljust(width)}")
+        self._console.file.flush()
+
+
+class Report:
+    """Prints the figures of each load when it ends, and writes all of them as JSON.
+
+    Attributes:
+        has_completed: whether any request has a complete answer.
+    """
+
+    def __init__(
+        self,
+        settings: Mapping[str, Any],
+        *,
+        ranks: Sequence[float],
+        limits_ms: Mapping[str, float],
+        is_quiet: bool,
+        is_detailed: bool,
+    ) -> None:
+        self._settings = settings
+        self._ranks = ranks
+        self._limits_ms = limits_ms
+        self._is_quiet = is_quiet       # stdout is for the JSON
+        self._is_detailed = is_detailed
+        self._runs: list[dict[str, Any]] = []
+        self._started = datetime.now(UTC)
+        self.has_completed = False
+
+    def add(self, title: str, result: LoadResult, *, concurrency: int | None, rate: float) -> None:
+        """Add the result of a load."""
+        summary = summarise(result, ranks=self._ranks, limits_ms=self._limits_ms)
+        self.has_completed = self.has_completed or summary.completed > 0
+        run = {
+            "max_concurrency": concurrency,
+            "request_rate": "inf" if math.isinf(rate) else rate,
+            **summary.as_json(),
+        }
+        self._runs.append(run | (_details(result) if self._is_detailed else {}))
+        if not self._is_quiet:
+            print_summary(title, summary, ranks=self._ranks)
+
+    def end(self, output: Path | None, *, is_interrupted: bool) -> None:
+        """Write the JSON to a file, or to stdout if nothing else is printed there.
+
+        Raises:
+            InvalidRequest: the file cannot be written.
+        """
+        document = {
+            "genserve_version": __version__,
+            "date": self._started.isoformat(timespec="seconds"),
+            **self._settings,
+            "goodput_limits_ms": self._limits_ms,
+            "is_interrupted": is_interrupted,
+            "runs": self._runs,
+        }
+        content = orjson.dumps(document, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+        if self._is_quiet:
+            print(content.decode(), end="")
+        if output is not None:
+            try:
+                output.write_bytes(content)
+            except OSError as error:
+                raise InvalidRequest(f"{output} cannot be written: {error.strerror}") from error
+
+
+def _details(result: LoadResult) -> dict[str, Any]:
+    """Return the times of each request in seconds, in the order in which they were sent."""
+    answers = result.answers
+    return {
+        "start_times": [answer.sent_s - result.started_s for answer in answers],
+        "ttfts": [answer.first_text_s for answer in answers],
+        "itls": [inter_token_latencies_s([answer]) for answer in answers],
+        "latencies": [answer.latency_s for answer in answers],
+        "input_lens": [answer.prompt_tokens for answer in answers],
+        "output_lens": [answer.num_tokens for answer in answers],
+        "rejections": [answer.rejections_s for answer in answers],
+        "is_complete": [answer.is_complete for answer in answers],
+        "errors": [answer.failure.message if answer.failure else "" for answer in answers],
+    }
+
+
+def print_summary(title: str, summary: Summary, *, ranks: Sequence[float]) -> None:
+    """Print the figures of one load."""
+    console = make_console()
+    for line in _lines(title, summary):
+        console.print(line)
+    table = Table(box=None, pad_edge=False)
+    table.add_column("ms", no_wrap=True)
+    for heading in ("mean", *(f"p{rank:g}" for rank in ranks)):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, label in _LABELS.items():
+        times: Distribution | None = getattr(summary, name)
+        if times is not None:
+            cells = [times.mean, *(times.percentiles[rank] for rank in ranks)]
+            table.add_row(label, *(f"{ms:.1f}" for ms in cells))
+    if table.row_count:
+        console.print(table)
+    console.print()
+
+
+def _lines(title: str, summary: Summary) -> list[str]:
+    lines = [f"{title}: {summary.completed} requests in {summary.duration_s:.1f} s{_losses(summary)}"]
+    rates = [f"{summary.request_rate:.2f} requests/s"]
+    if summary.goodput is not None:
+        rates.append(f"{summary.goodput:.2f} of them within the limits")
+    if summary.output_tokens:
+        rates.append(f"{summary.output_rate:.1f} output tokens/s{_COUNTED[summary.counted_by]}")
+    if summary.prompt_tokens:
+        rates.append(f"{summary.total_rate:.1f} with those of prompts")
+    lines.append("; ".join(rates))
+    for kind, (count, message) in summary.errors.items():
+        lines.append(f"  {count} x {kind}: {' '.join(message.split())}")
+    if summary.client_cpu > _BUSY:
+        lines.append(
+            f"  the load generator used {summary.client_cpu:.0%} of a core and may limit these figures: "
+            "start several"
+        )
+    return lines
+
+
+_COUNTED = {
+    "server": "",
+    "chunks": " (chunks: the server does not count them)",
+    "both": " (some by chunks: the server does not count all)",
+}
+
+
+def _losses(summary: Summary) -> str:
+    failed = sum(count for count, _ in summary.errors.values())
+    losses = {
+        "failed": failed,
+        "cut by the end": summary.unfinished,
+        "rejections": summary.rejections,
+        "without text": summary.without_text,
+    }
+    return "".join(f", {count} {what}" for what, count in losses.items() if count)
