@@ -15,7 +15,6 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,12 +24,9 @@ from google.protobuf import text_format
 
 from genserve import LLM, Completion
 from genserve.config.schema import new_model_config
-from genserve.export import export_model
-from genserve.export.export_options import SilentProgress
 from tests.docs.command_lines import check_command, commands
 from tests.docs.snippets import ROOT, Snippet, snippets
 from tests.support.live_server import LiveServer
-from tests.support.tiny_llama import tiny_llama_checkpoint
 
 SNIPPETS = snippets()
 SHELL = ("sh", "bash", "shell")
@@ -49,32 +45,6 @@ def of_languages(*languages: str) -> list:
         for one in SNIPPETS
         if one.language in languages
     ]
-
-
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the pages name: model_repository with smollm2, my-checkpoint, README.md."""
-    folder = tmp_path_factory.mktemp("workspace")
-    checkpoint = tiny_llama_checkpoint(folder / "my-checkpoint", context=2048)
-    export_model(
-        str(checkpoint),
-        repository=folder / "model_repository",
-        name="smollm2",
-        precision="fp32",
-        progress=SilentProgress(),
-    )
-    (folder / "model.py").write_text(
-        "class TritonPythonModel:\n    def execute(self, requests):\n        return [None] * len(requests)\n"
-    )
-    for name in ("README.md", "deploy", "benchmarks", "examples"):
-        (folder / name).symlink_to(ROOT / name)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def server(workspace: Path) -> Iterator[LiveServer]:
-    with LiveServer(workspace / "model_repository") as server:
-        yield server
 
 
 def with_ports(text: str, server: LiveServer) -> str:
