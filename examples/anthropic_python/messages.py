@@ -18,7 +18,7 @@ TOOL = {
 
 with anthropic.Anthropic(base_url=URL, api_key=os.environ.get("GENSERVE_API_KEY", "none")) as client:
     question = {"role": "user", "content": "What is the capital of France?"}
-    with client.messages.stream(model=MODEL, max_tokens=32, temperature=0, messages=[question]) as stream:
+    with client.messages.stream(model=MODEL, max_tokens=32, messages=[question]) as stream:
         for text in stream.text_stream:
             print(text, end="", flush=True)
     print()

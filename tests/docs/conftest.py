@@ -1,4 +1,4 @@
-"""The folder and the server that the pages and the examples talk about, with a tiny random model named smollm2."""
+"""The folder and the server that pages and examples name; their smollm2 is a tiny random model."""
 
 from __future__ import annotations
 
