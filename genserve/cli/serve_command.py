@@ -45,7 +45,7 @@ def serve(model: list[str] | None = None, **options: Any) -> None:
     # Requests leave few reference cycles; looking for them after every 700 objects costs 7 % of an inference.
     gc.set_threshold(10_000, 10, 10)
 
-    run_server(settings, on_ready=print_startup_banner, on_stuck=_exit_process)
+    run_server(settings, on_ready=print_startup_banner, end_process=_exit_process)
 
 
 def _with_models(settings: ServerSettings, names: Sequence[str]) -> ServerSettings:
@@ -134,9 +134,9 @@ serve.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
 )
 
 
-def _exit_process() -> None:
+def _exit_process(code: int) -> None:
     # Not `sys.exit`: a model that does not return would keep the process alive as it kept the server.
-    os._exit(1)
+    os._exit(code)
 
 
 def print_startup_banner(server: ServerInfo) -> None:

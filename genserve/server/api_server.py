@@ -46,6 +46,8 @@ logger = logging.getLogger(__name__)
 _LAST_EVENTS_S = 5
 # A collector that does not answer may delay the end by so much.
 _LAST_SPANS_S = 3
+# Interval of the lines that say what a server that stops still waits for.
+_REPORT_S = 5
 # Time for the process to exit, once everything has closed or after the second signal.
 _EXIT_S = 1
 
@@ -105,15 +107,16 @@ def serve(
     settings: ServerSettings,
     *,
     on_ready: Callable[[ServerInfo], None] | None = None,
-    on_stuck: Callable[[], None] | None = None,
+    end_process: Callable[[int], None] | None = None,
 ) -> None:
     """Load the models and answer requests until SIGTERM, SIGINT or SIGHUP; then drain, and return.
 
     Args:
         settings: see `ServerSettings`.
         on_ready: called once, on the server's thread, when the models are loaded.
-        on_stuck: called on a thread if the process still runs some seconds after the drain, or one second
-            after a second signal: a model does not return, and only the end of the process stops it.
+        end_process: called with an exit code, on any thread, where only the end of the process stops a model
+            that does not return: with 1 some seconds after the drain, and with 128 + its number after a
+            second signal.
 
     Raises:
         RepositoryError: there is no repository, or no model in it, or (with `exit_on_error`) one of its
@@ -122,7 +125,7 @@ def serve(
         GenserveError: a port is taken, or open to other machines without a key; or the certificate or the log
             file cannot be used.
     """
-    server = Server(settings, on_ready=on_ready, on_stuck=on_stuck)
+    server = Server(settings, on_ready=on_ready, end_process=end_process)
     with server.services.log_settings.written():
         try:
             server.serve_until_stopped()
@@ -130,6 +133,8 @@ def serve(
             if settings.log_file:   # otherwise the caller prints the error to the same stream
                 logger.error("%s", error)   # noqa: TRY400  # not a bug, so no traceback
             raise
+    if server.force_exit and end_process is not None:
+        end_process(server.exit_code)
 
 
 class Server(uvicorn.Server):
@@ -144,7 +149,7 @@ class Server(uvicorn.Server):
         settings: ServerSettings,
         *,
         on_ready: Callable[[ServerInfo], None] | None = None,
-        on_stuck: Callable[[], None] | None = None,
+        end_process: Callable[[int], None] | None = None,
     ) -> None:
         """Scan the repository's folders; raises what `serve` raises about them."""
         require_safe_addresses(settings)
@@ -163,6 +168,8 @@ class Server(uvicorn.Server):
         )
         if settings.allow_cpu_metrics:
             metrics.registry.register(CpuCollector(interval_s=settings.metrics_interval_ms / 1000))
+        if settings.model_control_mode == "none" and not self.services.repository.index():
+            raise _nothing_to_load(settings)
         super().__init__(
             uvicorn.Config(
                 create_app(self.services),
@@ -175,7 +182,9 @@ class Server(uvicorn.Server):
             )
         )
         self._on_ready = on_ready
-        self._on_stuck = on_stuck
+        self._end_process = end_process
+        self._first_signal: int | None = None
+        self.exit_code = 1          # of a process that is ended before everything is closed
         self._grpc: GrpcServer | None = None
         self._metrics_port: MetricsPort | None = None
         self._loading: asyncio.Task[None] | None = None
@@ -218,6 +227,12 @@ class Server(uvicorn.Server):
         """
         self.force_exit = self.should_exit
         self.should_exit = True
+        if self.force_exit:
+            self.exit_code = 128 + sig
+            # On a thread: the signal may have interrupted the writing of another line.
+            threading.Thread(target=logger.info, args=("stopping at once",), daemon=True).start()
+        else:
+            self._first_signal = sig
         # Here, since a blocked event loop never reaches `shutdown`.
         self._expect_end(0 if self.force_exit else self.services.settings.drain_s + _LAST_EVENTS_S)
 
@@ -268,10 +283,11 @@ class Server(uvicorn.Server):
         """Reject new requests, let running ones finish during the drain, then close the models."""
         self.services.draining = True
         drain_s = self.services.settings.drain_s
-        logger.info("stopping; running requests have %g s to end", 0 if self.force_exit else drain_s)
+        logger.info("stopping: %s", self._waiting(drain_s) or "no request is running")
         self._expect_end(drain_s + _LAST_EVENTS_S)
         event_loop = asyncio.get_running_loop()
         end = event_loop.time() + drain_s + _LAST_EVENTS_S
+        reports = asyncio.create_task(self._report_waiting(end=event_loop.time() + drain_s))
         # Closing the models fails the requests that still run.
         deadline = event_loop.call_later(drain_s, self._close_repository)
         await asyncio.gather(super().shutdown(sockets=sockets), self._close_grpc())
@@ -287,7 +303,27 @@ class Server(uvicorn.Server):
             await _wait("sending the last spans", sending, until=event_loop.time() + _LAST_SPANS_S)
         if self._metrics_port is not None:
             await event_loop.run_in_executor(None, self._metrics_port.close)
+        reports.cancel()
         logger.info("stopped")
+
+    def _waiting(self, seconds: float) -> str:
+        """Return what a server that stops waits for, how long, and how to end it at once; empty: nothing."""
+        requests = len(self.server_state.tasks) + self.services.num_grpc_calls
+        if requests:
+            what = f"{requests} running {'request' if requests == 1 else 'requests'}"
+        elif self._loading is not None and not self._loading.done():
+            what = "the models that are being loaded"
+        else:
+            return ""
+        name = "Ctrl-C" if self._first_signal == signal.SIGINT else "SIGTERM"
+        at_once = f"; a second {name} ends the server at once" if self._first_signal else ""
+        return f"waiting for {what}, {max(0, seconds):.0f} s at most{at_once}"
+
+    async def _report_waiting(self, *, end: float) -> None:
+        event_loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(_REPORT_S)
+            logger.info("stopping: %s", self._waiting(end - event_loop.time()) or "closing the models")
 
     def _close_repository(self) -> asyncio.Future[None]:
         """Begin to close the models, once."""
@@ -296,9 +332,9 @@ class Server(uvicorn.Server):
         return self._closing
 
     def _expect_end(self, seconds: float) -> None:
-        """Call `on_stuck` unless the process has exited by then."""
-        if self._on_stuck is not None:
-            timer = threading.Timer(seconds + _EXIT_S, self._on_stuck)
+        """End the process unless it has exited by then."""
+        if self._end_process is not None:
+            timer = threading.Timer(seconds + _EXIT_S, self._end_process, args=(self.exit_code,))
             timer.daemon = True
             timer.start()
 
@@ -380,12 +416,10 @@ def _models_to_load(settings: ServerSettings) -> tuple[str, ...] | None:
 
 
 def _check_started(settings: ServerSettings, repository: Repository) -> None:
-    """Raise the error that ends the server: a model failed to load, or there is none."""
+    """Raise the error of a model that failed to load, if it ends the server."""
     for error in repository.errors.values():
         if settings.exit_on_error:
             raise error
-    if not repository.index() and settings.model_control_mode == "none":
-        raise _nothing_to_load(settings)
 
 
 def _bind(settings: ServerSettings) -> socket.socket:

@@ -63,6 +63,7 @@ class Services:
     repository: Repository
     metrics: Metrics
     draining: bool = False                                  # set once, when the server begins to stop
+    num_grpc_calls: int = 0                                 # that run; changed on the event loop
     shared_memory: SharedMemory = field(init=False)
     trace_settings: TraceSettings = field(init=False)
     log_settings: LogSettings = field(init=False)

@@ -115,8 +115,9 @@ def test_a_signal_stops_the_server_gracefully(tiny_repository, signal_name):
     with serving(tiny_repository) as process:
         line_with(process, "Ready at")
         process.send_signal(getattr(signal, signal_name))
-        process.wait(timeout=30)
+        log = process.communicate(timeout=30)[1]
     assert process.returncode == 0
+    assert "stopping: no request is running" in log
 
 
 def test_a_second_sigterm_skips_the_drain_and_a_second_sighup_does_not(tiny_repository, hang_up):
@@ -151,9 +152,10 @@ ASKED = {"inputs": [{"name": "X", "datatype": "FP32", "shape": [1], "data": [1]}
 
 
 @pytest.mark.parametrize(
-    ("drain_s", "signals"), [(0.1, [signal.SIGTERM]), (60, [signal.SIGTERM, signal.SIGINT])]
+    ("drain_s", "signals", "code"),
+    [(0.1, [signal.SIGTERM], 0), (60, [signal.SIGTERM, signal.SIGINT], 128 + signal.SIGINT)],
 )
-def test_a_hanging_model_does_not_keep_the_server_running(tmp_path, drain_s, signals):
+def test_a_hanging_model_does_not_keep_the_server_running(tmp_path, drain_s, signals, code):
     write_model(tmp_path, "stuck", code=STUCK)
     with serving(tmp_path, f"--drain-s={drain_s}") as process:
         url = line_with(process, "Ready at").split()[2]
@@ -168,6 +170,7 @@ def test_a_hanging_model_does_not_keep_the_server_running(tmp_path, drain_s, sig
                 assert answer.startswith(b"HTTP/1.1 503 ")
                 assert "error" in json.loads(answer.partition(b"\r\n\r\n")[2])
             process.wait(timeout=30)
+    assert process.returncode == code
 
 
 def test_a_hanging_load_does_not_keep_the_server_running(tmp_path):

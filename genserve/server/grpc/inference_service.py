@@ -104,11 +104,14 @@ class InferenceService(Administration):
             log=partial(log_call, context=context, method="ModelStreamInfer"),
             ends_at_error=_GRPC_ERROR in (context.invocation_metadata() or ()),
         )
+        self._services.num_grpc_calls += 1
         try:
             async for message in stream.answers(request_iterator):
                 yield message
         except GenserveError as error:
             await abort(context, error)
+        finally:
+            self._services.num_grpc_calls -= 1
 
     async def _infer(self, request: Any, context: Any, *, trace: Trace | None = None) -> Any:
         parsed, running = await self._submit(request, context, streams=False, trace=trace)

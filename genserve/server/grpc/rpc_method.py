@@ -43,7 +43,9 @@ def rpc_method(answer: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[...,
 
     @wraps(answer)
     async def answer_or_abort(self: Any, request: Any, context: Any) -> Any:
-        logged = begin_request(request, context, spans=self._services.request_spans)
+        services = self._services
+        logged = begin_request(request, context, spans=services.request_spans)
+        services.num_grpc_calls += 1
         try:
             response = await answer(self, request, context)
         except asyncio.CancelledError:
@@ -56,6 +58,8 @@ def rpc_method(answer: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[...,
         else:
             log_call(logged, grpc.StatusCode.OK, context=context, method=answer.__name__)
             return response
+        finally:
+            services.num_grpc_calls -= 1
 
     return answer_or_abort
 
