@@ -6,6 +6,8 @@ import ast
 import importlib.util
 import json
 import re
+import runpy
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,11 +20,26 @@ import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
 from transformers import AutoTokenizer
 
+from examples.networks import EXAMPLES
 from genserve.config.parse import parse_model_config
-from tests.articles.conftest import MODELS
-from tests.articles.networks import load_torchscript
 from tests.backends.networks import BLOOM_VOCABULARY, CHAT_VOCABULARY, SimpleModel
 from tests.support.live_server import LiveServer
+
+
+def load_torchscript(path: Path) -> torch.jit.ScriptModule:
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        return torch.jit.load(path)
+
+
+CLIENTS = sorted(EXAMPLES.glob("triton_*/client.py"))
+
+
+@pytest.mark.parametrize("program", CLIENTS, ids=lambda path: path.parent.name)
+def test_the_client_of_each_example_gets_its_answers(program, server, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("GENSERVE_URL", server.url)
+    monkeypatch.setenv("GENSERVE_GRPC", server.grpc_url)
+    runpy.run_path(str(program), run_name="__main__")
+    assert capsys.readouterr().out.strip()
 
 
 def infer(server: LiveServer, model: str, request_data: dict, *, version: str = "") -> dict:
@@ -225,7 +242,7 @@ def test_label_filename_names_the_best_tokens(server: LiveServer) -> None:
 
 
 def test_the_tensorflow_model_is_read_and_names_its_dependency(tmp_path: Path) -> None:
-    text = (MODELS / "shansou_rank" / "config.pbtxt").read_text()
+    text = (EXAMPLES / "triton_search" / "models" / "shansou_rank" / "config.pbtxt").read_text()
     config = parse_model_config(text, source=tmp_path / "shansou_rank" / "config.pbtxt")
     assert config.platform == "tensorflow_savedmodel"
     assert [spec.dims for spec in config.inputs] == [(128,)] * 3
