@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import ssl
+import subprocess
+import sys
 from collections.abc import Generator, Iterator
 from functools import cache
 from pathlib import Path
@@ -16,10 +18,11 @@ from httpx2._config import DEFAULT_TIMEOUT_CONFIG
 from hypothesis import HealthCheck, settings
 
 from genserve.backends.onnx_session import num_cores
-from genserve.export import export_model, pull
+from genserve.export import export_model
 from genserve.export.export_options import SilentProgress
 from tests.export import tiny_models
 from tests.support.live_server import LiveServer
+from tests.support.slim_environment import slim_environment
 from tests.support.tiny_llama import tiny_llama_checkpoint
 from tests.support.torch_threads import torch_threads
 
@@ -141,8 +144,9 @@ def tiny_server(tiny_repository: Path) -> Iterator[LiveServer]:
 
 @pytest.fixture(scope="session")
 def smollm2_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The default model as it is pulled, int8."""
+    """The default model as it is pulled, int8, in a process that has neither torch nor transformers."""
     repository = tmp_path_factory.mktemp("smollm2")
-    with torch_threads(num_cores()):
-        pull("smollm2", repository=repository, progress=SilentProgress())
+    command = [sys.executable, "-m", "genserve", "pull", "smollm2", "--model-repository"]
+    environment = slim_environment(tmp_path_factory.mktemp("slim"))
+    subprocess.run([*command, str(repository)], env=environment, check=True)
     return repository

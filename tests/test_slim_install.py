@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,14 +10,7 @@ import pytest
 from torch.nn import ReLU
 
 from tests.backends.networks import save_torchscript
-
-EXTRAS = ("torch", "transformers", "safetensors", "onnxscript", "matplotlib", "opentelemetry.sdk")
-
-BLOCK = f"""
-import sys
-
-sys.modules.update(dict.fromkeys({EXTRAS}))     # importing one raises ModuleNotFoundError
-"""
+from tests.support.slim_environment import slim_environment
 
 TORCHSCRIPT = """
 platform: "pytorch_libtorch"
@@ -64,9 +56,7 @@ except MissingDependency as error:
 @pytest.fixture(scope="module")
 def slim(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The environment of a process that cannot import the packages of the extras."""
-    folder = tmp_path_factory.mktemp("slim")
-    (folder / "sitecustomize.py").write_text(BLOCK)
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)])}
+    return slim_environment(tmp_path_factory.mktemp("slim"))
 
 
 def run(*arguments: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from importlib.metadata import distributions
+from importlib.util import find_spec
 from types import ModuleType
 
 from genserve.errors import MissingDependency
@@ -79,6 +80,19 @@ def import_tensorflow() -> ModuleType:
         needed_for="serving a SavedModel needs TensorFlow",
         remedy="pip install 'genserve[tensorflow]'",
     )
+
+
+def require_export_packages(needed_for: str) -> None:
+    """Check, without importing them, that the packages of the extra `export` are installed.
+
+    Raises:
+        MissingDependency: one is not.
+    """
+    packages = ("huggingface_hub", "onnxscript", "safetensors", "torch", "transformers")
+    if missing := [name for name in packages if find_spec(name) is None]:
+        raise MissingDependency(
+            f"{needed_for} needs {', '.join(missing)}", remedy="pip install 'genserve[export]'"
+        )
 
 
 def _import(name: str, *, needed_for: str, remedy: str) -> ModuleType:

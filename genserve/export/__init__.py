@@ -1,6 +1,7 @@
 """Export: converts a checkpoint of a language model into the stages of a model repository.
 
-Importing this package is fast; `export_model` imports torch, transformers and onnx when it is called.
+Importing this package is fast; `export_model` imports what it needs: onnx, and for most sources torch and
+transformers.
 """
 
 from __future__ import annotations

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
 from genserve.export.families.bloom import BLOOM
 from genserve.export.families.gemma import GEMMA, GEMMA2, GEMMA3
 from genserve.export.families.gpt2 import GPT2
@@ -40,6 +38,8 @@ def architecture(config: Mapping[str, Any]) -> str:
     match config.get("architectures"):
         case [str(named), *_]:
             return named
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
     usual: str = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(config.get("model_type")), "unnamed")
     return usual
 

@@ -7,17 +7,16 @@ import pickle
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-from safetensors import SafetensorError, safe_open
-
+from genserve.backends.libraries import require_export_packages
 from genserve.errors import ExportError
 from genserve.export.checkpoint import Checkpoint
 from genserve.export.gguf_checkpoint import read_gguf
 from genserve.sampling.logits_array import FloatArray
+
+if TYPE_CHECKING:
+    import torch
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -35,6 +34,7 @@ def locate(source: str) -> Path:
     """The folder or file of a checkpoint: the path `source`, or a download of ORG/NAME from the hub.
 
     Raises:
+        MissingDependency: a package is not installed with which a download could be exported.
         ExportError: `source` is neither, or the download failed.
     """
     path = Path(source).expanduser()
@@ -71,6 +71,10 @@ def read_checkpoint(path: Path, *, source: str) -> Checkpoint:
 
 def _download(name: str) -> Path:
     """Download the files that an export needs, with the hub's own progress bars and cache; their folder."""
+    require_export_packages(f"exporting {name}")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
     try:
         folder = Path(snapshot_download(name, allow_patterns=_WANTED))
         if not any(folder.glob("*.safetensors")):
@@ -106,6 +110,8 @@ def _shards(index: Path) -> dict[str, Path]:
 
 
 def _safetensors(files: dict[str, Path]) -> tuple[Iterable[str], Callable[[str], FloatArray]]:
+    from safetensors import SafetensorError
+
     def load(name: str) -> FloatArray:
         with _open(files[name]) as file:
             try:
@@ -118,6 +124,8 @@ def _safetensors(files: dict[str, Path]) -> tuple[Iterable[str], Callable[[str],
 
 
 def _open(path: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
     try:
         # As torch tensors, because numpy has no bfloat16.
         return safe_open(path, framework="pt")
@@ -131,6 +139,8 @@ def _unreadable(path: Path, error: Exception) -> ExportError:
 
 def _open_pickled(files: Iterable[Path]) -> Mapping[str, torch.Tensor]:
     """The tensors of PyTorch's .bin files by name, mapped into memory; pickled code is rejected, not run."""
+    import torch
+
     tensors: dict[str, torch.Tensor] = {}
     for path in files:
         try:

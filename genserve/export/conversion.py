@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import filterfalse
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
@@ -17,7 +17,6 @@ from genserve.export.architectures import FAMILIES, architecture, family_of
 from genserve.export.checkpoint import Checkpoint
 from genserve.export.decoder import Decoder
 from genserve.export.decoder_graph import write_decoder
-from genserve.export.decoder_module import write_torchscript
 from genserve.export.decoder_weights import tensor_sources
 from genserve.export.export_options import CacheType, ExportFormat, ExportReport, Precision, Progress
 from genserve.export.family import Family, Unsupported
@@ -25,12 +24,15 @@ from genserve.export.layers import FusedLayers, StandardLayers
 from genserve.export.layout import ModelLayout
 from genserve.export.model_folders import ModelFolders, install, install_beside, staging_folder, writing_into
 from genserve.export.onnx_graph import OnnxGraphBuilder
-from genserve.export.parity import Parity, check_parity
+from genserve.export.parity import Parity, check_parity, num_compared
 from genserve.export.precision import SCHEMES, cache_dtype, require_cache, resolve_precision
+from genserve.export.recording import Recording
+from genserve.export.reference import Reference
 from genserve.export.smoothquant import is_smoothable, smooth
-from genserve.export.source_model import Reference, run_source
-from genserve.export.traced import TracedConversion
 from genserve.sampling.logits_array import FloatArray
+
+if TYPE_CHECKING:
+    from genserve.export.traced import TracedConversion
 
 logger = logging.getLogger(__name__)
 
@@ -42,18 +44,20 @@ class Conversion:
     layout: ModelLayout
     family: Family
     decoder: Decoder
+    recording: Recording | None
 
     @classmethod
     def of(
         cls,
         checkpoint: Checkpoint,
         *,
+        recording: Recording | None = None,
         folders: ModelFolders,
         export_format: ExportFormat,
         precision: Precision | None = None,
         kv_cache: CacheType = "float",
     ) -> Self:
-        """Find the family of the checkpoint.
+        """Find the family of the checkpoint, whose source is run unless there is a `recording` of it.
 
         Raises:
             Unsupported: no family supports the architecture or an option of the config.
@@ -65,7 +69,10 @@ class Conversion:
                 f"no family supports its architecture {architecture(checkpoint.config)}",
                 remedy=f"known architectures: {', '.join(sorted(FAMILIES))}",
             )
-        decoder = family.decoder(checkpoint.config)
+        if recording is None:
+            decoder = family.decoder(checkpoint.config)
+        else:
+            decoder = family.described(recording.completed_config())
         require_cache(kv_cache, export_format)
         layout = ModelLayout(
             folders=folders,
@@ -75,7 +82,7 @@ class Conversion:
             dimensions=decoder.dimensions,
             kv_cache=kv_cache,
         )
-        return cls(layout=layout, family=family, decoder=decoder)
+        return cls(layout=layout, family=family, decoder=decoder, recording=recording)
 
     @property
     def norms(self) -> dict[str, str]:
@@ -117,6 +124,8 @@ class Conversion:
         weights = smooth(plain, activations)
         metadata = layout.metadata(family=self.family.name)
         if layout.export_format is ExportFormat.TORCHSCRIPT:
+            from genserve.export.decoder_module import write_torchscript
+
             path = version / layout.export_format.file_name
             write_torchscript(weights, self.decoder, path, precision=layout.precision, metadata=metadata)
             advance(layout.dimensions.num_layers)
@@ -144,6 +153,7 @@ class Conversion:
 def convert(
     checkpoint: Checkpoint,
     *,
+    recording: Recording | None,
     folders: ModelFolders,
     export_format: ExportFormat,
     precision: Precision | None = None,
@@ -156,7 +166,12 @@ def convert(
     """
     try:
         return Conversion.of(
-            checkpoint, folders=folders, export_format=export_format, precision=precision, kv_cache=kv_cache
+            checkpoint,
+            recording=recording,
+            folders=folders,
+            export_format=export_format,
+            precision=precision,
+            kv_cache=kv_cache,
         )
     except Unsupported as error:
         if export_format is not ExportFormat.ONNX:
@@ -170,6 +185,8 @@ def convert(
             error.message,
         )
     require_cache(kv_cache, ExportFormat.TRACED)
+    from genserve.export.traced import TracedConversion
+
     family = family_of(checkpoint.config)
     return TracedConversion.of(
         checkpoint if family is None else family.completed(checkpoint),
@@ -225,16 +242,9 @@ def write_model(
 def _write_checked(conversion: Conversion | TracedConversion, version: Path, *, progress: Progress) -> Parity:
     """Run the source, write the graph into the folder `version`, and compare both."""
     layout = conversion.layout
-    dimensions = layout.dimensions
-    with progress.stage("running the source", total=dimensions.num_layers) as advance:
-        reference = run_source(
-            layout.checkpoint,
-            context_length=dimensions.context_length,
-            norms=conversion.norms,
-            advance=advance,
-        )
+    reference = _reference(conversion, progress=progress)
     conversion.write_graph(version, reference=reference, progress=progress)
-    with progress.stage("comparing with the source"):
+    with progress.stage("comparing with the source", total=num_compared(reference.ids)) as advance:
         return check_parity(
             reference,
             version,
@@ -242,4 +252,17 @@ def _write_checked(conversion: Conversion | TracedConversion, version: Path, *, 
             precision=layout.precision,
             kv_cache=layout.kv_cache,
             source=layout.checkpoint.source,
+            advance=advance,
+        )
+
+
+def _reference(conversion: Conversion | TracedConversion, *, progress: Progress) -> Reference:
+    checkpoint, dimensions = conversion.layout.checkpoint, conversion.layout.dimensions
+    if conversion.recording is not None:
+        return conversion.recording.reference(checkpoint, norms=conversion.norms)
+    from genserve.export.source_model import run_source
+
+    with progress.stage("running the source", total=dimensions.num_layers) as advance:
+        return run_source(
+            checkpoint, context_length=dimensions.context_length, norms=conversion.norms, advance=advance
         )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from importlib import import_module
 from pathlib import Path
 
-from genserve.backends.libraries import import_onnxruntime
+from genserve.backends.libraries import import_onnxruntime, require_export_packages
 from genserve.errors import ExportError
 from genserve.export.export_options import (
     CacheType,
@@ -49,21 +50,28 @@ def export_model(
     Raises:
         ExportError: the name, source, precision or KV cache type is not usable, the weights exist, the
             repository is not writable, or the exported graph is too far from its source.
-        MissingDependency: ONNX Runtime is not installed, and the format is "onnx".
+        MissingDependency: a package of the extra `export` is not installed, and there is no recording of the
+            source; or ONNX Runtime is not, and the format is "onnx".
     """
     started_s = time.perf_counter()
     folders = ModelFolders(name)
     _require_free(folders, repository, beside=beside, overwrite=overwrite)
-    with progress.stage("loading torch, transformers and onnx"):
-        from genserve.export.checkpoint_reader import locate, read_checkpoint
-        from genserve.export.conversion import convert, write_model
+    if file_format == "onnx":
+        import_onnxruntime()        # fails now rather than in the check, which runs the graph
+    from genserve.export.checkpoint_reader import locate, read_checkpoint
+    from genserve.export.conversion import convert, write_model
+    from genserve.export.recording import find_recording
 
-        if file_format == "onnx":
-            import_onnxruntime()    # fails now rather than in the check, which runs the graph
-    path = locate(source)  # outside of a stage, since the hub displays its own progress
+    path = locate(source)           # outside of a stage, since the hub displays its own progress
+    recording = find_recording(path) if path.is_file() else None
+    if recording is None or file_format == "torchscript":
+        require_export_packages(f"exporting {path.name}")
+        with progress.stage("loading torch and transformers"):
+            import_module("genserve.export.source_model")
     with progress.stage("reading the checkpoint"):
         conversion = convert(
             read_checkpoint(path, source=Path(source).resolve().name),
+            recording=recording,
             folders=folders,
             export_format=ExportFormat(file_format),
             precision=precision,

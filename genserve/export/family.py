@@ -7,11 +7,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-import torch
-from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+import numpy as np
 
 from genserve.errors import ExportError
 from genserve.export.checkpoint import Checkpoint
@@ -31,7 +27,7 @@ _ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
 )
 
 # Raised by a config that lacks a field, or has one of another type, or a zero.
-_INVALID_CONFIG = (StrictDataclassError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+_INVALID_CONFIG = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 # A checkpoint with a tied head may still have a copy of it.
 _HEAD = "lm_head.weight"
@@ -69,14 +65,21 @@ class Family:
                 remedy="known: float32, float16 and bfloat16",
             )
         try:
-            _require_one_model(config)
-            decoder = self.describe(AutoConfig.for_model(**config))
-            _require_sizes(decoder)
+            return self.described(_completed(config))
         except _INVALID_CONFIG as error:
             raise ExportError(
                 f"config.json does not describe a {self.name} model: {' '.join(str(error).split())}",
                 remedy="download the checkpoint again",
             ) from error
+
+    def described(self, config: Any) -> Decoder:
+        """The decoder of a config that transformers has completed.
+
+        Raises:
+            Unsupported: the config has an option that the graph does not support.
+        """
+        decoder = self.describe(config)
+        _require_sizes(decoder)
         return decoder
 
     def completed(self, checkpoint: Checkpoint) -> Checkpoint:
@@ -124,12 +127,21 @@ def read_activation(name: str) -> Activation:
     return _ACTIVATIONS[name]
 
 
-def _require_one_model(config: Mapping[str, Any]) -> None:
+def _completed(config: Mapping[str, Any]) -> Any:
+    """The config of transformers, with the defaults of its model type."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
     kind = config.get("model_type")
     model = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
     named = config.get("architectures") or [model]
     if model not in named:
         raise ValueError(f"model_type {kind!r} means {model}, not {named[0]}")
+    try:
+        return AutoConfig.for_model(**config)
+    except StrictDataclassError as error:
+        raise ValueError(error) from error
 
 
 def _require_sizes(decoder: Decoder) -> None:
@@ -156,6 +168,9 @@ def read_rotary(config: Any, *, num_dims: int, layer_type: str | None = None) ->
     require(kind in _TYPES, found=f"rope_scaling of type {kind!r}", known=", ".join(_TYPES))
     if kind == "default":
         return Rotary(frequencies=_frequencies(parameters, num_dims=num_dims))
+    import torch
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), layer_type=layer_type)
     return Rotary(frequencies=tuple(frequencies.tolist()), scale=scale)
 
@@ -171,5 +186,7 @@ def rotary_limit(config: Any) -> int:
 
 def _frequencies(parameters: Mapping[str, Any], *, num_dims: int) -> tuple[float, ...]:
     """Inverse frequencies. Source: Su et al., "RoFormer" (2021); in float32 as in transformers."""
-    exponents = torch.arange(0, num_dims, 2, dtype=torch.float) / num_dims
-    return tuple((1.0 / parameters["rope_theta"] ** exponents).tolist())
+    exponents = np.arange(0, num_dims, 2, dtype=np.float32) / np.float32(num_dims)
+    # numpy's powers in float32 are less exact than torch's.
+    powers = (parameters["rope_theta"] ** exponents.astype(np.float64)).astype(np.float32)
+    return tuple((1 / powers).tolist())

@@ -9,13 +9,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-from gguf import MODEL_ARCH_NAMES, GGUFReader, ReaderTensor, dequantize, get_tensor_name_map
+from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
 from genserve.errors import ExportError
 from genserve.export.architectures import FAMILIES
 from genserve.export.checkpoint import Checkpoint
 from genserve.export.decoder_weights import tensor_sources
+from genserve.export.gguf_file import GgufFile, GgufTensor
 from genserve.export.gguf_tokenizer import tokenizer_files
 from genserve.sampling.logits_array import FloatArray
 
@@ -132,14 +132,12 @@ def read_gguf(path: Path, *, source: str) -> Checkpoint:
         ExportError: the file is broken, or its architecture or rotary scaling is not supported.
     """
     try:
-        reader = GGUFReader(path)
-    except (ValueError, OSError, IndexError) as error:
+        file = GgufFile.open(path)
+    except (ValueError, OSError) as error:
         raise ExportError(
             f"{path} is not a readable GGUF file: {error}", remedy="download it again"
         ) from error
-    fields = {name: field for name, field in reader.fields.items() if not name.startswith("tokenizer.")}
-    metadata = {name: field.contents() for name, field in fields.items()}
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    metadata, tensors = file.metadata, file.tensors
     _reject_unknown(metadata, tensors=tensors, source=source)
     try:
         config = _config(metadata, tensors=tensors)
@@ -151,7 +149,7 @@ def read_gguf(path: Path, *, source: str) -> Checkpoint:
         config=config,
         tensor_names=frozenset(tensors),
         load=partial(_load, tensors, config=config, translation=_architecture(metadata)),
-        tokenizer_files=tokenizer_files(reader.fields, source=source),
+        tokenizer_files=tokenizer_files(metadata, source=source),
     )
 
 
@@ -159,7 +157,7 @@ def _architecture(metadata: Mapping[str, Any]) -> GgufArchitecture:
     return ARCHITECTURES[metadata["general.architecture"]]
 
 
-def _reject_unknown(metadata: Mapping[str, Any], *, tensors: Mapping[str, ReaderTensor], source: str) -> None:
+def _reject_unknown(metadata: Mapping[str, Any], *, tensors: Mapping[str, GgufTensor], source: str) -> None:
     architecture = metadata.get("general.architecture")
     scaling = metadata.get(f"{architecture}.rope.scaling.type", "none")
     if architecture not in ARCHITECTURES or scaling != "none" or "rope_freqs.weight" in tensors:
@@ -171,7 +169,7 @@ def _reject_unknown(metadata: Mapping[str, Any], *, tensors: Mapping[str, Reader
         )
 
 
-def _config(metadata: Mapping[str, Any], *, tensors: Mapping[str, ReaderTensor]) -> dict[str, Any]:
+def _config(metadata: Mapping[str, Any], *, tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
     translation, prefix = _architecture(metadata), metadata["general.architecture"]
     keys = {
         key: f"{prefix}.{field}"
@@ -180,7 +178,7 @@ def _config(metadata: Mapping[str, Any], *, tensors: Mapping[str, ReaderTensor])
     }
     return {
         "architectures": [translation.architecture],
-        "vocab_size": int(tensors["token_embd.weight"].shape[1]),
+        "vocab_size": tensors["token_embd.weight"].shape[0],
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
         "tie_word_embeddings": "output.weight" not in tensors,
@@ -190,8 +188,8 @@ def _config(metadata: Mapping[str, Any], *, tensors: Mapping[str, ReaderTensor])
 
 
 def _by_hugging_face_names(
-    metadata: Mapping[str, Any], *, tensors: Mapping[str, ReaderTensor]
-) -> dict[str, ReaderTensor]:
+    metadata: Mapping[str, Any], *, tensors: Mapping[str, GgufTensor]
+) -> dict[str, GgufTensor]:
     """Rename the tensors to the names in a Hugging Face folder; tensors without such a name keep theirs."""
     architecture, family = metadata["general.architecture"], FAMILIES[_architecture(metadata).architecture]
     num_layers = metadata[f"{architecture}.block_count"]
@@ -210,13 +208,10 @@ def _renamed(name: str, names: Mapping[str, str]) -> str:
 
 
 def _load(
-    tensors: Mapping[str, ReaderTensor],
+    tensors: Mapping[str, GgufTensor],
     name: str,
     *,
     config: Mapping[str, Any],
     translation: GgufArchitecture,
 ) -> FloatArray:
-    tensor = tensors[name]
-    # Writable, as torch requires: a float32 tensor would be a read-only view of the file.
-    array: FloatArray = np.require(dequantize(tensor.data, tensor.tensor_type), np.float32, "W")
-    return translation.undo(array, name, config)
+    return translation.undo(tensors[name].read(), name, config)

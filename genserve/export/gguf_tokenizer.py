@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from gguf import ReaderField, TokenType
+from gguf import TokenType
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from genserve.errors import ExportError
@@ -38,14 +38,13 @@ _PRE_TOKENIZERS: Mapping[str, pre_tokenizers.PreTokenizer] = {
 }
 
 
-def tokenizer_files(fields: Mapping[str, ReaderField], *, source: str) -> dict[str, bytes]:
+def tokenizer_files(metadata: Mapping[str, Any], *, source: str) -> dict[str, bytes]:
     """The tokenizer files of a checkpoint folder, by name, from the metadata of a GGUF file.
 
     Raises:
         ExportError: the tokenizer is not a byte-level BPE with a known pre-tokenizer, or is incomplete or
             inconsistent.
     """
-    metadata = {name: field.contents() for name, field in fields.items() if name.startswith("tokenizer.")}
     ggml = {name.removeprefix("tokenizer.ggml."): value for name, value in metadata.items()}
     _require_supported(ggml, source=source)
     try:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from genserve.backends.onnx_session import num_cores
 from genserve.errors import ExportError
 from genserve.export.export_options import CacheType, ExportFormat, Precision
-from genserve.export.source_model import Reference
+from genserve.export.reference import Positions, Reference
 from genserve.generation.logits_model import ForwardBatch, LogitsModel
 from genserve.sampling.logits_array import FloatArray, on_host
 from genserve.textmodel.logits_config import PARITY_FILE
@@ -21,13 +24,21 @@ from genserve.textmodel.runtimes.growing_logits import GrowingLogits
 from genserve.textmodel.runtimes.onnx_logits import OnnxLogits
 from genserve.textmodel.runtimes.torchscript_logits import TorchLogits
 
-_Positions = NDArray[np.int64]
+_ROWS = 16          # of logits that are compared together, by one thread: what its cache holds
+_DECODED = 128      # rows of logits that are kept before they are compared
 
 
 def forward_rows(
-    model: LogitsModel, token_ids: NDArray[np.int64], *, past: Sequence[int], logits_indices: Sequence[int]
+    model: LogitsModel,
+    token_ids: NDArray[np.int64],
+    *,
+    past: Sequence[int],
+    logits_indices: Sequence[int],
+    first_row: int = 0,
 ) -> FloatArray:
-    """Run tokens [rows, length] after the `past` tokens of each row; row b has the b-th part of the cache.
+    """Run tokens [rows, length] after the `past` tokens of each row, from `first_row` on.
+
+    Each row has its part of the cache.
 
     Returns:
         [len(logits_indices), vocab_size] float32: the logits at `logits_indices` of the rows * length tokens.
@@ -37,7 +48,7 @@ def forward_rows(
     batch = ForwardBatch.of(
         token_ids,
         num_computed_tokens=past,
-        block_table=np.arange(num_rows * blocks_per_row).reshape(num_rows, -1),
+        block_table=np.arange(num_rows * blocks_per_row).reshape(num_rows, -1) + first_row * blocks_per_row,
         logits_indices=logits_indices,
     )
     return on_host(model.forward(batch)).copy()
@@ -82,12 +93,14 @@ def check_parity(
     precision: Precision,
     kv_cache: CacheType = "float",
     source: str,
+    advance: Callable[[int], None] = lambda _rows: None,
 ) -> Parity:
     """Compare the graph in `folder` with its source, and write parity.json there.
 
     Every token of the reference's texts is compared in a prefill. The second half is compared again in a
     decode through the KV cache, all rows together, each at another position. `precision` sets the bounds; a
-    KV cache in int8 relaxes those of fp32 and fp16 to those of int8.
+    KV cache in int8 relaxes those of fp32 and fp16 to those of int8. `advance` is called with the number of
+    rows after some of the `num_compared`.
 
     Raises:
         ExportError: the graph is farther from its source than its precision explains.
@@ -102,7 +115,7 @@ def check_parity(
         case ExportFormat.TRACED:
             load = GrowingLogits
     model = load(folder / export_format.file_name, max_num_seqs=num_rows, max_length=length)
-    parity = _compare(model, reference, precision=precision, kv_cache=kv_cache)
+    parity = _compare(model, reference, precision=precision, kv_cache=kv_cache, advance=advance)
     is_rounded = kv_cache == "int8" and precision in ("fp32", "fp16")
     _require_within(_BOUNDS["int8" if is_rounded else precision], parity, source=source)
     (folder / PARITY_FILE).write_text(json.dumps(asdict(parity), indent=2) + "\n", encoding="utf-8")
@@ -110,24 +123,24 @@ def check_parity(
 
 
 def _compare(
-    model: LogitsModel, reference: Reference, *, precision: Precision, kv_cache: CacheType = "float"
+    model: LogitsModel,
+    reference: Reference,
+    *,
+    precision: Precision,
+    kv_cache: CacheType = "float",
+    advance: Callable[[int], None] = lambda _rows: None,
 ) -> Parity:
     length = reference.ids.shape[1]
-    compared = []
-    for rows, positions, logits in _exported_logits(model, reference.ids):
-        expected = reference.logits[rows, positions]
-        found, known = _log_probabilities(logits), _log_probabilities(expected)
-        # The loss in log-probability of the text's next token; the last token of a row has none.
-        nexts = reference.ids[rows, np.minimum(positions + 1, length - 1)][:, None]
-        loss = np.take_along_axis(known - found, nexts, axis=-1)[:, 0]
-        compared.append(
-            (
-                np.abs(logits - expected).max(axis=-1),
-                logits.argmax(axis=-1) == expected.argmax(axis=-1),
-                (np.exp(known) * (known - found)).sum(axis=-1),
-                np.where(positions + 1 < length, loss, np.nan),
-            )
-        )
+    compared: list[_Distances] = []
+    with ThreadPoolExecutor(num_cores()) as threads:
+        for rows, positions, logits in _exported_logits(model, reference.ids):
+            expected = reference.logits[rows, positions]
+            # The last token of a row has no next one.
+            nexts = np.where(positions + 1 < length, np.roll(reference.ids, -1)[rows, positions], -1)
+            parts = [slice(start, start + _ROWS) for start in range(0, len(rows), _ROWS)]
+            arrays = ([array[part] for part in parts] for array in (logits, expected, nexts))
+            compared += threads.map(_distances, *arrays)
+            advance(len(rows))
     differences, agreements, divergences, losses = map(np.concatenate, zip(*compared, strict=True))
     return Parity(
         precision=precision,
@@ -136,35 +149,74 @@ def _compare(
         largest_logit_difference=float(differences.max()),
         top1_agreement=float(agreements.mean()),
         perplexity_ratio=float(np.exp(np.nanmean(losses))),
-        divergence=float(divergences.mean()),
+        divergence=float(divergences.mean(dtype=np.float64)),
     )
 
 
-def _log_probabilities(logits: FloatArray) -> FloatArray:
-    shifted = logits - logits.max(axis=-1, keepdims=True)
-    result: FloatArray = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
-    return result
+class _Distances(NamedTuple):
+    """The distances of some rows of logits."""
+
+    difference: NDArray[np.float32]     # the largest of the logits
+    agrees: NDArray[np.bool]            # whether the same token is the first
+    divergence: FloatArray
+    loss: FloatArray                    # of log-probability of the next token; NaN: there is none
+
+
+def _distances(logits: FloatArray, expected: FloatArray, nexts: NDArray[np.int64]) -> _Distances:
+    """Compare logits [n, vocab]; `nexts` are the tokens that follow in the text, or -1."""
+    losses = expected - logits
+    difference = np.maximum(losses.max(axis=-1), -losses.min(axis=-1))
+    probabilities, normalizer = _softmax(expected)
+    losses += (_softmax(logits)[1] - normalizer).astype(np.float32)     # of log-probability
+    return _Distances(
+        difference=difference,
+        agrees=logits.argmax(axis=-1) == expected.argmax(axis=-1),
+        divergence=np.einsum("ij,ij->i", probabilities, losses),
+        loss=np.where(nexts < 0, np.nan, losses[np.arange(len(nexts)), nexts]),
+    )
+
+
+def _softmax(logits: FloatArray) -> tuple[FloatArray, NDArray[np.float64]]:
+    """The probabilities of logits [n, vocab], and the logarithm [n, 1] of what divides them."""
+    largest = logits.max(axis=-1, keepdims=True)
+    weights: FloatArray = np.exp(logits - largest)
+    sums = weights.sum(axis=-1, keepdims=True, dtype=np.float64)
+    weights /= sums.astype(np.float32)
+    return weights, largest + np.log(sums)
 
 
 def _exported_logits(
     model: LogitsModel, ids: NDArray[np.int64]
-) -> Iterator[tuple[_Positions, _Positions, FloatArray]]:
+) -> Iterator[tuple[Positions, Positions, FloatArray]]:
     """Logits [n, vocab] of the graph, with the rows and the positions [n] of their tokens."""
     num_rows, length = ids.shape
     # One row at a time: the logits of all would take 2 GB with a vocabulary of 250,000 tokens.
     for row in range(num_rows):
-        logits = forward_rows(model, ids[row : row + 1], past=[0], logits_indices=range(length))
+        logits = forward_rows(
+            model, ids[row : row + 1], past=[0], logits_indices=range(length), first_row=row
+        )
         yield np.full(length, row), np.arange(length), logits
-    # From here on each row is one token ahead of the previous one. The prompts fill the cache further than
-    # the decode starts; those entries are overwritten before they are read.
+    # Each row is one token ahead of the previous one. The cache still has what follows; those entries are
+    # overwritten before they are read.
     half = length // 2
     starts = np.maximum(half - np.arange(num_rows)[::-1], 0)
-    forward_rows(model, ids[:, :half], past=[0] * num_rows, logits_indices=[0])
+    steps: list[tuple[Positions, Positions, FloatArray]] = []
     for step in range(length - half):
         rows, past = np.arange(num_rows), starts + step
         newest = ids[rows, past][:, None]
         logits = forward_rows(model, newest, past=past.tolist(), logits_indices=rows.tolist())
-        yield rows, past, logits
+        steps.append((rows, past, logits))
+        # Several at a time, since the source may compute theirs with one product.
+        if len(steps) * num_rows >= _DECODED or step + 1 == length - half:
+            rows, past, logits = map(np.concatenate, zip(*steps, strict=True))
+            yield rows, past, logits
+            steps.clear()
+
+
+def num_compared(ids: NDArray[np.int64]) -> int:
+    """The number of rows of logits that are compared for texts of tokens [rows, length]."""
+    num_rows, length = ids.shape
+    return int(num_rows * (length + length - length // 2))
 
 
 def _require_within(bound: _Bound, parity: Parity, *, source: str) -> None:

@@ -33,20 +33,24 @@ def smooth(weights: DecoderWeights, activations: Mapping[str, FloatArray]) -> De
     `activations` are the root mean square [hidden] of the output of norms, by role without .weight.
     """
     norm_of = {reader: norm for norm in activations for reader in _readers(norm)}
+    read: dict[str, FloatArray] = {}    # weights whose factors are known, until they are used
 
     @cache
     def factors(norm: str) -> FloatArray:
-        readers = (weights.optional(f"{reader}.weight") for reader in _readers(norm))
-        largest = np.max([np.abs(weight).max(axis=0) for weight in readers if weight is not None], axis=0)
+        roles = [f"{reader}.weight" for reader in _readers(norm)]
+        read.update({role: weights.load(role) for role in roles if role in weights.roles})
+        largest = np.max([_largest(read[role]) for role in roles if role in read], axis=0)
         return _factors(activations[norm], largest)
 
     def load(role: str) -> FloatArray:
         part, _, kind = role.rpartition(".")
+        if kind == "weight" and part in norm_of:
+            scales = factors(norm_of[part])
+            tensor = read.pop(role, None)   # kept for the first use only, since it may be large
+            return (weights.load(role) if tensor is None else tensor) * scales
         tensor = weights.load(role)
         if part in activations:
             return tensor / factors(part)
-        if kind == "weight" and part in norm_of:
-            return tensor * factors(norm_of[part])
         return tensor
 
     return replace(weights, load=load)
@@ -65,6 +69,12 @@ def _readers(norm: str) -> list[str]:
     """The roles of the linear layers that read a norm: for `layers.3.mlp.norm`, gate and up of that layer."""
     kind = _kind(norm)
     return [f"{norm.removesuffix(kind)}{reader}" for reader in _READERS[kind]]
+
+
+def _largest(weight: FloatArray) -> FloatArray:
+    """The largest magnitude in each column."""
+    largest: FloatArray = np.maximum(weight.max(axis=0), -weight.min(axis=0))
+    return largest
 
 
 def _factors(activations: FloatArray, weights: FloatArray) -> FloatArray:

@@ -1,19 +1,10 @@
-"""Source model: runs a checkpoint in transformers, as the reference for exports.
-
-It runs over two texts in `texts/`, which were written for this purpose and share no sentence: prose,
-dialogue, instructions, code, tables, numbers, other languages. `calibration` yields the size of activations;
-exported graphs are compared on `held_out`.
-"""
+"""Source model: runs a checkpoint in transformers, as the reference for its export."""
 
 from __future__ import annotations
 
-import json
-import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,30 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from genserve.errors import ExportError, InvalidRequest, ModelFailed, RepositoryError
+from genserve.errors import ExportError
 from genserve.export.checkpoint import Checkpoint
-from genserve.prompt import Chat, Message
-from genserve.sampling.logits_array import FloatArray
-from genserve.text.tokenizer import Tokenizer
-
-_TEXTS = Path(__file__).parent / "texts"
-_MAX_LENGTH = 256  # tokens of a row
-_MAX_ROWS = 8      # of each text
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reference:
-    """The results of one run of the source."""
-
-    ids: NDArray[np.int64]                  # [rows, tokens] of the held-out text
-    logits: FloatArray                      # [rows, tokens, vocab], after each of these tokens
-    # By the role of a norm: the root mean square [hidden] of its output over the calibration text.
-    activations: Mapping[str, FloatArray]
-
-
-def read_text(name: Literal["calibration", "held_out"]) -> str:
-    """One of the two texts."""
-    return (_TEXTS / f"{name}.txt").read_text(encoding="utf-8")
+from genserve.export.reference import Reference, text_ids
 
 
 def run_source(
@@ -67,11 +37,17 @@ def run_source(
         ExportError: transformers cannot build the model, the tensors do not have the shapes that the config
             states, the logits are not finite, or the tokenizer is broken or of another model.
     """
-    seen, ids = _token_ids(checkpoint, length=min(_MAX_LENGTH, context_length))
+    seen, ids = text_ids(checkpoint, context_length=context_length)
     model = _streamed_model(checkpoint)
     _require_known(np.concatenate([seen, ids]), model=model, source=checkpoint.source)
-    # Only held-out tokens reach the head, because the logits are the largest array of all.
-    model.get_output_embeddings().register_forward_pre_hook(lambda _module, args: (args[0][len(seen) :],))
+    hidden: list[torch.Tensor] = []
+
+    def leave_out_seen(_module: Any, args: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Only held-out tokens reach the head, because the logits are the largest array of all."""
+        hidden.append(args[0][len(seen) :])
+        return hidden[0]
+
+    model.get_output_embeddings().register_forward_pre_hook(leave_out_seen)
     squares: dict[str, torch.Tensor] = {}
 
     def observe(_module: Any, _args: Any, output: torch.Tensor, *, role: str) -> None:
@@ -92,6 +68,7 @@ def run_source(
         )
     return Reference(
         ids=ids,
+        hidden=hidden[0].numpy(),
         logits=logits.numpy(),
         activations={role: square.sqrt().numpy() for role, square in squares.items()},
     )
@@ -167,24 +144,6 @@ def _misshapen(checkpoint: Checkpoint, error: object) -> ExportError:
     )
 
 
-def _token_ids(checkpoint: Checkpoint, *, length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The calibration and the held-out text as token ids [rows, length] each."""
-    with tempfile.TemporaryDirectory() as folder:
-        for name, content in checkpoint.tokenizer_files.items():
-            (Path(folder) / name).write_bytes(content)
-        try:
-            tokenizer = Tokenizer.from_folder(Path(folder))
-            seen = _rows(tokenizer, "calibration", length=length)
-            held_out = _rows(tokenizer, "held_out", length=length)
-        except (InvalidRequest, ModelFailed, RepositoryError) as error:
-            reason = error.message.replace(f"{folder}/", "")
-            raise ExportError(
-                f"the tokenizer of {checkpoint.source} cannot be used: {reason}",
-                remedy="download it again, or repair the file",
-            ) from error
-    return seen, held_out
-
-
 def _require_known(ids: NDArray[np.int64], *, model: PreTrainedModel, source: str) -> None:
     last, largest = model.get_input_embeddings().weight.shape[0] - 1, int(ids.max())
     if largest > last:
@@ -192,16 +151,3 @@ def _require_known(ids: NDArray[np.int64], *, model: PreTrainedModel, source: st
             f"the tokenizer of {source} has a token {largest}, but the model's vocabulary ends at {last}",
             remedy="the checkpoint's files do not belong together; download it again",
         )
-
-
-def _rows(
-    tokenizer: Tokenizer, name: Literal["calibration", "held_out"], *, length: int
-) -> NDArray[np.int64]:
-    chat = [Message(**turn) for turn in json.loads((_TEXTS / f"{name}_chat.json").read_text("utf-8"))]
-    if tokenizer.chat_template is None:
-        turns = tokenizer.encode("\n\n".join(message.content for message in chat))
-    else:
-        turns = tokenizer.encode_chat(Chat(messages=tuple(chat)))
-    ids = turns + tokenizer.encode(read_text(name))
-    num_rows = min(_MAX_ROWS, len(ids) // length)
-    return np.array(ids[: num_rows * length]).reshape(num_rows, length)

@@ -23,7 +23,8 @@ from genserve.export.decoder import Dimensions
 from genserve.export.export_options import ExportFormat, Precision, Progress
 from genserve.export.layout import ModelLayout
 from genserve.export.model_folders import ModelFolders
-from genserve.export.source_model import Reference, source_model
+from genserve.export.reference import Reference
+from genserve.export.source_model import source_model
 from genserve.textmodel.runtimes.growing_logits import GrowingLogits
 
 _DEFAULT_CONTEXT = 2048  # tokens, for configs that state none
@@ -34,6 +35,7 @@ class TracedConversion:
     """The conversion of a model without a family; loads the whole model into memory."""
 
     norms: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    recording: ClassVar[None] = None
     layout: ModelLayout
 
     @classmethod

@@ -13,7 +13,7 @@ from genserve.export.conversion import Conversion
 from genserve.export.decoder import Dimensions
 from genserve.export.export_options import CacheType, ExportFormat, Precision, SilentProgress
 from genserve.export.model_folders import ModelFolders
-from genserve.export.source_model import Reference
+from genserve.export.reference import Reference
 from genserve.textmodel.runtimes.onnx_logits import OnnxLogits
 from genserve.textmodel.runtimes.torchscript_logits import TorchLogits
 
@@ -21,7 +21,10 @@ __all__ = ["WrittenGraph", "conversion_of", "write_conversion", "write_graph"]
 
 
 NOTHING_SEEN = Reference(
-    ids=np.empty((0, 0), np.int64), logits=np.empty((0, 0, 0), np.float32), activations={}
+    ids=np.empty((0, 0), np.int64),
+    hidden=np.empty((0, 0, 0), np.float32),
+    logits=np.empty((0, 0, 0), np.float32),
+    activations={},
 )
 
 

@@ -15,7 +15,8 @@ from genserve.errors import ExportError
 from genserve.export.checkpoint import Checkpoint
 from genserve.export.checkpoint_reader import read_checkpoint
 from genserve.export.parity import Parity, _compare, check_parity
-from genserve.export.source_model import Reference, run_source
+from genserve.export.reference import Reference
+from genserve.export.source_model import run_source
 from genserve.sampling.logits_array import FloatArray
 from tests.export import tiny_models
 from tests.export.graphs import conversion_of, write_graph

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from genserve.export.conversion import Conversion
-from genserve.export.source_model import Reference, run_source
+from genserve.export.reference import Reference
+from genserve.export.source_model import run_source
 from genserve.sampling.logits_array import FloatArray
 from tests.export.graphs import conversion_of, write_conversion
 from tests.export.rows import logits_of

@@ -1,0 +1,69 @@
+"""GGUF files are read as the package `gguf` reads them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
+
+from genserve.export.gguf_file import GgufFile
+
+KINDS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q8_0")
+
+VALUES: dict[str, tuple[Any, GGUFValueType]] = {
+    "a.bool": (True, GGUFValueType.BOOL),
+    "a.int8": (-3, GGUFValueType.INT8),
+    "a.uint16": (65_535, GGUFValueType.UINT16),
+    "a.int64": (-(1 << 40), GGUFValueType.INT64),
+    "a.float64": (0.1, GGUFValueType.FLOAT64),
+    "a.text": ("näive\n", GGUFValueType.STRING),
+    "a.numbers": ([1, 2, 3], GGUFValueType.ARRAY),
+    "a.texts": (["", "b", "ß"], GGUFValueType.ARRAY),
+}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gguf") / "all.gguf"
+    writer = GGUFWriter(path, "llama")
+    for name, (value, kind) in VALUES.items():
+        writer.add_key_value(name, value, kind)
+    generator = np.random.default_rng(0)
+    for name in KINDS:
+        kind = GGMLQuantizationType[name]
+        weight = generator.normal(size=(2, 70, 4096)).astype(np.float32)    # more than what is read at once
+        writer.add_tensor(name, gguf.quantize(weight, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_the_metadata_are_those_of_the_package(path: Path) -> None:
+    expected = {name: field.contents() for name, field in GGUFReader(path).fields.items()}
+    found = GgufFile.open(path).metadata
+    assert found == {name: value for name, value in expected.items() if not name.startswith("GGUF.")}
+    assert found["a.texts"] == ["", "b", "ß"]
+
+
+def test_the_tensors_are_those_of_the_package(path: Path) -> None:
+    found = GgufFile.open(path).tensors
+    assert set(found) == set(KINDS)
+    for tensor in GGUFReader(path).tensors:
+        expected = gguf.dequantize(tensor.data, tensor.tensor_type)
+        values = found[tensor.name].read()
+        assert np.array_equal(values, expected), tensor.name
+        assert (values.dtype, values.flags.writeable) == (np.float32, True)
+
+
+@pytest.mark.parametrize("size", [3, 20, 60, 200, -1])
+def test_a_part_of_a_file_is_rejected(path: Path, tmp_path: Path, size: int) -> None:
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(ValueError, match=r"incomplete|broken"):
+        GgufFile.open(cut)
