@@ -87,6 +87,12 @@ COMMANDS = {
         summary="List the models of a repository or of a server",
         examples=("genserve models", "genserve models --url http://127.0.0.1:8000"),
     ),
+    "remove": CommandEntry(
+        module="remove_command",
+        heading=_MODELS,
+        summary="Delete a model from the repository",
+        examples=("genserve remove smollm2",),
+    ),
     "check": CommandEntry(
         module="check_command",
         heading=_MODELS,

@@ -48,7 +48,7 @@ def _print_local(found: Sequence[LocalModel], *, repository: Path) -> None:
         state = f"no weights: {', '.join(model.missing)}" if model.missing else "ready to load"
         table.add_row(model.name, f"{model.size_bytes / 1e6:.1f} MB", *_quality_cells(model), state)
     make_console().print(table)
-    print(f"\nkernels of this machine: {instruction_set()}")
+    print(f"\nin {described(repository)}; kernels of this machine: {instruction_set()}")
 
 
 def _quality_cells(model: LocalModel) -> tuple[str, str, str, str]:

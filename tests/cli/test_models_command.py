@@ -24,7 +24,7 @@ def test_the_models_of_a_repository_are_a_table(tmp_path: Path) -> None:
     (tmp_path / "c_logits" / "1" / "parity.json").write_text(json.dumps(parity | {"kv_cache": "int8"}))
     result = CliRunner().invoke(app, ["models", "--model-repository", str(tmp_path)])
     rows = [" ".join(line.split()) for line in result.stdout.splitlines()]
-    assert rows[-1] == f"kernels of this machine: {instruction_set()}"
+    assert rows[-1] == f"in {tmp_path}; kernels of this machine: {instruction_set()}"
     assert rows[:-2] == [
         "model size precision top-1 perplexity KL state",
         "a 0.0 MB int8 94.8% x1.011 0.0153 ready to load",

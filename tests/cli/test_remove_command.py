@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from genserve.cli.main import app
+from genserve.cli.model_access import local_models
+from genserve.errors import GenserveError, InvalidRequest, ModelNotFound, RepositoryError
+from tests.cli.terminal import ENTER, Terminal
+from tests.cli.test_model_access import add_model
+
+
+def remove(repository: Path, *words: str) -> GenserveError | None:
+    result = CliRunner().invoke(app, ["remove", *words, "--model-repository", str(repository)])
+    assert result.exception is None or isinstance(result.exception, GenserveError)
+    return result.exception
+
+
+def folders(repository: Path) -> list[str]:
+    return sorted(path.name for path in repository.iterdir())
+
+
+def test_a_model_goes_with_its_stages(tmp_path: Path) -> None:
+    add_model(tmp_path, "a")
+    add_model(tmp_path, "b")
+    assert remove(tmp_path, "a", "--yes") is None
+    assert folders(tmp_path) == ["b", "b_decoder", "b_logits", "b_tokenizer"]
+    assert [model.missing for model in local_models(tmp_path)] == [()]
+
+
+def test_a_stage_that_another_model_uses_stays(tmp_path: Path) -> None:
+    add_model(tmp_path, "a")
+    config = (tmp_path / "a" / "config.pbtxt").read_text()
+    (tmp_path / "twin").mkdir()
+    (tmp_path / "twin" / "config.pbtxt").write_text(config.replace('name: "a"', 'name: "twin"', 1))
+    assert remove(tmp_path, "a", "--yes") is None
+    assert folders(tmp_path) == ["a_decoder", "a_logits", "a_tokenizer", "twin"]
+    assert isinstance(remove(tmp_path, "a_logits", "--yes"), RepositoryError)
+    assert remove(tmp_path, "a_logits", "twin", "--yes") is None
+    assert folders(tmp_path) == []
+
+
+def test_an_unknown_model_is_an_error_with_the_nearest_name(tmp_path: Path) -> None:
+    add_model(tmp_path, "mine")
+    error = remove(tmp_path, "mime", "--yes")
+    assert isinstance(error, ModelNotFound)
+    assert error.remedy == "did you mean mine?"
+
+
+def test_without_a_terminal_it_needs_yes(tmp_path: Path) -> None:
+    add_model(tmp_path, "a")
+    assert isinstance(remove(tmp_path, "a"), InvalidRequest)
+    assert len(folders(tmp_path)) == 4
+
+
+def test_a_linked_model_is_unlinked(tmp_path: Path) -> None:
+    add_model(tmp_path / "elsewhere", "a")
+    models = tmp_path / "models"
+    models.mkdir()
+    for folder in (tmp_path / "elsewhere").iterdir():
+        (models / folder.name).symlink_to(folder)
+    assert remove(models, "a", "--yes") is None
+    assert (folders(models), len(folders(tmp_path / "elsewhere"))) == ([], 4)
+
+
+def test_a_terminal_is_asked(tmp_path: Path) -> None:
+    add_model(tmp_path / "models", "a")
+    words = ("remove", "a", "--model-repository", str(tmp_path / "models"))
+    for typed, left in (("n", 4), ("y", 0)):
+        with Terminal("genserve", *words, home=tmp_path) as terminal:
+            terminal.expect("delete a, a_tokenizer, a_logits, a_decoder (0.0 MB) from")
+            terminal.type(typed + ENTER)
+            terminal.wait()
+        assert len(folders(tmp_path / "models")) == left
