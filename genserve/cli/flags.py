@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from genserve.sampling.sampling_options import SamplingOptions
 
 # Headings in `--help`.
-MODEL, SAMPLING = "Model", "Sampling"
+MODEL, SAMPLING, BATCH = "Model", "Sampling", "Batches"
 
 ModelArgument = Annotated[
     str | None,

@@ -66,8 +66,11 @@ COMMANDS = {
     "generate": CommandEntry(
         module="generate_command",
         heading=_RUN,
-        summary="Complete a prompt",
-        examples=("echo 'The capital of France is' | genserve generate --max-tokens 8",),
+        summary="Complete a prompt, or answer a file of prompts",
+        examples=(
+            "echo 'The capital of France is' | genserve generate --max-tokens 8",
+            "genserve generate --input prompts.jsonl --output answers.jsonl",
+        ),
     ),
     "pull": CommandEntry(
         module="export_command",

@@ -96,12 +96,7 @@ def test_json_is_one_object_with_the_whole_answer() -> None:
         "token_ids": [1, 2],
         "finish_reason": "length",
         "stop_reason": None,
-        "prompt_token_ids": [],
         "usage": {"prompt_tokens": 4, "completion_tokens": 2, "cached_tokens": 0},
-        "logprobs": [],
-        "top_logprobs": [],
-        "prompt_logprobs": [],
-        "tool_calls": [],
     }
     assert "\x1b" not in result.stdout
 

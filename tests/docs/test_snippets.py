@@ -31,7 +31,12 @@ from tests.support.live_server import LiveServer
 SNIPPETS = snippets()
 SHELL = ("sh", "bash", "shell")
 # A block without a language is text: it has no command.
-PARSED = {"json": json.loads, "yaml": yaml.safe_load, "toml": tomllib.loads}
+PARSED = {
+    "json": json.loads,
+    "jsonl": lambda text: [json.loads(line) for line in text.splitlines()],
+    "yaml": yaml.safe_load,
+    "toml": tomllib.loads,
+}
 # Programs that change nothing outside of the folder where a block runs.
 RUNNABLE = ("cat", "curl", "diff", "echo", "genserve", "head", "ls", "python", "tail")
 OTHERS = ("python", "pbtxt", "nginx", "js", "text", "")

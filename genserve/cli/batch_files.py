@@ -1,0 +1,237 @@
+"""Batch files: the requests and the answers of a batch as JSON lines.
+
+A request is `{"prompt": ...}` or `{"messages": [...]}` with sampling parameters beside it, or a line of
+OpenAI's batches: `{"custom_id": ..., "method": "POST", "url": "/v1/...", "body": {...}}`. Each answer has the
+id of its request, by default the number of its line.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, TypeAlias, cast
+
+import orjson
+
+from genserve.completion import Completion
+from genserve.errors import GenserveError, InvalidRequest
+
+LineId: TypeAlias = str | int
+_BEGIN = b'{"id":'      # of every row
+_ALWAYS = {"text", "token_ids", "finish_reason", "stop_reason", "usage"}    # keys of every answer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLine:
+    """One request of a batch."""
+
+    id: LineId
+    fields: Mapping[str, Any]           # of the line's object, without the id
+    error: InvalidRequest | None = None     # why it cannot be sent
+
+    @property
+    def is_openai(self) -> bool:
+        """Whether it is a line of OpenAI's batches, whose answer has their shape."""
+        return "body" in self.fields
+
+
+def read_requests(path: Path | None) -> list[BatchLine]:
+    """Return the requests of a file, or of standard input with None.
+
+    Raises:
+        InvalidRequest: the file cannot be read, has no request, or two with the same id.
+    """
+    place = "standard input" if path is None else str(path)
+    try:
+        content = sys.stdin.buffer.read() if path is None else path.read_bytes()
+    except OSError as error:
+        raise InvalidRequest(f"{place} cannot be read: {error.strerror}", remedy="check --input") from None
+    lines: dict[LineId, BatchLine] = {}
+    for number, raw in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+        if not raw.strip():
+            continue
+        line = _read_line(raw, number)
+        if line.id in lines:
+            raise InvalidRequest(
+                f"line {number} of {place} repeats the id {line.id!r}", remedy="give each line its own id"
+            )
+        lines[line.id] = line
+    if not lines:
+        raise InvalidRequest(
+            f"{place} has no requests", remedy='write one JSON object per line, such as {"prompt": "Tea is"}'
+        )
+    return list(lines.values())
+
+
+def _read_line(raw: bytes, number: int) -> BatchLine:
+    try:
+        fields = orjson.loads(raw)
+    except ValueError as error:
+        return _invalid(number, f"line {number} is not JSON: {error}")
+    if not isinstance(fields, dict):
+        return _invalid(number, f"line {number} is not a JSON object")
+    key = "custom_id" if "body" in fields else "id"
+    line_id = fields.pop(key, number)
+    if not isinstance(line_id, (str, int)) or isinstance(line_id, bool):
+        return _invalid(number, f"the {key} of line {number} is neither text nor a whole number")
+    return BatchLine(id=line_id, fields=fields)
+
+
+def _invalid(number: int, message: str) -> BatchLine:
+    remedy = 'write one JSON object per line, such as {"prompt": "Tea is"}'
+    return BatchLine(id=number, fields={}, error=InvalidRequest(message, remedy=remedy))
+
+
+def answer_document(completion: Completion) -> dict[str, Any]:
+    """Return an answer for JSON: what every answer has, and what was requested."""
+    document = {key: value for key, value in asdict(completion).items() if key in _ALWAYS or value}
+    if not completion.prompt_logprobs:
+        document.pop("prompt_token_ids", None)
+    return document
+
+
+def error_row(line: BatchLine, error: GenserveError) -> dict[str, Any]:
+    """Return the answer of a request that failed."""
+    details = {"code": error.code, "message": error.message, "remedy": error.remedy}
+    if line.is_openai:
+        return {"id": f"batch_req_{line.id}", "custom_id": line.id, "response": None, "error": details}
+    return {"id": line.id, "error": details}
+
+
+def has_failed(row: Mapping[str, Any]) -> bool:
+    """Whether a row of an output file is an error."""
+    response = row.get("response") or {}
+    return row.get("error") is not None or response.get("status_code", 200) >= 300
+
+
+class AnswerFile:
+    """A file of answers, to which each is added as soon as it is there; `finish` brings them into order.
+
+    What an earlier run has written stays: its answers need not be computed again. Its errors, and a last line
+    that was cut off, are removed.
+    """
+
+    is_on_terminal = False
+
+    def __init__(self, path: Path, lines: Sequence[BatchLine]) -> None:
+        """Read what is there.
+
+        Raises:
+            InvalidRequest: the file has an answer to none of the requests, or cannot be written.
+        """
+        self._path = path.resolve()     # `finish` replaces the file, not a link to it
+        self._order = {line.id: index for index, line in enumerate(lines)}
+        rows = dict(self._read())
+        self.done = frozenset(rows)
+        with self._writing():
+            self._replace(rows)
+            self._file: BinaryIO = self._path.open("ab")
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Write an answer; it survives a later crash of this process."""
+        with self._writing():
+            self._file.write(_written(row))
+            self._file.flush()
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        self._file.close()
+
+    def finish(self) -> None:
+        """Bring all answers into the order of the requests, and close the file."""
+        self.close()
+        rows = {_row_id(row): raw for raw, row in self._rows()}
+        with self._writing():
+            self._replace(rows)
+
+    def _read(self) -> Iterator[tuple[LineId, bytes]]:
+        for raw, row in self._rows():
+            line_id = _row_id(row)
+            if line_id not in self._order:
+                raise InvalidRequest(
+                    f"{self._path} has an answer to {line_id!r}, which is not in the input",
+                    remedy="name another --output, or delete the file",
+                )
+            if not has_failed(row):
+                yield line_id, raw
+
+    def _rows(self) -> Iterator[tuple[bytes, dict[str, Any]]]:
+        """Yield the whole lines of the file, with what they say."""
+        try:
+            content = self._path.read_bytes()
+        except FileNotFoundError:
+            return
+        *whole, cut = content.split(b"\n")     # behind the last line feed is nothing, or half a row
+        if not _BEGIN.startswith(cut[: len(_BEGIN)]):
+            raise self._not_ours()
+        for raw in whole:
+            try:
+                row = orjson.loads(raw)
+            except ValueError:
+                raise self._not_ours() from None
+            if not isinstance(row, dict) or not isinstance(_row_id(row), (str, int)):
+                raise self._not_ours()
+            yield raw + b"\n", row
+
+    def _not_ours(self) -> InvalidRequest:
+        return InvalidRequest(f"{self._path} has a line that is no answer", remedy="name another --output")
+
+    def _replace(self, rows: Mapping[LineId, bytes]) -> None:
+        beside = self._path.with_name(self._path.name + ".part")
+        beside.write_bytes(b"".join(rows[line_id] for line_id in sorted(rows, key=self._order.__getitem__)))
+        beside.replace(self._path)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise InvalidRequest(
+                f"{self._path} cannot be written: {error.strerror}", remedy="check --output and the disk"
+            ) from None
+
+
+class AnswerStream:
+    """Answers on a pipe or on standard output, in the order of the requests."""
+
+    done: frozenset[LineId] = frozenset()
+
+    def __init__(self, lines: Sequence[BatchLine], file: BinaryIO) -> None:
+        self.is_on_terminal = file.isatty()
+        self._file = file
+        self._waiting = [line.id for line in reversed(lines)]
+        self._rows: dict[LineId, bytes] = {}
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Write an answer once all before it have been written."""
+        self._rows[_row_id(row)] = _written(row)
+        while self._waiting and self._waiting[-1] in self._rows:
+            self._file.write(self._rows.pop(self._waiting.pop()))
+        self._file.flush()
+
+    def close(self) -> None:
+        """Do nothing: standard output stays open."""
+
+    def finish(self) -> None:
+        """Do nothing: every answer has been written."""
+
+
+def open_answers(path: Path | None, lines: Sequence[BatchLine]) -> AnswerFile | AnswerStream:
+    """Return where answers go: a file, or standard output with None. Raises the errors of `AnswerFile`."""
+    if path is None:
+        return AnswerStream(lines, sys.stdout.buffer)
+    if path.exists() and not path.is_file():    # such as /dev/stdout
+        return AnswerStream(lines, os.fdopen(os.open(path, os.O_WRONLY), "wb"))
+    return AnswerFile(path, lines)
+
+
+def _row_id(row: Mapping[str, Any]) -> LineId:
+    return cast("LineId", row["custom_id"] if "custom_id" in row else row.get("id"))
+
+
+def _written(row: Mapping[str, Any]) -> bytes:
+    return orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE)
