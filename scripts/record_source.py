@@ -15,10 +15,10 @@ from transformers import AutoConfig
 
 from genserve.export.checkpoint_reader import read_checkpoint
 from genserve.export.conversion import Conversion
+from genserve.export.downloading import cache_folder, fetch_gguf, file_sha256
 from genserve.export.export_options import ExportFormat
 from genserve.export.model_folders import ModelFolders
-from genserve.export.pulling import cache_folder, fetch_gguf
-from genserve.export.recording import Recording, file_sha256
+from genserve.export.recording import Recording
 from genserve.export.source_model import run_source
 
 RECORDING = Path(__file__).parents[1] / "genserve/export/recordings/smollm2.npz"

@@ -213,7 +213,7 @@ def write_model(
             has a config of another model, or is not writable.
     """
     layout = conversion.layout
-    with writing_into(repository), staging_folder(repository, layout.folders) as staged:
+    with writing_into(repository), staging_folder(repository, layout.folders.ensemble) as staged:
         if beside is not None or not overwrite:
             layout.require_agreeing_config(repository, beside=beside is not None)
         if beside is None:

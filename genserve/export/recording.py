@@ -7,7 +7,6 @@ would take 200 MB, are recorded as what the head reads: numbers of 21 bits, with
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genserve.export.checkpoint import Checkpoint
+from genserve.export.downloading import file_sha256
 from genserve.export.reference import Positions, Reference
 from genserve.sampling.logits_array import FloatArray
 
@@ -107,12 +107,6 @@ def find_recording(path: Path) -> Recording | None:
             if recording.sha256 == sha256:
                 return recording
     return None
-
-
-def file_sha256(path: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

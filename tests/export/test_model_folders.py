@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from genserve.errors import ExportError
+from genserve.export.downloading import fetch_gguf
 from genserve.export.model_folders import ModelFolders, install, staging_folder, writing_into
-from genserve.export.pulling import fetch_gguf
 
 STAGES = ModelFolders("m")
 FILES = (
@@ -38,7 +38,7 @@ def contents(repository: Path) -> dict[str, str]:
 
 def install_without(missing: str, repository: Path, *, overwrite: bool) -> None:
     """Install, and fail at the missing file."""
-    with staging_folder(repository, STAGES) as staged:
+    with staging_folder(repository, STAGES.ensemble) as staged:
         write_files(staged, content="new")
         (staged / missing).unlink()
         install(staged, repository, STAGES, overwrite=overwrite)
@@ -61,7 +61,7 @@ def test_a_failure_in_an_empty_repository_leaves_it_empty(tmp_path: Path) -> Non
 
 def test_a_running_export_keeps_its_folder_and_a_killed_one_does_not(tmp_path: Path) -> None:
     (tmp_path / ".m.killed12.tmp").mkdir()
-    with staging_folder(tmp_path, STAGES) as first, staging_folder(tmp_path, STAGES) as second:
+    with staging_folder(tmp_path, "m") as first, staging_folder(tmp_path, "m") as second:
         assert {path.name for path in tmp_path.iterdir()} == {first.name, second.name}
     assert not list(tmp_path.iterdir())
 
@@ -74,12 +74,12 @@ def test_a_folder_that_another_export_has_just_created_is_no_leftover(
     def make_and_be_overtaken(**name: Any) -> str:
         monkeypatch.setattr(tempfile, "mkdtemp", make)
         folder = make(**name)
-        with staging_folder(tmp_path, STAGES):
+        with staging_folder(tmp_path, STAGES.ensemble):
             pass
         return folder
 
     monkeypatch.setattr(tempfile, "mkdtemp", make_and_be_overtaken)
-    with staging_folder(tmp_path, STAGES) as staged:
+    with staging_folder(tmp_path, STAGES.ensemble) as staged:
         assert list(tmp_path.iterdir()) == [staged]
     assert not list(tmp_path.iterdir())
 
@@ -88,7 +88,7 @@ def test_only_missing_files_are_added_to_shipped_folders(tmp_path: Path) -> None
     write_files(tmp_path, content="shipped")
     (tmp_path / "m_logits" / "1" / "model.onnx").unlink()
     (tmp_path / "m_decoder" / "config.pbtxt").unlink()
-    with staging_folder(tmp_path, STAGES) as staged:
+    with staging_folder(tmp_path, STAGES.ensemble) as staged:
         write_files(staged, content="new")
         install(staged, tmp_path, STAGES, overwrite=False)
     new = {path for path, content in contents(tmp_path).items() if content == "new"}

@@ -13,8 +13,8 @@ import pytest
 
 from genserve.export import CacheType, Precision, SilentProgress, export_model, exporter
 from genserve.export.checkpoint_reader import read_checkpoint
-from genserve.export.pulling import FILE, cache_folder, fetch_gguf
-from genserve.export.recording import Recording, file_sha256, find_recording
+from genserve.export.downloading import FILE, cache_folder, fetch_gguf, file_sha256
+from genserve.export.recording import Recording, find_recording
 from genserve.export.reference import text_ids
 from tests.support.slim_environment import slim_environment
 
