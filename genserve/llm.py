@@ -142,6 +142,31 @@ class LLM:
             for completion in completions
         )
 
+    def tokenize(self, prompt: Messages, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Return the token ids of a text, or of a chat as the model's template renders it.
+
+        Args:
+            prompt: a text, or the messages of a chat.
+            add_special_tokens: begin a text with the token that begins every text, if there is one.
+
+        Raises:
+            InvalidRequest: a message is invalid, or the model has no chat template.
+            ModelFailed: the chat template or the tokenizer failed.
+        """
+        self._reject_if_closed()
+        if isinstance(prompt, str):
+            return tuple(self._model.tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
+        return tuple(self._model.encode(read_chat(prompt)))
+
+    def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Return the text of token ids; bytes that are no UTF-8 become U+FFFD.
+
+        Raises:
+            InvalidRequest: an id is not in the vocabulary.
+        """
+        self._reject_if_closed()
+        return self._model.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
     def close(self) -> None:
         """Abort the running requests and unload the model; a second call does nothing."""
         self._closed = True

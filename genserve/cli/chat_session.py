@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -13,13 +13,13 @@ from rich.console import Console
 from rich.text import Text
 
 from genserve.cli.console import make_console, visible
-from genserve.cli.conversation import Conversation
+from genserve.cli.conversation import Conversation, Exchange
 from genserve.cli.markdown_stream import answer_display
 from genserve.cli.model_access import ModelSwitch, OpenedModel
 from genserve.cli.typed_keys import held_keys
 from genserve.completion import FinishReason, Stream, Usage
 from genserve.errors import ContextLengthExceeded, GenserveError
-from genserve.prompt import Messages
+from genserve.prompt import Chat, Message, Messages
 from genserve.sampling.sampling_options import SamplingOptions
 
 
@@ -29,6 +29,7 @@ class PrintedAnswer:
 
     text: str
     num_tokens: int
+    token_ids: tuple[int, ...] = ()
     first_token_s: float | None = None          # from the question to the first token; None: no token
     last_token_s: float | None = None           # from the question to the last token
     finish_reason: FinishReason | None = None   # None: stopped by Ctrl-C
@@ -70,12 +71,14 @@ def print_answer(
     """
     started_s = clock()
     texts: list[str] = []
+    token_ids: list[int] = []
     times_s: list[float] = []
     finish_reason, usage = None, None
     try:
         with open_stream() as stream:
             for delta in stream:
                 times_s += [clock() - started_s] * len(delta.token_ids)
+                token_ids += delta.token_ids
                 texts.append(delta.text)
                 write(delta.text)
                 finish_reason, usage = delta.finish_reason, delta.usage
@@ -84,6 +87,7 @@ def print_answer(
     return PrintedAnswer(
         text="".join(texts),
         num_tokens=usage.completion_tokens if usage else len(times_s),
+        token_ids=tuple(token_ids),
         first_token_s=times_s[0] if times_s else None,
         last_token_s=times_s[-1] if times_s else None,
         finish_reason=finish_reason,
@@ -147,6 +151,7 @@ class ChatSession:
         first: dict[str, object] = {**self.first_options}
         changed = {name: value for name, value in self.options.items() if first.get(name, self) != value}
         self.model = model
+        self.conversation.forget_token_ids()
         self.first_options = self._initial_options(model)
         self.options = cast("SamplingOptions", {**self.first_options, **changed})
 
@@ -158,21 +163,54 @@ class ChatSession:
         """
         answer = self._print_answer(self.conversation.messages_with(question))
         if answer.text or answer.finish_reason is not None:
-            self.conversation.add(question, answer=answer.text)
+            self.conversation.add(
+                Exchange(question=question, answer=answer.text, token_ids=answer.token_ids)
+            )
         return answer
 
     def ask_instead(self, question: str) -> PrintedAnswer:
         """Ask this in place of the last question, which stays if there is no answer; see `ask`."""
-        replaced = self.conversation.undo()
+        with self._last_replaced():
+            return self.ask(question)
+
+    def continue_from(self, text: str, token_ids: tuple[int, ...]) -> PrintedAnswer:
+        """Replace the last answer by one that begins with a text, of these tokens; see `ask`."""
+        with self._last_replaced() as last:
+            begun = [*self.conversation.messages_with(last.question), Message(role="assistant", content=text)]
+            chat = Chat(messages=tuple(begun), continue_final_message=True)
+            answer = self._print_answer(chat, begun=text)
+            self.conversation.add(
+                replace(last, answer=text + answer.text, token_ids=token_ids + answer.token_ids)
+            )
+        return answer
+
+    def take(self, question: str, answer: PrintedAnswer, *, replaces_last: bool) -> None:
+        """Append an answer that was printed elsewhere, or replace the last exchange by it."""
+        if replaces_last:
+            self.conversation.undo()
+        self.conversation.add(Exchange(question=question, answer=answer.text, token_ids=answer.token_ids))
+        self.answers.append(answer)
+
+    def cut_last_answer(self, text: str, token_ids: tuple[int, ...]) -> None:
+        """Replace the last answer by its beginning."""
+        with self._last_replaced() as last:
+            self.conversation.add(replace(last, answer=text, token_ids=token_ids))
+
+    @contextmanager
+    def _last_replaced(self) -> Iterator[Exchange]:
+        """Take the last exchange off, and put it back unless another one is added."""
+        last = self.conversation.undo()
+        assert last is not None
         num_left = len(self.conversation)
         try:
-            return self.ask(question)
+            yield last
         finally:
-            if replaced is not None and len(self.conversation) == num_left:
-                self.conversation.add(replaced.question, answer=replaced.answer)
+            if len(self.conversation) == num_left:
+                self.conversation.add(last)
 
-    def _print_answer(self, messages: Messages) -> PrintedAnswer:
+    def _print_answer(self, messages: Messages, *, begun: str = "") -> PrintedAnswer:
         with held_keys(), shown_answer(self.console, with_markdown=self.shows_markdown) as write:
+            write(begun)
             answer = print_answer(
                 lambda: open_stream(self.model, messages, self.options),
                 write=write,
@@ -185,6 +223,10 @@ class ChatSession:
         """Print an earlier answer."""
         with shown_answer(self.console, with_markdown=self.shows_markdown) as write:
             write(text)
+
+    def summarize(self, answer: PrintedAnswer) -> None:
+        """Print the token counts and the timing of an answer."""
+        self.note(answer.summary(max_length=self.model.max_length))
 
     def note(self, text: str) -> None:
         """Print a remark of the chat program, dimmed, wrapped between words."""

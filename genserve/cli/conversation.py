@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from genserve.errors import InvalidRequest
@@ -20,6 +20,7 @@ class Exchange:
 
     question: str
     answer: str
+    token_ids: tuple[int, ...] = ()     # of the answer; empty: unknown to the model that is open
 
 
 class Conversation:
@@ -45,9 +46,13 @@ class Conversation:
         """Return the messages so far and a new one of the user."""
         return [*self.messages(), Message(role="user", content=question)]
 
-    def add(self, question: str, *, answer: str) -> None:
+    def add(self, exchange: Exchange) -> None:
         """Append an exchange."""
-        self._exchanges.append(Exchange(question=question, answer=answer))
+        self._exchanges.append(exchange)
+
+    def forget_token_ids(self) -> None:
+        """Forget the ids, which mean nothing to another model."""
+        self._exchanges = [replace(exchange, token_ids=()) for exchange in self._exchanges]
 
     @property
     def last(self) -> Exchange | None:
@@ -105,7 +110,7 @@ def _conversation_of(messages: Sequence[Message]) -> Conversation:
     if len(turns) % 2:
         raise InvalidRequest("the last question has no answer")
     for question, answer in zip(turns[::2], turns[1::2], strict=True):
-        conversation.add(question.content, answer=answer.content)
+        conversation.add(Exchange(question=question.content, answer=answer.content))
     return conversation
 
 

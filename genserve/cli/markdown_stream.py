@@ -12,8 +12,10 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.markdown import CodeBlock, Heading, Markdown, MarkdownElement
+from rich.markdown import CodeBlock, Heading, ListItem, Markdown, MarkdownElement
 from rich.syntax import Syntax
+from rich.table import Column, Table
+from rich.text import Text
 from rich.theme import Theme
 
 from genserve.cli.console import visible
@@ -54,9 +56,12 @@ def answer_display(console: Console, *, with_markdown: bool) -> AnswerDisplay:
     """Return the display of one answer: unchanged on a pipe, plain with NO_COLOR and on dumb terminals."""
     if not console.is_terminal:
         return _Unchanged(console)
-    if not with_markdown or console.is_dumb_terminal or console.no_color:
-        return WordWrap(console)
-    return MarkdownStream(console)
+    return MarkdownStream(console) if with_markdown and shows_markdown(console) else WordWrap(console)
+
+
+def shows_markdown(console: Console) -> bool:
+    """Whether a terminal can show more than plain text, and may."""
+    return console.is_terminal and not console.is_dumb_terminal and not console.no_color
 
 
 class _Unchanged:
@@ -204,6 +209,17 @@ class _LeftHeading(Heading):
         yield self.text
 
 
+class _NumberedItem(ListItem):
+    """An item of a list, whose number ends with a period."""
+
+    def render_number(
+        self, console: Console, options: ConsoleOptions, number: int, last_number: int
+    ) -> RenderResult:
+        row = Table.grid(Column(width=len(str(last_number)) + 2, justify="right"), Column(), padding=(0, 1))
+        row.add_row(Text(f"{number}.", style="markdown.item.number"), self.elements)
+        yield row
+
+
 class _PlainCode(CodeBlock):
     """Code without margins and background, so that it can be copied."""
 
@@ -220,6 +236,7 @@ class _ChatMarkdown(Markdown):
         "heading_open": _LeftHeading,
         "fence": _PlainCode,
         "code_block": _PlainCode,
+        "list_item_open": _NumberedItem,
     }
 
     def __init__(self, text: str) -> None:

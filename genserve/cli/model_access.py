@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, Self, Unpack
 
-from genserve.completion import Stream
+from genserve.completion import Completion, Stream
 from genserve.errors import GenserveError, ModelNotFound, RepositoryError, nearest
 from genserve.export import DEFAULT_MODEL, pull, pulled_name
-from genserve.prompt import Messages
+from genserve.prompt import Messages, Prompts
 from genserve.sampling.sampling_options import SamplingOptions
 from genserve.store import default_repository, described, repository_flag
 
@@ -201,6 +201,15 @@ class TextGenerator(Protocol):
     def chat_stream(self, messages: Messages, **options: Unpack[SamplingOptions]) -> Stream:
         """Answer a chat."""
 
+    def complete(self, prompts: Prompts, **options: Unpack[SamplingOptions]) -> tuple[Completion, ...]:
+        """Complete prompts."""
+
+    def tokenize(self, prompt: Messages, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Return the token ids of a text or of a chat."""
+
+    def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Return the text of token ids."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedModel:
@@ -306,7 +315,7 @@ def _remote_model(name: str | None, *, url: str) -> Iterator[OpenedModel]:
         name = choose_remote(name, list(known))
         yield OpenedModel(
             name=name,
-            max_length=None,
+            max_length=client.max_lengths().get(name),
             text_model=_RemoteModel(client=client, name=name),
             default_sampling_params=known[name],
         )
@@ -344,3 +353,14 @@ class _RemoteModel:
 
     def chat_stream(self, messages: Messages, **options: Unpack[SamplingOptions]) -> Stream:
         return self.client.chat_stream(messages, model=self.name, **options)
+
+    def complete(self, prompts: Prompts, **options: Unpack[SamplingOptions]) -> tuple[Completion, ...]:
+        return self.client.complete(prompts, model=self.name, **options)
+
+    def tokenize(self, prompt: Messages, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        return self.client.tokenize(prompt, model=self.name, add_special_tokens=add_special_tokens)
+
+    def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        return self.client.detokenize(
+            token_ids, model=self.name, skip_special_tokens=skip_special_tokens
+        )

@@ -63,8 +63,7 @@ def _run(session: ChatSession, typed: str) -> None:
         if typed.startswith("/"):
             run_slash(session, typed)
         elif question := _without_quotes(typed.strip()):
-            answer = session.ask(question)
-            session.note(answer.summary(max_length=session.model.max_length))
+            session.summarize(session.ask(question))
     except KeyboardInterrupt:
         session.note("stopped")
     except GenserveError as error:

@@ -5,19 +5,26 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Literal, cast
 
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from genserve.cli.chat_session import ChatSession
+from genserve.cli.console import visible
 from genserve.cli.conversation import read_conversation, save_conversation
 from genserve.cli.editor import edited
 from genserve.cli.flags import read_value
+from genserve.cli.side_by_side import compare
+from genserve.cli.token_texts import TokenTexts
 from genserve.errors import InvalidRequest, closest
+from genserve.prompt import Chat
 from genserve.sampling.sampling_options import SamplingOptions
 from genserve.sampling.sampling_params import sampling_params
+
+_COUNT_COLUMNS = 24     # of the table of /tokens, before the beginnings of the messages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +114,7 @@ def _undo(session: ChatSession, _argument: str) -> None:
 
 def _retry(session: ChatSession, _argument: str) -> None:
     if last := session.conversation.last:
-        _ask_instead(session, last.question)
+        session.summarize(session.ask_instead(last.question))
     else:
         session.note("nothing to retry")
 
@@ -118,14 +125,9 @@ def _edit(session: ChatSession, _argument: str) -> None:
     if last and question == last.question:
         session.note("not changed; /retry asks it again")
     elif question:
-        _ask_instead(session, question)
+        session.summarize(session.ask_instead(question) if last else session.ask(question))
     else:
         session.note("nothing to ask")
-
-
-def _ask_instead(session: ChatSession, question: str) -> None:
-    answer = session.ask_instead(question)
-    session.note(answer.summary(max_length=session.model.max_length))
 
 
 def _save(session: ChatSession, argument: str) -> None:
@@ -166,6 +168,63 @@ def _markdown(session: ChatSession, argument: str) -> None:
     session.note(f"Markdown is {'rendered' if session.shows_markdown else 'shown as the model writes it'}")
 
 
+def _tokens(session: ChatSession, argument: str) -> None:
+    tokenize = session.model.text_model.tokenize
+    if argument:
+        token_ids = tokenize(argument, add_special_tokens=False)
+        pieces = TokenTexts(session.model.text_model).of(token_ids)
+        styles = cycle(("on blue", "on magenta"))
+        coloured = zip(map(visible, pieces), styles, strict=False)
+        session.console.print(Text.assemble(*coloured))
+        session.note(f"{len(token_ids)} tokens")
+        return
+    messages = session.conversation.messages()
+    if not messages:
+        session.note("nothing was said yet")
+        return
+    table = Table.grid(Column(), Column(justify="right"), Column(), padding=(0, 2))
+    counts = [len(tokenize(message.content, add_special_tokens=False)) for message in messages]
+    for message, count in zip(messages, counts, strict=True):
+        beginning = Text(visible(message.content).replace("\n", " "), style="dim")
+        beginning.truncate(max(1, session.console.width - _COUNT_COLUMNS), overflow="ellipsis")
+        table.add_row(message.role, str(count), beginning)
+    used = len(tokenize(Chat(messages=tuple(messages), add_generation_prompt=False)))
+    table.add_row("template", str(used - sum(counts)), "", style="dim")
+    session.console.print(table)
+    limit = session.model.max_length
+    left = f" of {limit}, {max(0, limit - used)} left" if limit else ""
+    session.note(f"context {used}{left}")
+
+
+def _alternatives(session: ChatSession, _argument: str) -> None:
+    from genserve.cli.alternatives import (  # an application, which most chats do not need
+        TokenPicker,
+        beginning_text,
+        pick_alternative,
+        score_last_answer,
+    )
+
+    answer = score_last_answer(session.model, session.conversation)
+    picker = TokenPicker(answer, TokenTexts(session.model.text_model))
+    if pick_alternative(picker):
+        token_ids = answer.beginning(picker.place, picker.choice)
+        text, is_whole = beginning_text(session.model, token_ids)
+        if is_whole:
+            session.cut_last_answer(text, token_ids)
+            session.show(text)
+            session.note("the answer ends here")
+        else:
+            session.summarize(session.continue_from(text, token_ids))
+
+
+def _compare(session: ChatSession, argument: str) -> None:
+    name, _, question = argument.partition(" ")
+    if name and (question or session.conversation.last):
+        compare(session, name, question=question.strip() or None)
+    else:
+        session.note("usage: /compare SEED|MODEL [QUESTION]; without one, the last question is asked again")
+
+
 def _stats(session: ChatSession, _argument: str) -> None:
     tokens = sum(answer.num_tokens for answer in session.answers)
     session.note(f"{session.model.name}: {len(session.answers)} answers, {tokens} tokens")
@@ -195,6 +254,18 @@ COMMANDS: Mapping[str, SlashCommand] = {
     ),
     "/load": SlashCommand(
         usage="/load FILE", summary="go on with a conversation of a file", run=_load, argument="file"
+    ),
+    "/tokens": SlashCommand(
+        usage="/tokens [TEXT]", summary="count the tokens of the messages, or of a text", run=_tokens
+    ),
+    "/alt": SlashCommand(
+        usage="/alt", summary="see other tokens of the last answer, and go on from one", run=_alternatives
+    ),
+    "/compare": SlashCommand(
+        usage="/compare SEED|MODEL [QUESTION]",
+        summary="let another one answer beside this, and pick an answer",
+        run=_compare,
+        argument="model",
     ),
     "/stats": SlashCommand(usage="/stats", summary="show tokens and speed", run=_stats),
     "/markdown": SlashCommand(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
@@ -12,7 +12,7 @@ from genserve.client.reply_errors import unknown_reply
 from genserve.client.sse_decoder import DeltaDecoder
 from genserve.completion import Completion
 from genserve.errors import InvalidRequest
-from genserve.prompt import Chat, Prompts, read_prompts
+from genserve.prompt import Chat, Messages, Prompts, read_chat, read_prompts
 from genserve.sampling.sampling_options import SamplingOptions
 from genserve.sampling.sampling_params import SamplingParams, sampling_params
 
@@ -116,6 +116,50 @@ def complete(
             return openai_dialect.read_completions(json.loads(reply), params=params)
 
     return ApiCall(request=_post("/v1/completions", body), read=read)
+
+
+def tokenize(
+    prompt: Messages, *, model: str | None, add_special_tokens: bool
+) -> ApiCall[tuple[int, ...]]:
+    """Return the token ids of a text or of a chat.
+
+    Raises:
+        InvalidRequest: a message is not valid.
+    """
+    body: dict[str, Any] = {} if model is None else {"model": model}
+    if isinstance(prompt, str):
+        body |= {"prompt": prompt, "add_special_tokens": add_special_tokens}
+    else:
+        body |= openai_dialect.template_body(read_chat(prompt))
+
+    def read(headers: Mapping[str, str], reply: bytes) -> tuple[int, ...]:
+        with unknown_reply():
+            return tuple(map(int, json.loads(reply)["tokens"]))
+
+    return ApiCall(request=_post("/tokenize", body), read=read)
+
+
+def detokenize(
+    token_ids: Sequence[int], *, model: str | None, skip_special_tokens: bool
+) -> ApiCall[str]:
+    """Return the text of token ids."""
+    body = {"tokens": list(token_ids), "skip_special_tokens": skip_special_tokens}
+
+    def read(headers: Mapping[str, str], reply: bytes) -> str:
+        with unknown_reply():
+            return str(json.loads(reply)["prompt"])
+
+    return ApiCall(request=_post("/detokenize", body | ({"model": model} if model else {})), read=read)
+
+
+def max_lengths() -> ApiCall[dict[str, int]]:
+    """List the loaded models, with the context length of each in tokens."""
+
+    def read(headers: Mapping[str, str], reply: bytes) -> dict[str, int]:
+        with unknown_reply():
+            return {str(row["id"]): int(row["max_model_len"]) for row in json.loads(reply)["data"]}
+
+    return ApiCall(request=ApiRequest(method="GET", path="/v1/models"), read=read)
 
 
 def default_sampling_params() -> ApiCall[dict[str, SamplingOptions]]:

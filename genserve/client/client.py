@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Generator
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Generator, Sequence
 from contextlib import aclosing, closing
 from typing import Any, Self, TypeVar, Unpack
 
@@ -178,6 +178,26 @@ class Client:
         """Complete prompts `n` times each; the default of `max_tokens` is 16."""
         return self._call(api_calls.complete(prompts, n=n, model=model, options=options))
 
+    def tokenize(
+        self, prompt: Messages, *, model: str | None = None, add_special_tokens: bool = True
+    ) -> tuple[int, ...]:
+        """Return the token ids of a text, or of a chat as the model's template renders it; see `LLM`."""
+        return self._call(
+            api_calls.tokenize(prompt, model=model, add_special_tokens=add_special_tokens)
+        )
+
+    def detokenize(
+        self, token_ids: Sequence[int], *, model: str | None = None, skip_special_tokens: bool = False
+    ) -> str:
+        """Return the text of token ids; bytes that are no UTF-8 become U+FFFD."""
+        return self._call(
+            api_calls.detokenize(token_ids, model=model, skip_special_tokens=skip_special_tokens)
+        )
+
+    def max_lengths(self) -> dict[str, int]:
+        """Return the context length of each loaded model, in tokens, by its name."""
+        return self._call(api_calls.max_lengths())
+
     def models(self) -> list[str]:
         """Return the names of the loaded models."""
         return list(self.default_sampling_params())
@@ -326,6 +346,26 @@ class AsyncClient:
     ) -> tuple[Completion, ...]:
         """Complete prompts `n` times each; the default of `max_tokens` is 16."""
         return await self._call(api_calls.complete(prompts, n=n, model=model, options=options))
+
+    async def tokenize(
+        self, prompt: Messages, *, model: str | None = None, add_special_tokens: bool = True
+    ) -> tuple[int, ...]:
+        """Return the token ids of a text, or of a chat as the model's template renders it; see `LLM`."""
+        return await self._call(
+            api_calls.tokenize(prompt, model=model, add_special_tokens=add_special_tokens)
+        )
+
+    async def detokenize(
+        self, token_ids: Sequence[int], *, model: str | None = None, skip_special_tokens: bool = False
+    ) -> str:
+        """Return the text of token ids; bytes that are no UTF-8 become U+FFFD."""
+        return await self._call(
+            api_calls.detokenize(token_ids, model=model, skip_special_tokens=skip_special_tokens)
+        )
+
+    async def max_lengths(self) -> dict[str, int]:
+        """Return the context length of each loaded model, in tokens, by its name."""
+        return await self._call(api_calls.max_lengths())
 
     async def models(self) -> list[str]:
         """Return the names of the loaded models."""

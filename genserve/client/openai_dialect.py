@@ -64,9 +64,8 @@ def chat_body(chat: Chat, *, model: str | None, params: SamplingParams) -> dict[
     """Return the body of /v1/chat/completions, always with a temperature: the dialect's default is 1."""
     return {
         **({} if model is None else {"model": model}),
-        "messages": [message.as_dict() for message in chat.messages],
+        **template_body(chat),
         **_tool_fields(chat),
-        **_template_fields(chat),
         **params.given(),
         **({"return_tokens_as_token_ids": True} if _wants_alternatives(params) else {}),
         "temperature": params.temperature,
@@ -75,8 +74,15 @@ def chat_body(chat: Chat, *, model: str | None, params: SamplingParams) -> dict[
     }
 
 
+def template_body(chat: Chat) -> dict[str, Any]:
+    """Return the part of a body that the chat template reads."""
+    tools = {"tools": [tool.as_dict() for tool in chat.tools]} if chat.tools else {}
+    messages = [message.as_dict() for message in chat.messages]
+    return {"messages": messages, **tools, **_template_fields(chat)}
+
+
 def _tool_fields(chat: Chat) -> dict[str, Any]:
-    """Return the fields for tools; none without tools."""
+    """Return how tools may be called; nothing without tools."""
     if not chat.tools:
         return {}
     choice: Any = chat.tool_choice
@@ -84,11 +90,7 @@ def _tool_fields(chat: Chat) -> dict[str, Any]:
         named = [{"type": "function", "function": {"name": name}} for name in chat.allowed_tools]
         allowed = {"mode": chat.tool_choice, "tools": named}
         choice = {"type": "allowed_tools", "allowed_tools": allowed} if choice != "none" else choice
-    return {
-        "tools": [tool.as_dict() for tool in chat.tools],
-        "tool_choice": choice,
-        "parallel_tool_calls": chat.parallel_tool_calls,
-    }
+    return {"tool_choice": choice, "parallel_tool_calls": chat.parallel_tool_calls}
 
 
 def _tool_call(call: Mapping[str, Any]) -> ToolCallDelta:

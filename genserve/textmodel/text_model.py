@@ -146,6 +146,19 @@ class TextModel:
         """Return the token ids of a prompt; takes time as `prepare_choices` does, and raises its errors."""
         return self._inputs.encode(prompt)[1]
 
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Return the text of token ids.
+
+        Raises:
+            InvalidRequest: an id is not in the vocabulary; `field` is its place.
+        """
+        for index, token_id in enumerate(token_ids):
+            if not 0 <= token_id < self.vocab_size:
+                field = f"tokens[{index}]"
+                problem = f"is {token_id}; the vocabulary has the ids 0 to {self.vocab_size - 1}"
+                raise InvalidRequest(f"{field} {problem}", field=field)
+        return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
     @property
     def reasons(self) -> bool:
         """Whether the model marks the reasoning in its answers."""

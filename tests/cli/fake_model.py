@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -13,11 +14,20 @@ from typing import Unpack
 from genserve.cli.chat_session import ChatSession
 from genserve.cli.conversation import Conversation
 from genserve.cli.model_access import ModelSwitch, OpenedModel
-from genserve.completion import Delta, FinishReason, Stream, Usage
+from genserve.completion import Completion, Delta, FinishReason, Stream, TokenLogprob, Usage
 from genserve.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
-from genserve.prompt import Message
+from genserve.prompt import Message, Messages, Prompts, read_chat
 from genserve.sampling.sampling_options import SamplingOptions
 from genserve.sampling.sampling_params import sampling_params
+
+_WORDS = ["<end>"]
+
+
+def word_id(word: str) -> int:
+    """Return the token id of a word; 0 is the end of an answer."""
+    if word not in _WORDS:
+        _WORDS.append(word)
+    return _WORDS.index(word)
 
 
 class FakeDeltas:
@@ -39,14 +49,14 @@ class FakeDeltas:
         for index, word in enumerate(words):
             if word == "SILENT":
                 threading.Event().wait()
-            yield Delta(text=word if index == 0 else f" {word}", token_ids=(index,))
+            yield Delta(text=word if index == 0 else f" {word}", token_ids=(word_id(word),))
             if word == "FOREVER":
                 threading.Event().wait()
             while word == "GATED" and not self.gate.exists():
                 time.sleep(0.01)
         yield Delta(
             text="",
-            token_ids=(99,),
+            token_ids=(0,),
             finish_reason=FinishReason.END_OF_SEQUENCE,
             usage=Usage(prompt_tokens=10, completion_tokens=len(words) + 1),
         )
@@ -64,8 +74,33 @@ class FakeModel:
     def stream(self, prompt: str, **options: Unpack[SamplingOptions]) -> Stream:
         return self.chat_stream([Message(role="user", content=prompt)], **options)
 
-    def chat_stream(self, messages: Sequence[Message], **options: Unpack[SamplingOptions]) -> Stream:
+    def complete(self, prompts: Prompts, **options: Unpack[SamplingOptions]) -> tuple[Completion, ...]:
+        """Score a prompt: instead of each token, the word OTHER has a probability of a tenth."""
+        other = (word_id("OTHER"), math.log(0.1))
+        likely = math.log(0.9)
+        scores = (TokenLogprob(logprob=likely, top=((i, likely), other)) for i in prompts[0][1:])
+        usage = Usage(prompt_tokens=len(prompts[0]), completion_tokens=1)
+        reason = FinishReason.LENGTH
+        return (
+            Completion(
+                text="", token_ids=(0,), finish_reason=reason, usage=usage, prompt_logprobs=tuple(scores)
+            ),
+        )
+
+    def tokenize(self, prompt: Messages, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """A token for each word, and three around each message of a chat."""
+        if isinstance(prompt, str):
+            return tuple(map(word_id, prompt.split()))
+        turns = (f"<of> {message.role} {message.content} <end>" for message in read_chat(prompt).messages)
+        return self.tokenize(" ".join(turns))
+
+    def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        return " ".join(_WORDS[i] for i in token_ids if i or not skip_special_tokens)
+
+    def chat_stream(self, messages: Messages, **options: Unpack[SamplingOptions]) -> Stream:
         sampling_params(options)
+        chat = read_chat(messages)
+        messages = chat.messages
         if "reject" in messages[-1].content:
             raise InvalidRequest("that is rejected", remedy="ask something else")
         if self.room < max(1, options.get("max_tokens") or 0):
@@ -73,7 +108,7 @@ class FakeModel:
             raise ContextLengthExceeded(f"there is room for {self.room} tokens", field=field)
         self.asked.append(list(messages))
         self.options.append(options)
-        self.streams.append(FakeDeltas(messages[-1].content))
+        self.streams.append(FakeDeltas(" and on" if chat.continue_final_message else messages[-1].content))
         return Stream(self.streams[-1])
 
 

@@ -10,12 +10,12 @@ from genserve.cli.conversation import Conversation, Exchange
 from genserve.completion import Delta, FinishReason, Stream, Usage
 from genserve.errors import InvalidRequest
 from genserve.prompt import Message
-from tests.cli.fake_model import FakeDeltas, FakeModel, chat_with
+from tests.cli.fake_model import FakeDeltas, FakeModel, chat_with, word_id
 
 
 def test_the_turns_come_in_order_after_the_system_prompt() -> None:
     conversation = Conversation(system="Be brief.")
-    conversation.add("Hi", answer="Hello.")
+    conversation.add(Exchange(question="Hi", answer="Hello."))
     assert conversation.messages_with("Bye") == [
         Message(role="system", content="Be brief."),
         Message(role="user", content="Hi"),
@@ -32,8 +32,8 @@ def test_messages_with_a_question_do_not_change_the_conversation() -> None:
 
 def test_undo_removes_and_returns_the_last_exchange() -> None:
     conversation = Conversation()
-    conversation.add("1", answer="one")
-    conversation.add("2", answer="two")
+    conversation.add(Exchange(question="1", answer="one"))
+    conversation.add(Exchange(question="2", answer="two"))
     assert conversation.undo() == Exchange(question="2", answer="two")
     assert [m.content for m in conversation.messages()] == ["1", "one"]
     conversation.undo()
@@ -42,7 +42,7 @@ def test_undo_removes_and_returns_the_last_exchange() -> None:
 
 def test_clear_keeps_the_system_prompt() -> None:
     conversation = Conversation(system="Be brief.")
-    conversation.add("Hi", answer="Hello.")
+    conversation.add(Exchange(question="Hi", answer="Hello."))
     conversation.clear()
     assert conversation.messages() == [Message(role="system", content="Be brief.")]
 
@@ -71,6 +71,7 @@ def test_an_answer_is_written_delta_by_delta() -> None:
     assert answer == PrintedAnswer(
         text="GOOD DAY",
         num_tokens=3,
+        token_ids=(word_id("GOOD"), word_id("DAY"), 0),
         first_token_s=1.0,
         last_token_s=3.0,
         finish_reason=FinishReason.END_OF_SEQUENCE,
@@ -83,7 +84,10 @@ def test_ctrl_c_closes_the_stream_and_keeps_the_text_so_far() -> None:
     deltas = InterruptedDeltas("one two three")
     answer, _ = print_deltas(deltas)
     assert deltas.is_closed
-    assert answer == PrintedAnswer(text="ONE TWO", num_tokens=2, first_token_s=1.0, last_token_s=2.0)
+    token_ids = word_id("ONE"), word_id("TWO")
+    assert answer == PrintedAnswer(
+        text="ONE TWO", num_tokens=2, token_ids=token_ids, first_token_s=1.0, last_token_s=2.0
+    )
 
 
 def test_ctrl_c_before_the_first_delta_gives_an_empty_answer() -> None:

@@ -77,7 +77,7 @@ def test_markdown_is_rendered_at_the_width_of_the_terminal() -> None:
         " • one",
         " • two, which is so long that it does not fit",
         "   into one line of the terminal",
-        "    1 nested",
+        "    1. nested",
         "",
         "def longest(words: list[str]) -> str:",
         "    return max(words, key=len)",

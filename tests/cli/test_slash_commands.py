@@ -290,6 +290,25 @@ def test_a_question_gets_the_room_that_is_left(session: ChatSession, model: Fake
     assert raised.value.remedy == "/undo removes the last exchange, /clear all of them"
 
 
+def test_tokens_are_counted_by_message(session: ChatSession, said) -> None:
+    assert said("/tokens") == "nothing was said yet\n"
+    said("/system Be brief.")
+    session.ask("one two three")
+    assert [line.split()[:2] for line in said("/tokens").splitlines()] == [
+        ["system", "2"],
+        ["user", "3"],
+        ["assistant", "3"],
+        ["template", "9"],
+        ["context", "17"],
+    ]
+    assert said("/tokens").endswith("context 17 of 2048, 2031 left\n")
+
+
+def test_compare_needs_a_question(session: ChatSession, said) -> None:
+    assert said("/compare").startswith("usage: /compare SEED|MODEL [QUESTION]")
+    assert said("/compare 7").startswith("usage: /compare")
+
+
 @pytest.mark.parametrize(
     ("typed", "words"),
     [

@@ -14,6 +14,7 @@ from genserve.client import Client
 from genserve.completion import Completion
 from genserve.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from genserve.llm import LLM
+from genserve.prompt import Chat, Message, read_messages
 from genserve.sampling.sampling_options import SamplingOptions
 from tests.client.either_client import BlockingClient
 
@@ -129,6 +130,22 @@ def test_log_probabilities_are_the_same_as_in_process(
     expected = levels(call(llm, options), logprobs=True)
     assert len(expected) == 4 * (1 + top_logprobs)
     assert levels(call(client, options), logprobs=True) == pytest.approx(expected, abs=1e-4)
+
+
+def test_tokens_are_the_same_as_in_process(client: Any, llm: LLM) -> None:
+    begun = (*read_messages(CHAT), Message(role="assistant", content="Hel"))
+    chat = Chat(messages=begun, continue_final_message=True)
+    for prompt in ("größer<|im_end|>", CHAT, chat):
+        assert client.tokenize(prompt) == llm.tokenize(prompt)
+    ids = llm.tokenize("größer<|im_end|>", add_special_tokens=False)
+    assert client.tokenize("größer<|im_end|>", add_special_tokens=False) == ids
+    assert client.detokenize(ids) == llm.detokenize(ids) == "größer<|im_end|>"
+    assert client.detokenize(ids, skip_special_tokens=True) == "größer"
+    assert llm.detokenize(ids, skip_special_tokens=True) == "größer"
+    assert client.max_lengths() == {"tiny": llm.max_length}
+    for model in (client, llm):
+        with pytest.raises(InvalidRequest, match=r"tokens\[1\] is 100000"):
+            model.detokenize([0, 100_000])
 
 
 def test_errors_are_the_same_as_in_process(client: Any) -> None:

@@ -113,6 +113,11 @@ class DetokenizeBody(TolerantBody):
         default=None, description="The name of a model; not needed if there is only one."
     )
     tokens: list[int] = Field(description="The token ids.")
+    skip_special_tokens: bool | None = Field(
+        default=None,
+        description="SGLang's: without the names of special tokens.",
+        json_schema_extra={"default": False},
+    )
 
 
 @router.post("/tokenize")
@@ -130,12 +135,8 @@ async def tokenize(body: TokenizeBody, services: SharedServices) -> Response:
 async def detokenize(body: DetokenizeBody, services: SharedServices) -> dict[str, str]:
     """Return the text of token ids, as vLLM's `prompt` and as llama.cpp's `content`."""
     model = services.repository.text_model(body.model)
-    for index, token_id in enumerate(body.tokens):
-        if not 0 <= token_id < model.vocab_size:
-            field = f"tokens[{index}]"
-            problem = f"is {token_id}; the vocabulary has the ids 0 to {model.vocab_size - 1}"
-            raise InvalidRequest(f"{field} {problem}", field=field)
-    text = await _run(model, lambda: model.tokenizer.decode(body.tokens, skip_special_tokens=False))
+    skip = bool(body.skip_special_tokens)
+    text = await _run(model, lambda: model.decode(body.tokens, skip_special_tokens=skip))
     return {"prompt": text, "content": text}
 
 
