@@ -8,20 +8,22 @@ BIN := $(VENV)/bin
 CORE := $(VENV)/.core-$(RUNTIME)
 DEV := $(VENV)/.dev-$(RUNTIME)
 DOCS := $(VENV)/.docs
+RELEASE := $(VENV)/.release
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 INSTALL := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt $(BIN)/pip install
 
-.PHONY: help setup pull serve chat test check docs bench conformance image page
+.PHONY: help setup pull serve chat test check docs bench conformance dist sbom image page
 
 help:
 	@echo "make serve   set up, bring the default model, start the server"
 	@echo "make chat    the same, and chat in the terminal instead"
 	@echo "make test    set up and run the tests; ARGS='-m slow' runs the slow ones"
-	@echo "make check   ruff, mypy, import layers"
+	@echo "make check   ruff, mypy, import layers, known vulnerabilities"
 	@echo "make docs    the documentation as a site, in site/"
 	@echo "make bench   the server beside the bare forward loop"
 	@echo "make conformance   real clients of many libraries, each in an environment of its own, in one table"
 	@echo "make page    checks and bundles the chat page and the dashboard; needs npm"
+	@echo "make dist    the wheel and the source archive, checked, in dist/; make sbom lists what a wheel installs"
 	@echo "make image   a container image; RUNTIME=gpu for one with CUDA"
 
 setup: $(DEV)
@@ -52,7 +54,7 @@ endif
 	$(keep_one_onnxruntime)
 	touch $@
 
-pull: $(DEV)
+pull: $(CORE)
 	@$(BIN)/genserve pull $(MODEL) --model-repository $(REPOSITORY)
 
 serve: pull
@@ -68,6 +70,12 @@ check: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/audit.py
+
+$(RELEASE): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) build check-wheel-contents cyclonedx-bom twine
+	touch $@
 
 $(DOCS): pyproject.toml constraints.txt | $(CORE)
 	$(INSTALL) -e '.[docs]'
@@ -83,8 +91,22 @@ bench: $(DEV) pull
 conformance: $(DEV)
 	$(BIN)/python -m conformance $(ARGS)
 
+# What the release workflow publishes.
+dist: $(RELEASE)
+	rm -rf dist
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/check-wheel-contents dist/*.whl
+	$(BIN)/python scripts/check_release.py dist/*
+
+# The dependencies of the core, as installed from the wheel in dist/.
+sbom: $(RELEASE)
+	$(PYTHON) -m venv --clear $(VENV)/sbom
+	PIP_CONSTRAINT=constraints.txt $(VENV)/sbom/bin/pip install --quiet dist/*.whl
+	$(BIN)/cyclonedx-py environment $(VENV)/sbom --output-file dist/genserve.cdx.json
+
 image:
-	docker build --build-arg RUNTIME=$(RUNTIME) --tag genserve:$(RUNTIME) .
+	docker build --build-arg RUNTIME=$(RUNTIME) --tag genserve:$(RUNTIME) $(if $(filter cpu,$(RUNTIME)),--tag genserve) .
 
 # Its bundle is committed, so that an installation needs no npm.
 page:

@@ -96,7 +96,7 @@ def _wait(process: subprocess.Popen[bytes], ready_url: str, log: IO[str]) -> Non
             with urllib.request.urlopen(ready_url, timeout=5):
                 return
         except (urllib.error.URLError, OSError):
-            time.sleep(0.2)
+            time.sleep(0.05)
     raise SystemExit(f"{process.args} was not ready in {READY_S} s:\n{_end_of(log)}")
 
 
