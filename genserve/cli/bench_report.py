@@ -15,7 +15,7 @@ from rich.table import Table
 
 from genserve.bench.answers import LoadResult
 from genserve.bench.summary import Distribution, Summary, inter_token_latencies_s, summarise
-from genserve.cli.console import make_console
+from genserve.cli.console import make_console, print_table
 from genserve.errors import InvalidRequest
 from genserve.version import __version__
 
@@ -165,7 +165,7 @@ def print_summary(title: str, summary: Summary, *, ranks: Sequence[float]) -> No
             cells = [times.mean, *(times.percentiles[rank] for rank in ranks)]
             table.add_row(label, *(f"{ms:.1f}" for ms in cells))
     if table.row_count:
-        console.print(table)
+        print_table(table)
     console.print()
 
 

@@ -7,11 +7,15 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import TYPE_CHECKING
 
 import orjson
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 from genserve.errors import GenserveError, InvalidRequest
 
@@ -31,8 +35,17 @@ def visible(text: str) -> str:
 
 def write_text(console: Console, text: str) -> None:
     """Write a piece of a model's text without buffering; on a terminal, control characters are escaped."""
-    console.file.write(visible(text) if console.is_terminal else text)
+    # Not `is_terminal`, which FORCE_COLOR makes true for files too.
+    console.file.write(visible(text) if console.file.isatty() else text)
     console.file.flush()
+
+
+def print_table(table: Table) -> None:
+    """Print a table in full: a narrow terminal breaks its lines, where rich would cut names."""
+    console = make_console()
+    full = console.measure(table, options=console.options.update(max_width=sys.maxsize))
+    console.width = max(console.width, full.maximum)
+    console.print(table)
 
 
 def print_json(document: object) -> None:
@@ -61,7 +74,7 @@ class ConsoleProgress:
     @contextmanager
     def stage(self, name: str, *, total: int | None = None) -> Iterator[Callable[[int], None]]:
         """Show a stage of `total` units (None: unknown); yields a function that advances it."""
-        if not self._console.is_terminal:
+        if not self._console.is_terminal or self._console.is_dumb_terminal:
             self._console.print(name)
             yield lambda _units: None
             return
@@ -79,17 +92,6 @@ def read_text() -> str:
         InvalidRequest: it is not in the encoding of the locale, usually UTF-8.
     """
     return re.sub("\r\n?", "\n", _decoded(sys.stdin.buffer.read(), place="standard input"))
-
-
-def read_lines() -> Iterator[str]:
-    """Yield the lines of standard input as they arrive, stripped; empty lines are skipped.
-
-    Raises:
-        InvalidRequest: a line is not in the encoding of the locale.
-    """
-    for number, raw in enumerate(sys.stdin.buffer, start=1):
-        if line := _decoded(raw, place=f"line {number} of standard input").strip():
-            yield line
 
 
 def _decoded(raw: bytes, *, place: str) -> str:

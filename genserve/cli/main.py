@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -186,13 +187,23 @@ class CommandGroup(TyperGroup):
             code = super().main(*arguments, **options | {"standalone_mode": False})
         except typer.TyperException as error:
             near = getattr(error, "possibilities", None)
+            message = error.format_message().replace("Value error, ", "")   # the words of pydantic
+            near = near or _nearest_choice(message)
             context = getattr(error, "ctx", None)
             remedy = f"see `{context.command_path if context else 'genserve'} --help`"
-            remedy = f"did you mean {near[0]}?" if near else remedy
-            _exit_usage(error.format_message(), remedy=remedy)
+            _exit_usage(message, remedy=f"did you mean {near[0]}?" if near else remedy)
         except typer.Abort:     # standard input ended at a question
             code = ERROR
         sys.exit(code or OK)
+
+
+def _nearest_choice(message: str) -> list[str]:
+    """Return the value that was meant, if the message lists those that are allowed."""
+    match re.findall("'([^']*)'", message.rpartition(": ")[2]):
+        case [given, *allowed] if "is not one of" in message:
+            near = closest(given, known=allowed)
+            return [near] if near else []
+    return []
 
 
 def _exit_usage(message: str, *, remedy: str) -> NoReturn:

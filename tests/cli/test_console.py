@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import io
+import os
+import pty
 import subprocess
 import sys
 
@@ -8,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from rich.table import Table
 
-from genserve.cli.console import ConsoleProgress, print_error, visible, write_text
+from genserve.cli.console import ConsoleProgress, print_error, print_table, visible, write_text
 from genserve.errors import ModelNotFound
 
 
@@ -24,11 +27,29 @@ def test_no_control_character_remains_except_tab_and_line_feed(text: str) -> Non
     assert not any(ord(c) < 0x20 or 0x7F <= ord(c) < 0xA0 for c in shown)
 
 
-@pytest.mark.parametrize(("is_terminal", "written"), [(True, r"\x1b[2J"), (False, "\x1b[2J")])
-def test_text_is_escaped_on_a_terminal_and_unchanged_in_a_pipe(is_terminal: bool, written: str) -> None:
+def test_text_is_escaped_on_a_terminal() -> None:
+    master, slave = pty.openpty()
+    with os.fdopen(slave, "w") as file:
+        write_text(Console(file=file), "\x1b[2J")
+        assert os.read(master, 100) == rb"\x1b[2J"
+    os.close(master)
+
+
+def test_text_is_unchanged_in_a_pipe_also_with_force_color(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
     file = io.StringIO()
-    write_text(Console(file=file, force_terminal=is_terminal), "\x1b[2J")
-    assert file.getvalue() == written
+    write_text(Console(file=file), "\x1b[2J")
+    assert file.getvalue() == "\x1b[2J"
+
+
+def test_a_table_is_printed_in_full_on_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    table = Table("model", "state", box=None)
+    table.add_row("a-model-with-a-long-name", "ready to load")
+    print_table(table)
+    assert "a-model-with-a-long-name  ready to load" in capsys.readouterr().out
 
 
 def test_an_error_is_printed_with_control_characters_escaped(capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,6 +74,16 @@ def test_progress_is_one_line_per_stage_without_a_terminal(capsys: pytest.Captur
     captured = capsys.readouterr()
     assert captured.err == "reading\nconverting\n"
     assert captured.out == ""
+
+
+def test_progress_is_one_line_per_stage_on_a_terminal_that_moves_no_cursor(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "dumb")
+    with ConsoleProgress().stage("converting", total=2) as advance:
+        advance(2)
+    assert "━" not in capsys.readouterr().err
 
 
 def test_progress_is_a_bar_on_a_terminal(

@@ -56,7 +56,7 @@ def test_a_checkpoint_becomes_a_model_that_answers(tmp_path: Path) -> None:
     assert exported.exit_code == 0
     assert "top-1 agreement 100.0%" in exported.stdout
     answer = ["generate", "Tea", "--model-repository", repository, "--max-tokens", "4", "--json"]
-    assert '"completion_tokens": 4' in CliRunner().invoke(app, answer).stdout
+    assert '"completion_tokens":4' in CliRunner().invoke(app, answer).stdout
 
 
 def test_the_script_is_the_command(tmp_path: Path) -> None:

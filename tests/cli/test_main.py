@@ -67,6 +67,8 @@ def test_an_error_is_printed_with_code_and_remedy_and_exits_with_1(
     [
         ("generate --max-tokens many", "Invalid value for '--max-tokens'", "see `genserve generate --help`"),
         ("generate --max-token 3", "No such option: --max-token", "did you mean --max-tokens?"),
+        ("pull m --precision in8", "'in8' is not one of 'int8', 'int4'", "did you mean int8?"),
+        ("pull m --precision x", "'x' is not one of 'int8', 'int4'", "see `genserve pull --help`"),
         ("chatt", "there is no command 'chatt'", "did you mean `genserve chat`?"),
         ("xyz", "there is no command 'xyz'", "the commands are serve, chat, generate"),
         ("pull", "Missing argument 'name'", "see `genserve pull --help`"),

@@ -172,7 +172,7 @@ def test_a_missing_tensor_is_named(folder: Path) -> None:
         read_checkpoint(folder, source="tiny").tensor("model.layers.9.mlp.up_proj.weight")
 
 
-@pytest.mark.parametrize("source", ["no/such/folder", "nothing", "model.bin"])
+@pytest.mark.parametrize("source", ["./no-such-folder", "no/such/folder", "nothing", "model.bin"])
 def test_the_error_for_an_unknown_source_lists_the_known_kinds(source: str) -> None:
     with pytest.raises(ExportError, match="not a checkpoint") as caught:
         locate(source)
