@@ -29,6 +29,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "model.py").write_text(
         "class TritonPythonModel:\n    def execute(self, requests):\n        return [None] * len(requests)\n"
     )
+    (folder / "notes.txt").write_text("The sea is blue.\n")
     for name in ("README.md", "deploy", "benchmarks", "examples"):
         (folder / name).symlink_to(ROOT / name)
     return folder

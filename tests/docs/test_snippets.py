@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trustme
@@ -52,9 +53,11 @@ def of_languages(*languages: str) -> list:
     ]
 
 
-def with_ports(text: str, server: LiveServer) -> str:
-    """Return a text with the ports of this server in place of the usual ones."""
-    for port, address in {8000: server.url, 8001: server.grpc_url, 8002: server.info.metrics_url}.items():
+def localized(text: str, server: LiveServer) -> str:
+    """Return a text with the ports of this server in place of the usual ones, and a repository that is there."""
+    text = text.replace("/path/to/models", "model_repository")
+    ports = {8000: server.url, 8001: server.grpc_url, 8002: server.info.metrics_url}
+    for port, address in ports.items():
         ours = re.search(r":(\d+)", address.removeprefix("http:"))
         assert ours is not None
         text = re.sub(rf"\b(127\.0\.0\.1|localhost):{port}\b", rf"\1:{ours[1]}", text)
@@ -68,9 +71,11 @@ def skip_if_marked(snippet: Snippet) -> None:
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("snippet", of_languages("python"))
-def test_python_runs(snippet, server, workspace, monkeypatch, capsys):
-    code = compile(with_ports(snippet.text, server), snippet.place, "exec")
+def test_python_runs(snippet, server, workspace, monkeypatch, capsys, tmp_path):
+    code = compile(localized(snippet.text, server), snippet.place, "exec")
     skip_if_marked(snippet)
+    if snippet.is_slow:     # it may write
+        workspace = shutil.copytree(workspace, tmp_path / "folder", symlinks=True)
     monkeypatch.chdir(workspace)
     monkeypatch.setenv("GENSERVE_HOME", str(workspace))
     monkeypatch.syspath_prepend(workspace)
@@ -107,7 +112,7 @@ def test_shell_commands_are_right(snippet, server, workspace):
         check_command(command)
         assert snippet.not_run or command[0] in RUNNABLE, f"{command[0]}: say why it is not run"
         if command[0] == "curl" and not snippet.not_run:
-            line = shlex.join(["curl", "-fsS", *(with_ports(word, server) for word in command[1:])])
+            line = shlex.join(["curl", "-fsS", *(localized(word, server) for word in command[1:])])
             done = subprocess.run(
                 line, shell=True, cwd=workspace, capture_output=True, text=True, check=False
             )
@@ -152,26 +157,35 @@ def test_every_block_is_of_a_known_kind():
 
 
 @pytest.fixture
-def shimmed(workspace: Path, tmp_path: Path) -> dict[str, str]:
-    """The environment of shell blocks: `genserve serve` takes free ports, and ends when it is ready."""
-    shim = tmp_path / "genserve"
+def shell(workspace: Path, server: LiveServer, tmp_path: Path) -> dict[str, Any]:
+    """The folder and the environment of a shell block; in it, `genserve serve` ends when it is ready."""
+    folder = shutil.copytree(workspace, tmp_path / "folder", symlinks=True)
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(folder / "clients-ca.pem")
+    issued = authority.issue_cert("127.0.0.1")
+    issued.cert_chain_pems[0].write_to_path(folder / "server.pem")
+    issued.private_key_pem.write_to_path(folder / "server.key")
+    shim = tmp_path / "bin" / "genserve"
+    shim.parent.mkdir()
     shim.write_text(f'#!/bin/sh\nexec {sys.executable} {ROOT}/tests/docs/shim.py "$@"\n')
     shim.chmod(0o755)
-    return {
-        **os.environ,
-        "PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "GENSERVE_HOME": str(workspace),
+    environment = {
+        "PATH": f"{shim.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "GENSERVE_HOME": str(folder),
+        "GENSERVE_URL": server.url,
+        "GENSERVE_GRPC": server.grpc_url,
     }
+    return {"cwd": folder, "env": os.environ | environment}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "snippet", [param.values[0] for param in of_languages(*SHELL)], ids=lambda snippet: snippet.place
 )
-def test_shell_runs(snippet, server, workspace, shimmed):
+def test_shell_runs(snippet, server, shell):
     skip_if_marked(snippet)
     done = subprocess.run(
-        ["bash", "-e", "-o", "pipefail", "-c", with_ports(snippet.text, server)],
-        cwd=workspace, env=shimmed, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
+        ["bash", "-e", "-o", "pipefail", "-c", localized(snippet.text, server)],
+        **shell, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
