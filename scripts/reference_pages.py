@@ -156,7 +156,7 @@ def sampling() -> str:
         "and their limits.",
     ]
     for section, heading in SECTIONS.items():
-        text += [f"## {heading}", tables[section].replace("](decoding.md", "](../decoding.md").strip()]
+        text += [f"## {heading}", re.sub(r"\]\((?=\w+\.md)", "](../", tables[section]).strip()]
     return _page(text)
 
 

@@ -54,7 +54,7 @@ def of_languages(*languages: str) -> list:
 
 
 def localized(text: str, server: LiveServer) -> str:
-    """Return a text with the ports of this server in place of the usual ones, and a repository that is there."""
+    """Return a text with the ports of this server, and with a repository that is there."""
     text = text.replace("/path/to/models", "model_repository")
     ports = {8000: server.url, 8001: server.grpc_url, 8002: server.info.metrics_url}
     for port, address in ports.items():
