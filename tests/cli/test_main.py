@@ -144,3 +144,10 @@ def test_without_a_server_it_exits_with_1_and_a_remedy() -> None:
     assert ran.returncode == 1
     assert "error[unreachable]" in ran.stderr
     assert "genserve serve" in ran.stderr
+
+
+def test_ctrl_c_during_the_imports_exits_with_130(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("raise KeyboardInterrupt")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{':'.join(sys.path)}"}
+    ran = subprocess.run(command_line("version"), env=environment, capture_output=True, check=False)
+    assert (ran.returncode, ran.stderr) == (130, b"")
