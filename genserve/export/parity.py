@@ -25,7 +25,9 @@ from genserve.textmodel.runtimes.onnx_logits import OnnxLogits
 from genserve.textmodel.runtimes.torchscript_logits import TorchLogits
 
 _ROWS = 16          # of logits that are compared together, by one thread: what its cache holds
-_DECODED = 128      # rows of logits that are kept before they are compared
+_TOGETHER = 128     # rows of decodes that are kept before they are compared
+_DECODES = 32       # steps of one token, before the rest is decoded in chunks, like drafts that are verified
+_CHUNK = 8          # tokens
 
 
 def forward_rows(
@@ -97,8 +99,8 @@ def check_parity(
 ) -> Parity:
     """Compare the graph in `folder` with its source, and write parity.json there.
 
-    Every token of the reference's texts is compared in a prefill. The second half is compared again in a
-    decode through the KV cache, all rows together, each at another position. `precision` sets the bounds; a
+    Every token of the reference's texts is compared in a prefill. The second half is compared again in
+    decodes through the KV cache, all rows together, each at another position. `precision` sets the bounds; a
     KV cache in int8 relaxes those of fp32 and fp16 to those of int8. `advance` is called with the number of
     rows after some of the `num_compared`.
 
@@ -166,23 +168,24 @@ def _distances(logits: FloatArray, expected: FloatArray, nexts: NDArray[np.int64
     """Compare logits [n, vocab]; `nexts` are the tokens that follow in the text, or -1."""
     losses = expected - logits
     difference = np.maximum(losses.max(axis=-1), -losses.min(axis=-1))
-    probabilities, normalizer = _softmax(expected)
-    losses += (_softmax(logits)[1] - normalizer).astype(np.float32)     # of log-probability
+    weights = np.empty_like(expected)   # used twice: the memory of temporaries would take most of the time
+    normalizer = _log_sum_exp(logits, weights)
+    normalizer -= _log_sum_exp(expected, weights)
+    losses += normalizer.astype(np.float32)     # of log-probability
     return _Distances(
         difference=difference,
         agrees=logits.argmax(axis=-1) == expected.argmax(axis=-1),
-        divergence=np.einsum("ij,ij->i", probabilities, losses),
+        divergence=np.einsum("ij,ij->i", weights, losses) / weights.sum(axis=-1),
         loss=np.where(nexts < 0, np.nan, losses[np.arange(len(nexts)), nexts]),
     )
 
 
-def _softmax(logits: FloatArray) -> tuple[FloatArray, NDArray[np.float64]]:
-    """The probabilities of logits [n, vocab], and the logarithm [n, 1] of what divides them."""
+def _log_sum_exp(logits: FloatArray, weights: FloatArray) -> NDArray[np.float64]:
+    """The logarithm [n, 1] of what divides the `weights` [n, vocab], which are set, into probabilities."""
     largest = logits.max(axis=-1, keepdims=True)
-    weights: FloatArray = np.exp(logits - largest)
-    sums = weights.sum(axis=-1, keepdims=True, dtype=np.float64)
-    weights /= sums.astype(np.float32)
-    return weights, largest + np.log(sums)
+    np.exp(np.subtract(logits, largest, out=weights), out=weights)
+    result: NDArray[np.float64] = largest + np.log(weights.sum(axis=-1, keepdims=True, dtype=np.float64))
+    return result
 
 
 def _exported_logits(
@@ -198,18 +201,22 @@ def _exported_logits(
         yield np.full(length, row), np.arange(length), logits
     # Each row is one token ahead of the previous one. The cache still has what follows; those entries are
     # overwritten before they are read.
-    half = length // 2
-    starts = np.maximum(half - np.arange(num_rows)[::-1], 0)
+    done = length // 2
+    starts = np.maximum(np.arange(num_rows) + 1 - num_rows, -done)
     steps: list[tuple[Positions, Positions, FloatArray]] = []
-    for step in range(length - half):
-        rows, past = np.arange(num_rows), starts + step
-        newest = ids[rows, past][:, None]
-        logits = forward_rows(model, newest, past=past.tolist(), logits_indices=rows.tolist())
-        steps.append((rows, past, logits))
+    while done < length:
+        width = 1 if done < length // 2 + _DECODES else min(_CHUNK, length - done)
+        rows, positions = np.broadcast_arrays(
+            np.arange(num_rows)[:, None], starts[:, None] + np.arange(done, done + width)
+        )
+        past = (starts + done).tolist()
+        logits = forward_rows(model, ids[rows, positions], past=past, logits_indices=range(rows.size))
+        steps.append((rows.ravel(), positions.ravel(), logits))
+        done += width
         # Several at a time, since the source may compute theirs with one product.
-        if len(steps) * num_rows >= _DECODED or step + 1 == length - half:
-            rows, past, logits = map(np.concatenate, zip(*steps, strict=True))
-            yield rows, past, logits
+        if sum(len(step[0]) for step in steps) >= _TOGETHER or done == length:
+            all_rows, all_positions, logits = map(np.concatenate, zip(*steps, strict=True))
+            yield all_rows, all_positions, logits
             steps.clear()
 
 
