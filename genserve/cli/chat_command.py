@@ -52,6 +52,7 @@ def chat(
     from genserve.cli.chat_session import ChatSession
     from genserve.cli.conversation import Conversation
     from genserve.cli.model_access import ModelSwitch, known_models, open_model
+    from genserve.cli.typed_keys import held_keys
 
     given = {"max_tokens": max_tokens, "seed": seed, "temperature": temperature}
     options = cast(SamplingOptions, {name: value for name, value in given.items() if value is not None})
@@ -59,7 +60,8 @@ def chat(
     names = partial(known_models, model_repository, url=url)
     asked = read_arguments(model, question, known=names)
     message = asked.question if _is_terminal() else _with_stdin(asked.question)
-    with ModelSwitch(partial(open_model, repository=model_repository, url=url), names=names) as models:
+    switch = ModelSwitch(partial(open_model, repository=model_repository, url=url), names=names)
+    with held_keys(), switch as models:
         session = ChatSession(
             models,
             model=asked.model,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -9,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
-from rich.console import Console
+from rich.console import Console, ConsoleDimensions
 from rich.text import Text
 
 from genserve.cli.console import make_console, visible
@@ -134,6 +135,8 @@ class ChatSession:
         self.shows_markdown = True
         self.file: Path | None = None
         self.console = make_console()
+        if self.console.is_dumb_terminal:
+            self.console.size = ConsoleDimensions(*shutil.get_terminal_size())   # rich takes 80 columns
         self._initial_options = initial_options
         self.model = models.switch(model)
         self.options = self.first_options = initial_options(self.model)

@@ -80,7 +80,7 @@ def read_conversation(path: Path) -> Conversation:
     """
     try:
         if not path.is_file():
-            raise InvalidRequest(f"there is no file {path}")
+            raise InvalidRequest(f"{path} is not a file" if path.exists() else f"there is no file {path}")
         if path.stat().st_size > _MAX_FILE_BYTES:
             raise InvalidRequest(f"{path} is larger than {_MAX_FILE_BYTES >> 20} MiB")
         content = json.loads(path.read_bytes().decode())

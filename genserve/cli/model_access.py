@@ -311,13 +311,13 @@ def _remote_model(name: str | None, *, url: str) -> Iterator[OpenedModel]:
     from genserve.client import Client
 
     with Client(url) as client:
-        known = client.default_sampling_params()
+        known = client.model_cards()
         name = choose_remote(name, list(known))
         yield OpenedModel(
             name=name,
-            max_length=client.max_lengths().get(name),
+            max_length=known[name].max_length,
             text_model=_RemoteModel(client=client, name=name),
-            default_sampling_params=known[name],
+            default_sampling_params=known[name].default_sampling_params,
         )
 
 

@@ -19,7 +19,7 @@ from genserve.cli.chat_session import ChatSession
 from genserve.cli.editor import edited
 from genserve.cli.slash_commands import run_slash
 from genserve.cli.slash_completer import SlashCompleter
-from genserve.cli.typed_keys import held_keys, terminated_in_order
+from genserve.cli.typed_keys import held_keys
 from genserve.errors import GenserveError
 
 _BLOCK = '"""'
@@ -27,8 +27,8 @@ _BLOCK = '"""'
 
 def run_repl(session: ChatSession) -> None:
     """Ask and answer until Ctrl-D or /bye. Errors are printed, and the chat goes on."""
-    session.note(f"{session.model.name} · /help shows the commands · Ctrl-D leaves")
-    with terminated_in_order(), held_keys():
+    with held_keys():
+        session.note(f"{session.model.name} · /help shows the commands · Ctrl-D leaves")
         prompts = _prompt_session(session)
         with suppress(EOFError):
             while True:
@@ -96,6 +96,7 @@ def _prompt_session(session: ChatSession) -> PromptSession[str]:
     prompts: PromptSession[str] = PromptSession(
         history=_history(),
         completer=SlashCompleter(session),
+        complete_in_thread=True,    # models are asked for on a server
         complete_while_typing=Condition(lambda: prompts.default_buffer.text.startswith("/")),
         key_bindings=_key_bindings(),
         multiline=True,

@@ -14,8 +14,11 @@ if sys.platform != "win32":
 
 @contextmanager
 def held_keys() -> Iterator[None]:
-    """Neither show nor interpret what is typed: the next prompt reads it as if it were typed there."""
-    if sys.platform == "win32" or not sys.stdin.isatty():
+    """Neither show nor interpret what is typed: the next prompt reads it as if it were typed there.
+
+    SIGTERM and SIGHUP leave by SystemExit, so that every end of the program restores the terminal.
+    """
+    if sys.platform == "win32" or sys.stdin is None or not sys.stdin.isatty():
         yield
         return
     terminal = sys.stdin.fileno()
@@ -24,22 +27,30 @@ def held_keys() -> Iterator[None]:
     held[0] &= ~termios.ICRNL
     held[3] &= ~(termios.ECHO | termios.ICANON)
 
-    def hold(_signal: int = 0, _frame: FrameType | None = None) -> None:
+    def hold(_number: int = 0, _frame: FrameType | None = None) -> None:
         termios.tcsetattr(terminal, termios.TCSANOW, held)
 
-    before = signal.signal(signal.SIGCONT, hold)    # between Ctrl-Z and `fg` a shell changes the terminal
+    def leave(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    # Between Ctrl-Z and `fg`, after which comes SIGCONT, a shell changes the terminal.
+    handlers = ((signal.SIGCONT, hold), (signal.SIGTERM, leave), (signal.SIGHUP, leave))
+    before = [(number, signal.getsignal(number)) for number, _ in handlers]
     try:
+        for number, handler in handlers:
+            signal.signal(number, handler)
         hold()
         yield
     finally:
         termios.tcsetattr(terminal, termios.TCSANOW, found)
-        signal.signal(signal.SIGCONT, before)
+        for number, earlier in before:
+            signal.signal(number, earlier)
 
 
 @contextmanager
 def released_keys() -> Iterator[None]:
     """Let another program read the keys, in the midst of `held_keys`."""
-    if sys.platform == "win32" or not sys.stdin.isatty():
+    if sys.platform == "win32" or sys.stdin is None or not sys.stdin.isatty():
         yield
         return
     terminal = sys.stdin.fileno()
@@ -52,19 +63,3 @@ def released_keys() -> Iterator[None]:
         yield
     finally:
         termios.tcsetattr(terminal, termios.TCSADRAIN, held)
-
-
-@contextmanager
-def terminated_in_order() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP leave by SystemExit, so that the terminal is restored."""
-
-    def leave(number: int, _frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    before = {number: signal.signal(number, leave) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -20,6 +20,14 @@ Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCard:
+    """What a server says about one of its models."""
+
+    max_length: int | None      # the context length in tokens; None: servers of others may not say
+    default_sampling_params: SamplingOptions    # that the model recommends
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ApiRequest:
     """An HTTP request of the API."""
 
@@ -152,25 +160,22 @@ def detokenize(
     return ApiCall(request=_post("/detokenize", body | ({"model": model} if model else {})), read=read)
 
 
-def max_lengths() -> ApiCall[dict[str, int]]:
-    """List the loaded models, with the context length of each in tokens."""
+def model_cards() -> ApiCall[dict[str, ModelCard]]:
+    """List the loaded models."""
 
-    def read(headers: Mapping[str, str], reply: bytes) -> dict[str, int]:
+    def read(headers: Mapping[str, str], reply: bytes) -> dict[str, ModelCard]:
         with unknown_reply():
-            return {str(row["id"]): int(row["max_model_len"]) for row in json.loads(reply)["data"]}
+            return {str(row["id"]): _model_card(row) for row in json.loads(reply)["data"]}
 
     return ApiCall(request=ApiRequest(method="GET", path="/v1/models"), read=read)
 
 
-def default_sampling_params() -> ApiCall[dict[str, SamplingOptions]]:
-    """List the loaded models, with the sampling parameters that each recommends."""
-
-    def read(headers: Mapping[str, str], reply: bytes) -> dict[str, SamplingOptions]:
-        with unknown_reply():
-            rows = json.loads(reply)["data"]
-            return {str(row["id"]): row.get("default_sampling_params", {}) for row in rows}
-
-    return ApiCall(request=ApiRequest(method="GET", path="/v1/models"), read=read)
+def _model_card(row: Mapping[str, Any]) -> ModelCard:
+    max_length = row.get("max_model_len")
+    return ModelCard(
+        max_length=None if max_length is None else int(max_length),
+        default_sampling_params=row.get("default_sampling_params", {}),
+    )
 
 
 def _chat_body(

@@ -12,6 +12,7 @@ from typing import Any, Self, TypeVar, Unpack
 import httpx2
 
 from genserve.client import api_calls, reply_errors
+from genserve.client.api_calls import ModelCard
 from genserve.client.connection import LIMITS, connection, retry_wait_s
 from genserve.completion import Completion, Delta, Stream, join_deltas
 from genserve.errors import GenserveError
@@ -194,17 +195,18 @@ class Client:
             api_calls.detokenize(token_ids, model=model, skip_special_tokens=skip_special_tokens)
         )
 
-    def max_lengths(self) -> dict[str, int]:
-        """Return the context length of each loaded model, in tokens, by its name."""
-        return self._call(api_calls.max_lengths())
+    def model_cards(self) -> dict[str, ModelCard]:
+        """Return what the server says about each loaded model, by its name."""
+        return self._call(api_calls.model_cards())
 
     def models(self) -> list[str]:
         """Return the names of the loaded models."""
-        return list(self.default_sampling_params())
+        return list(self.model_cards())
 
     def default_sampling_params(self) -> dict[str, SamplingOptions]:
         """Return the options that each loaded model recommends, by its name; see `LLM`."""
-        return self._call(api_calls.default_sampling_params())
+        cards = self.model_cards()
+        return {name: card.default_sampling_params for name, card in cards.items()}
 
     def close(self) -> None:
         """Close the connections; a second call does nothing.
@@ -363,17 +365,18 @@ class AsyncClient:
             api_calls.detokenize(token_ids, model=model, skip_special_tokens=skip_special_tokens)
         )
 
-    async def max_lengths(self) -> dict[str, int]:
-        """Return the context length of each loaded model, in tokens, by its name."""
-        return await self._call(api_calls.max_lengths())
+    async def model_cards(self) -> dict[str, ModelCard]:
+        """Return what the server says about each loaded model, by its name."""
+        return await self._call(api_calls.model_cards())
 
     async def models(self) -> list[str]:
         """Return the names of the loaded models."""
-        return list(await self.default_sampling_params())
+        return list(await self.model_cards())
 
     async def default_sampling_params(self) -> dict[str, SamplingOptions]:
         """Return the options that each loaded model recommends, by its name; see `LLM`."""
-        return await self._call(api_calls.default_sampling_params())
+        cards = await self.model_cards()
+        return {name: card.default_sampling_params for name, card in cards.items()}
 
     async def close(self) -> None:
         """Close the connections; a second call does nothing."""

@@ -117,6 +117,8 @@ def chat_with(model: FakeModel, *, system: str | None = None) -> ChatSession:
 
     @contextmanager
     def open_fake(name: str | None) -> Iterator[OpenedModel]:
+        if name == "slow":
+            threading.Event().wait()
         if name not in (None, "fake", "other"):
             raise ModelNotFound(f"there is no model {name!r}", remedy="models: fake, other")
         yield OpenedModel(

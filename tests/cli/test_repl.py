@@ -185,6 +185,17 @@ def test_the_history_is_in_the_state_folder_of_the_system(monkeypatch: pytest.Mo
     assert history_path() == Path("/elsewhere/genserve/history")
 
 
+def test_ctrl_c_while_a_model_is_loaded_keeps_the_old_one(terminal: Terminal) -> None:
+    say(terminal, "/model slow" + ENTER)
+    terminal.expect_screen(lambda lines: "> /model slow" in lines)
+    terminal.type(CTRL_C)
+    terminal.expect("stopped")
+    say(terminal, "/model" + ENTER)
+    terminal.expect("* fake")
+    say(terminal, CTRL_D)
+    assert terminal.wait() == 0
+
+
 def test_ctrl_c_before_the_first_token_leaves_the_question_out(terminal: Terminal) -> None:
     say(terminal, "silent" + ENTER)
     terminal.expect("⠋")

@@ -142,7 +142,7 @@ def test_tokens_are_the_same_as_in_process(client: Any, llm: LLM) -> None:
     assert client.detokenize(ids) == llm.detokenize(ids) == "größer<|im_end|>"
     assert client.detokenize(ids, skip_special_tokens=True) == "größer"
     assert llm.detokenize(ids, skip_special_tokens=True) == "größer"
-    assert client.max_lengths() == {"tiny": llm.max_length}
+    assert client.model_cards()["tiny"].max_length == llm.max_length
     for model in (client, llm):
         with pytest.raises(InvalidRequest, match=r"tokens\[1\] is 100000"):
             model.detokenize([0, 100_000])
