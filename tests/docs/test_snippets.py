@@ -12,9 +12,11 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ import trustme
 import yaml
 from google.protobuf import text_format
 
-from genserve import LLM, Completion
+from genserve import LLM, Client, Completion
 from genserve.config.schema import new_model_config
 from tests.docs.command_lines import check_command, commands
 from tests.docs.snippets import ROOT, Snippet, snippets
@@ -132,22 +134,48 @@ def test_configs_have_the_fields_of_the_schema(snippet):
     assert message.ListFields()
 
 
-@pytest.mark.parametrize("snippet", of_languages("nginx"))
-def test_nginx_accepts_its_config(snippet, tmp_path):
-    nginx = shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin")
-    if nginx is None:
+@pytest.fixture
+def nginx(tmp_path: Path) -> Callable[[str], list[Any]]:
+    """Return the command that runs nginx with a config."""
+    path = shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin")
+    if path is None:
         pytest.skip("there is no nginx")
     issued = trustme.CA().issue_cert("llm.example.com")
     issued.cert_chain_pems[0].write_to_path(tmp_path / "llm.pem")
     issued.private_key_pem.write_to_path(tmp_path / "llm.key")
-    (tmp_path / "nginx.conf").write_text(
-        f"pid {tmp_path}/nginx.pid;\nerror_log stderr;\nevents {{}}\nhttp {{\naccess_log off;\n"
-        + snippet.text.replace("/etc/nginx/", f"{tmp_path}/")
-        + "}\n"
-    )
-    command = [nginx, "-t", "-q", "-p", tmp_path, "-c", tmp_path / "nginx.conf"]
-    checked = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    def command(config: str) -> list[Any]:
+        config = config.replace("/etc/nginx/", f"{tmp_path}/")
+        (tmp_path / "nginx.conf").write_text(
+            f"daemon off;\npid {tmp_path}/nginx.pid;\nerror_log stderr;\nevents {{}}\n"
+            f"http {{\naccess_log off;\n{config}}}\n"
+        )
+        return [path, "-q", "-e", "stderr", "-p", tmp_path, "-c", tmp_path / "nginx.conf"]
+
+    return command
+
+
+@pytest.mark.parametrize("snippet", of_languages("nginx"))
+def test_nginx_accepts_its_config(snippet, nginx):
+    checked = subprocess.run([*nginx(snippet.text), "-t"], capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stderr
+
+
+@pytest.mark.parametrize("words", ["location /llm/", "limit_req "])
+def test_streams_pass_through_nginx(words, nginx, server):
+    [text] = [snippet.text for snippet in SNIPPETS if snippet.language == "nginx" and words in snippet.text]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    config = localized(text, server).replace("listen 80;", f"listen 127.0.0.1:{port};")
+    url = f"http://127.0.0.1:{port}{'/llm' if '/llm/' in words else ''}"
+    with subprocess.Popen(nginx(config)) as process:
+        try:
+            with Client(url, max_retries=8) as client:
+                with client.stream("hello", max_tokens=4, ignore_eos=True) as stream:
+                    assert len(list(stream)) == 4
+                assert client.chat("hello", max_tokens=4).usage.completion_tokens > 0
+        finally:
+            process.terminate()
 
 
 def test_every_block_is_of_a_known_kind():
