@@ -67,11 +67,7 @@ Candidate = tuple[str, str]     # a word that may follow, and its help
 
 
 def completion(shell: Annotated[Shell, typer.Argument(help="The shell to complete commands in.")]) -> None:
-    """Print the script that completes commands, flags, models and parameters in your shell.
-
-    bash: add the first example to ~/.bashrc. zsh: the second to ~/.zshrc, below compinit. fish: run the third
-    once.
-    """
+    """Print the script that completes commands, flags, models and parameters in your shell."""
     print(_SCRIPTS[shell].strip())
 
 

@@ -15,6 +15,7 @@ from genserve.errors import InvalidRequest
 if TYPE_CHECKING:
     from genserve.sampling.sampling_options import SamplingOptions
 
+DOCUMENTATION = "https://genserve.github.io/genserve/"
 # Headings in `--help`.
 MODEL, SAMPLING, BATCH = "Model", "Sampling", "Batches"
 
@@ -98,11 +99,12 @@ Set = Annotated[
         autocompletion=set_assignments,
         rich_help_panel=SAMPLING,
         help="Any other sampling parameter, such as repetition_penalty=1.2; repeatable. Lists and objects "
-        "are JSON. docs/sampling.md lists the parameters.",
+        f"are JSON. The parameters: {DOCUMENTATION}sampling/",
     ),
 ]
 Json = Annotated[
-    bool, typer.Option("--json", help="Print one JSON document and nothing else; docs/cli.md has its keys.")
+    bool,
+    typer.Option("--json", help=f"Print one JSON document and nothing else; its keys: {DOCUMENTATION}cli/"),
 ]
 Precision = Annotated[
     Literal["int8", "int4", "fp16", "fp32"] | None,

@@ -79,7 +79,7 @@ def generate(
 
     Of a batch (--input, --output), each answer is a line with the id of its request, by default the number of
     its line. A failure is a line too, and the exit code is 1 then. The flags are the parameters of the lines
-    that do not state their own. docs/cli.md describes the lines.
+    that do not state their own. The lines: https://genserve.github.io/genserve/cli/
     """
     options = SamplingOptions(max_tokens=max_tokens, temperature=temperature, stop=stop or (), seed=seed)
     # What is not given is the model's default.

@@ -48,7 +48,8 @@ def parameter_sections(command: Any, ctx: Any) -> dict[str, list[Row]]:
 def _row(parameter: Any, record: Row) -> Row:
     names, text = record
     if parameter.param_type_name == "argument":
-        names = names.partition(" ")[0].upper()
+        name, _, kind = names.partition(" ")
+        names = f"{name.upper()} {kind}" if "|" in kind else name.upper()     # its values, if they are few
     elif parameter.is_flag:
         short_first = sorted(parameter.opts, key=lambda name: name.startswith("--"))
         names = ", ".join([*short_first, *parameter.secondary_opts])

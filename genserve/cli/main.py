@@ -18,6 +18,7 @@ from typer.core import TyperCommand, TyperGroup
 
 import genserve
 from genserve.cli.bench_flags import BenchCommand
+from genserve.cli.flags import DOCUMENTATION
 from genserve.cli.help_text import HelpCommand, Row, help_text, parameter_sections
 from genserve.cli.tritonserver_flags import TritonserverCommand
 from genserve.errors import GenserveError, closest
@@ -125,8 +126,8 @@ COMMANDS = {
         heading=_MORE,
         summary="Print the script that completes commands in bash, zsh or fish",
         examples=(
-            "eval \"$(genserve completion bash)\"",
-            "source <(genserve completion zsh)",
+            'eval "$(genserve completion bash)"     # in ~/.bashrc',
+            "source <(genserve completion zsh)      # in ~/.zshrc, below compinit",
             "genserve completion fish > ~/.config/fish/completions/genserve.fish",
         ),
     ),
@@ -236,7 +237,11 @@ def _color() -> bool | None:
 app = typer.Typer(
     name="genserve",
     cls=CommandGroup,
-    help="Serve text-generation models from a model repository in Triton's format.",
+    help=f"""Serve text-generation models from a model repository in Triton's format.
+
+    `genserve COMMAND --help` explains a command. Exit codes: {OK} success, {ERROR} error, {USAGE} wrong
+    usage, {INTERRUPTED} Ctrl-C, {BROKEN_PIPE} nobody reads the output. Documentation: {DOCUMENTATION}
+    """,
     epilog="genserve pull smollm2\ngenserve chat",
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
