@@ -6,6 +6,8 @@ A mark is a comment in the page's source, right before a block:
     <!-- slow -->               it runs with `pytest -m slow` only
 
 `<!-- no snippet is run: REASON -->`, anywhere, is the first mark for all blocks of the page.
+
+    python -m tests.docs.snippets       # lists the blocks that do not run, by their reason
 """
 
 from __future__ import annotations
@@ -72,3 +74,17 @@ def _snippets(page: Path) -> Iterator[Snippet]:
                 is_slow=bool(mark and mark[1]),
             )
         before = token if token.type == "html_block" else None
+
+
+def main() -> None:
+    """List the blocks that do not run."""
+    places: dict[str, list[str]] = {}
+    for snippet in snippets():
+        if snippet.not_run:
+            places.setdefault(snippet.not_run, []).append(snippet.place)
+    for reason, found in sorted(places.items()):
+        print(f"{reason}: {', '.join(found)}")
+
+
+if __name__ == "__main__":
+    main()

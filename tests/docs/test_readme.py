@@ -44,7 +44,10 @@ def test_its_links_are_absolute_so_that_they_work_on_pypi():
 
 
 def test_the_pages_that_it_links_are_in_the_site():
-    pages = {target.partition("#")[0] for target in re.findall(rf"\]\({SITE}([^)]*)\)", README)}
+    targets = {target.partition("#")[0] for target in re.findall(rf"\]\({SITE}([^)]*)\)", README)}
+    pictures = {target for target in targets if target.startswith("images/")}
+    assert [picture for picture in pictures if not (ROOT / "docs" / picture).is_file()] == []
+    pages = targets - pictures
     nav = {path.removesuffix("index.md").removesuffix(".md") for path in _paths(_config()["nav"])}
     assert {page.strip("/") for page in pages} <= nav
     files = set(re.findall(rf"\]\({SOURCE}([^)]*)\)", README))

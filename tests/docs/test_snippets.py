@@ -20,7 +20,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import tritonclient.grpc as triton
 import trustme
 import yaml
 from google.protobuf import text_format
@@ -71,8 +73,20 @@ def skip_if_marked(snippet: Snippet) -> None:
         pytest.skip(snippet.not_run)
 
 
+def model_files(words: str) -> list:
+    """Return the blocks that are a model.py with these words."""
+    return [
+        param
+        for param in of_languages("python")
+        if "\nclass TritonPythonModel" in f"\n{param.values[0].text}" and words in param.values[0].text
+    ]
+
+
+PROGRAMS = [param for param in of_languages("python") if param not in model_files("")]
+
+
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("snippet", of_languages("python"))
+@pytest.mark.parametrize("snippet", PROGRAMS)
 def test_python_runs(snippet, server, workspace, monkeypatch, capsys, tmp_path):
     code = compile(localized(snippet.text, server), snippet.place, "exec")
     skip_if_marked(snippet)
@@ -81,8 +95,6 @@ def test_python_runs(snippet, server, workspace, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(workspace)
     monkeypatch.setenv("GENSERVE_HOME", str(workspace))
     monkeypatch.syspath_prepend(workspace)
-    if "TritonPythonModel" in snippet.text and "import TritonPythonModel" not in snippet.text:
-        pytest.skip("a model.py, which other tests load")
     exec(code, {"__name__": "__main__"})
     assert capsys.readouterr().out or "print" not in snippet.text
     if "client = " in snippet.text:
@@ -96,15 +108,31 @@ def likeliest(workspace: Path) -> Completion:
         return llm.generate("hello", max_tokens=12, ignore_eos=True)
 
 
-LOOPS = [param for param in of_languages("python") if "async def decode(" in param.values[0].text]
-
-
-@pytest.mark.parametrize("snippet", LOOPS)
+@pytest.mark.parametrize("snippet", model_files("async def decode("))
 def test_every_decoding_loop_is_greedy_at_temperature_0(snippet, workspace, likeliest, tmp_path):
     repository = shutil.copytree(workspace / "model_repository", tmp_path / "repository")
     (repository / "smollm2_decoder" / "1" / "model.py").write_text(snippet.text)
     with LLM(model_repository=repository) as llm:
         assert llm.generate("hello", max_tokens=12, ignore_eos=True) == likeliest
+
+
+@pytest.mark.parametrize("snippet", model_files("def execute("))
+def test_a_bls_loop_is_greedy(snippet, workspace, likeliest, tmp_path):
+    repository = shutil.copytree(workspace / "model_repository", tmp_path / "repository")
+    (repository / "loop" / "1").mkdir(parents=True)
+    (repository / "loop" / "1" / "model.py").write_text(snippet.text)
+    (repository / "loop" / "config.pbtxt").write_text(
+        'backend: "python" input [ { name: "input_ids" data_type: TYPE_INT64 dims: [ 1, -1 ] } ] '
+        'output [ { name: "output_ids" data_type: TYPE_INT64 dims: [ -1 ] } ]'
+    )
+    with LiveServer(repository) as server, triton.InferenceServerClient(server.grpc_url) as client:
+        text = triton.InferInput("text_input", [1, 1], "BYTES")
+        text.set_data_from_numpy(np.array([[b"hello"]], dtype=object))
+        prompt = client.infer("smollm2_tokenizer", [text]).as_numpy("input_ids")
+        ids = triton.InferInput("input_ids", prompt.shape, "INT64")
+        ids.set_data_from_numpy(prompt)
+        answer = client.infer("loop", [ids]).as_numpy("output_ids")
+    assert tuple(answer[prompt.size :][: len(likeliest.token_ids)]) == likeliest.token_ids
 
 
 @pytest.mark.parametrize("snippet", of_languages(*SHELL))
