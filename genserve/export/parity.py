@@ -19,7 +19,7 @@ from genserve.export.export_options import CacheType, ExportFormat, Precision
 from genserve.export.reference import Positions, Reference
 from genserve.generation.logits_model import ForwardBatch, LogitsModel
 from genserve.sampling.logits_array import FloatArray, on_host
-from genserve.textmodel.logits_config import PARITY_FILE
+from genserve.textmodel.parity_file import PARITY_FILE
 from genserve.textmodel.runtimes.growing_logits import GrowingLogits
 from genserve.textmodel.runtimes.onnx_logits import OnnxLogits
 from genserve.textmodel.runtimes.torchscript_logits import TorchLogits

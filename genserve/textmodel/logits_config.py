@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
-from typing import Any
 
 from genserve.backends.backend import integer_parameter, model_file
 from genserve.config.model_config import ModelConfig, TensorSpec
 from genserve.errors import RepositoryError
 
-PARITY_FILE = "parity.json"
 _FILES: Mapping[str, str] = {"onnxruntime": "model.onnx", "pytorch": "model.pt"}
 _DEFAULT_LENGTH = 1024  # tokens; a graph without a cache does not say how many it takes
 
@@ -63,15 +60,6 @@ def logits_file(config: ModelConfig, folder: Path) -> Path:
     return model_file(
         folder, filename=config.default_model_filename, default=_FILES[config.backend], model=config.name
     )
-
-
-def read_parity(folder: Path) -> dict[str, Any]:
-    """Return the fields of the `export.parity.Parity` of the graph in a folder; empty without such a file."""
-    try:
-        found = json.loads((folder / PARITY_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

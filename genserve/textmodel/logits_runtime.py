@@ -22,8 +22,8 @@ from genserve.textmodel.logits_config import (
     cache_kind,
     context_length,
     logits_file,
-    read_parity,
 )
+from genserve.textmodel.parity_file import read_parity
 from genserve.textmodel.runtimes.growing_logits import GrowingLogits
 from genserve.textmodel.runtimes.kv_cache_memory import HostMemory, LogitsMemory
 from genserve.textmodel.runtimes.onnx_logits import OnnxLogits
