@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
@@ -106,38 +107,55 @@ def _candidates(words: list[str], last: str) -> Iterator[Candidate]:
         yield from ((word, text) for word, text in (commands | flags).items() if word.startswith(last))
     elif name in COMMANDS:
         command = COMMANDS[name].load(name)
-        context = command.make_context(name, list(arguments), resilient_parsing=True)
-        yield from _of_command(command, context, arguments, last)
+        # Not `make_context`: to parse the values takes 0.1 s, for the import of pydantic.
+        context = typer.Context(command, info_name=name)
+        yield from _of_command(command.get_params(context), context, arguments, last)
 
 
-def _of_command(command: Any, context: Any, arguments: list[str], last: str) -> Iterator[Candidate]:
-    parameters = command.get_params(context)
-    with_value = {
-        name: parameter
-        for parameter in parameters
-        if parameter.param_type_name == "option" and not parameter.is_flag
-        for name in parameter.opts
-    }
+def _of_command(
+    parameters: Sequence[Any], context: typer.Context, words: list[str], last: str
+) -> Iterator[Candidate]:
+    """Yield what `last` may become after the words of a command; their values are the context's params."""
+    options = {name: each for each in parameters for name in (*each.opts, *each.secondary_opts)}
+    arguments = [each for each in parameters if each.param_type_name == "argument"]
+    num_given, rest, begun = 0, iter(words), None     # begun: an option that waits for its value
+    for word in rest:
+        flag, equals, value = word.partition("=")
+        if word == "--":
+            options, num_given = {}, num_given + len(list(rest))
+        elif not word.startswith("-"):
+            num_given += 1
+        elif flag not in options:
+            continue
+        elif not _takes_value(options[flag]):
+            context.params[options[flag].name] = True
+        elif equals or (value := next(rest, "")):
+            context.params[options[flag].name] = value
+        else:
+            begun = options[flag]
     flag, equals, value = last.partition("=")
-    if "--" in arguments:
-        flag = ""
-    elif arguments and arguments[-1] in with_value:
-        yield from _values(with_value[arguments[-1]], context, last)
-        return
-    elif flag.startswith("-"):
-        if not equals:
-            yield from ((item.value, item.help or "") for item in command.shell_complete(context, last))
-        elif flag in with_value:
-            for word, text in _values(with_value[flag], context, value):
-                yield word if word == FILES else f"{flag}={word}", text
-        return
-    for parameter in parameters:
-        given = context.get_parameter_source(parameter.name).name == "COMMANDLINE"
-        if parameter.param_type_name == "argument" and (parameter.nargs == -1 or not given):
-            yield from _values(parameter, context, last)
-            return
-    if not last:    # all arguments are there
-        yield from ((item.value, item.help or "") for item in command.shell_complete(context, "-"))
+    if begun is not None:
+        yield from _values(begun, context, last)
+    elif equals and flag in options and _takes_value(options[flag]):
+        for word, text in _values(options[flag], context, value):
+            yield word if word == FILES else f"{flag}={word}", text
+    elif last.startswith("-") and options:
+        yield from _flags(options, context, last)
+    elif num_given < len(arguments) or (arguments and arguments[-1].nargs == -1):
+        yield from _values(arguments[min(num_given, len(arguments) - 1)], context, last)
+    elif not last:      # all arguments are there
+        yield from _flags(options, context, last)
+
+
+def _takes_value(option: Any) -> bool:
+    return option.param_type_name == "option" and not option.is_flag
+
+
+def _flags(options: Mapping[str, Any], context: typer.Context, begun: str) -> Iterator[Candidate]:
+    for name, option in options.items():
+        is_open = option.multiple if option.name in context.params else not option.hidden
+        if is_open and name.startswith("--") and name.startswith(begun):
+            yield name, option.help or ""
 
 
 def _values(parameter: Any, context: Any, begun: str) -> Iterator[Candidate]:
@@ -155,8 +173,8 @@ def model_names(ctx: typer.Context) -> Iterator[str]:
     """Yield the models of the repository on the command line that may generate text, without loading any."""
     from genserve.store import default_repository
 
-    given = ctx.params.get("model_repository") or default_repository()
-    for folder in [given] if isinstance(given, Path) else given:
+    given = ctx.params.get("model_repository") or os.environ.get("GENSERVE_MODEL_REPOSITORY")
+    for folder in given.split(os.pathsep) if given else [default_repository()]:
         for config in sorted(Path(folder).glob("*/config.pbtxt")):
             # To parse the configs would take half a second.
             if re.search(rb"ensemble_scheduling|[\"']ensemble[\"']", config.read_bytes()):

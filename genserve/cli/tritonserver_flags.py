@@ -123,8 +123,6 @@ class TritonserverCommand(HelpCommand):
             flag = REJECTED_FLAGS.get(name)
             if flag is None:
                 words.append(_rewritten(word, switches))
-            elif ctx.resilient_parsing:     # of a line that is still being typed
-                continue
             elif not value or _switch_value(value) != _switch_value(flag.ignored_value):
                 ctx.fail(f"{name} is a flag of tritonserver that genserve does not have: {flag.remedy}")
         return super().parse_args(ctx, words)

@@ -56,6 +56,8 @@ def test_commands_and_their_flags_are_completed() -> None:
     assert words("genserve serve --no-allow-g") == ["--no-allow-grpc"]
     assert "--temperature" not in words("genserve generate --temperature 1 --t")
     assert words("genserve nonsense --") == []
+    assert "--max-tokens" in words("genserve generate Tea ")
+    assert words("genserve generate -- --m") == [":files"]
 
 
 def test_the_help_of_a_candidate_is_on_its_line() -> None:
@@ -113,7 +115,7 @@ import sys
 from genserve.cli.completion_command import answer
 for line in ("genserve generate --set t", "genserve chat ", "genserve serve --"):
     answer("bash", line)
-heavy = {"rich", "onnxruntime", "onnx", "fastapi", "grpc", "numpy", "google.protobuf", "httpx2"}
+heavy = {"rich", "onnxruntime", "onnx", "fastapi", "grpc", "numpy", "google.protobuf", "httpx2", "pydantic"}
 print("loaded:", sorted(heavy & set(sys.modules)))
 """
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
