@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 from genserve.text.tool_formats import TOOL_FORMATS, ToolFormat
+from tests.docs.snippets import ROOT, snippets
 
-PAGE = (Path(__file__).parents[2] / "docs" / "tools.md").read_text()
+PAGE = (ROOT / "docs" / "tools.md").read_text(encoding="utf-8")
 
 
 def test_all_formats_are_listed():
@@ -15,9 +15,9 @@ def test_all_formats_are_listed():
 
 
 def test_the_declared_format_writes_the_answer_that_follows():
-    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    [block] = [one.text for one in snippets() if one.page.name == "tools.md" and "tool_format =" in one.text]
     declared: dict = {}
-    exec(next(block for block in blocks if "tool_format" in block), declared)
+    exec(block, declared)
     form = ToolFormat(**declared["TritonPythonModel"].tool_format)
     written = form.written([("get_weather", '{"city": "Paris"}')])
     assert f"`{written}`" in PAGE.replace("\\n", "\n")

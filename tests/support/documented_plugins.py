@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from pathlib import Path
 
+from tests.docs.snippets import ROOT, snippets
+
 __all__ = ["copy_with_plugins", "documented_model"]
 
-_PAGE = Path(__file__).parents[2] / "docs" / "decoding.md"
+_PAGE = ROOT / "docs" / "decoding.md"
 
 
 def documented_model() -> str:
     """The model.py that the page shows."""
-    found = re.search(r"```python\n(.*?)```", _PAGE.read_text(), re.DOTALL)
-    assert found is not None
-    return found[1]
+    [block] = [one.text for one in snippets() if one.page == _PAGE and one.language == "python"]
+    return block
 
 
 def copy_with_plugins(tiny_repository: Path, root: Path, *, more: str = "") -> Path:
