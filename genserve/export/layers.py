@@ -7,10 +7,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from genserve.export.decoder import Activation
 from genserve.export.onnx_graph import OnnxGraphBuilder
@@ -145,12 +147,16 @@ class FusedLayers(Layers):
             return Layers.embedding(self, ids, weight, output)
         block_size = BLOCKS[weight_format]
         assert block_size is not None
-        values, scales = _quantized(weight, weight_format)
         padding = -hidden % block_size
-        offset = np.pad(values, ((0, 0), (0, padding))).view(np.uint8) + np.uint8(128)
+
+        def packed() -> list[NDArray[Any]]:
+            values, scales = _quantized(weight, weight_format)
+            return [np.pad(values, ((0, 0), (0, padding))).view(np.uint8) + np.uint8(128), scales]
+
+        packed_weight, scales = self.graph.weights(["embedding", "embedding.scales"], packed)
         rows = self.graph.node(
             "GatherBlockQuantized",
-            [self.graph.weight("embedding", offset), ids, self.graph.weight("embedding.scales", scales)],
+            [packed_weight, ids, scales],
             f"{output}.padded" if padding else output,
             bits=8,
             block_size=block_size,
@@ -195,13 +201,15 @@ class FusedLayers(Layers):
         weight = self.vector(f"{norm.name}.weight", norm.weight)
         return [weight, "" if norm.bias is None else self.vector(f"{norm.name}.bias", norm.bias)]
 
-    def _packed(self, layer: Linear, weight_format: WeightFormat | None) -> list[str]:
+    def _packed(self, layer: Linear, weight_format: WeightFormat | None) -> Sequence[str]:
         """Add the packed weight [N, K] and its scales, which float32 does not have."""
         name, weight, gated = f"{layer.output}.weight", layer.weight, layer.gated
         if weight_format is None:
-            return [self.graph.weight(name, pack_float32(weight, gated=gated)), ""]
-        packed = pack_quantized(_quantized(weight, weight_format), weight_format, gated=gated)
-        return [self.graph.weight(name, packed.weight), self.graph.weight(f"{name}.scales", packed.scales)]
+            return [*self.graph.weights([name], lambda: [pack_float32(weight, gated=gated)]), ""]
+        return self.graph.weights(
+            [name, f"{name}.scales"],
+            lambda: pack_quantized(_quantized(weight, weight_format), weight_format, gated=gated),
+        )
 
     def _first_columns(self, x: str, output: str, *, width: int) -> str:
         bounds = {"starts": 0, "ends": width, "axes": -1}

@@ -1,8 +1,13 @@
-"""ONNX graph: writes a model node by node, and streams its weights to one file next to it."""
+"""ONNX graph: writes a model node by node, and streams its weights to one file next to it.
+
+A thread packs and writes a weight while the caller reads the next one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,7 +28,7 @@ _DOMAINS = {"GatherBlockQuantized": "com.microsoft", "Linear": "genserve", "Page
 
 
 class OnnxGraphBuilder:
-    """Builds `model.onnx` and `model.onnx.data` in a folder, with one weight at a time in memory.
+    """Builds `model.onnx` and `model.onnx.data` in a folder, with two weights at a time in memory.
 
     Values are named by strings. Use it as a context manager, and `save` it at the end.
     """
@@ -31,6 +36,8 @@ class OnnxGraphBuilder:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._data = (folder / DATA_FILE).open("wb")
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="weights")
+        self._written: Future[None] | None = None   # the last weights
         self._nodes: list[onnx.NodeProto] = []
         self._weights: list[onnx.TensorProto] = []
         self._inputs: list[onnx.ValueInfoProto] = []
@@ -42,6 +49,7 @@ class OnnxGraphBuilder:
         return self
 
     def __exit__(self, *_raised: object) -> None:
+        self._writer.shutdown()
         self._data.close()
 
     def input(self, name: str, dtype: DTypeLike, dims: Dims) -> str:
@@ -71,18 +79,21 @@ class OnnxGraphBuilder:
 
     def constant(self, name: str, value: NDArray[Any]) -> str:
         """Add a small constant, such as a shape or an index, to the graph file."""
-        self._weights.append(numpy_helper.from_array(value, name))
+        self._in_turn(partial(self._keep, numpy_helper.from_array(value, name)))
         return name
 
     def weight(self, name: str, value: NDArray[Any]) -> str:
         """Add a weight, whose bytes go directly to the data file."""
-        self._data.write(b"\0" * (-self._data.tell() % _ALIGNMENT))
-        self._weights.append(_pointer(name, value, offset=self._data.tell()))
-        self._data.write(np.ascontiguousarray(value).data)
-        return name
+        return self.weights([name], lambda: [value])[0]
+
+    def weights(self, names: Sequence[str], compute: Callable[[], Sequence[NDArray[Any]]]) -> Sequence[str]:
+        """Add weights that another thread computes; an error is raised by a later call."""
+        self._in_turn(partial(self._write, names, compute))
+        return names
 
     def save(self, *, metadata: Mapping[str, str]) -> None:
         """Write the graph file with its metadata; nothing can be added afterwards."""
+        self._wait()
         graph = helper.make_graph(
             self._nodes, "genserve", self._inputs, self._outputs, self._weights, value_info=self._values
         )
@@ -93,6 +104,25 @@ class OnnxGraphBuilder:
         helper.set_model_props(model, {**metadata, "genserve.operators": str(_OPSETS["genserve"])})
         self._data.close()
         (self._folder / MODEL_FILE).write_bytes(model.SerializeToString())
+
+
+    def _in_turn(self, task: Callable[[], None]) -> None:
+        """Run a task on the thread, after the previous one, so that few weights are in memory."""
+        self._wait()
+        self._written = self._writer.submit(task)
+
+    def _wait(self) -> None:
+        if self._written is not None:
+            self._written.result()
+
+    def _keep(self, tensor: TensorProto) -> None:
+        self._weights.append(tensor)
+
+    def _write(self, names: Sequence[str], compute: Callable[[], Sequence[NDArray[Any]]]) -> None:
+        for name, value in zip(names, compute(), strict=True):
+            self._data.write(b"\0" * (-self._data.tell() % _ALIGNMENT))
+            self._keep(_pointer(name, value, offset=self._data.tell()))
+            self._data.write(np.ascontiguousarray(value).data)
 
 
 def _value(name: str, dtype: DTypeLike, dims: Dims | None) -> onnx.ValueInfoProto:

@@ -151,7 +151,7 @@ def _compare(
         largest_logit_difference=float(differences.max()),
         top1_agreement=float(agreements.mean()),
         perplexity_ratio=float(np.exp(np.nanmean(losses))),
-        divergence=float(divergences.mean(dtype=np.float64)),
+        divergence=max(float(divergences.mean(dtype=np.float64)), 0.0),     # rounding may make it negative
     )
 
 
@@ -175,7 +175,7 @@ def _distances(logits: FloatArray, expected: FloatArray, nexts: NDArray[np.int64
     return _Distances(
         difference=difference,
         agrees=logits.argmax(axis=-1) == expected.argmax(axis=-1),
-        divergence=np.einsum("ij,ij->i", weights, losses) / weights.sum(axis=-1),
+        divergence=np.vecdot(weights, losses) / weights.sum(axis=-1),
         loss=np.where(nexts < 0, np.nan, losses[np.arange(len(nexts)), nexts]),
     )
 

@@ -8,8 +8,9 @@ would take 200 MB, are recorded as what the head reads: numbers of 21 bits, with
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,15 +41,11 @@ class Recording:
     activations: Mapping[str, FloatArray]   # see `Reference`
 
     def reference(self, checkpoint: Checkpoint, *, norms: Collection[str]) -> Reference:
-        """The reference that the source would compute; `norms` are the roles of those to observe.
-
-        Raises:
-            ExportError: the checkpoint lacks the tensor of the head.
-        """
+        """The reference that the source would compute; `norms` are the roles of those to observe."""
         return Reference(
             ids=self.ids,
             hidden=self.hidden,
-            logits=_Product(self.hidden, checkpoint.tensor(self.head)),
+            logits=_Product(self.hidden, lambda: checkpoint.tensor(self.head)),
             activations={role: self.activations[role] for role in norms},
         )
 
@@ -109,12 +106,17 @@ def find_recording(path: Path) -> Recording | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Product:
     """Logits that are computed when they are needed, because all of them take much memory."""
 
-    hidden: FloatArray      # [rows, tokens, hidden]
-    head: FloatArray        # [vocab, hidden]
+    hidden: FloatArray                  # [rows, tokens, hidden]
+    load: Callable[[], FloatArray]      # the head [vocab, hidden]
+
+    @cached_property
+    def head(self) -> FloatArray:
+        """The head."""
+        return self.load()
 
     def __getitem__(self, at: tuple[Positions, Positions]) -> FloatArray:
         """See `Logits`."""
