@@ -437,9 +437,8 @@ def _validate_stages(params: SamplingParams) -> None:
     for index, name in enumerate(names):
         field = f"samplers[{index}]"
         if not isinstance(name, str) or name not in STAGES:
-            known = ", ".join(STAGES)
             problem = "is not the name of a sampling stage"
-            raise InvalidRequest(f"{field} {problem}", field=field, remedy=f"the stages are {known}")
+            raise InvalidRequest(f"{field} {problem}", field=field, remedy=nearest(str(name), known=STAGES))
         if name in names[:index]:
             raise InvalidRequest(f"{field} repeats {name!r}", field=field, remedy="name each stage once")
     if names and params.temperature > 0:
