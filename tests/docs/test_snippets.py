@@ -20,7 +20,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import numpy as np
+import promql_parser
 import pytest
 import tritonclient.grpc as triton
 import trustme
@@ -153,6 +155,15 @@ def test_shell_commands_are_right(snippet, server, workspace):
 @pytest.mark.parametrize("snippet", of_languages(*PARSED))
 def test_data_is_parsed(snippet):
     assert PARSED[snippet.language](snippet.text)
+
+
+def test_alerts_are_about_metrics_of_the_server(server):
+    [text] = [snippet.text for snippet in SNIPPETS if "alert: " in snippet.text]
+    metrics = httpx2.get(server.info.metrics_url).text
+    for rule in yaml.safe_load(text)["groups"][0]["rules"]:
+        promql_parser.parse(rule["expr"])
+        for name in re.findall(r"genserve_\w+", rule["expr"]):
+            assert f"# TYPE {name.removesuffix('_bucket')} " in metrics
 
 
 @pytest.mark.parametrize("snippet", of_languages("pbtxt"))
