@@ -12,6 +12,7 @@ from genserve.cli.tritonserver_flags import REJECTED_FLAGS
 from genserve.errors import GenserveError, RepositoryError
 from genserve.server import ModelInfo, ServerInfo, VersionInfo
 from genserve.settings import ServerSettings
+from tests.cli.test_model_access import add_model
 
 
 def test_trace_and_metrics_flags_are_those_of_tritonserver(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,6 +52,7 @@ def test_a_missing_repository_is_an_error() -> None:
 
 
 def test_flags_may_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add_model(tmp_path, "m")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         monkeypatch.setenv("GENSERVE_MODEL_REPOSITORY", str(tmp_path))
