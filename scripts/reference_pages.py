@@ -89,8 +89,9 @@ def environment() -> str:
                 row[0].append(name)
     text = [
         "# Environment variables",
-        "A flag on the command line wins over its variable. A flag that may be repeated takes several values "
-        "from its variable, separated by spaces. Switches take `true` or `false`.",
+        "The variable of `--http-port` is `GENSERVE_HTTP_PORT`, and so for each flag below. A flag on the "
+        "command line wins over its variable. A flag that may be repeated takes several values from its "
+        "variable, separated by spaces. Switches take `true` or `false`.",
         "## Without a flag",
         _table(("variable", "meaning"), [(f"`{name}`", text) for name, text in VARIABLES.items()]),
     ]
