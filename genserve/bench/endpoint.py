@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ssl
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
-import httpx2
+import httpcore2
 import orjson
 
 from genserve.bench.answers import Answer, Failure
@@ -24,7 +24,9 @@ _MAX_QUOTED = 300       # characters of a server's error
 _REJECTED = (429, 503)
 _RETRY_S = 1.0          # after a rejection that names no time
 _KEEPALIVE_S = 2.0      # of an idle connection: less than that of servers, which close it after 5 s or more
-_CLOSED = (httpx2.RemoteProtocolError, httpx2.ReadError, httpx2.WriteError)
+_BROKEN = (httpcore2.NetworkError, httpcore2.ProtocolError, httpcore2.TimeoutException)
+
+_Sent: TypeAlias = tuple[httpcore2.AsyncHTTPConnection, httpcore2.Response]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +39,7 @@ class Target:
     endpoint: str = ""                                      # the path; empty: that of the dialect
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)    # may hold a key
     extra_body: Mapping[str, Any] = field(default_factory=dict)     # more fields; None removes one
-    tls: ssl.SSLContext | bool = False
+    tls: ssl.SSLContext | None = None
 
     @property
     def url(self) -> str:
@@ -52,18 +54,24 @@ class Target:
         return orjson.dumps({name: value for name, value in body.items() if value is not None})
 
 
-def tls_context(base_url: str, *, ca: Path | None, insecure: bool) -> ssl.SSLContext | bool:
+def tls_context(base_url: str, *, ca: Path | None, insecure: bool) -> ssl.SSLContext | None:
     """Return how to verify the certificate of a server: by the system's authorities, by `ca`, or not at all.
+
+    None: the URL is not https.
 
     Raises:
         InvalidRequest: the file has no certificate.
     """
-    if insecure or not base_url.startswith("https://"):
-        return False        # reading the authorities takes 20 ms
+    if not base_url.startswith("https://"):
+        return None
     try:
-        return ssl.create_default_context(cafile=ca)
+        context = ssl.create_default_context(cafile=ca)
     except OSError as error:    # also ssl.SSLError
         raise InvalidRequest(f"{ca} has no certificates: {error.strerror or error}", field="ca") from error
+    if insecure:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return context
 
 
 class RequestFailed(Exception):
@@ -76,19 +84,25 @@ class RequestFailed(Exception):
 
 
 class Endpoint:
-    """An HTTP client for one target; an async context manager."""
+    """An HTTP client for one target; an async context manager.
+
+    It keeps its connections itself, each for one request at a time: a pool of httpx2 looks at all of its
+    connections for every request, which takes milliseconds with hundreds of them.
+    """
 
     def __init__(self, target: Target) -> None:
         self._target = target
         self._dialect = target.dialect
-        self._http = httpx2.AsyncClient(
-            headers={"accept-encoding": "identity", "content-type": "application/json", **target.headers},
-            limits=httpx2.Limits(
-                max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEPALIVE_S
-            ),
-            timeout=None,       # the load has one for the whole request
-            verify=target.tls,
-        )
+        self._url = httpcore2.URL(target.url)
+        host, port = self._url.host, self._url.port
+        headers = {
+            "host": (host if port is None else b"%s:%d" % (host, port)).decode(),
+            "content-type": "application/json",
+            "accept-encoding": "identity",
+            **target.headers,
+        }
+        self._headers = [(name.encode(), value.encode()) for name, value in headers.items()]
+        self._idle: list[httpcore2.AsyncHTTPConnection] = []    # the most recently used last
 
     async def __aenter__(self) -> Self:
         return self
@@ -96,7 +110,8 @@ class Endpoint:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._http.aclose()
+        for connection in self._idle:
+            await connection.aclose()
 
     async def ask(self, prompt: BenchPrompt, answer: Answer) -> None:
         """Send a request, and note its answer until the last event.
@@ -104,35 +119,48 @@ class Endpoint:
         Raises:
             RequestFailed: the server cannot be reached, rejects it, or does not complete the answer.
         """
-        response = await self._send(self._target.content(prompt), answer)
+        connection, response = await self._send(self._target.content(prompt), answer)
         try:
-            if response.is_success:
+            if 200 <= response.status < 300:
                 await self._read(response, answer)
             else:
                 await _raise_status(response)
-        except httpx2.HTTPError as error:
-            raise RequestFailed("stream_cut", _said(error)) from error
+        except _BROKEN as error:
+            raise RequestFailed("stream_cut", str(error) or type(error).__name__) from error
         finally:
             await response.aclose()
+            if connection.is_idle():
+                self._idle.append(connection)
+            else:
+                await connection.aclose()
 
-    async def _send(self, content: bytes, answer: Answer) -> httpx2.Response:
-        """Send a request, and return the head of the answer; raises RequestFailed.
-
-        A server may close an idle connection at the moment at which a request is sent over it. Such a request
-        is sent again, as RFC 9112 (section 9.3.1) allows.
-        """
-        request = self._http.build_request("POST", self._target.url, content=content)
-        answer.sent_s = time.perf_counter()
+    async def _send(self, content: bytes, answer: Answer) -> _Sent:
+        """Send a request, and return the connection and the head of the answer; raises RequestFailed."""
+        headers = [*self._headers, (b"content-length", b"%d" % len(content))]
+        request = httpcore2.Request("POST", self._url, headers=headers, content=content)
         try:
-            try:
-                return await self._http.send(request, stream=True)
-            except _CLOSED:
-                answer.sent_s = time.perf_counter()
-                return await self._http.send(request, stream=True)
-        except httpx2.HTTPError as error:
-            raise RequestFailed("connection", _said(error)) from error
+            while (idle := await self._pop_idle()) is not None:
+                # The server may close it at this moment. RFC 9112 (9.3.1) allows to send the request again.
+                with suppress(*_BROKEN):
+                    answer.sent_s = time.perf_counter()
+                    return idle, await idle.handle_async_request(request)
+            connection = httpcore2.AsyncHTTPConnection(
+                self._url.origin, ssl_context=self._target.tls, keepalive_expiry=_KEEPALIVE_S
+            )
+            answer.sent_s = time.perf_counter()
+            return connection, await connection.handle_async_request(request)
+        except _BROKEN as error:
+            raise RequestFailed("connection", str(error) or type(error).__name__) from error
 
-    async def _read(self, response: httpx2.Response, answer: Answer) -> None:
+    async def _pop_idle(self) -> httpcore2.AsyncHTTPConnection | None:
+        while self._idle:
+            connection = self._idle.pop()
+            if not connection.has_expired():
+                return connection
+            await connection.aclose()
+        return None
+
+    async def _read(self, response: httpcore2.Response, answer: Answer) -> None:
         if not self._dialect.is_streamed:
             content = await response.aread()
             self._note(content, answer, time.perf_counter())
@@ -140,7 +168,7 @@ class Endpoint:
             answer.is_complete = True
             return
         decoder, is_ended = EventDecoder(), not self._dialect.marks_end
-        async for chunk in response.aiter_raw():
+        async for chunk in response.aiter_stream():
             now_s = time.perf_counter()
             for event in decoder.feed(chunk):
                 if event.data != "[DONE]":
@@ -176,11 +204,11 @@ class Endpoint:
         return chunk.is_last
 
 
-async def _raise_status(response: httpx2.Response) -> None:
+async def _raise_status(response: httpcore2.Response) -> None:
     text = (await response.aread()).decode(errors="replace")
-    kind = f"http_{response.status_code}"
-    retry_s = _retry_after_s(response.headers) if response.status_code in _REJECTED else None
-    raise RequestFailed(kind, _message_of(text) or response.reason_phrase, retry_s=retry_s)
+    message = _message_of(text) or response.extensions["reason_phrase"].decode(errors="replace")
+    retry_s = _retry_after_s(response.headers) if response.status in _REJECTED else None
+    raise RequestFailed(f"http_{response.status}", message, retry_s=retry_s)
 
 
 def _message_of(text: str) -> str:
@@ -192,15 +220,12 @@ def _message_of(text: str) -> str:
     return text.strip()[:_MAX_QUOTED]
 
 
-def _retry_after_s(headers: httpx2.Headers) -> float:
+def _retry_after_s(headers: Sequence[tuple[bytes, bytes]]) -> float:
     """Return the seconds that a rejection asks to wait."""
-    for name, unit_s in (("retry-after-ms", 1e-3), ("retry-after", 1.0)):
+    found = {name.lower(): value for name, value in headers}
+    for name, unit_s in ((b"retry-after-ms", 1e-3), (b"retry-after", 1.0)):
         try:
-            return max(0.0, float(headers[name]) * unit_s)
+            return max(0.0, float(found[name]) * unit_s)
         except (KeyError, ValueError):      # missing, or a date
             continue
     return _RETRY_S
-
-
-def _said(error: Exception) -> str:
-    return str(error) or type(error).__name__

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
+import anyio.lowlevel
+
 from genserve.bench.answers import Answer, Failure, LoadResult
 from genserve.bench.datasets import BenchPrompt
 from genserve.bench.endpoint import Endpoint, RequestFailed, Target
@@ -56,6 +58,7 @@ def _event_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 async def _run(load: Load, target: Target, result: LoadResult, on_tick: Callable[[], None]) -> None:
     async with Endpoint(target) as endpoint:
+        await anyio.lowlevel.checkpoint()   # imports a backend, which would delay the first request
         ticks = asyncio.create_task(_tick(on_tick))
         result.started_s, cpu_started_s = time.perf_counter(), time.process_time()
         try:

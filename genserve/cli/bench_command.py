@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from genserve.cli import bench_flags as flags
+from genserve.cli.flags import Json
 
 if TYPE_CHECKING:
     import httpx2
@@ -36,6 +37,9 @@ def bench(
     max_concurrency: flags.MaxConcurrency = None,
     request_rate: flags.RequestRate = ["inf"],  # noqa: B006
     burstiness: flags.Burstiness = 1.0,
+    ramp_up_strategy: flags.RampUpStrategy = None,
+    ramp_up_start: flags.RampUpStart = None,
+    ramp_up_end: flags.RampUpEnd = None,
     num_prompts: flags.NumPrompts = None,
     duration: flags.Duration = None,
     num_warmups: flags.NumWarmups = 1,
@@ -50,8 +54,9 @@ def bench(
     seed: flags.PromptSeed = None,
     goodput: flags.Goodput = [],  # noqa: B006
     percentiles: flags.Percentiles = "50,90,99",
-    json: flags.Json = False,
+    json: Json = False,
     output: flags.Output = None,
+    plot: flags.Plot = None,
     save_detailed: flags.SaveDetailed = False,
 ) -> None:
     """Measure a running server with streaming requests: tokens per second, latencies and errors.
@@ -65,15 +70,24 @@ def bench(
     from genserve.bench.dialects import DIALECTS, Requested
     from genserve.bench.endpoint import Target, tls_context
     from genserve.bench.model_names import choose_model
+    from genserve.cli.bench_plans import make_plans
     from genserve.cli.bench_report import Report
-    from genserve.cli.bench_runs import Pace, make_plans, run_plans, warm_up
+    from genserve.cli.bench_runs import Pace, run_plans, warm_up
+    from genserve.figure_file import check_plot
 
     ranks, limits_ms = flags.read_percentiles(percentiles), flags.read_goodput(goodput)
-    rates, fields = flags.read_rates(request_rate), flags.read_extra_body(extra_body)
+    rates = flags.read_rates(
+        request_rate, strategy=ramp_up_strategy, start_rps=ramp_up_start, end_rps=ramp_up_end
+    )
+    fields = flags.read_extra_body(extra_body)
+    if plot is not None:
+        check_plot(plot)
     base_url, headers = flags.read_url(url), _headers(header)
     tls = tls_context(base_url, ca=ca, insecure=insecure)
     seed = random.getrandbits(32) if seed is None else seed
-    with httpx2.Client(base_url=base_url, headers=headers, verify=tls, timeout=_LIST_TIMEOUT_S) as http:
+    with httpx2.Client(
+        base_url=base_url, headers=headers, verify=tls or False, timeout=_LIST_TIMEOUT_S, trust_env=False
+    ) as http:
         name = choose_model(model, http=http)
         counter = _counter(tokenizer, http=http, model=name)
         if dataset_path is None:
@@ -120,7 +134,7 @@ def bench(
         is_detailed=save_detailed,
     )
     is_interrupted = run_plans(plans, target, prompts, pace=pace, report=report)
-    report.end(output, is_interrupted=is_interrupted)
+    report.end(output, plot, is_interrupted=is_interrupted)
     if is_interrupted or not report.has_completed:
         raise typer.Exit(130 if is_interrupted else 1)
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 import typer
 
 from genserve.cli.help_text import HelpCommand
+
+if TYPE_CHECKING:
+    from genserve.bench.arrivals import RampUp
 
 _SERVER, _LOAD, _PROMPTS, _REPORT = "Server", "Load", "Prompts", "Report"
 _LIMIT = re.compile(r"(ttft|tpot|e2el):(\d+(?:\.\d+)?)")
@@ -94,6 +97,18 @@ Burstiness = Annotated[
         help="Shape of the gamma distribution of the intervals: 1 is Poisson, less is burstier.",
         rich_help_panel=_LOAD,
     ),
+]
+RampUpStrategy = Annotated[
+    Literal["linear", "exponential"] | None,
+    typer.Option(help="Change the rate from the first request to the last.", rich_help_panel=_LOAD),
+]
+RampUpStart = Annotated[
+    float | None,
+    typer.Option("--ramp-up-start-rps", min=0.001, help="Rate at the start.", rich_help_panel=_LOAD),
+]
+RampUpEnd = Annotated[
+    float | None,
+    typer.Option("--ramp-up-end-rps", min=0.001, help="Rate at the end.", rich_help_panel=_LOAD),
 ]
 NumPrompts = Annotated[
     int | None,
@@ -196,10 +211,11 @@ Percentiles = Annotated[
         rich_help_panel=_REPORT,
     ),
 ]
-Json = Annotated[
-    bool, typer.Option("--json", help="Print one JSON document.", rich_help_panel=_REPORT)
-]
 Output = Annotated[Path | None, typer.Option(help="Write the JSON to this file.", rich_help_panel=_REPORT)]
+Plot = Annotated[
+    Path | None,
+    typer.Option(help="Plot the figures to this .png, .svg or .pdf.", rich_help_panel=_REPORT),
+]
 SaveDetailed = Annotated[
     bool,
     typer.Option("--save-detailed", help="Add the times of each request to it.", rich_help_panel=_REPORT),
@@ -252,9 +268,24 @@ def read_extra_body(text: str) -> dict[str, Any]:
     return fields
 
 
-def read_rates(rates: Iterable[str]) -> list[float]:
-    """Return request rates; raises BadParameter."""
-    return [_number(rate, minimum=0, flag="--request-rate") for rate in rates]
+def read_rates(
+    rates: Sequence[str],
+    *,
+    strategy: Literal["linear", "exponential"] | None,
+    start_rps: float | None,
+    end_rps: float | None,
+) -> list[float | RampUp]:
+    """Return request rates, or the one that changes; raises BadParameter."""
+    from genserve.bench.arrivals import RampUp
+
+    if strategy is None and start_rps is None and end_rps is None:
+        return [_number(rate, minimum=0, flag="--request-rate") for rate in rates]
+    if strategy is None or start_rps is None or end_rps is None or list(rates) != ["inf"]:
+        raise typer.BadParameter(
+            "it needs --ramp-up-start-rps and --ramp-up-end-rps, and no --request-rate",
+            param_hint="--ramp-up-strategy",
+        )
+    return [RampUp(strategy=strategy, start_rps=start_rps, end_rps=end_rps)]
 
 
 def read_percentiles(text: str) -> list[float]:

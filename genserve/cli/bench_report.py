@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -14,8 +13,10 @@ import orjson
 from rich.table import Table
 
 from genserve.bench.answers import LoadResult
+from genserve.bench.charts import ChartedLoad, draw
 from genserve.bench.summary import Distribution, Summary, inter_token_latencies_s, summarise
-from genserve.cli.console import make_console, print_table
+from genserve.cli.bench_plans import Plan
+from genserve.cli.console import make_console, print_json, print_table
 from genserve.errors import InvalidRequest
 from genserve.version import __version__
 
@@ -73,11 +74,7 @@ class ProgressLine:
 
 
 class Report:
-    """Prints the figures of each load when it ends, and writes all of them as JSON.
-
-    Attributes:
-        has_completed: whether any request has a complete answer.
-    """
+    """Prints the figures of each load when it ends, and writes all of them as JSON and as a plot."""
 
     def __init__(
         self,
@@ -94,28 +91,31 @@ class Report:
         self._is_quiet = is_quiet       # stdout is for the JSON
         self._is_detailed = is_detailed
         self._runs: list[dict[str, Any]] = []
+        self._loads: list[ChartedLoad] = []
         self._started = datetime.now(UTC)
-        self.has_completed = False
 
-    def add(self, title: str, result: LoadResult, *, concurrency: int | None, rate: float) -> None:
+    @property
+    def has_completed(self) -> bool:
+        """Whether any request has a complete answer."""
+        return any(load.summary.completed for load in self._loads)
+
+    def add(self, plan: Plan, result: LoadResult) -> None:
         """Add the result of a load."""
         summary = summarise(result, ranks=self._ranks, limits_ms=self._limits_ms)
-        self.has_completed = self.has_completed or summary.completed > 0
-        run = {
-            "max_concurrency": concurrency,
-            "request_rate": "inf" if math.isinf(rate) else rate,
-            **summary.as_json(),
-        }
-        self._runs.append(run | (_details(result) if self._is_detailed else {}))
+        self._loads.append(ChartedLoad(label=plan.title, result=result, summary=summary))
+        details = _details(result) if self._is_detailed else {}
+        self._runs.append(plan.as_json() | summary.as_json() | details)
         if not self._is_quiet:
-            print_summary(title, summary, ranks=self._ranks)
+            print_summary(plan.title, summary, ranks=self._ranks)
 
-    def end(self, output: Path | None, *, is_interrupted: bool) -> None:
-        """Write the JSON to a file, or to stdout if nothing else is printed there.
+    def end(self, output: Path | None, plot: Path | None, *, is_interrupted: bool) -> None:
+        """Print all loads in one table, and write the JSON to stdout or a file, and the plot.
 
         Raises:
-            InvalidRequest: the file cannot be written.
+            InvalidRequest: a file cannot be written.
         """
+        if len(self._loads) > 1 and not self._is_quiet:
+            _print_comparison(self._loads, ranks=self._ranks)
         document = {
             "genserve_version": __version__,
             "date": self._started.isoformat(timespec="seconds"),
@@ -124,14 +124,16 @@ class Report:
             "is_interrupted": is_interrupted,
             "runs": self._runs,
         }
-        content = orjson.dumps(document, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
         if self._is_quiet:
-            print(content.decode(), end="")
-        if output is not None:
-            try:
-                output.write_bytes(content)
-            except OSError as error:
-                raise InvalidRequest(f"{output} cannot be written: {error.strerror}") from error
+            print_json(document)
+        try:
+            if output is not None:
+                indented = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
+                output.write_bytes(orjson.dumps(document, option=indented))
+            if plot is not None:
+                draw(self._loads, title=f"genserve bench: {self._settings['url']}", path=plot)
+        except OSError as error:
+            raise InvalidRequest(f"{error.filename} cannot be written: {error.strerror}") from error
 
 
 def _details(result: LoadResult) -> dict[str, Any]:
@@ -167,6 +169,22 @@ def print_summary(title: str, summary: Summary, *, ranks: Sequence[float]) -> No
     if table.row_count:
         print_table(table)
     console.print()
+
+
+def _print_comparison(loads: Sequence[ChartedLoad], *, ranks: Sequence[float]) -> None:
+    table = Table(box=None, pad_edge=False)
+    extremes = sorted({min(ranks), max(ranks)})
+    times = [(name, rank) for name in ("ttft", "itl") for rank in extremes]
+    table.add_column("", no_wrap=True)
+    for heading in ("requests/s", "tokens/s", *(f"{name.upper()} p{rank:g}" for name, rank in times)):
+        table.add_column(heading, justify="right")
+    for load in loads:
+        cells = [f"{load.summary.request_rate:.2f}", f"{load.summary.output_rate:.1f}"]
+        for name, rank in times:
+            distribution: Distribution | None = getattr(load.summary, name)
+            cells.append("" if distribution is None else f"{distribution.percentiles[rank]:.1f}")
+        table.add_row(load.label, *cells)
+    print_table(table)
 
 
 def _lines(title: str, summary: Summary) -> list[str]:

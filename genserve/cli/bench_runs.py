@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -14,28 +13,9 @@ from genserve.bench.arrivals import arrival_times
 from genserve.bench.datasets import BenchPrompt
 from genserve.bench.endpoint import Target
 from genserve.bench.load_loop import Load, run_load
+from genserve.cli.bench_plans import Plan
 from genserve.cli.bench_report import ProgressLine, Report
 from genserve.errors import InvalidRequest, Unreachable
-
-_DEFAULT_CONCURRENCIES = (1, 8, 32)
-_WAVES = 4                  # by default, requests for each one at once
-_OPEN_LOOP_PROMPTS = 100
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """One load: a closed loop with an infinite rate, or else an open loop."""
-
-    concurrency: int | None     # None: no limit
-    rate: float                 # requests per second
-    num_prompts: int | None     # None: as many as fit into the duration
-
-    @property
-    def title(self) -> str:
-        """Its name, such as "8 at once, 2.5 requests/s"."""
-        parts = [f"{self.concurrency} at once"] if self.concurrency else []
-        parts += [] if math.isinf(self.rate) else [f"{self.rate:g} requests/s"]
-        return ", ".join(parts) or "all at once"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,29 +27,6 @@ class Pace:
     duration_s: float | None
     timeout_s: float
     retry_rejected: bool
-
-
-def make_plans(
-    *,
-    rates: Sequence[float],
-    concurrencies: Sequence[int] | None,
-    num_prompts: int | None,
-    duration_s: float | None,
-) -> list[Plan]:
-    """Return a plan for each rate and concurrency."""
-    plans = []
-    for rate in rates:
-        default: Sequence[int | None] = _DEFAULT_CONCURRENCIES if math.isinf(rate) else [None]
-        for concurrency in concurrencies or default:
-            count = num_prompts or _default_count(rate, concurrency, duration_s)
-            plans.append(Plan(concurrency=concurrency, rate=rate, num_prompts=count))
-    return plans
-
-
-def _default_count(rate: float, concurrency: int | None, duration_s: float | None) -> int | None:
-    if math.isinf(rate):
-        return None if duration_s else _WAVES * (concurrency or 1)
-    return math.ceil(rate * duration_s) if duration_s else _OPEN_LOOP_PROMPTS
 
 
 def run_plans(
@@ -98,14 +55,14 @@ def run_plans(
             with ProgressLine(plan.title, result, total=plan.num_prompts) as line:
                 run_load(load, target, result, on_tick=line.show)
         except KeyboardInterrupt:
-            report.add(plan.title, result, concurrency=plan.concurrency, rate=plan.rate)
+            report.add(plan, result)
             return True
-        report.add(plan.title, result, concurrency=plan.concurrency, rate=plan.rate)
+        report.add(plan, result)
     return False
 
 
 def _arrivals(plan: Plan, pace: Pace, *, number: int) -> Iterator[float]:
-    if math.isinf(plan.rate):
+    if plan.is_closed_loop:
         return itertools.repeat(0.0, plan.num_prompts) if plan.num_prompts else itertools.repeat(0.0)
     assert plan.num_prompts is not None
     rng = np.random.default_rng([pace.seed, number])

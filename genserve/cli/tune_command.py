@@ -63,8 +63,9 @@ def tune(
     Ctrl-C ends the measurement: the results so far are shown, and nothing is written.
     """
     from genserve.cli.console import print_json
+    from genserve.figure_file import check_plot
     from genserve.tuning.best_setting import Goal, Objective
-    from genserve.tuning.plot import check_plot, draw
+    from genserve.tuning.plot import draw
     from genserve.tuning.search_space import make_search_space
     from genserve.tuning.tuned_model import write_edits
 

@@ -7,25 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from genserve.errors import MissingDependency, RepositoryError
+from genserve.figure_file import new_figure
 from genserve.tuning.best_setting import BestSetting, Goal
 from genserve.tuning.measurement import Measurement
-
-
-def check_plot(path: Path) -> None:
-    """Check that a plot can be drawn, before anything is measured.
-
-    Raises:
-        MissingDependency: matplotlib is not installed.
-        RepositoryError: the folder does not exist, or the suffix is not an image format.
-    """
-    formats = _figure().canvas.get_supported_filetypes()
-    if path.suffix[1:].lower() not in formats:
-        raise RepositoryError(
-            f"the suffix of {path} is not an image format", remedy=f"use one of {', '.join(sorted(formats))}"
-        )
-    if not path.parent.is_dir():
-        raise RepositoryError(f"there is no folder {path.parent} for the plot", remedy="create it")
 
 
 def draw(
@@ -38,7 +22,7 @@ def draw(
     Raises:
         MissingDependency: matplotlib is not installed.
     """
-    figure = _figure()
+    figure = new_figure()
     figure.suptitle(title)
     rates, times = figure.subplots(1, 2)
     for label, line in _lines(measurements).items():
@@ -74,11 +58,3 @@ def _axis(axis: Any, quantity: str, *, sizes: Sequence[int]) -> None:
     axis.set_ylim(bottom=0)
     axis.grid(alpha=0.3)
     axis.legend()
-
-
-def _figure() -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingDependency("a plot needs matplotlib", remedy="pip install 'genserve[plot]'") from error
-    return Figure(figsize=(12, 5), layout="constrained", dpi=120)

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from genserve.errors import RepositoryError
+from genserve.figure_file import check_plot
 from genserve.tuning.best_setting import BestSetting, Goal, Objective
 from genserve.tuning.measurement import Measurement
-from genserve.tuning.plot import check_plot, draw
+from genserve.tuning.plot import draw
 from genserve.tuning.search_space import Setting
 
 pytest.importorskip("matplotlib")
