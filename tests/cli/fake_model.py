@@ -118,6 +118,7 @@ def chat_with(model: FakeModel, *, system: str | None = None) -> ChatSession:
     @contextmanager
     def open_fake(name: str | None) -> Iterator[OpenedModel]:
         if name == "slow":
+            print("loading slow", flush=True)
             threading.Event().wait()
         if name not in (None, "fake", "other"):
             raise ModelNotFound(f"there is no model {name!r}", remedy="models: fake, other")

@@ -187,7 +187,7 @@ def test_the_history_is_in_the_state_folder_of_the_system(monkeypatch: pytest.Mo
 
 def test_ctrl_c_while_a_model_is_loaded_keeps_the_old_one(terminal: Terminal) -> None:
     say(terminal, "/model slow" + ENTER)
-    terminal.expect_screen(lambda lines: "> /model slow" in lines)
+    terminal.expect("loading slow")
     terminal.type(CTRL_C)
     terminal.expect("stopped")
     say(terminal, "/model" + ENTER)
