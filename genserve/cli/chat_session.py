@@ -228,8 +228,9 @@ class ChatSession:
             write(text)
 
     def summarize(self, answer: PrintedAnswer) -> None:
-        """Print the token counts and the timing of an answer."""
+        """Print the token counts and the timing of an answer, and an empty line before the next prompt."""
         self.note(answer.summary(max_length=self.model.max_length))
+        self.console.print()
 
     def note(self, text: str) -> None:
         """Print a remark of the chat program, dimmed, wrapped between words."""

@@ -41,7 +41,7 @@ def _read(session: ChatSession, prompts: PromptSession[str]) -> str:
     begun = ""
     while True:
         try:
-            return prompts.prompt("> ", default=begun).rstrip()
+            return prompts.prompt([("bold", "> ")], default=begun).rstrip()
         except KeyboardInterrupt:
             if not prompts.default_buffer.text:
                 session.note("Ctrl-D or /bye leaves")
