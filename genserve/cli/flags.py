@@ -82,7 +82,7 @@ ChatTemperature = Annotated[
     typer.Option(
         envvar="GENSERVE_TEMPERATURE",
         rich_help_panel=SAMPLING,
-        help="0: always the likeliest token. Default: what the model recommends, or else 0.7 with min_p 0.1.",
+        help="0: always the likeliest token. Default: what the model recommends, or else 0.5.",
     ),
 ]
 Seed = Annotated[

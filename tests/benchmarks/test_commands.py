@@ -120,3 +120,20 @@ def test_required_calls_of_a_random_model_validate(tiny_repository: Path, tmp_pa
     )
     assert report["validate"] == report["agree"] == report["requests"] == 4, report["problems"]
     assert "| 4 " in printed
+
+
+def test_the_answers_of_the_first_minute_are_counted_and_written(
+    tiny_repository: Path, tmp_path: Path
+) -> None:
+    printed, report = run(
+        "first_minute.py",
+        f"--model-repository={tiny_repository}",
+        "--model=tiny",
+        *("--questions=2", "--seeds=2", "--turns=2", "--max-tokens=4", f"--texts={tmp_path / 'texts.md'}"),
+        report=tmp_path / "report.json",
+    )
+    wanted = ["genserve chat", "genserve chat, later", "authors", "authors, later", "before", "before, later"]
+    assert [row["options"] for row in report] == wanted
+    assert {(row["answers"], row["loops"], row["most tokens"]) for row in report} == {("4", "0.0%", "4")}
+    assert "| genserve chat, later |" in printed
+    assert (tmp_path / "texts.md").read_text().count("## Tell me more about that. (seed 1,") == 2 * 3
