@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -27,7 +28,10 @@ def export(
             help="A Hugging Face folder, a .gguf file, or ORG/NAME on the hub.", show_default=False
         ),
     ],
-    name: Annotated[str, typer.Option(help="Name of the model in the repository.", show_default=False)],
+    name: Annotated[
+        str | None,
+        typer.Option(help="Name of the model in the repository. Default: that of the source, in lower case."),
+    ] = None,
     model_repository: ModelRepository = None,
     file_format: FileFormat = "onnx",
     precision: Precision = None,
@@ -43,7 +47,7 @@ def export(
     report = export_model(
         source,
         repository=repository,
-        name=name,
+        name=name or Path(source).expanduser().resolve().name.removesuffix(".gguf").lower(),
         file_format=file_format,
         precision=precision,
         kv_cache=kv_cache,

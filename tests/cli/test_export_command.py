@@ -88,3 +88,10 @@ def test_an_unknown_precision_is_wrong_usage(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["pull", "smollm2", "--precision", "int3"])
     assert result.exit_code == 2
     assert "int3" in result.stderr
+
+
+def test_the_name_is_by_default_that_of_the_source(tmp_path: Path) -> None:
+    checkpoint = tiny_llama_checkpoint(tmp_path / "My-Checkpoint")
+    flags = ["--model-repository", str(tmp_path / "repository"), "--precision", "fp32"]
+    assert CliRunner().invoke(app, ["export", f"{checkpoint}/", *flags]).exit_code == 0
+    assert (tmp_path / "repository" / "my-checkpoint" / "config.pbtxt").exists()
