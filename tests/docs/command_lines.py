@@ -50,6 +50,9 @@ def commands(text: str) -> list[list[str]]:
 def check_command(command: list[str]) -> None:
     """Fail unless the command's program is known and accepts the arguments."""
     program, *arguments = command
+    if arguments[:1] == ["--from"]:     # of uvx: a package with its extras
+        _check_extras(arguments[1:2])
+        arguments = arguments[2:]
     match program.rpartition("/")[2]:
         case "genserve":
             _check_genserve(arguments)
