@@ -85,6 +85,26 @@ ChatTemperature = Annotated[
         help="0: always the likeliest token. Default: what the model recommends, or else 0.5.",
     ),
 ]
+TopK = Annotated[
+    int | None,
+    typer.Option(
+        envvar="GENSERVE_TOP_K",
+        help="Sample from the k likeliest tokens; 0: from all.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+TopP = Annotated[
+    float | None,
+    typer.Option(
+        envvar="GENSERVE_TOP_P",
+        help="Sample from tokens of this total probability.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(help="End the text before this string; repeatable.", rich_help_panel=SAMPLING),
+]
 Seed = Annotated[
     int | None,
     typer.Option(
@@ -101,6 +121,25 @@ Set = Annotated[
         help="Any other sampling parameter, such as repetition_penalty=1.2; repeatable. Lists and objects "
         f"are JSON. The parameters: {DOCUMENTATION}sampling/",
     ),
+]
+BatchInput = Annotated[
+    Path | None,
+    typer.Option(
+        "--input",
+        help="Answer each line of this file of JSON objects, - for stdin: prompt or messages, with an id "
+        "and sampling parameters; or the lines of OpenAI's batches.",
+        rich_help_panel=BATCH,
+    ),
+]
+BatchOutput = Annotated[
+    Path | None,
+    typer.Option(
+        help="Write the answers to this file. What it already has is not asked again. Default: stdout.",
+        rich_help_panel=BATCH,
+    ),
+]
+MaxConcurrency = Annotated[
+    int, typer.Option(min=1, help="Lines that are answered at the same time.", rich_help_panel=BATCH)
 ]
 Json = Annotated[
     bool,

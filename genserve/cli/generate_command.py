@@ -9,15 +9,19 @@ from typing import Annotated
 import typer
 
 from genserve.cli.flags import (
-    BATCH,
-    SAMPLING,
+    BatchInput,
+    BatchOutput,
     Json,
+    MaxConcurrency,
     MaxTokens,
     ModelOption,
     ModelRepository,
     Seed,
     Set,
+    Stop,
     Temperature,
+    TopK,
+    TopP,
     Url,
     with_assignments,
 )
@@ -32,47 +36,14 @@ def generate(
     url: Url = None,
     max_tokens: MaxTokens = 128,
     temperature: Temperature = 0.0,
-    top_k: Annotated[
-        int | None,
-        typer.Option(
-            envvar="GENSERVE_TOP_K",
-            help="Sample from the k likeliest tokens; 0: from all.",
-            rich_help_panel=SAMPLING,
-        ),
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(
-            envvar="GENSERVE_TOP_P",
-            help="Sample from tokens of this total probability.",
-            rich_help_panel=SAMPLING,
-        ),
-    ] = None,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(help="End the text before this string; repeatable.", rich_help_panel=SAMPLING),
-    ] = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    stop: Stop = None,
     seed: Seed = None,
     set_: Set = [],  # noqa: B006  # typer copies it
-    input_: Annotated[
-        Path | None,
-        typer.Option(
-            "--input",
-            help="Answer each line of this file of JSON objects, - for stdin: prompt or messages, with an id "
-            "and sampling parameters; or the lines of OpenAI's batches.",
-            rich_help_panel=BATCH,
-        ),
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write the answers to this file. What it already has is not asked again. Default: stdout.",
-            rich_help_panel=BATCH,
-        ),
-    ] = None,
-    max_concurrency: Annotated[
-        int, typer.Option(min=1, help="Lines that are answered at the same time.", rich_help_panel=BATCH)
-    ] = 64,
+    input_: BatchInput = None,
+    output: BatchOutput = None,
+    max_concurrency: MaxConcurrency = 64,
     json_: Json = False,
 ) -> None:
     """Complete a prompt, and print the text as it streams; or answer a file of prompts and chats.

@@ -22,39 +22,43 @@ if TYPE_CHECKING:
     from genserve.tuning.search_space import SearchSpace, Setting
     from genserve.tuning.tuned_model import ConfigEdit, TunedModel
 
-
 _MAX_STOLEN_SHARE = 0.1     # with more, the times depend more on other programs than on the model
+
+ObjectiveFlag = Annotated[
+    Literal["throughput", "latency"],
+    typer.Option(help="Most tokens per second, or the shortest time between tokens of a single request."),
+]
+MaxInterTokenMs = Annotated[float, typer.Option(min=0, help="Upper bound of the time between two tokens.")]
+BatchSizes = Annotated[
+    list[int] | None, typer.Option(min=1, help="Size to measure; repeatable. Default: 1, 2, 4 ... 64.")
+]
+Threads = Annotated[
+    list[int] | None,
+    typer.Option(min=1, help="Number to measure; repeatable. Default: all cores, half, a quarter."),
+]
+Contexts = Annotated[
+    list[int] | None, typer.Option(min=1, help="Tokens in the KV cache; repeatable. Default: 64 and 512.")
+]
+MinTop1Agreement = Annotated[
+    float, typer.Option(min=0, max=1, help="Minimum agreement of another graph with its source.")
+]
+BudgetSeconds = Annotated[
+    float, typer.Option(min=0, help="Time to measure; every setting is measured at least once.")
+]
+PlotPath = Annotated[Path | None, typer.Option(help="Plot the measurements to this .png, .svg or .pdf.")]
 
 
 def tune(
     model: ModelArgument = None,
     model_repository: ModelRepository = None,
-    objective: Annotated[
-        Literal["throughput", "latency"],
-        typer.Option(help="Most tokens per second, or the shortest time between tokens of a single request."),
-    ] = "throughput",
-    max_inter_token_ms: Annotated[
-        float, typer.Option(min=0, help="Upper bound of the time between two tokens.")
-    ] = 100,
-    batch_size: Annotated[
-        list[int] | None, typer.Option(min=1, help="Size to measure; repeatable. Default: 1, 2, 4 ... 64.")
-    ] = None,
-    threads: Annotated[
-        list[int] | None,
-        typer.Option(min=1, help="Number to measure; repeatable. Default: all cores, half, a quarter."),
-    ] = None,
-    context: Annotated[
-        list[int] | None, typer.Option(min=1, help="Tokens in the KV cache; repeatable. Default: 64 and 512.")
-    ] = None,
-    min_top1_agreement: Annotated[
-        float, typer.Option(min=0, max=1, help="Minimum agreement of another graph with its source.")
-    ] = 0.9,
-    budget_seconds: Annotated[
-        float, typer.Option(min=0, help="Time to measure; every setting is measured at least once.")
-    ] = 60,
-    plot: Annotated[
-        Path | None, typer.Option(help="Plot the measurements to this .png, .svg or .pdf.")
-    ] = None,
+    objective: ObjectiveFlag = "throughput",
+    max_inter_token_ms: MaxInterTokenMs = 100,
+    batch_size: BatchSizes = None,
+    threads: Threads = None,
+    context: Contexts = None,
+    min_top1_agreement: MinTop1Agreement = 0.9,
+    budget_seconds: BudgetSeconds = 60,
+    plot: PlotPath = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the changes, do not write them.")] = False,
     json_: Json = False,
 ) -> None:
