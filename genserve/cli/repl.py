@@ -41,7 +41,8 @@ def _read(session: ChatSession, prompts: PromptSession[str]) -> str:
     begun = ""
     while True:
         try:
-            return prompts.prompt([("bold", "> ")], default=begun).rstrip()
+            typed = prompts.prompt([("bold", "> ")], default=begun)
+            return typed.encode(errors="replace").decode().rstrip()     # bytes may be typed that are no UTF-8
         except KeyboardInterrupt:
             if not prompts.default_buffer.text:
                 session.note("Ctrl-D or /bye leaves")

@@ -138,10 +138,10 @@ class Contestant:
         """Whether nothing more will come."""
         return self.answer is not None or self.error is not None
 
-    def wait(self) -> None:
-        """Wait for the end of an answer that was stopped, but not for long: its text is the answer then."""
+    def wait(self, until_s: float) -> None:
+        """Wait for the end of an answer that was stopped, until a time: its text is the answer then."""
         if self._thread is not None:
-            self._thread.join(_PATIENCE_S)
+            self._thread.join(max(0.0, until_s - time.perf_counter()))
         if not self.is_done and self.text:
             self.answer = PrintedAnswer(text=self.text, num_tokens=0)
 
@@ -174,8 +174,9 @@ def answer_side_by_side(
     except KeyboardInterrupt:
         stopped.set()
         with suppress(KeyboardInterrupt):
+            until_s = time.perf_counter() + _PATIENCE_S
             for one in pair:
-                one.wait()
+                one.wait(until_s)
     _show(console, live, pair, with_markdown=with_markdown, is_last=True)
     live.keep()
 

@@ -19,7 +19,7 @@ from genserve.cli.editor import edited
 from genserve.cli.flags import read_value
 from genserve.cli.side_by_side import compare
 from genserve.cli.token_texts import TokenTexts
-from genserve.errors import InvalidRequest, closest
+from genserve.errors import closest
 from genserve.prompt import Chat
 from genserve.sampling.sampling_options import SamplingOptions
 from genserve.sampling.sampling_params import sampling_params
@@ -86,15 +86,9 @@ def _set(session: ChatSession, argument: str) -> None:
         options |= {known: old for known, old in session.first_options.items() if known == name}
     else:
         options[name] = None
-    try:
-        sampling_params(options)
-    except InvalidRequest as error:
-        session.note(str(error))
-    else:
-        session.options = cast(SamplingOptions, options)
-        session.note(
-            f"{name} = {json.dumps(options[name])}" if name in options else f"{name} is at its default"
-        )
+    sampling_params(options)
+    session.options = cast(SamplingOptions, options)
+    session.note(f"{name} = {json.dumps(options[name])}" if name in options else f"{name} is at its default")
 
 
 def _system(session: ChatSession, argument: str) -> None:

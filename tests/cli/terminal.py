@@ -62,7 +62,10 @@ class Terminal:
         self._unread = ""
 
     def type(self, keys: str) -> None:
-        os.write(self._master, keys.encode())
+        self.type_bytes(keys.encode())
+
+    def type_bytes(self, keys: bytes) -> None:
+        os.write(self._master, keys)
 
     def expect(self, text: str) -> str:
         """Read up to and including the text; return what came before it, both without escape sequences."""

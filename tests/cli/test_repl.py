@@ -79,6 +79,14 @@ def test_three_quotes_open_and_close_a_block(terminal: Terminal) -> None:
     terminal.expect(r"last asked: ['one\n\ntwo']")
 
 
+def test_bytes_that_are_no_utf8_are_replaced(terminal: Terminal) -> None:
+    terminal.expect(PROMPT)
+    terminal.type_bytes(b"a\xffb" + ENTER.encode())
+    terminal.expect("A?B")
+    say(terminal, CTRL_D)
+    terminal.expect("last asked: ['a?b']")
+
+
 def test_pasted_lines_are_one_message(terminal: Terminal) -> None:
     say(terminal, "\x1b[200~one\ntwo\x1b[201~" + ENTER)
     terminal.expect("ONE TWO")

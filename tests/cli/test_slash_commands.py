@@ -88,10 +88,11 @@ def test_set_changes_a_parameter_of_the_next_answer(
     ],
 )
 def test_set_rejects_an_invalid_value_and_changes_nothing(
-    session: ChatSession, said, typed: str, complaint: str
+    session: ChatSession, typed: str, complaint: str
 ) -> None:
     before = dict(session.options)
-    assert complaint in said(f"/set {typed}")
+    with pytest.raises(InvalidRequest, match=complaint):
+        run_slash(session, f"/set {typed}")
     assert session.options == before
 
 
