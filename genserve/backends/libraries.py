@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
-from importlib.metadata import distributions
 from importlib.util import find_spec
 from types import ModuleType
 
@@ -116,6 +115,8 @@ def _require_one_build() -> None:
 
     `pip install 'genserve[gpu]'` ends there, because an extra can add a package and not remove one.
     """
+    from importlib.metadata import distributions
+
     packages = ("onnxruntime", "onnxruntime-gpu")
     if all(any(distributions(name=package)) for package in packages):
         raise MissingDependency(

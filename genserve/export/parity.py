@@ -20,9 +20,6 @@ from genserve.export.reference import Positions, Reference
 from genserve.generation.logits_model import ForwardBatch, LogitsModel
 from genserve.sampling.logits_array import FloatArray, on_host
 from genserve.textmodel.parity_file import PARITY_FILE
-from genserve.textmodel.runtimes.growing_logits import GrowingLogits
-from genserve.textmodel.runtimes.onnx_logits import OnnxLogits
-from genserve.textmodel.runtimes.torchscript_logits import TorchLogits
 
 _ROWS = 16          # of logits that are compared together, by one thread: what its cache holds
 _TOGETHER = 128     # rows of decodes that are kept before they are compared
@@ -108,20 +105,29 @@ def check_parity(
         ExportError: the graph is farther from its source than its precision explains.
     """
     num_rows, length = reference.ids.shape
-    load: Callable[..., LogitsModel]
-    match export_format:
-        case ExportFormat.ONNX:
-            load = OnnxLogits
-        case ExportFormat.TORCHSCRIPT:
-            load = TorchLogits
-        case ExportFormat.TRACED:
-            load = GrowingLogits
+    load = _runtime(export_format)
     model = load(folder / export_format.file_name, max_num_seqs=num_rows, max_length=length)
     parity = _compare(model, reference, precision=precision, kv_cache=kv_cache, advance=advance)
     is_rounded = kv_cache == "int8" and precision in ("fp32", "fp16")
     _require_within(_BOUNDS["int8" if is_rounded else precision], parity, source=source)
     (folder / PARITY_FILE).write_text(json.dumps(asdict(parity), indent=2) + "\n", encoding="utf-8")
     return parity
+
+
+def _runtime(export_format: ExportFormat) -> Callable[..., LogitsModel]:
+    match export_format:
+        case ExportFormat.ONNX:
+            from genserve.textmodel.runtimes.onnx_logits import OnnxLogits
+
+            return OnnxLogits
+        case ExportFormat.TORCHSCRIPT:
+            from genserve.textmodel.runtimes.torchscript_logits import TorchLogits
+
+            return TorchLogits
+        case ExportFormat.TRACED:
+            from genserve.textmodel.runtimes.growing_logits import GrowingLogits
+
+            return GrowingLogits
 
 
 def _compare(
