@@ -262,6 +262,11 @@ def open_stream(model: OpenedModel, messages: Messages, options: SamplingOptions
     raise ContextLengthExceeded(message, remedy="/undo removes the last exchange, /clear all of them")
 
 
+def defect(error: Exception) -> GenserveError:
+    """Return the error to print for one that nobody expected."""
+    return GenserveError(f"{type(error).__name__}: {error}", remedy="please report this defect")
+
+
 @contextmanager
 def shown_answer(console: Console, *, with_markdown: bool) -> Iterator[Callable[[str], None]]:
     """Yield the function that shows an answer; on a terminal a spinner turns until its first text."""

@@ -197,8 +197,8 @@ def _top_blocks(text: str) -> list[str]:
     """Split a text before each of its outermost blocks; there is always a last one, which may go on."""
     blocks = (token.map for token in _PARSER.parse(text) if token.level == 0 and token.map)
     starts = [begin for begin, _ in blocks][1:]
-    lines = text.splitlines(keepends=True)
-    return ["".join(lines[begin:end]) for begin, end in zip([0, *starts], [*starts, None], strict=True)]
+    lines = text.split("\n")
+    return ["\n".join(lines[begin:end]) for begin, end in zip([0, *starts], [*starts, None], strict=True)]
 
 
 class _LeftHeading(Heading):

@@ -15,7 +15,7 @@ from prompt_toolkit.filters import Condition, has_focus
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
-from genserve.cli.chat_session import ChatSession
+from genserve.cli.chat_session import ChatSession, defect
 from genserve.cli.editor import edited
 from genserve.cli.slash_commands import run_slash
 from genserve.cli.slash_completer import SlashCompleter
@@ -72,7 +72,7 @@ def _run(session: ChatSession, typed: str) -> None:
     except EOFError:
         raise
     except Exception as error:  # a defect, which must not cost the conversation
-        session.report(GenserveError(f"{type(error).__name__}: {error}", remedy="please report this defect"))
+        session.report(defect(error))
 
 
 def history_path() -> Path:

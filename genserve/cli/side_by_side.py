@@ -11,7 +11,7 @@ from prompt_toolkit import prompt
 from rich.console import Console
 from rich.text import Text
 
-from genserve.cli.chat_session import ChatSession, PrintedAnswer, open_stream, print_answer
+from genserve.cli.chat_session import ChatSession, PrintedAnswer, defect, open_stream, print_answer
 from genserve.cli.console import visible
 from genserve.cli.live_lines import Line, LiveLines, rendered_lines
 from genserve.cli.markdown_stream import markdown_lines, shows_markdown
@@ -127,6 +127,8 @@ class Contestant:
                 )
             except GenserveError as error:
                 self.error = error
+            except Exception as error:  # a defect, which must not be waited for
+                self.error = defect(error)
             changed.set()
 
         # Not waited for at the end of the program.
@@ -158,6 +160,7 @@ def answer_side_by_side(
 ) -> None:
     """Show both answers while they stream; Ctrl-C stops both."""
     changed, stopped = threading.Event(), threading.Event()
+    changed.set()   # the titles are shown at once
     live = LiveLines(console)
     with_markdown = with_markdown and shows_markdown(console)
     for one in pair:

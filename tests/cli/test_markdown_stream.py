@@ -124,6 +124,11 @@ def test_after_a_resize_the_answer_goes_on_at_the_new_width() -> None:
     assert terminal.lines()[-3:] == wrapped
 
 
+def test_a_line_separator_is_no_end_of_a_line() -> None:
+    terminal = shown("one\u2028two\n\nthree\n\nfour", [], columns=40, rows=9)
+    assert terminal.written == "one\u2028two\n\r\nthree\n\r\nfour\n"
+
+
 def test_control_characters_are_escaped() -> None:
     terminal = shown("a \x1b[2J\x9b31m b\r\a", [], columns=40, rows=5)
     assert terminal.lines() == ["a \\x1b[2J\\x9b31m b\\x0d\\x07"]
