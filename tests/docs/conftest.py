@@ -30,6 +30,11 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "class TritonPythonModel:\n    def execute(self, requests):\n        return [None] * len(requests)\n"
     )
     (folder / "notes.txt").write_text("The sea is blue.\n")
+    (folder / "prompts.jsonl").write_text('{"prompt": "The sea is", "max_tokens": 4}\n')
+    (folder / "openai_batch.jsonl").write_text(
+        '{"custom_id": "q-3", "method": "POST", "url": "/v1/chat/completions", '
+        '"body": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}}\n'
+    )
     for name in ("README.md", "deploy", "benchmarks", "examples"):
         (folder / name).symlink_to(ROOT / name)
     return folder
