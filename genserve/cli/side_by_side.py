@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from queue import SimpleQueue
 
 from prompt_toolkit import prompt
 from rich.console import Console
@@ -108,13 +109,13 @@ class Contestant:
         self._thread: threading.Thread | None = None
 
     def begin(
-        self, messages: Sequence[Message], *, changed: threading.Event, stopped: threading.Event
+        self, messages: Sequence[Message], *, changed: SimpleQueue[None], stopped: threading.Event
     ) -> None:
-        """Begin to answer; set one event after each change, and end when the other one is set."""
+        """Begin to answer; put an item after each change, and end when the event is set."""
 
         def write(text: str) -> None:
             self.text += text
-            changed.set()
+            changed.put(None)
             if stopped.is_set():
                 raise KeyboardInterrupt     # ends the answer as Ctrl-C does in a single one
 
@@ -129,7 +130,7 @@ class Contestant:
                 self.error = error
             except Exception as error:  # a defect, which must not be waited for
                 self.error = defect(error)
-            changed.set()
+            changed.put(None)
 
         # Not waited for at the end of the program.
         self._thread = threading.Thread(target=run, daemon=True)
@@ -159,16 +160,19 @@ def answer_side_by_side(
     console: Console, pair: tuple[Contestant, Contestant], messages: Sequence[Message], *, with_markdown: bool
 ) -> None:
     """Show both answers while they stream; Ctrl-C stops both."""
-    changed, stopped = threading.Event(), threading.Event()
-    changed.set()   # the titles are shown at once
+    # A Ctrl-C while a main thread waits for an Event may become a RuntimeError of its lock.
+    changed: SimpleQueue[None] = SimpleQueue()
+    stopped = threading.Event()
+    changed.put(None)   # the titles are shown at once
     live = LiveLines(console)
     with_markdown = with_markdown and shows_markdown(console)
     for one in pair:
         one.begin(messages, changed=changed, stopped=stopped)
     try:
         while not all(one.is_done for one in pair):
-            changed.wait()
-            changed.clear()
+            changed.get()
+            while not changed.empty():
+                changed.get()
             if not console.is_dumb_terminal:
                 started_s = time.perf_counter()
                 _show(console, live, pair, with_markdown=with_markdown)

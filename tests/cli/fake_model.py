@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -48,10 +47,10 @@ class FakeDeltas:
     def _answer(self, words: list[str]) -> Iterator[Delta]:
         for index, word in enumerate(words):
             if word == "SILENT":
-                threading.Event().wait()
+                time.sleep(3600)
             yield Delta(text=word if index == 0 else f" {word}", token_ids=(word_id(word),))
             if word == "FOREVER":
-                threading.Event().wait()
+                time.sleep(3600)
             while word == "GATED" and not self.gate.exists():
                 time.sleep(0.01)
         yield Delta(
@@ -119,7 +118,7 @@ def chat_with(model: FakeModel, *, system: str | None = None) -> ChatSession:
     def open_fake(name: str | None) -> Iterator[OpenedModel]:
         if name == "slow":
             print("loading slow", flush=True)
-            threading.Event().wait()
+            time.sleep(3600)
         if name not in (None, "fake", "other"):
             raise ModelNotFound(f"there is no model {name!r}", remedy="models: fake, other")
         yield OpenedModel(
