@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from genserve.cli.main import commands as genserve_commands
+from genserve.cli.main import COMMANDS
 from tests.docs.snippets import ROOT
 
 __all__ = ["check_command", "commands"]
@@ -73,7 +73,7 @@ def check_command(command: list[str]) -> None:
 def _check_genserve(arguments: list[str]) -> None:
     name, *rest = arguments
     if name not in ("--help", "--version"):
-        genserve_commands()[name].make_context(name, rest)
+        COMMANDS[name].load(name).make_context(name, rest)
 
 
 def _image(word: str) -> str:
