@@ -3,11 +3,12 @@
     python benchmarks/load_generators.py --model-repository model_repository \\
         --aiperf AIPERF/bin/aiperf --guidellm GUIDELLM/bin/guidellm --llama-server PROGRAM:MODEL.gguf
 
-The servers are a static one, whose times are known, `genserve serve` and llama.cpp's. Each runs its model on
-one thread, which leaves the load generator the other core. In each round every tool sends the same number of
-chats of the same length to every server, with prompts of its own, so that no prefix cache helps. `genserve
-bench` runs twice: the second row shows the noise. A figure is the median of the rounds; in brackets, the
-median of the ratios to the first row within the rounds. The last table is what `genserve bench` takes in from
+The servers are a static one, whose times are known, `genserve serve` and llama.cpp's. Each runs its model
+on one thread, which leaves the load generator the other core. In each round every tool sends the same
+number of chats of the same length to every server, with prompts of its own, so that no prefix cache helps.
+`genserve bench` runs twice: the second row shows the noise. A figure is the median of the rounds; in
+brackets, the median of the ratios to the first row within the rounds. The server's CPU time shows that it
+did the same work, also on a busy machine; Linux only. The last table is what `genserve bench` takes in from
 a static server that is quicker than it.
 """
 
@@ -25,12 +26,18 @@ from pathlib import Path
 from typing import Any
 
 from report import Figures, markdown, median, ratio
-from servers import free_port, genserve_server, running
+from servers import cpu_s, free_port, genserve_server, running
 
 HERE = Path(__file__).parent
 BENCH, AGAIN = "genserve bench", "genserve bench, again"
 # By the words of `genserve bench`.
-NAMES = {"ttft": "first token", "tpot": "per output token", "e2el": "whole answer", "rate": "tokens/s"}
+NAMES = {
+    "ttft": "first token",
+    "tpot": "per output token",
+    "e2el": "whole answer",
+    "rate": "tokens/s",
+    "cpu": "server CPU, s",
+}
 HEADINGS = ("server, tool", *NAMES.values())
 CEILING_HEADINGS = ("at once", "tokens/s", "of a core", "tokens per CPU second")
 CEILING_CONCURRENCY = (1, 8, 64)
@@ -42,6 +49,7 @@ class Work:
     """A load that is the same for all tools."""
 
     url: str
+    pid: int            # of the server
     model: str
     tokenizer: Path     # a folder
     concurrency: int
@@ -50,6 +58,7 @@ class Work:
 
 
 Tool = Callable[[str, Work, Path], Figures]
+Address = tuple[str, int]   # of a server: its URL and its process
 
 
 def genserve_bench(_program: str, work: Work, _folder: Path) -> Figures:
@@ -62,6 +71,7 @@ def genserve_bench(_program: str, work: Work, _folder: Path) -> Figures:
         f"--input-len={PROMPT_TOKENS}",
         f"--output-len={NEW_TOKENS}",
         f"--seed={work.seed}",
+        "--num-warmups=0",
         '--extra-body={"temperature": null}',   # as the others
     )
     assert not run["failed"], run["errors_by_kind"]
@@ -73,8 +83,8 @@ def aiperf(program: str, work: Work, folder: Path) -> Figures:
     _run(
         *(program, "profile", f"--model={work.model}", f"--url={work.url}", "--endpoint-type=chat"),
         *("--streaming", "--use-server-token-count", f"--tokenizer={work.tokenizer}"),
-        *(f"--request-count={work.num_requests}", "--warmup-request-count=1"),
-        *(f"--concurrency={work.concurrency}", f"--synthetic-input-tokens-mean={PROMPT_TOKENS}"),
+        *(f"--request-count={work.num_requests}", f"--concurrency={work.concurrency}"),
+        f"--synthetic-input-tokens-mean={PROMPT_TOKENS}",
         *(f"--output-tokens-mean={NEW_TOKENS}", "--extra-inputs=ignore_eos:true", "--ui=none"),
         *("--no-gpu-telemetry", "--no-server-metrics", f"--random-seed={work.seed}"),
         f"--artifact-dir={folder}",
@@ -141,16 +151,16 @@ def _bench(*flags: str) -> Mapping[str, Any]:
 
 
 @contextmanager
-def _static(*, first_ms: float, between_ms: float) -> Iterator[str]:
+def _static(*, first_ms: float, between_ms: float) -> Iterator[Address]:
     port = free_port()
     command = [sys.executable, str(HERE / "static_server.py"), f"--port={port}"]
     command += [f"--first-ms={first_ms}", f"--between-ms={between_ms}"]
-    with running(command, ready_url=f"http://127.0.0.1:{port}/health"):
-        yield f"http://127.0.0.1:{port}"
+    with running(command, ready_url=f"http://127.0.0.1:{port}/health") as pid:
+        yield f"http://127.0.0.1:{port}", pid
 
 
 @contextmanager
-def _genserve(repository: Path, *, model: str) -> Iterator[str]:
+def _genserve(repository: Path, *, model: str) -> Iterator[Address]:
     """`genserve serve` on one thread, with a step for each token."""
     with tempfile.TemporaryDirectory() as folder:
         for stage in repository.iterdir():
@@ -162,7 +172,7 @@ def _genserve(repository: Path, *, model: str) -> Iterator[str]:
                 config += _parameter("speculation", "none") + _parameter("intra_op_thread_count", "1")
             (copy / "config.pbtxt").write_text(config)
         with genserve_server(Path(folder)) as server:
-            yield f"http://127.0.0.1:{server.http}"
+            yield f"http://127.0.0.1:{server.http}", server.pid
 
 
 def _parameter(name: str, value: str) -> str:
@@ -170,12 +180,12 @@ def _parameter(name: str, value: str) -> str:
 
 
 @contextmanager
-def _llama_server(program: str, model: str, *, concurrency: int) -> Iterator[str]:
+def _llama_server(program: str, model: str, *, concurrency: int) -> Iterator[Address]:
     port = free_port()
     command = [program, "--model", model, "--host", "127.0.0.1", "--port", str(port), "--threads", "1"]
     command += ["--parallel", str(concurrency), "--ctx-size", str(concurrency * 1024)]
-    with running(command, ready_url=f"http://127.0.0.1:{port}/health"):
-        yield f"http://127.0.0.1:{port}"
+    with running(command, ready_url=f"http://127.0.0.1:{port}/health") as pid:
+        yield f"http://127.0.0.1:{port}", pid
 
 
 def main() -> None:
@@ -187,10 +197,12 @@ def main() -> None:
         tools["guidellm"] = (guidellm, options.guidellm)
     rounds: dict[tuple[str, str], list[Figures]] = {}
     with ExitStack() as stack:
-        urls = dict(_servers(options, stack))
+        addresses = dict(_servers(options, stack))
+        for url, _pid in addresses.values():
+            _bench(options.model, f"--url={url}", "--max-concurrency=4", "--output-len=16")
         for number in range(1, options.rounds + 1):
-            for server, url in urls.items():
-                _round(server, url, tools, rounds, options=options, number=number)
+            for server, address in addresses.items():
+                _round(server, address, tools, rounds, options=options, number=number)
     print(f"\n{_table(rounds)}\n\n{_ceiling()}")
     print(
         f"\nMedians of {options.rounds} rounds; {options.requests} chats, {options.concurrency} at once, "
@@ -201,18 +213,19 @@ def main() -> None:
         options.json.write_text(json.dumps({"arguments": sys.argv[1:], "rows": rows}, indent=2) + "\n")
 
 
-def _servers(options: argparse.Namespace, stack: ExitStack) -> Iterator[tuple[str, str]]:
+def _servers(options: argparse.Namespace, stack: ExitStack) -> Iterator[tuple[str, Address]]:
     yield "static, 50 + 10 ms", stack.enter_context(_static(first_ms=50, between_ms=10))
     yield "genserve", stack.enter_context(_genserve(options.model_repository, model=options.model))
     if options.llama_server:
         program, _, model = options.llama_server.partition(":")
-        url = stack.enter_context(_llama_server(program, model, concurrency=options.concurrency))
-        yield "llama-server", url
+        yield "llama-server", stack.enter_context(
+            _llama_server(program, model, concurrency=options.concurrency)
+        )
 
 
 def _round(
     server: str,
-    url: str,
+    address: Address,
     tools: Mapping[str, tuple[Tool, str]],
     rounds: dict[tuple[str, str], list[Figures]],
     *,
@@ -224,15 +237,18 @@ def _round(
     first = (number - 1) % len(ordered)
     for place, (name, (tool, program)) in enumerate(ordered[first:] + ordered[:first]):
         work = Work(
-            url=url,
+            url=address[0],
+            pid=address[1],
             model=options.model,
             tokenizer=(options.model_repository / f"{options.model}_tokenizer" / "1").resolve(),
             concurrency=options.concurrency,
             num_requests=options.requests,
             seed=1000 * number + place,
         )
+        before_s = cpu_s(work.pid)
         with tempfile.TemporaryDirectory() as folder:
-            figures = tool(program, work, Path(folder))
+            figures = dict(tool(program, work, Path(folder)))
+        figures["cpu"] = cpu_s(work.pid) - before_s
         rounds.setdefault((server, name), []).append(figures)
         summary = ", ".join(f"{key} {value:.1f}" for key, value in figures.items())
         print(f"round {number}, {server}, {name}: {summary}", file=sys.stderr, flush=True)
@@ -252,7 +268,7 @@ def _table(rounds: Mapping[tuple[str, str], list[Figures]]) -> str:
 
 def _ceiling() -> str:
     rows = []
-    with _static(first_ms=1, between_ms=1) as url:
+    with _static(first_ms=1, between_ms=1) as (url, _):
         for concurrency in CEILING_CONCURRENCY:
             run = _bench(
                 f"--url={url}",
@@ -273,7 +289,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--guidellm", help="the program")
     parser.add_argument("--llama-server", metavar="PROGRAM:MODEL", help="llama.cpp's server and a GGUF file")
     parser.add_argument("--concurrency", type=int, default=4)
-    parser.add_argument("--requests", type=int, default=24)
+    parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--json", type=Path, help="write every round to this file")
     return parser.parse_args()

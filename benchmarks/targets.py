@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -15,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias
 
-from servers import free_port, genserve_server, running
+from servers import cpu_s, free_port, genserve_server, running
 
 from genserve.backends.onnx_session import num_cores
 from genserve.bench.datasets import random_prompts
@@ -71,7 +70,7 @@ class _Server:
         self._command += ["--num-warmups=0", "--retry-rejected", "--json", "--save-detailed"]
 
     def measure(self, work: Work) -> Measured:
-        before_s = _cpu_s(self._pid) if self._pid else 0.0
+        before_s = cpu_s(self._pid) if self._pid else 0.0
         with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
             print(*work.prompts(), sep="\n", file=file, flush=True)
             flags = [f"--dataset-path={file.name}", f"--max-concurrency={work.concurrency}"]
@@ -80,7 +79,7 @@ class _Server:
                 flags.append(f"--duration={work.duration_s}")
             done = subprocess.run([*self._command, *flags], check=True, stdout=subprocess.PIPE)
         measured = _measured(json.loads(done.stdout)["runs"][0])
-        return measured | ({"server_cpu_s": _cpu_s(self._pid) - before_s} if self._pid else {})
+        return measured | ({"server_cpu_s": cpu_s(self._pid) - before_s} if self._pid else {})
 
 
 def _measured(run: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,12 +97,6 @@ def _measured(run: Mapping[str, Any]) -> dict[str, Any]:
         "gaps_s": [*itertools.chain.from_iterable(run["itls"])],
         "rejected_s": [*itertools.chain.from_iterable(run["rejections"])],
     }
-
-
-def _cpu_s(pid: int) -> float:
-    """The CPU time of a process so far; Linux only."""
-    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 class _EngineProcess:

@@ -14,6 +14,7 @@ import orjson
 from genserve.bench.token_counters import TokenCounter
 from genserve.errors import InvalidRequest
 
+DEFAULT_OUTPUT_LEN = 128
 _WORDS = """
     time year people way day man thing woman life child world school state family student group country
     problem hand part place case week company system program question work government number night point
@@ -108,7 +109,7 @@ def read_dataset(
     Args:
         path: the file.
         output_len: the new tokens of each answer; None: as many as the file says, or as the answer has that
-            follows in the conversation, or 128.
+            follows in the conversation, or `DEFAULT_OUTPUT_LEN`.
         counter: counts the tokens of conversations; None: their number is estimated.
 
     Raises:
@@ -128,8 +129,9 @@ def read_dataset(
                 if line.strip()
             ]
         case _:
-            lines = content.decode(errors="replace").splitlines()
-            prompts = [BenchPrompt(text=line, max_tokens=output_len or 128) for line in lines if line.strip()]
+            lines = filter(str.strip, content.decode(errors="replace").splitlines())
+            max_tokens = output_len or DEFAULT_OUTPUT_LEN
+            prompts = [BenchPrompt(text=line, max_tokens=max_tokens) for line in lines]
     if not prompts:
         raise InvalidRequest(f"{path} has no prompt", field="dataset_path")
     return prompts
@@ -160,7 +162,8 @@ def _line_prompt(line: bytes, *, output_len: int | None, place: str) -> BenchPro
     messages = document.get("messages") or ()
     if not (isinstance(text, str) and isinstance(messages, (list, tuple)) and isinstance(said or 1, int)):
         raise InvalidRequest(f"{place} has a field of the wrong type", field="dataset_path")
-    return BenchPrompt(text=text, max_tokens=output_len or said or 128, messages=messages, fields=fields)
+    max_tokens = output_len or said or DEFAULT_OUTPUT_LEN
+    return BenchPrompt(text=text, max_tokens=max_tokens, messages=messages, fields=fields)
 
 
 _LENGTH_FIELDS = ("output_tokens", "max_tokens", "max_completion_tokens")

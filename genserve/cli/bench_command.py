@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from genserve.bench.token_counters import TokenCounter
 
 
-_DEFAULT_OUTPUT_LEN = 128
 _LIST_TIMEOUT_S = 30.0
 
 
@@ -66,7 +65,12 @@ def bench(
     """
     import httpx2
 
-    from genserve.bench.datasets import RandomLengths, random_dataset, read_dataset
+    from genserve.bench.datasets import (
+        DEFAULT_OUTPUT_LEN,
+        RandomLengths,
+        random_dataset,
+        read_dataset,
+    )
     from genserve.bench.dialects import DIALECTS, Requested
     from genserve.bench.endpoint import Target, tls_context
     from genserve.bench.model_names import choose_model
@@ -89,14 +93,14 @@ def bench(
         base_url=base_url, headers=headers, verify=tls or False, timeout=_LIST_TIMEOUT_S, trust_env=False
     ) as http:
         name = choose_model(model, http=http)
+        lengths = RandomLengths(
+            input_len=input_len,
+            output_len=output_len or DEFAULT_OUTPUT_LEN,
+            prefix_len=prefix_len,
+            range_ratio=range_ratio,
+        )
         counter = _counter(tokenizer, http=http, model=name)
         if dataset_path is None:
-            lengths = RandomLengths(
-                input_len=input_len,
-                output_len=output_len or _DEFAULT_OUTPUT_LEN,
-                prefix_len=prefix_len,
-                range_ratio=range_ratio,
-            )
             prompts = random_dataset(lengths, seed=seed, counter=counter)
         else:
             from_file = read_dataset(dataset_path, output_len=output_len, counter=counter)

@@ -3,33 +3,65 @@
 from __future__ import annotations
 
 import itertools
+import json
+from pathlib import Path
 
 import pytest
 
 from genserve.bench.answers import LoadResult
-from genserve.bench.datasets import BenchPrompt
+from genserve.bench.datasets import BenchPrompt, read_dataset
 from genserve.bench.dialects import DIALECTS, Requested
 from genserve.bench.endpoint import Target
 from genserve.bench.load_loop import Load, run_load
 from tests.support.live_server import LiveServer
 
+PROMPT = BenchPrompt(text="people of the world", max_tokens=12)
+
+
+def measured(
+    server: LiveServer,
+    dialect: str,
+    prompts: list[BenchPrompt],
+    *,
+    model: str = "tiny",
+    temperature: float = 0.0,
+) -> LoadResult:
+    requested = Requested(model=model, temperature=temperature, ignore_eos=True)
+    target = Target(base_url=server.url, dialect=DIALECTS[dialect], requested=requested)
+    result = LoadResult()
+    run_load(Load(prompts=itertools.cycle(prompts), arrivals_s=[0.0] * 4), target, result)
+    return result
+
 
 @pytest.mark.parametrize("name", ["openai-chat", "openai", "tgi", "kserve-generate"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_genserve_server_answers_in_full_length(tiny_server: LiveServer, name: str, temperature: float):
-    requested = Requested(model="tiny", temperature=temperature, ignore_eos=True)
-    target = Target(base_url=tiny_server.url, dialect=DIALECTS[name], requested=requested)
-    load = Load(
-        prompts=itertools.repeat(BenchPrompt(text="people of the world", max_tokens=12)), arrivals_s=[0.0] * 4
-    )
-    result = LoadResult()
-    run_load(load, target, result)
+    result = measured(tiny_server, name, [PROMPT], temperature=temperature)
     assert not result.failures()
     for answer in result.complete():
         assert len(answer.text_times_s) <= 12, "a random model may answer with special tokens, without text"
         counts = (answer.output_tokens, bool(answer.prompt_tokens))
         assert counts == ((None, False) if name == "kserve-generate" else (12, True))
     assert len(result.complete()) == 4
+
+
+def test_any_model_of_a_kserve_server_can_be_measured(tiny_server: LiveServer, tmp_path: Path) -> None:
+    """The body of infer comes from a file; here, a plain call of the logits stage."""
+    ids = {"name": "input_ids", "shape": [1, 3], "datatype": "INT64", "data": [5, 6, 7]}
+    path = tmp_path / "bodies.jsonl"
+    path.write_text(json.dumps({"inputs": [ids]}))
+    result = measured(tiny_server, "kserve-infer", read_dataset(path, output_len=None), model="tiny_logits")
+    assert len(result.complete()) == 4, result.failures()
+    for answer in result.complete():
+        assert answer.latency_s > 0
+        assert (answer.num_tokens, answer.first_text_s, answer.prompt_tokens) == (0, None, None)
+
+
+def test_a_text_model_is_asked_by_infer_as_by_triton(tiny_server: LiveServer) -> None:
+    result = measured(tiny_server, "kserve-infer", [PROMPT])
+    assert {failure.message for failure in result.failures()} == {
+        "HTTP end point doesn't support models with decoupled transaction policy"
+    }
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,27 @@ def test_overload_is_reported_as_a_share_of_the_capacity(tiny_repository: Path, 
     assert "| 40 " in printed
 
 
+@pytest.mark.slow
+def test_load_generators_measure_servers_of_known_and_unknown_times(
+    tiny_repository: Path, tmp_path: Path
+) -> None:
+    printed, report = run(
+        "load_generators.py",
+        f"--model-repository={tiny_repository}",
+        "--model=tiny",
+        *("--rounds=1", "--requests=4", "--concurrency=2"),
+        report=tmp_path / "report.json",
+    )
+    tools = ["genserve bench", "genserve bench, again"]
+    servers = ["static, 50 + 10 ms", "genserve"]
+    measured = [(row["server"], row["tool"]) for row in report["rows"]]
+    assert measured == [(server, tool) for server in servers for tool in tools]
+    [static] = report["rows"][0]["rounds"]
+    assert static["ttft"] >= 50
+    assert static["tpot"] >= 9.9
+    assert "| 64 " in printed
+
+
 def test_required_calls_of_a_random_model_validate(tiny_repository: Path, tmp_path: Path) -> None:
     root = shutil.copytree(tiny_repository, tmp_path / "models")
     (root / "tiny_tokenizer" / "1" / "chat_template.jinja").write_text("{{ tools | length }}<tool_call>")

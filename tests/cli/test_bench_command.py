@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import re
 import signal
 import subprocess
@@ -18,7 +20,7 @@ from typer.testing import CliRunner
 from genserve.cli.main import app
 from genserve.errors import InvalidRequest, ModelNotFound, RepositoryError, Unauthenticated, Unreachable
 from tests.bench.mock_server import KEY, MockServer
-from tests.support.live_server import LiveServer, wait_until
+from tests.support.live_server import LiveServer
 
 QUICK = ("--input-len", "4", "--output-len", "12", "--num-prompts", "4", "--seed", "1")
 
@@ -112,17 +114,24 @@ def test_the_plot_has_a_line_per_load(mock: MockServer, tmp_path: Path, levels: 
         bench("--url", mock.url, "--plot", str(tmp_path / "bench.txt"))
 
 
-def test_ctrl_c_prints_what_was_measured(mock: MockServer, tmp_path: Path) -> None:
+def test_progress_is_a_line_and_ctrl_c_prints_what_was_measured(mock: MockServer, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     command = [sys.executable, "-m", "genserve", "bench", "good", "--url", mock.url, "--tokenizer", "none"]
     command += ["--concurrency", "1", "--num-prompts", "100000", "--output", str(report)]
-    mock.asked.clear()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        wait_until(lambda: mock.asked["good"] > 3)
+    progress = rb"1 at once: [1-9]\d*/100000 done, 1 running, 0 failed, \d+ tokens/s"
+    ours, its = pty.openpty()
+    with (
+        os.fdopen(ours, "rb", buffering=0) as terminal,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=its, text=True) as process,
+    ):
+        os.close(its)
+        shown = b""
+        while not re.search(progress, shown):
+            shown += terminal.read(4096)
         process.send_signal(signal.SIGINT)
-        printed, errors = process.communicate()
-    assert process.returncode == 130, errors
-    assert "Traceback" not in errors
+        printed = process.communicate()[0]
+    assert process.returncode == 130
+    assert b"Traceback" not in shown
     assert re.match(r"1 at once: [1-9]\d* requests in ", printed)
     document = json.loads(report.read_text())
     assert document["is_interrupted"]
