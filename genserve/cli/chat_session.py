@@ -254,12 +254,11 @@ def open_stream(model: OpenedModel, messages: Messages, options: SamplingOptions
     try:
         return model.text_model.chat_stream(messages, **options)
     except ContextLengthExceeded as error:
-        if error.field == "max_tokens":
-            options = options.copy()
-            options["max_tokens"] = None
-            return model.text_model.chat_stream(messages, **options)
-        message = error.message
-    raise ContextLengthExceeded(message, remedy="/undo removes the last exchange, /clear all of them")
+        if error.field != "max_tokens":
+            raise
+    options = options.copy()
+    options["max_tokens"] = None
+    return model.text_model.chat_stream(messages, **options)
 
 
 def defect(error: Exception) -> GenserveError:

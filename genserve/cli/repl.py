@@ -20,7 +20,7 @@ from genserve.cli.editor import edited
 from genserve.cli.slash_commands import run_slash
 from genserve.cli.slash_completer import SlashCompleter
 from genserve.cli.typed_keys import held_keys
-from genserve.errors import GenserveError
+from genserve.errors import ContextLengthExceeded, GenserveError
 
 _BLOCK = '"""'
 
@@ -32,8 +32,9 @@ def run_repl(session: ChatSession) -> None:
         prompts = _prompt_session(session)
         with suppress(EOFError):
             while True:
-                if typed := _read(session, prompts):
-                    _run(session, typed)
+                with suppress(KeyboardInterrupt):   # that comes between a prompt and an answer
+                    if typed := _read(session, prompts):
+                        _run(session, typed)
 
 
 def _read(session: ChatSession, prompts: PromptSession[str]) -> str:
@@ -67,6 +68,9 @@ def _run(session: ChatSession, typed: str) -> None:
             session.summarize(session.ask(question))
     except KeyboardInterrupt:
         session.note("stopped")
+    except ContextLengthExceeded as error:
+        remedy = "/undo removes the last exchange, /clear all of them"
+        session.report(ContextLengthExceeded(error.message, remedy=remedy))
     except GenserveError as error:
         session.report(error)
     except EOFError:

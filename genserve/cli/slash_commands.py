@@ -98,6 +98,7 @@ def _system(session: ChatSession, argument: str) -> None:
 
 def _clear(session: ChatSession, _argument: str) -> None:
     session.conversation.clear()
+    session.file = None     # so that /save does not write another conversation there
     session.note("conversation cleared")
 
 

@@ -102,9 +102,10 @@ class FakeModel:
         messages = chat.messages
         if "reject" in messages[-1].content:
             raise InvalidRequest("that is rejected", remedy="ask something else")
-        if self.room < max(1, options.get("max_tokens") or 0):
-            field = "max_tokens" if self.room else "messages"
-            raise ContextLengthExceeded(f"there is room for {self.room} tokens", field=field)
+        room = 0 if messages[-1].content == "full" else self.room
+        if room < max(1, options.get("max_tokens") or 0):
+            field = "max_tokens" if room else "messages"
+            raise ContextLengthExceeded(f"there is room for {room} tokens", field=field)
         self.asked.append(list(messages))
         self.options.append(options)
         self.streams.append(FakeDeltas(" and on" if chat.continue_final_message else messages[-1].content))

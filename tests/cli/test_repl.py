@@ -143,6 +143,8 @@ def test_an_error_is_printed_and_the_chat_continues(terminal: Terminal) -> None:
     say(terminal, "reject" + ENTER)
     terminal.expect("error[invalid_request]")
     terminal.expect("ask something else")
+    say(terminal, "full" + ENTER)
+    terminal.expect("/undo removes the last exchange, /clear all of them")
     say(terminal, "hello" + ENTER)
     terminal.expect("HELLO")
     say(terminal, CTRL_D)
