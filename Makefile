@@ -36,9 +36,12 @@ define keep_one_onnxruntime
 endef
 endif
 
+# Not again: an environment that another Python renews is a mixture of both.
+CREATE := test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+
 # What serving needs. The installation compiles the kernels.
 $(CORE): pyproject.toml constraints.txt hatch_build.py genserve/kernels/build.py $(wildcard genserve/kernels/src/*)
-	$(PYTHON) -m venv $(VENV)
+	$(CREATE)
 	$(INSTALL) -e '.$(if $(filter gpu,$(RUNTIME)),[gpu])'
 	$(keep_one_onnxruntime)
 	touch $@
@@ -73,7 +76,7 @@ check: $(DEV)
 	$(BIN)/python scripts/audit.py
 
 $(RELEASE): pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
+	$(CREATE)
 	$(INSTALL) build check-wheel-contents cyclonedx-bom twine
 	touch $@
 
