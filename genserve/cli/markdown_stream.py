@@ -154,7 +154,7 @@ class MarkdownStream:
     def finish(self) -> None:
         """Show the rest, and end the last line."""
         with self._lock:
-            self._paint()
+            self._paint(is_whole=True)
             self._live.keep()
             self._blocks = ""
 
@@ -163,16 +163,16 @@ class MarkdownStream:
             if self._later is not None:
                 self._paint()
 
-    def _paint(self) -> None:
+    def _paint(self, *, is_whole: bool = False) -> None:
         started_s = self._clock()
         if self._later is not None:
             self._later.cancel()
             self._later = None
-        self._paint_blocks()
+        self._paint_blocks(is_whole=is_whole)
         ended_s = self._clock()
         self._next_paint_s = ended_s + (ended_s - started_s) * (1 / _RENDERING_SHARE - 1)
 
-    def _paint_blocks(self) -> None:
+    def _paint_blocks(self, *, is_whole: bool) -> None:
         *complete, last = _top_blocks(self._blocks)
         for block in complete:
             self._live.show(self._lines(block))
@@ -180,7 +180,8 @@ class MarkdownStream:
             self._num_complete += 1
         self._blocks = last
         if lines := self._lines(last):
-            self._live.show(lines)
+            # A new row may change the widths of all columns: a table scrolls when it is complete.
+            self._live.show(lines, num_stable=0 if _is_table(last) and not is_whole else None)
 
     def _lines(self, block: str) -> list[Line]:
         lines = markdown_lines(self._console, block, width=self._console.width - 1)
@@ -201,6 +202,10 @@ def _top_blocks(text: str) -> list[str]:
     return ["\n".join(lines[begin:end]) for begin, end in zip([0, *starts], [*starts, None], strict=True)]
 
 
+def _is_table(block: str) -> bool:
+    return any(token.type == "table_open" for token in _PARSER.parse(block))
+
+
 class _LeftHeading(Heading):
     """A heading at the left margin, without a frame."""
 
@@ -215,7 +220,8 @@ class _NumberedItem(ListItem):
     def render_number(
         self, console: Console, options: ConsoleOptions, number: int, last_number: int
     ) -> RenderResult:
-        row = Table.grid(Column(width=len(str(last_number)) + 2, justify="right"), Column(), padding=(0, 1))
+        width = max(3, len(f"{last_number}."))     # so that a tenth item does not move those above it
+        row = Table.grid(Column(width=width, justify="right"), Column(), padding=(0, 1))
         row.add_row(Text(f"{number}.", style="markdown.item.number"), self.elements)
         yield row
 

@@ -108,8 +108,16 @@ def test_only_the_changes_are_written() -> None:
 
 def test_lines_that_have_scrolled_away_are_never_written_again() -> None:
     items = "".join(f"- item {i}\n" for i in range(60))
-    terminal = shown(items, list(range(0, len(items), 3)), columns=30, rows=10)
+    terminal = shown(items, list(range(0, len(items), 7)), columns=30, rows=10)
     assert terminal.lines() == [f" • item {i}" for i in range(60)]
+
+
+def test_a_table_taller_than_the_screen_has_columns_of_one_width() -> None:
+    rows = "".join(f"| {'x' * (i % 7 + i // 5)} | words of row {i} |\n" for i in range(24))
+    table = f"Before.\n\n| a | b |\n| --- | --- |\n{rows}\nAfter.\n"
+    assert shown(table, list(range(0, len(table), 13)), columns=40, rows=10).lines() == rendered(
+        table, columns=40
+    )
 
 
 def test_after_a_resize_the_answer_goes_on_at_the_new_width() -> None:
