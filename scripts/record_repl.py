@@ -37,9 +37,10 @@ STEPS = (
     ("\t", "", 0.8),
     ("\t", "", 0.8),
     ("\x1b[B", "", 0.8),
+    ("\x1b[A", "", 0.8),
     ("\r", "tokens/s", 2.0),
     ("/clear\r", "cleared", 0.5),
-    ("/compare 2 What is the capital of France, and what is it known for?\r", "neither", 2.5),
+    ("/compare 4 What is the capital of France, and what is it known for?\r", "neither", 2.5),
     ("1\r", "", 0.5),
     ("/tokens\r", "left", 0.5),
     ("\x04", "", 0.0),
@@ -77,7 +78,7 @@ def record(repository: str) -> list[Output]:
     """Type the steps into a chat; return what it writes."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
-    command = ["genserve", "chat", "smollm2", "--model-repository", repository, "--seed", "1"]
+    command = ["genserve", "chat", "smollm2", "--model-repository", repository, "--seed", "5"]
     with tempfile.TemporaryDirectory() as state:
         environment = {"TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1", "XDG_STATE_HOME": state}
         program = subprocess.Popen(
