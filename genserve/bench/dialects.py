@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 from urllib.parse import quote
 
 from genserve.bench.datasets import BenchPrompt
+from genserve.errors import InvalidRequest
 
 Event = Mapping[str, Any]
 
@@ -54,6 +55,24 @@ class Dialect:
     def url(self, base_url: str, *, model: str) -> str:
         """Return the URL of the endpoint."""
         return base_url + self.path.format(model=quote(model, safe=""))
+
+
+def check_prompts(prompts: Iterable[BenchPrompt], *, backend: str) -> None:
+    """Check that a dialect can write the prompts of a file.
+
+    Raises:
+        InvalidRequest: they are chats or the inputs of a model, and the dialect takes texts.
+    """
+    for prompt in prompts:
+        if prompt.messages and backend != "openai-chat":
+            kind, only = "messages", "openai-chat"
+        elif "inputs" in prompt.fields and backend != "kserve-infer":
+            kind, only = "inputs", "kserve-infer"
+        else:
+            continue
+        raise InvalidRequest(
+            f"the dataset has {kind}, which {backend} does not take", remedy=f"--backend {only}"
+        )
 
 
 def _openai_body(requested: Requested) -> dict[str, Any]:

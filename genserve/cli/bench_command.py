@@ -65,13 +65,8 @@ def bench(
     """
     import httpx2
 
-    from genserve.bench.datasets import (
-        DEFAULT_OUTPUT_LEN,
-        RandomLengths,
-        random_dataset,
-        read_dataset,
-    )
-    from genserve.bench.dialects import DIALECTS, Requested
+    from genserve.bench.datasets import DEFAULT_OUTPUT_LEN, RandomLengths, random_dataset, read_dataset
+    from genserve.bench.dialects import DIALECTS, Requested, check_prompts
     from genserve.bench.endpoint import Target, tls_context
     from genserve.bench.model_names import choose_model
     from genserve.cli.bench_plans import make_plans
@@ -101,10 +96,11 @@ def bench(
         )
         counter = _counter(tokenizer, http=http, model=name)
         if dataset_path is None:
-            prompts = random_dataset(lengths, seed=seed, counter=counter)
+            prompts, num_in_file = random_dataset(lengths, seed=seed, counter=counter), None
         else:
             from_file = read_dataset(dataset_path, output_len=output_len, counter=counter)
-            prompts, num_prompts = itertools.cycle(from_file), num_prompts or len(from_file)
+            check_prompts(from_file, backend=backend)
+            prompts, num_in_file = itertools.cycle(from_file), len(from_file)
     target = Target(
         base_url=base_url,
         dialect=DIALECTS[backend],
@@ -121,7 +117,10 @@ def bench(
     if num_warmups:
         warm_up(target, prompts, num_requests=num_warmups, timeout_s=timeout)
     plans = make_plans(
-        rates=rates, concurrencies=max_concurrency, num_prompts=num_prompts, duration_s=duration
+        rates=rates,
+        concurrencies=max_concurrency,
+        num_prompts=num_prompts or num_in_file,
+        duration_s=duration,
     )
     pace = Pace(
         burstiness=burstiness,

@@ -94,6 +94,7 @@ RequestRate = Annotated[
 Burstiness = Annotated[
     float,
     typer.Option(
+        min=0.001,
         help="Shape of the gamma distribution of the intervals: 1 is Poisson, less is burstier.",
         rich_help_panel=_LOAD,
     ),

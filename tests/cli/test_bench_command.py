@@ -171,6 +171,22 @@ def test_the_prompts_of_a_file_are_sent_in_order(mock: MockServer, tmp_path: Pat
     assert "ignore_eos" not in mock.bodies[0]
 
 
+@pytest.mark.parametrize(
+    ("line", "backend", "right"),
+    [
+        ({"messages": [{"role": "user", "content": "hi"}]}, "openai", "openai-chat"),
+        ({"inputs": [{"name": "x"}]}, "openai-chat", "kserve-infer"),
+    ],
+)
+def test_prompts_that_the_dialect_cannot_write_are_rejected(
+    mock: MockServer, tmp_path: Path, line: dict, backend: str, right: str
+) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps(line))
+    with pytest.raises(InvalidRequest, match=f"{backend} does not take .*--backend {right}"):
+        bench("--url", mock.url, "--dataset-path", str(path), "--backend", backend)
+
+
 def test_the_key_and_headers_are_sent(mock: MockServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GENSERVE_API_KEY", KEY)
     runs("--url", mock.url, "--concurrency", "1", "--header", "x-team=a=b")
@@ -243,6 +259,7 @@ def test_without_a_server_it_raises_unreachable() -> None:
         (["--request-rate", "fast"], "is not a number above 0"),
         (["--ramp-up-strategy", "linear"], "it needs --ramp-up-start-rps"),
         (["--ramp-up-start-rps", "2"], "it needs --ramp-up-start-rps"),
+        (["--burstiness", "0"], "greater than or equal to 0.001"),
         (["--percentiles", "50,101"], "beyond 0 to 100"),
         (["--extra-body", "{"], "is not JSON"),
         (["--extra-body", "3"], "is not an object"),
