@@ -152,10 +152,11 @@ ASKED = {"inputs": [{"name": "X", "datatype": "FP32", "shape": [1], "data": [1]}
 
 
 @pytest.mark.parametrize(
-    ("drain_s", "signals", "code"),
-    [(0.1, [signal.SIGTERM], 0), (60, [signal.SIGTERM, signal.SIGINT], 128 + signal.SIGINT)],
+    ("drain_s", "signals", "codes"),
+    # Signals that arrive together are handled in any order.
+    [(0.1, [signal.SIGTERM], {0}), (60, [signal.SIGTERM, signal.SIGINT], {130, 143})],
 )
-def test_a_hanging_model_does_not_keep_the_server_running(tmp_path, drain_s, signals, code):
+def test_a_hanging_model_does_not_keep_the_server_running(tmp_path, drain_s, signals, codes):
     write_model(tmp_path, "stuck", code=STUCK)
     with serving(tmp_path, f"--drain-s={drain_s}") as process:
         url = line_with(process, "Ready at").split()[2]
@@ -170,7 +171,7 @@ def test_a_hanging_model_does_not_keep_the_server_running(tmp_path, drain_s, sig
                 assert answer.startswith(b"HTTP/1.1 503 ")
                 assert "error" in json.loads(answer.partition(b"\r\n\r\n")[2])
             process.wait(timeout=30)
-    assert process.returncode == code
+    assert process.returncode in codes
 
 
 def test_a_hanging_load_does_not_keep_the_server_running(tmp_path):
