@@ -47,13 +47,13 @@ $(CORE): pyproject.toml constraints.txt hatch_build.py genserve/kernels/build.py
 	touch $@
 
 # On Linux the default torch includes several gigabytes of CUDA, so a CPU machine installs the build without it,
-# separately, so that only torch comes from the other index.
+# separately, so that only torch comes from the other index. genserve is there, so only the extra is installed.
 $(DEV): pyproject.toml constraints.txt | $(CORE)
 ifeq ($(RUNTIME) $(shell uname),cpu Linux)
 	$(BIN)/pip install --no-deps --retries 1 --timeout 20 \
 		--index-url https://download.pytorch.org/whl/cpu torch==$(TORCH)+cpu
 endif
-	$(INSTALL) -e '.[dev]'
+	$(INSTALL) 'genserve[dev]'
 	$(keep_one_onnxruntime)
 	touch $@
 
@@ -81,7 +81,7 @@ $(RELEASE): pyproject.toml constraints.txt
 	touch $@
 
 $(DOCS): pyproject.toml constraints.txt | $(CORE)
-	$(INSTALL) -e '.[docs]'
+	$(INSTALL) 'genserve[docs]'
 	touch $@
 
 # The theme announces its successor with each build.
