@@ -20,6 +20,9 @@ ROOT = Path(__file__).parents[1]
 # What no import of a test misses: these files are read by name.
 IN_WHEEL: tuple[str, ...] = (
     "genserve/py.typed",
+    "genserve/export/recordings/smollm2.npz",
+    "genserve/export/templates/decoder.py.txt",
+    "genserve/export/texts/held_out.txt",
     "genserve/server/page/chat.js",
     "genserve/server/page/dashboard.js",
     "genserve/server/page/style.css",
