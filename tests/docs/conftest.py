@@ -42,5 +42,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def server(workspace: Path) -> Iterator[LiveServer]:
-    with LiveServer(workspace / "model_repository") as server:
+    # No draw ends an answer before its first word, or lets it fill the context.
+    defaults = '{"temperature": 0, "max_new_tokens": 64}'
+    with LiveServer(workspace / "model_repository", override_generation_config=defaults) as server:
         yield server
