@@ -26,9 +26,9 @@ from typing import Any
 from report import markdown
 
 from genserve import LLM
-from genserve.cli.chat_options import chat_options
 from genserve.completion import Completion, FinishReason
 from genserve.prompt import Message
+from genserve.sampling.chat_defaults import chat_sampling_params
 
 QUESTIONS = (
     "Hello, who are you?",
@@ -96,7 +96,7 @@ def main() -> None:
 
 def _compared(llm: LLM, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Return the sampling options to compare, by name; all end answers as `genserve chat` does."""
-    own = dict(chat_options({"max_tokens": options.max_tokens}, recommended=llm.default_sampling_params))
+    own = {**chat_sampling_params(llm.default_sampling_params), "max_tokens": options.max_tokens}
     ends = {name: own[name] for name in ("max_tokens", "repetition_detection")}
     compared = {"genserve chat": own, "authors": ends | AUTHORS, "before": ends | FORMER}
     compared |= {name: ends | more for name, more in options.options}

@@ -48,11 +48,11 @@ def chat(
 
     `genserve chat QUESTION` asks the default model. Text on stdin follows the question after an empty line.
     """
-    from genserve.cli.chat_options import chat_options
     from genserve.cli.chat_session import ChatSession
     from genserve.cli.conversation import Conversation
     from genserve.cli.model_access import ModelSwitch, known_models, open_model
     from genserve.cli.typed_keys import held_keys
+    from genserve.sampling.chat_defaults import MAX_TOKENS, chat_sampling_params
 
     given = {"max_tokens": max_tokens, "seed": seed, "temperature": temperature}
     options = cast(SamplingOptions, {name: value for name, value in given.items() if value is not None})
@@ -66,7 +66,11 @@ def chat(
             models,
             model=asked.model,
             conversation=Conversation(system=system),
-            initial_options=lambda opened: chat_options(options, recommended=opened.default_sampling_params),
+            initial_options=lambda opened: {
+                **chat_sampling_params(opened.default_sampling_params),
+                "max_tokens": MAX_TOKENS,
+                **options,
+            },
         )
         if message is not None:
             _answer_once(session, message)

@@ -7,9 +7,9 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from genserve.cli.chat_command import ChatArguments, read_arguments
-from genserve.cli.chat_options import chat_options
 from genserve.cli.main import app
 from genserve.errors import InvalidRequest, ModelNotFound
+from genserve.sampling.chat_defaults import chat_sampling_params
 from tests.client.scripted_server import Reply, event_reply, models_reply, scripted
 
 MODELS = models_reply("m")
@@ -111,12 +111,11 @@ def test_every_answer_ends() -> None:
 
 
 def test_the_sampling_is_what_the_model_recommends() -> None:
-    own = chat_options({}, recommended={"repetition_penalty": 1.1})
+    own = chat_sampling_params({"repetition_penalty": 1.1})
     assert 0 < own["temperature"] < 1
     assert own["min_p"] > 0
     for recommended in ({"temperature": 0.2}, {"top_k": 64, "top_p": 0.95}):
-        assert chat_options({}, recommended=recommended).keys() == {"max_tokens", "repetition_detection"}
-    assert chat_options({"temperature": 2}, recommended={})["temperature"] == 2
+        assert chat_sampling_params(recommended).keys() == {"repetition_detection"}
 
 
 def test_what_cut_an_answer_short_is_said_on_stderr() -> None:

@@ -347,6 +347,7 @@ def test_settings_come_from_the_schema_and_go_into_the_request(chat, echo):
     chat.ask("hi")
     expected = {"temperature": 0.5, "stop": ["x\ny", "z"], "ignore_eos": False, "logit_bias": {"5": 1}}
     assert expected.items() <= chat.bodies[-1].items()
+    assert chat.bodies[-1]["repetition_detection"]["min_count"] > 1, "a default of chats"
     assert chat.bodies[-1]["messages"][0] == {"role": "system", "content": "Be brief."}
     schema = httpx2.get(f"{echo.url}/openapi.json", headers={"Authorization": f"Bearer {KEY}"}).json()
     fields = schema["components"]["schemas"]["ChatBody"]["properties"]

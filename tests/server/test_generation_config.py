@@ -136,6 +136,7 @@ def test_parameters_of_the_model_are_not_reported_as_ignored(server):
 def test_the_list_of_models_shows_them(server, tiny_server):
     shown = [httpx2.get(f"{one.url}/v1/models").json()["data"][0] for one in (server, tiny_server)]
     assert [model["default_sampling_params"] for model in shown] == [OURS, {}]
+    assert ["min_p" in model["chat_sampling_params"] for model in shown] == [False, True]
 
 
 def test_flags_turn_them_off_and_override_them(repository, tiny_server):

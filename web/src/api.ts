@@ -20,6 +20,7 @@ export interface Model {
   id: string;
   max_model_len?: number;
   default_sampling_params?: JsonObject; // where the model has other defaults than the server
+  chat_sampling_params?: JsonObject; // which `genserve chat` sends too
   [field: string]: unknown;
 }
 

@@ -4,7 +4,7 @@ import { serverUrl } from "./api";
 import { type Conversation, type Message, pathTo } from "./conversation";
 import { apiKey, asksProbabilities } from "./preferences";
 import type { JsonObject } from "./schema";
-import { modelOf } from "./state";
+import { chatParams, modelOf } from "./state";
 
 const NUM_ALTERNATIVES = 10;
 
@@ -28,6 +28,7 @@ export function chatBody(conversation: Conversation, parent: string, prefix = ""
     messages,
     ...(prefix ? { continue_final_message: true, add_generation_prompt: false } : {}),
     ...(tools.length ? { tools, tool_choice: readToolChoice(toolChoice) } : {}),
+    ...chatParams(conversation),
     ...params,
     ...(asksProbabilities.value ? { logprobs: true, top_logprobs: NUM_ALTERNATIVES } : {}),
     stream: true,

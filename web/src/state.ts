@@ -11,7 +11,7 @@ import {
   withoutMessage,
 } from "./conversation";
 import { lastSetup, preference, setPreference } from "./preferences";
-import { chatFields, type Field } from "./schema";
+import { chatFields, type Field, type JsonObject } from "./schema";
 import * as storage from "./storage";
 
 export type DialogName = "" | "key" | "shortcuts" | "raw" | "delete";
@@ -68,11 +68,16 @@ export function modelOf({ model }: Pick<Setup, "model">): string {
   return models.value.some(({ id }) => id === model) ? model : (models.value[0]?.id ?? model);
 }
 
-/** The default of a field: the model's own, else the server's. */
+/** The default of a field: the model's own, else the chat's, else the server's. */
 export function defaultOf(setup: Setup, field: Field): { value: unknown; isOfModel: boolean } {
   const model = models.value.find(({ id }) => id === modelOf(setup));
   const own = model?.default_sampling_params?.[field.name];
-  return { value: own ?? field.default, isOfModel: own !== undefined };
+  return { value: own ?? chatParams(setup)[field.name] ?? field.default, isOfModel: own !== undefined };
+}
+
+/** The sampling parameters of a chat that sets none, by the model. */
+export function chatParams(setup: Pick<Setup, "model">): JsonObject {
+  return models.value.find(({ id }) => id === modelOf(setup))?.chat_sampling_params ?? {};
 }
 
 /** Change a conversation, shown or not, and keep it. */

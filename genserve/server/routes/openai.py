@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse, Response
 
 from genserve.completion import Completion, Delta, FinishReason, ToolCallDelta
 from genserve.prompt import Message
+from genserve.sampling.chat_defaults import chat_sampling_params
 from genserve.server.error_responses import OPENAI_ERRORS, ErrorFormats
 from genserve.server.generation_handler import SubmittedRequest, handle_generation
 from genserve.server.request_body import StrictRoute
@@ -193,6 +194,7 @@ def _model(model: TextModel) -> dict[str, Any]:
         "owned_by": "genserve",
         "max_model_len": model.max_length,
         "default_sampling_params": dict(model.default_sampling_params),
+        "chat_sampling_params": chat_sampling_params(model.default_sampling_params),
         **model.plugins.described(),
         # Anthropic's
         "type": "model",
