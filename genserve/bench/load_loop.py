@@ -81,8 +81,8 @@ async def _send_all(load: Load, endpoint: Endpoint, result: LoadResult) -> None:
     places = asyncio.Semaphore(load.max_concurrency) if load.max_concurrency else None
     async with asyncio.TaskGroup() as tasks:
         for due_s, prompt in zip(load.arrivals_s, load.prompts, strict=False):
-            early_s = result.started_s + due_s - time.perf_counter()
-            if early_s > 0:
+            # In a loop: uvloop rounds to milliseconds, and may wake too early.
+            while (early_s := result.started_s + due_s - time.perf_counter()) > 0:  # noqa: ASYNC110
                 await asyncio.sleep(early_s)
             if places:
                 await places.acquire()
