@@ -25,7 +25,7 @@ from genserve.errors import InvalidRequest, ModelNotFound, closest
 from genserve.sampling.sampling_options import SamplingOptions
 
 if TYPE_CHECKING:
-    from genserve.cli.chat_session import ChatSession
+    from genserve.cli.chat.chat_session import ChatSession
 
 
 def chat(
@@ -48,10 +48,10 @@ def chat(
 
     `genserve chat QUESTION` asks the default model. Text on stdin follows the question after an empty line.
     """
-    from genserve.cli.chat_session import ChatSession
-    from genserve.cli.conversation import Conversation
+    from genserve.cli.chat.chat_session import ChatSession
+    from genserve.cli.chat.conversation import Conversation
+    from genserve.cli.chat.typed_keys import held_keys
     from genserve.cli.model_access import ModelSwitch, known_models, open_model
-    from genserve.cli.typed_keys import held_keys
     from genserve.sampling.chat_defaults import MAX_TOKENS, chat_sampling_params
 
     given = {"max_tokens": max_tokens, "seed": seed, "temperature": temperature}
@@ -75,7 +75,7 @@ def chat(
         if message is not None:
             _answer_once(session, message)
         else:
-            from genserve.cli.repl import run_repl
+            from genserve.cli.chat.repl import run_repl
 
             run_repl(session)
 

@@ -9,7 +9,7 @@ import fcntl
 import sys
 import termios
 
-from genserve.cli.repl import run_repl
+from genserve.cli.chat.repl import run_repl
 from tests.cli.fake_model import FakeModel, chat_with
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Unpack
 
-from genserve.cli.chat_session import ChatSession
-from genserve.cli.conversation import Conversation
+from genserve.cli.chat.chat_session import ChatSession
+from genserve.cli.chat.conversation import Conversation
 from genserve.cli.model_access import ModelSwitch, OpenedModel
 from genserve.completion import Completion, Delta, FinishReason, Stream, TokenLogprob, Usage
 from genserve.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound

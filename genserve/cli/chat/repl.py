@@ -15,11 +15,11 @@ from prompt_toolkit.filters import Condition, has_focus
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
-from genserve.cli.chat_session import ChatSession, defect
-from genserve.cli.editor import edited
-from genserve.cli.slash_commands import run_slash
-from genserve.cli.slash_completer import SlashCompleter
-from genserve.cli.typed_keys import held_keys
+from genserve.cli.chat.chat_session import ChatSession, defect
+from genserve.cli.chat.editor import edited
+from genserve.cli.chat.slash_commands import run_slash
+from genserve.cli.chat.slash_completer import SlashCompleter
+from genserve.cli.chat.typed_keys import held_keys
 from genserve.errors import ContextLengthExceeded, GenserveError
 
 _BLOCK = '"""'

@@ -5,8 +5,8 @@ from itertools import count
 
 import pytest
 
-from genserve.cli.chat_session import PrintedAnswer, print_answer
-from genserve.cli.conversation import Conversation, Exchange
+from genserve.cli.chat.chat_session import PrintedAnswer, print_answer
+from genserve.cli.chat.conversation import Conversation, Exchange
 from genserve.completion import Delta, FinishReason, Stream, Usage
 from genserve.errors import InvalidRequest
 from genserve.prompt import Message

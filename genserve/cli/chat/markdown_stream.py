@@ -18,8 +18,8 @@ from rich.table import Column, Table
 from rich.text import Text
 from rich.theme import Theme
 
+from genserve.cli.chat.live_lines import Line, LiveLines, rendered_lines
 from genserve.cli.console import visible
-from genserve.cli.live_lines import Line, LiveLines, rendered_lines
 
 # Readable on dark and on light terminals: no backgrounds, and colours out of the terminal's own sixteen.
 _THEME = Theme(

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from genserve.cli.markdown_stream import MarkdownStream, WordWrap, answer_display, markdown_lines
+from genserve.cli.chat.markdown_stream import MarkdownStream, WordWrap, answer_display, markdown_lines
 from tests.cli.emulated import EmulatedTerminal
 from tests.cli.terminal import PATIENCE_S
 

@@ -12,13 +12,13 @@ from typing import Literal, cast
 from rich.table import Column, Table
 from rich.text import Text
 
-from genserve.cli.chat_session import ChatSession
+from genserve.cli.chat.chat_session import ChatSession
+from genserve.cli.chat.conversation import read_conversation, save_conversation
+from genserve.cli.chat.editor import edited
+from genserve.cli.chat.side_by_side import compare
+from genserve.cli.chat.token_texts import TokenTexts
 from genserve.cli.console import visible
-from genserve.cli.conversation import read_conversation, save_conversation
-from genserve.cli.editor import edited
 from genserve.cli.flags import read_value
-from genserve.cli.side_by_side import compare
-from genserve.cli.token_texts import TokenTexts
 from genserve.errors import closest
 from genserve.prompt import Chat
 from genserve.sampling.sampling_options import SamplingOptions
@@ -192,7 +192,7 @@ def _tokens(session: ChatSession, argument: str) -> None:
 
 
 def _alternatives(session: ChatSession, _argument: str) -> None:
-    from genserve.cli.alternatives import (  # an application, which most chats do not need
+    from genserve.cli.chat.alternatives import (  # an application, which most chats do not need
         TokenPicker,
         beginning_text,
         pick_alternative,

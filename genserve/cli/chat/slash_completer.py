@@ -10,8 +10,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
 from prompt_toolkit.document import Document
 
-from genserve.cli.chat_session import ChatSession
-from genserve.cli.slash_commands import COMMANDS
+from genserve.cli.chat.chat_session import ChatSession
+from genserve.cli.chat.slash_commands import COMMANDS
 from genserve.errors import GenserveError
 from genserve.sampling.sampling_options import SamplingOptions
 from genserve.sampling.sampling_params import SamplingParams

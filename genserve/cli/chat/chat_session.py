@@ -13,11 +13,11 @@ from typing import cast
 from rich.console import Console, ConsoleDimensions
 from rich.text import Text
 
+from genserve.cli.chat.conversation import Conversation, Exchange
+from genserve.cli.chat.markdown_stream import answer_display
+from genserve.cli.chat.typed_keys import held_keys
 from genserve.cli.console import make_console, visible
-from genserve.cli.conversation import Conversation, Exchange
-from genserve.cli.markdown_stream import answer_display
 from genserve.cli.model_access import ModelSwitch, OpenedModel
-from genserve.cli.typed_keys import held_keys
 from genserve.completion import FinishReason, Stream, Usage
 from genserve.errors import ContextLengthExceeded, GenserveError
 from genserve.prompt import Chat, Message, Messages

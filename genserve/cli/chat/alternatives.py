@@ -11,10 +11,10 @@ from prompt_toolkit.formatted_text import StyleAndTextTuples
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.layout import Dimension, FormattedTextControl, HSplit, Layout, Window
 
+from genserve.cli.chat.conversation import Conversation
+from genserve.cli.chat.token_texts import TokenTexts
 from genserve.cli.console import visible
-from genserve.cli.conversation import Conversation
 from genserve.cli.model_access import OpenedModel
-from genserve.cli.token_texts import TokenTexts
 from genserve.completion import TokenLogprob
 from genserve.errors import InvalidRequest
 from genserve.prompt import Chat

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from genserve.cli.repl import history_path
+from genserve.cli.chat.repl import history_path
 
 if sys.platform == "win32":
     pytest.skip("Windows has no pseudo-terminals of this kind", allow_module_level=True)

@@ -12,10 +12,10 @@ from prompt_toolkit import prompt
 from rich.console import Console
 from rich.text import Text
 
-from genserve.cli.chat_session import ChatSession, PrintedAnswer, defect, open_stream, print_answer
+from genserve.cli.chat.chat_session import ChatSession, PrintedAnswer, defect, open_stream, print_answer
+from genserve.cli.chat.live_lines import Line, LiveLines, rendered_lines
+from genserve.cli.chat.markdown_stream import markdown_lines, shows_markdown
 from genserve.cli.console import visible
-from genserve.cli.live_lines import Line, LiveLines, rendered_lines
-from genserve.cli.markdown_stream import markdown_lines, shows_markdown
 from genserve.cli.model_access import OpenedModel
 from genserve.errors import GenserveError
 from genserve.prompt import Message

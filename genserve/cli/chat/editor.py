@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from genserve.cli.typed_keys import released_keys
+from genserve.cli.chat.typed_keys import released_keys
 from genserve.errors import InvalidRequest
 
 _REMEDY = "set EDITOR to the command of an editor"
