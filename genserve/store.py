@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 
 import platformdirs
@@ -11,7 +12,7 @@ import platformdirs
 def home_folder() -> Path:
     """Return the folder of a user's models: $GENSERVE_HOME, or genserve/ in the platform's data folder."""
     if folder := os.environ.get("GENSERVE_HOME"):
-        return Path(folder).expanduser()
+        return Path(os.path.expanduser(folder))     # noqa: PTH111  # Path's raises without a home folder
     return platformdirs.user_data_path("genserve", appauthor=False)
 
 
@@ -24,7 +25,7 @@ def display_path(path: Path) -> str:
     """Return a path as a user would write it: `~` for the home folder."""
     try:
         return str(Path("~") / path.relative_to(Path.home()))
-    except ValueError:
+    except (ValueError, RuntimeError):  # it is elsewhere, or this user has no home folder
         return str(path)
 
 
@@ -36,4 +37,4 @@ def described(repository: Path) -> str:
 
 def repository_flag(repository: Path) -> str:
     """Return the flag that a command in a remedy needs, behind a space; empty for the store."""
-    return "" if repository == default_repository() else f" --model-repository {repository}"
+    return "" if repository == default_repository() else f" --model-repository {shlex.quote(str(repository))}"

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from genserve import LLM
+from genserve.cli.model_access import local_models
 from genserve.errors import RepositoryError
 from genserve.store import default_repository, described, display_path, repository_flag
 
@@ -26,6 +27,12 @@ def test_genserve_home_is_another_folder(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_another_repository_keeps_its_path_and_needs_its_flag() -> None:
     other = Path("/srv/models")
     assert (described(other), repository_flag(other)) == ("/srv/models", " --model-repository /srv/models")
+    assert repository_flag(Path("/srv/my models")) == " --model-repository '/srv/my models'"
+
+
+def test_a_home_folder_that_does_not_exist_is_part_of_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GENSERVE_HOME", "~nobody-has-this-name/models")
+    assert local_models(default_repository()) == []
 
 
 def test_llm_finds_the_store_and_the_variable(

@@ -123,7 +123,7 @@ class AnswerFile:
         Raises:
             InvalidRequest: the file has an answer to none of the requests, or cannot be written.
         """
-        self._path = path.resolve()     # `finish` replaces the file, not a link to it
+        self._path = Path(os.path.realpath(path))   # `finish` replaces the file, not a link to it
         self._order = {line.id: index for index, line in enumerate(lines)}
         rows = dict(self._read())
         self.done = frozenset(rows)
@@ -165,6 +165,8 @@ class AnswerFile:
             content = self._path.read_bytes()
         except FileNotFoundError:
             return
+        except OSError as error:
+            raise _no_output(self._path, error) from None
         *whole, cut = content.split(b"\n")     # behind the last line feed is nothing, or half a row
         if not _BEGIN.startswith(cut[: len(_BEGIN)]):
             raise self._not_ours()
@@ -190,9 +192,7 @@ class AnswerFile:
         try:
             yield
         except OSError as error:
-            raise InvalidRequest(
-                f"{self._path} cannot be written: {error.strerror}", remedy="check --output and the disk"
-            ) from None
+            raise _no_output(self._path, error) from None
 
 
 class AnswerStream:
@@ -224,9 +224,18 @@ def open_answers(path: Path | None, lines: Sequence[BatchLine]) -> AnswerFile | 
     """Return where answers go: a file, or standard output with None. Raises the errors of `AnswerFile`."""
     if path is None:
         return AnswerStream(lines, sys.stdout.buffer)
-    if path.exists() and not path.is_file():    # such as /dev/stdout
-        return AnswerStream(lines, os.fdopen(os.open(path, os.O_WRONLY), "wb"))
+    try:
+        if path.exists() and not path.is_file():    # such as /dev/stdout
+            return AnswerStream(lines, os.fdopen(os.open(path, os.O_WRONLY), "wb"))
+    except OSError as error:
+        raise _no_output(path, error) from None
     return AnswerFile(path, lines)
+
+
+def _no_output(path: Path, error: OSError) -> InvalidRequest:
+    return InvalidRequest(
+        f"{path} cannot be written: {error.strerror}", remedy="check --output and the disk"
+    )
 
 
 def _row_id(row: Mapping[str, Any]) -> LineId:

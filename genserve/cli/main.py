@@ -172,12 +172,12 @@ class CommandGroup(TyperGroup):
 
     def make_context(self, *arguments: Any, **options: Any) -> Any:
         """Parse the command line, which may print the help."""
-        with _output_errors():
+        with _system_errors():
             return super().make_context(*arguments, **{"color": _color()} | options)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command, and write what it has printed."""
-        with _output_errors():
+        with _system_errors():
             result = super().invoke(ctx)
             sys.stdout.flush()
             return result
@@ -213,13 +213,19 @@ def _exit_usage(message: str, *, remedy: str) -> NoReturn:
 
 
 @contextmanager
-def _output_errors() -> Iterator[None]:
-    """End quietly if the program that reads our output has ended, as `head` does; report a full disk."""
+def _system_errors() -> Iterator[None]:
+    """Report what the system says of a file or of a full disk, instead of a traceback.
+
+    The end of the program that reads our output, such as `head`, is no error.
+    """
     try:
         yield
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT):
-            raise
+            if error.filename is None:
+                raise
+            remedy = "check the path and its permissions"
+            raise GenserveError(f"{error.filename}: {error.strerror}", remedy=remedy) from error
         # The interpreter flushes once more when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno == errno.EPIPE:

@@ -29,8 +29,8 @@ _RETRIES = {"PIP_RESUME_RETRIES": "20", "UV_HTTP_RETRIES": "10"}
 def cache_folder() -> Path:
     """The folder of downloads: $GENSERVE_CACHE, or genserve/ in the user's cache folder."""
     if folder := os.environ.get("GENSERVE_CACHE"):
-        return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "genserve"
+        return Path(os.path.expanduser(folder))     # noqa: PTH111  # see `home_folder`
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "genserve"  # noqa: PTH111
 
 
 def fetch_gguf(folder: Path, *, sha256: str = SHA256) -> Path:

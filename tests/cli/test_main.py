@@ -113,6 +113,12 @@ def test_a_full_disk_is_an_error_and_no_traceback() -> None:
     assert ran.stderr.startswith(b"error[error]: cannot write: No space left")
 
 
+def test_a_path_that_cannot_be_read_is_an_error_and_no_traceback() -> None:
+    ran = run("models", "--model-repository", "x" * 300)
+    assert ran.returncode == 1
+    assert ran.stderr.startswith(f"error[error]: {'x' * 300}: File name too long\n  remedy: ")
+
+
 def test_characters_that_the_encoding_lacks_are_escaped(tmp_path: Path) -> None:
     add_model(tmp_path, "tée")
     command = command_line("models", "--model-repository", str(tmp_path))

@@ -107,6 +107,15 @@ def test_what_an_interrupted_download_left_behind_is_replaced(index: Path, tmp_p
     assert list(path.parent.iterdir()) == [path]
 
 
+def test_nothing_is_downloaded_for_a_repository_that_cannot_be_written_to(
+    index: Path, tmp_path: Path
+) -> None:
+    assert not list(index.iterdir())    # a download would fail
+    (tmp_path / "file").touch()
+    with pytest.raises(ExportError, match="cannot be written to: Not a directory"):
+        pull("smollm2", repository=tmp_path / "file" / "models", progress=SilentProgress())
+
+
 def test_a_download_that_fails_is_an_export_error_and_leaves_nothing(
     index: Path, installer: str, tmp_path: Path
 ) -> None:

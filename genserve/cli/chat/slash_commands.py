@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import cycle
@@ -47,8 +48,9 @@ def run_slash(session: ChatSession, line: str) -> None:
     name, _, argument = line.partition(" ")
     command = COMMANDS.get(_OTHER_NAMES.get(name, name))
     if command is None:
-        near = closest(name, known=COMMANDS)
-        session.note(f"unknown command {name}" + (f"; did you mean {near}?" if near else "; see /help"))
+        # Without the slash, which makes all of them alike.
+        near = closest(name[1:], known=[known[1:] for known in COMMANDS])
+        session.note(f"unknown command {name}" + (f"; did you mean /{near}?" if near else "; see /help"))
         return
     command.run(session, argument.strip())
 
@@ -126,7 +128,7 @@ def _edit(session: ChatSession, _argument: str) -> None:
 
 
 def _save(session: ChatSession, argument: str) -> None:
-    path = Path(argument).expanduser() if argument else session.file
+    path = _path(argument) if argument else session.file
     if path is None:
         session.note("usage: /save FILE")
         return
@@ -139,13 +141,17 @@ def _load(session: ChatSession, argument: str) -> None:
     if not argument:
         session.note("usage: /load FILE")
         return
-    path = Path(argument).expanduser()
+    path = _path(argument)
     session.conversation = read_conversation(path)
     session.file = path
     session.note(f"loaded {len(session.conversation)} questions and answers; /save writes them back")
     if last := session.conversation.last:
         session.note(f"> {last.question}")
         session.show(last.answer)
+
+
+def _path(typed: str) -> Path:
+    return Path(os.path.expanduser(typed))  # noqa: PTH111  # Path's raises for an unknown user
 
 
 def _model(session: ChatSession, argument: str) -> None:

@@ -49,6 +49,7 @@ def test_help_names_every_command(said) -> None:
     ("line", "answer"),
     [
         ("/hlep", "unknown command /hlep; did you mean /help?"),
+        ("/nope", "unknown command /nope; see /help"),     # not /compare, which ends alike
         ("/xyzzy 1", "unknown command /xyzzy; see /help"),
     ],
 )
