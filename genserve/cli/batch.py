@@ -30,7 +30,7 @@ from genserve.cli.batch_files import (
     has_failed,
 )
 from genserve.cli.console import make_console
-from genserve.cli.model_access import bring_model, choose_remote
+from genserve.cli.model_access import bring_model, choose_remote, loading
 from genserve.client import Client, api_calls
 from genserve.client.api_calls import ApiCall, ApiRequest
 from genserve.client.connection import LIMITS, Connection, connection, retry_wait_s
@@ -132,7 +132,7 @@ def _server(model: str | None, *, url: str) -> Iterator[_Server]:
 def _local(batch: Batch, model: str | None, *, repository: Path | None) -> Iterator[_Server]:
     """Load a model, and answer with the application of a server that has no socket."""
     folder, name = bring_model(model, repository=repository)
-    with make_console(stderr=True).status(f"loading {name}"):
+    with loading(name):
         from genserve.generation_metrics import Metrics
         from genserve.repository.options import RepositoryOptions
         from genserve.repository.repository import Repository

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -66,6 +67,10 @@ def choose_model(name: str | None, *, repository: Path) -> str:
         name = next(iter(models)) if len(models) == 1 else DEFAULT_MODEL
     where, flag = described(repository), repository_flag(repository)
     pull = f"`genserve pull {DEFAULT_MODEL}{flag}`"
+    if name not in models and (repository / name).exists():
+        raise RepositoryError(
+            f"{name!r} in {where} is no text model, or its config is broken", remedy=f"`genserve check{flag}`"
+        )
     if name not in models:
         known = f"{nearest(name, known=models)}; or " if models else ""
         raise RepositoryError(f"there is no model {name!r} in {where}", remedy=known + pull)
@@ -289,11 +294,24 @@ def known_models(repository: Path | None, *, url: str | None) -> Collection[str]
 
 
 @contextmanager
-def _local_model(name: str | None, *, repository: Path | None) -> Iterator[OpenedModel]:
+def loading(name: str) -> Iterator[None]:
+    """Show that a model is loaded into this process; its failure is raised, and need not be logged too."""
     from genserve.cli.console import make_console
 
+    log = logging.getLogger("genserve.repository.model_lifecycle")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        with make_console(stderr=True).status(f"loading {name}"):
+            yield
+    finally:
+        log.setLevel(level)
+
+
+@contextmanager
+def _local_model(name: str | None, *, repository: Path | None) -> Iterator[OpenedModel]:
     folder, name = bring_model(name, repository=repository)
-    with make_console(stderr=True).status(f"loading {name}"):
+    with loading(name):
         from genserve.llm import LLM
 
         llm = LLM(name, model_repository=folder)

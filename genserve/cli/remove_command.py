@@ -40,7 +40,11 @@ def remove(
             raise InvalidRequest("nobody can be asked, and nothing was removed", remedy="add --yes")
         size_mb = sum(map(_size_bytes, folders)) / 1e6
         names = ", ".join(folder.name for folder in folders)
-        typer.confirm(f"delete {names} ({size_mb:.1f} MB) from {described(repository)}?", abort=True)
+        # Not typer's `confirm`, for which Ctrl-C is the end of the input.
+        answer = input(f"delete {names} ({size_mb:.1f} MB) from {described(repository)}? [y/N] ")
+        if answer.strip().lower() not in ("y", "yes"):
+            print("nothing was removed")
+            raise typer.Exit(1)
     for folder in folders:
         _delete(folder)
     print(f"removed {', '.join(model)} from {described(repository)}")

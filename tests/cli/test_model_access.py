@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from genserve.cli.model_access import bring_model, choose_model, local_models, open_model
-from genserve.errors import ExportError, ModelNotFound, RepositoryError
+from genserve.errors import ExportError, GenserveError, ModelNotFound, RepositoryError
 from genserve.store import default_repository
 from tests.client.scripted_server import models_reply, scripted
 
@@ -86,11 +86,12 @@ def test_nothing_is_pulled_into_another_repository_unless_it_is_named(tmp_path: 
     assert pulls.names == ["smollm2"]
 
 
-def test_another_model_of_the_same_name_is_not_replaced(tmp_path: Path, pulls: Pulls) -> None:
-    write_config(tmp_path / "smollm2", 'name: "smollm2" backend: "onnxruntime"')
-    with pytest.raises(RepositoryError, match="no model 'smollm2'"):
+@pytest.mark.parametrize("config", ['name: "smollm2" backend: "onnxruntime"', "name: 7 {"])
+def test_another_model_of_the_same_name_is_not_replaced(tmp_path: Path, pulls: Pulls, config: str) -> None:
+    write_config(tmp_path / "smollm2", config)
+    with pytest.raises(RepositoryError, match="is no text model, or its config is broken") as caught:
         bring_model("smollm2", repository=tmp_path)
-    assert pulls.names == []
+    assert (caught.value.remedy, pulls.names) == (f"`genserve check --model-repository {tmp_path}`", [])
 
 
 def test_a_store_with_other_models_asks_for_a_name(store: Path, pulls: Pulls) -> None:
@@ -100,6 +101,13 @@ def test_a_store_with_other_models_asks_for_a_name(store: Path, pulls: Pulls) ->
     with pytest.raises(RepositoryError, match="no model 'smollm2'"):
         bring_model(None, repository=None)
     assert pulls.names == []
+
+
+def test_a_failed_load_is_raised_and_not_logged_too(store: Path, caplog: pytest.LogCaptureFixture) -> None:
+    add_model(store, "a")       # its weights are none
+    with pytest.raises(GenserveError), open_model("a", repository=None, url=None):
+        pass
+    assert caplog.records == []
 
 
 def test_a_model_that_cannot_be_pulled_is_an_error(store: Path) -> None:

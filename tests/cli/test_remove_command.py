@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import os
+import pty
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
-from genserve.cli.main import app
+from genserve.cli.main import app, main
 from genserve.cli.model_access import local_models
 from genserve.errors import GenserveError, InvalidRequest, ModelNotFound, RepositoryError
 from tests.cli.terminal import ENTER, Terminal
@@ -67,9 +70,28 @@ def test_a_linked_model_is_unlinked(tmp_path: Path) -> None:
 def test_a_terminal_is_asked(tmp_path: Path) -> None:
     add_model(tmp_path / "models", "a")
     words = ("remove", "a", "--model-repository", str(tmp_path / "models"))
-    for typed, left in (("n", 4), ("y", 0)):
+    for typed, code, left in (("n", 1, 4), ("y", 0, 0)):
         with Terminal("genserve", *words, home=tmp_path) as terminal:
             terminal.expect("delete a, a_tokenizer, a_logits, a_decoder (0.0 MB) from")
             terminal.type(typed + ENTER)
-            terminal.wait()
+            assert terminal.wait() == code
         assert len(folders(tmp_path / "models")) == left
+
+
+def test_ctrl_c_at_the_question_removes_nothing_and_exits_with_130(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_model(tmp_path, "a")
+    master, slave = pty.openpty()
+    monkeypatch.setattr("sys.argv", ["genserve", "remove", "a", "--model-repository", str(tmp_path)])
+    monkeypatch.setattr("builtins.input", _interrupted)
+    with open(slave) as terminal:  # noqa: PTH123  # a descriptor
+        monkeypatch.setattr("sys.stdin", terminal)
+        with pytest.raises(SystemExit) as end:
+            main()
+    os.close(master)
+    assert (end.value.code, len(folders(tmp_path))) == (130, 4)
+
+
+def _interrupted(_question: str) -> str:
+    raise KeyboardInterrupt
