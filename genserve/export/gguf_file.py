@@ -26,6 +26,9 @@ _ALIGNMENT = 32     # bytes, if the file states none
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 
+# A number of another type, no alignment, arrays in arrays without end.
+_BROKEN = (struct.error, LookupError, TypeError, ArithmeticError, RecursionError)
+
 _BLOCKS = 8192      # that are dequantized together: what fits into a processor's cache
 
 
@@ -67,7 +70,7 @@ class GgufFile:
         reader = _Reader(data.data)
         try:
             return cls._read(reader, data)
-        except (struct.error, KeyError, IndexError) as error:
+        except _BROKEN as error:
             raise ValueError(f"it is broken at byte {reader.offset}: {error}") from error
 
     @classmethod
@@ -140,8 +143,8 @@ class _TensorHeader:
     def tensor(self, data: NDArray[np.uint8]) -> GgufTensor:
         """The tensor in the `data` of all tensors."""
         block, block_bytes = GGML_QUANT_SIZES[self.kind]
-        num_blocks = prod(self.shape) // block
+        num_blocks, rest = divmod(prod(self.shape), block)
         found = data[self.offset : self.offset + num_blocks * block_bytes]
-        if len(found) != num_blocks * block_bytes or not num_blocks:
+        if len(found) != num_blocks * block_bytes or rest or not num_blocks:
             raise ValueError(f"its tensor {self.name!r} is incomplete")
         return GgufTensor(shape=self.shape, kind=self.kind, blocks=found.reshape(num_blocks, block_bytes))

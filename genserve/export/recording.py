@@ -8,6 +8,8 @@ would take 200 MB, are recorded as what the head reads: numbers of 21 bits, with
 from __future__ import annotations
 
 import json
+import zipfile
+import zlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from genserve.errors import ExportError
 from genserve.export.checkpoint import Checkpoint
 from genserve.export.downloading import file_sha256
 from genserve.export.reference import Positions, Reference
@@ -76,8 +79,21 @@ class Recording:
 
     @classmethod
     def load(cls, path: Path) -> Recording:
-        """Read a file that `save` has written."""
-        with np.load(path) as file:
+        """Read a file that `save` has written.
+
+        Raises:
+            ExportError: it is damaged.
+        """
+        try:
+            return cls._read(path)
+        except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+            raise ExportError(
+                f"{path} is damaged: {error}", remedy="pip install --force-reinstall --no-deps genserve"
+            ) from error
+
+    @classmethod
+    def _read(cls, path: Path) -> Recording:
+        with path.open("rb") as raw, np.load(raw) as file:
             about = json.loads(str(file["about"]))
             numbers = np.zeros((*file["hidden"].shape[1:], 4), np.uint8)
             numbers[..., -_NUM_BYTES:] = np.moveaxis(file["hidden"], 0, -1)
@@ -95,7 +111,7 @@ class Recording:
 
 
 def find_recording(path: Path) -> Recording | None:
-    """The recording of the checkpoint file at `path`, or None."""
+    """The recording of the checkpoint file at `path`, or None; raises ExportError if one is damaged."""
     size_bytes, sha256 = path.stat().st_size, ""
     for known in sorted(_FOLDER.glob("*.npz")):
         recording = Recording.load(known)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,3 +69,23 @@ def test_a_part_of_a_file_is_rejected(path: Path, tmp_path: Path, size: int) -> 
     cut.write_bytes(path.read_bytes()[:size])
     with pytest.raises(ValueError, match=r"incomplete|broken"):
         GgufFile.open(cut)
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        [("general.alignment", 4, struct.pack("<I", 0))],
+        [("general.alignment", 8, struct.pack("<Q", 2) + b"32")],
+        [("deep", 9, struct.pack("<IQ", 9, 1) * 2000)],
+        [("unknown type", 77, b"")],
+    ],
+    ids=["no alignment", "text for a number", "arrays in arrays", "unknown type"],
+)
+def test_a_broken_value_is_rejected(tmp_path: Path, entries: Sequence[tuple[str, int, bytes]]) -> None:
+    path = tmp_path / "broken.gguf"
+    head = b"GGUF" + struct.pack("<IQQ", 3, 0, len(entries))
+    keys = (struct.pack("<Q", len(name)) + name.encode() for name, _, _ in entries)
+    values = (struct.pack("<I", kind) + value for _, kind, value in entries)
+    path.write_bytes(head + b"".join(map(bytes.__add__, keys, values)))
+    with pytest.raises(ValueError, match="broken at byte"):
+        GgufFile.open(path)

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from genserve.errors import ExportError
 from genserve.export import CacheType, Precision, SilentProgress, export_model, exporter
 from genserve.export.checkpoint_reader import read_checkpoint
 from genserve.export.downloading import FILE, cache_folder, fetch_gguf, file_sha256
@@ -147,3 +148,19 @@ def test_the_files_and_the_parity_are_those_of_an_export_with_transformers(
     )
     for name in ("largest_logit_difference", "top1_agreement", "perplexity_ratio", "divergence"):
         assert found[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-4), name
+
+
+@pytest.mark.parametrize("keeps", [0, 1000, 1_000_000])
+def test_a_damaged_recording_is_an_error_with_a_remedy(tmp_path: Path, keeps: int) -> None:
+    damaged = tmp_path / "smollm2.npz"
+    damaged.write_bytes(SHIPPED.read_bytes()[:keeps])
+    with pytest.raises(ExportError, match=r"smollm2\.npz is damaged"):
+        Recording.load(damaged)
+
+
+def test_a_changed_recording_is_an_error_with_a_remedy(tmp_path: Path) -> None:
+    content = bytearray(SHIPPED.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    (damaged := tmp_path / "smollm2.npz").write_bytes(content)
+    with pytest.raises(ExportError, match=r"smollm2\.npz is damaged"):
+        Recording.load(damaged)
