@@ -1,4 +1,4 @@
-"""Figure file: an empty plot, and whether it can be written."""
+"""Figure file: an empty plot, and whether it and other results can be written."""
 
 from __future__ import annotations
 
@@ -20,8 +20,13 @@ def check_plot(path: Path) -> None:
         raise RepositoryError(
             f"the suffix of {path} is not an image format", remedy=f"use one of {', '.join(sorted(formats))}"
         )
+    check_folder(path, of="plot")
+
+
+def check_folder(path: Path, *, of: str) -> None:
+    """Raise RepositoryError unless the folder exists into which a file is to be written."""
     if not path.parent.is_dir():
-        raise RepositoryError(f"there is no folder {path.parent} for the plot", remedy="create it")
+        raise RepositoryError(f"there is no folder {path.parent} for the {of}", remedy="create it")
 
 
 def new_figure(*, height: float = 5.0) -> Any:

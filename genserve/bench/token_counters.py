@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import httpx2
 
-from genserve.errors import InvalidRequest
+from genserve.errors import InvalidRequest, Unreachable
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -44,12 +45,18 @@ class ServerCounter:
         """Return the number of tokens of a text.
 
         Raises:
-            httpx2.HTTPError: the server does not answer.
+            Unreachable: the server does not answer as it should.
         """
         body = _FORMS[self._form](text, self._model)
-        reply = self._http.post("/tokenize", json=body)
-        reply.raise_for_status()
-        return _count_in(self._form, reply.json())
+        try:
+            reply = self._http.post("/tokenize", json=body)
+            reply.raise_for_status()
+            return _count_in(self._form, reply.json())
+        except (httpx2.HTTPError, KeyError, TypeError, ValueError) as error:
+            raise Unreachable(
+                f"{self._http.base_url} cannot count tokens with /tokenize: {error}",
+                remedy="try --tokenizer none, or the tokenizer.json of the model",
+            ) from error
 
 
 def _count_in(form: str, reply: Any) -> int:
@@ -80,7 +87,7 @@ def local_counter(path: Path) -> LocalCounter:
 
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
-        raise InvalidRequest(f"there is no {file}", field="tokenizer")
+        raise InvalidRequest(f"there is no tokenizer at {file}", field="tokenizer")
     try:
         return LocalCounter(Tokenizer.from_file(str(file)))
     except Exception as error:  # the library raises plain ones
@@ -91,9 +98,7 @@ def server_counter(http: httpx2.Client, *, model: str) -> ServerCounter | None:
     """Return the counter of a server, or None if it has no /tokenize."""
     for form in _FORMS:
         counter = ServerCounter(http, model=model, form=form)
-        try:
+        with suppress(Unreachable):
             if counter.count("one two three") > 0:
                 return counter
-        except (httpx2.HTTPError, KeyError, TypeError, ValueError):
-            continue
     return None

@@ -72,7 +72,7 @@ def bench(
     from genserve.cli.bench_plans import make_plans
     from genserve.cli.bench_report import Report
     from genserve.cli.bench_runs import Pace, run_plans, warm_up
-    from genserve.figure_file import check_plot
+    from genserve.figure_file import check_folder, check_plot
 
     ranks, limits_ms = flags.read_percentiles(percentiles), flags.read_goodput(goodput)
     rates = flags.read_rates(
@@ -81,6 +81,8 @@ def bench(
     fields = flags.read_extra_body(extra_body)
     if plot is not None:
         check_plot(plot)
+    if output is not None:
+        check_folder(output, of="results")
     base_url, headers = flags.read_url(url), _headers(header)
     tls = tls_context(base_url, ca=ca, insecure=insecure)
     seed = random.getrandbits(32) if seed is None else seed

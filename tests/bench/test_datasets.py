@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from genserve.bench.datasets import BenchPrompt, RandomLengths, random_dataset, random_prompts, read_dataset
 from genserve.bench.token_counters import local_counter, server_counter
-from genserve.errors import InvalidRequest
+from genserve.errors import InvalidRequest, Unreachable
 from tests.bench.mock_server import MockServer
 from tests.support.live_server import LiveServer
 
@@ -98,6 +98,21 @@ def test_tokenizers_of_other_servers(form: str):
     with MockServer(more=[route]) as server, httpx2.Client(base_url=server.url) as http:
         counter = server_counter(http, model="good")
         assert counter is None if form == "none" else counter.count("a b c d") == 4
+
+
+def test_a_server_that_no_longer_counts_is_an_error_with_a_remedy():
+    replies = iter([200, 429])
+
+    async def tokenize(_request: Request) -> Response:
+        return JSONResponse({"count": 3}, status_code=next(replies))
+
+    route = Route("/tokenize", tokenize, methods=["POST"])
+    with MockServer(more=[route]) as server, httpx2.Client(base_url=server.url) as http:
+        counter = server_counter(http, model="good")
+        assert counter is not None
+        with pytest.raises(Unreachable, match="429") as caught:
+            counter.count("a b")
+    assert "--tokenizer" in caught.value.remedy
 
 
 @pytest.mark.parametrize("content", [None, "{}"])

@@ -212,6 +212,11 @@ def test_without_any_complete_answer_the_exit_code_is_1(mock: MockServer) -> Non
     assert "  4 x http_500: no luck" in ran.stdout
 
 
+def test_files_without_a_folder_are_rejected_before_anything_is_measured(tmp_path: Path) -> None:
+    with pytest.raises(RepositoryError, match="for the results"):
+        bench("--url", "http://127.0.0.1:9", "--output", str(tmp_path / "missing" / "bench.json"))
+
+
 def test_a_failed_warm_up_ends_the_command(tiny_server: LiveServer) -> None:
     with pytest.raises(InvalidRequest, match="there is no model 'nowhere'"):
         bench("nowhere", "--url", tiny_server.url)
