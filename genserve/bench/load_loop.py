@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
 import anyio.lowlevel
+import uvloop
 
 from genserve.bench.answers import Answer, Failure, LoadResult
 from genserve.bench.datasets import BenchPrompt
@@ -44,16 +44,8 @@ def run_load(
         result: receives the answers.
         on_tick: called twice a second; it delays the answers, so it must be quick.
     """
-    with asyncio.Runner(loop_factory=_event_loop()) as runner:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_run(load, target, result, on_tick))
-
-
-def _event_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    if sys.platform == "win32":
-        return None
-    import uvloop
-
-    return uvloop.new_event_loop
 
 
 async def _run(load: Load, target: Target, result: LoadResult, on_tick: Callable[[], None]) -> None:

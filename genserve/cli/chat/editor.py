@@ -7,7 +7,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from genserve.cli.chat.typed_keys import released_keys
 from genserve.errors import InvalidRequest
 
 _REMEDY = "set EDITOR to the command of an editor"
-_USUAL = ("notepad",) if sys.platform == "win32" else ("sensible-editor", "nano", "vim", "vi")
+_USUAL = ("sensible-editor", "nano", "vim", "vi")
 
 
 def edited(text: str) -> str:

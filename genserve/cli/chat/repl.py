@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -81,10 +80,7 @@ def _run(session: ChatSession, typed: str) -> None:
 
 def history_path() -> Path:
     """Return the history file, in the state folder of the system."""
-    if sys.platform == "win32":
-        state = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
-    else:
-        state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")  # noqa: PTH111
     return Path(state) / "genserve" / "history"
 
 

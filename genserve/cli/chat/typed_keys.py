@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import signal
 import sys
+import termios
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-
-if sys.platform != "win32":
-    import termios
 
 
 @contextmanager
@@ -18,7 +16,7 @@ def held_keys() -> Iterator[None]:
 
     SIGTERM and SIGHUP leave by SystemExit, so that every end of the program restores the terminal.
     """
-    if sys.platform == "win32" or sys.stdin is None or not sys.stdin.isatty():
+    if sys.stdin is None or not sys.stdin.isatty():
         yield
         return
     terminal = sys.stdin.fileno()
@@ -50,7 +48,7 @@ def held_keys() -> Iterator[None]:
 @contextmanager
 def released_keys() -> Iterator[None]:
     """Let another program read the keys, in the midst of `held_keys`."""
-    if sys.platform == "win32" or sys.stdin is None or not sys.stdin.isatty():
+    if sys.stdin is None or not sys.stdin.isatty():
         yield
         return
     terminal = sys.stdin.fileno()

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from genserve.cli.chat.repl import history_path
-
-if sys.platform == "win32":
-    pytest.skip("Windows has no pseudo-terminals of this kind", allow_module_level=True)
-
 from tests.cli.terminal import ALT_ENTER, CTRL_C, CTRL_D, ENTER, PROMPT, TAB, UP, Terminal
 
 
