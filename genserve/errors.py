@@ -256,7 +256,7 @@ def closest(name: str, *, known: Iterable[str]) -> str | None:
     return next((by_lower_case[each] for each in get_close_matches(name.lower(), by_lower_case, n=1)), None)
 
 
-def nearest(name: str, *, known: Iterable[str]) -> str:
+def suggestion(name: str, *, known: Iterable[str]) -> str:
     """Return the remedy for an unknown name: the closest known one, or the list of them."""
     names = list(known)
     if (close := closest(name, known=names)) is not None:

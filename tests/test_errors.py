@@ -11,8 +11,8 @@ from genserve.errors import (
     Overloaded,
     Status,
     closest,
-    nearest,
     status_of,
+    suggestion,
 )
 
 
@@ -43,10 +43,10 @@ def test_inference_error_of_another_exception_is_internal() -> None:
 
 
 def test_the_remedy_for_an_unknown_name_is_the_nearest_or_the_list() -> None:
-    assert nearest("pyton", known=["onnxruntime", "python"]) == "did you mean python?"
-    assert nearest("vllm", known=["onnxruntime", "python"]) == "known there: onnxruntime, python"
-    assert nearest("vllm", known=[]) == "known there: none"
-    assert nearest("Python", known=["onnxruntime", "python"]) == "did you mean python?"
+    assert suggestion("pyton", known=["onnxruntime", "python"]) == "did you mean python?"
+    assert suggestion("vllm", known=["onnxruntime", "python"]) == "known there: onnxruntime, python"
+    assert suggestion("vllm", known=[]) == "known there: none"
+    assert suggestion("Python", known=["onnxruntime", "python"]) == "did you mean python?"
 
 
 def test_a_name_that_resembles_none_has_no_closest() -> None:

@@ -149,7 +149,7 @@ class CommandGroup(TyperGroup):
         return COMMANDS[cmd_name].load(cmd_name) if cmd_name in COMMANDS else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the command that the first argument names; fails with the nearest name."""
+        """Return the command that the first argument names; fails with the closest name."""
         if args[0] not in COMMANDS and not ctx.resilient_parsing:
             near = closest(args[0], known=COMMANDS)
             hint = f"did you mean `genserve {near}`?" if near else f"the commands are {', '.join(COMMANDS)}"
@@ -189,7 +189,7 @@ class CommandGroup(TyperGroup):
         except typer.TyperException as error:
             near = getattr(error, "possibilities", None)
             message = error.format_message().replace("Value error, ", "")   # the words of pydantic
-            near = near or _nearest_choice(message)
+            near = near or _closest_choice(message)
             context = getattr(error, "ctx", None)
             remedy = f"see `{context.command_path if context else 'genserve'} --help`"
             _exit_usage(message, remedy=f"did you mean {near[0]}?" if near else remedy)
@@ -198,7 +198,7 @@ class CommandGroup(TyperGroup):
         sys.exit(code or OK)
 
 
-def _nearest_choice(message: str) -> list[str]:
+def _closest_choice(message: str) -> list[str]:
     """Return the value that was meant, if the message lists those that are allowed."""
     match re.findall("'([^']*)'", message.rpartition(": ")[2]):
         case [given, *allowed] if "is not one of" in message:

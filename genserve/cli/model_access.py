@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, Self, Unpack
 
 from genserve.completion import Completion, Stream
-from genserve.errors import GenserveError, ModelNotFound, RepositoryError, nearest
+from genserve.errors import GenserveError, ModelNotFound, RepositoryError, suggestion
 from genserve.export import DEFAULT_MODEL, pull, pulled_name
 from genserve.prompt import Messages, Prompts
 from genserve.sampling.sampling_options import SamplingOptions
@@ -72,7 +72,7 @@ def choose_model(name: str | None, *, repository: Path) -> str:
             f"{name!r} in {where} is no text model, or its config is broken", remedy=f"`genserve check{flag}`"
         )
     if name not in models:
-        known = f"{nearest(name, known=models)}; or " if models else ""
+        known = f"{suggestion(name, known=models)}; or " if models else ""
         raise RepositoryError(f"there is no model {name!r} in {where}", remedy=known + pull)
     if models[name].missing:
         export = f"`genserve export SOURCE --name {name}{flag}`"
@@ -355,7 +355,7 @@ def choose_remote(name: str | None, known: Sequence[str]) -> str:
             remedy=f"name one of: {', '.join(known)}",
         )
     if name not in known:
-        raise ModelNotFound(f"the server has no model {name!r}", remedy=nearest(name, known=known))
+        raise ModelNotFound(f"the server has no model {name!r}", remedy=suggestion(name, known=known))
     return name
 
 

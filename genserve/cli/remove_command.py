@@ -12,7 +12,7 @@ import typer
 
 from genserve.cli.completion_command import model_names
 from genserve.cli.flags import ModelRepository
-from genserve.errors import InvalidRequest, ModelNotFound, RepositoryError, nearest
+from genserve.errors import InvalidRequest, ModelNotFound, RepositoryError, suggestion
 
 if TYPE_CHECKING:
     from genserve.repository.index import ModelEntry
@@ -59,7 +59,8 @@ def _folders(names: Sequence[str], entries: Mapping[str, ModelEntry], *, where: 
     """
     for name in names:
         if name not in entries:
-            raise ModelNotFound(f"there is no model {name!r} in {where}", remedy=nearest(name, known=entries))
+            remedy = suggestion(name, known=entries)
+            raise ModelNotFound(f"there is no model {name!r} in {where}", remedy=remedy)
     steps = {name: _steps(entry) for name, entry in entries.items()}
     removed = dict.fromkeys(names)
     for name in names:

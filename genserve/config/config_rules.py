@@ -20,7 +20,7 @@ from genserve.config.schema import enum_name
 from genserve.config.sequence_rules import validate_sequences
 from genserve.config.supported_fields import unsupported_fields
 from genserve.config.tensor_rules import validate_batch_tensors, validate_tensors, validate_warmups
-from genserve.errors import nearest
+from genserve.errors import suggestion
 
 MAX_NAME_BYTES = 255  # of a file, on nearly every file system
 
@@ -172,14 +172,14 @@ def _platform_remedy(platform: str) -> str:
         return _BACKEND_REMEDIES["tensorrt"]
     formats = [form for built_in in BUILT_IN.values() for form in built_in.formats]
     known = ["ensemble", *(form.platform for form in formats if form.platform)]
-    return f"{nearest(platform, known=known)}; or write `backend` instead: {', '.join(BUILT_IN)}"
+    return f"{suggestion(platform, known=known)}; or write `backend` instead: {', '.join(BUILT_IN)}"
 
 
 def _backend_remedy(backend: str, *, known: tuple[str, ...]) -> str:
     for name, built_in in BUILT_IN.items():
         if any(form.platform == backend for form in built_in.formats):
             return f'write `backend: "{name}"`, or `platform: "{backend}"`, instead'
-    return _BACKEND_REMEDIES.get(backend) or nearest(backend, known=known)
+    return _BACKEND_REMEDIES.get(backend) or suggestion(backend, known=known)
 
 
 def _batch_size(config: ValidationContext) -> Iterator[Diagnostic]:

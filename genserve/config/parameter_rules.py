@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from genserve.config.diagnostics import Diagnostic, ValidationContext
-from genserve.errors import nearest
+from genserve.errors import suggestion
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -94,7 +94,7 @@ def validate_parameters(config: ValidationContext) -> Iterator[Diagnostic]:
             yield from _python(config, name, value)
         elif backend in PARAMETERS_OF_BACKENDS and name not in PARAMETERS_OF_BACKENDS[backend]:
             known = PARAMETERS_OF_BACKENDS[backend]
-            remedy = nearest(name, known=known) if known else "leave it out"
+            remedy = suggestion(name, known=known) if known else "leave it out"
             yield _warning(config, name, "is unknown, and has no effect", remedy=remedy)
         elif backend in PARAMETERS_OF_BACKENDS:
             yield from _typed(config, name, value, kind=PARAMETERS_OF_BACKENDS[backend][name])

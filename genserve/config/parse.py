@@ -22,7 +22,7 @@ from genserve.config.diagnostics import (
 )
 from genserve.config.model_config import ModelConfig
 from genserve.config.schema import model_config, new_model_config
-from genserve.errors import RepositoryError, nearest
+from genserve.errors import RepositoryError, suggestion
 
 # The prefix of protobuf's messages: the position, and the line.
 PREFIX = re.compile(r"^\d+:\d+ : ('.*': )?")
@@ -180,7 +180,7 @@ def _parse(text: str, *, path: Path, folder: Path, backends: tuple[str, ...]) ->
         problem = PREFIX.sub("", str(error)).rstrip(".")
         unknown = UNKNOWN_NAME.match(problem)
         position = f"{error.GetLine()}:{error.GetColumn()}"
-        remedy = _nearest_in_schema(unknown) if unknown else ""
+        remedy = _suggestion_in_schema(unknown) if unknown else ""
         return unreadable_config(path, position=position, message=problem, remedy=remedy)
     source_map = SourceMap(_with_new_name(text))
     return inspect_message(message, path=path, folder=folder, backends=backends, source_map=source_map)
@@ -200,10 +200,10 @@ def unreadable_config(
     return ParsedConfig(path=path, message=None, config=None, diagnostics=(diagnostic,))
 
 
-def _nearest_in_schema(unknown: re.Match[str]) -> str:
+def _suggestion_in_schema(unknown: re.Match[str]) -> str:
     pool = descriptor_pool.Default()
     if unknown["kind"] == "Enum":
         names = list(pool.FindEnumTypeByName(unknown["type"]).values_by_name)
     else:
         names = list(pool.FindMessageTypeByName(unknown["type"]).fields_by_name)
-    return nearest(unknown["name"], known=names)
+    return suggestion(unknown["name"], known=names)

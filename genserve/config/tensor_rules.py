@@ -9,7 +9,7 @@ from typing import Any
 from genserve.config.backends import BUILT_IN, version_folders
 from genserve.config.diagnostics import Diagnostic, ValidationContext
 from genserve.config.schema import enum_name
-from genserve.errors import nearest
+from genserve.errors import suggestion
 from genserve.shapes import compatible, shape_text
 
 
@@ -163,7 +163,7 @@ def validate_batch_tensors(config: ValidationContext) -> Iterator[Diagnostic]:
                 yield config.error(
                     f"{path}.target_name",
                     f"unknown target output name '{name}' for {config.name}",
-                    remedy=nearest(name, known=outputs),
+                    remedy=suggestion(name, known=outputs),
                 )
 
 
@@ -181,7 +181,7 @@ def _sources(config: ValidationContext, batch_tensor: Any, *, kind: str, path: s
             yield config.error(
                 f"{path}.source_input",
                 f"unknown source input name '{name}' for {config.name}",
-                remedy=nearest(name, known=inputs),
+                remedy=suggestion(name, known=inputs),
             )
 
 

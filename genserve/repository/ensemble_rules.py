@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from genserve.config.diagnostics import Diagnostic, Severity
 from genserve.config.model_config import EnsembleStep, ModelConfig, TensorSpec
-from genserve.errors import RepositoryError, nearest
+from genserve.errors import RepositoryError, suggestion
 from genserve.repository.index import ModelEntry, all_step_models, is_decoupled, served_versions, step_models
 from genserve.repository.text_stages import text_stages
 from genserve.shapes import compatible, shape_text
@@ -233,7 +233,7 @@ def _not_made(ensemble: _Ensemble, graph: EnsembleGraph) -> Iterator[Diagnostic]
                 else f"output '{min(missed)}' for ensemble '{ensemble.name}' is not written: at least one of "
                 f"its depending tensors, '{tensor}', is not connected"
             )
-            remedy = f"no input or step provides '{tensor}'; {nearest(tensor, known=sorted(graph.made))}"
+            remedy = f"no input or step provides '{tensor}'; {suggestion(tensor, known=sorted(graph.made))}"
             yield ensemble.error(f"{path}.input_map", message, remedy=remedy, key=key)
 
 
@@ -251,7 +251,7 @@ def _not_used(ensemble: _Ensemble, graph: EnsembleGraph) -> Iterator[Diagnostic]
             yield ensemble.error(
                 f"output[{index}].name",
                 f"ensemble output '{spec.name}' {end}",
-                remedy=nearest(spec.name, known=sorted(graph.made)),
+                remedy=suggestion(spec.name, known=sorted(graph.made)),
             )
     for path, _, step in ensemble.steps:
         for key, tensor in step.output_map.items():
@@ -289,7 +289,7 @@ def _models(ensemble: _Ensemble) -> Iterator[Diagnostic]:
                     f"{path}.model_name",
                     f"ensemble {ensemble.name} contains models that are not available or ambiguous: "
                     f"{step.model_name}",
-                    remedy=nearest(step.model_name, known=_others(ensemble)),
+                    remedy=suggestion(step.model_name, known=_others(ensemble)),
                 )
         elif model.config is not None:
             yield from _version(ensemble, step, model, path=path)
@@ -342,7 +342,7 @@ def _inputs(
         yield ensemble.error(
             f"{path}.input_map",
             f"{start}ensemble tensor {step.input_map[name]} is mapping to non-existing input {name} {end}",
-            remedy=nearest(name, known=[spec.name for spec in model.inputs]),
+            remedy=suggestion(name, known=[spec.name for spec in model.inputs]),
             key=name,
         )
     for spec in model.inputs:
@@ -362,7 +362,7 @@ def _outputs(
             f"{path}.output_map",
             f"in ensemble {ensemble.name}, ensemble tensor {step.output_map[name]} is mapped from "
             f"non-existing output {name} in model {step.model_name}",
-            remedy=nearest(name, known=[spec.name for spec in model.outputs]),
+            remedy=suggestion(name, known=[spec.name for spec in model.outputs]),
             key=name,
         )
 

@@ -8,7 +8,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
-from genserve.errors import InvalidRequest, nearest, require
+from genserve.errors import InvalidRequest, require, suggestion
 from genserve.sampling.param_table import Param, Range, is_number, is_token_id, param, param_table, validate
 from genserve.sampling.plugin_call import PluginCall, read_plugin_call, read_plugin_calls
 from genserve.sampling.repetition_detection import RepetitionDetection, repetition_detection
@@ -437,8 +437,8 @@ def _validate_stages(params: SamplingParams) -> None:
     for index, name in enumerate(names):
         field = f"samplers[{index}]"
         if not isinstance(name, str) or name not in STAGES:
-            problem = "is not the name of a sampling stage"
-            raise InvalidRequest(f"{field} {problem}", field=field, remedy=nearest(str(name), known=STAGES))
+            problem, remedy = "is not the name of a sampling stage", suggestion(str(name), known=STAGES)
+            raise InvalidRequest(f"{field} {problem}", field=field, remedy=remedy)
         if name in names[:index]:
             raise InvalidRequest(f"{field} repeats {name!r}", field=field, remedy="name each stage once")
     if names and params.temperature > 0:
@@ -489,7 +489,7 @@ def sampling_params(
             raise InvalidRequest(
                 f"there is no sampling parameter {name!r}",
                 field=name,
-                remedy=nearest(name, known=PARAMETERS),
+                remedy=suggestion(name, known=PARAMETERS),
             )
     if values.get("top_k") == -1:   # all, as in vLLM
         values["top_k"] = 0

@@ -12,7 +12,7 @@ from genserve.config.model_config import ModelConfig, WarmupInput
 from genserve.config.parameter_rules import LOGITS_PARAMETERS
 from genserve.config.parse import ParsedConfig
 from genserve.config.supported_fields import Role, unsupported_in_role
-from genserve.errors import RepositoryError, nearest
+from genserve.errors import RepositoryError, suggestion
 from genserve.text.tool_formats import TOOL_FORMATS
 from genserve.textmodel.logits_config import CacheKind, LogitsNames, cache_kind, context_length
 from genserve.textmodel.text_inference import INPUTS, OUTPUT
@@ -110,7 +110,7 @@ def _tensors(parsed: ParsedConfig, config: ModelConfig) -> Iterator[Diagnostic]:
         is_logits = spec.data_type == "TYPE_FP32" and not spec.optional     # by whatever name
         if spec.name not in INPUTS and not is_logits:
             message = f"input '{spec.name}' is ignored in a decoder stage: a request cannot set it"
-            remedy = nearest(spec.name, known=sorted(INPUTS))
+            remedy = suggestion(spec.name, known=sorted(INPUTS))
             yield parsed.diagnostic(Severity.WARNING, f"input[{index}].name", message, remedy=remedy)
     for index, spec in enumerate(config.outputs):
         if spec.name != OUTPUT:
@@ -127,7 +127,7 @@ def _tool_format(parsed: ParsedConfig, config: ModelConfig) -> Iterator[Diagnost
     name = config.parameters.get("tool_format", "hermes")
     if name not in TOOL_FORMATS:
         message = f"tool_format {name!r} is unknown"
-        remedy = nearest(name, known=TOOL_FORMATS)
+        remedy = suggestion(name, known=TOOL_FORMATS)
         yield _of_parameter(parsed, Severity.ERROR, "tool_format", message, remedy=remedy)
 
 

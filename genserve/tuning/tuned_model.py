@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from genserve.config.edit import ConfigChange, change_text
-from genserve.errors import ModelNotFound, RepositoryError, nearest
+from genserve.errors import ModelNotFound, RepositoryError, suggestion
 from genserve.repository.index import ModelEntry, scan
 from genserve.repository.model_validation import accept, model_diagnostics
 from genserve.repository.text_stages import stage_owners, text_models
@@ -119,7 +119,7 @@ def find_model(name: str, *, repository: Path) -> TunedModel:
     """
     entries = scan([repository])
     if name not in entries:
-        remedy = nearest(name, known=entries)
+        remedy = suggestion(name, known=entries)
         raise ModelNotFound(f"there is no model {name!r} in {repository}", remedy=remedy)
     chains = text_models(entries)
     owner = name if name in chains else stage_owners(chains).get(name)
