@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, Self, Unpack
 
 from genserve.completion import Completion, Stream
-from genserve.errors import GenserveError, ModelNotFound, RepositoryError, suggestion
+from genserve.errors import GenserveError, ModelNotFound, RepositoryError, closest, suggestion
 from genserve.export import DEFAULT_MODEL, pull, pulled_name
 from genserve.prompt import Messages, Prompts
 from genserve.sampling.sampling_options import SamplingOptions
@@ -72,8 +72,10 @@ def choose_model(name: str | None, *, repository: Path) -> str:
             f"{name!r} in {where} is no text model, or its config is broken", remedy=f"`genserve check{flag}`"
         )
     if name not in models:
-        known = f"{suggestion(name, known=models)}; or " if models else ""
-        raise RepositoryError(f"there is no model {name!r} in {where}", remedy=known + pull)
+        remedy = suggestion(name, known=models) if models else pull
+        if models and closest(name, known=models) is None:
+            remedy += f"; or {pull}"
+        raise RepositoryError(f"there is no model {name!r} in {where}", remedy=remedy)
     if models[name].missing:
         export = f"`genserve export SOURCE --name {name}{flag}`"
         raise RepositoryError(

@@ -13,6 +13,7 @@ import typer
 from genserve.cli.completion_command import model_names
 from genserve.cli.flags import ModelRepository
 from genserve.errors import InvalidRequest, ModelNotFound, RepositoryError, suggestion
+from genserve.store import default_repository, described, repository_flag
 
 if TYPE_CHECKING:
     from genserve.repository.index import ModelEntry
@@ -30,11 +31,9 @@ def remove(
     A stage that another model uses stays. Downloads stay in the cache folder.
     """
     from genserve.repository.index import scan
-    from genserve.store import default_repository, described
-
     repository = model_repository or default_repository()
     entries = scan([repository])
-    folders = _folders(model, entries, where=described(repository))
+    folders = _folders(model, entries, repository=repository)
     if not yes:
         if not sys.stdin.isatty():
             raise InvalidRequest("nobody can be asked, and nothing was removed", remedy="add --yes")
@@ -50,7 +49,7 @@ def remove(
     print(f"removed {', '.join(model)} from {described(repository)}")
 
 
-def _folders(names: Sequence[str], entries: Mapping[str, ModelEntry], *, where: str) -> list[Path]:
+def _folders(names: Sequence[str], entries: Mapping[str, ModelEntry], *, repository: Path) -> list[Path]:
     """Return the folders to delete: ensembles before their steps, so that no incomplete model is listed.
 
     Raises:
@@ -60,7 +59,7 @@ def _folders(names: Sequence[str], entries: Mapping[str, ModelEntry], *, where: 
     for name in names:
         if name not in entries:
             remedy = suggestion(name, known=entries)
-            raise ModelNotFound(f"there is no model {name!r} in {where}", remedy=remedy)
+            raise ModelNotFound(f"there is no model {name!r} in {described(repository)}", remedy=remedy)
     steps = {name: _steps(entry) for name, entry in entries.items()}
     removed = dict.fromkeys(names)
     for name in names:
@@ -73,7 +72,8 @@ def _folders(names: Sequence[str], entries: Mapping[str, ModelEntry], *, where: 
     for name in names:
         if users := [other for other in entries.keys() - removed.keys() if name in steps[other]]:
             raise RepositoryError(
-                f"{name!r} is a stage of {', '.join(sorted(users))}", remedy=f"`genserve remove {users[0]}`"
+                f"{name!r} is a stage of {', '.join(sorted(users))}",
+                remedy=f"`genserve remove {users[0]}{repository_flag(repository)}`",
             )
     return [entries[name].path for name in removed]
 

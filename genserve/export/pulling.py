@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from genserve.errors import ExportError
+from genserve.errors import ExportError, closest
 from genserve.export.downloading import cache_folder, fetch_gguf
 from genserve.export.export_options import CacheType, ExportReport, Precision, Progress
 from genserve.export.exporter import export_model
@@ -43,8 +43,9 @@ def pull(
     if local_name is None:
         raise ExportError(
             f"{name!r} is not a model that can be pulled",
-            remedy=f"known: {DEFAULT_MODEL}, ORG/NAME on the Hugging Face hub; "
-            "`genserve export` takes files",
+            remedy=f"did you mean {DEFAULT_MODEL}?"
+            if closest(name, known=[DEFAULT_MODEL])
+            else f"known: {DEFAULT_MODEL}, ORG/NAME on the Hugging Face hub; `genserve export` takes files",
         )
     folders = ModelFolders(local_name)
     with _pulled_by_one(local_name, progress=progress):

@@ -174,6 +174,17 @@ def test_the_remedy_for_an_empty_repository_is_pull(tmp_path: Path) -> None:
     assert f"`genserve pull smollm2 --model-repository {tmp_path}`" in caught.value.remedy
 
 
+def test_the_remedy_for_an_unknown_name_is_the_closest_or_the_list_and_pull(store: Path) -> None:
+    add_model(store, "mine")
+    for name, remedy in (
+        ("mime", "did you mean mine?"),
+        ("x", "known there: mine; or `genserve pull smollm2`"),
+    ):
+        with pytest.raises(RepositoryError) as caught:
+            choose_model(name, repository=store)
+        assert caught.value.remedy == remedy
+
+
 def test_the_remedy_for_the_default_model_without_weights_is_pull(store: Path) -> None:
     add_model(store, "smollm2", weights=False)
     with pytest.raises(RepositoryError, match=f"in the store \\({store}\\) has no weights yet") as caught:

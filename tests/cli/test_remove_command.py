@@ -39,7 +39,9 @@ def test_a_stage_that_another_model_uses_stays(tmp_path: Path) -> None:
     (tmp_path / "twin" / "config.pbtxt").write_text(config.replace('name: "a"', 'name: "twin"', 1))
     assert remove(tmp_path, "a", "--yes") is None
     assert folders(tmp_path) == ["a_decoder", "a_logits", "a_tokenizer", "twin"]
-    assert isinstance(remove(tmp_path, "a_logits", "--yes"), RepositoryError)
+    error = remove(tmp_path, "a_logits", "--yes")
+    assert isinstance(error, RepositoryError)
+    assert error.remedy == f"`genserve remove twin --model-repository {tmp_path}`"
     assert remove(tmp_path, "a_logits", "twin", "--yes") is None
     assert folders(tmp_path) == []
 

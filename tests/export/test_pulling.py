@@ -38,6 +38,9 @@ def test_the_error_for_an_unknown_name_lists_the_known_ones(tmp_path: Path) -> N
         pull("gpt5", repository=tmp_path, progress=SilentProgress())
     assert "smollm2" in caught.value.remedy
     assert "ORG/NAME" in caught.value.remedy
+    with pytest.raises(ExportError, match="smolm2") as caught:
+        pull("smolm2", repository=tmp_path, progress=SilentProgress())
+    assert caught.value.remedy == "did you mean smollm2?"
 
 
 def test_a_model_of_the_hub_gets_its_lower_case_name(tiny_checkpoint: Path, tmp_path: Path) -> None:
