@@ -10,7 +10,7 @@ from genserve.cli.chat_command import ChatArguments, read_arguments
 from genserve.cli.main import app
 from genserve.errors import InvalidRequest, ModelNotFound
 from genserve.sampling.chat_defaults import chat_sampling_params
-from tests.client.scripted_server import Reply, event_reply, models_reply, scripted
+from tests.client.scripted_server import Reply, event_reply, json_reply, models_reply, scripted
 
 MODELS = models_reply("m")
 
@@ -126,6 +126,12 @@ def test_what_cut_an_answer_short_is_said_on_stderr() -> None:
         result, _ = ask("m", "Hi", reply=reply)
         assert result.stdout == "Hm\n"
         assert words in result.stderr
+
+
+def test_an_error_leaves_standard_output_empty() -> None:
+    result, _ = ask("m", "Hi", reply=json_reply({"error": {"message": "too long"}}, status=400))
+    assert isinstance(result.exception, InvalidRequest)
+    assert result.stdout == ""
 
 
 def test_text_in_another_encoding_is_rejected() -> None:

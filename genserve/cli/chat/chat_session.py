@@ -270,7 +270,7 @@ def defect(error: Exception) -> GenserveError:
 def shown_answer(console: Console, *, with_markdown: bool) -> Iterator[Callable[[str], None]]:
     """Yield the function that shows an answer; on a terminal a spinner turns until its first text."""
     display = answer_display(console, with_markdown=with_markdown)
-    has_text = not console.is_terminal  # elsewhere an empty answer is an empty line
+    has_text = False
 
     def write(text: str) -> None:
         nonlocal has_text
@@ -284,6 +284,7 @@ def shown_answer(console: Console, *, with_markdown: bool) -> Iterator[Callable[
             spinner.enter_context(console.status("", spinner_style="dim"))
         try:
             yield write
+            has_text |= not console.is_terminal     # there an empty answer is an empty line
         finally:
             spinner.close()
             if has_text:
