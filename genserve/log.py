@@ -6,7 +6,8 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass, field
@@ -29,6 +30,18 @@ _WORD = re.compile(r"[\w.:/@+\-%?&=,~!*()]+", re.ASCII)
 # The most lines of one kind of warning or error that are written per interval.
 _MAX_ALIKE = 100
 _INTERVAL_S = 10
+
+
+@contextmanager
+def at_level(name: str, level: int) -> Iterator[None]:
+    """Let a logger write only lines of this level and above, for as long as the block runs."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(level)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 class LoggedAnswer(Protocol):

@@ -37,6 +37,7 @@ from genserve.client.connection import LIMITS, Connection, connection, retry_wai
 from genserve.client.reply_errors import error_of_reply, unreachable_at
 from genserve.completion import Completion
 from genserve.errors import GenserveError, InvalidRequest, Unreachable
+from genserve.log import at_level
 from genserve.prompt import read_chat
 from genserve.sampling.sampling_options import SamplingOptions
 
@@ -149,14 +150,14 @@ def _local(batch: Batch, model: str | None, *, repository: Path | None) -> Itera
             undo.pop_all()
     settings = ServerSettings(model_repository=(folder,))
     app = create_app(Services(settings=settings, repository=models, metrics=Metrics()))
-    logging.getLogger("genserve.server").setLevel(logging.CRITICAL)     # failures are rows of the output
     try:
-        yield _Server(
-            connection=_connection("http://localhost"),
-            model=name,
-            is_chosen=model is not None,
-            transport=httpx2.ASGITransport(app=app, raise_app_exceptions=False),
-        )
+        with at_level("genserve.server", logging.CRITICAL):     # failures are rows of the output
+            yield _Server(
+                connection=_connection("http://localhost"),
+                model=name,
+                is_chosen=model is not None,
+                transport=httpx2.ASGITransport(app=app, raise_app_exceptions=False),
+            )
     finally:
         models.close()
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol, Self, Unpack
 from genserve.completion import Completion, Stream
 from genserve.errors import GenserveError, ModelNotFound, RepositoryError, closest, suggestion
 from genserve.export import DEFAULT_MODEL, pull, pulled_name
+from genserve.log import at_level
 from genserve.prompt import Messages, Prompts
 from genserve.sampling.sampling_options import SamplingOptions
 from genserve.store import default_repository, described, repository_flag
@@ -300,14 +301,11 @@ def loading(name: str) -> Iterator[None]:
     """Show that a model is loaded into this process; its failure is raised, and need not be logged too."""
     from genserve.cli.console import make_console
 
-    log = logging.getLogger("genserve.repository.model_lifecycle")
-    level = log.level
-    log.setLevel(logging.CRITICAL)
-    try:
-        with make_console(stderr=True).status(f"loading {name}"):
-            yield
-    finally:
-        log.setLevel(level)
+    with (
+        at_level("genserve.repository.model_lifecycle", logging.CRITICAL),
+        make_console(stderr=True).status(f"loading {name}"),
+    ):
+        yield
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -13,9 +12,10 @@ import typer
 
 from genserve.cli.flags import Json, ModelArgument, ModelRepository
 from genserve.errors import RepositoryError
+from genserve.log import at_level
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from genserve.tuning.best_setting import BestSetting, Goal
     from genserve.tuning.measurement import Measurement, Samples
@@ -150,7 +150,8 @@ def _measure(tuned: TunedModel, space: SearchSpace, *, goal: Goal, budget_s: flo
     samples, stage_name = Samples(), f"measuring {tuned.logits.name}"
     max_step_s = 2 * goal.max_inter_token_s     # further from the bound than noise explains
     try:
-        with _without_warnings(), ConsoleProgress().stage(stage_name, total=round(budget_s * 1e3)) as advance:
+        stage = ConsoleProgress().stage(stage_name, total=round(budget_s * 1e3))
+        with at_level("genserve", logging.ERROR), stage as advance:     # each load would repeat the warnings
             last_s = time.monotonic()
             for sample in take_samples(tuned.logits, space, budget_s=budget_s, max_step_s=max_step_s):
                 samples.add(sample)
@@ -160,18 +161,6 @@ def _measure(tuned: TunedModel, space: SearchSpace, *, goal: Goal, budget_s: flo
     except KeyboardInterrupt:
         return samples, True
     return samples, False
-
-
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Log no warnings: each load of the stage would repeat them."""
-    logger = logging.getLogger("genserve")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def _edits(tuned: TunedModel, choice: BestSetting | None, *, is_interrupted: bool) -> list[ConfigEdit]:

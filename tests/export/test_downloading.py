@@ -27,6 +27,7 @@ def without_pip(monkeypatch: pytest.MonkeyPatch) -> None:
 def installer(request: pytest.FixtureRequest) -> str:
     if request.param == "uv":
         request.getfixturevalue("without_pip")
+        request.getfixturevalue("monkeypatch").setenv("UV", str(Path(sys.executable).with_name("uv")))
     return str(request.param)
 
 

@@ -282,7 +282,7 @@ def test_with_a_log_file_nothing_is_on_stderr(tmp_path):
         r"INFO \S+: model speaks version 1 is ready, loaded in \d+\.\d s",
         r"INFO \S+: ready: the models were loaded in \d+\.\d s",
         r"WARNING \S+: \[\w{32}\] 127\.0\.0\.1:\d+ GET /nothing 404 .*",
-        r"INFO \S+: stopping; running requests have 30 s to end",
+        r"INFO \S+: stopping: no request is running",
         r"INFO \S+: unloaded in \d+\.\d s: speaks version 1",
         r"INFO \S+: stopped",
     ]
