@@ -41,7 +41,8 @@ class MockServer:
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
         ]
-        config = uvicorn.Config(Starlette(routes=routes), port=0, log_level="critical", **options)
+        app = Starlette(routes=routes)
+        config = uvicorn.Config(app, port=0, log_config=None, access_log=False, **options)
         self.server = uvicorn.Server(config)
         self.thread = threading.Thread(target=self.server.run)
         self.bodies: list[dict] = []

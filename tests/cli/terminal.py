@@ -48,7 +48,8 @@ class Terminal:
             stdout=slave,
             stderr=slave,
             start_new_session=True,
-            env=os.environ
+            # The size is the terminal's, not the one that a test runner gives its processes.
+            env={name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
             | {
                 "HOME": str(home),
                 "XDG_STATE_HOME": str(home),
