@@ -7,9 +7,7 @@ line means what the same body means to a server, and all lines share the steps o
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
-import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -33,7 +31,7 @@ from genserve.cli.console import make_console
 from genserve.cli.model_access import bring_model, choose_remote, loading
 from genserve.client import Client, api_calls
 from genserve.client.api_calls import ApiCall, ApiRequest
-from genserve.client.connection import LIMITS, Connection, connection, retry_wait_s
+from genserve.client.connection import LIMITS, Connection, connection, with_retries
 from genserve.client.reply_errors import error_of_reply, unreachable_at
 from genserve.completion import Completion
 from genserve.errors import GenserveError, InvalidRequest, Unreachable
@@ -239,23 +237,23 @@ def _openai_row(line: BatchLine, reply: httpx2.Response) -> tuple[dict[str, Any]
 
 async def _send(request: ApiRequest, *, server: _Server, http: httpx2.AsyncClient) -> httpx2.Response:
     """Return the reply, after retries if the server is overloaded. Raises Unreachable: it does not answer."""
-    for attempt in itertools.count():
+    reply: httpx2.Response | None = None
+
+    async def send_once() -> httpx2.Response:
+        nonlocal reply
         reply = None
-        try:
-            with unreachable_at(server.connection.url(request)):
-                reply = await http.send(server.connection.build(http, request))
-            if reply.is_success:
-                return reply
-            error = _error_of(reply)
-        except Unreachable as unreachable:
-            error = unreachable
-        wait_s = retry_wait_s(error, attempt=attempt, max_retries=_MAX_RETRIES, jitter=random.random())
-        if wait_s is None:
-            break
-        await asyncio.sleep(wait_s)
-    if reply is None:
-        raise error
-    return reply
+        with unreachable_at(server.connection.url(request)):
+            reply = await http.send(server.connection.build(http, request))
+        if not reply.is_success:
+            raise _error_of(reply)
+        return reply
+
+    try:
+        return await with_retries(send_once, max_retries=_MAX_RETRIES)
+    except GenserveError:
+        if reply is None:
+            raise
+        return reply
 
 
 def _error_of(reply: httpx2.Response) -> GenserveError:

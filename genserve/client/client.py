@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Generator, Sequence
@@ -13,7 +12,7 @@ import httpx2
 
 from genserve.client import api_calls, reply_errors
 from genserve.client.api_calls import ModelCard
-from genserve.client.connection import LIMITS, connection, retry_wait_s
+from genserve.client.connection import LIMITS, connection, retry_wait_s, with_retries
 from genserve.completion import Completion, Delta, Stream, join_deltas
 from genserve.errors import GenserveError
 from genserve.prompt import Messages, Prompts, ToolChoice, Tools, read_chat
@@ -415,18 +414,9 @@ class AsyncClient:
                     decoder.end()
 
     async def _send(self, request: api_calls.ApiRequest) -> httpx2.Response:
-        attempt = 0
-        while True:
-            try:
-                return await self._send_once(request)
-            except GenserveError as error:
-                wait_s = retry_wait_s(
-                    error, attempt=attempt, max_retries=self._connection.max_retries, jitter=random.random()
-                )
-                if wait_s is None:
-                    raise
-            await asyncio.sleep(wait_s)
-            attempt += 1
+        return await with_retries(
+            lambda: self._send_once(request), max_retries=self._connection.max_retries
+        )
 
     async def _send_once(self, request: api_calls.ApiRequest) -> httpx2.Response:
         self._reject_if_closed()

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import random
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import httpx2
 
@@ -11,6 +15,8 @@ from genserve.api_key import bearer
 from genserve.client.api_calls import ApiRequest
 from genserve.errors import GenserveError, InvalidRequest, ModelNotReady, Overloaded, Unreachable
 from genserve.version import __version__
+
+Sent = TypeVar("Sent")
 
 _FIRST_WAIT_S = 0.5
 _LONGEST_WAIT_S = 60.0      # for a longer Retry-After the client gives up
@@ -40,6 +46,20 @@ def retry_wait_s(error: GenserveError, *, attempt: int, max_retries: int, jitter
     if retry_after_s > _LONGEST_WAIT_S:
         return None
     return max(backoff_s, retry_after_s + jitter / 2)
+
+
+async def with_retries(send: Callable[[], Awaitable[Sent]], *, max_retries: int) -> Sent:
+    """Return what `send` returns, after further attempts; raises the error of the last one."""
+    attempt = 0
+    while True:
+        try:
+            return await send()
+        except GenserveError as error:
+            wait_s = retry_wait_s(error, attempt=attempt, max_retries=max_retries, jitter=random.random())
+            if wait_s is None:
+                raise
+        await asyncio.sleep(wait_s)
+        attempt += 1
 
 
 def _is_temporary(error: GenserveError) -> bool:
