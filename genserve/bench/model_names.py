@@ -6,28 +6,18 @@ from typing import Any
 
 import httpx2
 
-from genserve.errors import InvalidRequest, ModelNotFound, Unauthenticated, Unreachable
+from genserve.errors import InvalidRequest, Unauthenticated, Unreachable
 
 
-def choose_model(name: str | None, *, http: httpx2.Client) -> str:
-    """Return the name of the model to ask for: `name`, or the only one of the server.
-
-    A server that lists no models, as TGI, has one without a name.
+def served_models(http: httpx2.Client) -> list[str]:
+    """Return the names of a server's models; none if it lists no models, as TGI, whose one has no name.
 
     Raises:
         Unreachable: the server does not answer.
         Unauthenticated: it rejects the key.
-        ModelNotFound: it has several models, and `name` is None.
+        InvalidRequest: what it answers is no list of models.
     """
-    if name is not None:
-        return name
-    known = _models(http, "GET", "/v1/models") or _models(http, "POST", "/v2/repository/index")
-    if len(known) > 1:
-        raise ModelNotFound(
-            f"the server has {len(known)} models, and the command names none",
-            remedy=f"name one of: {', '.join(known)}",
-        )
-    return known[0] if known else ""
+    return _models(http, "GET", "/v1/models") or _models(http, "POST", "/v2/repository/index")
 
 
 def _models(http: httpx2.Client, method: str, path: str) -> list[str]:

@@ -68,7 +68,6 @@ def bench(
     from genserve.bench.datasets import DEFAULT_OUTPUT_LEN, RandomLengths, random_dataset, read_dataset
     from genserve.bench.dialects import DIALECTS, Requested, check_prompts
     from genserve.bench.endpoint import Target, tls_context
-    from genserve.bench.model_names import choose_model
     from genserve.cli.bench_plans import make_plans
     from genserve.cli.bench_report import Report
     from genserve.cli.bench_runs import Pace, run_plans, warm_up
@@ -89,7 +88,7 @@ def bench(
     with httpx2.Client(
         base_url=base_url, headers=headers, verify=tls or False, timeout=_LIST_TIMEOUT_S, trust_env=False
     ) as http:
-        name = choose_model(model, http=http)
+        name = _served_model(http) if model is None else model
         lengths = RandomLengths(
             input_len=input_len,
             output_len=output_len or DEFAULT_OUTPUT_LEN,
@@ -149,6 +148,15 @@ def _headers(assignments: list[str]) -> dict[str, str]:
 
     key = os.environ.get("GENSERVE_API_KEY")
     return ({"authorization": bearer(key)} if key else {}) | flags.read_headers(assignments)
+
+
+def _served_model(http: httpx2.Client) -> str:
+    """Return the name of the only model of a server; a server that lists none has one without a name."""
+    from genserve.bench.model_names import served_models
+    from genserve.cli.model_access import choose_remote
+
+    known = served_models(http)
+    return choose_remote(None, known) if known else ""
 
 
 def _counter(tokenizer: str, *, http: httpx2.Client, model: str) -> TokenCounter | None:
