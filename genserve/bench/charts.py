@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from genserve.bench.answers import LoadResult
-from genserve.bench.summary import Distribution, Summary, inter_token_latencies_s
+from genserve.bench.summary import TIME_LABELS, Distribution, Summary, inter_token_latencies_s
 from genserve.figure_file import new_figure
 
-_TIMES = {"ttft": "first token (TTFT)", "itl": "between tokens (ITL)", "e2el": "whole answer (E2EL)"}
+_TIMES = ("ttft", "itl", "e2el")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +58,11 @@ def _draw_rates(axis: Any, loads: Sequence[ChartedLoad]) -> None:
 def _draw_percentiles(axis: Any, loads: Sequence[ChartedLoad]) -> None:
     """Draw, for each time, a line for its median over the loads, and a band up to its largest percentile."""
     places = range(len(loads))
-    for name, label in _TIMES.items():
+    for name in _TIMES:
         times: list[Distribution | None] = [getattr(load.summary, name) for load in loads]
         medians = [time.median if time else np.nan for time in times]
         highest = [max((*time.percentiles.values(), time.median)) if time else np.nan for time in times]
-        [line] = axis.plot(places, medians, marker="o", label=f"{label}, median")
+        [line] = axis.plot(places, medians, marker="o", label=f"{TIME_LABELS[name]}, median")
         axis.fill_between(places, medians, highest, color=line.get_color(), alpha=0.2)
     axis.set_yscale("log")
     axis.set_xticks(places, labels=[load.label for load in loads])
@@ -77,7 +77,7 @@ def _draw_distribution(axis: Any, loads: Sequence[ChartedLoad], name: str) -> No
             axis.ecdf(times_ms, label=load.label)
     if name == "itl":       # a few long ones would hide the others
         axis.set_xscale("symlog", linthresh=1)
-    _finish(axis, x=f"{_TIMES[name]}, ms", y="share")
+    _finish(axis, x=f"{TIME_LABELS[name]}, ms", y="share")
 
 
 def _times_s(result: LoadResult, name: str) -> list[float]:

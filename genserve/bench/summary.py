@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from genserve.bench.answers import Answer, LoadResult
 
+TIME_LABELS = MappingProxyType(
+    {
+        "ttft": "first token (TTFT)",
+        "itl": "between tokens (ITL)",
+        "tpot": "per output token (TPOT)",
+        "e2el": "whole answer (E2EL)",
+    }
+)
 # The times that a goodput may limit.
 GOODPUT_NAMES = ("ttft", "tpot", "e2el")
 
@@ -50,12 +59,17 @@ class Summary:
     itl: Distribution | None                # inter-token latency: between two chunks with text
     e2el: Distribution | None               # end-to-end latency: to the last event
 
+    @property
+    def failed(self) -> int:
+        """The number of requests that failed, of all kinds."""
+        return sum(count for count, _ in self.errors.values())
+
     def as_json(self) -> dict[str, Any]:
         """Return the figures by the names that they have in vLLM's result files, and some more."""
         document: dict[str, Any] = {
             "duration": self.duration_s,
             "completed": self.completed,
-            "failed": sum(count for count, _ in self.errors.values()),
+            "failed": self.failed,
             "unfinished": self.unfinished,
             "rejections": self.rejections,
             "without_text": self.without_text,

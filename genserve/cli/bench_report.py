@@ -14,19 +14,13 @@ from rich.table import Table
 
 from genserve.bench.answers import LoadResult
 from genserve.bench.charts import ChartedLoad, draw
-from genserve.bench.summary import Distribution, Summary, inter_token_latencies_s, summarise
+from genserve.bench.summary import TIME_LABELS, Distribution, Summary, inter_token_latencies_s, summarise
 from genserve.cli.bench_plans import Plan
 from genserve.cli.console import make_console, print_json, print_table
 from genserve.errors import InvalidRequest
 from genserve.version import __version__
 
 _BUSY = 0.9         # of a core: from here on, the load generator may be what is measured
-_LABELS = {
-    "ttft": "first token (TTFT)",
-    "itl": "between tokens (ITL)",
-    "tpot": "per output token (TPOT)",
-    "e2el": "whole answer (E2EL)",
-}
 
 
 class ProgressLine:
@@ -161,7 +155,7 @@ def print_summary(title: str, summary: Summary, *, ranks: Sequence[float]) -> No
     table.add_column("ms", no_wrap=True)
     for heading in ("mean", *(f"p{rank:g}" for rank in ranks)):
         table.add_column(heading, justify="right", no_wrap=True)
-    for name, label in _LABELS.items():
+    for name, label in TIME_LABELS.items():
         times: Distribution | None = getattr(summary, name)
         if times is not None:
             cells = [times.mean, *(times.percentiles[rank] for rank in ranks)]
@@ -215,9 +209,8 @@ _COUNTED = {
 
 
 def _losses(summary: Summary) -> str:
-    failed = sum(count for count, _ in summary.errors.values())
     losses = {
-        "failed": failed,
+        "failed": summary.failed,
         "cut by the end": summary.unfinished,
         "rejections": summary.rejections,
         "without text": summary.without_text,

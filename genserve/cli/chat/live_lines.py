@@ -9,6 +9,13 @@ from typing import NamedTuple
 from rich.console import Console, RenderableType
 from rich.segment import Segment, Segments
 
+_RENDERING_SHARE = 0.2  # of the time, at most: the model may compute on the same cores
+
+
+def pause_s(rendering_s: float) -> float:
+    """Return the seconds without rendering that follow some with it, so that it takes a fifth of the time."""
+    return rendering_s * (1 / _RENDERING_SHARE - 1)
+
 
 class Line(NamedTuple):
     """One row of a terminal: its text with escape sequences, and its width in columns."""

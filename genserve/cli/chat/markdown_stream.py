@@ -18,7 +18,7 @@ from rich.table import Column, Table
 from rich.text import Text
 from rich.theme import Theme
 
-from genserve.cli.chat.live_lines import Line, LiveLines, rendered_lines
+from genserve.cli.chat.live_lines import Line, LiveLines, pause_s, rendered_lines
 from genserve.cli.console import visible
 
 # Readable on dark and on light terminals: no backgrounds, and colours out of the terminal's own sixteen.
@@ -39,7 +39,6 @@ _THEME = Theme(
 )
 # Of HTML, the text is shown: models write tags that are no formatting.
 _PARSER = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
-_RENDERING_SHARE = 0.2  # of the time, at most: the model may compute on the same cores
 
 
 class AnswerDisplay(Protocol):
@@ -170,7 +169,7 @@ class MarkdownStream:
             self._later = None
         self._paint_blocks(is_whole=is_whole)
         ended_s = self._clock()
-        self._next_paint_s = ended_s + (ended_s - started_s) * (1 / _RENDERING_SHARE - 1)
+        self._next_paint_s = ended_s + pause_s(ended_s - started_s)
 
     def _paint_blocks(self, *, is_whole: bool) -> None:
         *complete, last = _top_blocks(self._blocks)

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from genserve.cli.chat.chat_session import ChatSession, PrintedAnswer, defect, open_stream, print_answer
-from genserve.cli.chat.live_lines import Line, LiveLines, rendered_lines
+from genserve.cli.chat.live_lines import Line, LiveLines, pause_s, rendered_lines
 from genserve.cli.chat.markdown_stream import markdown_lines, shows_markdown
 from genserve.cli.console import visible
 from genserve.cli.model_access import OpenedModel
@@ -24,7 +24,6 @@ from genserve.sampling.sampling_params import sampling_params
 
 _MIN_COLUMNS = 50       # in a narrower terminal the answers are below each other
 _FRAME_S = 0.05
-_RENDERING_SHARE = 0.2  # of the time, at most
 _PATIENCE_S = 1.0       # for the end of an answer after Ctrl-C: a server may have vanished
 _BETWEEN = Line(" │ ", 3)
 
@@ -177,7 +176,7 @@ def answer_side_by_side(
                 started_s = time.perf_counter()
                 _show(console, live, pair, with_markdown=with_markdown)
                 took_s = time.perf_counter() - started_s
-                time.sleep(max(_FRAME_S, took_s * (1 / _RENDERING_SHARE - 1)))
+                time.sleep(max(_FRAME_S, pause_s(took_s)))
     except KeyboardInterrupt:
         stopped.set()
         with suppress(KeyboardInterrupt):
