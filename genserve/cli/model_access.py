@@ -57,13 +57,17 @@ def local_models(repository: Path) -> list[LocalModel]:
     return [_describe(entry, entries) for entry in entries.values() if _may_generate(entry, entries)]
 
 
-def choose_model(name: str | None, *, repository: Path) -> str:
+def choose_model(
+    name: str | None, *, repository: Path, models: Mapping[str, LocalModel] | None = None
+) -> str:
     """Return the name of the model to load: `name`, or the only one, or the default one.
+
+    `models` are those of the repository by name; None: they are read.
 
     Raises:
         RepositoryError: the model does not exist, or has no weights.
     """
-    models = {model.name: model for model in local_models(repository)}
+    models = models or _models_by_name(repository)
     if name is None:
         name = next(iter(models)) if len(models) == 1 else DEFAULT_MODEL
     where, flag = described(repository), repository_flag(repository)
@@ -103,18 +107,22 @@ def bring_model(name: str | None, *, repository: Path | None) -> tuple[Path, str
     where = default_repository() if repository is None else repository
     if repository is None:
         remark_on_old_default()
-    models = {model.name: model for model in local_models(where)} if where.exists() else {}
+    models = _models_by_name(where) if where.exists() else {}
     if name is None:
         if repository is not None or any(not model.missing for model in models.values()):
-            return where, choose_model(None, repository=where)
+            return where, choose_model(None, repository=where, models=models)
         name = DEFAULT_MODEL
     local_name = pulled_name(name)
     # A folder of this name that is no text model is the user's own.
     if local_name is None or (local_name not in models and (where / local_name).exists()):
-        return where, choose_model(name, repository=where)
+        return where, choose_model(name, repository=where, models=models)
     if local_name not in models or models[local_name].missing:
         _pull(name, repository=where)
     return where, local_name
+
+
+def _models_by_name(repository: Path) -> dict[str, LocalModel]:
+    return {model.name: model for model in local_models(repository)}
 
 
 def _pull(name: str, *, repository: Path) -> None:
@@ -163,7 +171,7 @@ def _describe(ensemble: ModelEntry, entries: Mapping[str, ModelEntry]) -> LocalM
     present = {stage.name for stage in stages}
     return LocalModel(
         name=ensemble.name,
-        size_bytes=sum(_size_bytes(stage.latest_version()) for stage in stages),
+        size_bytes=sum(size_bytes(stage.latest_version()) for stage in stages),
         quality=next(filter(None, map(_quality, stages)), None),
         missing=tuple(name for name in names if name not in present),
     )
@@ -196,7 +204,8 @@ def _has_files(stage: ModelEntry) -> bool:
         return False
 
 
-def _size_bytes(folder: Path) -> int:
+def size_bytes(folder: Path) -> int:
+    """Return the size of all files below a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 

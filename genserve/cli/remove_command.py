@@ -30,14 +30,16 @@ def remove(
 
     A stage that another model uses stays. Downloads stay in the cache folder.
     """
+    from genserve.cli.model_access import size_bytes
     from genserve.repository.index import scan
+
     repository = model_repository or default_repository()
     entries = scan([repository])
     folders = _folders(model, entries, repository=repository)
     if not yes:
         if not sys.stdin.isatty():
             raise InvalidRequest("nobody can be asked, and nothing was removed", remedy="add --yes")
-        size_mb = sum(map(_size_bytes, folders)) / 1e6
+        size_mb = sum(map(size_bytes, folders)) / 1e6
         names = ", ".join(folder.name for folder in folders)
         # Not typer's `confirm`, for which Ctrl-C is the end of the input.
         answer = input(f"delete {names} ({size_mb:.1f} MB) from {described(repository)}? [y/N] ")
@@ -80,10 +82,6 @@ def _folders(names: Sequence[str], entries: Mapping[str, ModelEntry], *, reposit
 
 def _steps(entry: ModelEntry) -> list[str]:
     return [step.model_name for step in entry.config.ensemble_steps] if entry.config else []
-
-
-def _size_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _delete(folder: Path) -> None:

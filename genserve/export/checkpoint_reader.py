@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 from genserve.backends.libraries import require_export_packages
 from genserve.errors import ExportError
 from genserve.export.checkpoint import Checkpoint
+from genserve.export.export_options import HUB_NAME
 from genserve.export.gguf_checkpoint import read_gguf
 from genserve.sampling.logits_array import FloatArray
 
 if TYPE_CHECKING:
     import torch
-
-_HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -40,7 +38,7 @@ def locate(source: str) -> Path:
     path = Path(source).expanduser()
     if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
         return path
-    if not path.exists() and _HUB_NAME.fullmatch(source):
+    if not path.exists() and HUB_NAME.fullmatch(source):
         return _download(source)
     raise ExportError(
         f"{source!r} is not a checkpoint" + ("" if path.exists() else ": there is no such file or folder"),

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Literal, Protocol
+
+# ORG/NAME on the Hugging Face hub.
+HUB_NAME = re.compile(r"\w[\w.-]*/(?P<model>[\w.-]+)")
 
 Precision = Literal["int8", "int4", "fp16", "fp32"]
 CacheType = Literal["float", "int8"]            # of the KV cache; float: fp16, of an fp32 export fp32

