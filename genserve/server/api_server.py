@@ -26,6 +26,7 @@ from genserve.sampling.model_defaults import default_sampling_params
 from genserve.schedulers.rate_limiter import ResourceCapacity
 from genserve.server.access_control import AccessControl, address_of, require_safe_addresses
 from genserve.server.app import create_app
+from genserve.server.event_loop_lag import EventLoopLag
 from genserve.server.metrics_port import MetricsPort
 from genserve.server.metrics_text import metrics_text
 from genserve.server.offload import start_daemon
@@ -166,6 +167,8 @@ class Server(uvicorn.Server):
         metrics.registry.register(
             InferenceCollector(self.services.repository, latency_counters=metrics_config["counter_latencies"])
         )
+        self._lag = EventLoopLag()
+        metrics.registry.register(self._lag)
         if settings.allow_cpu_metrics:
             metrics.registry.register(CpuCollector(interval_s=settings.metrics_interval_ms / 1000))
         if settings.model_control_mode == "none" and not self.services.repository.index():
@@ -239,6 +242,7 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Open the ports, and load the models in the background."""
         await super().startup(sockets=sockets)
+        self._lag.start()
         assert sockets
         try:
             url = f"{self._scheme}://{address_of(*sockets[0].getsockname()[:2])}"
@@ -297,6 +301,7 @@ class Server(uvicorn.Server):
         await _wait("closing the models", self._close_repository(), until=end)
         if self._throughput_log is not None:
             self._throughput_log.cancel()
+        self._lag.stop()
         await event_loop.run_in_executor(None, self.services.trace_settings.close)
         if spans := self.services.request_spans:
             sending = start_daemon(spans.close, name="spans")
