@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections import defaultdict
@@ -29,6 +30,10 @@ class EngineThread(RequestInbox):
 
     Public methods are safe from any thread. Every sequence that `submit` accepts ends with exactly one last
     output, and every logits request is answered exactly once, unless it is cancelled: then nothing follows.
+
+    Attributes:
+        stalled: whether it was seen to hang within a step; set by who watches it.
+        num_turns: how often the thread has looked for work; it counts while there are requests.
     """
 
     def __init__(
@@ -42,6 +47,9 @@ class EngineThread(RequestInbox):
         self._unanswered: dict[Request, LogitsRequest] = {}
         self._decode_s = 0.0                # of the last step that only decoded
         self._num_steps = 0
+        self.stalled = False
+        self.num_turns = 0
+        self._cpu_clock: int | None = None      # of the thread; None: it has not started, or there is none
         self._thread = threading.Thread(target=self._run, name=f"engine-{name}", daemon=True)
         self._thread.start()
 
@@ -49,6 +57,18 @@ class EngineThread(RequestInbox):
     def alive(self) -> bool:
         """Whether the thread runs; False after `close` or an uncaught exception."""
         return self._thread.is_alive() and not self._closing and self._failure is None
+
+    @property
+    def ready(self) -> bool:
+        """Whether the thread runs, and goes on with its requests if it has any."""
+        return self.alive and not self.stalled
+
+    def cpu_s(self) -> float | None:
+        """Return the processor time that the thread has used; None: it has ended, or it is unknown."""
+        try:
+            return None if self._cpu_clock is None else time.clock_gettime(self._cpu_clock)
+        except OSError:
+            return None
 
     @property
     def num_running(self) -> int:
@@ -76,8 +96,12 @@ class EngineThread(RequestInbox):
         return bool(self._states or self._unanswered)
 
     def _run(self) -> None:
+        # From within: for a thread that has ended, the call would crash the process.
+        if sys.platform == "linux":
+            self._cpu_clock = time.pthread_getcpuclockid(threading.get_ident())
         try:
             while self._wait_for_work(busy=self._busy):
+                self.num_turns += 1
                 self._add_arrivals()
                 self._gather()
                 stepped = self._step()

@@ -26,6 +26,7 @@ from genserve.sampling.model_defaults import default_sampling_params
 from genserve.schedulers.rate_limiter import ResourceCapacity
 from genserve.server.access_control import AccessControl, address_of, require_safe_addresses
 from genserve.server.app import create_app
+from genserve.server.engine_watch import EngineWatch
 from genserve.server.event_loop_lag import EventLoopLag
 from genserve.server.metrics_port import MetricsPort
 from genserve.server.metrics_text import metrics_text
@@ -38,6 +39,7 @@ from genserve.settings import ServerSettings
 from genserve.store import described, repository_flag
 
 if TYPE_CHECKING:
+    from genserve.generation.engine_thread import EngineThread
     from genserve.server.grpc.grpc_server import GrpcServer
 
 
@@ -191,7 +193,7 @@ class Server(uvicorn.Server):
         self._grpc: GrpcServer | None = None
         self._metrics_port: MetricsPort | None = None
         self._loading: asyncio.Task[None] | None = None
-        self._throughput_log: asyncio.Task[None] | None = None
+        self._watching: tuple[asyncio.Task[None], ...] = ()     # while the ports are open
         self._closing: asyncio.Future[None] | None = None
         self._failure: Exception | None = None
 
@@ -252,7 +254,11 @@ class Server(uvicorn.Server):
         else:
             _log_listening(info)
             self._loading = asyncio.create_task(self._load(info))
-            self._throughput_log = asyncio.create_task(ThroughputLog(self.services.metrics).run())
+            watches = (ThroughputLog(self.services.metrics), EngineWatch(self._engines))
+            self._watching = tuple(asyncio.create_task(watch.run()) for watch in watches)
+
+    def _engines(self) -> list[tuple[str, EngineThread]]:
+        return [(model.name, model.engine) for model in self.services.repository.text_models]
 
     @property
     def _scheme(self) -> str:
@@ -299,8 +305,8 @@ class Server(uvicorn.Server):
         if self._loading is not None:
             await _wait("loading the models", self._loading, until=end)
         await _wait("closing the models", self._close_repository(), until=end)
-        if self._throughput_log is not None:
-            self._throughput_log.cancel()
+        for watch in self._watching:
+            watch.cancel()
         self._lag.stop()
         await event_loop.run_in_executor(None, self.services.trace_settings.close)
         if spans := self.services.request_spans:

@@ -31,7 +31,7 @@ class DecoderInference:
     @property
     def ready(self) -> bool:
         """Whether the engine runs."""
-        return self._engine.alive
+        return self._engine.ready
 
     def submit(self, inference: Inference) -> None:
         """Reject.

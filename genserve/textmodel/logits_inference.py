@@ -60,7 +60,7 @@ class LogitsInference:
     @property
     def ready(self) -> bool:
         """Whether the engine runs."""
-        return self._engine.alive
+        return self._engine.ready
 
     @property
     def num_waiting(self) -> int:

@@ -68,7 +68,7 @@ class TextInference:
     @property
     def ready(self) -> bool:
         """Whether its engine runs."""
-        return self.text_model.engine.alive
+        return self.text_model.engine.ready
 
     @property
     def num_waiting(self) -> int:

@@ -16,13 +16,19 @@ router = APIRouter(tags=["Health and metrics"])
 
 @router.get("/health")
 async def health(services: SharedServices) -> JSONResponse:
-    """200 if every model is ready and the server is not stopping, else 503 with the reason."""
+    """200 if every model is ready and the server is not stopping, else 503 with the reason.
+
+    The status is `ok`, `loading`, `failed` (a model could not be loaded, or has died), `stalled` (an engine
+    has requests and does not go on with them) or `draining`.
+    """
     if services.draining:
         return JSONResponse({"status": "draining"}, status_code=503)
     state = await services.readiness.state()
     if state == ModelState.READY:
         return JSONResponse({"status": "ok"})
     status = "loading" if state == ModelState.LOADING else "failed"
+    if any(model.engine.stalled for model in services.repository.text_models):
+        status = "stalled"
     return JSONResponse({"status": status}, status_code=503)
 
 
