@@ -56,6 +56,7 @@ def create_app(services: Services) -> FastAPI:
         description="Text generation from a model repository in Triton's format.",
         docs_url=None,  # FastAPI's own pages load their scripts from the internet
         redoc_url=None,
+        redirect_slashes=False,     # a redirect would name a host, and repeat a request with its body
         strict_content_type=False,  # clients may leave it out; AccessControl rejects those of forms
     )
     app.state.services = services

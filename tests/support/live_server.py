@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self
 
 from genserve.server.api_server import Server, ServerInfo
 from genserve.settings import ServerSettings
@@ -102,13 +102,16 @@ def wait_until(holds, *, timeout_s: float = 30) -> None:
 
 
 @contextmanager
-def serving(repository: Path, *flags: str, key: str = "") -> Iterator[subprocess.Popen]:
+def serving(
+    repository: Path, *flags: str, key: str = "", stderr: int | IO[str] = subprocess.PIPE
+) -> Iterator[subprocess.Popen]:
     """The command, which does not outlive the test; with an API key if one is given."""
     command = [sys.executable, "-m", "genserve", "serve", "--http-port=0", "--grpc-port=0"]
     command += ["--metrics-port=0", f"--model-repository={repository}", *flags]
-    pipe = subprocess.PIPE
     environment = os.environ | ({"GENSERVE_API_KEY": key} if key else {})
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment
+    ) as process:
         try:
             yield process
         finally:
