@@ -85,6 +85,7 @@ class LoggedRequest:
 
     Attributes:
         id: the `X-Request-Id`, or the id of a KServe request; may be empty.
+        client: the address of a gRPC client, as gRPC writes it.
         started_s: when the request arrived, `time.monotonic()`.
         model: the requested model, as the client wrote it, or the chosen one.
         answers: the answers that are generated for it, those to one prompt together.
@@ -96,6 +97,7 @@ class LoggedRequest:
     """
 
     id: str
+    client: str = ""
     started_s: float = field(default_factory=time.monotonic)
     model: str = ""
     answers: Sequence[LoggedAnswer] = ()

@@ -116,7 +116,7 @@ class _UnknownMethods(grpc.GenericRpcHandler):  # type: ignore[misc]  # untyped
 
         async def reject(request: Any, context: Any) -> None:
             code, method = grpc.StatusCode.UNIMPLEMENTED, quoted(handler_call_details.method)
-            log_call(LoggedRequest(id=""), code, context=context, method=method)
+            log_call(LoggedRequest(id="", client=context.peer()), code, method=method)
             await context.abort(code, "Method not found!")
 
         return grpc.stream_stream_rpc_method_handler(reject)
@@ -171,7 +171,8 @@ def _rejecting(method: str, error: GenserveError) -> Any:
 
     async def reject(requests: Any, context: Any) -> None:
         code = status_code(error)
-        log_call(LoggedRequest(id=""), code, context=context, method=quoted(method.rpartition("/")[2]))
+        logged = LoggedRequest(id="", client=context.peer())
+        log_call(logged, code, method=quoted(method.rpartition("/")[2]))
         await context.abort(code, error.message)
 
     # A stream handler, as it reads no request, which may have gigabytes.

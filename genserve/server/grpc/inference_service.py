@@ -100,8 +100,10 @@ class InferenceService(Administration):
         """Run a stream of requests to any models; cancelled when the client disconnects."""
         stream = InferStream(
             lambda request: self._submit_of_stream(request, context),
-            begin=partial(begin_request, context=context, spans=self._services.request_spans),
-            log=partial(log_call, context=context, method="ModelStreamInfer"),
+            begin=partial(
+                begin_request, context=context, client=context.peer(), spans=self._services.request_spans
+            ),
+            log=partial(log_call, method="ModelStreamInfer"),
             ends_at_error=_GRPC_ERROR in (context.invocation_metadata() or ()),
         )
         self._services.num_grpc_calls += 1

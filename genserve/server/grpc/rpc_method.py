@@ -44,19 +44,19 @@ def rpc_method(answer: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[...,
     @wraps(answer)
     async def answer_or_abort(self: Any, request: Any, context: Any) -> Any:
         services = self._services
-        logged = begin_request(request, context, spans=services.request_spans)
+        logged = begin_request(request, context, client=context.peer(), spans=services.request_spans)
         services.num_grpc_calls += 1
         try:
             response = await answer(self, request, context)
         except asyncio.CancelledError:
-            log_call(logged, grpc.StatusCode.CANCELLED, context=context, method=answer.__name__)
+            log_call(logged, grpc.StatusCode.CANCELLED, method=answer.__name__)
             raise
         except Exception as error:
             failed = logged.error = as_genserve_error(error, doing=answer.__name__)
-            log_call(logged, status_code(failed), context=context, method=answer.__name__)
+            log_call(logged, status_code(failed), method=answer.__name__)
             await abort(context, failed)
         else:
-            log_call(logged, grpc.StatusCode.OK, context=context, method=answer.__name__)
+            log_call(logged, grpc.StatusCode.OK, method=answer.__name__)
             return response
         finally:
             services.num_grpc_calls -= 1
@@ -93,23 +93,27 @@ def _details(error: GenserveError) -> str:
     return unquote(encoded, errors="ignore")
 
 
-def begin_request(message: Any, context: Any, *, spans: Spans | None) -> LoggedRequest:
-    """Return the record of a request for the log, and make it the current one; see `access_log`."""
+def begin_request(message: Any, context: Any, *, client: str, spans: Spans | None) -> LoggedRequest:
+    """Return the record of a request for the log, and make it the current one; see `access_log`.
+
+    `client` is the call's `peer()`, read when the call begins: gRPC crashes the process if it is asked for
+    that of a cancelled call.
+    """
     names_model = message.DESCRIPTOR.name.startswith("Model")
     model = getattr(message, "model_name", "") or (getattr(message, "name", "") if names_model else "")
-    request = LoggedRequest(id=getattr(message, "id", ""), model=model)
+    request = LoggedRequest(id=getattr(message, "id", ""), client=client, model=model)
     if spans is not None:
         request.span = spans.begin(context.invocation_metadata() or ())
     CURRENT_REQUEST.set(request)
     return request
 
 
-def log_call(request: LoggedRequest, code: grpc.StatusCode, *, context: Any, method: str) -> None:
+def log_call(request: LoggedRequest, code: grpc.StatusCode, *, method: str) -> None:
     """Log a call that has ended; see `log_request`."""
     failed = code not in (grpc.StatusCode.OK, grpc.StatusCode.CANCELLED)
     as_info = method in _LOGGED_AS_INFO
     if failed or as_info or request.answers or is_verbose():
-        client = unquote(context.peer()).removeprefix("ipv4:").removeprefix("ipv6:")
+        client = unquote(request.client).removeprefix("ipv4:").removeprefix("ipv6:")
         log_request(
             request, client=client, call=f"gRPC {method}", status=code.name, failed=failed, as_info=as_info
         )

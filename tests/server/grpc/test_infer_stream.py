@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import queue
+import re
 import struct
 from collections.abc import Iterator
 from functools import partial
@@ -16,6 +18,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from tests.server.grpc.grpc_models import Blocking, all_models
 from tests.server.grpc.live_grpc import LiveGrpc
+from tests.support.live_server import slow_down, wait_until
 
 EMPTY_FINAL = {"triton_enable_empty_final_response": service_pb2.InferParameter(bool_param=True)}
 UNKNOWN = service_pb2.ModelInferRequest(model_name="zzz", id="bad")
@@ -159,6 +162,20 @@ def test_a_stream_that_is_cancelled_cancels_its_inferences(decoupled):
         answers.cancel()
         assert blocking.ended.get(timeout=10) == "cancelled"
         requests.put(None)
+
+
+def test_a_cancelled_stream_of_a_text_model_is_logged_with_its_client(tiny_server, caplog, monkeypatch):
+    slow_down(tiny_server, monkeypatch)
+    text = service_pb2.ModelInferRequest.InferInputTensor(name="text_input", datatype="BYTES", shape=[1, 1])
+    text.contents.bytes_contents.append(b"tell me")
+    request = service_pb2.ModelInferRequest(model_name="tiny", inputs=[text])
+    with caplog.at_level(logging.INFO), grpc.insecure_channel(tiny_server.grpc_url) as channel:
+        answers = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelStreamInfer(iter([request] * 4))
+        wait_until(lambda: tiny_server.model.engine.num_running == 4)
+        answers.cancel()
+        wait_until(lambda: caplog.text.count("gRPC ModelStreamInfer CANCELLED") == 4)
+        wait_until(lambda: tiny_server.model.engine.num_accepted == 0)
+    assert len(re.findall(r" 127\.0\.0\.1:\d+ gRPC", caplog.text)) == 4
 
 
 def test_a_disconnect_cancels_the_inferences_of_a_stream():
