@@ -8,8 +8,10 @@ on one thread, which leaves the load generator the other core. In each round eve
 number of chats of the same length to every server, with prompts of its own, so that no prefix cache helps.
 `genserve bench` runs twice: the second row shows the noise. A figure is the median of the rounds; in
 brackets, the median of the ratios to the first row within the rounds. The server's CPU time shows that it
-did the same work, also on a busy machine; Linux only. The last table is what `genserve bench` takes in from
-a static server that is quicker than it.
+did the same work, also on a busy machine; Linux only. How long a first token takes depends on when the other
+requests arrive, which each tool decides for itself; so for genserve, which measures it too, one column is
+the tool's mean divided by the server's, over the same requests. The last table is what `genserve bench`
+takes in from a static server that is quicker than it.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx2
+from prometheus_client.parser import text_string_to_metric_families
 from report import Figures, markdown, median, ratio
 from servers import cpu_s, free_port, genserve_server, running
 
@@ -37,6 +41,7 @@ NAMES = {
     "e2el": "whole answer",
     "rate": "tokens/s",
     "cpu": "server CPU, s",
+    "agreement": "mean first token / server's own",
 }
 HEADINGS = ("server, tool", *NAMES.values())
 CEILING_HEADINGS = ("at once", "tokens/s", "of a core", "tokens per CPU second")
@@ -85,7 +90,7 @@ def genserve_bench(_program: str, work: Work, _folder: Path) -> Figures:
     )
     _require(not run["failed"], run["errors_by_kind"])
     times = {name: run[f"p50_{name}_ms"] for name in ("ttft", "tpot", "e2el")}
-    return times | {"rate": run["output_throughput"]}
+    return times | {"rate": run["output_throughput"], "mean_ttft": run["mean_ttft_ms"]}
 
 
 def aiperf(program: str, work: Work, folder: Path) -> Figures:
@@ -106,6 +111,7 @@ def aiperf(program: str, work: Work, folder: Path) -> Figures:
         "tpot": report["inter_token_latency"]["p50"],
         "e2el": report["request_latency"]["p50"],
         "rate": report["output_token_throughput"]["avg"],
+        "mean_ttft": report["time_to_first_token"]["avg"],
     }
 
 
@@ -131,6 +137,7 @@ def guidellm(program: str, work: Work, folder: Path) -> Figures:
         "tpot": metrics["inter_token_latency_ms"]["median"],
         "e2el": metrics["request_latency"]["median"] * 1e3,
         "rate": metrics["output_tokens_per_second"]["mean"],
+        "mean_ttft": metrics["time_to_first_token_ms"]["mean"],
     }
 
 
@@ -254,17 +261,37 @@ def _round(
             num_requests=options.requests,
             seed=1000 * number + place,
         )
-        before_s = cpu_s(work.pid)
+        figures: dict[str, float] = {}
+        rounds.setdefault((server, name), []).append(figures)
+        before_s, own_before = cpu_s(work.pid), _own_first_tokens(work.url)
         try:
             with tempfile.TemporaryDirectory() as folder:
-                figures = dict(tool(program, work, Path(folder)))
+                figures |= tool(program, work, Path(folder))
         except LostRequests as lost:
             print(f"round {number}, {server}, {name}: left out, {lost}", file=sys.stderr, flush=True)
             continue
         figures["cpu"] = cpu_s(work.pid) - before_s
-        rounds.setdefault((server, name), []).append(figures)
+        own_after = _own_first_tokens(work.url)
+        if own_before and own_after:
+            total_s, count = (after - before for before, after in zip(own_before, own_after, strict=True))
+            figures["agreement"] = figures["mean_ttft"] / (1e3 * total_s / count)
         summary = ", ".join(f"{key} {value:.1f}" for key, value in figures.items())
         print(f"round {number}, {server}, {name}: {summary}", file=sys.stderr, flush=True)
+
+
+def _own_first_tokens(url: str) -> tuple[float, float] | None:
+    """The seconds to all first tokens so far by the server's own clock, and their number."""
+    reply = httpx2.get(f"{url}/metrics")
+    if not reply.is_success or not reply.headers["content-type"].startswith("text/plain"):
+        return None
+    sums = dict.fromkeys(("sum", "count"), 0.0)
+    for family in text_string_to_metric_families(reply.text):
+        if family.name == "vllm:time_to_first_token_seconds":
+            for sample in family.samples:
+                kind = sample.name.rpartition("_")[2]
+                if kind in sums:
+                    sums[kind] += sample.value
+    return (sums["sum"], sums["count"]) if sums["count"] else None
 
 
 def _table(rounds: Mapping[tuple[str, str], list[Figures]]) -> str:
@@ -272,9 +299,11 @@ def _table(rounds: Mapping[tuple[str, str], list[Figures]]) -> str:
     for (server, tool), mine in rounds.items():
         cells = [f"{server}, {tool}"]
         for name in NAMES:
-            cell = f"{median(mine, name):.1f}"
-            share = ratio(mine, rounds[server, BENCH], name)
-            cells.append(cell if tool == BENCH else f"{cell} ({share:.2f})")
+            value, share = median(mine, name), ratio(mine, rounds[server, BENCH], name)
+            if name == "agreement" or tool == BENCH:
+                share = None
+            cell = "" if value is None else f"{value:.{2 if name == 'agreement' else 1}f}"
+            cells.append(cell if share is None else f"{cell} ({share:.2f})")
         rows.append(cells)
     return markdown(HEADINGS, rows)
 
