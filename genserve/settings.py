@@ -326,7 +326,7 @@ class ServerSettings:
 
     # Without a flag.
     api_key: str | None = None          # printable ASCII, from GENSERVE_API_KEY; None: requests need no key
-    max_body_bytes: int = 8 * 2**20     # of one request; parsing stalls the event loop for 20 ms per MB
+    max_body_bytes: int = 8 * 2**20     # of one request
 
     @property
     def cache_bytes(self) -> int:

@@ -27,7 +27,7 @@ from genserve.sampling.plugin_call import PluginCall
 from genserve.sampling.repetition_detection import RepetitionDetection
 from genserve.sampling.sampling_params import PARAMETERS, REJECTED, STAGES
 from genserve.sampling.structured_outputs import StructuredOutputs, structured_outputs_of_format
-from genserve.server.request_body import Body
+from genserve.server.request_body import Body, Items
 
 
 class PluginFields(Body):
@@ -74,7 +74,7 @@ FormFields: TypeAlias = Annotated[
 ]
 # One text stands for a list of it.
 Texts: TypeAlias = Annotated[
-    list[str] | None, BeforeValidator(_listed, json_schema_input_type=str | list[str] | None)
+    Items[str] | None, BeforeValidator(_listed, json_schema_input_type=str | list[str] | None)
 ]
 # Of a field that many requests have.
 COMMON: dict[str, Any] = {"x-common": True}
@@ -116,9 +116,9 @@ def _json_type(row: Param) -> Any:
     if row.one_text:
         return Texts
     if row.name == "samplers":
-        return list[_Stage] | None
+        return Items[_Stage] | None
     if row.item is not None:
-        return list[_OBJECTS.get(row.item, row.item)] | None  # type: ignore[misc]
+        return Items[_OBJECTS.get(row.item, row.item)] | None  # type: ignore[misc]
     if get_origin(row.hint) is Mapping:
         return dict[str, _Bias] | None
     kinds = [kind for kind in get_args(row.hint) or (row.hint,) if kind is not NoneType]

@@ -7,19 +7,24 @@ parser accepts, are rejected here.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from genserve.errors import InvalidRequest
+from genserve.server.json_limits import check_num_keys, check_num_values
 from genserve.server.offload import offload_if_large
 
-_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+T = TypeVar("T")
+# A list that may be long; one error is enough for it.
+Items = Annotated[list[T], Field(fail_fast=True)]
+
 _MAX_INT_DIGITS = 20
+# A byte of a list of numbers takes as long to parse as this many bytes of other JSON.
+_COST_PER_BYTE = 4
 _JSON_OBJECT = "send a JSON object in UTF-8; GET /docs has examples"
 
 
@@ -108,7 +113,7 @@ class StrictRequest(Request):
         """Return the parsed body; raises InvalidRequest, which never quotes the body."""
         if not hasattr(self, "_json"):
             body = await self.body()
-            self._json = await offload_if_large(len(body), parse_json, body)
+            self._json = await offload_if_large(_COST_PER_BYTE * len(body), parse_json, body)
         return self._json
 
 
@@ -117,12 +122,18 @@ def parse_json(body: bytes) -> dict[str, Any]:
 
     Raises:
         InvalidRequest: not UTF-8, not JSON (with the character's index), not an object, or with a repeated
-            key, NaN, Infinity, a number that is too long, a lone surrogate, or too deep a nesting.
+            key, NaN, Infinity, a number that is too long, a lone surrogate, too deep a nesting, or too many
+            values.
     """
+    check_num_values(body)
     try:
         text = body.decode("utf-8")
         value = json.loads(
-            text, object_pairs_hook=_object, parse_constant=_no_constant, parse_int=_bounded_int
+            text,
+            object_pairs_hook=_object,
+            parse_constant=_no_constant,
+            parse_int=_bounded_int,
+            parse_float=_float,
         )
     except UnicodeDecodeError as error:
         raise InvalidRequest(f"the body is not UTF-8, at byte {error.start}", remedy=_JSON_OBJECT) from None
@@ -141,6 +152,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    check_num_keys(len(pairs))
     result: dict[str, Any] = {}
     for name, value in pairs:
         if name in result:
@@ -162,9 +174,14 @@ def _bounded_int(digits: str) -> int:
     return int(digits)
 
 
+def _float(text: str) -> float:
+    # Unlike `float` itself, a function lets other threads run between the numbers of a list.
+    return float(text)
+
+
 def _reject_surrogates(value: Any, place: str) -> None:
     match value:
-        case str() if _LONE_SURROGATE.search(value):
+        case str() if not _is_encodable(value):
             where = place or "the body"
             raise InvalidRequest(f"{where} contains a lone surrogate, which is not a character", field=where)
         case dict():
@@ -174,6 +191,14 @@ def _reject_surrogates(value: Any, place: str) -> None:
         case list():
             for index, inner in enumerate(value):
                 _reject_surrogates(inner, f"{place}[{index}]")
+
+
+def _is_encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _too_large(limit: int) -> BodyTooLarge:

@@ -196,7 +196,7 @@ def test_a_bad_request_is_a_4xx_that_names_the_field(http, change, param, status
 
 
 def test_a_chat_with_too_many_messages_is_rejected_with_the_limit(http):
-    for number in (1025, 200_000):
+    for number in (1025, 10_000):
         answer = chat(http, messages=MESSAGES * number)
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == "messages"

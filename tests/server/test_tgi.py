@@ -202,8 +202,8 @@ def test_a_bad_request_is_a_4xx_that_names_the_field(http, path, body, field, st
         (b'{"inputs": "\\ud800"}', "surrogate"),
         (b'{"inputs": "\xff"}', "UTF-8"),
         (b'{"\\ud800": 1, "\\ud800": 2}', "twice"),
-        (b"{" + b",".join(b'"k%d": 1' % i for i in range(50_000)) + b', "k49999": 2}', "twice"),
-        (b'{"x":' * 100_000, "nested"),
+        (b"{" + b",".join(b'"k%d": 1' % i for i in range(5000)) + b', "k4999": 2}', "twice"),
+        (b'{"x":' * 10_000, "nested"),
     ],
 )
 def test_invalid_json_is_a_422_with_the_reason(http, content, words):

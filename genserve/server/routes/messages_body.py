@@ -14,7 +14,7 @@ from genserve.prompt import MAX_CHAT_MESSAGES, MAX_TOOLS, Chat, Message, Role, T
 from genserve.sampling.param_table import Range
 from genserve.sampling.sampling_params import SamplingParams, sampling_params
 from genserve.server.decoding_fields import COMMON, DecodingFields, Texts, parameter
-from genserve.server.request_body import TolerantBody, text_parts
+from genserve.server.request_body import Items, TolerantBody, text_parts
 
 # The first block of Claude Code's system prompt. It changes with each request, and would spoil the prefix
 # cache for all that follows.
@@ -67,7 +67,7 @@ def _known_block(block: Any) -> Any:
 
 
 _TextBlocks: TypeAlias = Annotated[
-    list[Annotated[TextBlock, BeforeValidator(_known_text)]],
+    Items[Annotated[TextBlock, BeforeValidator(_known_text)]],
     BeforeValidator(text_parts, json_schema_input_type=str | list[TextBlock]),
 ]
 
@@ -95,7 +95,7 @@ class MessageFields(TolerantBody):
 
     role: Literal["user", "assistant", "system"] = Field(description="Whose turn it is.")
     content: Annotated[
-        list[Annotated[_Block, BeforeValidator(_known_block)]],
+        Items[Annotated[_Block, BeforeValidator(_known_block)]],
         BeforeValidator(text_parts, json_schema_input_type=str | list[_Block]),
     ] = Field(description="Text, or blocks of text, reasoning, tool calls and their results.")
 
@@ -168,13 +168,13 @@ class PromptFields(TolerantBody):
         description="The name of the model; may be left out if there is only one.",
         json_schema_extra=COMMON,
     )
-    messages: list[MessageFields] = Field(
+    messages: Items[MessageFields] = Field(
         min_length=1,
         max_length=MAX_CHAT_MESSAGES,
         description="The chat so far, the oldest turn first. A last turn of the assistant is continued.",
     )
     system: _TextBlocks | None = Field(default=None, description="Instructions to the model.")
-    tools: list[Annotated[ToolFields, BeforeValidator(_client_tool)]] | None = Field(
+    tools: Items[Annotated[ToolFields, BeforeValidator(_client_tool)]] | None = Field(
         default=None, max_length=MAX_TOOLS, description="The tools that the model may call."
     )
     tool_choice: ToolChoiceFields | None = Field(

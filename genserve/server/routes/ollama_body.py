@@ -15,7 +15,7 @@ from genserve.prompt import MAX_CHAT_MESSAGES, MAX_TOOLS, Chat, Message, Prompt,
 from genserve.sampling.param_table import Range
 from genserve.sampling.sampling_params import MAX_TOP_LOGPROBS, SamplingParams, sampling_params
 from genserve.server.decoding_fields import COMMON, DecodingFields, Texts, parameter
-from genserve.server.request_body import TolerantBody
+from genserve.server.request_body import Items, TolerantBody
 from genserve.textmodel.text_model import TextModel
 
 # Ollama's, in addition to the temperature.
@@ -214,7 +214,7 @@ class OllamaMessage(TolerantBody):
     thinking: str | None = Field(
         default=None, description="The reasoning before an answer of the assistant, for the template to show."
     )
-    tool_calls: list[OllamaToolCall] | None = Field(
+    tool_calls: Items[OllamaToolCall] | None = Field(
         default=None, description="The tool calls of an answer of the assistant."
     )
     tool_name: str | None = Field(default=None, description="Of a result: the name of the tool.")
@@ -224,12 +224,12 @@ class OllamaMessage(TolerantBody):
 class OllamaChatBody(OllamaBody):
     """Body of `POST /api/chat`."""
 
-    messages: list[OllamaMessage] | None = Field(
+    messages: Items[OllamaMessage] | None = Field(
         default=None,
         max_length=MAX_CHAT_MESSAGES,
         description="The chat so far, the oldest message first. A last one of the assistant is continued.",
     )
-    tools: list[dict[str, Any]] | None = Field(
+    tools: Items[dict[str, Any]] | None = Field(
         default=None,
         max_length=MAX_TOOLS,
         description='The functions that the model may call: `{"type": "function", "function": {"name": ..., '

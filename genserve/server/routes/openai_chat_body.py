@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, WrapVa
 from genserve.prompt import MAX_CHAT_MESSAGES, MAX_TOOLS, Chat, only_tool, read_messages, read_tools
 from genserve.sampling.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from genserve.server.decoding_fields import parameter
-from genserve.server.request_body import TolerantBody, text_parts
+from genserve.server.request_body import Items, TolerantBody, text_parts
 from genserve.server.routes.openai_protocol import ChatTemplateKwargs, OpenAIBody, ParallelToolCalls
 
 _UNSUPPORTED_IN_MESSAGES = {
@@ -48,14 +48,14 @@ class ChatMessage(TolerantBody):
         description="Whose message it is; `developer` is OpenAI's newer word for `system`."
     )
     content: Annotated[
-        list[TextPart] | None,
+        Items[TextPart] | None,
         BeforeValidator(text_parts, json_schema_input_type=str | list[TextPart] | None),
     ] = Field(default=None, description="Its text, whole or in parts; null if the message only calls tools.")
     name: str | None = Field(default=None, description="The name of the tool, or of the participant.")
     reasoning_content: str | None = Field(
         default=None, description="The reasoning before an answer of the assistant, for the template to show."
     )
-    tool_calls: list[ChatToolCall] | None = Field(
+    tool_calls: Items[ChatToolCall] | None = Field(
         default=None, description="The tool calls of an answer of the assistant."
     )
     tool_call_id: str | None = Field(
@@ -115,7 +115,7 @@ class AllowedTools(TolerantBody):
     """Some of the tools, which may or must be called."""
 
     mode: Literal["auto", "required"] = Field(description="Whether they may or must be called.")
-    tools: list[NamedTool] = Field(description="The tools.")
+    tools: Items[NamedTool] = Field(description="The tools.")
 
 
 class AllowedToolsChoice(TolerantBody):
@@ -166,10 +166,10 @@ class ChatBody(OpenAIBody):
         }
     )
 
-    messages: list[ChatMessage] = Field(
+    messages: Items[ChatMessage] = Field(
         min_length=1, max_length=MAX_CHAT_MESSAGES, description="The chat so far, the oldest message first."
     )
-    tools: list[ChatTool] | None = Field(
+    tools: Items[ChatTool] | None = Field(
         default=None, max_length=MAX_TOOLS, description="The functions that the model may call."
     )
     tool_choice: ToolChoice = Field(

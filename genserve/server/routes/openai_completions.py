@@ -23,7 +23,7 @@ from genserve.sampling.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from genserve.server.decoding_fields import parameter
 from genserve.server.error_responses import OPENAI_ERRORS, ErrorFormats
 from genserve.server.generation_handler import SubmittedRequest, handle_generation
-from genserve.server.request_body import StrictRoute
+from genserve.server.request_body import Items, StrictRoute
 from genserve.server.routes.logprob_formats import CompletionLogprobs, prompt_logprobs
 from genserve.server.routes.openai_protocol import FINISH_REASONS, OpenAIBody, OpenAIFrames, choose, head
 from genserve.server.services import SharedServices
@@ -47,7 +47,9 @@ class CompletionBody(OpenAIBody):
     model_config = ConfigDict(json_schema_extra={"examples": [{"prompt": "The sea is", "max_tokens": 16}]})
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"suffix": ("",)}
 
-    prompt: Annotated[str | list[str] | list[int] | list[list[int]], WrapValidator(_one_of_four)] = Field(
+    prompt: Annotated[
+        str | Items[str] | Items[int] | Items[Items[int]], WrapValidator(_one_of_four)
+    ] = Field(
         description="A text, its token ids, or a list of such; each gets its own answers."
     )
     max_tokens: int | None = parameter(

@@ -31,7 +31,7 @@ from genserve.sampling.sampling_params import (
 from genserve.server.decoding_fields import COMMON, DecodingFields, Texts, parameter
 from genserve.server.error_responses import openai_error
 from genserve.server.generation_handler import SubmittedRequest
-from genserve.server.request_body import Body
+from genserve.server.request_body import Body, Items
 from genserve.server.sse_response import event
 from genserve.text.detokenizer import Detokenizer
 from genserve.text.tokenizer import Tokenizer
@@ -166,7 +166,7 @@ class OpenAIBody(OpenAIFields):
         json_schema_extra={"default": 1},
     )
     best_of: int | None = parameter("best_of", ge=1, le=MAX_BEST_OF)
-    logprob_token_ids: list[int] | None = parameter("logprob_token_ids")
+    logprob_token_ids: Items[int] | None = parameter("logprob_token_ids")
     prompt_logprobs: int | None = parameter("prompt_logprobs", ge=0, le=MAX_TOP_LOGPROBS)
     response_format: dict[str, Any] | None = Field(
         default=None,

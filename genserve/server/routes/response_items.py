@@ -19,7 +19,7 @@ from pydantic import BeforeValidator, Field
 from genserve.completion import MessageDelta, ToolCallDelta
 from genserve.errors import InvalidRequest, require
 from genserve.prompt import Message, Role, ToolCall, inside
-from genserve.server.request_body import TolerantBody, text_parts
+from genserve.server.request_body import Items, TolerantBody, text_parts
 from genserve.server.response_store import ResponseNotFound
 from genserve.server.routes.logprob_formats import ID_PREFIX, ScoredToken
 from genserve.server.sse_response import event
@@ -58,7 +58,7 @@ class ItemPart(TolerantBody):
 
 
 _Parts = Annotated[
-    list[ItemPart] | None, BeforeValidator(text_parts, json_schema_input_type=str | list[ItemPart] | None)
+    Items[ItemPart] | None, BeforeValidator(text_parts, json_schema_input_type=str | list[ItemPart] | None)
 ]
 
 

@@ -15,7 +15,7 @@ from genserve.prompt import MAX_CHAT_MESSAGES, MAX_TOOLS, Chat, Tool, inside, on
 from genserve.sampling.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from genserve.server.decoding_fields import COMMON, parameter
 from genserve.server.generation_handler import SubmittedRequest
-from genserve.server.request_body import BodyTooLarge, TolerantBody
+from genserve.server.request_body import BodyTooLarge, Items, TolerantBody
 from genserve.server.response_store import PreviousResponseNotFound, ResponseNotFound, ResponseStore
 from genserve.server.routes.openai_protocol import ChatTemplateKwargs, OpenAIFields, ParallelToolCalls
 from genserve.server.routes.response_items import InputItem, Item, is_unfinished, messages_of, read_items
@@ -184,7 +184,7 @@ class ResponsesBody(OpenAIFields):
     )
 
     input: Annotated[
-        list[InputItem] | None, BeforeValidator(_items, json_schema_input_type=str | list[InputItem] | None)
+        Items[InputItem] | None, BeforeValidator(_items, json_schema_input_type=str | list[InputItem] | None)
     ] = Field(
         default=None,
         max_length=MAX_CHAT_MESSAGES,
@@ -203,7 +203,7 @@ class ResponsesBody(OpenAIFields):
         json_schema_extra={"default": True},
     )
     max_output_tokens: int | None = parameter("max_tokens")
-    tools: list[ResponseTool] | None = Field(
+    tools: Items[ResponseTool] | None = Field(
         default=None, max_length=MAX_TOOLS, description="The functions that the model may call."
     )
     tool_choice: _ToolChoice = Field(
@@ -218,7 +218,7 @@ class ResponsesBody(OpenAIFields):
     )
     text: TextOptions | None = Field(default=None, description="The form of the text.")
     reasoning: ReasoningOptions | None = Field(default=None, description="How the model reasons.")
-    include: list[_Include] | None = Field(
+    include: Items[_Include] | None = Field(
         default=None, description=f"Additional output; `{_INCLUDED_LOGPROBS}` is what the server has."
     )
     top_logprobs: int | None = parameter("top_logprobs", ge=0, le=MAX_TOP_LOGPROBS)

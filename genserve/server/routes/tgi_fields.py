@@ -15,7 +15,7 @@ from genserve.errors import require
 from genserve.sampling.param_table import Range
 from genserve.sampling.sampling_params import DRAW_PARAMETERS, PARAMETERS, SamplingParams, sampling_params
 from genserve.server.decoding_fields import COMMON, DecodingFields, parameter
-from genserve.server.request_body import Body
+from genserve.server.request_body import Body, Items
 
 
 class Parameters(DecodingFields):
@@ -50,7 +50,7 @@ class Parameters(DecodingFields):
         default=None, description="The text begins with the prompt.", json_schema_extra={"default": False}
     )
     seed: int | None = parameter("seed")
-    stop: list[str] | None = parameter("stop")
+    stop: Items[str] | None = parameter("stop")
     temperature: float | None = parameter(
         "temperature", default=1.0, gt=0.0, description="Divides the logits, if tokens are drawn."
     )

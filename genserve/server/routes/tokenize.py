@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field
 from genserve.errors import InvalidRequest
 from genserve.prompt import MAX_CHAT_MESSAGES, MAX_TOOLS, Chat, read_messages, read_tools
 from genserve.server.error_responses import OPENAI_ERRORS, ErrorFormats
-from genserve.server.request_body import StrictRoute, TolerantBody
+from genserve.server.request_body import Items, StrictRoute, TolerantBody
 from genserve.server.routes.openai_chat_body import ChatMessage, ChatTool
 from genserve.server.services import SharedServices
 from genserve.text.tokenizer import Tokenizer
@@ -47,7 +47,7 @@ class TokenizeBody(TolerantBody):
         default=None, description="The name of a model; not needed if there is only one."
     )
     prompt: str | None = Field(default=None, description="vLLM's: the text.")
-    messages: list[ChatMessage] | None = Field(
+    messages: Items[ChatMessage] | None = Field(
         default=None, max_length=MAX_CHAT_MESSAGES, description="vLLM's: a chat, which the template renders."
     )
     content: str | None = Field(default=None, description="llama.cpp's: the text.")
@@ -61,7 +61,7 @@ class TokenizeBody(TolerantBody):
         description="With `prompt` or `messages`: the names of the tokens, too.",
         json_schema_extra={"default": False},
     )
-    tools: list[ChatTool] | None = Field(
+    tools: Items[ChatTool] | None = Field(
         default=None, max_length=MAX_TOOLS, description="With `messages`: the functions of the chat."
     )
     add_generation_prompt: bool | None = Field(
@@ -112,7 +112,7 @@ class DetokenizeBody(TolerantBody):
     model: str | None = Field(
         default=None, description="The name of a model; not needed if there is only one."
     )
-    tokens: list[int] = Field(description="The token ids.")
+    tokens: Items[int] = Field(description="The token ids.")
     skip_special_tokens: bool | None = Field(
         default=None,
         description="SGLang's: without the names of special tokens.",
