@@ -1,4 +1,4 @@
-"""Log: the format of the server's log, its destination, and the request that each line belongs to."""
+"""Log: the format of the server's log, and the request that each line belongs to."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass, field
-from logging.handlers import WatchedFileHandler
 from typing import Protocol
 
 from genserve.errors import GenserveError
@@ -265,25 +264,6 @@ def _without_traceback(record: logging.LogRecord) -> logging.LogRecord:
     bare.exc_info = bare.exc_text = bare.stack_info = None
     bare.request_id = _request_id(record)       # of the current request, whenever it is written
     return bare
-
-
-def open_log(path: str) -> logging.Handler:
-    """Return a handler that writes to a file, or to stderr if `path` is empty.
-
-    When the file is moved, as logrotate does, a new one is opened.
-
-    Raises:
-        GenserveError: the file cannot be written.
-    """
-    if not path:
-        return logging.StreamHandler()
-    try:
-        return WatchedFileHandler(path, encoding="utf-8")
-    except OSError as error:
-        raise GenserveError(
-            f"cannot write the log to {path}: {error.strerror}",
-            remedy="set --log-file to a file in an existing, writable folder",
-        ) from error
 
 
 def _request_id(record: logging.LogRecord) -> str:

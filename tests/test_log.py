@@ -8,7 +8,6 @@ import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +22,6 @@ from genserve.log import (
     LoggedRequest,
     escaped,
     fail_request,
-    open_log,
     quoted,
 )
 
@@ -192,21 +190,3 @@ class TestFlood:
         models = {"name": "genserve.models.m", "created": 1000.0}
         assert len(self.written(*(record("x", **info) for _ in range(150)))) == 150
         assert len(self.written(*(record("x", **models) for _ in range(150)))) == 150
-
-
-def test_a_moved_log_file_is_reopened(tmp_path: Path) -> None:
-    file = tmp_path / "log"
-    handler = open_log(str(file))
-    handler.handle(record("before"))
-    file.rename(tmp_path / "log.1")
-    handler.handle(record("after"))
-    handler.close()
-    assert [(tmp_path / name).read_text() for name in ("log.1", "log")] == ["before\n", "after\n"]
-
-
-def test_a_log_file_is_appended_to(tmp_path: Path) -> None:
-    for word in ("first", "second"):
-        handler = open_log(str(tmp_path / "log"))
-        handler.handle(record(word))
-        handler.close()
-    assert (tmp_path / "log").read_text() == "first\nsecond\n"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import inspect
 import json
+import logging
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, Field, fields, replace
@@ -20,6 +22,9 @@ from genserve.store import default_repository
 
 if TYPE_CHECKING:
     from genserve.server import ServerInfo, VersionInfo
+
+
+logger = logging.getLogger(__name__)
 
 
 def serve(model: list[str] | None = None, **options: Any) -> None:
@@ -140,7 +145,16 @@ def _exit_process(code: int) -> None:
 
 
 def print_startup_banner(server: ServerInfo) -> None:
-    """Print the models, the URLs, and the first commands to try."""
+    """Print the models, the URLs, and the first commands to try, if stdout can be written."""
+    try:
+        _print_banner(server)
+    except OSError as error:
+        logger.warning("cannot write to stdout: %s", error.strerror)
+        # What is left in the buffer would fail once more when the process ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _print_banner(server: ServerInfo) -> None:
     from genserve.cli.console import print_error
 
     if server.versions:

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from genserve.errors import GenserveError, InferenceError, Status
-from genserve.log import LOG_FORMATS, FloodFilter, LineFormatter, open_log
+from genserve.log import LOG_FORMATS, FloodFilter, LineFormatter
+from genserve.log_writer import open_log
 from genserve.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
