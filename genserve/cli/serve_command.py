@@ -148,8 +148,8 @@ def print_startup_banner(server: ServerInfo) -> None:
     """Print the models, the URLs, and the first commands to try, if stdout can be written."""
     try:
         _print_banner(server)
-    except OSError as error:
-        logger.warning("cannot write to stdout: %s", error.strerror)
+    except (OSError, SystemExit) as error:  # rich exits where nobody reads a pipe
+        logger.warning("cannot write to stdout: %s", getattr(error, "strerror", None) or "nobody reads it")
         # What is left in the buffer would fail once more when the process ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

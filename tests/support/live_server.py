@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import Any, Self
 
 from genserve.server.api_server import Server, ServerInfo
 from genserve.settings import ServerSettings
@@ -103,19 +103,21 @@ def wait_until(holds, *, timeout_s: float = 30) -> None:
 
 @contextmanager
 def serving(
-    repository: Path, *flags: str, key: str = "", stderr: int | IO[str] = subprocess.PIPE
+    repository: Path, *flags: str, key: str = "", **process: Any
 ) -> Iterator[subprocess.Popen]:
-    """The command, which does not outlive the test; with an API key if one is given."""
+    """The command, which does not outlive the test; with an API key if one is given.
+
+    `process` are arguments of Popen, such as another `stderr` than a pipe.
+    """
     command = [sys.executable, "-m", "genserve", "serve", "--http-port=0", "--grpc-port=0"]
     command += ["--metrics-port=0", f"--model-repository={repository}", *flags]
     environment = os.environ | ({"GENSERVE_API_KEY": key} if key else {})
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment
-    ) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, **(pipes | process), text=True, env=environment) as running:
         try:
-            yield process
+            yield running
         finally:
-            process.kill()
+            running.kill()
 
 
 def line_with(process: subprocess.Popen, words: str) -> str:

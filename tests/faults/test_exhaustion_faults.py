@@ -1,0 +1,77 @@
+"""Streams of the process that cannot be written, and resources that run out: the server answers as before."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.support.live_server import line_with, serving, wait_until
+from tests.support.python_models import write_model
+
+ASKED = {"inputs": [{"name": "X", "datatype": "FP32", "shape": [1], "data": [1]}]}
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adds")
+    write_model(folder, "add")
+    return folder
+
+
+def answers(url: str) -> bool:
+    with httpx2.Client(base_url=url) as http:
+        answer = http.post("/v2/models/add/infer", json=ASKED).json()
+    return answer["outputs"][0]["data"] == [2.0]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def is_ready(url: str) -> bool:
+    with suppress(httpx2.TransportError):
+        return httpx2.get(f"{url}/v2/health/ready").status_code == 200
+    return False
+
+
+@pytest.mark.parametrize("kind", ["closed", "on a full disk", "pipes without a reader"])
+def test_streams_that_cannot_be_written_change_nothing(repository: Path, kind: str) -> None:
+    if kind == "on a full disk":
+        descriptor = os.open("/dev/full", os.O_WRONLY)
+    else:
+        reader, descriptor = os.pipe()
+        os.close(reader)
+    streams: dict[str, Any] = {"stdout": descriptor, "stderr": descriptor}
+    if kind == "closed":
+        streams["preexec_fn"] = lambda: os.closerange(1, 3)
+    port = free_port()
+    flags = [f"--http-port={port}"] + (["--log-file=/dev/full"] if kind == "on a full disk" else [])
+    with serving(repository, *flags, **streams) as process:
+        os.close(descriptor)
+        wait_until(lambda: is_ready(f"http://127.0.0.1:{port}") or process.poll() is not None)
+        assert answers(f"http://127.0.0.1:{port}")
+        process.terminate()
+        assert process.wait(timeout=30) == 0
+
+
+def test_a_log_that_nobody_reads_delays_no_request(repository: Path) -> None:
+    with serving(repository, "--log-verbose=1") as process:
+        fcntl.fcntl(process.stderr, fcntl.F_SETPIPE_SZ, 4096)   # of Linux: some 40 lines
+        url = line_with(process, "Ready at").split()[2]
+        with httpx2.Client(base_url=url) as http:
+            for _ in range(200):
+                assert http.get("/v2/health/live").status_code == 200
+        with ThreadPoolExecutor(1) as pool:
+            log = pool.submit(process.stderr.read)      # the reader goes on
+            process.terminate()
+            assert process.wait(timeout=30) == 0
+    assert log.result().count("/v2/health/live") == 200
