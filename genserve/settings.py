@@ -80,7 +80,7 @@ def _json_object(text: str) -> dict[str, Any]:
 
 def _compile(pattern: str) -> None:
     try:
-        re.compile(pattern)
+        re.compile(pattern.removeprefix("(?-i)"))    # a switch of RE2, which header_pattern reads
     except re.error as error:
         raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
 

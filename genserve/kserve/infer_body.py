@@ -238,7 +238,9 @@ class _BodyReader:
         outputs: dict[str, RequestedOutput] = {}
         for entry in entries:
             output = self._output(entry, _parameters_of(entry))
-            outputs.setdefault(output.name, output)
+            if output.name in outputs:
+                raise fail(f"output '{output.name}' already exists in request", request_id=self._id)
+            outputs[output.name] = output
         return outputs
 
     def _output(self, entry: Any, given: Mapping[str, Any]) -> RequestedOutput:

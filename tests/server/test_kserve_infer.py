@@ -184,6 +184,12 @@ def test_classification_includes_labels(client) -> None:
     ]
 
 
+def test_a_repeated_output_is_rejected(client) -> None:
+    outputs = [triton.InferRequestedOutput("SUM") for _ in range(2)]
+    with pytest.raises(InferenceServerException, match="output 'SUM' already exists in request"):
+        client.infer("add_sub", add_sub_inputs(binary=True), outputs=outputs)
+
+
 def test_parameters_and_matching_headers_reach_the_model(client) -> None:
     result = client.infer(
         "told",

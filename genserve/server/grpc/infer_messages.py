@@ -94,21 +94,25 @@ def read_request(
         InferenceError: the request contradicts itself. `submit` validates it against the model's config.
     """
     parameters = _read_parameters(message.parameters)
+    requested: dict[str, None] = {}
+    for output in message.outputs:
+        if model.config.output(output.name) is None:
+            raise InferenceError(f"unexpected inference output '{output.name}' for model '{model.name}'")
+        if output.name in requested:
+            raise fail(f"output '{output.name}' already exists in request", request_id=message.id)
+        requested[output.name] = None
     inputs: dict[str, Tensor] = {}
     for tensor in _tensors(message, model.config, shared_memory):
         if tensor.name in inputs:
             raise fail(f"input '{tensor.name}' already exists in request", request_id=message.id)
         inputs[tensor.name] = tensor
-    for output in message.outputs:
-        if model.config.output(output.name) is None:
-            raise InferenceError(f"unexpected inference output '{output.name}' for model '{model.name}'")
     request = InferenceRequest(
         model_name=model.name,
         # Without a version `submit` takes the latest, which may have changed meanwhile.
         model_version=model.version if message.model_version else -1,
         id=message.id,
         inputs=inputs,
-        requested_outputs=tuple(dict.fromkeys(output.name for output in message.outputs)),
+        requested_outputs=tuple(requested),
         parameters={**parameters.custom, **headers} if headers else parameters.custom,
         correlation_id=parameters.correlation_id,
         flags=parameters.flags,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -12,6 +11,7 @@ from tritonclient.grpc import service_pb2
 
 from genserve.errors import GenserveError, InferenceError, Status
 from genserve.inference import Parameter
+from genserve.kserve.forwarded_headers import forwarded_headers
 from genserve.kserve.model_metadata import EXTENSIONS, find_for_statistics, model_metadata, statistics_json
 from genserve.kserve.triton_parsing import read_version
 from genserve.repository.model_versions import ModelVersion
@@ -37,8 +37,7 @@ class InferenceService(Administration):
         """Construct it on the event loop."""
         super().__init__(services)
         self._dispatcher = services.response_dispatcher()
-        pattern = services.settings.grpc_header_forward_pattern
-        self._forwarded = re.compile(pattern, re.IGNORECASE) if pattern else None
+        self._forwarded = services.settings.grpc_header_forward_pattern
 
     @rpc_method
     async def ServerLive(self, request: Any, context: Any) -> Any:
@@ -169,12 +168,11 @@ class InferenceService(Administration):
         return self._models.find(name, read_version(version))
 
     def _headers(self, context: Any) -> Mapping[str, Parameter]:
-        if self._forwarded is None:
+        if not self._forwarded:
             return {}
         metadata = context.invocation_metadata() or ()
-        return {
-            name: value for name, value in metadata if isinstance(value, str) and self._forwarded.search(name)
-        }
+        texts = ((name, value) for name, value in metadata if isinstance(value, str))
+        return forwarded_headers(texts, self._forwarded)
 
 
 def _close(trace: Trace) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from genserve.errors import GenserveError, InferenceError, Status
 from genserve.inference import InferenceRequest, InferenceServer, Parameter
+from genserve.kserve.forwarded_headers import forwarded_headers
 from genserve.kserve.triton_parsing import read_json, read_version
 from genserve.log import fail_request
 from genserve.server.error_responses import error_headers, kserve_error, kserve_status
@@ -67,13 +67,9 @@ class KServeCall:
         return None
 
     def forwarded_headers(self) -> dict[str, Parameter]:
-        """Return the headers that become parameters of the request."""
-        pattern = self.services.settings.http_header_forward_pattern
-        if not pattern:
-            return {}
-        search = re.compile(pattern, re.IGNORECASE).search
+        """Return the headers that become parameters of the request. Raises InferenceError."""
         headers = ((key.decode("latin-1"), value.decode("latin-1")) for key, value in self._scope["headers"])
-        return {key: value for key, value in headers if search(key)}
+        return forwarded_headers(headers, self.services.settings.http_header_forward_pattern)
 
     async def body(self, *, limit: int, offset: int = 0) -> memoryview:
         """Return the body as one writable buffer.

@@ -261,6 +261,22 @@ def test_a_repeated_input_is_rejected(stub):
     assert rejection(stub.ModelInfer, message) == (grpc.StatusCode.INVALID_ARGUMENT, text)
 
 
+def test_a_repeated_output_is_rejected(stub):
+    message = request(shape=[1, 2], id="7")
+    for _ in range(2):
+        message.outputs.add(name="Y")
+    text = "[request id: 7] output 'Y' already exists in request"
+    assert rejection(stub.ModelInfer, message) == (grpc.StatusCode.INVALID_ARGUMENT, text)
+
+
+def test_an_unknown_output_is_reported_before_an_unknown_input(stub):
+    message = request(shape=[1, 2])
+    message.inputs[0].name = "NOPE"
+    message.outputs.add(name="DUMMY")
+    text = "unexpected inference output 'DUMMY' for model 'batched'"
+    assert rejection(stub.ModelInfer, message) == (grpc.StatusCode.INVALID_ARGUMENT, text)
+
+
 def test_typed_contents_with_raw_ones_or_in_a_wrong_field_are_rejected(stub):
     mixed = request()
     mixed.inputs[0].contents.fp32_contents.extend([1, 2])
