@@ -23,6 +23,7 @@ from genserve.log import CURRENT_REQUEST, LoggedRequest
 from genserve.prompt import Chat, Prompt
 from genserve.sampling.sampling_params import SamplingParams
 from genserve.server.error_responses import renamed
+from genserve.server.offload import answer_cost, offload_if_large
 from genserve.server.services import Services
 from genserve.server.sse_response import EventStream, Frames, read_all
 from genserve.text.message_parser import MessageParser
@@ -98,7 +99,7 @@ async def handle_generation(
         services: of the server.
         request: the request over HTTP.
         frames: makes the frames of a stream.
-        answer: makes the whole answer.
+        answer: makes the whole answer, on a thread if it is long.
         stream_response: sends the frames.
 
     Raises:
@@ -118,7 +119,8 @@ async def handle_generation(
             logged.streams = True
         response = stream_response(submitted.stream, frames(submitted, body))
     else:
-        response = answer(submitted, body, await read_all(submitted.stream, request))
+        deltas = await read_all(submitted.stream, request)
+        response = await offload_if_large(answer_cost(deltas), answer, submitted, body, deltas)
     # Names come from clients, and a header holds less than JSON does.
     names = (name for name in body.ignored(submitted.params) if name.isascii() and name.isprintable())
     if ignored := ",".join(names):

@@ -9,11 +9,12 @@ import asyncio
 import concurrent.futures
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from starlette.concurrency import run_in_threadpool
 
+from genserve.completion import Delta
 from genserve.tensor import DataType, Tensor
 
 T = TypeVar("T")
@@ -24,6 +25,9 @@ _LARGE = 256 * 1024
 COST_PER_OBJECT_BYTE = 8
 _COST_PER_STRING = 32
 _COPIED_BYTES_PER_COST = 16
+# A token of an answer; and one of the likeliest tokens in its place, whose text is decoded.
+_COST_PER_TOKEN = 32
+_COST_PER_CANDIDATE = 512
 
 
 async def offload_if_large(cost: int, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -41,6 +45,17 @@ def write_cost(tensor: Tensor, *, copied: bool) -> int:
     if count * _COST_PER_STRING > _LARGE:
         return count * _COST_PER_STRING
     return sum(len(text) for text in tensor.array.flat if isinstance(text, (bytes, str)))
+
+
+def answer_cost(deltas: Sequence[Delta]) -> int:
+    """Return the cost of writing deltas in any dialect."""
+    num_tokens = num_candidates = 0
+    for delta in deltas:
+        num_tokens += len(delta.token_ids)
+        num_candidates += sum(map(len, delta.top_logprobs)) if delta.top_logprobs else 0
+        if delta.prompt_logprobs:
+            num_candidates += sum(1 + len(score.top) for score in delta.prompt_logprobs)
+    return _COST_PER_TOKEN * num_tokens + _COST_PER_CANDIDATE * num_candidates
 
 
 def start_daemon(function: Callable[[], T], *, name: str) -> asyncio.Future[T]:

@@ -7,6 +7,7 @@ that were the model's input: a later response does not depend on whether an earl
 from __future__ import annotations
 
 import json
+import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -59,7 +60,7 @@ class StoredResponse:
 class ResponseStore:
     """Stored responses by id; above the limit, the least recently used ones are evicted.
 
-    For one thread.
+    Safe from any thread.
 
     Args:
         max_bytes: of all responses together; 0: nothing is stored.
@@ -70,6 +71,7 @@ class ResponseStore:
         self.num_bytes = 0
         self._responses: OrderedDict[str, StoredResponse] = OrderedDict()   # the least recently used first
         self._owners: dict[str, str] = {}       # the response of each item
+        self._lock = threading.RLock()          # of these three
 
     def __len__(self) -> int:
         return len(self._responses)
@@ -93,32 +95,37 @@ class ResponseStore:
         if stored.num_bytes > self.max_bytes:
             return
         response_id = response["id"]
-        self._responses[response_id] = stored
-        self._owners |= dict.fromkeys(stored.item_ids, response_id)
-        self.num_bytes += stored.num_bytes
-        while self.num_bytes > self.max_bytes:
-            self._remove(next(iter(self._responses)))
+        with self._lock:
+            self._responses[response_id] = stored
+            self._owners |= dict.fromkeys(stored.item_ids, response_id)
+            self.num_bytes += stored.num_bytes
+            while self.num_bytes > self.max_bytes:
+                self._remove(next(iter(self._responses)))
 
     def get(self, response_id: str) -> StoredResponse:
         """Return a response, which is then the most recently used; raises ResponseNotFound."""
-        if response_id not in self._responses:
-            message = f"no response with the id {response_id[:64]!r} is stored"
-            raise ResponseNotFound(message, remedy="send the whole conversation as input")
-        self._responses.move_to_end(response_id)
-        return self._responses[response_id]
+        with self._lock:
+            if response_id in self._responses:
+                self._responses.move_to_end(response_id)
+                return self._responses[response_id]
+        message = f"no response with the id {response_id[:64]!r} is stored"
+        raise ResponseNotFound(message, remedy="send the whole conversation as input")
 
     def item(self, item_id: str) -> dict[str, Any]:
         """Return an item of a stored response; raises ResponseNotFound."""
-        if item_id not in self._owners:
+        with self._lock:
+            owner = self._owners.get(item_id)
+        if owner is None:
             message = f"no item with the id {item_id[:64]!r} is stored"
             raise ResponseNotFound(message, remedy="send the item itself")
-        items = self.get(self._owners[item_id]).items()
+        items = self.get(owner).items()
         return next(item for item in items if item["id"] == item_id)
 
     def delete(self, response_id: str) -> None:
         """Delete a response; raises ResponseNotFound."""
-        self.get(response_id)
-        self._remove(response_id)
+        with self._lock:
+            self.get(response_id)
+            self._remove(response_id)
 
     def _remove(self, response_id: str) -> None:
         stored = self._responses.pop(response_id)

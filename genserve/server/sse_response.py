@@ -16,6 +16,7 @@ from genserve.completion import Delta
 from genserve.errors import GenserveError
 from genserve.generation.delta_streams import AsyncDeltaStream
 from genserve.log import fail_request
+from genserve.server.offload import answer_cost, offload_if_large
 
 # sse-starlette would end every stream at the first SIGTERM, but streams may finish during the drain.
 AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
@@ -106,7 +107,11 @@ async def _events(stream: AsyncDeltaStream, frames: Frames) -> AsyncIterator[byt
     first = frames.start()  # sent with the first token, since load generators measure the time to it
     try:
         async for deltas in stream:
-            if chunk := first + b"".join(map(frames.delta, deltas)):
+            if deltas[0].prompt_logprobs:   # perhaps of a long prompt
+                written = await offload_if_large(answer_cost(deltas), _written, frames, deltas)
+            else:
+                written = _written(frames, deltas)
+            if chunk := first + written:
                 yield chunk
             first = b""
     except GenserveError as error:
@@ -114,6 +119,10 @@ async def _events(stream: AsyncDeltaStream, frames: Frames) -> AsyncIterator[byt
         yield first + frames.error(error)
     if last := frames.end():
         yield last
+
+
+def _written(frames: Frames, deltas: list[Delta]) -> bytes:
+    return b"".join(map(frames.delta, deltas))
 
 
 async def read_all(stream: AsyncDeltaStream, request: Request) -> list[Delta]:

@@ -14,6 +14,7 @@ import tritonclient.http
 import genserve.server.request_body
 import genserve.tensor
 from genserve.server.offload import offload_if_large, write_cost
+from genserve.server.routes import logprob_formats
 from genserve.tensor import Tensor
 from tests.server.live_kserve import copy_models
 from tests.support.live_server import LiveServer
@@ -64,6 +65,19 @@ def test_a_large_body_of_another_dialect_is_parsed_off_the_event_loop_too(server
         assert http.post("/v1/completions", json={"prompt": [1] * 200000}).status_code == 404
     assert threads
     assert server.thread not in threads
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("num_prompt_tokens", "is_off_the_loop"), [(60, True), (3, False)])
+def test_many_log_probabilities_are_written_off_the_event_loop(
+    tiny_server, monkeypatch, stream, num_prompt_tokens, is_off_the_loop
+):
+    threads = threads_of(logprob_formats.TokenScores, "read", monkeypatch=monkeypatch)
+    body = {"prompt": [5] * num_prompt_tokens, "echo": True, "logprobs": 20, "max_tokens": 1}
+    answer = httpx2.post(f"{tiny_server.url}/v1/completions", json=body | {"stream": stream})
+    assert answer.status_code == 200
+    assert threads
+    assert (tiny_server.thread not in threads) == is_off_the_loop
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])

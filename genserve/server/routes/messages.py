@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from sse_starlette import ServerSentEvent
 
 from genserve.completion import (
@@ -29,6 +29,7 @@ from genserve.redaction import redacted_error
 from genserve.sampling.sampling_params import SamplingParams, unused_parameters
 from genserve.server.error_responses import ErrorFormat, ErrorFormats, http_status
 from genserve.server.generation_handler import SubmittedRequest, handle_generation
+from genserve.server.json_response import AnswerResponse
 from genserve.server.request_body import StrictRoute
 from genserve.server.routes.messages_body import MessagesBody, PromptFields
 from genserve.server.services import SharedServices
@@ -198,7 +199,7 @@ def _answer(submitted: SubmittedRequest, generation: _MessagesRequest, deltas: l
         content.append({"type": "tool_use", **called})
     ending = _ending(completion, parser, generation)
     usage = _usage(completion.usage, parser)
-    return JSONResponse(_head(submitted) | {"content": content, **ending, "usage": usage})
+    return AnswerResponse(_head(submitted) | {"content": content, **ending, "usage": usage})
 
 
 class MessageStream(EventStream):

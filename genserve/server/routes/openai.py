@@ -7,13 +7,14 @@ from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from genserve.completion import Completion, Delta, FinishReason, ToolCallDelta
 from genserve.prompt import Message
 from genserve.sampling.chat_defaults import chat_sampling_params
 from genserve.server.error_responses import OPENAI_ERRORS, ErrorFormats
 from genserve.server.generation_handler import SubmittedRequest, handle_generation
+from genserve.server.json_response import AnswerResponse
 from genserve.server.request_body import StrictRoute
 from genserve.server.routes.logprob_formats import TokenScores, prompt_logprobs
 from genserve.server.routes.openai_chat_body import ChatBody
@@ -108,7 +109,7 @@ def _answer(submitted: SubmittedRequest, body: ChatBody, deltas: list[Delta]) ->
     if body.prompt_logprobs is not None:
         scores = completions[0].prompt_logprobs
         answer["prompt_logprobs"] = prompt_logprobs(submitted.model.tokenizer, submitted.prompts[0], scores)
-    return JSONResponse(answer | _prompt_ids(submitted, body))
+    return AnswerResponse(answer | _prompt_ids(submitted, body))
 
 
 def _prompt_ids(submitted: SubmittedRequest, body: ChatBody) -> dict[str, list[int]]:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from pydantic import ConfigDict, Field, ValidationError, WrapValidator
 
 from genserve.completion import Completion, Delta, FinishReason
@@ -23,6 +23,7 @@ from genserve.sampling.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from genserve.server.decoding_fields import parameter
 from genserve.server.error_responses import OPENAI_ERRORS, ErrorFormats
 from genserve.server.generation_handler import SubmittedRequest, handle_generation
+from genserve.server.json_response import AnswerResponse
 from genserve.server.request_body import Items, StrictRoute
 from genserve.server.routes.logprob_formats import CompletionLogprobs, prompt_logprobs
 from genserve.server.routes.openai_protocol import FINISH_REASONS, OpenAIBody, OpenAIFrames, choose, head
@@ -220,4 +221,4 @@ def _answer(submitted: SubmittedRequest, body: CompletionBody, deltas: list[Delt
         for index, (writer, completion) in enumerate(zip(writers, completions, strict=True))
     ]
     answer = head(submitted, "text_completion", id_prefix="cmpl")
-    return JSONResponse(answer | {"choices": choices, "usage": usage})
+    return AnswerResponse(answer | {"choices": choices, "usage": usage})

@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from genserve.completion import Completion, Delta, FinishReason, Usage, join_choices, likeliest
 from genserve.errors import GenserveError, InvalidRequest
 from genserve.sampling.sampling_params import MAX_BEST_OF, MAX_STOP_STRINGS, SamplingParams, unused_parameters
 from genserve.server.error_responses import TGI_ERRORS, ErrorFormats, tgi_error
 from genserve.server.generation_handler import SubmittedRequest, handle_generation
+from genserve.server.json_response import AnswerResponse
 from genserve.server.request_body import StrictRoute
 from genserve.server.routes.logprob_formats import TopTokenReader, tgi_prefill
 from genserve.server.routes.tgi_fields import CompatibleBody, GenerateBody
@@ -131,7 +132,7 @@ def _answer(submitted: SubmittedRequest, generation: _TgiRequest, deltas: list[D
         rest = {"best_of_sequences": [texts[place] | details[place] for place in others]} if others else {}
         answer = answer | {"details": details[best] | rest}
     headers = _headers(completions[best].usage, seconds=time.monotonic() - generation.started_s)
-    return JSONResponse([answer] if generation.in_list else answer, headers=headers)
+    return AnswerResponse([answer] if generation.in_list else answer, headers=headers)
 
 
 class TokenFrames:

@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from fastapi import APIRouter
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from pydantic import ConfigDict, Field
 
 from genserve.errors import InvalidRequest
 from genserve.prompt import MAX_CHAT_MESSAGES, MAX_TOOLS, Chat, read_messages, read_tools
 from genserve.server.error_responses import OPENAI_ERRORS, ErrorFormats
+from genserve.server.json_response import AnswerResponse
 from genserve.server.request_body import Items, StrictRoute, TolerantBody
 from genserve.server.routes.openai_chat_body import ChatMessage, ChatTool
 from genserve.server.services import SharedServices
@@ -128,7 +129,7 @@ async def tokenize(body: TokenizeBody, services: SharedServices) -> Response:
         raise InvalidRequest(f"exactly one of {', '.join(_TEXTS)} must be given", field=(given or _TEXTS)[0])
     model = services.repository.text_model(body.model)
     answer = {"content": _of_llama_cpp, "inputs": _of_tgi}.get(given[0], _of_vllm)
-    return JSONResponse(await _run(model, lambda: answer(body, model)))
+    return await _run(model, lambda: AnswerResponse(answer(body, model)))
 
 
 @router.post("/detokenize")
