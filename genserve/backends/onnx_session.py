@@ -167,7 +167,8 @@ def num_cores() -> int:
 def runtime_message(error: Exception) -> str:
     """Return an error of ONNX Runtime in the words of Triton's backend: `onnx runtime error 2: ...`."""
     match = _RUNTIME_ERROR.match(str(error))
-    return f"onnx runtime error {match['code']}: {match['text']}" if match else f"onnx runtime error: {error}"
+    code, text = (f" {match['code']}", match["text"]) if match else ("", str(error))
+    return f"onnx runtime error{code}: {' '.join(text.split())}"
 
 
 def _execution_mode(onnxruntime: Any, parameters: Mapping[str, str]) -> Any:

@@ -9,7 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from genserve.errors import InferenceError, InvalidRequest, RepositoryError, Status
+from genserve.regular_file import read_regular_file
 from genserve.tensor import DataType, Tensor
+
+_MAX_FILE_BYTES = 2 << 30    # as the binary tensors of a request
 
 
 def decode_strings(tensor: Tensor) -> list[str]:
@@ -56,7 +59,7 @@ def read_tensor(
         RepositoryError: the file cannot be read, or is too short, or does not hold strings.
     """
     try:
-        content = file.read_bytes()
+        content = read_regular_file(file, max_bytes=_MAX_FILE_BYTES)
     except OSError as error:
         raise RepositoryError(
             f"failed to open text file for read {file}: {error.strerror}",

@@ -15,6 +15,7 @@ logger = logging.getLogger(__name__)
 
 ENTRY_POINTS = "genserve.backends"
 DEFAULT_MAX_BATCH_SIZE = 4      # Triton's
+_MAX_DIGITS = 19                # of an int64
 
 _DIRECTORY = "backend-directory"
 _BATCH = "default-max-batch-size"
@@ -52,13 +53,17 @@ _KNOWN: Mapping[str, Mapping[str, str | None]] = {
 
 def version_folders(model_folder: Path) -> dict[int, Path]:
     """Return the folders named by a number without leading zeros, ascending by version."""
-    folders = (path for path in model_folder.iterdir() if path.is_dir()) if model_folder.is_dir() else ()
+    try:
+        folders = [path for path in model_folder.iterdir() if path.is_dir()]
+    except OSError:     # removed meanwhile, or not readable
+        return {}
     versions = {int(path.name): path for path in folders if _is_version(path.name)}
     return dict(sorted(versions.items()))
 
 
 def _is_version(name: str) -> bool:
-    return name.isascii() and name.isdigit() and not name.startswith("0")
+    is_number = name.isascii() and name.isdigit() and not name.startswith("0")
+    return is_number and len(name) <= _MAX_DIGITS and int(name) < 2**63     # int64 in Triton's schema
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +154,10 @@ def deduce_backend(message: Any, model_folder: Path) -> None:
 def _files(model_folder: Path) -> set[str]:
     """The names in the folder of the lowest version."""
     folders = version_folders(model_folder)
-    return {path.name for path in folders[min(folders)].iterdir()} if folders else set()
+    try:
+        return {path.name for path in folders[min(folders)].iterdir()} if folders else set()
+    except OSError:     # removed meanwhile, or not readable
+        return set()
 
 
 def _backend(message: Any, *, files: set[str]) -> str:

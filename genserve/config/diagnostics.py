@@ -147,8 +147,8 @@ class SourceMap:
 
 
 def _here(tokens: Any) -> str:
-    error = tokens.ParseError("")
-    return f"{error.GetLine()}:{error.GetColumn()}"
+    # The public way, `tokens.ParseError`, copies the whole line each time.
+    return f"{tokens._line + 1}:{tokens._column + 1}"
 
 
 def _skip(tokens: Any, token: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -23,7 +24,11 @@ from genserve.config.diagnostics import (
 from genserve.config.model_config import ModelConfig
 from genserve.config.schema import model_config, new_model_config
 from genserve.errors import RepositoryError, suggestion
+from genserve.regular_file import read_regular_file
 
+# The largest configs have about 100 KB. A megabyte of entries takes half a second to parse.
+_MAX_BYTES = 1 << 20
+_MAX_PROBLEM = 400      # characters; protobuf quotes the whole text of a string that does not end
 # The prefix of protobuf's messages: the position, and the line.
 PREFIX = re.compile(r"^\d+:\d+ : ('.*': )?")
 UNKNOWN_NAME = re.compile(r'(?P<kind>Message|Enum) type "(?P<type>[\w.]+)" has no \w+ named "?(?P<name>\w+)')
@@ -104,7 +109,7 @@ def inspect_model_config(
     """
     path = config_path(folder, config_name=config_name)
     backends = tuple(backends) or known_backends()
-    if not path.exists():
+    if not os.path.lexists(path):
         return inspect_message(new_model_config(), path=path, folder=folder, backends=backends)
     return _read(path, folder=folder, backends=backends)
 
@@ -166,10 +171,14 @@ def _config_or_error(parsed: ParsedConfig) -> ModelConfig:
 
 def _read(path: Path, *, folder: Path, backends: tuple[str, ...]) -> ParsedConfig:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_regular_file(path, max_bytes=_MAX_BYTES).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        remedy = "a model folder holds a config.pbtxt in UTF-8"
-        return unreadable_config(path, position="1:1", message=f"cannot be read: {error}", remedy=remedy)
+        reason = error.strerror if isinstance(error, OSError) else error
+        remedy = "a model folder holds a config.pbtxt in UTF-8, of at most a megabyte"
+        return unreadable_config(path, position="1:1", message=f"cannot be read: {reason}", remedy=remedy)
+    if text.startswith("\ufeff"):
+        message, remedy = "begins with a byte order mark", "save it as UTF-8 without a byte order mark"
+        return unreadable_config(path, position="1:1", message=message, remedy=remedy)
     return _parse(text, path=path, folder=folder, backends=backends)
 
 
@@ -177,7 +186,7 @@ def _parse(text: str, *, path: Path, folder: Path, backends: tuple[str, ...]) ->
     try:
         message = parse_message(text)
     except text_format.ParseError as error:
-        problem = PREFIX.sub("", str(error)).rstrip(".")
+        problem = PREFIX.sub("", str(error)).rstrip(".")[:_MAX_PROBLEM]
         unknown = UNKNOWN_NAME.match(problem)
         position = f"{error.GetLine()}:{error.GetColumn()}"
         remedy = _suggestion_in_schema(unknown) if unknown else ""

@@ -12,6 +12,8 @@ from genserve.config.schema import enum_name
 from genserve.errors import suggestion
 from genserve.shapes import compatible, shape_text
 
+_MAX_DIMS = 63  # numpy has 64, and one is the batch
+
 
 def validate_tensors(config: ValidationContext) -> Iterator[Diagnostic]:
     """Yield the errors of inputs and outputs."""
@@ -41,6 +43,9 @@ def _tensor(config: ValidationContext, tensor: Any, *, kind: str, path: str) -> 
             f"{start} dimension must be integer >= 1, or -1 to indicate a variable-size dimension {end}",
             remedy="write a size above 0, or -1 for any size",
         )
+    if len(tensor.dims) > _MAX_DIMS:
+        message = f"{start} has {len(tensor.dims)} dimensions {end}"
+        yield config.error(f"{path}.dims", message, remedy=f"write at most {_MAX_DIMS}")
     wrong = _reshape_error(tensor, batches=config.message.max_batch_size > 0)
     if wrong:
         remedy = "give dims and reshape the same number of elements, and -1 in the same order"

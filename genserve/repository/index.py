@@ -72,7 +72,7 @@ def scan(
     backend_folders: Iterable[Path] = (),
     strict_paths: bool = False,
 ) -> dict[str, ModelEntry]:
-    """Read the folders of one or more repositories, without hidden folders.
+    """Read the folders of one or more repositories, without hidden folders and those of tools.
 
     Args:
         roots: the repositories.
@@ -97,16 +97,45 @@ def scan(
     real_roots = {root.resolve(): root for root in roots}
     for root in real_roots.values():
         for path in _model_folders(root):
-            if path.name in entries:
-                entries[path.name] = _ambiguous(entries[path.name], other=path)
+            name = _printable(path.name)
+            if name in entries:
+                entries[name] = _ambiguous(entries[name], other=path)
+                continue
+            outside = links_out(path, real_roots) if strict_paths else []
+            if name != path.name:
+                parsed = _misnamed(path)
+            elif outside:
+                parsed = _leads_out(path, outside[0])
             else:
-                outside = links_out(path, real_roots) if strict_paths else []
-                if outside:
-                    parsed = _leads_out(path, outside[0])
-                else:
-                    parsed = inspect_model_config(path, config_name=config_name, backends=backends)
-                entries[path.name] = ModelEntry(name=path.name, path=path, parsed=parsed)
+                parsed = _read(path, config_name=config_name, backends=backends)
+            entries[name] = ModelEntry(name=name, path=path, parsed=parsed)
     return dict(sorted(entries.items()))
+
+
+def _printable(name: str) -> str:
+    """Return the name of a folder; escaped, if it is not UTF-8 or would break a line of the log."""
+    return name if name.isprintable() else name.encode("unicode_escape").decode()
+
+
+def _read(path: Path, *, config_name: str, backends: tuple[str, ...]) -> ParsedConfig:
+    try:
+        return inspect_model_config(path, config_name=config_name, backends=backends)
+    except OSError as error:    # the folder was removed meanwhile, or may not be read
+        return unreadable_config(
+            path / "config.pbtxt",
+            at=path,
+            message=f"the folder cannot be read: {error.strerror}",
+            remedy="make it readable for this user, or remove it from the repository",
+        )
+
+
+def _misnamed(folder: Path) -> ParsedConfig:
+    return unreadable_config(
+        folder / "config.pbtxt",
+        at=folder.parent,
+        message=f"the folder {_printable(folder.name)!r} has a name that is not printable text in UTF-8",
+        remedy="rename it",
+    )
 
 
 def served_versions(config: ModelConfig, versions: Iterable[int]) -> tuple[int, ...]:
@@ -198,13 +227,18 @@ def _model_folders(root: Path) -> list[Path]:
             remedy="name one with --model-repository, or make one: "
             f"`genserve pull smollm2{repository_flag(root)}`",
         )
-    folders = [path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    folders = [path for path in root.iterdir() if path.is_dir() and not _is_other(path.name)]
     if (root / "config.pbtxt").is_file() and len(folders) == len(version_folders(root)):
         raise RepositoryError(
             f"{root} is a model, not a repository of models",
             remedy=f"give the folder that contains it: {root.resolve().parent}",
         )
     return folders
+
+
+def _is_other(name: str) -> bool:
+    """Whether a folder of this name belongs to a tool or a file system."""
+    return name.startswith(".") or name in ("__pycache__", "lost+found")
 
 
 def _leads_out(folder: Path, link: Path) -> ParsedConfig:

@@ -6,6 +6,7 @@ file is opened as an archive, without torch.
 
 from __future__ import annotations
 
+import re
 import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,6 +20,7 @@ from genserve.config.model_config import ModelConfig
 from genserve.config.normalise import num_gpus
 from genserve.config.schema import model_config
 from genserve.errors import GenserveError, MissingDependency, RepositoryError, Status
+from genserve.regular_file import special_kind
 from genserve.repository.index import ModelEntry
 from genserve.text.tokenizer import Tokenizer
 from genserve.text.tokenizer_files import recommended_sampling_params
@@ -27,13 +29,14 @@ from genserve.textmodel.runtimes.onnx_logits import check_logits_graph
 
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _MAX_POINTER_BYTES = 1024   # by the Git LFS specification
+_WEB_PAGE = re.compile(rb"\s*<(!doctype html|html|head)\b", re.IGNORECASE)    # a failed download
 _NOT_IMPLEMENTED = "onnx runtime error 9:"      # an operator has no kernel on this device
 _TORCHSCRIPT_RECORDS = ("data.pkl", "constants.pkl", "version")
 _WEIGHTS = "data.pkl"         # also written by torch.save of a state_dict
 
 
 def placeholder_diagnostics(folder: Path, *, backend: str, filename: str) -> Iterator[Diagnostic]:
-    """Yield the Git LFS pointers and unreadable files of a version, and its model file if that is empty.
+    """Yield the Git LFS pointers, the special and the unreadable files of a version, and an empty model file.
 
     Args:
         folder: of the version.
@@ -45,10 +48,20 @@ def placeholder_diagnostics(folder: Path, *, backend: str, filename: str) -> Ite
     for file in files:
         # Which other files a model.py reads is unknown.
         is_needed = backend != "python" or file == model
+        kind = special_kind(file)
+        if kind:    # opening it could wait for ever, or read for ever
+            yield _diagnostic(
+                file,
+                f"{file.name} is {kind}, not a file",
+                remedy="put the file itself there",
+                severity=Severity.ERROR if is_needed else Severity.WARNING,
+            )
+            continue
         try:
-            if not file.is_file() or file.stat().st_size > _MAX_POINTER_BYTES:
+            if not file.is_file():
                 continue
-            content = file.read_bytes()
+            with file.open("rb") as opened:
+                content = opened.read(_MAX_POINTER_BYTES)
         except OSError as error:
             yield _diagnostic(
                 file,
@@ -64,8 +77,12 @@ def placeholder_diagnostics(folder: Path, *, backend: str, filename: str) -> Ite
                 remedy="run `git lfs pull` in the repository",
                 severity=Severity.ERROR if is_needed else Severity.WARNING,
             )
-        elif not content and file == model and backend != "python":
-            yield _diagnostic(file, f"{file.name} is empty", remedy="copy or export it again")
+        elif file == model and backend != "python":
+            problem = "" if content else "is empty"
+            if _WEB_PAGE.match(content):
+                problem = "is a web page, not the file itself"
+            if problem:
+                yield _diagnostic(file, f"{file.name} {problem}", remedy="copy or export it again")
 
 
 def content_diagnostics(entry: ModelEntry, config: ModelConfig, folder: Path) -> Iterator[Diagnostic]:

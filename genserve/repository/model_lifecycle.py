@@ -102,8 +102,9 @@ class ModelLifecycle:
         """
         self._scan()
         try:
-            entry, upload = request.resolve(self.entries, options=self._options)
-            self._load_with_steps(entry, is_override=bool(request.config_json), upload=upload)
+            with _unexpected_as_failed(request.name):
+                entry, upload = request.resolve(self.entries, options=self._options)
+                self._load_with_steps(entry, is_override=bool(request.config_json), upload=upload)
         except GenserveError as error:
             _log_not_loaded(request.name, error)
             raise
@@ -200,7 +201,8 @@ class ModelLifecycle:
     @contextmanager
     def _noting_errors(self, name: str) -> Iterator[None]:
         try:
-            yield
+            with _unexpected_as_failed(name):
+                yield
         except GenserveError as error:
             cause = error.__cause__  # names file and line
             self.errors[name] = cause if isinstance(cause, ConfigError) else error
@@ -377,6 +379,19 @@ def _log_loaded(name: str, fresh: Iterable[ModelVersion], *, seconds: float) -> 
 
 def _log_not_loaded(name: str, error: GenserveError) -> None:
     logger.error("model %s is not loaded: %s", name, error)
+
+
+@contextmanager
+def _unexpected_as_failed(name: str) -> Iterator[None]:
+    """Turn an exception that nobody expected, such as MemoryError, into the failure of this load alone."""
+    try:
+        yield
+    except GenserveError:
+        raise
+    except Exception as error:
+        logger.exception("model %s failed to load", name)
+        text = f"load failed for model '{name}': {_reason(error)}"
+        raise InferenceError(text, status=Status.INTERNAL) from error
 
 
 def _reject_unusable(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> None:

@@ -17,6 +17,7 @@ from genserve.errors import RepositoryError
 from genserve.generation_metrics import Metrics
 from genserve.inference import InferenceServer
 from genserve.inference_statistics import ModelStatistics
+from genserve.regular_file import read_regular_file
 from genserve.repository.config_resolution import ResolvedModel, resolve_model
 from genserve.repository.ensemble import Ensemble
 from genserve.repository.index import ModelEntry
@@ -35,6 +36,8 @@ from genserve.textmodel.text_model import TextModel
 from genserve.textmodel.text_model_loader import load_logits_stage, load_text_model
 
 logger = logging.getLogger(__name__)
+
+_MAX_LABELS_BYTES = 64 << 20     # a million classes have about 20 MB
 
 
 class VersionFailed(Exception):
@@ -267,8 +270,10 @@ def _output_labels(config: ModelConfig, path: Path) -> dict[str, Sequence[str]]:
     for spec in config.outputs:
         if spec.label_filename:
             try:
-                labels[spec.name] = (path / spec.label_filename).read_text(encoding="utf-8").splitlines()
-            except OSError as error:
+                content = read_regular_file(path / spec.label_filename, max_bytes=_MAX_LABELS_BYTES)
+                labels[spec.name] = content.decode("utf-8").splitlines()
+            except (OSError, UnicodeDecodeError) as error:
                 file = path / spec.label_filename
-                logger.warning("%s cannot be read: %s; its classes have no labels", file, error.strerror)
+                reason = error.strerror if isinstance(error, OSError) else error
+                logger.warning("%s cannot be read: %s; its classes have no labels", file, reason)
     return labels

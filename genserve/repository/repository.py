@@ -104,9 +104,15 @@ class Repository:
         if ready_only:
             return [entry for entry in known if entry.state is ModelState.READY]
         names = {entry.name for entry in known}
-        untouched = [IndexEntry(name=name) for name in self._lifecycle.entries if name not in names]
+        entries = self._lifecycle.entries
+        errors = self._lifecycle.errors
+        untouched = [
+            _unloaded(name, errors.get(name) or entry.error)
+            for name, entry in entries.items()
+            if name not in names
+        ]
         # Without models that only a load request had.
-        listed = [entry for entry in known if entry.name in self._lifecycle.entries]
+        listed = [entry for entry in known if entry.name in entries]
         return sorted([*listed, *untouched], key=lambda entry: (entry.name, entry.version or 0))
 
     def versions(self, name: str) -> list[int]:
@@ -262,6 +268,13 @@ class Repository:
             remedy=f"did you mean {near}?" if near else f"models that generate text: {known}",
             field="model",
         )
+
+
+def _unloaded(name: str, error: GenserveError | None) -> IndexEntry:
+    """Return the line of a model that has no version, with the reason if its config cannot be used."""
+    if error is None:
+        return IndexEntry(name=name)
+    return IndexEntry(name=name, state=ModelState.UNAVAILABLE, reason=" ".join(str(error).split()))
 
 
 def _not_explicit() -> InferenceError:

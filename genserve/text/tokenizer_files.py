@@ -10,10 +10,12 @@ from typing import Any
 import tokenizers
 
 from genserve.errors import InvalidRequest, RepositoryError
+from genserve.regular_file import read_regular_file
 from genserve.sampling.model_defaults import default_sampling_params
 from genserve.text.chat_template import ChatTemplate
 
 GENERATION_CONFIG = "generation_config.json"
+_MAX_BYTES = 256 << 20   # the largest vocabularies have about 30 MB
 REMEDY = "copy the file from the model's checkpoint, or export the model again with --overwrite"
 
 
@@ -89,9 +91,10 @@ def _read_backend(file: Path) -> tokenizers.Tokenizer:
 
 def _read_text(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return read_regular_file(file, max_bytes=_MAX_BYTES).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise RepositoryError(f"{file} cannot be read: {error}", remedy=REMEDY) from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise RepositoryError(f"{file} cannot be read: {reason}", remedy=REMEDY) from None
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -164,7 +164,9 @@ def test_an_invalid_config_gives_the_model_no_version(tmp_path: Path) -> None:
             repository.load("one")
         assert caught.value.status is Status.INTERNAL
         assert "config.pbtxt:" in caught.value.remedy
-        assert index(repository) == {"one": (None, "")}
+        [entry] = repository.index()
+        assert (entry.version, entry.state) == (None, "UNAVAILABLE")
+        assert "config.pbtxt:" in entry.reason
         with pytest.raises(InferenceError, match="'one' is not found"):
             repository.find("one")
 
