@@ -5,10 +5,12 @@
     │   └── ContextLengthExceeded the prompt does not fit into the model's context
     ├── Unauthenticated           the API key is missing or wrong
     ├── Forbidden                 the origin, the host name or a required header is not allowed
+    │   └── ControlForbidden      the API key is right, but may not control the server
     ├── UnsupportedMediaType      the content type of the body is not accepted
     ├── ModelNotFound             no such model, or no such version of it
     ├── ModelNotReady             the model exists and is not loaded, or its load failed
     ├── Overloaded                the queue of a text model is full; try again later
+    │   └── RateLimited           the API key has used up one of its limits
     ├── ModelFailed               a model or a decoding loop raised, or its output is unusable
     ├── InferenceError            an inference with named tensors failed; Triton's code and text
     ├── RepositoryError           a model repository, or a model in it, is invalid
@@ -77,6 +79,10 @@ class Forbidden(GenserveError):
     code = "forbidden"
 
 
+class ControlForbidden(Forbidden):
+    """The request changes the server, and its API key may not."""
+
+
 class UnsupportedMediaType(GenserveError):
     """The server does not accept the content type of the body."""
 
@@ -117,6 +123,12 @@ class Overloaded(GenserveError):
     def __init__(self, message: str, *, retry_after_s: float, remedy: str = "") -> None:
         super().__init__(message, remedy=remedy)
         self.retry_after_s = retry_after_s
+
+
+class RateLimited(Overloaded):
+    """The API key of the request has used up one of its limits; requests of other keys are accepted."""
+
+    code = "rate_limited"
 
 
 class ModelFailed(GenserveError):

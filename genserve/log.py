@@ -15,6 +15,9 @@ from typing import Protocol
 
 from genserve.errors import GenserveError
 
+# The logger of requests that change the server; see `access_log`.
+AUDIT = "genserve.audit"
+
 # The format of a line and of its time, by Triton's names.
 LOG_FORMATS = {
     "default": ("%(asctime)s %(levelname)s %(name)s: %(message)s", None),
@@ -89,6 +92,9 @@ class LoggedRequest:
         model: the requested model, as the client wrote it, or the chosen one.
         answers: the answers that are generated for it, those to one prompt together.
         num_choices: how many answers each prompt has.
+        key: the name of its API key; empty: it has none.
+        controls: whether it changes the server, or tries to.
+        change: the details of that.
         error: the error that it was rejected or failed with.
         operation: of a text model, in OpenTelemetry's words: `chat`, `text_completion`; empty: none.
         streams: whether the answer is a stream.
@@ -101,6 +107,9 @@ class LoggedRequest:
     model: str = ""
     answers: Sequence[LoggedAnswer] = ()
     num_choices: int = 1
+    key: str = ""
+    controls: bool = False
+    change: str = ""
     error: GenserveError | None = None
     operation: str = ""
     streams: bool = False
@@ -153,6 +162,20 @@ def fail_request(error: GenserveError) -> None:
     request = CURRENT_REQUEST.get()
     if request is not None:
         request.error = error
+
+
+def note_key(name: str) -> None:
+    """Record the name of the API key of the current request, if any."""
+    request = CURRENT_REQUEST.get()
+    if request is not None:
+        request.key = name
+
+
+def note_change(details: str) -> None:
+    """Record the details of what the current request changes in the server, for the audit log."""
+    request = CURRENT_REQUEST.get()
+    if request is not None:
+        request.change = details
 
 
 def escaped(text: str) -> str:

@@ -47,9 +47,17 @@ class Flag:
     grpc_argument: str = ""
 
 
-def _flag(default: Any, panel: str | None, help: str, *names: str, **more: Any) -> Any:  # noqa: A002  # as typer
+def _flag(
+    default: Any,
+    panel: str | None,
+    help: str,  # noqa: A002  # as typer
+    *names: str,
+    is_secret: bool = False,
+    **more: Any,
+) -> Any:
     made: Any = {"default_factory": default} if callable(default) else {"default": default}
-    return field(**made, metadata={"flag": Flag(help=help, panel=panel, names=names, **more)})
+    flag = Flag(help=help, panel=panel, names=names, **more)
+    return field(**made, repr=not is_secret, metadata={"flag": flag})
 
 
 def _port(default: int) -> Any:
@@ -270,6 +278,10 @@ class ServerSettings:
         False, _ACCESS,
         "Allow load calls to upload files that run as code in the server: model.py, TorchScript.",
     )
+    api_key_file: Path | None = _flag(
+        None, _ACCESS,
+        "TOML file of named API keys and limits; requests need one of them. Read again when it changes.",
+    )
     ssl_certfile: Path | None = _flag(
         None, _ACCESS, "PEM file with the server's certificate; enables TLS on all ports."
     )
@@ -289,9 +301,10 @@ class ServerSettings:
         "PART,PART:HEADER=VALUE: require this header for these parts of the protocol; repeatable. "
         "Parts: health, metadata, inference, shared-memory, model-config, model-repository, "
         "statistics, trace, logging.",
+        is_secret=True,
     )
     grpc_restricted_protocol: tuple[str, ...] = _flag(
-        (), _ACCESS, "Same for gRPC, with the metadata triton-grpc-protocol-HEADER."
+        (), _ACCESS, "Same for gRPC, with the metadata triton-grpc-protocol-HEADER.", is_secret=True
     )
     http_header_forward_pattern: str = _flag(
         "", _CLIENTS,
@@ -325,7 +338,9 @@ class ServerSettings:
     log_file: Path | None = _flag(None, _LOG, "Append the log to this file instead of stderr.")
 
     # Without a flag.
-    api_key: str | None = None          # printable ASCII, from GENSERVE_API_KEY; None: requests need no key
+    # Keys in printable ASCII, from GENSERVE_API_KEY and GENSERVE_CONTROL_KEY.
+    api_key: str | None = field(default=None, repr=False)
+    control_key: str | None = field(default=None, repr=False)   # None: `api_key` controls the server too
     max_body_bytes: int = 8 * 2**20     # of one request
 
     @property

@@ -35,7 +35,8 @@ def serve(model: list[str] | None = None, **options: Any) -> None:
     Flags that tritonserver has too have its names; switches may be written --switch=false. Each flag has
     an environment variable, such as GENSERVE_HTTP_PORT for --http-port.
 
-    Set GENSERVE_API_KEY to require a key; addresses that other machines can reach need one.
+    Set GENSERVE_API_KEY to require a key, or --api-key-file to have several; addresses that other machines
+    can reach need one.
     """
     settings = _server_settings(options)
     # Before the ports open: a download may take minutes.
@@ -88,7 +89,11 @@ def _server_settings(options: Mapping[str, Any]) -> ServerSettings:
         for name, value in options.items()
         if value is not None
     }
-    return ServerSettings(api_key=os.environ.get("GENSERVE_API_KEY") or None, **values)
+    return ServerSettings(
+        api_key=os.environ.get("GENSERVE_API_KEY") or None,
+        control_key=os.environ.get("GENSERVE_CONTROL_KEY") or None,
+        **values,
+    )
 
 
 def _names(setting: Field[Any]) -> tuple[str, ...]:

@@ -9,11 +9,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from genserve.errors import GenserveError, InferenceError, Status
-from genserve.log import LOG_FORMATS, FloodFilter, LineFormatter
+from genserve.log import AUDIT, LOG_FORMATS, FloodFilter, LineFormatter, note_change
 from genserve.log_writer import open_log
 from genserve.settings import ServerSettings
-
-logger = logging.getLogger(__name__)
 
 
 class LogSettings:
@@ -93,10 +91,7 @@ class LogSettings:
                 remedy=f"one of: {', '.join(LOG_FORMATS)}",
             )
         known = {name: value for name, value in changes.items() if name in self._values}
-        # Before they apply, so that switching the log off is logged too.
-        if changed := {name: value for name, value in known.items() if value != self.values[name]}:
-            settings = ", ".join(f"{name}={value}" for name, value in changed.items())
-            logger.warning("a client changes the settings of the log: %s", settings)
+        note_change(", ".join(f"{name}={value}" for name, value in known.items()))
         with self._lock:
             self._values |= known
             self._apply()
@@ -116,7 +111,9 @@ class LogSettings:
             self._handler.setFormatter(LineFormatter(self._values["log_format"]))
 
     def _is_on(self, record: logging.LogRecord) -> bool:
-        """Whether the level of a record is switched on."""
+        """Whether the level of a record is switched on, or it belongs to the audit log."""
+        if record.name == AUDIT:
+            return True
         if record.levelno >= logging.ERROR:
             name = "log_error"
         elif record.levelno >= logging.WARNING:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from genserve.errors import InferenceError, Status
+from genserve.log import note_change
 from genserve.tensor import Tensor
 
 _FOLDER = Path("/dev/shm")  # the names of POSIX shared memory objects
@@ -111,6 +112,7 @@ class SharedMemory:
             InferenceError: UNSUPPORTED, regions are disabled; ALREADY_EXISTS, the name is taken; INTERNAL,
                 there is no such object, or it is too small.
         """
+        note_change(f"region {name} is {byte_size} bytes of {key}")
         self.require_enabled()
         with self._lock:
             if name in self._regions:
@@ -127,6 +129,7 @@ class SharedMemory:
         Raises:
             InferenceError: UNSUPPORTED, regions are disabled.
         """
+        note_change(f"region {name}" if name else "all regions")
         self.require_enabled()
         with self._lock:
             if name:

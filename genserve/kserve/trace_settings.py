@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 from genserve.errors import GenserveError, InferenceError, Status
 from genserve.kserve.triton_parsing import leading_number
+from genserve.log import note_change
 from genserve.tracing import Trace, TraceFile
 
 Value: TypeAlias = str | Sequence[str]
@@ -100,6 +101,7 @@ class TraceSettings:
             del known["trace_level"]
         if not known:   # as clients of gRPC read the settings
             return self.values(model)
+        note_change(", ".join(f"{name}={value}" for name, value in known.items()))
         with self._lock:
             own = self._models.get(model, {}) if model else self._server
             changed = {name: value for name, value in {**own, **known}.items() if value is not None}

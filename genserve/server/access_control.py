@@ -12,8 +12,9 @@ from fnmatch import fnmatchcase
 from functools import lru_cache, partial
 from typing import TypeAlias
 
-from genserve.api_key import bearer, is_bearer
-from genserve.errors import Forbidden, GenserveError, Unauthenticated, UnsupportedMediaType
+from genserve.errors import Forbidden, GenserveError, UnsupportedMediaType
+from genserve.log import note_key
+from genserve.server.key_ring import KeyRing, NamedKey
 from genserve.settings import ServerSettings
 
 # Triton's names of the parts of the protocols.
@@ -123,41 +124,47 @@ class AccessControl:
        would be answered: on loopback, and where clients need neither a key nor a certificate.
     2. A browser's request comes from a page of this server, or from an allowed origin.
     3. A request with a method that is not safe has no content type that a form can have.
-    4. The request has the API key, if the server has one; it is compared in constant time.
+    4. The request has an API key, if the server needs one, and one that may control the server, if the
+       request changes it.
     """
 
-    def __init__(self, settings: ServerSettings, *, host: str, asks_key: bool = True) -> None:
+    def __init__(
+        self, settings: ServerSettings, *, host: str, keys: KeyRing, asks_key: bool = True
+    ) -> None:
         """Take the rules from the settings.
 
         Args:
             settings: of the server.
             host: the address that the port listens on.
-            asks_key: whether the port requires the server's key, if there is one.
-
-        Raises:
-            InvalidRequest: no header can hold the key.
+            keys: of the server.
+            asks_key: whether the port requires a key, if the server does.
         """
-        self._key = bearer(settings.api_key).encode() if settings.api_key and asks_key else None
+        self._keys = keys
+        self._asks_key = asks_key
         self._origins = frozenset(map(_origin, settings.allowed_origins))
         names = frozenset(map(_host_pattern, settings.allowed_hosts))
         is_local = is_loopback(host)
-        if not is_local and (settings.api_key or settings.ssl_ca_certs) and not (names and asks_key):
+        is_closed = keys.is_required or settings.ssl_ca_certs is not None
+        if not is_local and is_closed and not (names and asks_key):
             names = frozenset({"*"})
         # Cached, as `infer` is called some thousand times a second.
         self._is_known = lru_cache(maxsize=64)(partial(_is_known, names=names, single_labels=not is_local))
 
-    def check(self, *, method: str, path: str, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """Reject a request that breaks a rule.
+    def check(
+        self, *, method: str, path: str, headers: Iterable[tuple[bytes, bytes]], controls: bool = False
+    ) -> NamedKey | None:
+        """Reject a request that breaks a rule; return its key, if it has one.
 
         Args:
             method: in upper case.
             path: without the query.
             headers: names in lower case.
+            controls: whether the request changes the server.
 
         Raises:
             Forbidden: rule 1 or 2.
             UnsupportedMediaType: rule 3.
-            Unauthenticated: rule 4.
+            Unauthenticated, ControlForbidden: rule 4.
         """
         given = dict(headers)
         host = given.get(b"host")
@@ -175,14 +182,14 @@ class AccessControl:
                 f"the content type {content_type} is not accepted, because any web page can send it",
                 remedy="send the header `Content-Type: application/json`",
             )
-        if self._key is None or _is_open(path, method=method):
-            return
-        # Anthropic's clients have a header of their own.
-        keys = (given.get(b"authorization", b""), b"Bearer " + given.get(b"x-api-key", b""))
-        if not any(is_bearer(key, self._key) for key in keys):
-            raise Unauthenticated(
-                "the API key is missing or wrong", remedy="send the header `Authorization: Bearer KEY`"
-            )
+        if not self._asks_key:
+            return None
+        key = self._keys.find(credentials(given.get(b"authorization"), given.get(b"x-api-key")))
+        if key is not None:
+            note_key(key.name)
+        if not _is_open(path, method=method):
+            self._keys.check(key, controls=controls)
+        return key
 
     def _is_foreign(self, given: dict[bytes, bytes], *, method: str) -> bool:
         """Whether a browser sends this for a page of another origin; as Go's net/http.CrossOriginProtection.
@@ -203,6 +210,21 @@ class AccessControl:
         scheme, _, place = origin.partition(b"://")
         port = _DEFAULT_PORTS.get(scheme, b"")
         return place.removesuffix(port) != given.get(b"host", b"").lower().removesuffix(port)
+
+
+def credentials(authorization: bytes | None, x_api_key: bytes | None = None) -> list[bytes]:
+    """Return the values that may be an API key. Anthropic's clients have a header of their own.
+
+    The scheme is case-insensitive (RFC 9110, section 11.1).
+    """
+    found = []
+    if authorization is not None:
+        scheme, _, value = authorization.strip().partition(b" ")
+        if scheme.lower() == b"bearer":
+            found.append(value.strip())
+    if x_api_key is not None:
+        found.append(x_api_key.strip())
+    return found
 
 
 def _is_open(path: str, *, method: str) -> bool:
@@ -297,7 +319,8 @@ def require_safe_addresses(settings: ServerSettings) -> None:
     Raises:
         GenserveError: names the flags.
     """
-    if settings.api_key or settings.ssl_ca_certs or settings.allow_unauthenticated:
+    is_closed = settings.api_key or settings.api_key_file or settings.ssl_ca_certs
+    if is_closed or settings.allow_unauthenticated:
         return
     ports = {"--host": settings.host}
     if settings.allow_grpc and settings.grpc_host:
@@ -308,6 +331,6 @@ def require_safe_addresses(settings: ServerSettings) -> None:
         if not is_loopback(host):
             raise GenserveError(
                 f"{flag} {host} lets other machines connect, and no API key is set",
-                remedy="set GENSERVE_API_KEY, listen on 127.0.0.1, or let anybody connect with "
-                "--allow-unauthenticated (GENSERVE_ALLOW_UNAUTHENTICATED=true in a container)",
+                remedy="set GENSERVE_API_KEY or --api-key-file, listen on 127.0.0.1, or let anybody "
+                "connect with --allow-unauthenticated (GENSERVE_ALLOW_UNAUTHENTICATED=true in a container)",
             )

@@ -2,6 +2,8 @@
 
 Requests that are rejected or fail are logged as warnings, generations and changes of the server as
 information, inferences of other models and polling at a verbose level. No line quotes a request or an answer.
+Requests that change the server, or try to, have their line in the audit log instead, which clients cannot
+switch off.
 """
 
 from __future__ import annotations
@@ -18,11 +20,13 @@ from typing import Protocol
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from genserve.errors import GenserveError, InferenceError, ModelFailed
-from genserve.log import CURRENT_REQUEST, LoggedRequest, LoggedSpan, quoted
+from genserve.log import AUDIT, CURRENT_REQUEST, LoggedRequest, LoggedSpan, quoted
 from genserve.server.access_control import PAGE_FILES, PROBES
 from genserve.server.sse_response import ClientLeft
 
 logger = logging.getLogger(__name__)
+audit = logging.getLogger(AUDIT)
+audit.setLevel(logging.INFO)    # whatever the level of the log is
 
 # Any other id is replaced by one of ours.
 _ID = re.compile(rb"[!-~]{1,128}")
@@ -132,13 +136,18 @@ def log_request(
         request.span.end(request)
     if failed:
         level = logging.WARNING
-    elif as_info or request.answers:
+    elif as_info or request.answers or request.controls:
         level = logging.INFO
     else:
         level = logging.DEBUG
-    if not logger.isEnabledFor(level):
+    log = audit if request.controls else logger
+    if not log.isEnabledFor(level):
         return
-    fields = {"model": quoted(request.model) if request.model else ""}
+    fields = {
+        "model": quoted(request.model) if request.model else "",
+        "key": request.key,
+        "change": quoted(request.change) if request.change else "",
+    }
     if request.answers:
         first_token_s, tokens_per_s = request.first_token_s(), request.tokens_per_s()
         fields |= {
@@ -157,7 +166,7 @@ def log_request(
             fields["message"] = quoted(error.message, limit=2048)
     text = " ".join(f"{name}={value}" for name, value in fields.items() if value)
     kind = (status, fields.get("error"))
-    logger.log(level, "%s %s %s %s", quoted(client), call, status, text, extra={"kind": kind})
+    log.log(level, "%s %s %s %s", quoted(client), call, status, text, extra={"kind": kind})
 
 
 def log_http(request: LoggedRequest, scope: Scope, *, status: int) -> None:

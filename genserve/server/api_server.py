@@ -35,6 +35,7 @@ from genserve.server.services import Services
 from genserve.server.throughput_log import ThroughputLog
 from genserve.server.tls import ssl_context
 from genserve.server.triton_metrics import CpuCollector, InferenceCollector, read_metrics_config
+from genserve.server.watched_files import WatchedFiles
 from genserve.settings import ServerSettings
 from genserve.store import described, repository_flag
 
@@ -166,6 +167,8 @@ class Server(uvicorn.Server):
             ),
             metrics=metrics,
         )
+        self._watched_files = WatchedFiles()
+        self._watched_files.add(self.services.keys.files, self.services.keys.reload)
         metrics.registry.register(
             InferenceCollector(self.services.repository, latency_counters=metrics_config["counter_latencies"])
         )
@@ -253,6 +256,8 @@ class Server(uvicorn.Server):
             self._fail(error)
         else:
             _log_listening(info)
+            self.services.keys.report()
+            self._watched_files.start()
             self._loading = asyncio.create_task(self._load(info))
             watches = (ThroughputLog(self.services.metrics), EngineWatch(self._engines))
             self._watching = tuple(asyncio.create_task(watch.run()) for watch in watches)
@@ -274,7 +279,10 @@ class Server(uvicorn.Server):
                 host=host,
                 port=settings.metrics_port,
                 access=AccessControl(
-                    settings, host=host, asks_key=not settings.allow_unauthenticated_metrics
+                    settings,
+                    host=host,
+                    keys=self.services.keys,
+                    asks_key=not settings.allow_unauthenticated_metrics,
                 ),
                 ssl_context=self._ssl_context,
             )
@@ -314,6 +322,7 @@ class Server(uvicorn.Server):
             await _wait("sending the last spans", sending, until=event_loop.time() + _LAST_SPANS_S)
         if self._metrics_port is not None:
             await event_loop.run_in_executor(None, self._metrics_port.close)
+        self._watched_files.close()
         reports.cancel()
         logger.info("stopped")
 

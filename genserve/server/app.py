@@ -8,9 +8,10 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from genserve.errors import GenserveError
+from genserve.log import CURRENT_REQUEST
 from genserve.server.access_control import AccessControl, check_restriction, parse_restrictions
 from genserve.server.access_log import CLIENT_CLOSED_REQUEST, AccessLog
 from genserve.server.error_responses import ErrorResponses
@@ -26,7 +27,7 @@ from genserve.server.routes import (
     tgi,
     tokenize,
 )
-from genserve.server.routes.kserve import KServe, is_kserve, part_of
+from genserve.server.routes.kserve import KServe, is_kserve
 from genserve.server.services import Services
 from genserve.server.sse_response import ClientLeft
 from genserve.version import __version__
@@ -43,6 +44,8 @@ _METADATA_PATHS = (
     "/v1/models",
     "/version",
 )
+# Ollama's routes that change the models, which this server never does.
+_CONTROL_PATHS = ("/api/push", "/api/create", "/api/copy", "/api/delete", "/api/blobs/")
 
 
 def create_app(services: Services) -> FastAPI:
@@ -75,7 +78,8 @@ class _App(FastAPI):
         super().__init__(**options)
         self._errors = errors
         settings = services.settings
-        self._access = AccessControl(settings, host=settings.host)
+        self._keys = services.keys
+        self._access = AccessControl(settings, host=settings.host, keys=services.keys)
         self._restrictions = parse_restrictions(settings.http_restricted_api)
         self._kserve: ASGIApp = KServe(services, check=self._check)
         self._other_routes: ASGIApp = AccessLog(self._handle_others, services.request_spans)
@@ -92,7 +96,21 @@ class _App(FastAPI):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request; the ASGI protocol."""
-        await (self._cors or self._route)(scope, receive, send)
+        app = self._cors or self._route
+        if not self._keys.are_limited:
+            await app(scope, receive, send)
+            return
+
+        async def send_counted(message: Message) -> None:
+            # Before its client has the end of the answer, and may send the next request.
+            if message["type"] == "http.response.body" and not message.get("more_body"):
+                self._keys.end_current()
+            await send(message)
+
+        try:
+            await app(scope, receive, send_counted)
+        finally:
+            self._keys.end_current()
 
     def _route(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         is_of_kserve = scope["type"] == "http" and is_kserve(scope["path"])
@@ -103,19 +121,30 @@ class _App(FastAPI):
         if scope["type"] == "http":
             if scope["method"] == "HEAD":   # answered as GET; uvicorn leaves out the body
                 scope = {**scope, "method": "GET"}
+            controls = scope["path"].startswith(_CONTROL_PATHS)
             try:
-                self._check(scope)
+                self._check(scope, part=_part_of_others(scope), controls=controls)
             except GenserveError as error:
                 app = self._errors.response(error, path=scope["path"])
         await app(scope, receive, send)
 
-    def _check(self, scope: Scope) -> None:
-        """Raise the error that rejects a request, before its body is read."""
-        path = scope["path"]
-        self._access.check(method=scope["method"], path=path, headers=scope["headers"])
-        if self._restrictions:
-            part = part_of(path) if is_kserve(path) else _part_of_others(scope)
-            check_restriction(self._restrictions.get(part), headers=scope["headers"])
+    def _check(self, scope: Scope, *, part: str, controls: bool) -> None:
+        """Raise the error that rejects a request, before its body is read.
+
+        Args:
+            scope: of the request.
+            part: of KServe that it belongs to; empty: none.
+            controls: whether it changes the server.
+        """
+        request = CURRENT_REQUEST.get()
+        assert request is not None
+        request.controls = controls
+        key = self._access.check(
+            method=scope["method"], path=scope["path"], headers=scope["headers"], controls=controls
+        )
+        check_restriction(self._restrictions.get(part), headers=scope["headers"])
+        if part == "inference" and scope["method"] == "POST":
+            self._keys.admit(request, key)
 
 
 def _part_of_others(scope: Scope) -> str:

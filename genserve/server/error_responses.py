@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 
 from genserve.errors import (
     Closed,
+    ControlForbidden,
     Forbidden,
     GenserveError,
     InferenceError,
@@ -49,6 +50,7 @@ _STATUSES: Mapping[type[GenserveError], _Statuses] = {
     BodyTooLarge: _Statuses(413, 413, "validation", 413, "RESOURCE_EXHAUSTED"),
     InvalidRequest: _Statuses(400, 422, "validation", 400, "INVALID_ARGUMENT"),
     Unauthenticated: _Statuses(401, 401, "authentication", 401, "UNAUTHENTICATED"),
+    ControlForbidden: _Statuses(403, 403, "authentication", 403, "PERMISSION_DENIED"),
     Forbidden: _Statuses(403, 403, "authentication", 403, "UNAVAILABLE"),
     UnsupportedMediaType: _Statuses(415, 415, "validation", 415, "INVALID_ARGUMENT"),
     ResponseNotFound: _Statuses(404, 404, "validation", 404, "NOT_FOUND"),

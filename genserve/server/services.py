@@ -17,6 +17,7 @@ from genserve.kserve.trace_settings import TraceSettings, read_trace_config
 from genserve.redaction import redact_repositories
 from genserve.repository.model_versions import ModelState
 from genserve.repository.repository import Repository
+from genserve.server.key_ring import KeyRing
 from genserve.server.offload import start_daemon
 from genserve.server.request_spans import RequestSpans
 from genserve.server.response_store import ResponseStore
@@ -64,6 +65,7 @@ class Services:
     metrics: Metrics
     draining: bool = False                                  # set once, when the server begins to stop
     num_grpc_calls: int = 0                                 # that run; changed on the event loop
+    keys: KeyRing = field(init=False)
     shared_memory: SharedMemory = field(init=False)
     trace_settings: TraceSettings = field(init=False)
     log_settings: LogSettings = field(init=False)
@@ -76,6 +78,7 @@ class Services:
     def __post_init__(self) -> None:
         backends = self.settings.backend_directory
         redact_repositories([*self.settings.model_repository, *([backends] if backends else [])])
+        self.keys = KeyRing(self.settings)
         self.shared_memory = SharedMemory(allowed=self.settings.allow_client_shm)
         self.trace_settings = TraceSettings(read_trace_config(self.settings.trace_config))
         endpoint = self.settings.otlp_traces_endpoint

@@ -8,13 +8,15 @@ import pytest
 
 from genserve.errors import GenserveError
 from genserve.server.access_control import AccessControl
+from genserve.server.key_ring import KeyRing
 from genserve.server.metrics_port import MetricsPort, _Handler
 from genserve.settings import ServerSettings
 
 
 def open_port(render: Callable[[], bytes], *, port: int = 0) -> MetricsPort:
-    host = "127.0.0.1"
-    return MetricsPort(render, host=host, port=port, access=AccessControl(ServerSettings(), host=host))
+    settings, host = ServerSettings(), "127.0.0.1"
+    access = AccessControl(settings, host=host, keys=KeyRing(settings))
+    return MetricsPort(render, host=host, port=port, access=access)
 
 
 def test_the_metrics_port_serves_only_metrics():

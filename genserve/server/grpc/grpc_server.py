@@ -11,12 +11,12 @@ from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from genserve.api_key import bearer, is_bearer
-from genserve.errors import Forbidden, GenserveError, Unauthenticated
+from genserve.errors import Forbidden, GenserveError
 from genserve.log import LoggedRequest, quoted
-from genserve.server.access_control import Restrictions, address_of, parse_restrictions
+from genserve.server.access_control import Restrictions, address_of, credentials, parse_restrictions
 from genserve.server.grpc.inference_service import InferenceService
-from genserve.server.grpc.rpc_method import log_call, status_code
+from genserve.server.grpc.rpc_method import abort, controls, log_call, status_code
+from genserve.server.key_ring import CURRENT_KEY, KeyRing
 from genserve.server.services import Services
 from genserve.server.tls import grpc_credentials
 from genserve.settings import grpc_channel_arguments
@@ -47,7 +47,7 @@ class GrpcServer:
 
     def __init__(self, services: Services) -> None:
         self._settings = settings = services.settings
-        interceptors: list[Any] = [ApiKeyInterceptor(settings.api_key)] if settings.api_key else []
+        interceptors: list[Any] = [ApiKeyInterceptor(services.keys)]
         prefix = "triton-grpc-protocol-"
         if restrictions := parse_restrictions(settings.grpc_restricted_protocol, prefix=prefix):
             interceptors.append(RestrictionInterceptor(restrictions))
@@ -123,21 +123,24 @@ class _UnknownMethods(grpc.GenericRpcHandler):  # type: ignore[misc]  # untyped
 
 
 class ApiKeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # untyped
-    """Requires the metadata `authorization: Bearer KEY`, as the HTTP port does; compared in constant time."""
+    """Requires the metadata `authorization: Bearer KEY`, as the HTTP port does."""
 
-    def __init__(self, api_key: str) -> None:
-        self._expected = bearer(api_key).encode()
+    def __init__(self, keys: KeyRing) -> None:
+        self._keys = keys
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], call: Any) -> Any:
         """Pass a call on, or reject it as UNAUTHENTICATED."""
         handler = await continuation(call)
-        given = dict(call.invocation_metadata or ()).get("authorization", "")
-        if handler is None or call.method.startswith(_OPEN) or self._knows(given):
+        given = dict(call.invocation_metadata or ()).get("authorization")
+        key = self._keys.find(credentials(given.encode() if isinstance(given, str) else given))
+        CURRENT_KEY.set(key)        # for the method, which runs in the same task
+        if handler is None or call.method.startswith(_OPEN):
             return handler
-        return _rejecting(call.method, Unauthenticated("the API key is missing or wrong"))
-
-    def _knows(self, given: str | bytes) -> bool:
-        return is_bearer(given.encode() if isinstance(given, str) else given, self._expected)
+        try:
+            self._keys.check(key, controls=controls(_name(call.method)))
+        except GenserveError as error:
+            return _rejecting(call.method, error)
+        return handler
 
 
 class RestrictionInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # untyped
@@ -160,20 +163,31 @@ class RestrictionInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc] 
 
 def _part(method: str) -> str:
     """Return the part of KServe that a method belongs to; empty: none."""
-    name = method.rpartition("/")[2]
+    name = _name(method)
     if method.startswith(_OPEN):
         return "health"
     return "shared-memory" if "SharedMemory" in name else _PARTS.get(name, "")
+
+
+def _name(method: str) -> str:
+    """Return the name of a method without its service."""
+    return method.rpartition("/")[2]
 
 
 def _rejecting(method: str, error: GenserveError) -> Any:
     """Return a handler that logs every call of a method and ends it with an error."""
 
     async def reject(requests: Any, context: Any) -> None:
-        code = status_code(error)
-        logged = LoggedRequest(id="", client=context.peer())
-        log_call(logged, code, method=quoted(method.rpartition("/")[2]))
-        await context.abort(code, error.message)
+        name, key = _name(method), CURRENT_KEY.get()
+        logged = LoggedRequest(
+            id="",
+            client=context.peer(),
+            key=key.name if key else "",
+            controls=controls(name),
+            error=error,
+        )
+        log_call(logged, status_code(error), method=quoted(name))
+        await abort(context, error)
 
     # A stream handler, as it reads no request, which may have gigabytes.
     return grpc.stream_stream_rpc_method_handler(reject)

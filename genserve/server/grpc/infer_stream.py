@@ -109,6 +109,9 @@ class InferStream:
         logged = self._begin_request(message)     # for the tasks created from here on
         try:
             request, running = await self._submit(message)
+        except asyncio.CancelledError:
+            self._log(logged, grpc.StatusCode.CANCELLED)
+            raise
         except Exception as error:
             doing = f"a request to model '{message.model_name}'"
             rejected = logged.error = as_genserve_error(error, doing=doing)

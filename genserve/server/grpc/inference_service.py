@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import grpc
 from tritonclient.grpc import service_pb2
 
 from genserve.errors import GenserveError, InferenceError, Status
@@ -14,11 +15,13 @@ from genserve.inference import Parameter
 from genserve.kserve.forwarded_headers import forwarded_headers
 from genserve.kserve.model_metadata import EXTENSIONS, find_for_statistics, model_metadata, statistics_json
 from genserve.kserve.triton_parsing import read_version
+from genserve.log import CURRENT_REQUEST, LoggedRequest
 from genserve.repository.model_versions import ModelVersion
 from genserve.server.grpc.administration import Administration
 from genserve.server.grpc.infer_messages import GrpcRequest, read_request, write_response
 from genserve.server.grpc.infer_stream import InferStream
 from genserve.server.grpc.rpc_method import abort, begin_request, log_call, rpc_method
+from genserve.server.key_ring import CURRENT_KEY
 from genserve.server.offload import COST_PER_OBJECT_BYTE, offload_if_large
 from genserve.server.running_inference import RunningInference
 from genserve.server.services import Services
@@ -102,7 +105,7 @@ class InferenceService(Administration):
             begin=partial(
                 begin_request, context=context, client=context.peer(), spans=self._services.request_spans
             ),
-            log=partial(log_call, method="ModelStreamInfer"),
+            log=self._end_of_stream,
             ends_at_error=_GRPC_ERROR in (context.invocation_metadata() or ()),
         )
         self._services.num_grpc_calls += 1
@@ -113,6 +116,11 @@ class InferenceService(Administration):
             await abort(context, error)
         finally:
             self._services.num_grpc_calls -= 1
+
+    def _end_of_stream(self, logged: LoggedRequest, code: grpc.StatusCode) -> None:
+        """Log a request of a stream that has ended."""
+        self._services.keys.end(logged)
+        log_call(logged, code, method="ModelStreamInfer")
 
     async def _infer(self, request: Any, context: Any, *, trace: Trace | None = None) -> Any:
         parsed, running = await self._submit(request, context, streams=False, trace=trace)
@@ -142,6 +150,9 @@ class InferenceService(Administration):
     async def _submit(
         self, message: Any, context: Any, *, streams: bool, trace: Trace | None
     ) -> tuple[GrpcRequest, RunningInference]:
+        logged = CURRENT_REQUEST.get()
+        assert logged is not None
+        self._services.keys.admit(logged, CURRENT_KEY.get())
         if self._services.draining:
             remedy = "try again on another server"
             raise InferenceError("the server is stopping", status=Status.UNAVAILABLE, remedy=remedy)

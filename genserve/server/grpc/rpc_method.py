@@ -19,6 +19,7 @@ from genserve.log import CURRENT_REQUEST, LoggedRequest
 from genserve.redaction import redacted_error
 from genserve.server.access_log import Spans, is_verbose, log_request
 from genserve.server.error_responses import as_genserve_error, grpc_status
+from genserve.server.key_ring import CURRENT_KEY
 
 logger = logging.getLogger(__name__)
 
@@ -29,13 +30,12 @@ _PUSHBACK = "grpc-retry-pushback-ms"    # gRPC's own, for clients with a retry p
 _MAX_DETAILS = 4096
 _MAX_REMEDY = 1024
 _UNQUOTED = string.punctuation.replace("%", "") + " "
-# Methods that change the server: a success is logged at the default level, that of others at a verbose level.
-_LOGGED_AS_INFO = frozenset({
-    "RepositoryModelLoad",
-    "RepositoryModelUnload",
-    "SystemSharedMemoryRegister",
-    "SystemSharedMemoryUnregister",
-})
+# Methods that change the server; those about settings only if the request has some.
+_CONTROL = frozenset({
+    "RepositoryModelLoad", "RepositoryModelUnload", "SystemSharedMemoryRegister",
+    "SystemSharedMemoryUnregister", "CudaSharedMemoryRegister", "CudaSharedMemoryUnregister",
+})  # fmt: skip
+_SETTINGS = frozenset({"TraceSetting", "LogSettings"})
 
 
 def rpc_method(answer: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Coroutine[Any, Any, Any]]:
@@ -47,6 +47,8 @@ def rpc_method(answer: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[...,
         logged = begin_request(request, context, client=context.peer(), spans=services.request_spans)
         services.num_grpc_calls += 1
         try:
+            if logged.controls:
+                services.keys.check(CURRENT_KEY.get(), controls=True)
             response = await answer(self, request, context)
         except asyncio.CancelledError:
             log_call(logged, grpc.StatusCode.CANCELLED, method=answer.__name__)
@@ -60,6 +62,7 @@ def rpc_method(answer: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[...,
             return response
         finally:
             services.num_grpc_calls -= 1
+            services.keys.end(logged)
 
     return answer_or_abort
 
@@ -101,19 +104,31 @@ def begin_request(message: Any, context: Any, *, client: str, spans: Spans | Non
     """
     names_model = message.DESCRIPTOR.name.startswith("Model")
     model = getattr(message, "model_name", "") or (getattr(message, "name", "") if names_model else "")
-    request = LoggedRequest(id=getattr(message, "id", ""), client=client, model=model)
+    method = message.DESCRIPTOR.name.removesuffix("Request")
+    key = CURRENT_KEY.get()
+    request = LoggedRequest(
+        id=getattr(message, "id", ""),
+        client=client,
+        model=model,
+        key=key.name if key else "",
+        controls=method in _CONTROL or (method in _SETTINGS and bool(message.settings)),
+    )
     if spans is not None:
         request.span = spans.begin(context.invocation_metadata() or ())
     CURRENT_REQUEST.set(request)
     return request
 
 
+def controls(method: str) -> bool:
+    """Whether a method changes the server, whatever the request has."""
+    return method in _CONTROL
+
+
 def log_call(request: LoggedRequest, code: grpc.StatusCode, *, method: str) -> None:
     """Log a call that has ended; see `log_request`."""
     failed = code not in (grpc.StatusCode.OK, grpc.StatusCode.CANCELLED)
-    as_info = method in _LOGGED_AS_INFO
-    if failed or as_info or request.answers or is_verbose():
+    if failed or request.controls or request.answers or is_verbose():
         client = unquote(request.client).removeprefix("ipv4:").removeprefix("ipv6:")
         log_request(
-            request, client=client, call=f"gRPC {method}", status=code.name, failed=failed, as_info=as_info
+            request, client=client, call=f"gRPC {method}", status=code.name, failed=failed, as_info=False
         )

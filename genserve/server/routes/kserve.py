@@ -11,6 +11,7 @@ import re
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -39,6 +40,12 @@ _REGION = r"(?:/region/(?P<region>[^/]+))?"
 _SYSTEM_REGION = "/v2/systemsharedmemory" + _REGION
 _CUDA_REGION = "/v2/cudasharedmemory" + _REGION
 _TRACED: frozenset[Handler] = frozenset({inference.infer, inference.generate, inference.generate_stream})
+# Those that change the server.
+_CONTROL: frozenset[Handler] = frozenset({
+    admin.repository_load, admin.repository_unload, admin.register_region, admin.unregister_region,
+    admin.register_cuda_region, admin.unregister_cuda_region, admin.set_log_settings,
+    admin.set_trace_settings, admin.set_model_trace_settings,
+})  # fmt: skip
 # Path, part of the protocol, handlers by method. The first match counts; `infer` is the most frequent.
 _ROUTES: tuple[tuple[re.Pattern[str], str, Mapping[str, Handler]], ...] = tuple(
     (re.compile(path), part, handlers)
@@ -99,16 +106,32 @@ def is_kserve(path: str) -> bool:
     return path.startswith("/v2") and path[3:4] in ("", "/")
 
 
-def part_of(path: str) -> str:
-    """Return the part of the protocol that a path belongs to, by Triton's name; empty: no route has it."""
-    return next((part for pattern, part, _ in _ROUTES if pattern.fullmatch(path)), "")
+def _match(path: str) -> tuple[re.Match[str] | None, str, Mapping[str, Handler]]:
+    """Return the match of a path with its route, the part of the protocol, and the handlers by method."""
+    for pattern, part, handlers in _ROUTES:
+        if found := pattern.fullmatch(path):
+            return found, part, handlers
+    return None, "", {}
+
+
+class Check(Protocol):
+    """Raises the error that rejects a request, before its body is read."""
+
+    def __call__(self, scope: Scope, *, part: str, controls: bool) -> None:
+        """Check a request.
+
+        Args:
+            scope: of the request.
+            part: of the protocol that its route belongs to, by Triton's name; empty: no route has its path.
+            controls: whether it changes the server.
+        """
 
 
 class KServe:
     """All paths below `/v2`, as one ASGI application."""
 
-    def __init__(self, services: Services, *, check: Callable[[Scope], None]) -> None:
-        """Serve `services`; `check` raises the error that rejects a request for its headers."""
+    def __init__(self, services: Services, *, check: Check) -> None:
+        """Serve `services`; `check` decides by the headers of each request."""
         self._services = services
         self._check = check
 
@@ -129,26 +152,26 @@ class KServe:
                 await answer_logged(request, response, scope, receive, send)
 
     async def _respond(self, request: LoggedRequest, scope: Scope, receive: Receive) -> ASGIApp:
-        try:
-            self._check(scope)
-        except GenserveError as error:
-            return error_response(error)
         method = scope["method"]
         if method == "HEAD":    # answered as GET; uvicorn leaves out the body
             method = "GET"
+        found, part, handlers = _match(scope["path"])
+        handler = handlers.get(method)
         try:
-            for pattern, _, handlers in _ROUTES:
-                if found := pattern.fullmatch(scope["path"]):
-                    handler = handlers.get(method)
-                    if handler is None:
-                        return message_response("Method Not Allowed", status_code=405)
-                    names = found.groupdict("")
-                    request.model = names.get("model", "")
-                    call = KServeCall(self._services, scope=scope, receive=receive, names=names)
-                    if self._services.trace_settings.enabled and handler in _TRACED:
-                        return await self._traced(handler, call)
-                    return await handler(call)
+            self._check(scope, part=part, controls=handler in _CONTROL)
+        except GenserveError as error:
+            return error_response(error)
+        if found is None:
             return message_response("Not Found", status_code=404)
+        if handler is None:
+            return message_response("Method Not Allowed", status_code=405)
+        names = found.groupdict("")
+        request.model = names.get("model", "")
+        call = KServeCall(self._services, scope=scope, receive=receive, names=names)
+        try:
+            if self._services.trace_settings.enabled and handler in _TRACED:
+                return await self._traced(handler, call)
+            return await handler(call)
         except ClientLeft:
             raise
         except asyncio.CancelledError:

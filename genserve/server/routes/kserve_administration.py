@@ -20,6 +20,7 @@ from genserve.kserve.model_metadata import (
 )
 from genserve.kserve.shared_memory import cuda_unsupported, reject_cuda_region
 from genserve.kserve.triton_parsing import JsonKind, checked, read_json
+from genserve.log import note_change
 from genserve.redaction import redacted_text
 from genserve.server.offload import offload_if_large
 from genserve.server.routes.kserve_http import KServeCall, KServeResponse, json_response, message_response
@@ -107,6 +108,7 @@ async def repository_load(call: KServeCall) -> KServeResponse:
             raise InferenceError(
                 text, status=Status.INTERNAL, remedy=f"{name!r} is neither config nor file:<version>/<name>"
             )
+    note_change(", ".join([*(["config"] if config else []), *files]))
     await run_in_threadpool(
         call.services.repository.load,
         call.model,
@@ -122,6 +124,7 @@ async def repository_unload(call: KServeCall) -> KServeResponse:
     reject_repository(call.names["repository"])
     given = _members(_members(await call.json()).get("parameters"))
     dependents = given.get("unload_dependents") is True  # other values are ignored, as in Triton
+    note_change("with its dependents" if dependents else "")
     await run_in_threadpool(call.services.repository.unload, call.model, dependents=dependents)
     return KServeResponse()
 
