@@ -20,6 +20,7 @@ from genserve.prompt import Chat, Message
 from genserve.text.chat_template import ChatTemplate, map_strings
 from genserve.text.detokenizer import Detokenizer
 from genserve.text.reasoning_parser import START
+from genserve.text.token_lengths import TokenLengths
 from genserve.text.tokenizer_files import TokenizerFiles, read_tokenizer_files
 
 logger = logging.getLogger(__name__)
@@ -90,19 +91,23 @@ class Tokenizer:
         """Whether both have the same vocabulary."""
         return bool(self._backend.get_vocab() == other._backend.get_vocab())
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
+    ) -> list[int]:
         """The ids of a prompt; the names of special tokens in it are encoded as these tokens.
 
         Args:
             text: any length.
             add_special_tokens: prepend the bos token, if the model has one to prepend.
+            max_tokens: how many the caller can use; None: any number.
 
         Raises:
             InvalidRequest: the text is not valid Unicode; `field` is "prompt".
             ModelFailed: the tokenizer's files are broken.
+            TooManyTokens: there are more than `max_tokens`.
         """
         _reject_surrogates(text, field="prompt")
-        [ids] = self._encode([text], add_special_tokens=add_special_tokens)
+        ids = self._encode(text, add_special_tokens=add_special_tokens, max_tokens=max_tokens)
         if not add_special_tokens or self.bos_id is None or ids[:1] == [self.bos_id]:
             return ids
         return [self.bos_id, *ids]
@@ -125,7 +130,7 @@ class Tokenizer:
         begins = self.bos_id is None or encoding.ids[:1] == [self.bos_id]
         return spans if begins or not add_special_tokens else [(self.bos_id or 0, 0, 0), *spans]
 
-    def encode_chat(self, chat: Chat) -> list[int]:
+    def encode_chat(self, chat: Chat, *, max_tokens: int | None = None) -> list[int]:
         """The ids of the prompt for the assistant's next turn, rendered with the model's chat template.
 
         The name of a special token in a message stays text, so that no message can end its own turn. (Tokens
@@ -134,6 +139,7 @@ class Tokenizer:
         Raises:
             InvalidRequest: no template, it rejects the messages, or a message is not valid Unicode.
             ModelFailed: the template or the tokenizer is broken.
+            TooManyTokens: there are more than `max_tokens`.
         """
         if self.chat_template is None:
             raise InvalidRequest(
@@ -151,7 +157,7 @@ class Tokenizer:
             return self._special_text.sub(lambda match: placeholders[match[0]], text)
 
         prompt = self._template_for(chat).render(chat, change=mask)
-        return self._encode_prompt(prompt, placeholders=placeholders)
+        return self._encode_prompt(prompt, placeholders=placeholders, max_tokens=max_tokens)
 
     @property
     def tool_template(self) -> ChatTemplate | None:
@@ -193,7 +199,7 @@ class Tokenizer:
         else:
             last = mark(last)
         marked = replace(chat, messages=(*map(mark, before), last))
-        return self._encode([self._template_for(chat).render(marked).rpartition(_END_OF_MESSAGE)[2]])[0]
+        return self._encode(self._template_for(chat).render(marked).rpartition(_END_OF_MESSAGE)[2])
 
     def close(self) -> None:
         """End the process of the chat template; the next chat starts another."""
@@ -262,15 +268,37 @@ class Tokenizer:
         assert template is not None     # without one there is no prompt
         return template
 
-    def _encode(self, texts: Sequence[str], *, add_special_tokens: bool = False) -> list[list[int]]:
+    def _encode(
+        self, text: str, *, add_special_tokens: bool = False, max_tokens: int | None = None
+    ) -> list[int]:
+        self._check_length(text, max_tokens)
         with _tokenizer_call():
-            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
-        return [encoding.ids for encoding in encodings]
+            [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        # To list a million ids takes the interpreter's lock for a while.
+        if max_tokens is not None and len(encoding) > max_tokens:
+            raise TooManyTokens(len(encoding), is_least=False)
+        ids: list[int] = encoding.ids
+        return ids
 
-    def _encode_prompt(self, prompt: str, *, placeholders: dict[str, str]) -> list[int]:
+    def _check_length(self, text: str, max_tokens: int | None) -> None:
+        """Raise TooManyTokens if it is certain: to encode a million characters takes a second."""
+        # Short texts need no lengths of tokens.
+        if max_tokens is None or len(text) <= max_tokens:
+            return
+        if self._lengths.has_more_tokens(text, max_tokens):
+            raise TooManyTokens(max_tokens + 1, is_least=True)
+
+    @cached_property
+    def _lengths(self) -> TokenLengths:
+        return TokenLengths(self._backend)
+
+    def _encode_prompt(
+        self, prompt: str, *, placeholders: dict[str, str], max_tokens: int | None
+    ) -> list[int]:
         # The template writes its own bos token, so none is added, as in transformers.
         if not placeholders:
-            return self._encode([prompt])[0]
+            return self._encode(prompt, max_tokens=max_tokens)
+        self._check_length(prompt, max_tokens)
         if MARK in prompt:
             raise InvalidRequest(
                 "the messages contain the noncharacter U+FDD0 together with the name of a special token",
@@ -286,6 +314,20 @@ class Tokenizer:
     def _renamed_specials(self) -> RenamedSpecials:
         # Built lazily, because few messages contain the name of a special token.
         return RenamedSpecials(self._backend, self._special)
+
+
+class TooManyTokens(Exception):
+    """A text has more tokens than the caller can use.
+
+    Attributes:
+        num_tokens: of the text.
+        is_least: it has this number at least; the text was not encoded.
+    """
+
+    def __init__(self, num_tokens: int, *, is_least: bool) -> None:
+        super().__init__(num_tokens)
+        self.num_tokens = num_tokens
+        self.is_least = is_least
 
 
 class TokenNames:

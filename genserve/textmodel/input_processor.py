@@ -25,7 +25,7 @@ from genserve.text.reasoning_grammar import ReasoningGrammar
 from genserve.text.reasoning_parser import THINKING_TAGS, ReasoningParser
 from genserve.text.stop_regex import StopRegex
 from genserve.text.stop_strings import StopChecker, StopFinder, StopStrings
-from genserve.text.tokenizer import Spellings, Tokenizer
+from genserve.text.tokenizer import Spellings, Tokenizer, TooManyTokens
 from genserve.textmodel.decoder_plugins import Plugins
 from genserve.textmodel.tool_calling import ToolCalling
 
@@ -143,7 +143,12 @@ class InputProcessor:
         width = _beam_width(params, num_choices=num_choices)
         self._check_beams(params, width=width)
         max_length = self._engine.max_tokens_per_sequence(width) if width > 1 else self._logits.max_length
-        field, whole = self.encode(prompt)
+        field = "messages" if isinstance(prompt, Chat) else "prompt"
+        try:
+            is_truncated = params.truncate_prompt_tokens is not None
+            whole = self.encode(prompt, max_tokens=None if is_truncated else max_length)
+        except TooManyTokens as error:
+            raise self._too_long(error, max_length=max_length, field=field) from None
         token_ids = _truncated(whole, params, max_length=max_length, bos_id=self._tokenizer.bos_id)
         is_cut = len(token_ids) < len(whole) and params.truncation_side == "right"
         begun = self._begins_reasoning(prompt, token_ids, is_cut=is_cut)
@@ -249,13 +254,13 @@ class InputProcessor:
             min_tokens=params.min_tokens,
         )
 
-    def encode(self, prompt: Prompt) -> tuple[str, Sequence[int]]:
-        """Return the name of the request's field with the prompt, and the token ids."""
+    def encode(self, prompt: Prompt, *, max_tokens: int | None = None) -> Sequence[int]:
+        """Return the token ids of a prompt; raises TooManyTokens for a text of more than `max_tokens`."""
         if isinstance(prompt, str):
-            return "prompt", self._tokenizer.encode(prompt)
+            return self._tokenizer.encode(prompt, max_tokens=max_tokens)
         if isinstance(prompt, Chat):
-            chat = self._tools.rendered(prompt)
-            return "messages", self._encode_chat(self._tokenizer.encode_chat, chat)
+            encode = partial(self._tokenizer.encode_chat, max_tokens=max_tokens)
+            return self._encode_chat(encode, self._tools.rendered(prompt))
         for index, token_id in enumerate(prompt):
             if not 0 <= token_id < self._logits.vocab_size:
                 field = f"prompt[{index}]"
@@ -263,7 +268,7 @@ class InputProcessor:
                     f"{field} is {token_id}; the vocabulary has the ids 0 to {self._logits.vocab_size - 1}",
                     field=field,
                 )
-        return "prompt", prompt
+        return prompt
 
     def _encode_chat(self, encode: Callable[[Chat], list[int]], chat: Chat) -> list[int]:
         try:
@@ -332,23 +337,30 @@ class InputProcessor:
     ) -> None:
         if num_prompt_tokens == 0:
             raise InvalidRequest(f"{field} is empty", field=field, remedy="give at least one token of text")
-        per_beam = "" if max_length == self._logits.max_length else " for each of its beams"
         if num_prompt_tokens >= max_length:
-            raise ContextLengthExceeded(
-                f"the prompt has {num_prompt_tokens} tokens; "
-                f"the context of {self._name} is {max_length}{per_beam}, answer included",
-                field=field,
-                remedy="shorten the prompt, or raise max_sequence_length or, if the KV cache holds no more, "
-                "kv_cache_bytes in the logits stage's config.pbtxt",
-            )
+            counted = TooManyTokens(num_prompt_tokens, is_least=False)
+            raise self._too_long(counted, max_length=max_length, field=field)
         room = max_length - num_prompt_tokens
         if "max_tokens" in params.stated and params.max_tokens is not None and params.max_tokens > room:
             raise ContextLengthExceeded(
                 f"max_tokens is {params.max_tokens}; the prompt's {num_prompt_tokens} tokens leave {room} "
-                f"of the context of {max_length}{per_beam}",
+                f"of the context of {max_length}{self._per_beam(max_length)}",
                 field="max_tokens",
                 remedy=f"ask for {room} tokens at most, or shorten the prompt",
             )
+
+    def _too_long(self, prompt: TooManyTokens, *, max_length: int, field: str) -> ContextLengthExceeded:
+        number = f"at least {prompt.num_tokens}" if prompt.is_least else f"{prompt.num_tokens}"
+        return ContextLengthExceeded(
+            f"the prompt has {number} tokens; "
+            f"the context of {self._name} is {max_length}{self._per_beam(max_length)}, answer included",
+            field=field,
+            remedy="shorten the prompt, or raise max_sequence_length or, if the KV cache holds no more, "
+            "kv_cache_bytes in the logits stage's config.pbtxt",
+        )
+
+    def _per_beam(self, max_length: int) -> str:
+        return "" if max_length == self._logits.max_length else " for each of its beams"
 
 
 def _beam_width(params: SamplingParams, *, num_choices: int) -> int:

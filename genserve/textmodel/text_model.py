@@ -144,7 +144,7 @@ class TextModel:
 
     def encode(self, prompt: Prompt) -> Sequence[int]:
         """Return the token ids of a prompt; takes time as `prepare_choices` does, and raises its errors."""
-        return self._inputs.encode(prompt)[1]
+        return self._inputs.encode(prompt)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Return the text of token ids.

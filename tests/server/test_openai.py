@@ -230,3 +230,13 @@ def test_a_lone_surrogate_is_rejected_with_its_path(http):
     )
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "messages[0].content"
+
+
+def test_a_text_that_is_certainly_too_long_is_rejected_with_the_least_number(http, tiny_server):
+    words = "word " * 300_000
+    completed = http.post("/v1/completions", json={"prompt": words})
+    for answer in (chat(http, messages=[{"role": "user", "content": words}]), completed):
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert error["code"] == "context_length_exceeded"
+        assert f"at least {tiny_server.model.max_length + 1} tokens" in error["message"]
