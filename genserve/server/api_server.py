@@ -31,6 +31,7 @@ from genserve.server.event_loop_lag import EventLoopLag
 from genserve.server.metrics_port import MetricsPort
 from genserve.server.metrics_text import metrics_text
 from genserve.server.offload import start_daemon
+from genserve.server.open_files import allow_many_open_files
 from genserve.server.services import Services
 from genserve.server.throughput_log import ThroughputLog
 from genserve.server.tls import ssl_context
@@ -131,6 +132,7 @@ def serve(
     """
     server = Server(settings, on_ready=on_ready, end_process=end_process)
     with server.services.log_settings.written():
+        allow_many_open_files()
         try:
             server.serve_until_stopped()
         except GenserveError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import re
@@ -84,6 +85,8 @@ _OPENAI_TYPES = {
 }
 # While a model loads or the server stops, of which the duration is unknown.
 _UNAVAILABLE_RETRY_S = 5
+# While the process has no more threads, files or memory; other requests end soon.
+_EXHAUSTED_RETRY_S = 1
 
 
 def as_genserve_error(error: Exception, *, doing: str) -> GenserveError:
@@ -96,7 +99,24 @@ def as_genserve_error(error: Exception, *, doing: str) -> GenserveError:
     if isinstance(error, GenserveError):
         return error
     logger.error("%s failed", doing, exc_info=error)
+    if _is_exhaustion(error):
+        return _exhausted()
     return InferenceError("the server failed; its log has the reason", status=Status.INTERNAL)
+
+
+def _is_exhaustion(error: Exception) -> bool:
+    """Whether the system has no thread, file descriptor or memory left for a request; others may end."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+    return isinstance(error, MemoryError) or str(error) == "can't start new thread"
+
+
+def _exhausted() -> GenserveError:
+    return ModelNotReady(
+        "the server has no threads, files or memory left for this request",
+        remedy="try again later",
+        retry_after_s=_EXHAUSTED_RETRY_S,
+    )
 
 
 def http_status(error: GenserveError) -> int:
@@ -238,6 +258,8 @@ class ErrorResponses:
         app.add_exception_handler(GenserveError, self._on_error)
         app.add_exception_handler(RequestValidationError, self._on_invalid_body)
         app.add_exception_handler(HTTPException, self._on_http_error)
+        for kind in (RuntimeError, OSError, MemoryError):
+            app.add_exception_handler(kind, self._on_system_error)
         app.add_exception_handler(Exception, self._on_bug)
 
     def _respond(self, request: Request, error: GenserveError, *, status: int | None = None) -> JSONResponse:
@@ -261,6 +283,11 @@ class ErrorResponses:
         response = self._respond(request, invalid, status=error.status_code)
         response.headers.update(error.headers or {})
         return response
+
+    async def _on_system_error(self, request: Request, error: Exception) -> JSONResponse:
+        if not _is_exhaustion(error):
+            raise error     # for `_on_bug`
+        return self._respond(request, as_genserve_error(error, doing="a request"))
 
     async def _on_bug(self, request: Request, error: Exception) -> JSONResponse:
         logger.error("request failed", exc_info=error)

@@ -50,7 +50,11 @@ class Readiness:
     async def _ask(self, key: object, question: Callable[[], T], *, otherwise: T) -> T:
         running: asyncio.Future[T] | None = self._running.get(key)
         if running is None:
-            running = self._running[key] = start_daemon(question, name="readiness")
+            try:
+                running = start_daemon(question, name="readiness")
+            except RuntimeError:    # no thread can be started
+                return otherwise
+            self._running[key] = running
             running.add_done_callback(lambda _: self._running.pop(key))
         done, _ = await asyncio.wait({running}, timeout=_READINESS_TIMEOUT_S)
         return running.result() if done else otherwise
