@@ -84,11 +84,14 @@ def running(command: Sequence[str], *, ready_url: str) -> Iterator[int]:
     """Run a server until the block ends; yields its process id when `ready_url` answers with a success."""
     with ExitStack() as stack:
         log = stack.enter_context(tempfile.TemporaryFile("w+"))
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=os.environ)
+        environment = {"PYTHONFAULTHANDLER": "1", **os.environ}     # a crash shows its stacks
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
         try:
             _wait(process, ready_url, log)
             yield process.pid
         finally:
+            if process.poll() is not None:
+                print(f"the server ended with {process.returncode}:\n{_end_of(log)}", file=sys.stderr)
             process.terminate()
             process.wait()
 
@@ -108,7 +111,7 @@ def _wait(process: subprocess.Popen[bytes], ready_url: str, log: IO[str]) -> Non
 
 def _end_of(log: IO[str]) -> str:
     log.seek(0)
-    return log.read()[-4000:]
+    return log.read()[-12_000:]
 
 
 def _free_ports() -> Ports:

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias
 
-from servers import cpu_s, free_port, genserve_server, running
+from servers import free_port, genserve_server, running
 
 from genserve.backends.onnx_session import num_cores
 from genserve.bench.datasets import random_prompts
@@ -23,7 +23,7 @@ from genserve.repository.index import scan
 __all__ = ["PEERS", "Measured", "Target", "Work", "bare_loop", "genserve"]
 
 # Raw measurements: elapsed_s, prompt_tokens and new_tokens per answer, first_text_s per request, gaps_s
-# between texts; of a server also cpu_s of the client, rejected_s, and unfinished_tokens.
+# between texts.
 Measured: TypeAlias = Mapping[str, Any]
 
 HERE = Path(__file__).parent
@@ -42,7 +42,6 @@ class Work:
     prompt_words: int
     shared_words: int = 0   # at the beginning of every prompt
     seed: int = 0           # another seed yields other texts
-    duration_s: float | None = None     # ends the load (servers only); None: all requests are answered
 
     def prompts(self) -> list[str]:
         """The texts of the requests."""
@@ -61,25 +60,18 @@ class Target(Protocol):
 class _Server:
     """A server, loaded over HTTP by `genserve bench` in a process of its own."""
 
-    def __init__(
-        self, port: int, *, model: str, backend: str, extra: Mapping[str, Any], pid: int | None = None
-    ) -> None:
-        self._pid = pid
+    def __init__(self, port: int, *, model: str, backend: str, extra: Mapping[str, Any]) -> None:
         self._command = [sys.executable, "-m", "genserve", "bench", model, f"--url=http://127.0.0.1:{port}"]
         self._command += [f"--backend={backend}", f"--extra-body={json.dumps(extra)}", "--ignore-eos"]
-        self._command += ["--num-warmups=0", "--retry-rejected", "--json", "--save-detailed"]
+        self._command += ["--num-warmups=0", "--json", "--save-detailed"]
 
     def measure(self, work: Work) -> Measured:
-        before_s = cpu_s(self._pid) if self._pid else 0.0
         with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
             print(*work.prompts(), sep="\n", file=file, flush=True)
             flags = [f"--dataset-path={file.name}", f"--max-concurrency={work.concurrency}"]
             flags += [f"--output-len={work.new_tokens}", "--tokenizer=none"]
-            if work.duration_s is not None:
-                flags.append(f"--duration={work.duration_s}")
             done = subprocess.run([*self._command, *flags], check=True, stdout=subprocess.PIPE)
-        measured = _measured(json.loads(done.stdout)["runs"][0])
-        return measured | ({"server_cpu_s": cpu_s(self._pid) - before_s} if self._pid else {})
+        return _measured(json.loads(done.stdout)["runs"][0])
 
 
 def _measured(run: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,13 +81,10 @@ def _measured(run: Mapping[str, Any]) -> dict[str, Any]:
     tokens = list(zip(run["is_complete"], run["input_lens"], run["output_lens"], strict=True))
     return {
         "elapsed_s": run["duration"],
-        "cpu_s": run["client_cpu"] * run["duration"],
         "prompt_tokens": [prompt for is_complete, prompt, _ in tokens if is_complete],
         "new_tokens": [new for is_complete, _, new in tokens if is_complete],
-        "unfinished_tokens": sum(new for is_complete, _, new in tokens if not is_complete),
         "first_text_s": [time_s for time_s in run["ttfts"] if time_s is not None],
         "gaps_s": [*itertools.chain.from_iterable(run["itls"])],
-        "rejected_s": [*itertools.chain.from_iterable(run["rejections"])],
     }
 
 
@@ -146,10 +135,9 @@ def _run(script: str, *arguments: str) -> dict[str, Any]:
 def genserve(
     repository: Path, *, model: str, backend: str = "tgi", flags: Sequence[str] = ()
 ) -> Iterator[Target]:
-    """`genserve serve` over HTTP; on Linux, its CPU time is `server_cpu_s`."""
+    """`genserve serve` over HTTP."""
     with genserve_server(repository, flags=flags) as server:
-        pid = server.pid if Path("/proc/self/stat").exists() else None
-        yield _Server(server.http, model=model, backend=backend, extra={}, pid=pid)
+        yield _Server(server.http, model=model, backend=backend, extra={})
 
 
 def bare_loop(repository: Path, *, model: str) -> Target:

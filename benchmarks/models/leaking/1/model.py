@@ -1,0 +1,20 @@
+import os
+
+import triton_python_backend_utils as pb_utils
+
+LEAK_BYTES = 4096
+
+
+class TritonPythonModel:
+    """Answers with what it gets, and never forgets that it did."""
+
+    def initialize(self, args):
+        self.kept = []
+
+    def execute(self, requests):
+        return [self.answer(request) for request in requests]
+
+    def answer(self, request):
+        self.kept.append(os.urandom(LEAK_BYTES))
+        x = pb_utils.get_input_tensor_by_name(request, "X").as_numpy()
+        return pb_utils.InferenceResponse([pb_utils.Tensor("Y", x)])
