@@ -12,6 +12,9 @@ from genserve.generation_metrics import GenerationMetrics
 _MAX_RETRY_AFTER_S = 60.0       # the official clients do not wait longer
 _MIN_RETRY_AFTER_S = 0.1
 _UNKNOWN_RETRY_AFTER_S = 1.0    # as long as the throughput is not known
+# Of the longest wait, what a request may be predicted to wait: predictions err, and a request that waits in
+# vain for the whole time is worse off than one that is rejected at once.
+_PREDICTED_SHARE = 0.8
 _MEASUREMENT_LASTS_S = 60.0     # the throughput of an engine counts as known for this time after it was full
 
 
@@ -41,7 +44,8 @@ class AdmissionControl:
 
     Throughput is step time divided by the number of places that were taken. It is measured only while the
     engine is *full*: from the moment a request finds no free place or blocks until the queue is empty. Under
-    light load, places are free, and the measurement would not show how fast the engine can be.
+    light load, places are free, and the measurement would not show how fast the engine can be. Until it is
+    known, it is estimated from how long the last requests held their places.
 
     Attributes:
         limits: of the queue.
@@ -65,6 +69,8 @@ class AdmissionControl:
         self._last_full_s = 0.0                     # when it was full last
         # `_full_s` at each start. Answers of one length end together, so one round of them is too few.
         self._started_s: deque[float] = deque([0.0], maxlen=4 * max_num_seqs + 1)
+        self._held_s: deque[float] = deque(maxlen=max_num_seqs)     # by the places that were freed last
+        self._last_end_s = 0.0                      # when the last of them was freed
         self._retry_at_s = 0.0                      # when the last rejected request should be retried
 
     @property
@@ -95,10 +101,11 @@ class AdmissionControl:
                 now_s=now_s,
             )
         wait_s = self._predicted_wait_s(priority, now_s=now_s)
-        if self.limits.max_wait_s is not None and wait_s > self.limits.max_wait_s:
+        max_wait_s = self.limits.max_wait_s
+        if max_wait_s is not None and wait_s > max_wait_s * _PREDICTED_SHARE:
             raise self._rejection(
                 RejectionReason.PREDICTED_WAIT,
-                f"a request would wait about {wait_s:.0f} s now; the limit is {self.limits.max_wait_s:g} s",
+                f"a request would wait about {wait_s:.0f} s now; the limit is {max_wait_s:g} s",
                 remedy="try again later, or raise --max-queue-wait-s",
                 now_s=now_s,
             )
@@ -153,6 +160,11 @@ class AdmissionControl:
         """Undo `accept`: the request has ended."""
         self.num_accepted -= num_seqs
 
+    def note_end(self, seconds: float, *, now_s: float) -> None:
+        """Note how long a sequence that has ended held its place."""
+        self._held_s.append(seconds)
+        self._last_end_s = now_s
+
     def wait(self, num_seqs: int, *, num_tokens: int, priority: int) -> None:
         """Count an accepted sequence that waits for its first step."""
         self.num_tokens += num_tokens
@@ -199,17 +211,17 @@ class AdmissionControl:
     def _seconds_per_place(self, now_s: float) -> float | None:
         """Return how long a full engine takes to free one place; None: not known now."""
         num_started = len(self._started_s) - 1
-        if num_started < self._max_num_seqs or self._is_outdated(now_s):
-            return None
-        return (self._full_s - self._started_s[0]) / num_started
+        if num_started >= self._max_num_seqs and now_s - self._last_full_s <= _MEASUREMENT_LASTS_S:
+            return (self._full_s - self._started_s[0]) / num_started
+        # Steps with few sequences are faster, so this promises rather too much: it rejects too few.
+        if self._held_s and now_s - self._last_end_s <= _MEASUREMENT_LASTS_S:
+            return sum(self._held_s) / len(self._held_s) / self._max_num_seqs
+        return None
 
     def _forget_if_outdated(self, now_s: float) -> None:
-        if self._is_outdated(now_s):
+        if now_s - self._last_full_s > _MEASUREMENT_LASTS_S:
             self._started_s.clear()
             self._started_s.append(self._full_s)
-
-    def _is_outdated(self, now_s: float) -> bool:
-        return now_s - self._last_full_s > _MEASUREMENT_LASTS_S
 
 
 def _subtract(counter: Counter[int], priority: int, count: int) -> None:

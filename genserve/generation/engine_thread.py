@@ -277,13 +277,15 @@ class EngineThread(RequestInbox):
     def _end(self, request: Request) -> None:
         state = self._states.pop(request, None)
         self._unanswered.pop(request, None)
-        if state is not None:
-            submission = state.submission
-            submission.num_open -= 1
-            submission.most_tokens = max(submission.most_tokens, state.sequence.num_new_tokens)
-            if not submission.num_open:
-                self._metrics.choices_finished(most_tokens=submission.most_tokens)
-        self._leave(request, num_seqs=state.num_seqs if state is not None else 1)
+        if state is None:
+            self._leave(request, num_seqs=1)
+            return
+        submission = state.submission
+        submission.num_open -= 1
+        submission.most_tokens = max(submission.most_tokens, state.sequence.num_new_tokens)
+        if not submission.num_open:
+            self._metrics.choices_finished(most_tokens=submission.most_tokens)
+        self._leave(request, num_seqs=state.num_seqs, started_s=state.sequence.started_s)
 
     def _end_all(self, error: GenserveError) -> None:
         self._add_arrivals()

@@ -330,11 +330,14 @@ class RequestInbox:
             priority = state.sequence.priority
             self._admission.start(state.num_seqs, num_tokens=state.num_tokens, priority=priority)
 
-    def _leave(self, request: Request, *, num_seqs: int) -> None:
-        """Count a request that has ended."""
+    def _leave(self, request: Request, *, num_seqs: int, started_s: float | None = None) -> None:
+        """Count a request that has ended; `started_s` is when a sequence had its first step."""
         with self._idle:
             self._leave_queue(request)
             self._admission.leave(num_seqs)
+            if started_s is not None:
+                now_s = self._clock()
+                self._admission.note_end(now_s - started_s, now_s=now_s)
             if not self._admission.num_accepted:
                 self._idle.notify_all()
 

@@ -163,7 +163,7 @@ def test_a_prompt_longer_than_the_limit_is_accepted_if_no_other_waits() -> None:
 
 
 def test_a_request_that_would_wait_too_long_is_rejected_on_arrival() -> None:
-    admission = served(max_wait_s=10)
+    admission = served(max_wait_s=12.5)
     for _ in range(5):
         join(admission)     # the fifth waits for 10 s
     with pytest.raises(Overloaded, match="would wait about 12 s"):
@@ -178,6 +178,17 @@ def test_before_the_engine_was_full_no_request_is_rejected_for_its_wait() -> Non
     join(admission)
 
 
+def test_before_the_engine_was_full_the_time_that_places_were_held_predicts_the_wait() -> None:
+    admission = busy(control(max_wait_s=10))
+    for seconds in (3.0, 5.0):      # a place becomes free every 2 s
+        admission.note_end(seconds, now_s=0.0)
+    for _ in range(4):
+        join(admission)     # the fourth waits for 8 s
+    with pytest.raises(Overloaded, match="would wait about 10 s now; the limit is 10 s"):
+        join(admission)
+    join(admission, now_s=100.0)    # nobody knows any more
+
+
 def test_a_queue_that_fits_into_the_free_places_rejects_no_request() -> None:
     admission = control(num_places=4, max_wait_s=3)
     serve_short_of_memory(admission)
@@ -189,7 +200,7 @@ def test_a_queue_that_fits_into_the_free_places_rejects_no_request() -> None:
 
 
 def test_requests_that_start_together_count_until_the_queue_is_empty() -> None:
-    admission = busy(control(max_wait_s=10))
+    admission = busy(control(max_wait_s=12.5))
     for _ in range(4):
         step(admission, 8.0, num_started=0, num_waiting=9)
         step(admission, 1.0, num_started=3, full=False, num_waiting=9)    # of four free places
@@ -217,7 +228,7 @@ def test_the_prediction_follows_an_engine_that_becomes_slower() -> None:
 
 
 def test_requests_of_lower_priority_do_not_count_for_one_of_higher_priority() -> None:
-    admission = served(max_wait_s=10)
+    admission = served(max_wait_s=12.5)
     for _ in range(5):
         join(admission, priority=1)
     with pytest.raises(Overloaded):
@@ -227,7 +238,7 @@ def test_requests_of_lower_priority_do_not_count_for_one_of_higher_priority() ->
 
 def test_rejected_requests_get_increasing_retry_times() -> None:
     admission = served(max_wait_s=10)
-    for _ in range(5):
+    for _ in range(4):
         join(admission, now_s=50.0)
     retry_after_s = []
     for _ in range(12):
