@@ -184,7 +184,7 @@ def error_headers(error: GenserveError) -> dict[str, str]:
 
     When to retry is HTTP's header, in whole seconds, and OpenAI's, in milliseconds.
     """
-    if isinstance(error, Overloaded):
+    if isinstance(error, Overloaded) or (isinstance(error, ModelNotReady) and error.retry_after_s):
         return _retry_headers(error.retry_after_s)
     if isinstance(error, Unauthenticated):
         return {"www-authenticate": "Bearer"}
@@ -247,7 +247,7 @@ class ErrorResponses:
         written = next(form for prefix, form in self._formats if path.startswith(prefix))
         status = status or written.status(error)
         headers = error_headers(error)
-        if status == 503:
+        if status == 503 and not headers:
             headers = _retry_headers(_UNAVAILABLE_RETRY_S)
         elif isinstance(error, InvalidRequest):
             headers = {"x-should-retry": "false"}

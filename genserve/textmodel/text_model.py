@@ -99,7 +99,9 @@ class TextModel:
         workers = self._compilers if compiles else self._workers
         try:
             return workers.submit(copy_context().run, work)
-        except RuntimeError:
+        except RuntimeError as error:
+            if "shutdown" not in str(error):    # a thread cannot be started
+                raise
             raise Closed(f"model '{self.name}' is being unloaded") from None
 
     def prepare(self, prompt: Prompt, params: SamplingParams) -> TokenSequence:
