@@ -34,6 +34,8 @@ ROOT = Path(__file__).parents[1]
 VARIABLES = {
     "GENSERVE_API_KEY": "The key that `genserve serve` requires, and that the command line and the SDK send.",
     "GENSERVE_CACHE": "Folder of downloads. Default: `genserve` in the user's cache folder.",
+    "GENSERVE_CLIENT_CERT": "PEM file with a certificate and its key, which the command line and the SDK "
+    "show to servers that ask for one ([security](../security.md#tls)).",
     "GENSERVE_CONTROL_KEY": "The key that `genserve serve` requires for requests that change the server "
     "([security](../security.md#keys)).",
     "GENSERVE_HOME": "Folder of genserve's data, with the default model repository. Default: in the user's "

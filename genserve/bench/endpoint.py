@@ -18,6 +18,7 @@ from genserve.bench.answers import Answer, Failure
 from genserve.bench.datasets import BenchPrompt
 from genserve.bench.dialects import Dialect, Requested
 from genserve.client.sse_decoder import EventDecoder
+from genserve.client_certificate import load_client_certificate
 from genserve.errors import InvalidRequest
 
 _MAX_QUOTED = 300       # characters of a server's error
@@ -60,7 +61,7 @@ def tls_context(base_url: str, *, ca: Path | None, insecure: bool) -> ssl.SSLCon
     None: the URL is not https.
 
     Raises:
-        InvalidRequest: the file has no certificate.
+        InvalidRequest: the file has no certificate, or that of GENSERVE_CLIENT_CERT cannot be used.
     """
     if not base_url.startswith("https://"):
         return None
@@ -71,6 +72,7 @@ def tls_context(base_url: str, *, ca: Path | None, insecure: bool) -> ssl.SSLCon
     if insecure:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
+    load_client_certificate(context)
     return context
 
 

@@ -31,7 +31,7 @@ from genserve.cli.console import make_console
 from genserve.cli.model_access import bring_model, choose_remote, loading
 from genserve.client import Client, api_calls
 from genserve.client.api_calls import ApiCall, ApiRequest
-from genserve.client.connection import LIMITS, Connection, connection, with_retries
+from genserve.client.connection import LIMITS, Connection, connection, tls_verification, with_retries
 from genserve.client.reply_errors import error_of_reply, unreachable_at
 from genserve.completion import Completion
 from genserve.errors import GenserveError, InvalidRequest, Unreachable
@@ -96,7 +96,9 @@ def run_batch(
         async def run() -> None:
             lines = iter(waiting)   # shared: each line is taken once
             async with (
-                httpx2.AsyncClient(limits=LIMITS, transport=server.transport) as http,
+                httpx2.AsyncClient(
+                    limits=LIMITS, transport=server.transport, verify=tls_verification()
+                ) as http,
                 asyncio.TaskGroup() as tasks,
             ):
                 for _ in range(min(batch.max_concurrency, len(waiting))):

@@ -12,7 +12,7 @@ import httpx2
 
 from genserve.client import api_calls, reply_errors
 from genserve.client.api_calls import ModelCard
-from genserve.client.connection import LIMITS, connection, retry_wait_s, with_retries
+from genserve.client.connection import LIMITS, connection, retry_wait_s, tls_verification, with_retries
 from genserve.completion import Completion, Delta, Stream, join_deltas
 from genserve.errors import GenserveError
 from genserve.prompt import Messages, Prompts, ToolChoice, Tools, read_chat
@@ -132,7 +132,7 @@ class Client:
             http_client: another transport; `close` does not close it.
         """
         self._connection = connection(base_url, api_key=api_key, timeout_s=timeout_s, max_retries=max_retries)
-        self._http = http_client or httpx2.Client(limits=LIMITS)
+        self._http = http_client or httpx2.Client(limits=LIMITS, verify=tls_verification())
         self._owns_http = http_client is None
         self._closed = False
 
@@ -300,7 +300,7 @@ class AsyncClient:
     ) -> None:
         """Configure the client, with the arguments of `Client`; the first call connects."""
         self._connection = connection(base_url, api_key=api_key, timeout_s=timeout_s, max_retries=max_retries)
-        self._http = http_client or httpx2.AsyncClient(limits=LIMITS)
+        self._http = http_client or httpx2.AsyncClient(limits=LIMITS, verify=tls_verification())
         self._owns_http = http_client is None
         self._closed = False
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import ssl
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -13,6 +14,7 @@ import httpx2
 
 from genserve.api_key import bearer
 from genserve.client.api_calls import ApiRequest
+from genserve.client_certificate import has_client_certificate, load_client_certificate
 from genserve.errors import GenserveError, InvalidRequest, ModelNotReady, Overloaded, Unreachable
 from genserve.version import __version__
 
@@ -90,6 +92,19 @@ class Connection:
             headers=self.headers,
             timeout=self.timeout,
         )
+
+
+def tls_verification() -> ssl.SSLContext | bool:
+    """Return how a client verifies servers, and the certificate that it shows to them: httpx2's `verify`.
+
+    Raises:
+        InvalidRequest: GENSERVE_CLIENT_CERT names a file that cannot be used.
+    """
+    if not has_client_certificate():
+        return True
+    context = httpx2.create_ssl_context()
+    load_client_certificate(context)
+    return context
 
 
 def connection(

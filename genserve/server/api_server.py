@@ -34,7 +34,7 @@ from genserve.server.offload import start_daemon
 from genserve.server.open_files import allow_many_open_files
 from genserve.server.services import Services
 from genserve.server.throughput_log import ThroughputLog
-from genserve.server.tls import ssl_context
+from genserve.server.tls import TlsFiles
 from genserve.server.triton_metrics import CpuCollector, InferenceCollector, read_metrics_config
 from genserve.server.watched_files import WatchedFiles
 from genserve.settings import ServerSettings
@@ -159,7 +159,7 @@ class Server(uvicorn.Server):
     ) -> None:
         """Scan the repository's folders; raises what `serve` raises about them."""
         require_safe_addresses(settings)
-        self._ssl_context = context = ssl_context(settings)
+        self._tls = tls = TlsFiles.of(settings)
         metrics = Metrics()
         metrics_config = read_metrics_config(settings.metrics_config)
         self.services = Services(
@@ -171,6 +171,8 @@ class Server(uvicorn.Server):
         )
         self._watched_files = WatchedFiles()
         self._watched_files.add(self.services.keys.files, self.services.keys.reload)
+        if tls is not None:
+            self._watched_files.add(tls.files, tls.reload)
         metrics.registry.register(
             InferenceCollector(self.services.repository, latency_counters=metrics_config["counter_latencies"])
         )
@@ -188,7 +190,7 @@ class Server(uvicorn.Server):
                 server_header=False,
                 lifespan="off",
                 timeout_graceful_shutdown=round(settings.drain_s + _LAST_EVENTS_S),
-                ssl_context_factory=(lambda *_: context) if context else None,
+                ssl_context_factory=(lambda *_: tls.context) if tls else None,
             )
         )
         self._on_ready = on_ready
@@ -269,7 +271,7 @@ class Server(uvicorn.Server):
 
     @property
     def _scheme(self) -> str:
-        return "https" if self._ssl_context else "http"
+        return "https" if self._tls else "http"
 
     async def _open_ports(self, info: ServerInfo) -> ServerInfo:
         """Open the ports of gRPC and of metrics."""
@@ -286,7 +288,7 @@ class Server(uvicorn.Server):
                     keys=self.services.keys,
                     asks_key=not settings.allow_unauthenticated_metrics,
                 ),
-                ssl_context=self._ssl_context,
+                ssl_context=self._tls.context if self._tls else None,
             )
             address = address_of(host, self._metrics_port.port)
             info = replace(info, metrics_url=f"{self._scheme}://{address}/metrics")
@@ -294,7 +296,7 @@ class Server(uvicorn.Server):
             from genserve.server.grpc.grpc_server import GrpcServer
 
             host = settings.grpc_host or settings.host
-            self._grpc = GrpcServer(self.services)
+            self._grpc = GrpcServer(self.services, tls=self._tls)
             port = await self._grpc.open(host=host, port=settings.grpc_port)
             info = replace(info, grpc_address=address_of(host, port))
         return info

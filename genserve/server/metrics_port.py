@@ -57,6 +57,7 @@ class MetricsPort(ThreadingHTTPServer):
             GenserveError: the port is taken.
         """
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._ssl_context = ssl_context
         self._free_connections = threading.BoundedSemaphore(_MAX_CONNECTIONS)
         try:
             super().__init__((host, port), partial(_Handler, render, access))
@@ -66,11 +67,6 @@ class MetricsPort(ThreadingHTTPServer):
                 remedy="choose another port with --metrics-port; 0 takes a free one, "
                 "--allow-metrics=false none (they are on the HTTP port too)",
             ) from error
-        if ssl_context is not None:
-            # The handshake is left to the connection's thread, so that a slow one delays no other.
-            self.socket = ssl_context.wrap_socket(
-                self.socket, server_side=True, do_handshake_on_connect=False
-            )
         self.port: int = self.server_address[1]
         self._thread = threading.Thread(
             target=partial(self.serve_forever, poll_interval=0.1), name="metrics", daemon=True
@@ -82,6 +78,16 @@ class MetricsPort(ThreadingHTTPServer):
         self.shutdown()
         self.server_close()
         self._thread.join()
+
+    def get_request(self) -> tuple[Any, Any]:
+        """Accept a connection."""
+        connection, address = super().get_request()
+        if self._ssl_context is not None:
+            # The handshake is left to the connection's thread, so that a slow one delays no other.
+            connection = self._ssl_context.wrap_socket(
+                connection, server_side=True, do_handshake_on_connect=False
+            )
+        return connection, address
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answer a connection on its own thread, or close it if there are too many."""

@@ -1,54 +1,130 @@
-"""TLS: the server's certificate, for the HTTP ports and for gRPC."""
+"""TLS: the server's certificate, for the HTTP ports and for gRPC, read again when its files change."""
 
 from __future__ import annotations
 
+import logging
 import ssl
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from genserve.errors import GenserveError
 from genserve.settings import ServerSettings
 
+logger = logging.getLogger(__name__)
 
-def ssl_context(settings: ServerSettings) -> ssl.SSLContext | None:
-    """Return the TLS context of the HTTP ports; None: no TLS.
 
-    Raises:
-        GenserveError: a file cannot be read or is not PEM, or key and certificate do not match.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Contents:
+    """What the files had when they were read together."""
+
+    certificate: bytes
+    key: bytes
+    authorities: bytes | None
+
+
+class TlsFiles:
+    """The certificate, its key, and the authorities of clients, as every new connection uses them.
+
+    Connections that are open keep what they began with.
+
+    Attributes:
+        files: whose change calls for `reload`.
+        context: of the HTTP ports.
     """
-    certificate, key, authorities = settings.ssl_certfile, settings.ssl_keyfile, settings.ssl_ca_certs
-    if certificate is None:
-        if key or authorities:
-            raise GenserveError(
-                "--ssl-keyfile and --ssl-ca-certs need --ssl-certfile", remedy="name the server's certificate"
-            )
-        return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    try:
-        context.load_cert_chain(certificate, key, password=_reject_password)
-    except OSError as error:  # ssl.SSLError is one
-        raise _unusable("certificate and key", certificate, key, error=error) from error
-    if authorities is not None:
+
+    def __init__(self, certificate: Path, *, key: Path | None, authorities: Path | None) -> None:
+        """Read the files; `key` is None if the certificate's file has it.
+
+        Raises:
+            GenserveError: one cannot be read or is not PEM, or key and certificate do not match.
+        """
+        self._certificate = certificate
+        self._key = key
+        self._authorities = authorities
+        self.files = tuple(file for file in (certificate, key, authorities) if file is not None)
+        self.context = _LatestContext(ssl.PROTOCOL_TLS_SERVER)
+        self._contents = self._read()
+        self._fetched = self._contents      # by gRPC
+
+    @classmethod
+    def of(cls, settings: ServerSettings) -> Self | None:
+        """Return the files of a server's settings; None: no TLS. Raises GenserveError."""
+        if settings.ssl_certfile is None:
+            if settings.ssl_keyfile or settings.ssl_ca_certs:
+                raise GenserveError(
+                    "--ssl-keyfile and --ssl-ca-certs need --ssl-certfile",
+                    remedy="name the server's certificate",
+                )
+            return None
+        return cls(settings.ssl_certfile, key=settings.ssl_keyfile, authorities=settings.ssl_ca_certs)
+
+    def reload(self) -> None:
+        """Read the files again. If that fails, log why and keep what was read before."""
         try:
-            context.load_verify_locations(authorities)
-        except OSError as error:
-            raise _unusable("certificates of --ssl-ca-certs", authorities, error=error) from error
-        context.verify_mode = ssl.CERT_REQUIRED
-    return context
+            self._contents = self._read()
+        except GenserveError as error:
+            logger.error("TLS is unchanged: %s", error)     # noqa: TRY400  # not a bug
+        else:
+            logger.info("TLS: new connections use what is now in %s", ", ".join(map(str, self.files)))
+
+    def grpc_credentials(self) -> Any:
+        """Return the credentials of the gRPC port, which asks for new contents at each handshake."""
+        import grpc
+
+        def configuration(contents: _Contents) -> Any:
+            return grpc.ssl_server_certificate_configuration(
+                [(contents.key, contents.certificate)], root_certificates=contents.authorities
+            )
+
+        def fetch() -> Any:
+            if self._fetched is self._contents:
+                return None     # unchanged
+            self._fetched = self._contents
+            return configuration(self._fetched)
+
+        return grpc.dynamic_ssl_server_credentials(
+            configuration(self._contents), fetch, require_client_authentication=self._authorities is not None
+        )
+
+    def _read(self) -> _Contents:
+        """Read the files, and let new connections over HTTP use them."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            context.load_cert_chain(self._certificate, self._key, password=_reject_password)
+        except OSError as error:  # ssl.SSLError is one
+            raise _unusable("certificate and key", self._certificate, self._key, error=error) from error
+        if self._authorities is not None:
+            try:
+                context.load_verify_locations(self._authorities)
+            except OSError as error:
+                raise _unusable("certificates of --ssl-ca-certs", self._authorities, error=error) from error
+            context.verify_mode = ssl.CERT_REQUIRED
+        contents = _Contents(
+            certificate=self._certificate.read_bytes(),
+            key=(self._key or self._certificate).read_bytes(),
+            authorities=self._authorities.read_bytes() if self._authorities else None,
+        )
+        self.context.latest = context
+        return contents
 
 
-def grpc_credentials(settings: ServerSettings) -> Any:
-    """Return the credentials of the gRPC port; None: no TLS. `ssl_context` has checked the files."""
-    if settings.ssl_certfile is None:
-        return None
-    import grpc
+class _LatestContext(ssl.SSLContext):
+    """Hands each new connection to the latest context.
 
-    certificate = settings.ssl_certfile.read_bytes()
-    key = settings.ssl_keyfile.read_bytes() if settings.ssl_keyfile else certificate
-    authorities = settings.ssl_ca_certs.read_bytes() if settings.ssl_ca_certs else None
-    return grpc.ssl_server_credentials(
-        [(key, certificate)], root_certificates=authorities, require_client_auth=authorities is not None
-    )
+    An event loop keeps the context that its port was opened with. That context could read new files too, but
+    it would keep the old authorities, and sessions that were begun under them could be resumed.
+    """
+
+    latest: ssl.SSLContext
+
+    def wrap_bio(self, *args: Any, **kwargs: Any) -> ssl.SSLObject:
+        """Begin a connection of an event loop."""
+        return self.latest.wrap_bio(*args, **kwargs)
+
+    def wrap_socket(self, *args: Any, **kwargs: Any) -> ssl.SSLSocket:
+        """Begin a connection of a thread."""
+        return self.latest.wrap_socket(*args, **kwargs)
 
 
 def _reject_password() -> bytes:

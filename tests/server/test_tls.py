@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import logging
 import ssl
+import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,10 +19,12 @@ from cryptography.hazmat.primitives import serialization
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from genserve import Client
-from genserve.errors import GenserveError
+from genserve.errors import GenserveError, InvalidRequest, Unreachable
+from genserve.server import watched_files
 from genserve.server.api_server import Server
+from genserve.server.tls import TlsFiles
 from genserve.settings import ServerSettings
-from tests.support.live_server import LiveServer
+from tests.support.live_server import LiveServer, wait_until
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +125,25 @@ def test_with_client_authorities_only_clients_with_a_certificate_connect(tiny_re
                         call(health_pb2.HealthCheckRequest(), timeout=5)
 
 
+def test_the_sdk_and_the_command_line_show_a_client_certificate(tiny_repository, pem, tmp_path, monkeypatch):
+    settings = {"ssl_certfile": pem.server, "ssl_keyfile": pem.server_key, "ssl_ca_certs": pem.authority}
+    monkeypatch.setenv("SSL_CERT_FILE", str(pem.authority))
+    with LiveServer(tiny_repository, **settings) as server:
+        with Client(server.url, max_retries=0) as client, pytest.raises(Unreachable):
+            client.models()
+        monkeypatch.setenv("GENSERVE_CLIENT_CERT", str(pem.client))
+        with Client(server.url) as client:
+            assert client.models()
+        (tmp_path / "in.jsonl").write_text('{"prompt": "hi", "max_tokens": 1}\n')
+        command = [sys.executable, "-m", "genserve", "generate", f"--url={server.url}"]
+        command += [f"--input={tmp_path}/in.jsonl", f"--output={tmp_path}/out.jsonl"]
+        subprocess.run(command, check=True, capture_output=True)
+        assert '"text"' in (tmp_path / "out.jsonl").read_text()
+    monkeypatch.setenv("GENSERVE_CLIENT_CERT", str(pem.server_key))
+    with pytest.raises(InvalidRequest, match=r"GENSERVE_CLIENT_CERT: .* cannot be used"):
+        Client(server.url)
+
+
 def test_an_encrypted_key_is_rejected_without_a_prompt(tiny_repository, pem, tmp_path):
     key = serialization.load_pem_private_key(pem.server_key.read_bytes(), password=None)
     encrypted = tmp_path / "encrypted.key"
@@ -153,3 +178,137 @@ def test_unusable_certificate_files_are_named_at_startup(tiny_repository, pem, t
         with pytest.raises(GenserveError, match=r"cannot be used|need --ssl-certfile") as caught:
             Server(ServerSettings(model_repository=(tiny_repository,), **settings))
         assert caught.value.remedy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Issued:
+    """An authority, and what it has issued."""
+
+    authority: trustme.CA
+    server: trustme.LeafCert
+    client: trustme.LeafCert
+
+    @classmethod
+    def new(cls) -> Issued:
+        authority = trustme.CA()
+        return cls(
+            authority=authority,
+            server=authority.issue_cert("127.0.0.1", "localhost"),
+            client=authority.issue_cert("client@example.com"),
+        )
+
+    def write(self, folder: Path) -> dict[str, Path]:
+        """Write the files of a server that accepts this authority's clients; return its settings."""
+        files = {name: folder / f"{name}.pem" for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")}
+        # As administrators replace them: one after the other, each by a rename.
+        contents = (self.server.cert_chain_pems[0], self.server.private_key_pem, self.authority.cert_pem)
+        for file, content in zip(files.values(), contents, strict=True):
+            content.write_to_path(folder / "new")
+            (folder / "new").replace(file)
+        return files
+
+    def context(self, *, client: Issued | None = None) -> ssl.SSLContext:
+        """Of a client that trusts this authority, with the certificate of its own client or another's."""
+        context = ssl.create_default_context()
+        self.authority.configure_trust(context)
+        (client or self).client.configure_cert(context)
+        return context
+
+    def channel(self, address: str, *, client: Issued | None = None) -> grpc.Channel:
+        issued = (client or self).client
+        pem = issued.private_key_and_cert_chain_pem.bytes()
+        roots = self.authority.cert_pem.bytes()
+        return grpc.secure_channel(address, grpc.ssl_channel_credentials(roots, pem, pem))
+
+
+def reaches(url: str, context: ssl.SSLContext) -> bool:
+    try:
+        return httpx2.get(url, verify=context).status_code == 200
+    except httpx2.HTTPError:
+        return False
+
+
+def serves(channel: grpc.Channel) -> bool:
+    call = health_pb2_grpc.HealthStub(channel).Check
+    try:
+        return bool(call(health_pb2.HealthCheckRequest(), timeout=5).status)
+    except grpc.RpcError:
+        return False
+
+
+def test_replaced_files_hold_for_new_connections_on_all_ports_and_close_none(
+    tiny_repository, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(watched_files, "_INTERVAL_S", 0.02)
+    caplog.set_level(logging.INFO)
+    old, new = Issued.new(), Issued.new()
+    body = {"prompt": "hi", "max_tokens": 40, "ignore_eos": True, "stream": True}
+    with (
+        LiveServer(tiny_repository, **old.write(tmp_path)) as server,
+        httpx2.Client(base_url=server.url, verify=old.context()) as http,
+        old.channel(server.grpc_url) as channel,
+    ):
+        urls = (f"{server.url}/health", server.info.metrics_url)
+        assert serves(channel)
+        with http.stream("POST", "/v1/completions", json=body) as stream:
+            chunks = stream.iter_bytes()
+            received = next(chunks)
+            new.write(tmp_path)
+            wait_until(lambda: reaches(urls[0], new.context()))
+            received += b"".join(chunks)
+        assert received.endswith(b"data: [DONE]\n\n")
+        assert http.get("/health").status_code == 200       # on the connection from before
+        assert serves(channel)
+        assert all(reaches(url, new.context()) for url in urls)
+        assert not any(reaches(url, old.context()) for url in urls)
+        assert not any(reaches(url, new.context(client=old)) for url in urls)
+        for client, is_let_in in ((new, True), (old, False)):
+            with new.channel(server.grpc_url, client=client) as later:
+                assert serves(later) == is_let_in
+        (tmp_path / "ssl_keyfile.pem").write_text("broken")
+        wait_until(lambda: "TLS is unchanged: the certificate and key in" in caplog.text)
+        assert all(reaches(url, new.context()) for url in urls)
+        with new.channel(server.grpc_url) as later:
+            assert serves(later)
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3], ids=str)
+def test_a_session_from_before_does_not_let_a_client_in(tmp_path, version):
+    """A resumed session would skip the check of the client's certificate."""
+    old, new = Issued.new(), Issued.new()
+    files = old.write(tmp_path)
+    tls = TlsFiles(files["ssl_certfile"], key=files["ssl_keyfile"], authorities=files["ssl_ca_certs"])
+    context = old.context()
+    new.authority.configure_trust(context)
+    context.maximum_version = version
+    first = Handshake(tls, context)
+    assert first.complete()
+    again = Handshake(tls, context, session=first.client.session)
+    assert again.complete()
+    assert again.client.session_reused
+    new.write(tmp_path)
+    tls.reload()
+    later = Handshake(tls, context, session=first.client.session)
+    assert not later.complete()
+    assert not later.client.session_reused
+
+
+class Handshake:
+    """A client and a server in memory."""
+
+    def __init__(self, tls: TlsFiles, context: ssl.SSLContext, *, session: ssl.SSLSession | None = None):
+        up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self.server = tls.context.wrap_bio(up, down, server_side=True)
+        self.client = context.wrap_bio(down, up, server_hostname="127.0.0.1", session=session)
+
+    def complete(self) -> bool:
+        """Exchange what is needed for a first word of the server, with the session; False: it fails."""
+        try:
+            for _ in range(4):
+                for side in (self.client, self.server):
+                    with suppress(ssl.SSLWantReadError):
+                        side.do_handshake()
+            self.server.write(b"x")
+            return self.client.read(1) == b"x"
+        except ssl.SSLError:
+            return False

@@ -18,7 +18,7 @@ from genserve.server.grpc.inference_service import InferenceService
 from genserve.server.grpc.rpc_method import abort, controls, log_call, status_code
 from genserve.server.key_ring import CURRENT_KEY, KeyRing
 from genserve.server.services import Services
-from genserve.server.tls import grpc_credentials
+from genserve.server.tls import TlsFiles
 from genserve.settings import grpc_channel_arguments
 
 _OPEN = "/grpc.health.v1.Health/"
@@ -45,8 +45,9 @@ _OPTIONS = (("grpc.max_receive_message_length", 2**31 - 1), ("grpc.max_send_mess
 class GrpcServer:
     """The gRPC services on one port. Construct, open and close it on the event loop."""
 
-    def __init__(self, services: Services) -> None:
-        self._settings = settings = services.settings
+    def __init__(self, services: Services, *, tls: TlsFiles | None = None) -> None:
+        self._tls = tls
+        settings = services.settings
         interceptors: list[Any] = [ApiKeyInterceptor(services.keys)]
         prefix = "triton-grpc-protocol-"
         if restrictions := parse_restrictions(settings.grpc_restricted_protocol, prefix=prefix):
@@ -82,10 +83,9 @@ class GrpcServer:
         return bound
 
     def _add_port(self, address: str) -> Any:
-        credentials = grpc_credentials(self._settings)
-        if credentials is None:
+        if self._tls is None:
             return self._server.add_insecure_port(address)
-        return self._server.add_secure_port(address, credentials)
+        return self._server.add_secure_port(address, self._tls.grpc_credentials())
 
     async def close(self, *, drain_s: float) -> None:
         """Accept no more calls, let running ones finish for `drain_s`, then cancel them."""

@@ -1,0 +1,33 @@
+"""Client certificate: what the SDK and the command line show to servers that ask for one."""
+
+from __future__ import annotations
+
+import os
+import ssl
+
+from genserve.errors import InvalidRequest
+
+_VARIABLE = "GENSERVE_CLIENT_CERT"
+
+
+def has_client_certificate() -> bool:
+    """Whether GENSERVE_CLIENT_CERT names a file."""
+    return bool(os.environ.get(_VARIABLE))
+
+
+def load_client_certificate(context: ssl.SSLContext) -> None:
+    """Let connections use the certificate and key in the PEM file of GENSERVE_CLIENT_CERT, if it is set.
+
+    Raises:
+        InvalidRequest: the file cannot be read, or has not both.
+    """
+    file = os.environ.get(_VARIABLE)
+    if not file:
+        return
+    try:
+        context.load_cert_chain(file)
+    except OSError as error:    # also ssl.SSLError
+        raise InvalidRequest(
+            f"{_VARIABLE}: {file} cannot be used: {getattr(error, 'reason', None) or error.strerror}",
+            remedy="name a PEM file with the certificate and its private key",
+        ) from error
