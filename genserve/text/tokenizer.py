@@ -123,10 +123,9 @@ class Tokenizer:
         _reject_surrogates(text, field="prompt")
         with _tokenizer_call():
             [encoding] = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
-        spans = [
-            (token_id, start, stop)
-            for token_id, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True)
-        ]
+        # All `offsets` at once take the interpreter's lock for as long as it takes to make them.
+        places = (encoding.token_to_chars(index) or (0, 0) for index in range(len(encoding)))
+        spans = [(token_id, *place) for token_id, place in zip(encoding.ids, places, strict=True)]
         begins = self.bos_id is None or encoding.ids[:1] == [self.bos_id]
         return spans if begins or not add_special_tokens else [(self.bos_id or 0, 0, 0), *spans]
 

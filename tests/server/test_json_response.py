@@ -11,5 +11,7 @@ from genserve.server.json_response import json_bytes
     [{}, [], [{"a": 1}], {"a": [{"b": [1, 2]}, {"c": "é"}], "d": [], "e": None, "f": [1.5, 2]}, "x"],
     ids=str,
 )
-def test_the_parts_of_a_document_are_those_of_orjson(document):
-    assert json_bytes(document) == orjson.dumps(document)
+@pytest.mark.parametrize("repeat", [1, 3000])
+def test_the_parts_of_a_document_are_those_of_orjson(document, repeat):
+    for whole in (document, [document] * repeat, {"a": [document] * repeat}):
+        assert json_bytes(whole) == orjson.dumps(whole)
