@@ -7,7 +7,6 @@ from typing import Any
 import orjson
 from fastapi.responses import JSONResponse
 
-
 # A short list may have large objects, a long one has small ones.
 _MAX_SHORT = 256
 _SLICE = 1024
