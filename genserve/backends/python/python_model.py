@@ -7,8 +7,10 @@ import logging
 import sys
 import threading
 import traceback
+from collections import deque
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,9 @@ logger = logging.getLogger(__name__)
 
 _READY_TIMEOUT_S = 5.0
 _CLOSE_TIMEOUT_S = 10.0
+# Of an error that a model raises: what an answer has of its message, in characters, and of its traceback.
+_LONGEST_MESSAGE = 8192
+_MOST_FRAMES = 100
 _TRACED_MODULE = "genserve.backends.python.pb_utils.pb_config"
 
 
@@ -69,7 +74,7 @@ class PythonModel:
             self._model = _model_class(self._package, setup.path)()
             if hasattr(self._model, "initialize"):
                 self._model.initialize(dict(setup.arguments))
-        except (Exception, SystemExit) as error:
+        except BaseException as error:  # KeyboardInterrupt too: the code is not ours
             self._release()
             raise _load_error(error) from error
         context.phase = Phase.RUNNING
@@ -89,7 +94,7 @@ class PythonModel:
                 self._send_returned(returned, requests)
             else:
                 self._run(returned, requests)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:  # KeyboardInterrupt too: the code is not ours
             raise self._failed(error, requests) from error
 
     @property
@@ -105,7 +110,7 @@ class PythonModel:
             answer = self._model.is_ready() if self.has_ready_check else True
             if asyncio.iscoroutine(answer):
                 answer = self._await(answer, timeout_s=_READY_TIMEOUT_S)
-        except Exception:
+        except BaseException:
             logger.exception("is_ready of %s failed", self._context.instance)
             return False
         return answer is True
@@ -127,7 +132,7 @@ class PythonModel:
         try:
             if hasattr(self._model, "finalize"):
                 self._model.finalize()
-        except (Exception, SystemExit):
+        except BaseException:
             logger.exception("finalize of %s failed", self._context.instance)
         del self._model
         self._release()
@@ -258,7 +263,7 @@ def complete_config(
 
     try:
         return copy_context().run(complete).as_dict()
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         raise _load_error(error) from error
     finally:
         package.unload()
@@ -324,7 +329,12 @@ def _failure_text(error: BaseException) -> str:
 
     Frames of genserve are left out.
     """
-    text = str(error) or "<EMPTY MESSAGE>"
+    try:
+        text = str(error) or "<EMPTY MESSAGE>"
+    except Exception:
+        text = "<its message cannot be read>"
+    if len(text) > _LONGEST_MESSAGE:
+        text = f"{text[:_LONGEST_MESSAGE]}... ({len(text) - _LONGEST_MESSAGE} more characters)"
     frames = _frames(error)
     where = "".join(f"  {frame.filename}({frame.lineno}): {frame.name}\n" for frame in reversed(frames))
     return f"{type(error).__name__}: {text}" + (f"\n\nAt:\n{where}" if where else "")
@@ -334,7 +344,8 @@ def _frames(error: BaseException) -> list[traceback.FrameSummary]:
     step = error.__traceback__
     while step is not None and CONTEXT_GLOBAL not in step.tb_frame.f_globals:
         step = step.tb_next
-    return list(traceback.StackSummary.extract(_model_frames(step)))
+    frames = deque(_model_frames(step), maxlen=_MOST_FRAMES)    # the innermost ones
+    return list(traceback.StackSummary.extract(iter(frames)))
 
 
 def _model_frames(step: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
@@ -378,4 +389,8 @@ class EventLoop:
     def _run(self) -> None:
         # The runner closes the loop when `close` has stopped it.
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.get_loop().run_forever()
+            while True:
+                # Of a coroutine, whose future has it too; the loop of the others goes on.
+                with suppress(KeyboardInterrupt, SystemExit):
+                    runner.get_loop().run_forever()
+                    return

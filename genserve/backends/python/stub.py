@@ -9,10 +9,13 @@ from __future__ import annotations
 import itertools
 import logging
 import multiprocessing
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from multiprocessing import connection
@@ -40,13 +43,15 @@ _EXIT_TIMEOUT_S = 5.0
 _CLOSE_TIMEOUT_S = 15.0
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 30.0
+_RESTART_TIMEOUT_S = 15.0  # that a batch waits for a process which is being restarted
 _MAY_BLOCK = frozenset({"load", "unload", "is_ready"})  # methods of `InferenceServer`
 
 
 class ModelProcess:
     """Runs a model in a stub process, with the methods of `PythonModel`.
 
-    When the process dies, its requests fail, and it is restarted after a pause that doubles each time.
+    When the process dies, its requests fail, and it is restarted after a pause that doubles each time. The
+    next requests wait for it, so a crash fails no others than its own.
     """
 
     def __init__(
@@ -68,16 +73,19 @@ class ModelProcess:
         self._close_timeout_s = close_timeout_s
         self._closing = threading.Event()
         self._lock = threading.Lock()  # so that `close` sees each process that is started
+        self._restarted = threading.Condition()
         self._start()
         self._reader = threading.Thread(target=self._serve, name=f"process-{context.instance}", daemon=True)
         self._reader.start()
 
     def execute(self, batch: Sequence[Inference]) -> None:
-        """Execute a batch.
+        """Execute a batch, after the restart if the process is being restarted.
 
         Raises:
-            InferenceError: raised by the model, or its process is dead.
+            InferenceError: raised by the model, or its process has died, or was not restarted in time.
         """
+        with self._restarted:
+            self._restarted.wait_for(lambda: self._stub.alive or self._closing.is_set(), _RESTART_TIMEOUT_S)
         self._stub.execute(batch)
 
     def is_ready(self) -> bool:
@@ -86,18 +94,22 @@ class ModelProcess:
 
     def close(self) -> None:
         """Finalize the model, and end the process."""
-        with self._lock:
-            self._closing.set()
+        self._close()
         self._stub.close(timeout_s=self._close_timeout_s)
         self._reader.join()
 
     def abort(self) -> bool:
         """Kill the process: the current batch fails, and the process is not restarted."""
-        with self._lock:
-            self._closing.set()
+        self._close()
         logger.error("the process of %s does not finish its batch and is killed", self._context.instance)
         self._stub.kill()
         return True
+
+    def _close(self) -> None:
+        with self._lock:
+            self._closing.set()
+        with self._restarted:
+            self._restarted.notify_all()
 
     def _start(self) -> None:
         with self._lock:
@@ -105,6 +117,8 @@ class ModelProcess:
                 return
             self._stub = Stub(self._setup, context=self._context)
         self._stub.start()
+        with self._restarted:
+            self._restarted.notify_all()
 
     def _serve(self) -> None:
         pause_s = _FIRST_PAUSE_S
@@ -296,7 +310,7 @@ class Stub:
         number = next(self._numbers)
         with self._lock:
             if not self.alive:
-                raise self._dead_error()
+                raise self._dead_error(Status.UNAVAILABLE)  # nothing was computed
             self._replies[number] = reply
         self._writer.send((kind, number, *arguments))
         try:
@@ -347,17 +361,24 @@ class Stub:
                 self._process.terminate()
             if not self._has_ended(timeout_s):
                 self.kill()
+        self._kill_group()
         with self._process_lock:
             self._process.join()
+
+    def _kill_group(self) -> None:
+        """Kill the processes that the model has started and left behind."""
+        if hasattr(os, "killpg") and self._process.pid is not None:
+            with suppress(ProcessLookupError, PermissionError):     # there are none
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     def _has_ended(self, timeout_s: float) -> bool:
         """Whether the process ends in time; a process that it has forked may keep its sentinel open."""
         return bool(connection.wait([self._process.sentinel], timeout_s)) or not self._is_running()
 
-    def _dead_error(self) -> InferenceError:
+    def _dead_error(self, status: Status = Status.INTERNAL) -> InferenceError:
         return InferenceError(
             f"Stub process '{self._instance}' is not healthy.",
-            status=Status.INTERNAL,
+            status=status,
             remedy="wait until the model is ready again; the log has the reason",
         )
 

@@ -25,7 +25,7 @@ from genserve.inference import Backlog, Inference, InferenceRequest, InferenceRe
 logger = logging.getLogger(__name__)
 
 _TRACEBACKS = logging.Formatter()
-_EXIT_TIMEOUT_S = 30.0  # after the server has gone
+_EXIT_TIMEOUT_S = 5.0  # after the server has gone
 
 # The requests of a batch: number, request, and whether its model waits until the server can take a response.
 _Requests: TypeAlias = list[tuple[int, InferenceRequest, bool]]
@@ -34,6 +34,8 @@ _Requests: TypeAlias = list[tuple[int, InferenceRequest, bool]]
 def run_model(pipe: Connection[Any, Any], setup: ModelSetup, context: ModelContext) -> None:
     """Run the stub process: the model runs on the main thread."""
     multiprocessing.current_process().daemon = False  # so that the model may start processes
+    if hasattr(os, "setpgid"):
+        os.setpgid(0, 0)    # which are killed with this one
     # A terminal sends these to all processes of the server, which ends this one itself.
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -56,6 +58,14 @@ def run_model(pipe: Connection[Any, Any], setup: ModelSetup, context: ModelConte
         channel.send(("executed", *connection.execute(model, *work)))
         del work  # do not keep it alive while waiting for the next one
     model.close()
+    if connection.lost:
+        _kill_group()
+
+
+def _kill_group() -> None:
+    """Kill this process, and those that the model has started: there is no server any more that does."""
+    if hasattr(os, "killpg"):
+        os.killpg(0, signal.SIGKILL)
 
 
 class _ServerConnection:
@@ -65,6 +75,7 @@ class _ServerConnection:
         self.work: SimpleQueue[tuple[int, _Requests] | None] = SimpleQueue()
         self.server = _RemoteServer(channel)
         self.model: PythonModel | None = None
+        self.lost = False   # the server has gone
         self._channel = channel
         self._inferences: dict[int, Inference] = {}
 
@@ -112,6 +123,7 @@ class _ServerConnection:
             try:
                 message = self._channel.receive()
             except (EOFError, OSError):
+                self.lost = True
                 break
             try:
                 self._handle(message)
@@ -119,6 +131,7 @@ class _ServerConnection:
                 logger.exception("a message (%s) of the server failed", message[0])
         self.work.put(None)
         time.sleep(_EXIT_TIMEOUT_S)
+        _kill_group()
         os._exit(1)  # the model is stuck
 
     def _handle(self, message: tuple[Any, ...]) -> None:
