@@ -217,7 +217,7 @@ def prompt(http, scripted, **fields):
     chats = []
     model = scripted.model
     encode = model._inputs.encode
-    model._inputs.encode = lambda chat: chats.append(encode(chat)[1]) or encode(chat)
+    model._inputs.encode = lambda chat: chats.append(encode(chat)) or encode(chat)
     try:
         response = http.post("/v1/messages/count_tokens", json=body)
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import groupby
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
@@ -292,22 +293,18 @@ def _turn(role: Role, blocks: Iterable[TextBlock]) -> Message:
 
 def _joined(messages: Iterable[Message]) -> Iterator[Message]:
     """Yield the messages with successive ones of the user, or of the assistant, joined to one turn."""
-    last: Message | None = None
-    for message in messages:
-        if last is not None and last.role == message.role in ("user", "assistant"):
-            between = "\n" if message.role == "user" else ""
-            last = replace(
-                last,
-                content=last.content + between + message.content,
-                reasoning_content=last.reasoning_content + message.reasoning_content,
-                tool_calls=last.tool_calls + message.tool_calls,
-            )
+    for role, group in groupby(messages, key=lambda message: message.role):
+        turns = [*group]
+        if role not in ("user", "assistant") or len(turns) == 1:
+            yield from turns
             continue
-        if last is not None:
-            yield last
-        last = message
-    if last is not None:
-        yield last
+        between = "\n" if role == "user" else ""
+        yield Message(
+            role=role,
+            content=between.join(turn.content for turn in turns),
+            reasoning_content="".join(turn.reasoning_content for turn in turns),
+            tool_calls=tuple(call for turn in turns for call in turn.tool_calls),
+        )
 
 
 def _named_results(messages: list[Message]) -> list[Message]:
