@@ -50,6 +50,8 @@ def serve(model: list[str] | None = None, **options: Any) -> None:
     gc.enable()
     # Requests leave few reference cycles; looking for them after every 700 objects costs 7 % of an inference.
     gc.set_threshold(10_000, 10, 10)
+    # A model.py may read them, as unittest.main() does; in Triton its process has none.
+    del sys.argv[1:]
 
     run_server(settings, on_ready=print_startup_banner, end_process=_exit_process)
 

@@ -18,6 +18,7 @@ from genserve.tensor import DataType, Tensor
 # Limits of numpy, which ignore dimensions of size 0.
 _MAX_RANK = 64
 _MAX_ELEMENTS = 2**59
+_MAX_CLASSES = 1_000_000    # of a row: they are sorted and formatted
 _UNSUPPORTED = frozenset({DataType.BOOL, DataType.FP16, DataType.BF16, DataType.BYTES})
 
 
@@ -121,13 +122,16 @@ def classify(tensor: Tensor, *, count: int, labels: Sequence[str] = (), batched:
         BYTES of shape [batch, k] or [k]: `0.900000:2:cat`; integers without a point.
 
     Raises:
-        InferenceError: INVALID_ARG, the elements are not numbers, or have half precision.
+        InferenceError: INVALID_ARG, the elements are not numbers, have half precision, or are more than a
+            million in a row, as in Triton.
     """
     if tensor.data_type in _UNSUPPORTED:
         name = tensor.data_type.name
         raise InferenceError(f"class result not available for output due to unsupported type '{name}'")
     shape = tensor.shape[:1] if batched and tensor.shape else ()
     rows = tensor.array.reshape(*shape, -1)
+    if rows.shape[-1] > _MAX_CLASSES:
+        raise InferenceError("classification output tensor too large")
     kept = min(count, rows.shape[-1])
     # Reversed before and after the stable sort, to keep equal values in the order of their classes.
     order = rows.shape[-1] - 1 - np.argsort(rows[..., ::-1], axis=-1, kind="stable")[..., ::-1][..., :kept]

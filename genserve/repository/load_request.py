@@ -96,7 +96,8 @@ class Upload:
         """
         self.root = Path(mkdtemp(prefix="genserve-"))
         weakref.finalize(self, shutil.rmtree, self.root, ignore_errors=True)
-        for path, content in files.items():
+        for name_in_folder, content in files.items():
+            path = name_in_folder.lstrip("/")   # as in Triton, file:/1/model.py is file:1/model.py
             _check_path(path)
             target = self.root / name / path
             try:
@@ -146,7 +147,7 @@ def _code_error(entry: ModelEntry, reason: str) -> InferenceError:
 
 def _check_path(path: str) -> None:
     pure = PurePosixPath(path)
-    if not pure.parts or pure.is_absolute() or not all(map(_is_part, pure.parts)):
+    if not pure.parts or not all(map(_is_part, pure.parts)):
         raise InferenceError(
             f"the file {path!r} is outside of the model's folder",
             remedy="write its path in the folder of the model: file:1/model.py",

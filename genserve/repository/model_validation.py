@@ -30,7 +30,6 @@ logger = logging.getLogger(__name__)
 # More than anyone needs, and still quickly allocated.
 _MAX_INSTANCES = 4096           # each is a thread or a process
 _MAX_SEQUENCES = 2**20          # concurrent, of all instances
-_MAX_PRIORITY_LEVELS = 2**16    # each has a queue
 _STRING_BYTES = 64              # of an empty string in an array, roughly
 # Names that look like a version.
 _VERSION_LIKE = re.compile(r"(v|ver|version)?[-_. ]?(?P<number>\d+)([._]\d+)*", re.IGNORECASE)
@@ -50,7 +49,6 @@ def size_diagnostics(entry: ModelEntry, config: ModelConfig, role: Role | None) 
     """
     is_logits = role in (Role.LOGITS, Role.LOGITS_WITHOUT_CACHE)    # an engine runs its sequences
     yield from _instances(entry, config)
-    yield from _priorities(entry, config)
     yield from _sequences(entry, config, is_logits=is_logits)
     available = total_memory_bytes()
     if available is None:
@@ -74,14 +72,6 @@ def _instances(entry: ModelEntry, config: ModelConfig) -> Iterator[Diagnostic]:
             remedy = "write at most the number of cores, or of GPUs"
             yield _diagnostic(entry, f"instance_group[{index}].count", message, remedy=remedy)
             return
-
-
-def _priorities(entry: ModelEntry, config: ModelConfig) -> Iterator[Diagnostic]:
-    levels = config.dynamic_batching.priority_levels if config.dynamic_batching else 0
-    if levels > _MAX_PRIORITY_LEVELS:
-        message = f"priority_levels is {levels}, each with its own queue; the limit is {_MAX_PRIORITY_LEVELS}"
-        remedy = "set it to the number of priorities that clients use"
-        yield _diagnostic(entry, "dynamic_batching.priority_levels", message, remedy=remedy)
 
 
 def _sequences(entry: ModelEntry, config: ModelConfig, *, is_logits: bool) -> Iterator[Diagnostic]:

@@ -40,13 +40,11 @@ class DynamicQueue:
             max_queue_delay_us=config.max_queue_delay_us,
         )
         self._order = _ResponseOrder() if config.preserve_ordering else None
-        policies = config.priority_queue_policy
+        self._config = config
         # Without priorities there is one level, 0.
         self._default_level = config.default_priority_level if config.priority_levels else 0
-        numbers = range(1, config.priority_levels + 1) if config.priority_levels else range(1)
-        self._levels = {
-            number: _Level(policies.get(number, config.default_queue_policy)) for number in numbers
-        }
+        # Those in use, in order: there may be 2**64 levels.
+        self._levels: dict[int, _Level] = {}
         self._level_of: dict[Inference, _Level] = {}
         self._expiries: list[tuple[int, int, Inference]] = []  # a heap; may contain inferences that have left
         self._count = itertools.count()
@@ -91,7 +89,7 @@ class DynamicQueue:
     def start(self, instance: int, batch: Sequence[Inference], *, now_ns: int) -> tuple[Inference, ...]:
         """Remove a planned batch."""
         for inference in batch:
-            self._level_of.pop(inference).remove(inference)
+            self._remove(inference)
             if self._order is not None:
                 self._order.enter(inference)
         return tuple(batch)
@@ -102,10 +100,9 @@ class DynamicQueue:
 
     def cancel(self, inference: Inference, *, now_ns: int) -> list[Rejection]:
         """Remove an inference if it is still waiting."""
-        level = self._level_of.pop(inference, None)
-        if level is None:
+        if inference not in self._level_of:
             return []
-        level.remove(inference)
+        self._remove(inference)
         return [Rejection(inference, None)]
 
     def expire(self, *, now_ns: int) -> list[Rejection]:
@@ -117,7 +114,7 @@ class DynamicQueue:
             if level.policy.delays:
                 level.late[inference] = level.in_time.pop(inference)
             else:
-                self._level_of.pop(inference).remove(inference)
+                self._remove(inference)
                 rejected.append(Rejection(inference, _timeout()))
         return rejected
 
@@ -125,12 +122,24 @@ class DynamicQueue:
         """Remove everything if the last instance has died: any instance executes any inference."""
         lost = list(self._level_of) if instance == ANY_INSTANCE else []
         for inference in lost:
-            self._level_of.pop(inference).remove(inference)
+            self._remove(inference)
         return lost
 
     def _level(self, inference: Inference) -> _Level:
         priority = inference.request.priority
-        return self._levels[priority if priority in self._levels else self._default_level]
+        number = priority if 0 < priority <= self._config.priority_levels else self._default_level
+        level = self._levels.get(number)
+        if level is None:
+            policy = self._config.priority_queue_policy.get(number, self._config.default_queue_policy)
+            self._levels[number] = level = _Level(number, policy)
+            self._levels = dict(sorted(self._levels.items()))
+        return level
+
+    def _remove(self, inference: Inference) -> None:
+        level = self._level_of.pop(inference)
+        level.remove(inference)
+        if not level and level.number != self._default_level:
+            del self._levels[level.number]
 
     def _entries(self) -> Iterator[QueuedRequest]:
         for level in self._levels.values():
@@ -145,7 +154,8 @@ class DynamicQueue:
 class _Level:
     """The requests of one priority."""
 
-    def __init__(self, policy: QueuePolicy) -> None:
+    def __init__(self, number: int, policy: QueuePolicy) -> None:
+        self.number = number
         self.policy = policy
         self.in_time: OrderedDict[Inference, QueuedRequest] = OrderedDict()
         self.late: OrderedDict[Inference, QueuedRequest] = OrderedDict()

@@ -48,3 +48,8 @@ def test_an_empty_row_has_no_classes() -> None:
 def test_types_other_than_numbers_cannot_be_classified(array: np.ndarray) -> None:
     with pytest.raises(InferenceError, match="class result not available for output due to unsupported type"):
         classes(array, count=1)
+
+
+def test_a_row_of_more_than_a_million_elements_is_not_classified() -> None:
+    with pytest.raises(InferenceError, match="classification output tensor too large"):
+        classes(np.zeros(1_000_001, np.int8), count=1)

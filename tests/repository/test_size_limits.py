@@ -57,8 +57,6 @@ def load_error(root: Path, name: str) -> str:
          f"the state 's' of a sequence would take {2**62} bytes; this machine has {total_memory_bytes()}"),
         (BATCHING.format(8) + f'model_warmup {{ name: "w" batch_size: 8 {WARMUP.format(2**60)} }}',
          f"warmup sample 'w' would take {2**65} bytes; this machine has {total_memory_bytes()}"),
-        (BATCHING.format(8) + "dynamic_batching { priority_levels: 1000000000000 default_priority_level: 1 }",
-         "priority_levels is 1000000000000"),
     ],
 )  # fmt: skip
 def test_a_size_beyond_the_memory_is_rejected_with_numbers(tmp_path, config, words):

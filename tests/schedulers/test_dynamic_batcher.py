@@ -182,6 +182,13 @@ def test_higher_levels_run_first_and_unknown_ones_are_the_default():
     assert [queue.take()[0] for _ in range(4)] == [high, default, unknown, low]
 
 
+def test_there_may_be_as_many_levels_as_numbers():
+    queue = driver(max_batch_size=1, priority_levels=2**64 - 1, default_priority_level=2**64 - 1)
+    default, low, high = (SentRequest(priority=priority) for priority in (0, 2**64 - 2, 7))
+    queue.add(default, low, high)
+    assert [queue.take()[0] for _ in range(3)] == [high, low, default]
+
+
 def test_priorities_are_ignored_without_levels():
     queue = driver(max_batch_size=1)
     some = [SentRequest(priority=priority) for priority in (3, 1, 2)]
