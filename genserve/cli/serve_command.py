@@ -44,6 +44,8 @@ def serve(model: list[str] | None = None, **options: Any) -> None:
     # The imported packages make 86,000 objects that live as long as the process. To collect garbage among
     # them takes a twentieth of the start, and each later full collection delays every answer by 0.1 s.
     gc.disable()
+    # gRPC's library would write lines of its own about clients that break its rules among those of the log.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from genserve.server import serve as run_server
 
     gc.freeze()

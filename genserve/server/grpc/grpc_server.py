@@ -9,12 +9,13 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
-from tritonclient.grpc import service_pb2, service_pb2_grpc
+from tritonclient.grpc import service_pb2
 
 from genserve.errors import Forbidden, GenserveError
 from genserve.log import LoggedRequest, quoted
 from genserve.server.access_control import Restrictions, address_of, credentials, parse_restrictions
 from genserve.server.grpc.inference_service import InferenceService
+from genserve.server.grpc.message_handlers import inference_handlers
 from genserve.server.grpc.rpc_method import abort, controls, log_call, status_code
 from genserve.server.key_ring import CURRENT_KEY, KeyRing
 from genserve.server.services import Services
@@ -39,7 +40,13 @@ _PARTS = {
     "LogSettings": "logging",
 }
 _WATCH_INTERVAL_S = 0.5
-_OPTIONS = (("grpc.max_receive_message_length", 2**31 - 1), ("grpc.max_send_message_length", 2**31 - 1))
+_OPTIONS = (
+    ("grpc.max_receive_message_length", 2**31 - 1),
+    ("grpc.max_send_message_length", 2**31 - 1),
+    # Calls on one connection; a client's library queues more. Beyond some thousand calls that wait to be
+    # accepted, of all connections together, gRPC cancels new ones, whoever sends them.
+    ("grpc.max_concurrent_streams", 1000),
+)
 
 
 class GrpcServer:
@@ -61,8 +68,8 @@ class GrpcServer:
             interceptors=interceptors,
         )
         service = InferenceService(services)
-        service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(service, self._server)
-        self._server.add_generic_rpc_handlers((Health(services).handler, *_reflection_handlers()))
+        handlers = (inference_handlers(service), Health(services).handler, *_reflection_handlers())
+        self._server.add_generic_rpc_handlers(handlers)
         self._server.add_generic_rpc_handlers((_UnknownMethods(),))     # tried after the others
 
     async def open(self, *, host: str, port: int) -> int:

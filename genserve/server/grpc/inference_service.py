@@ -20,7 +20,8 @@ from genserve.repository.model_versions import ModelVersion
 from genserve.server.grpc.administration import Administration
 from genserve.server.grpc.infer_messages import GrpcRequest, read_request, write_response
 from genserve.server.grpc.infer_stream import InferStream
-from genserve.server.grpc.rpc_method import abort, begin_request, log_call, rpc_method
+from genserve.server.grpc.message_handlers import MalformedMessage
+from genserve.server.grpc.rpc_method import abort, abort_malformed, begin_request, log_call, rpc_method
 from genserve.server.key_ring import CURRENT_KEY
 from genserve.server.offload import COST_PER_OBJECT_BYTE, offload_if_large
 from genserve.server.running_inference import RunningInference
@@ -112,6 +113,8 @@ class InferenceService(Administration):
         try:
             async for message in stream.answers(request_iterator):
                 yield message
+        except MalformedMessage as error:
+            await abort_malformed(context, error, method="ModelStreamInfer")
         except GenserveError as error:
             await abort(context, error)
         finally:

@@ -19,6 +19,7 @@ from genserve.log import CURRENT_REQUEST, LoggedRequest
 from genserve.redaction import redacted_error
 from genserve.server.access_log import Spans, is_verbose, log_request
 from genserve.server.error_responses import as_genserve_error, grpc_status
+from genserve.server.grpc.message_handlers import MalformedMessage
 from genserve.server.key_ring import CURRENT_KEY
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,8 @@ def rpc_method(answer: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[...,
 
     @wraps(answer)
     async def answer_or_abort(self: Any, request: Any, context: Any) -> Any:
+        if isinstance(request, MalformedMessage):
+            await abort_malformed(context, request, method=answer.__name__)
         services = self._services
         logged = begin_request(request, context, client=context.peer(), spans=services.request_spans)
         services.num_grpc_calls += 1
@@ -65,6 +68,13 @@ def rpc_method(answer: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[...,
             services.keys.end(logged)
 
     return answer_or_abort
+
+
+async def abort_malformed(context: Any, error: MalformedMessage, *, method: str) -> None:
+    """Log a call whose message could not be parsed, and end it."""
+    code = status_code(error)
+    log_call(LoggedRequest(id="", client=context.peer(), error=error), code, method=method)
+    await abort(context, error)
 
 
 async def abort(context: Any, error: GenserveError) -> None:

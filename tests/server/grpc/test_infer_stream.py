@@ -126,7 +126,7 @@ def test_a_stream_that_cannot_be_parsed_ends_with_a_status(server):
         call = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
         with pytest.raises(grpc.RpcError) as caught:
             list(call(iter([b"no message"]), timeout=20))
-    assert caught.value.code() is not grpc.StatusCode.OK
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 def test_with_triton_grpc_error_the_stream_ends_at_an_error_of_a_model(stub):
