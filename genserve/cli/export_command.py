@@ -38,6 +38,13 @@ def export(
     kv_cache: KvCache = "float",
     beside: Beside = None,
     overwrite: Overwrite = False,
+    allow_pickled_weights: Annotated[
+        bool,
+        typer.Option(
+            "--allow-pickled-weights",
+            help="Read PyTorch's .bin files too: only tensors, but such files have run code in the past.",
+        ),
+    ] = False,
 ) -> None:
     """Convert a checkpoint to a model of the repository, and compare it with its source."""
     from genserve.cli.console import ConsoleProgress
@@ -53,6 +60,7 @@ def export(
         kv_cache=kv_cache,
         beside=beside,
         overwrite=overwrite,
+        allow_pickled_weights=allow_pickled_weights,
         progress=ConsoleProgress(),
     )
     print_report(report, beside=beside)

@@ -28,8 +28,10 @@ _WANTED = ("config.json", "model*.safetensors", "model.safetensors.index.json", 
 _PICKLED = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
 
 
-def locate(source: str) -> Path:
+def locate(source: str, *, allow_pickled_weights: bool = False) -> Path:
     """The folder or file of a checkpoint: the path `source`, or a download of ORG/NAME from the hub.
+
+    Weights in .bin files are downloaded only with `allow_pickled_weights`.
 
     Raises:
         MissingDependency: a package is not installed with which a download could be exported.
@@ -39,25 +41,26 @@ def locate(source: str) -> Path:
     if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
         return path
     if not path.exists() and HUB_NAME.fullmatch(source):
-        return _download(source)
+        return _download(source, allow_pickled_weights=allow_pickled_weights)
     raise ExportError(
         f"{source!r} is not a checkpoint" + ("" if path.exists() else ": there is no such file or folder"),
         remedy="give a folder with config.json and *.safetensors, a .gguf file, or ORG/NAME on the hub",
     )
 
 
-def read_checkpoint(path: Path, *, source: str) -> Checkpoint:
+def read_checkpoint(path: Path, *, source: str, allow_pickled_weights: bool = False) -> Checkpoint:
     """Open the Hugging Face folder or the GGUF file at `path`; `source` is its name in messages.
 
-    A folder has config.json, tokenizer.json, and weights in safetensors or .bin, sharded or not.
+    A folder has config.json, tokenizer.json, and weights in safetensors, sharded or not, or in .bin.
 
     Raises:
-        ExportError: a file is missing or broken.
+        ExportError: a file is missing or broken; or there are only .bin files, and `allow_pickled_weights` is
+            not set.
     """
     if not path.is_dir():
         return read_gguf(path, source=source)
     config = _read_json(path / "config.json")
-    names, load = _tensors(path)
+    names, load = _tensors(path, allow_pickled_weights=allow_pickled_weights)
     return Checkpoint(
         source=source,
         config=config,
@@ -67,7 +70,7 @@ def read_checkpoint(path: Path, *, source: str) -> Checkpoint:
     )
 
 
-def _download(name: str) -> Path:
+def _download(name: str, *, allow_pickled_weights: bool) -> Path:
     """Download the files that an export needs, with the hub's own progress bars and cache; their folder."""
     require_export_packages(f"exporting {name}")
     from huggingface_hub import snapshot_download
@@ -75,7 +78,7 @@ def _download(name: str) -> Path:
 
     try:
         folder = Path(snapshot_download(name, allow_patterns=_WANTED))
-        if not any(folder.glob("*.safetensors")):
+        if allow_pickled_weights and not any(folder.glob("*.safetensors")):
             snapshot_download(name, allow_patterns=_PICKLED)
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise ExportError(
@@ -85,7 +88,9 @@ def _download(name: str) -> Path:
     return folder
 
 
-def _tensors(folder: Path) -> tuple[Iterable[str], Callable[[str], FloatArray]]:
+def _tensors(
+    folder: Path, *, allow_pickled_weights: bool
+) -> tuple[Iterable[str], Callable[[str], FloatArray]]:
     index, path = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.exists():
         return _safetensors(_shards(index))
@@ -93,10 +98,14 @@ def _tensors(folder: Path) -> tuple[Iterable[str], Callable[[str], FloatArray]]:
         with _open(path) as file:
             return _safetensors(dict.fromkeys(file.keys(), path))
     index, path = folder / "pytorch_model.bin.index.json", folder / "pytorch_model.bin"
-    if index.exists() or path.exists():
+    if allow_pickled_weights and (index.exists() or path.exists()):
         tensors = _open_pickled(set(_shards(index).values()) if index.exists() else [path])
         return tensors, lambda name: tensors[name].float().numpy()
-    raise ExportError(f"{folder} has no model.safetensors", remedy="name the folder that has the weights")
+    raise ExportError(
+        f"{folder} has no model.safetensors",
+        remedy="name the folder that has the weights. PyTorch's .bin files are pickles, which have run code "
+        "when they were read: `genserve export --allow-pickled-weights` reads them, if you trust the source",
+    )
 
 
 def _shards(index: Path) -> dict[str, Path]:

@@ -29,6 +29,7 @@ def export_model(
     kv_cache: CacheType = "float",
     beside: str | None = None,
     overwrite: bool = False,
+    allow_pickled_weights: bool = False,
     progress: Progress,
 ) -> ExportReport:
     """Convert a checkpoint into the ensemble `name` and its three stages, and compare it with its source.
@@ -45,6 +46,7 @@ def export_model(
         beside: add only the graph to an existing model, in a folder of this name next to its model.onnx.
             `default_model_filename` of the logits stage selects a graph, set by hand or by `genserve tune`.
         overwrite: replace weights, tokenizer and their configs; with `beside`, the graph of that name.
+        allow_pickled_weights: read weights in PyTorch's .bin files, if there are no others.
         progress: displays the stages of the work.
 
     Raises:
@@ -62,7 +64,8 @@ def export_model(
     from genserve.export.conversion import convert, write_model
     from genserve.export.recording import find_recording
 
-    path = locate(source)           # outside of a stage, since the hub displays its own progress
+    # Outside of a stage, since the hub displays its own progress.
+    path = locate(source, allow_pickled_weights=allow_pickled_weights)
     recording = find_recording(path) if path.is_file() else None
     if recording is None or file_format == "torchscript":
         require_export_packages(f"exporting {path.name}")
@@ -70,7 +73,9 @@ def export_model(
             import_module("genserve.export.source_model")
     with progress.stage("reading the checkpoint"):
         conversion = convert(
-            read_checkpoint(path, source=Path(source).resolve().name),
+            read_checkpoint(
+                path, source=Path(source).resolve().name, allow_pickled_weights=allow_pickled_weights
+            ),
             recording=recording,
             folders=folders,
             export_format=ExportFormat(file_format),

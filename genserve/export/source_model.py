@@ -98,7 +98,7 @@ def _empty_model(checkpoint: Checkpoint) -> PreTrainedModel:
     try:
         with no_init_weights():
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                config, attn_implementation="eager", dtype=torch.float32
+                config, attn_implementation="eager", dtype=torch.float32, trust_remote_code=False
             )
     except (AssertionError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ExportError(

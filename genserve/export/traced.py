@@ -107,7 +107,9 @@ def _dimensions(checkpoint: Checkpoint) -> Dimensions:
     """Read the dimensions off the cache of a run without data (on torch's meta device)."""
     config = AutoConfig.for_model(**checkpoint.config)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation="eager", dtype=torch.float32, trust_remote_code=False
+        )
         ids = torch.zeros((1, 2), dtype=torch.long)
         # Without the mask some models look for padding in the ids, which have no values here.
         mask = torch.ones_like(ids)

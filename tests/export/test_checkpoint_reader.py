@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from genserve.errors import ExportError
 from genserve.export.checkpoint_reader import locate, read_checkpoint
+from genserve.export.source_model import source_model
 from tests.support.tiny_llama import CHAT_TEMPLATE, tiny_llama_checkpoint
 
 QUERY = "model.layers.1.self_attn.q_proj.weight"
@@ -96,10 +97,19 @@ def test_checkpoints_in_pytorch_s_bin_format_are_read(folder: Path, num_shards: 
     for file in set(shards.values()):
         part = {name: torch.from_numpy(tensors[name]).half() for name in tensors if shards[name] == file}
         torch.save(part, folder / file)
-    checkpoint = read_checkpoint(folder, source="tiny")
+    checkpoint = read_checkpoint(folder, source="tiny", allow_pickled_weights=True)
     assert checkpoint.tensor_names == tensors.keys()
     assert checkpoint.tensor(QUERY).dtype == np.float32
     assert np.array_equal(checkpoint.tensor(QUERY), tensors[QUERY].astype(np.float16))
+
+
+def test_bin_files_are_read_only_on_request(folder: Path) -> None:
+    torch.save({"model.norm.weight": torch.ones(2)}, folder / "pytorch_model.bin")
+    assert QUERY in read_checkpoint(folder, source="tiny").tensor_names
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ExportError, match=r"no model\.safetensors") as caught:
+        read_checkpoint(folder, source="tiny")
+    assert "--allow-pickled-weights" in caught.value.remedy
 
 
 def test_code_in_a_bin_file_does_not_run(folder: Path, tmp_path: Path) -> None:
@@ -110,8 +120,18 @@ def test_code_in_a_bin_file_does_not_run(folder: Path, tmp_path: Path) -> None:
     (folder / "model.safetensors").unlink()
     torch.save({"model.norm.weight": Trap()}, folder / "pytorch_model.bin")
     with pytest.raises(ExportError, match=r"pytorch_model\.bin") as caught:
-        read_checkpoint(folder, source="tiny")
+        read_checkpoint(folder, source="tiny", allow_pickled_weights=True)
     assert "save_pretrained" in caught.value.remedy
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_code_that_a_config_names_does_not_run(folder: Path, tmp_path: Path) -> None:
+    (folder / "planted.py").write_text(f"open({str(tmp_path / 'sprung')!r}, 'w')\nclass Model: pass\n")
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"] = {"AutoConfig": "planted.Model", "AutoModelForCausalLM": "planted.Model"}
+    config["trust_remote_code"] = True
+    (folder / "config.json").write_text(json.dumps(config))
+    assert source_model(read_checkpoint(folder, source=str(folder))).num_parameters()
     assert not (tmp_path / "sprung").exists()
 
 
@@ -120,7 +140,7 @@ def test_a_broken_bin_file_is_named(folder: Path, content: bytes) -> None:
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(content)
     with pytest.raises(ExportError, match=r"pytorch_model\.bin"):
-        read_checkpoint(folder, source="tiny")
+        read_checkpoint(folder, source="tiny", allow_pickled_weights=True)
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "model.safetensors"])
@@ -164,7 +184,7 @@ def test_a_bin_file_without_named_tensors_is_named(folder: Path, content: object
     (folder / "model.safetensors").unlink()
     torch.save(content, folder / "pytorch_model.bin")
     with pytest.raises(ExportError, match=r"pytorch_model\.bin"):
-        read_checkpoint(folder, source="tiny")
+        read_checkpoint(folder, source="tiny", allow_pickled_weights=True)
 
 
 def test_a_missing_tensor_is_named(folder: Path) -> None:
