@@ -321,6 +321,29 @@ class ServerSettings:
     http_max_input_size: int = _flag(
         64 * 2**20, _CLIENTS, "Maximum size of the JSON of one KServe request, bytes.", minimum=1
     )
+    max_connections: int = _flag(
+        8192, _CLIENTS,
+        "Open connections of HTTP; further ones are only told so, with status 503, or asked for health.",
+        minimum=1,
+    )
+    head_timeout_s: float = _flag(
+        10.0, _CLIENTS, "Seconds in which the head of an HTTP request must arrive; status 408.", minimum=0.1
+    )
+    body_timeout_s: float = _flag(
+        30.0, _CLIENTS,
+        "Seconds in which 1 KiB per second of the body of an HTTP request, or its end, must arrive; "
+        "status 408.",
+        minimum=0.1,
+    )
+    read_timeout_s: float = _flag(
+        30.0, _CLIENTS,
+        "Seconds in which a client must read 1 KiB per second of what waits of its answer; otherwise it is "
+        "disconnected.",
+        minimum=0.1,
+    )
+    keep_alive_s: float = _flag(
+        75.0, _CLIENTS, "Seconds for which an idle connection of HTTP stays open.", minimum=0
+    )
     drain_s: float = _flag(
         30.0, _CLIENTS,
         "Seconds for active requests to end after SIGTERM, and before a model is unloaded.",

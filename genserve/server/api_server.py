@@ -7,6 +7,7 @@ import errno
 import logging
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +29,7 @@ from genserve.server.access_control import AccessControl, address_of, require_sa
 from genserve.server.app import create_app
 from genserve.server.engine_watch import EngineWatch
 from genserve.server.event_loop_lag import EventLoopLag
+from genserve.server.http_protocol import ConnectionLimits, check_progress, limited_protocol
 from genserve.server.metrics_port import MetricsPort
 from genserve.server.metrics_text import metrics_text
 from genserve.server.offload import start_daemon
@@ -55,6 +57,8 @@ _LAST_SPANS_S = 3
 _REPORT_S = 5
 # Time for the process to exit, once everything has closed or after the second signal.
 _EXIT_S = 1
+# Open files besides the connections of HTTP: models, logs, pipes, gRPC, metrics.
+_OTHER_FILES = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +193,8 @@ class Server(uvicorn.Server):
                 log_config=None,
                 server_header=False,
                 lifespan="off",
+                http=limited_protocol(_connection_limits(settings)),
+                ws="none",
                 timeout_graceful_shutdown=round(settings.drain_s + _LAST_EVENTS_S),
                 ssl_context_factory=(lambda *_: tls.context) if tls else None,
             )
@@ -206,6 +212,7 @@ class Server(uvicorn.Server):
 
     def serve_until_stopped(self) -> None:
         """Bind, load, serve, drain and close; raises what `serve` raises."""
+        _allow_open_files(self.services.settings.max_connections)
         with _bind(self.services.settings) as listener:
             self.run(sockets=[listener])
         if self._failure is not None:
@@ -225,6 +232,12 @@ class Server(uvicorn.Server):
                 yield
             finally:
                 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Look for slow clients twice a second; uvicorn calls this ten times."""
+        if counter % 5 == 0:
+            check_progress(self.server_state.connections, now_s=asyncio.get_running_loop().time())
+        return await super().on_tick(counter)
 
     def _hang_up(self, sig: int, frame: FrameType | None) -> None:
         # The shell and the kernel send one each, so a second one does not cut the drain short.
@@ -288,6 +301,7 @@ class Server(uvicorn.Server):
                     keys=self.services.keys,
                     asks_key=not settings.allow_unauthenticated_metrics,
                 ),
+                timeout_s=settings.head_timeout_s,
                 ssl_context=self._tls.context if self._tls else None,
             )
             address = address_of(host, self._metrics_port.port)
@@ -393,6 +407,16 @@ async def _wait(doing: str, work: asyncio.Future[None], *, until: float) -> None
         logger.error("%s takes too long; stopping without waiting for it", doing)
 
 
+def _connection_limits(settings: ServerSettings) -> ConnectionLimits:
+    return ConnectionLimits(
+        max_connections=settings.max_connections,
+        head_s=settings.head_timeout_s,
+        body_s=settings.body_timeout_s,
+        reader_s=settings.read_timeout_s,
+        idle_s=settings.keep_alive_s,
+    )
+
+
 def _repository_options(settings: ServerSettings) -> RepositoryOptions:
     backends = BackendConfig.parse(settings.backend_config, backend_directory=settings.backend_directory)
     overriding = settings.overriding_generation_config
@@ -444,6 +468,26 @@ def _check_started(settings: ServerSettings, repository: Repository) -> None:
     for error in repository.errors.values():
         if settings.exit_on_error:
             raise error
+
+
+def _allow_open_files(max_connections: int) -> None:
+    """Raise the limit of open files, which is often 1,024, as far as the system allows it."""
+    if sys.platform == "win32":
+        return
+    import resource
+
+    wanted = max_connections + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, allowed), hard))
+        if allowed < wanted:
+            logger.warning(
+                "the system allows %d open files: too few for %d connections; raise `ulimit -n`, or lower "
+                "--max-connections",
+                allowed,
+                max_connections,
+            )
 
 
 def _bind(settings: ServerSettings) -> socket.socket:

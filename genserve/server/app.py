@@ -14,6 +14,7 @@ from genserve.errors import GenserveError
 from genserve.log import CURRENT_REQUEST
 from genserve.server.access_control import AccessControl, check_restriction, parse_restrictions
 from genserve.server.access_log import CLIENT_CLOSED_REQUEST, AccessLog
+from genserve.server.connection_errors import raise_connection_error
 from genserve.server.error_responses import ErrorResponses
 from genserve.server.routes import (
     bundled_pages,
@@ -136,6 +137,7 @@ class _App(FastAPI):
             part: of KServe that it belongs to; empty: none.
             controls: whether it changes the server.
         """
+        raise_connection_error(scope)
         request = CURRENT_REQUEST.get()
         assert request is not None
         request.controls = controls

@@ -32,7 +32,14 @@ from genserve.errors import (
 )
 from genserve.log import fail_request
 from genserve.redaction import redacted_error
-from genserve.server.request_body import BodyTooLarge
+from genserve.server.connection_errors import (
+    BodyTooLarge,
+    HeadTooLarge,
+    MalformedRequest,
+    RequestTimeout,
+    TooManyConnections,
+    UriTooLong,
+)
 from genserve.server.response_store import ResponseNotFound
 
 logger = logging.getLogger(__name__)
@@ -48,6 +55,11 @@ class _Statuses(NamedTuple):
 
 # By class, nearest ancestor first. The full queue of a text model is 429 in every dialect.
 _STATUSES: Mapping[type[GenserveError], _Statuses] = {
+    MalformedRequest: _Statuses(400, 400, "validation", 400, "INVALID_ARGUMENT"),
+    UriTooLong: _Statuses(414, 414, "validation", 414, "INVALID_ARGUMENT"),
+    HeadTooLarge: _Statuses(431, 431, "validation", 431, "RESOURCE_EXHAUSTED"),
+    RequestTimeout: _Statuses(408, 408, "validation", 408, "DEADLINE_EXCEEDED"),
+    TooManyConnections: _Statuses(503, 503, "overloaded", 503, "UNAVAILABLE"),
     BodyTooLarge: _Statuses(413, 413, "validation", 413, "RESOURCE_EXHAUSTED"),
     InvalidRequest: _Statuses(400, 422, "validation", 400, "INVALID_ARGUMENT"),
     Unauthenticated: _Statuses(401, 401, "authentication", 401, "UNAUTHENTICATED"),
@@ -79,8 +91,7 @@ _OPENAI_TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    413: "invalid_request_error",
-    415: "invalid_request_error",
+    **dict.fromkeys((405, 408, 413, 414, 415, 431), "invalid_request_error"),
     429: "rate_limit_error",
 }
 # While a model loads or the server stops, of which the duration is unknown.
@@ -244,7 +255,8 @@ class ErrorResponses:
             status: of the response; None: that of the error.
         """
         fail_request(error)
-        written = next(form for prefix, form in self._formats if path.startswith(prefix))
+        fitting = (form for prefix, form in self._formats if path.startswith(prefix))
+        written = next(fitting, self._formats[-1][1])   # `OPTIONS *` has no path
         status = status or written.status(error)
         headers = error_headers(error)
         if status == 503 and not headers:

@@ -10,7 +10,9 @@ import socket
 import ssl
 import sys
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -27,7 +29,6 @@ logger = logging.getLogger(__name__)
 
 # A scraper needs one connection for a moment.
 _MAX_CONNECTIONS = 32
-_TIMEOUT_S = 10
 
 
 class MetricsPort(ThreadingHTTPServer):
@@ -42,6 +43,7 @@ class MetricsPort(ThreadingHTTPServer):
         host: str,
         port: int,
         access: AccessControl,
+        timeout_s: float,
         ssl_context: ssl.SSLContext | None = None,
     ) -> None:
         """Listen, and answer on a thread.
@@ -51,6 +53,7 @@ class MetricsPort(ThreadingHTTPServer):
             host: to listen on.
             port: 0: a free one.
             access: decides who is answered.
+            timeout_s: for which a connection is open at most.
             ssl_context: for TLS; None: plain HTTP.
 
         Raises:
@@ -58,6 +61,8 @@ class MetricsPort(ThreadingHTTPServer):
         """
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._ssl_context = ssl_context
+        self._timeout_s = timeout_s
+        self._deadlines: dict[socket.socket, float] = {}
         self._free_connections = threading.BoundedSemaphore(_MAX_CONNECTIONS)
         try:
             super().__init__((host, port), partial(_Handler, render, access))
@@ -92,6 +97,7 @@ class MetricsPort(ThreadingHTTPServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answer a connection on its own thread, or close it if there are too many."""
         if self._free_connections.acquire(blocking=False):
+            self._deadlines[request] = time.monotonic() + self._timeout_s
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
@@ -101,7 +107,16 @@ class MetricsPort(ThreadingHTTPServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
+            del self._deadlines[request]
             self._free_connections.release()
+
+    def service_actions(self) -> None:
+        """End the connections whose time is over; called several times a second."""
+        now = time.monotonic()
+        for request, deadline in tuple(self._deadlines.items()):
+            if now > deadline:
+                with suppress(OSError):
+                    socket.socket.shutdown(request, socket.SHUT_RDWR)   # its thread closes it
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log a failure, except of a connection: clients leave, and fail TLS handshakes."""
@@ -111,8 +126,6 @@ class MetricsPort(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    timeout = _TIMEOUT_S    # of a read or a write
-
     def __init__(self, render: Callable[[], bytes], access: AccessControl, *arguments: object) -> None:
         self._render = render
         self._access = access
@@ -121,6 +134,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:  # the name that http.server calls
         path = self.path.partition("?")[0]
         headers = ((name.lower().encode(), value.encode("latin-1")) for name, value in self.headers.items())
+        if len(self.headers.get_all("host", ())) > 1:
+            self.send_error(HTTPStatus.BAD_REQUEST)
+            return
         try:
             self._access.check(method="GET", path=path, headers=headers)
         except GenserveError as error:
@@ -152,6 +168,14 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Answer a request that is not valid, or has another method, in plain text."""
+        self.close_connection = True
+        is_method = code == HTTPStatus.NOT_IMPLEMENTED
+        status = HTTPStatus.METHOD_NOT_ALLOWED if is_method else HTTPStatus(code)
+        headers = {"allow": "GET, HEAD"} if is_method else {}
+        self._answer(f"{status.phrase}\n".encode(), status=status, headers=headers)
 
     def version_string(self) -> str:
         """Return the Server header, without Python's version."""

@@ -7,14 +7,17 @@ parser accepts, are rejected here.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.types import Message, Receive
 
-from genserve.errors import InvalidRequest
+from genserve.errors import InvalidRequest, UnsupportedMediaType
+from genserve.server.connection_errors import BodyTooLarge, raise_connection_error
 from genserve.server.json_limits import check_num_keys, check_num_values
 from genserve.server.offload import offload_if_large
 
@@ -22,6 +25,7 @@ T = TypeVar("T")
 # A list that may be long; one error is enough for it.
 Items = Annotated[list[T], Field(fail_fast=True)]
 
+_CHARSET = re.compile(r";\s*charset\s*=\s*\"?([^\";\s]+)", re.IGNORECASE)
 _MAX_INT_DIGITS = 20
 # A byte of a list of numbers takes as long to parse as this many bytes of other JSON.
 _COST_PER_BYTE = 4
@@ -62,12 +66,6 @@ def text_parts(content: Any) -> Any:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-class BodyTooLarge(InvalidRequest):
-    """The body is larger than `max_body_bytes`."""
-
-    code = "body_too_large"
-
-
 class StrictRoute(APIRoute):
     """A route that reads bodies with `StrictRequest`, as JSON whatever they are declared as."""
 
@@ -79,13 +77,40 @@ class StrictRoute(APIRoute):
             # `curl -d` declares a form; access control has rejected those that a page can send.
             others = [header for header in request.scope["headers"] if header[0] != b"content-type"]
             as_json = {"headers": [*others, (b"content-type", b"application/json")]}
-            strict = StrictRequest({**request.scope, **as_json}, request.receive)
+            _check_coding(request.headers)
+            strict = StrictRequest({**request.scope, **as_json}, _checked(request))
             # Here, because FastAPI would replace an error by its own.
             if await strict.body():
                 await strict.json()
             return await handle(strict)
 
         return handle_strictly
+
+
+def _check_coding(headers: Mapping[str, str]) -> None:
+    """Raise UnsupportedMediaType for a body that is not plain UTF-8, by its headers."""
+    coding = headers.get("content-encoding", "identity")
+    if coding.lower() != "identity":
+        raise UnsupportedMediaType(
+            f"the content encoding {coding[:64]!a} is not supported", remedy="send the body uncompressed"
+        )
+    charset = _CHARSET.search(headers.get("content-type", ""))
+    if charset is not None and charset[1].lower() not in ("utf-8", "utf8", "us-ascii"):
+        raise UnsupportedMediaType(
+            f"the charset {charset[1][:64]!a} is not supported", remedy=_JSON_OBJECT
+        )
+
+
+def _checked(request: Request) -> Receive:
+    """Return what receives the parts of a body, and raises the error that the connection finds in them."""
+    receive, scope = request.receive, request.scope
+
+    async def receive_checked() -> Message:
+        message = await receive()
+        raise_connection_error(scope)
+        return message
+
+    return receive_checked
 
 
 class StrictRequest(Request):

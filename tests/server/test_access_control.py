@@ -83,9 +83,10 @@ def exchange(url: str, method: str, path: str, body: Any = None, **headers: str)
 )
 def test_an_unknown_host_name_is_rejected(untouched, host):
     for path in ("/v2/models/one/infer", UNLOAD, "/v1/chat/completions", "/generate"):
-        assert status(untouched, "POST", path, INFER, host=host, content_type="application/json") == 403
+        rejected = status(untouched, "POST", path, INFER, host=host, content_type="application/json")
+        assert rejected == (400 if "#" in host else 403)  # not a name at all
     for path in ("/v2/health/live", "/metrics", "/docs", "/nowhere"):
-        assert status(untouched, "GET", path, host=host) == 403
+        assert status(untouched, "GET", path, host=host) == (400 if "#" in host else 403)
 
 
 @pytest.mark.parametrize(

@@ -209,7 +209,7 @@ def test_client_text_cannot_begin_a_line_or_control_a_terminal(speaking):
         with pytest.raises(triton.InferenceServerException):
             client.infer(f"m\n{forged}\x1b", [tensor], request_id=f"i\n{forged}\x1b")
     assert r'"\x9b2J\x85b:0" GET /raw 404' in speaking.line("/raw")
-    speaking.line("Invalid HTTP request received")
+    assert "malformed_request" in speaking.line("GET /parsed 400")
     wait_until(lambda: speaking.lines("ModelInfer NOT_FOUND"))
     text = speaking.file.read_text()
     assert text.count("forged") >= 7

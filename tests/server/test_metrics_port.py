@@ -9,14 +9,14 @@ import pytest
 from genserve.errors import GenserveError
 from genserve.server.access_control import AccessControl
 from genserve.server.key_ring import KeyRing
-from genserve.server.metrics_port import MetricsPort, _Handler
+from genserve.server.metrics_port import MetricsPort
 from genserve.settings import ServerSettings
 
 
-def open_port(render: Callable[[], bytes], *, port: int = 0) -> MetricsPort:
+def open_port(render: Callable[[], bytes], *, port: int = 0, timeout_s: float = 10) -> MetricsPort:
     settings, host = ServerSettings(), "127.0.0.1"
     access = AccessControl(settings, host=host, keys=KeyRing(settings))
-    return MetricsPort(render, host=host, port=port, access=access)
+    return MetricsPort(render, host=host, port=port, access=access, timeout_s=timeout_s)
 
 
 def test_the_metrics_port_serves_only_metrics():
@@ -48,11 +48,12 @@ def test_the_metrics_port_limits_its_connections(monkeypatch):
         port.close()
 
 
-def test_the_metrics_port_closes_an_idle_connection(monkeypatch):
-    monkeypatch.setattr(_Handler, "timeout", _Handler.timeout / 200)
-    port = open_port(lambda: b"")
+@pytest.mark.parametrize("sent", [b"", b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n"])
+def test_the_metrics_port_closes_a_connection_whose_time_is_over(sent):
+    port = open_port(lambda: b"", timeout_s=0.2)
     try:
-        with socket.create_connection(("127.0.0.1", port.port)) as idle:
-            assert idle.recv(1) == b""
+        with socket.create_connection(("127.0.0.1", port.port)) as slow:
+            slow.sendall(sent)
+            assert slow.recv(1) == b""
     finally:
         port.close()

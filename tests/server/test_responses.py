@@ -15,7 +15,7 @@ from openai.types.responses import Response, ResponseItemList, ResponseStreamEve
 from pydantic import BaseModel
 
 from genserve.prompt import Chat, Message, Tool, ToolCall
-from genserve.server.request_body import BodyTooLarge
+from genserve.server.connection_errors import BodyTooLarge
 from genserve.server.response_store import ResponseStore
 from genserve.server.routes.responses_body import ResponseRequest, ResponsesBody
 from tests.support.live_server import LiveServer

@@ -164,7 +164,8 @@ class KServe:
         if found is None:
             return message_response("Not Found", status_code=404)
         if handler is None:
-            return message_response("Method Not Allowed", status_code=405)
+            allow = (b"allow", ", ".join(handlers).encode())
+            return message_response("Method Not Allowed", status_code=405, headers=[allow])
         names = found.groupdict("")
         request.model = names.get("model", "")
         call = KServeCall(self._services, scope=scope, receive=receive, names=names)

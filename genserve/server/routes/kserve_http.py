@@ -15,6 +15,7 @@ from genserve.inference import InferenceRequest, InferenceServer, Parameter
 from genserve.kserve.forwarded_headers import forwarded_headers
 from genserve.kserve.triton_parsing import read_json, read_version
 from genserve.log import fail_request
+from genserve.server.connection_errors import raise_connection_error
 from genserve.server.error_responses import error_headers, kserve_error, kserve_status
 from genserve.server.offload import offload_if_large
 from genserve.server.running_inference import ResponseDispatcher, RunningInference
@@ -91,7 +92,8 @@ class KServeCall:
             if message["type"] == "http.disconnect":
                 raise ClientLeft
             chunk = message.get("body", b"")
-            more = message.get("more_body", False)
+            if more := message.get("more_body", False):
+                raise_connection_error(self._scope)
             chunks.append(chunk)
             size += len(chunk)
             if size > limit:
@@ -190,9 +192,11 @@ def json_response(document: Any, *, status_code: int = 200) -> KServeResponse:
     return KServeResponse(orjson.dumps(document), status_code=status_code)
 
 
-def message_response(message: str, *, status_code: int) -> KServeResponse:
+def message_response(
+    message: str, *, status_code: int, headers: Sequence[tuple[bytes, bytes]] = ()
+) -> KServeResponse:
     """Return the response for an error of HTTP, such as a wrong method."""
-    return json_response({"error": message}, status_code=status_code)
+    return KServeResponse(orjson.dumps({"error": message}), status_code=status_code, headers=headers)
 
 
 def error_response(error: GenserveError, *, headers: Sequence[tuple[bytes, bytes]] = ()) -> KServeResponse:

@@ -13,9 +13,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 from genserve.errors import require
 from genserve.prompt import MAX_CHAT_MESSAGES, MAX_TOOLS, Chat, Tool, inside, only_tool
 from genserve.sampling.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
+from genserve.server.connection_errors import BodyTooLarge
 from genserve.server.decoding_fields import COMMON, parameter
 from genserve.server.generation_handler import SubmittedRequest
-from genserve.server.request_body import BodyTooLarge, Items, TolerantBody
+from genserve.server.request_body import Items, TolerantBody
 from genserve.server.response_store import PreviousResponseNotFound, ResponseNotFound, ResponseStore
 from genserve.server.routes.openai_protocol import ChatTemplateKwargs, OpenAIFields, ParallelToolCalls
 from genserve.server.routes.response_items import InputItem, Item, is_unfinished, messages_of, read_items
