@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import http.client
+import json
 import logging
+import random
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import grpc
 import httpx2
@@ -24,7 +28,7 @@ from genserve.server import watched_files
 from genserve.server.api_server import Server
 from genserve.server.routes.kserve import route_table
 from genserve.settings import ServerSettings
-from tests.support.live_server import LiveServer, slow_down, wait_until
+from tests.support.live_server import LiveServer, line_with, serving, slow_down, wait_until
 from tests.support.python_models import write_model
 
 ALICE, BOB, OPS = "canary-alice-5f21", "canary-bob-77c0", "canary-ops-90ab"
@@ -494,3 +498,68 @@ def test_a_public_address_needs_more_than_a_control_key(repository, key_file):
     with pytest.raises(GenserveError, match="no API key is set"):
         Server(ServerSettings(**public, control_key=OPS))
     Server(ServerSettings(**public, api_key_file=key_file))
+
+
+def test_a_key_is_in_no_output_of_the_command(repository, tmp_path, monkeypatch):
+    """Neither in what it prints and logs at the most verbose level, nor in answers, nor in its flags."""
+    file, log = tmp_path / "keys.toml", tmp_path / "log"
+    main, control = "canary-main-2d2d", "canary-control-3e3e"
+    file.touch(mode=0o600)
+    file.write_text(KEYS)
+    monkeypatch.setenv("GENSERVE_CONTROL_KEY", control)
+    flags = (f"--api-key-file={file}", "--log-verbose=1", "--model-control-mode=explicit", "--load-model=one")
+    with log.open("wb") as errors, serving(repository, *flags, key=main, stderr=errors) as process:
+        url = line_with(process, "Ready at").split()[2]
+        grpc_address = line_with(process, "over gRPC at").split()[-1]
+        metrics_url = line_with(process, "Metrics at").split()[-1]
+        seen = Path(f"/proc/{process.pid}/cmdline").read_bytes()
+        for value in (main, control, ALICE, f"{ALICE}-wrong"):
+            for method, path in (
+                ("GET", "/v2"), ("GET", "/metrics"), ("GET", "/openapi.json"), ("GET", "/v2/models/none"),
+                ("POST", "/v2/models/one/infer"), ("POST", "/v2/repository/models/one/load"), ("POST", "/"),
+            ):  # fmt: skip
+                answer = httpx2.request(method, url + path, headers=key(value), json={"key": 1})
+                seen += answer.content + str(answer.headers).encode()
+            seen += httpx2.get(metrics_url, headers=key(value)).content
+            with grpc.insecure_channel(grpc_address) as channel:
+                call = channel.stream_stream("/no/Method")
+                seen += str(_failure(call, iter([b""]), key(value))).encode()
+        file.write_text(f'[alice]\nkey = "{ALICE}"\n[bob]\nkey = "{ALICE}"\n')
+        wait_until(lambda: "alice and bob are the same" in log.read_text())
+        process.terminate()
+        seen += process.communicate(timeout=60)[0].encode()
+    seen += log.read_bytes()
+    assert b" key=alice " in seen
+    assert b"canary" not in seen
+
+
+def test_the_series_of_the_metrics_stay_the_same_whatever_clients_send(server):
+    """A scanner must not fill the memory of the server and of Prometheus."""
+    rng = random.Random(7)
+
+    def send_some(number: int) -> None:
+        with grpc.insecure_channel(server.grpc_address) as channel:
+            stub = triton.service_pb2_grpc.GRPCInferenceServiceStub(channel)
+            for _ in range(number):
+                word = "".join(rng.choices("abcxyz/%.-{}\"'", k=12))
+                path = quote(word, safe="/%.-")
+                for method in ("GET", "POST", "PROPFIND"):
+                    for each in (f"/{path}", f"/v2/models/{path}/infer", "/v1/completions"):
+                        body = {"model": word, "prompt": "hi", "user": word} if method == "POST" else {}
+                        server.exchange(_request_bytes(method, each, body, word), method=method)
+                with suppress(grpc.RpcError):
+                    stub.ModelInfer(service_pb2.ModelInferRequest(model_name=word, id=word))
+
+    def series() -> set[str]:
+        return {line.rpartition(" ")[0] for line in server.get("/metrics").body.decode().splitlines()}
+
+    send_some(2)
+    before = series()
+    send_some(40)
+    assert series() - before == set()
+
+
+def _request_bytes(method: str, path: str, body: dict[str, Any], word: str) -> bytes:
+    content = json.dumps(body).encode()
+    head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return f"{head}X-Request-Id: {quote(word)}\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content

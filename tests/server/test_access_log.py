@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import socket
 from collections.abc import Iterator
@@ -14,7 +15,12 @@ import httpx2
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
+from hypothesis import given
+from hypothesis import strategies as st
 
+from genserve.errors import InvalidRequest
+from genserve.log import CURRENT_REQUEST, LineFormatter, LoggedRequest, quoted
+from genserve.server.access_log import audit, log_request
 from tests.server.test_api_server import LONG, LONG_CHAT
 from tests.support.live_server import LiveServer, line_with, request_bytes, serving, slow_down, wait_until
 from tests.support.python_models import write_model
@@ -217,6 +223,33 @@ def test_client_text_cannot_begin_a_line_or_control_a_terminal(speaking):
         assert LINE.fullmatch(line)
         assert not line.startswith(forged)
         assert line.isprintable()
+
+
+VALUE = r'(?:[^\s"]\S*|"(?:[^"\\]|\\.)*")'
+
+
+@given(client=st.text(), path=st.text(), model=st.text(min_size=1), change=st.text(min_size=1), id_=st.text())
+def test_any_request_is_one_line_whose_fields_are_its_own(client, path, model, change, id_):
+    """No text of a client begins a line, or looks like another field."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(LineFormatter("ISO8601").format(record))
+    request = LoggedRequest(id=id_, model=model, key="ops", controls=True, change=change)
+    request.error = InvalidRequest(change)
+    token = CURRENT_REQUEST.set(request)
+    audit.addHandler(handler)
+    try:
+        call = f"POST {quoted(path)}"
+        log_request(request, client=client, call=call, status="400", failed=True, as_info=False)
+    finally:
+        audit.removeHandler(handler)
+        CURRENT_REQUEST.reset(token)
+    [line] = lines
+    assert line.isprintable() or not line.isascii()
+    assert len(line.splitlines()) == 1
+    id_shown = rf"\[{VALUE}\] " if id_ else ""
+    fields = " ".join(f"{name}={VALUE}" for name in ("model", "key", "change", "seconds", "error"))
+    assert re.fullmatch(rf"\S+Z WARNING genserve\.audit: {id_shown}{VALUE} POST {VALUE} 400 {fields}", line)
 
 
 def test_the_api_key_is_not_logged_but_requests_without_it_are(tmp_path):
