@@ -33,7 +33,7 @@ from genserve.server.http_protocol import ConnectionLimits, check_progress, limi
 from genserve.server.metrics_port import MetricsPort
 from genserve.server.metrics_text import metrics_text
 from genserve.server.offload import start_daemon
-from genserve.server.open_files import allow_many_open_files
+from genserve.server.open_files import allow_open_files
 from genserve.server.services import Services
 from genserve.server.throughput_log import ThroughputLog
 from genserve.server.tls import TlsFiles
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Streams may write their error event for this long after the drain, before their tasks are cancelled.
-_LAST_EVENTS_S = 5
+_LAST_EVENTS_S = 1
 # A collector that does not answer may delay the end by so much.
 _LAST_SPANS_S = 3
 # Interval of the lines that say what a server that stops still waits for.
@@ -136,7 +136,7 @@ def serve(
     """
     server = Server(settings, on_ready=on_ready, end_process=end_process)
     with server.services.log_settings.written():
-        allow_many_open_files()
+        allow_open_files(num_connections=settings.max_connections)
         try:
             server.serve_until_stopped()
         except GenserveError as error:

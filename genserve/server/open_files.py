@@ -9,12 +9,15 @@ logger = logging.getLogger(__name__)
 
 # More are of no use to one event loop, and some containers allow a billion, for which child processes loop.
 _WANTED = 65536
-# Below this a burst of connections finds none.
-_FEW = 2048
+# Of models, logs and child processes, beside those of connections.
+_OTHERS = 256
 
 
-def allow_many_open_files() -> None:
-    """Raise the soft limit of open files, which systems keep at 1,024 for old programs, to the hard one."""
+def allow_open_files(*, num_connections: int) -> None:
+    """Raise the soft limit of open files, which systems keep at 1,024 for old programs, to the hard one.
+
+    If it still leaves too few for these connections, the log says so.
+    """
     if sys.platform == "win32":
         return
     import resource
@@ -28,7 +31,10 @@ def allow_many_open_files() -> None:
             soft = limit
         except (OSError, ValueError):   # macOS has a lower limit of its own
             logger.debug("the limit of open files cannot be raised to %d", limit)
-    if soft != unlimited and soft < _FEW:
+    if soft != unlimited and soft < num_connections + _OTHERS:
         logger.warning(
-            "only %d files and connections may be open at a time; raise the limit with `ulimit -n`", soft
+            "%d files may be open at a time, too few for %d connections: raise the limit with `ulimit -n`, "
+            "or set --max-connections",
+            soft,
+            num_connections,
         )

@@ -8,6 +8,7 @@ import re
 import shutil
 import socket
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,14 +53,14 @@ class Response:
         return error if isinstance(error, str) else error["message"]
 
 
-def faults_repository(tiny_repository: Path, root: Path) -> Path:
-    """Write a repository with the model `tiny`, whose steps take a while, and the models of MODELS."""
+def faults_repository(tiny_repository: Path, root: Path, *, models: Sequence[str] = MODELS) -> Path:
+    """Write a repository with the model `tiny`, whose steps take a while, and these models."""
     shutil.copytree(tiny_repository, root)
     (root / "tiny_decoder" / "1" / "model.py").write_text(_DECODER)
     # Drafts would make deltas of several tokens, now and then, and so other bytes.
     with (root / "tiny_logits" / "config.pbtxt").open("a") as config:
         config.write('parameters [ { key: "speculation" value: { string_value: "none" } } ]\n')
-    copy_models(MODELS, root)
+    copy_models(models, root)
     return root
 
 

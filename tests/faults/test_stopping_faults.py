@@ -1,0 +1,191 @@
+"""Signals while the server works: each answer gets its proper end, and nothing is left behind."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.shared_server import SharedServer, faults_repository, read_response
+from tests.support.live_server import line_with, serving, wait_until
+from tests.support.python_models import CONFIG, write_model
+
+# Never returns, and has started another process.
+BUSY = """
+import subprocess
+
+class TritonPythonModel:
+    def execute(self, requests):
+        subprocess.Popen(["sleep", "86124"])
+        print("BUSY", flush=True)
+        while True:
+            pass
+"""
+PROCESS = 'parameters { key: "EXECUTION" value { string_value: "process" } }'
+ASKED = {"inputs": [{"name": "X", "datatype": "FP32", "shape": [1], "data": [1]}]}
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "tell me"}], "max_tokens": 230}
+# Streams that outlast the drain, and what the last event of each begins with.
+STREAMS: dict[str, tuple[dict[str, Any], str]] = {
+    "/v1/chat/completions": (CHAT | {"ignore_eos": True, "stream": True}, "data: [DONE]"),
+    "/v1/completions": (
+        {"model": "tiny", "prompt": "a", "max_tokens": 230, "ignore_eos": True, "stream": True},
+        "data: [DONE]",
+    ),
+    "/v1/messages": (CHAT | {"stream": True}, "event: error"),
+    "/generate_stream": (
+        {"inputs": "a", "parameters": {"max_new_tokens": 230, "ignore_eos": True}},
+        'data: {"error"',
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def repository(tiny_repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = faults_repository(tiny_repository, tmp_path_factory.mktemp("stopping") / "repository", models=())
+    write_model(root, "busy", code=BUSY, config=CONFIG + PROCESS)
+    write_model(root, "add")
+    return root
+
+
+class Call(threading.Thread):
+    """A request whose answer is read to its end."""
+
+    def __init__(self, host: str, path: str, body: dict[str, Any]) -> None:
+        super().__init__()
+        self.path = path
+        self.status = 0
+        self.text = b""
+        self.cut = False
+        self._connection = http.client.HTTPConnection(host, timeout=60)
+        self._body = body
+        self.start()
+
+    def run(self) -> None:
+        headers = {"content-type": "application/json"}
+        try:
+            self._connection.request("POST", self.path, json.dumps(self._body), headers)
+            answer = self._connection.getresponse()
+            self.status = answer.status
+            while chunk := answer.read1():
+                self.text += chunk
+        except (OSError, http.client.HTTPException):
+            self.cut = True
+        finally:
+            self._connection.close()
+
+    @property
+    def last_event(self) -> str:
+        return self.text.decode().rstrip("\n").rpartition("\n\n")[2]
+
+
+def descendants(pid: int) -> set[int]:
+    """The processes that a process has started, and those that these have started."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+        except OSError:     # it has ended meanwhile
+            continue
+        if state != "Z":
+            parents[int(stat.parent.name)] = int(parent)
+    found = {pid}
+    while new := {child for child, parent in parents.items() if parent in found} - found:
+        found |= new
+    return found - {pid}
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@contextmanager
+def at_work(repository: Path) -> Iterator[tuple[subprocess.Popen, str, list[Call]]]:
+    """A server with a stream of each kind, and a Python model that does not return."""
+    with serving(repository, "--drain-s=0.2", "--model-control-mode=explicit", "--load-model=*") as process:
+        host = line_with(process, "Ready at").split()[2].removeprefix("http://")
+        calls = [Call(host, path, body) for path, (body, _) in STREAMS.items()]
+        calls.append(Call(host, "/v2/models/busy/infer", ASKED))
+        line_with(process, "BUSY")
+        wait_until(lambda: all(call.text.count(b"data:") > 1 for call in calls[:-1]))
+        yield process, host, calls
+
+
+def test_sigterm_ends_every_answer_and_every_process(repository: Path) -> None:
+    with at_work(repository) as (process, host, calls):
+        started = descendants(process.pid)
+        reloading = threading.Event()
+
+        def reload() -> None:
+            while not reloading.is_set():
+                for act in ("unload", "load"):
+                    Call(host, f"/v2/repository/models/add/{act}", {}).join()
+
+        thread = threading.Thread(target=reload)
+        thread.start()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 0    # another status if it had to be ended by force
+        reloading.set()
+        thread.join()
+        for call in calls:
+            call.join()
+            assert not call.cut, call.path
+        log = process.stderr.read()
+    *streams, busy = calls
+    for call in streams:
+        assert call.last_event.startswith(STREAMS[call.path][1]), call.text[-500:]
+        assert call.text.count(b"server stopped, before the answer was complete") == 1
+    assert busy.status == 503
+    assert "error" in json.loads(busy.text)
+    assert "stopping: waiting for 5 running requests" in log or "stopping: waiting for 6" in log
+    assert "Traceback" not in log
+    wait_until(lambda: not any(map(runs, started)))
+
+
+def test_a_killed_server_leaves_nothing_behind_and_the_next_one_starts_at_once(repository: Path) -> None:
+    files = {str(path) for path in repository.rglob("*")}
+    with at_work(repository) as (process, host, calls):
+        started = descendants(process.pid)
+        assert len(started) >= 3    # the model's process, what that has started, the chat template's
+        process.kill()
+        process.wait()
+        for call in calls:
+            call.join()
+        port = host.partition(":")[2]
+        with serving(repository, f"--http-port={port}", "--model-control-mode=explicit") as again:
+            assert host in line_with(again, "Ready at")
+        wait_until(lambda: not any(map(runs, started)), timeout_s=20)
+        assert not shared_memory_of(process.pid)
+    assert {str(path) for path in repository.rglob("*")} == files
+
+
+def shared_memory_of(pid: int) -> list[str]:
+    names = [path.name for path in Path("/dev/shm").iterdir()]
+    return [name for name in names if "genserve" in name or str(pid) in name]
+
+
+@pytest.mark.parametrize("name", ["SIGPIPE", "SIGWINCH", "SIGCHLD", "SIGURG"])
+def test_other_signals_change_nothing(server: SharedServer, name: str) -> None:
+    os.kill(server.pid, getattr(signal, name))
+    assert server.post("/v1/completions", {"model": "tiny", "prompt": "a", "max_tokens": 2}).status == 200
+
+
+def test_a_server_that_was_stopped_for_a_while_goes_on(server: SharedServer) -> None:
+    with server.connect() as idle:
+        os.kill(server.pid, signal.SIGSTOP)
+        threading.Event().wait(5)   # longer than a hanging engine is trusted
+        os.kill(server.pid, signal.SIGCONT)
+        idle.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert read_response(idle).json() == {"status": "ok"}
+    assert not [line for line in server.log_lines() if "hangs" in line]
