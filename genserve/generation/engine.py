@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -139,6 +140,12 @@ class Engine:
         """How long it takes until a place that is held for a paused loop becomes free; 0: none is held."""
         return self._paused.held_s(self.clock())
 
+    @property
+    def next_deadline_s(self) -> float:
+        """When the next deadline of a sequence passes, by `clock`; infinite: none has one."""
+        deadlines = (s.deadline_s for s in self._timed if s.deadline_s is not None)
+        return min(deadlines, default=math.inf)
+
     def max_tokens_per_sequence(self, num_sequences: int) -> int:
         """Return up to which length `num_sequences` sequences always fit together; from any thread."""
         return self._kv.max_tokens_per_sequence(num_sequences, max_length=self._max_length)
@@ -160,6 +167,10 @@ class Engine:
             self._scheduler.note_step(scheduled, self.clock() - started_s)
             outputs = self._processor.process(scheduled, logits, num_rows)
         return self._result(scheduled, outputs, started_s=started_s)
+
+    def expire(self) -> StepResult:
+        """End the sequences whose deadline has passed, while there is nothing to compute."""
+        return self._result(SchedulerOutput(), StepOutputs(), started_s=self.clock())
 
     def check_integrity(self) -> None:
         """Raise AssertionError if requests, blocks and loops disagree; for tests."""

@@ -107,7 +107,7 @@ class EngineThread(RequestInbox):
                 stepped = self._step()
                 self._reject_overdue()
                 if not stepped:
-                    self._wait_for_change(self._engine.held_s)
+                    self._wait_for_place()
                 self._report_occupancy()
             self._end_all(
                 Closed("the model was unloaded, or the server stopped, before the answer was complete")
@@ -151,6 +151,12 @@ class EngineThread(RequestInbox):
             self._wait_for_change(seconds, num_awaited=num_awaited)
             self._add_arrivals()
 
+    def _wait_for_place(self) -> None:
+        """Wait until a held place becomes free, or a sequence that waits for it has to end."""
+        now_s = self._engine.clock()
+        ends_s = min(self._engine.next_deadline_s, self._next_overdue_s)
+        self._wait_for_change(max(0.0, min(self._engine.held_s, ends_s - now_s)))
+
     def _report_occupancy(self) -> None:
         self._metrics.occupancy(
             running=self._engine.num_running,
@@ -164,6 +170,8 @@ class EngineThread(RequestInbox):
         started_s = time.monotonic()
         result = self._engine.step()
         if result is None:
+            expired = self._outputs(self._engine.expire())
+            self._deliver(expired, now_s=self._engine.clock())
             return not self._busy
         self._num_steps += 1
         seconds = time.monotonic() - started_s

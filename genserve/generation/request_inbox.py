@@ -323,6 +323,12 @@ class RequestInbox:
                 overdue.append((sequence, errors[id(submission)]))
         return overdue
 
+    @property
+    def _next_overdue_s(self) -> float:
+        """When the next sequence will have waited too long for its first step; infinite: never."""
+        limit_s = self._admission.limits.max_wait_s
+        return math.inf if limit_s is None else self._oldest_s + limit_s
+
     def _leave_queue(self, request: Request) -> None:
         """Take a sequence out of the queue for its first step."""
         state = self._waiting.pop(request, None)

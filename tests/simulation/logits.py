@@ -1,0 +1,131 @@
+"""Logits model of a simulation: its rows follow from all cached tokens, so a wrong block changes the text."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from random import Random
+
+import numpy as np
+
+from genserve.generation.logits_model import ForwardBatch
+from genserve.sampling.logits_array import FloatArray
+from tests.simulation.virtual_threads import VirtualThreads
+
+VOCAB_SIZE = 32
+_NUM_ROWS = 4096
+_ROWS = np.random.Generator(np.random.PCG64(7)).standard_normal((_NUM_ROWS, VOCAB_SIZE), dtype=np.float32)
+_ROWS[:, -2:] -= 100  # the tokens that only prompts have
+_BEST = _ROWS.argmax(axis=1).tolist()
+
+# Sequences that contain this token get rows of NaN.
+NAN_TOKEN = VOCAB_SIZE - 1
+
+
+class FailedForward(Exception):
+    """A forward that was made to fail."""
+
+
+@lru_cache(maxsize=1 << 14)
+def _state_after(token_ids: tuple[int, ...]) -> tuple[bytes, int]:
+    """Return what the cache holds for these tokens, and the digest of the last one."""
+    if not token_ids:
+        return b"", 0
+    before, digest = _state_after(token_ids[:-1])
+    digest = zlib.crc32(token_ids[-1].to_bytes(4, "little"), digest)
+    return before + digest.to_bytes(4, "little"), digest
+
+
+def row_after(token_ids: Sequence[int]) -> FloatArray:
+    """Return the row that any correct engine gets behind these tokens; read only."""
+    if NAN_TOKEN in token_ids:
+        return np.full(VOCAB_SIZE, np.nan, dtype=np.float32)
+    return _ROWS[zlib.crc32(_state_after(tuple(token_ids))[0]) % _NUM_ROWS]
+
+
+def best_after(token_ids: Sequence[int]) -> int:
+    """Return the most likely token behind these."""
+    return _BEST[zlib.crc32(_state_after(tuple(token_ids))[0]) % _NUM_ROWS]
+
+
+class SimulatedLogits:
+    """Implements `LogitsModel`. A place of the cache holds the digest of all tokens up to there.
+
+    A forward takes virtual time, during which other threads run.
+    """
+
+    def __init__(
+        self,
+        threads: VirtualThreads,
+        rng: Random,
+        *,
+        max_num_seqs: int,
+        max_length: int,
+        block_size: int,
+        num_blocks: int,
+        failure_rate: float,
+        on_failure: Callable[[], None],
+    ) -> None:
+        self.max_num_seqs = max_num_seqs
+        self.max_length = max_length
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.vocab_size = VOCAB_SIZE
+        self.failure_rate = failure_rate
+        self.cache = np.zeros((num_blocks, block_size), dtype=np.uint32)
+        self._nan_blocks = np.zeros((num_blocks, block_size), dtype=bool)
+        self._threads = threads
+        self._rng = rng
+        self._on_failure = on_failure
+        self._step_s = rng.choice([0.001, 0.01, 0.05])
+        self._token_s = rng.choice([0.0, 0.0001, 0.001])
+
+    def longest_step_s(self, num_tokens: int) -> float:
+        """Return how long a forward takes at most."""
+        return self._step_s + self._token_s * num_tokens
+
+    def forward(self, batch: ForwardBatch) -> FloatArray:
+        self._threads.sleep(self._step_s + self._token_s * len(batch.token_ids))
+        self._fail_sometimes(self.failure_rate)
+        starts = batch.query_start_loc.tolist()
+        token_ids, size = batch.token_ids.tolist(), self.block_size
+        cache, poisoned = self.cache, self._nan_blocks
+        for row, num_computed in enumerate(batch.num_computed_tokens.tolist()):
+            table = batch.block_table[row]
+            digest = 0
+            if num_computed:
+                digest = int(cache[table[(num_computed - 1) // size], (num_computed - 1) % size])
+            for place, token_id in enumerate(token_ids[starts[row] : starts[row + 1]], num_computed):
+                digest = zlib.crc32(token_id.to_bytes(4, "little"), digest)
+                block = table[place // size]
+                cache[block, place % size] = digest
+                poisoned[block, place % size] = token_id == NAN_TOKEN
+        rows = np.empty((len(batch.logits_indices), VOCAB_SIZE), dtype=np.float32)
+        row = 0
+        for index, token in enumerate(batch.logits_indices.tolist()):
+            while token >= starts[row + 1]:
+                row += 1
+            length = int(batch.positions[token]) + 1
+            blocks = batch.block_table[row, : -(-length // size)]
+            digest = zlib.crc32(cache[blocks].tobytes()[: 4 * length])
+            rows[index] = _ROWS[digest % _NUM_ROWS]
+            if poisoned[blocks].ravel()[:length].any():
+                rows[index] = np.nan
+        return rows
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self._fail_sometimes(10 * self.failure_rate)  # since copies are rare
+        for source, target in pairs:
+            self.cache[target] = self.cache[source]
+            self._nan_blocks[target] = self._nan_blocks[source]
+
+    def holds(self, block_ids: Sequence[int], token_ids: Sequence[int]) -> bool:
+        """Whether the cache has the states of these tokens in these blocks."""
+        cached = self.cache[list(block_ids)].tobytes()[: 4 * len(token_ids)]
+        return cached == _state_after(tuple(token_ids))[0]
+
+    def _fail_sometimes(self, rate: float) -> None:
+        if self._rng.random() < rate:
+            self._on_failure()
+            raise self._rng.choice([FailedForward, MemoryError])("injected")

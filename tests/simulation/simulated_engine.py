@@ -1,0 +1,141 @@
+"""Engine of a simulation: the product's, with its invariants checked after every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Any
+
+from genserve.generation.engine import Engine, StepResult
+from genserve.generation.engine_request import Request
+from tests.simulation.logits import VOCAB_SIZE, SimulatedLogits, best_after
+
+# How many steps a request may wait or run without progress, besides those that the work of others takes.
+_MAX_STEPS_WITHOUT_PROGRESS = 100
+
+
+class EngineDied(Exception):
+    """A defect of the engine that was injected."""
+
+
+class GreedyDrafts:
+    """Implements `Proposer`: drafts the best tokens, with errors; fails once if it is told to."""
+
+    def __init__(self, rng: Random, *, error_rate: float, failure_rate: float) -> None:
+        self._rng = rng
+        self._error_rate = error_rate
+        self._failure_rate = failure_rate
+        self.known: set[int] = set()
+
+    def propose(self, request: Request, count: int) -> Sequence[int]:
+        self.known.add(id(request))
+        if self._rng.random() < self._failure_rate:
+            raise EngineDied("injected")
+        token_ids = list(request.token_ids)
+        for _ in range(count):
+            errs = self._rng.random() < self._error_rate
+            token_ids.append(self._rng.randrange(VOCAB_SIZE) if errs else best_after(token_ids))
+        return token_ids[len(request.token_ids) :]
+
+    def drop(self, request: Request) -> None:
+        self.known.discard(id(request))
+
+
+class SimulatedEngine(Engine):
+    """Checks its requests and blocks after every step; `report` is called with what is wrong."""
+
+    def __init__(
+        self,
+        model: SimulatedLogits,
+        *,
+        report: Callable[[str], None],
+        dies_at_step: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(model, **options)
+        self.model = model
+        self.num_steps = 0
+        self.num_preempted = 0
+        self._report = report
+        self._dies_at_step = dies_at_step
+        self._progress: dict[Request, tuple[object, int]] = {}  # what has changed last, and at which step
+
+    def step(self) -> StepResult | None:
+        self.num_steps += 1
+        if self.num_steps == self._dies_at_step:
+            raise EngineDied("injected")
+        waiting = tuple(self._scheduler._waiting)
+        running = tuple(self._scheduler._running)
+        result = super().step()
+        try:
+            self.check_integrity()
+            self.check_contents()
+            if result is not None:
+                self.num_preempted += result.num_preempted
+                self._check_order(waiting, running, result)
+                self._check_deadlines()
+                self._check_progress()
+        except AssertionError as error:
+            self._report(f"after step {self.num_steps}: {error}")
+        return result
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing of any request is left."""
+        drafts = self._speculation
+        return not (
+            self.num_running
+            or self.num_waiting
+            or self.cache_usage
+            or self._timed
+            or len(self._loops)
+            or (drafts is not None and (drafts._rates or getattr(drafts._proposer, "known", ())))
+        )
+
+    def check_contents(self) -> None:
+        """Check that each request's blocks hold its tokens, also those that it shares."""
+        for request, table in self._kv._tables.items():
+            num_computed = request.num_computed_tokens
+            if table.block_ids and num_computed:
+                num_blocks = self._kv.num_blocks_for(num_computed)
+                tokens = request.token_ids[:num_computed]
+                assert self.model.holds(table.block_ids[:num_blocks], tokens), (
+                    "a block of a request holds other tokens"
+                )
+
+    def _check_order(
+        self, waiting: Sequence[Request], running: Sequence[Request], result: StepResult
+    ) -> None:
+        """Check that no request starts before one of higher priority, unless that one awaits a prefix."""
+        started = {answer.lead for answer in result.started}
+        worst = max((lead.priority for lead in started), default=None)
+        if worst is None:
+            return
+        computing = [*running, *started]
+        for lead in waiting:
+            if lead.priority < worst and lead not in started and lead in self._scheduler._ranks:
+                first = lead.token_ids[: self._kv.block_size]
+                shares = any(
+                    other is not lead
+                    and other.cache_salt == lead.cache_salt
+                    and other.token_ids[: self._kv.block_size] == first
+                    for other in computing
+                )
+                assert shares, "a request started before one of higher priority"
+
+    def _check_deadlines(self) -> None:
+        now_s = self.clock()
+        assert not any(sequence.is_expired(now_s) for sequence in self._timed), "a deadline was missed"
+
+    def _check_progress(self) -> None:
+        """Check that each request changes at least once in so many steps, by the work that others have."""
+        leads = [*self._scheduler._waiting, *self._scheduler._running]
+        limit = _MAX_STEPS_WITHOUT_PROGRESS + 4 * sum(len(lead.token_ids) for lead in leads)
+        before, self._progress = self._progress, {}
+        for lead in leads:
+            state = (lead.num_computed_tokens, lead.num_preemptions, len(lead.token_ids))
+            known = before.get(lead)
+            is_same = known is not None and known[0] == state
+            self._progress[lead] = known if known is not None and is_same else (state, self.num_steps)
+            stalled = self.num_steps - self._progress[lead][1]
+            assert stalled <= limit, f"a request made no progress in {stalled} steps"

@@ -1,0 +1,82 @@
+"""Defects that the simulation has found, each in the few steps that show it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import pytest
+
+from genserve.errors import Overloaded
+from genserve.generation.admission_control import QueueLimits
+from genserve.generation.engine import Engine
+from genserve.generation.engine_thread import EngineThread
+from tests.fakes.engines import RecordingSink
+from tests.fakes.logits import PagedLogits
+from tests.fakes.sequences import logits_request, sample_loop, sequence_of
+from tests.simulation.simulated_repository import METRICS
+from tests.simulation.virtual_threads import SimpleQueue, current, virtual_product, virtual_threads
+
+
+def simulated(scenario: Callable[[], None]) -> None:
+    """Run a scenario on virtual threads; it raises what is wrong."""
+    failures: list[Exception] = []
+
+    def main() -> None:
+        try:
+            scenario()
+        except Exception as error:
+            failures.append(error)
+
+    with virtual_product(), virtual_threads(Random(0), switch_rate=0.0) as threads:
+        threads.run(main)
+    if failures:
+        raise failures[0]
+
+
+def engine_with_a_held_place(**limits: Any) -> EngineThread:
+    """Return an engine whose only place is held, for 2 s, for a loop that pauses for half a second."""
+    threads = current()
+    engine = EngineThread(
+        Engine(PagedLogits(max_num_seqs=1), decode=sample_loop, clock=lambda: threads.now_ns / 1e9),
+        name="test",
+        max_num_seqs=1,
+        limits=QueueLimits(max_requests=8, **limits),
+        metrics=METRICS.for_model("test"),
+    )
+    token_ids = [1, 2]
+    for _ in range(3):
+        answers = SimpleQueue()
+        engine.submit_logits([logits_request(token_ids, on_logits=answers.put)])
+        token_ids.append(int(answers.get().argmax()))
+        threads.sleep(0.5)
+    return engine
+
+
+def test_a_deadline_is_kept_while_all_places_are_held_for_loops():
+    def scenario() -> None:
+        engine, sink = engine_with_a_held_place(), RecordingSink()
+        began_s = engine.now_s
+        engine.submit(sequence_of([7], deadline_s=began_s + 0.1), sink=sink)
+        engine.drain(timeout_s=10)
+        assert engine.now_s - began_s == pytest.approx(0.1, abs=1e-3)
+        [(sequence, delta)] = sink.outputs
+        assert (delta.token_ids, sequence.stop_reason) == ((), "deadline")
+        engine.close()
+
+    simulated(scenario)
+
+
+def test_the_longest_wait_is_kept_while_all_places_are_held_for_loops():
+    def scenario() -> None:
+        engine, sink = engine_with_a_held_place(max_wait_s=0.1), RecordingSink()
+        began_s = engine.now_s
+        engine.submit(sequence_of([7]), sink=sink)
+        engine.drain(timeout_s=10)
+        assert engine.now_s - began_s == pytest.approx(0.1, abs=1e-3)
+        [(_, error)] = sink.outputs
+        assert isinstance(error, Overloaded)
+        engine.close()
+
+    simulated(scenario)
