@@ -10,13 +10,15 @@ from __future__ import annotations
 import heapq
 import importlib
 import sys
+import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from contextlib import contextmanager
 from random import Random
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from greenlet import GreenletExit, getcurrent, greenlet
@@ -471,11 +473,23 @@ def _now_s() -> float:
     return current().now_ns / 1e9
 
 
+def _like(module: ModuleType, **replaced: Any) -> SimpleNamespace:
+    """Return a stand-in for a module with some of its members replaced."""
+    return SimpleNamespace(**{**vars(module), **replaced})
+
+
 STAND_INS: dict[str, Any] = {
-    "threading": SimpleNamespace(
-        Lock=Lock, RLock=RLock, Condition=Condition, Semaphore=Semaphore, Event=Event, Thread=_thread
+    "threading": _like(
+        threading,
+        Lock=Lock,
+        RLock=RLock,
+        Condition=Condition,
+        Semaphore=Semaphore,
+        Event=Event,
+        Thread=_thread,
     ),
-    "time": SimpleNamespace(
+    "time": _like(
+        time,
         monotonic=_now_s,
         monotonic_ns=_now_ns,
         perf_counter=_now_s,
