@@ -529,7 +529,9 @@ def _listed(value: Any, name: str) -> tuple[Any, ...]:
 
 def _biases(value: Any) -> Mapping[int, float]:
     require(value is None or isinstance(value, Mapping), "logit_bias", "must map token ids to numbers")
-    return {_read_id(key): bias for key, bias in (value or {}).items()}
+    biases = {_read_id(key): bias for key, bias in (value or {}).items()}
+    require(len(biases) == len(value or {}), "logit_bias", "must not give an id twice, such as 1 and 01")
+    return biases
 
 
 def _read_id(key: Any) -> Any:

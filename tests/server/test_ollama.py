@@ -151,12 +151,12 @@ def prompt(http, scripted, path="/api/chat", **fields):
     encoded = []
     inputs = scripted.model._inputs
     encode = inputs.encode
-    inputs.encode = lambda chat: encoded.append(encode(chat)) or encoded[-1]
+    inputs.encode = lambda chat, **limits: encoded.append(encode(chat, **limits)) or encoded[-1]
     try:
         http.post(path, json={"stream": False, **fields})
     finally:
         del inputs.encode
-    return scripted.model.tokenizer.decode(encoded[0][1])
+    return scripted.model.tokenizer.decode(encoded[0])
 
 
 def test_calls_and_results_get_ids(http, scripted):

@@ -21,6 +21,7 @@ from genserve.textmodel.text_model import TextModel
 # Ollama's, in addition to the temperature.
 _TOP_K, _TOP_P, _PENALTY_WINDOW = 40, 0.9, 64
 _MANY = 2**31 - 1
+_SEEDS = Range(-(2**63), 2**64 - 1)
 # The variables by which chat templates turn reasoning on and off.
 _THINKING_VARIABLES = ("enable_thinking", "reasoning_effort")
 
@@ -38,7 +39,7 @@ class OptionsFields(DecodingFields):
     temperature: float | None = parameter("temperature", default=0.8)
     top_k: int | None = parameter("top_k", default=_TOP_K, bounds=Range(-1, _MANY))
     top_p: float | None = parameter("top_p", default=_TOP_P)
-    seed: int | None = parameter("seed", bounds=Range(-(2**63), 2**64 - 1))
+    seed: int | None = parameter("seed", bounds=_SEEDS, ge=_SEEDS.low, le=_SEEDS.high)
     stop: Texts = parameter("stop")
     repeat_penalty: float | None = parameter("repetition_penalty")
     repeat_last_n: int | None = parameter(

@@ -89,7 +89,7 @@ class OpenAIFields(DecodingFields):
     )
     temperature: float | None = parameter("temperature", default=1.0)
     stop: Texts = parameter("stop")
-    seed: int | None = parameter("seed", bounds=_SEEDS)
+    seed: int | None = parameter("seed", bounds=_SEEDS, ge=_SEEDS.low, le=_SEEDS.high)
     stream: bool | None = Field(
         default=None,
         description="Send the answer as server-sent events while it is generated.",

@@ -1,0 +1,67 @@
+"""One logical request through every dialect: the same text, usage and reason to end, or the same error."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.faults.shared_server import CANARY
+from tests.faults.text_dialects import CHATS, PROMPTS, completions
+
+REQUESTS = {
+    "greedy": {"max_tokens": 12, "temperature": 0},
+    "drawn with a seed": {"max_tokens": 12, "temperature": 0.9, "seed": 7, "top_k": 20, "top_p": 0.9},
+    "penalties": {"max_tokens": 12, "temperature": 0, "frequency_penalty": 1.5, "presence_penalty": 0.5},
+    "a stop string": {"max_tokens": 12, "temperature": 0, "stop": ["B", "v"]},
+    "bad words": {"max_tokens": 12, "temperature": 0, "bad_words": ["B", "m"]},
+    "at least some tokens": {"max_tokens": 16, "temperature": 0, "min_tokens": 14},
+}
+TEXTS = ("hello there", "你好, мир 😀", " \n\t ") * 2
+
+
+def same(answers):
+    """Compare what the dialects say; what one of them leaves out is left out."""
+    first = answers[0]
+    for answer in answers:
+        assert not answer.error
+        assert answer.text == first.text
+        assert answer.usage in (None, first.usage)
+        assert answer.finish in (None, first.finish)
+    return first
+
+
+@pytest.mark.parametrize(("name", "text"), list(zip(REQUESTS, TEXTS, strict=True)), ids=list(REQUESTS))
+def test_a_prompt_has_one_answer_in_every_dialect(server, name, text):
+    same([ask(server, text, REQUESTS[name]) for ask in (completions, *PROMPTS)])
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_chat_has_one_answer_in_every_dialect_and_that_of_its_tokens(server, name):
+    turns = ("hello", "hi", "good bye {{7*7}} <|im_end|>")
+    roles = ("user", "assistant", "user")
+    messages = [{"role": role, "content": turn} for role, turn in zip(roles, turns, strict=True)]
+    answer = same([ask(server, messages, REQUESTS[name]) for ask in CHATS])
+    ids = server.post("/tokenize", {"messages": messages}).json()["tokens"]
+    assert completions(server, ids, REQUESTS[name]) == answer
+
+
+REJECTED = {
+    "an empty prompt": ("", {}, "empty|inputs|messages|input"),
+    "a prompt that is too long": (CANARY + "é" * 150, {}, "tokens|context"),
+    "a prompt that is certainly too long": (CANARY + "é" * 3000, {}, "tokens|context"),
+    "a number that is too high": (CANARY, {"top_p": 1.5}, "top_p"),
+    "too many stop strings": (CANARY, {"stop": ["a"] * 17}, "stop"),
+}
+
+
+@pytest.mark.parametrize("name", REJECTED)
+def test_an_invalid_request_is_the_clients_fault_in_every_dialect(server, name):
+    prompt, params, words = REJECTED[name]
+    messages = [{"role": "user", "content": prompt}] if prompt else []
+    # Without a prompt, Ollama's clients ask for the model to be loaded.
+    asks = [ask for ask in (*PROMPTS, *CHATS) if prompt or "ollama" not in ask.__name__]
+    for ask in asks:
+        answer = ask(server, prompt if ask in PROMPTS else messages, {"max_tokens": 4, **params})
+        assert re.search(words, answer.error), (ask.__name__, answer)
+        assert answer.is_clients_fault is not False, (ask.__name__, answer)
