@@ -13,6 +13,7 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from fastapi import Request, Response
+from starlette.types import Receive
 
 from genserve.completion import Delta
 from genserve.errors import Closed, InvalidRequest, ModelNotReady
@@ -25,11 +26,14 @@ from genserve.sampling.sampling_params import SamplingParams
 from genserve.server.error_responses import renamed
 from genserve.server.offload import answer_cost, offload_if_large
 from genserve.server.services import Services
-from genserve.server.sse_response import EventStream, Frames, read_all
+from genserve.server.sse_response import EventStream, Frames, read_all, while_connected
 from genserve.text.message_parser import MessageParser
 from genserve.textmodel.text_model import TextModel
 
 _MAX_HEADER_CHARS = 1024
+# Delay before the client of a request that is being prepared is watched: nearly all are prepared sooner, and
+# to watch costs two tasks.
+_WATCH_DELAY_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +113,12 @@ async def handle_generation(
     body.check()
     try:
         submitted = await submit(
-            services, body.model_name, body.prompts(), body.params(), num_choices=body.num_choices
+            services,
+            body.model_name,
+            body.prompts(),
+            body.params(),
+            num_choices=body.num_choices,
+            receive=request.receive,
         )
     except InvalidRequest as error:
         raise renamed(error, body.names()) from None
@@ -135,8 +144,11 @@ async def submit(
     params: SamplingParams,
     *,
     num_choices: int = 1,
+    receive: Receive | None = None,
 ) -> SubmittedRequest:
     """Validate a request completely and submit it to the engine.
+
+    With `receive`, of the ASGI protocol, it gives up when the client disconnects.
 
     Each prompt has `num_choices` choices, or `params.best_of` if that is more; these are ranked by their
     log-probabilities, which the deltas then carry. Choices are in the order of the prompts.
@@ -144,6 +156,7 @@ async def submit(
     Raises:
         InvalidRequest: it has more choices than may run and wait; otherwise, see
             `TextModel.prepare_choices`. With several prompts, `field` names the prompt.
+        ClientLeft: the client has disconnected.
         GenserveError: see `Repository.text_model`, `EngineThread.reserve`, `EngineThread.submit`.
     """
     if services.draining:
@@ -165,7 +178,7 @@ async def submit(
             has_tools = any(isinstance(prompt, Chat) and prompt.tools for prompt in prompts)
             has_grammar = has_tools or params.structured_outputs is not None
             future = model.run_soon(prepare, compiles=has_grammar)
-            sequences = await asyncio.wrap_future(future)
+            sequences = await _prepared(asyncio.wrap_future(future), receive)
             # Copied before the engine's thread appends to them.
             prompt_ids = tuple(tuple(sequence.token_ids) for sequence in sequences[::num_choices])
             stream = services.output_sink().open(model.engine, *sequences, reservation=reservation)
@@ -173,7 +186,7 @@ async def submit(
         if services.repository.text_model(model_name) is model:
             raise
         # Another model has taken its place meanwhile.
-        return await submit(services, model_name, prompts, params, num_choices=num_choices)
+        return await submit(services, model_name, prompts, params, num_choices=num_choices, receive=receive)
     logged.answers, logged.num_choices = sequences, num_choices
     return SubmittedRequest(
         model=model,
@@ -184,6 +197,18 @@ async def submit(
         params=sequences[0].params,
         begins_reasoning=sequences[0].begins_reasoning,
     )
+
+
+async def _prepared(
+    preparing: asyncio.Future[list[TokenSequence]], receive: Receive | None
+) -> list[TokenSequence]:
+    """Wait for the sequences of a request; cancels the wait for a thread if the client disconnects."""
+    done, _ = await asyncio.wait({preparing}, timeout=_WATCH_DELAY_S)
+    if done or receive is None:
+        return await preparing
+    sequences = await while_connected(preparing, receive)
+    assert sequences is not None
+    return sequences
 
 
 def _check_count(num_prompts: int, params: SamplingParams, *, num_choices: int, limit: int) -> None:

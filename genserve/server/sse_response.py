@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
-from typing import Any, ClassVar, Protocol, TypeVar
+from collections.abc import AsyncIterator, Awaitable
+from typing import ClassVar, Protocol, TypeVar
 
 from fastapi import Request
 from sse_starlette import EventSourceResponse, ServerSentEvent
@@ -133,18 +133,18 @@ async def read_all(stream: AsyncDeltaStream, request: Request) -> list[Delta]:
         GenserveError: the model failed.
     """
     async with stream:
-        deltas = await _while_connected(_collect(stream), request.receive)
+        deltas = await while_connected(_collect(stream), request.receive)
         assert deltas is not None
         return deltas
 
 
 async def _first_delta(stream: AsyncDeltaStream, receive: Receive) -> None:
     """Wait for the first delta, at most until the first ping; raises as `read_all` does."""
-    await _while_connected(stream.first(), receive, timeout_s=_PING_S)
+    await while_connected(stream.first(), receive, timeout_s=_PING_S)
 
 
-async def _while_connected(
-    work: Coroutine[Any, Any, _T], receive: Receive, *, timeout_s: float | None = None
+async def while_connected(
+    work: Awaitable[_T], receive: Receive, *, timeout_s: float | None = None
 ) -> _T | None:
     """Return the result of `work`, or None on a timeout; raises ClientLeft if the client disconnects."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from genserve.backends.tensor_data import decode_strings, string_tensor
-from genserve.completion import Delta
+from genserve.completion import Delta, FinishReason
 from genserve.config.model_config import ModelConfig
-from genserve.errors import Closed, GenserveError, InferenceError, InvalidRequest
+from genserve.errors import Closed, GenserveError, InferenceError, InvalidRequest, Status
 from genserve.generation.engine_request import TokenSequence
 from genserve.generation.engine_thread import EngineThread
 from genserve.generation.request_inbox import RequestOutput, Reservation
@@ -87,6 +89,7 @@ class TextInference:
         if request := CURRENT_REQUEST.get():
             request.operation = "text_completion"
         reservation = self.text_model.engine.reserve(inference.batch_size)
+        inference.when_cancelled(reservation.release)
         try:
             self.text_model.run_soon(
                 partial(self._prepare, inference, reservation),
@@ -113,11 +116,14 @@ class TextInference:
     def _submit(self, inference: Inference, reservation: Reservation) -> None:
         reservation.check()
         params = _params(inference.inputs, inference.request.parameters)
+        if inference.request.timeout_us:
+            params = replace(params, max_time_ms=math.ceil(inference.request.timeout_us / 1000))
         prompts = decode_strings(inference.inputs["text_input"])
         streaming = _scalar(inference.inputs, "stream", default=False)
         if streaming and len(prompts) > 1:
             raise InvalidRequest("a streamed request has one text_input", field="stream")
-        sequences = [self.text_model.prepare(prompt, params) for prompt in prompts]
+        prepare = partial(self.text_model.prepare, params=params, arrived_s=reservation.arrived_s)
+        sequences = [prepare(prompt) for prompt in prompts]
         answer = _Answer(
             inference, sequences, engine=self.text_model.engine, output=self._output, streaming=streaming
         )
@@ -169,6 +175,9 @@ class _Answer:
             if isinstance(content, GenserveError):
                 self.cancel_sequences()
                 self._inference.fail(content)
+            elif content.finish_reason is FinishReason.LENGTH and content.stop_reason == "deadline":
+                self.cancel_sequences()
+                self._inference.fail(InferenceError("Request timeout expired", status=Status.UNAVAILABLE))
             else:
                 self._take(sequence, content)
 

@@ -104,11 +104,13 @@ class TextModel:
                 raise
             raise Closed(f"model '{self.name}' is being unloaded") from None
 
-    def prepare(self, prompt: Prompt, params: SamplingParams) -> TokenSequence:
+    def prepare(
+        self, prompt: Prompt, params: SamplingParams, *, arrived_s: float | None = None
+    ) -> TokenSequence:
         """Turn a prompt into a token sequence; see `prepare_choices`."""
         if params.best_of > 1:
             raise InvalidRequest("best_of cannot be streamed", field="best_of")
-        [sequence] = self.prepare_choices(prompt, params, num_choices=1)
+        [sequence] = self.prepare_choices(prompt, params, num_choices=1, arrived_s=arrived_s)
         return sequence
 
     def prepare_choices(
