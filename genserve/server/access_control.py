@@ -182,7 +182,7 @@ class AccessControl:
                 f"the content type {content_type} is not accepted, because any web page can send it",
                 remedy="send the header `Content-Type: application/json`",
             )
-        if not self._asks_key:
+        if not (self._asks_key and self._keys.has_keys):
             return None
         key = self._keys.find(credentials(given.get(b"authorization"), given.get(b"x-api-key")))
         if key is not None:

@@ -144,8 +144,9 @@ class _App(FastAPI):
         key = self._access.check(
             method=scope["method"], path=scope["path"], headers=scope["headers"], controls=controls
         )
-        check_restriction(self._restrictions.get(part), headers=scope["headers"])
-        if part == "inference" and scope["method"] == "POST":
+        if self._restrictions:
+            check_restriction(self._restrictions.get(part), headers=scope["headers"])
+        if key is not None and part == "inference" and scope["method"] == "POST":
             self._keys.admit(request, key)
 
 

@@ -54,6 +54,7 @@ class KeyRing:
     `find` and `reload` are safe from any thread; the rest is for the event loop.
 
     Attributes:
+        has_keys: whether there are any, which does not change.
         is_required: whether requests need a key.
         control_is_restricted: whether requests without a key may not change the server, even if no key is
             required.
@@ -75,6 +76,7 @@ class KeyRing:
             self._of_environment.append(_named(_API_KEY, settings.api_key, may_control=may_control))
         if settings.control_key:
             self._of_environment.append(_named(_CONTROL_KEY, settings.control_key, may_control=True))
+        self.has_keys = bool(self._of_environment or self._file)
         self.is_required = bool(settings.api_key or self._file)
         self.control_is_restricted = self.is_required or settings.control_key is not None
         self._is_exposed = False        # other users can read keys in the file
@@ -87,8 +89,6 @@ class KeyRing:
         Compares the hashes of the values with those of all keys in constant time, so that the time says
         nothing about the keys.
         """
-        if not self._keys:
-            return None
         found = None
         digests = [sha256(candidate).digest() for candidate in candidates]
         for key in self._keys:

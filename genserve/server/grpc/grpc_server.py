@@ -55,7 +55,8 @@ class GrpcServer:
     def __init__(self, services: Services, *, tls: TlsFiles | None = None) -> None:
         self._tls = tls
         settings = services.settings
-        interceptors: list[Any] = [ApiKeyInterceptor(services.keys)]
+        keys = services.keys
+        interceptors: list[Any] = [ApiKeyInterceptor(keys)] if keys.has_keys else []
         prefix = "triton-grpc-protocol-"
         if restrictions := parse_restrictions(settings.grpc_restricted_protocol, prefix=prefix):
             interceptors.append(RestrictionInterceptor(restrictions))
