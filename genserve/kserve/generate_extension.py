@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from genserve.config.model_config import TensorSpec
-from genserve.errors import InferenceError, Status
+from genserve.errors import InferenceError
 from genserve.inference import Inference, InferenceRequest, InferenceResponse, Parameter
 from genserve.kserve.infer_body import custom_parameter, dump
 from genserve.kserve.model_metadata import tensor_shape
@@ -39,7 +39,7 @@ def read_generate_body(json_text: JsonText, *, model: ModelVersion, version: int
     """
     document = read_pairs(json_text)
     if not isinstance(document, Members):
-        raise InferenceError("attempt to get members for non-object", status=Status.INTERNAL)
+        raise InferenceError("attempt to get members for non-object")
     reader = _GenerateReader(model)
     reader.request_id = next((_id(value) for name, value in document if name == "id"), "")
     reader.read(document, nests=True)
@@ -115,7 +115,7 @@ class _GenerateReader:
         array = read_elements(spec.name, data, data_type)
         if len(array) != len(data):
             text = "Unable to parse 'data': Shape does not match true shape of 'data' field"
-            raise InferenceError(text, status=Status.INTERNAL)
+            raise InferenceError(text)
         return Tensor(spec.name, array.reshape(shape), data_type=data_type)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from genserve.errors import InferenceError, Status
+from genserve.errors import InferenceError
 from genserve.inference import Inference, InferenceRequest, InferenceResponse, Parameter, RequestFlags
 from genserve.kserve.request_tensors import RequestedOutput, check_size, fail, input_tensor, prepared
 from genserve.kserve.shared_memory import RegionPart, SharedMemory
@@ -196,7 +196,7 @@ class _BodyReader:
             return Tensor(name, array.reshape(shape), data_type=data_type)
         if data_type is not DataType.BYTES:
             text = "Unable to parse 'data': Shape does not match true shape of 'data' field"
-            raise InferenceError(text, status=Status.INTERNAL)
+            raise InferenceError(text)
         # For the error message that the same strings get in binary form.
         return self._of_bytes(
             memoryview(Tensor(name, array).to_bytes()), name=name, data_type=data_type, shape=shape
@@ -273,7 +273,7 @@ def _read_parameters(given: Any, custom: dict[str, Parameter]) -> dict[str, Any]
     """Return the request fields that parameters set; add all other parameters to `custom`."""
     if not isinstance(given, dict):
         text = "failed to get request params.: attempt to get members for non-object"
-        raise InferenceError(text, status=Status.INTERNAL)
+        raise InferenceError(text)
     fields: dict[str, Any] = {}
     flags = RequestFlags.NONE
     for name, value in given.items():

@@ -68,15 +68,13 @@ class RegionPart:
         """Write an output to the region.
 
         Raises:
-            InferenceError: INTERNAL, the part is too small; INVALID_ARG, the object has become too small.
-                Nothing was written.
+            InferenceError: the part is too small, or the object has become too small. Nothing was written.
         """
         data = memoryview(tensor.to_bytes())
         if len(data) > self.byte_size:
             raise InferenceError(
                 f"shared memory size specified with the request for output '{tensor.name}' "
-                f"({self.byte_size} bytes) should be at least {len(data)} bytes to hold the results",
-                status=Status.INTERNAL,
+                f"({self.byte_size} bytes) should be at least {len(data)} bytes to hold the results"
             )
         self.check()
         done = 0
@@ -109,8 +107,8 @@ class SharedMemory:
         """Register a region.
 
         Raises:
-            InferenceError: UNSUPPORTED, regions are disabled; ALREADY_EXISTS, the name is taken; INTERNAL,
-                there is no such object, or it is too small.
+            InferenceError: UNSUPPORTED, regions are disabled; ALREADY_EXISTS, the name is taken;
+                INVALID_ARG, there is no such object, or it is too small.
         """
         note_change(f"region {name} is {byte_size} bytes of {key}")
         self.require_enabled()
@@ -191,10 +189,10 @@ def _open(key: str, *, offset: int, byte_size: int) -> int:
         descriptor = os.open(_FOLDER / name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except (OSError, ValueError):
         text = f"Unable to open shared memory region: '{key}'"
-        raise InferenceError(text, status=Status.INTERNAL) from None
+        raise InferenceError(text) from None
     if not byte_size or offset + byte_size > os.fstat(descriptor).st_size:
         os.close(descriptor)
-        raise InferenceError(f"Invalid shared memory region: '{key}'", status=Status.INTERNAL)
+        raise InferenceError(f"Invalid shared memory region: '{key}'")
     return descriptor
 
 

@@ -1,7 +1,8 @@
 """Triton parsing: JSON documents, tensor elements and numbers parsed as Triton does, with its error messages.
 
 orjson parses first. Documents that it rejects, with NaN or Infinity, which Triton accepts, or with syntax
-errors, go to RapidJSON, the parser that Triton uses: clients compare its messages and offsets.
+errors, go to RapidJSON, the parser that Triton uses: clients compare its messages and offsets. The status is
+400, as the client can mend its request; Triton's is 500.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import orjson
 import rapidjson
 from numpy.typing import NDArray
 
-from genserve.errors import InferenceError, Status
+from genserve.errors import InferenceError
 from genserve.tensor import DataType, Tensor
 
 _NUMBER = re.compile(r"\s*([+-]?[0-9]+)")
@@ -88,7 +89,7 @@ def read_json(text: JsonText) -> Any:
     """Parse a document; the last of repeated keys counts.
 
     Raises:
-        InferenceError: INTERNAL, the text is not JSON.
+        InferenceError: the text is not JSON.
     """
     try:
         return orjson.loads(text)
@@ -100,7 +101,7 @@ def read_pairs(text: JsonText) -> Any:
     """Parse a document into `Members` in place of dicts.
 
     Raises:
-        InferenceError: INTERNAL, the text is not JSON.
+        InferenceError: the text is not JSON.
     """
     return _read_slowly(text, _PairDecoder(number_mode=_NUMBERS))
 
@@ -114,25 +115,25 @@ def checked(value: Any, kind: JsonKind, *, doing: str = "") -> Any:
         doing: the prefix of the error message: "Unable to parse 'name'".
 
     Raises:
-        InferenceError: INTERNAL, the value is of another kind.
+        InferenceError: the value is of another kind.
     """
     if _is(value, kind):
         return value
-    raise InferenceError(f"{doing}: {kind.value}" if doing else kind.value, status=Status.INTERNAL)
+    raise InferenceError(f"{doing}: {kind.value}" if doing else kind.value)
 
 
 def member(owner: Any, name: str, kind: JsonKind) -> Any:
     """Return a required member of an object after checking its kind.
 
     Raises:
-        InferenceError: INTERNAL, the member is missing or of another kind.
+        InferenceError: the member is missing or of another kind.
     """
     if isinstance(owner, dict) and name in owner and _is(owner[name], kind):
         return owner[name]
     doing = f"Unable to parse '{name}'"
     if not isinstance(owner, dict) or name not in owner:
         text = f"{doing}: attempt to access non-existing object member '{name}'"
-        raise InferenceError(text, status=Status.INTERNAL)
+        raise InferenceError(text)
     return checked(owner[name], kind, doing=doing)
 
 
@@ -151,7 +152,7 @@ def _read_slowly(text: JsonText, parse: Any) -> Any:
     except rapidjson.JSONDecodeError as error:
         place, _, what = str(error).removeprefix("Parse error at offset ").partition(": ")
         reason = f"{what} at {place}"
-    raise InferenceError(f"{_FAILED}: {reason}", status=Status.INTERNAL)
+    raise InferenceError(f"{_FAILED}: {reason}")
 
 
 # Local names, as `_is` is called most and access to members of an enumeration is slow.
@@ -172,8 +173,7 @@ def read_elements(name: str, data: list[Any], data_type: DataType) -> NDArray[An
     """Return the values of a list, nested in any way, as an array of one dimension.
 
     Raises:
-        InferenceError: a value is of another type (INTERNAL), or the type has no representation in JSON
-            (INVALID_ARG).
+        InferenceError: a value is of another type, or the type has no representation in JSON.
     """
     if data_type in _HALF:
         raise InferenceError(
@@ -191,7 +191,7 @@ def read_elements(name: str, data: list[Any], data_type: DataType) -> NDArray[An
             return np.array(flat, dtype=first).astype(data_type.numpy, copy=False)
     except OverflowError:
         text = f"Unable to parse 'data': attempt to access JSON {wrong}"
-        raise InferenceError(text, status=Status.INTERNAL) from None
+        raise InferenceError(text) from None
 
 
 def elements_of(tensor: Tensor) -> Any:
@@ -240,7 +240,7 @@ def _flattened(data: list[Any]) -> tuple[list[Any], set[type]]:
 def _strings(flat: list[Any], kinds: set[type]) -> NDArray[Any]:
     if not kinds <= {str}:
         text = "Unable to parse JSON bytes array: attempt to access JSON non-string as string"
-        raise InferenceError(text, status=Status.INTERNAL)
+        raise InferenceError(text)
     array = np.empty(len(flat), dtype=object)
     array[:] = [text.encode() for text in flat]
     return array

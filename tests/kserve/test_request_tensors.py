@@ -52,4 +52,4 @@ def test_types_other_than_numbers_cannot_be_classified(array: np.ndarray) -> Non
 
 def test_a_row_of_more_than_a_million_elements_is_not_classified() -> None:
     with pytest.raises(InferenceError, match="classification output tensor too large"):
-        classes(np.zeros(1_000_001, np.int8), count=1)
+        classes(np.zeros((1, 1_000_001), np.int8), count=1)

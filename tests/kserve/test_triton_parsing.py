@@ -43,7 +43,7 @@ def test_syntax_errors_have_rapidjsons_messages(text: bytes, reason: str) -> Non
     with pytest.raises(InferenceError) as caught:
         read_json(text)
     assert caught.value.message == f"failed to parse the request JSON buffer: {reason}"
-    assert caught.value.status is Status.INTERNAL
+    assert caught.value.status is Status.INVALID_ARG
 
 
 def test_nesting_that_would_exhaust_the_stack_is_rejected() -> None:

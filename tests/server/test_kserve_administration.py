@@ -101,8 +101,8 @@ def test_a_model_is_loaded_from_the_files_of_the_request(client, server) -> None
     ("path", "body", "status", "text"),
     [
         ("models/zzz/load", b"", 500, "failed to load 'zzz', failed to poll from model repository"),
-        ("models/pass/load", b'{"parameters":{"x":"y"}}', 500, "unexpected error on creating Triton "),
-        ("models/pass/load", b'{"parameters":{"config":1}}', 500, "attempt to access JSON non-string "),
+        ("models/pass/load", b'{"parameters":{"x":"y"}}', 400, "unexpected error on creating Triton "),
+        ("models/pass/load", b'{"parameters":{"config":1}}', 400, "attempt to access JSON non-string "),
         ("other/models/pass/load", b"", 501, "'repository_name' specification is not supported"),
     ],
 )

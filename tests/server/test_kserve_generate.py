@@ -155,13 +155,13 @@ def test_no_response_is_an_empty_stream(server) -> None:
 @pytest.mark.parametrize(
     ("body", "status", "text"),
     [
-        (b"[]", 500, "attempt to get members for non-object"),
+        (b"[]", 400, "attempt to get members for non-object"),
         (b'{"text_input":"a","text_input":"b"}', 400, "input 'text_input' already exists in request"),
         (b'{"foo":null}', 400, "parameter 'foo' has invalid type"),
         (b'{"parameters":{"a":{}}}', 400, "Converting keyword: 'parameters': parameter 'a' has invalid type"),
-        (b'{"parameters":[]}', 500, "Expected JSON object for keyword: 'parameters'"),
-        (b'{"text_input":5}', 500, "Unable to parse JSON bytes array: attempt to access JSON non-string"),
-        (b'{"max_tokens":{}}', 500, "Unable to parse 'data': attempt to access JSON non-signed-integer"),
+        (b'{"parameters":[]}', 400, "Expected JSON object for keyword: 'parameters'"),
+        (b'{"text_input":5}', 400, "Unable to parse JSON bytes array: attempt to access JSON non-string"),
+        (b'{"max_tokens":{}}', 400, "Unable to parse 'data': attempt to access JSON non-signed-integer"),
     ],
 )
 def test_invalid_bodies_are_rejected_with_tritons_message(

@@ -243,17 +243,17 @@ def test_an_error_of_the_model_has_the_status_of_its_code(server, code: str, sta
 @pytest.mark.parametrize(
     ("body", "status", "text"),
     [
-        (b"{", 500, "failed to parse the request JSON buffer: Missing a name for object member. at 1"),
+        (b"{", 400, "failed to parse the request JSON buffer: Missing a name for object member. at 1"),
         (b"[" * 5000, 400, "JSON nesting depth exceeds maximum allowed limit (100)"),
-        (b"{}", 500, "Unable to parse 'inputs': attempt to access non-existing object member 'inputs'"),
+        (b"{}", 400, "Unable to parse 'inputs': attempt to access non-existing object member 'inputs'"),
         (
             b'{"inputs":[{"name":"A","shape":[1,-1],"datatype":"FP32","data":[1]}]}',
-            500,
+            400,
             "Unable to parse 'shape': attempt to access JSON non-unsigned-integer as unsigned-integer",
         ),
         (
             b'{"inputs":[{"name":"A","shape":[1,2],"datatype":"FP32","data":[1,true]}]}',
-            500,
+            400,
             "Unable to parse 'data': attempt to access JSON non-number as double",
         ),
         (
@@ -298,8 +298,8 @@ def test_a_disconnect_cancels_the_inference(server, client) -> None:
     client.infer("patient", [input_of("WAIT", np.array([False]), "BOOL")])
 
 
-@pytest.mark.parametrize(("size", "status"), [(2**20, 500), (2**22, 400)])
-def test_a_compressed_body_is_limited_after_decompression(tmp_path: Path, size: int, status: int) -> None:
+@pytest.mark.parametrize(("size", "cut_text"), [(2**20, "the body is not gzip"), (2**22, "size of")])
+def test_a_compressed_body_is_limited_after_decompression(tmp_path: Path, size: int, cut_text: str) -> None:
     copy_models(("pass",), tmp_path)
     compressor = zlib.compressobj(wbits=31)
     body = compressor.compress(bytes(size)) + compressor.flush()
@@ -307,11 +307,10 @@ def test_a_compressed_body_is_limited_after_decompression(tmp_path: Path, size: 
         url = f"{live.url}/v2/models/pass/infer"
         answer = httpx2.post(url, content=body, headers={"Content-Encoding": "gzip"})
         cut = httpx2.post(url, content=body[:-1], headers={"Content-Encoding": "gzip"})
-    assert answer.status_code == status
+    assert answer.status_code == 400
     assert cut.status_code == 400
-    if status == 500:
-        assert "the body is not gzip" in cut.json()["error"]
-    else:  # what comes after the first byte too many was not looked at
+    assert cut_text in cut.json()["error"]
+    if size > 2**20:  # what comes after the first byte too many was not looked at
         assert f"size of {2**20 + 1} bytes exceeds the maximum allowed" in answer.json()["error"]
 
 
@@ -345,5 +344,5 @@ def test_an_impossible_shape_is_rejected(server, shape: list[int]) -> None:
     entry = {"name": "INPUT0", "shape": shape, "datatype": "FP32"}
     for more in ({"data": []}, {"data": [1.0]}):
         answer = post(server, "add_sub", {"inputs": [entry | more]})
-        assert answer.status_code in (400, 500)
+        assert answer.status_code == 400
         assert "the server failed" not in answer.text

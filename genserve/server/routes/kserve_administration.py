@@ -10,7 +10,7 @@ from typing import Any
 from starlette.concurrency import run_in_threadpool
 
 from genserve.config.config_json import config_json
-from genserve.errors import InferenceError, Status
+from genserve.errors import InferenceError
 from genserve.kserve import model_metadata as metadata
 from genserve.kserve.model_metadata import (
     find_for_statistics,
@@ -95,7 +95,7 @@ async def repository_load(call: KServeCall) -> KServeResponse:
     given = _members(await call.json()).get("parameters", {})
     if not isinstance(given, dict):
         text = "attempt to get members for non-object"
-        raise InferenceError(text, status=Status.INTERNAL)
+        raise InferenceError(text)
     config, files = "", {}
     for name, value in given.items():
         checked(value, JsonKind.STRING)
@@ -106,7 +106,7 @@ async def repository_load(call: KServeCall) -> KServeResponse:
         else:
             text = "unexpected error on creating Triton parameter"
             raise InferenceError(
-                text, status=Status.INTERNAL, remedy=f"{name!r} is neither config nor file:<version>/<name>"
+                text, remedy=f"{name!r} is neither config nor file:<version>/<name>"
             )
     note_change(", ".join([*(["config"] if config else []), *files]))
     await run_in_threadpool(
@@ -169,7 +169,7 @@ async def _required(call: KServeCall) -> Any:
     document = await call.json()
     if document is None:
         text = "failed to parse the request JSON buffer: The document is empty. at 0"
-        raise InferenceError(text, status=Status.INTERNAL)
+        raise InferenceError(text)
     return document
 
 

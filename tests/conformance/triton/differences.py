@@ -72,6 +72,21 @@ def _json_error(_: int, answer: Answer) -> Answer:
     return answer
 
 
+# Of a request that cannot be read; what a model or a repository says is not among them.
+_UNREADABLE = re.compile(
+    "Unable to (parse|set|open) |failed to (parse|get) |Expected JSON object |attempt to |"
+    "unexpected error on creating Triton parameter"
+)
+
+
+def _error_of_the_client(_: int, answer: Answer) -> Answer:
+    if answer.get("status") == 500 and _UNREADABLE.match(answer.get("json", {}).get("error", "")):
+        answer["status"] = 400
+    if answer.get("code") == "INTERNAL" and _UNREADABLE.match(answer.get("details", "")):
+        answer["code"] = "INVALID_ARGUMENT"
+    return answer
+
+
 def _in_order(*names: str) -> ChangeAnswer:
     """The outputs in this order, with their contents."""
 
@@ -187,6 +202,12 @@ DIFFERENCES = (
         reason="the body of an error is JSON, so that is its content type, whatever was asked before",
         row="content type of an error",
         answer=_json_error,
+    ),
+    Difference(
+        exchanges=r".*",
+        reason="a client can mend a request that cannot be read, so the status is that of its errors",
+        row="a request that cannot be parsed; a key of shared memory that cannot be opened",
+        answer=_error_of_the_client,
     ),
     Difference(
         exchanges=r"ensembles/(diamond|grpc)",
