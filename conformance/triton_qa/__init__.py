@@ -1,0 +1,1 @@
+"""Triton's own qa scripts, with genserve in the place of tritonserver."""
