@@ -225,9 +225,12 @@ class Client:
 
     def _call(self, call: api_calls.ApiCall[Answer]) -> Answer:
         with reply_errors.closed_if(self._is_closed), closing(self._send(call.request)) as response:
-            with reply_errors.unreachable_at(self._connection.url(call.request)):
-                body = response.read()
-            return call.read(response.headers, body)
+            url = self._connection.url(call.request)
+            body = reply_errors.ReplyBody(url, max_bytes=reply_errors.MAX_ANSWER_BYTES)
+            with reply_errors.unreachable_at(url):
+                for chunk in response.iter_bytes():
+                    body.add(chunk)
+            return call.read(response.headers, bytes(body))
 
     def _stream(self, call: api_calls.StreamingApiCall) -> Stream:
         deltas = self._deltas(call)
@@ -264,10 +267,12 @@ class Client:
             response = self._http.send(self._connection.build(self._http, request), stream=True)
             if response.is_success:
                 return response
+            body = reply_errors.ReplyBody(url, max_bytes=reply_errors.MAX_ERROR_BYTES)
             with closing(response):
-                body = response.read()
+                for chunk in response.iter_bytes():
+                    body.add(chunk)
         raise reply_errors.error_of_reply(
-            status=response.status_code, headers=response.headers, body=body, url=url
+            status=response.status_code, headers=response.headers, body=bytes(body), url=url
         )
 
     def _is_closed(self) -> bool:
@@ -393,9 +398,12 @@ class AsyncClient:
     async def _call(self, call: api_calls.ApiCall[Answer]) -> Answer:
         with reply_errors.closed_if(self._is_closed):
             async with aclosing(await self._send(call.request)) as response:
-                with reply_errors.unreachable_at(self._connection.url(call.request)):
-                    body = await response.aread()
-                return call.read(response.headers, body)
+                url = self._connection.url(call.request)
+                body = reply_errors.ReplyBody(url, max_bytes=reply_errors.MAX_ANSWER_BYTES)
+                with reply_errors.unreachable_at(url):
+                    async for chunk in response.aiter_bytes():
+                        body.add(chunk)
+                return call.read(response.headers, bytes(body))
 
     async def _stream(self, call: api_calls.StreamingApiCall) -> AsyncStream:
         deltas = self._deltas(call)
@@ -425,10 +433,12 @@ class AsyncClient:
             response = await self._http.send(self._connection.build(self._http, request), stream=True)
             if response.is_success:
                 return response
+            body = reply_errors.ReplyBody(url, max_bytes=reply_errors.MAX_ERROR_BYTES)
             async with aclosing(response):
-                body = await response.aread()
+                async for chunk in response.aiter_bytes():
+                    body.add(chunk)
         raise reply_errors.error_of_reply(
-            status=response.status_code, headers=response.headers, body=body, url=url
+            status=response.status_code, headers=response.headers, body=bytes(body), url=url
         )
 
     def _is_closed(self) -> bool:

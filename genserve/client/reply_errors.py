@@ -42,6 +42,9 @@ _BY_WORD: Mapping[str, type[GenserveError]] = {kind.code: kind for kind in _KIND
 _BY_STATUS: Mapping[int, type[GenserveError]] = {
     404: Unreachable, 429: Overloaded, 502: Unreachable, 503: Overloaded, 504: Unreachable,
 }
+# Of an answer, which may have log-probabilities of many tokens, and of an error.
+MAX_ANSWER_BYTES = 256 << 20
+MAX_ERROR_BYTES = 1 << 20
 _REMEDIES: Mapping[int, str] = {
     401: "give the server's key as api_key, or in GENSERVE_API_KEY",
     404: "check that the base URL is that of a genserve server",
@@ -59,7 +62,7 @@ def error_of_reply(*, status: int, headers: Mapping[str, str], body: bytes, url:
     """
     try:
         payload = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         payload = None
     reply = payload if isinstance(payload, dict) and "error" in payload else {}
     return _error(reply, status=status, retry_after_s=_retry_after_s(headers), url=url)
@@ -93,12 +96,41 @@ def _error(payload: Mapping[str, Any], *, status: int, retry_after_s: float, url
 
 
 def _kind(details: Mapping[str, Any], *, status: int) -> type[GenserveError]:
+    kind = _named_kind(details, status=status)
+    # With these statuses nothing was computed, whatever the reason, such as a server that stops.
+    if status in (408, 429, 503) and kind not in (Overloaded, ModelNotReady):
+        return Overloaded
+    return kind
+
+
+def _named_kind(details: Mapping[str, Any], *, status: int) -> type[GenserveError]:
     for word in (details.get("code"), details.get("error_type"), details.get("type")):
         if isinstance(word, str) and word in _BY_WORD:
             return _BY_WORD[word]
     if status < 400:
         return Unreachable  # a redirection does not come from a genserve server
     return _BY_STATUS.get(status, InvalidRequest if status < 500 else ModelFailed)
+
+
+class ReplyBody:
+    """The body of a reply, as far as it was received: of a bounded size."""
+
+    def __init__(self, url: str, *, max_bytes: int) -> None:
+        self._url = url
+        self._max_bytes = max_bytes
+        self._received = bytearray()
+
+    def add(self, chunk: bytes) -> None:
+        """Append the next bytes; raises Unreachable if they are too many."""
+        self._received += chunk
+        if len(self._received) > self._max_bytes:
+            raise Unreachable(
+                f"the reply of {self._url} is longer than {self._max_bytes >> 20} MiB",
+                remedy="check that the base URL is that of a genserve server",
+            )
+
+    def __bytes__(self) -> bytes:
+        return bytes(self._received)
 
 
 @contextmanager
@@ -147,7 +179,7 @@ def unknown_reply() -> Iterator[None]:
     """Raise Unreachable for the errors of reading a reply of another shape."""
     try:
         yield
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise Unreachable(
             "the reply is not that of a genserve server",
             remedy="check that the base URL is that of a genserve server",

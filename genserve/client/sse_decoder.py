@@ -19,6 +19,8 @@ from genserve.errors import StreamBroken
 # Not `str.splitlines`, which also splits at U+2028, a character that JSON strings may contain.
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+# The longest events have a whole answer, or log-probabilities.
+_MAX_EVENT_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,17 +32,21 @@ class Event:
 
 
 class EventDecoder:
-    """Decodes the events of one stream; chunks may end anywhere. Linear in the number of bytes."""
+    """Decodes the events of one stream; chunks may end anywhere. Linear in the number of bytes.
+
+    It keeps at most one event, of up to 16 MiB.
+    """
 
     def __init__(self) -> None:
         self._line = bytearray()
         self._after_cr = False      # a following line feed belongs to the same line end
         self._at_start = True
         self._data: list[str] = []
+        self._data_bytes = 0
         self._name = ""
 
     def feed(self, chunk: bytes) -> list[Event]:
-        """Return the events that the next bytes complete."""
+        """Return the events that the next bytes complete; raises StreamBroken for one that is too long."""
         if not chunk:
             return []
         lines = _LINE_END.split(chunk[1:] if self._after_cr and chunk.startswith(b"\n") else chunk)
@@ -51,6 +57,11 @@ class EventDecoder:
             if event is not None:
                 events.append(event)
         self._line += lines[-1]
+        if len(self._line) + self._data_bytes > _MAX_EVENT_BYTES:
+            raise StreamBroken(
+                f"an event of the stream is longer than {_MAX_EVENT_BYTES >> 20} MiB",
+                remedy="check that the base URL is that of a genserve server",
+            )
         return events
 
     def _end_line(self, rest: bytes) -> Event | None:
@@ -68,6 +79,7 @@ class EventDecoder:
     def _read_field(self, field: str, value: str) -> None:
         if field == "data":
             self._data.append(value)
+            self._data_bytes += len(value)
         elif field == "event":
             self._name = value
         # An empty field name is a comment: servers send them to keep the connection alive.
@@ -75,6 +87,7 @@ class EventDecoder:
     def _dispatch(self) -> Event | None:
         event = Event(data="\n".join(self._data), name=self._name or "message") if self._data else None
         self._data.clear()
+        self._data_bytes = 0
         self._name = ""
         return event
 
