@@ -22,7 +22,7 @@ from genserve.export.export_options import CacheType, ExportFormat, ExportReport
 from genserve.export.family import Family, Unsupported
 from genserve.export.layers import FusedLayers, StandardLayers
 from genserve.export.layout import ModelLayout
-from genserve.export.model_folders import ModelFolders, install, install_beside, staging_folder, writing_into
+from genserve.export.model_folders import ModelFolders, install, install_beside, writing_into
 from genserve.export.onnx_graph import OnnxGraphBuilder
 from genserve.export.parity import Parity, check_parity, num_compared
 from genserve.export.precision import SCHEMES, cache_dtype, require_cache, resolve_precision
@@ -30,6 +30,7 @@ from genserve.export.recording import Recording
 from genserve.export.reference import Reference
 from genserve.export.smoothquant import is_smoothable, smooth
 from genserve.sampling.logits_array import FloatArray
+from genserve.staging import staging_folder
 
 if TYPE_CHECKING:
     from genserve.export.traced import TracedConversion

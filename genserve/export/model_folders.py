@@ -1,15 +1,12 @@
-"""Model folders: the four folders of a model, the staging folder of an export, and its installation."""
+"""Model folders: the four folders of a model, and the installation of an export."""
 
 from __future__ import annotations
 
 import errno
-import fcntl
-import os
 import re
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -112,50 +109,6 @@ def require_writable(folder: Path) -> None:
     with writing_into(folder):
         existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         tempfile.TemporaryFile(dir=existing).close()
-
-
-@contextmanager
-def staging_folder(parent: Path, name: str) -> Iterator[Path]:
-    """An empty hidden folder, deleted on exit together with those that killed processes left behind.
-
-    The folder of the same name of another running process is locked, and stays.
-    """
-    parent.mkdir(parents=True, exist_ok=True)
-    leftover = re.compile(rf"\.{re.escape(name)}\.[a-z0-9_]{{8}}\.tmp")
-    for path in parent.iterdir():
-        if leftover.fullmatch(path.name):
-            # Its process may end and delete it in the meantime.
-            with suppress(FileNotFoundError), _locked(path) as is_free:
-                if is_free:
-                    shutil.rmtree(path)
-    made = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=parent))
-    with _locked(made):
-        # An unlocked folder with this suffix counts as a leftover, so it is locked before it is renamed.
-        folder = made.rename(f"{made}.tmp")
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[bool]:
-    """Lock a folder until the process ends at the latest; False: another process holds the lock."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        yield _lock(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:     # some network file systems have no locks
-        return True
-    return True
 
 
 def install(staged: Path, repository: Path, folders: ModelFolders, *, overwrite: bool) -> None:

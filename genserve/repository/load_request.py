@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import shutil
 import weakref
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from tempfile import mkdtemp
+from tempfile import gettempdir
 
 from genserve.config.backends import deduce_backend
 from genserve.config.config_rules import MAX_NAME_BYTES
@@ -17,6 +17,7 @@ from genserve.errors import InferenceError, RepositoryError, Status
 from genserve.repository.config_resolution import with_config
 from genserve.repository.index import ModelEntry, not_polled, scan
 from genserve.repository.options import RepositoryOptions
+from genserve.staging import staging_folder
 
 _DATA_BACKENDS = frozenset({"onnxruntime", "tokenizer"})    # their models are no code
 _WORD_OR_NUMBER = re.compile(r"\w+|\d+\.\d+")
@@ -94,8 +95,10 @@ class Upload:
         Raises:
             InferenceError: a path is invalid or leads out of the folder, or two paths conflict.
         """
-        self.root = Path(mkdtemp(prefix="genserve-"))
-        weakref.finalize(self, shutil.rmtree, self.root, ignore_errors=True)
+        with ExitStack() as stack:
+            # Those of killed servers are deleted now: the files may be large.
+            self.root = stack.enter_context(staging_folder(Path(gettempdir()), "genserve-upload"))
+            weakref.finalize(self, stack.pop_all().close)
         for name_in_folder, content in files.items():
             path = name_in_folder.lstrip("/")   # as in Triton, file:/1/model.py is file:1/model.py
             _check_path(path)

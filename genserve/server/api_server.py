@@ -33,7 +33,6 @@ from genserve.server.http_protocol import ConnectionLimits, check_progress, limi
 from genserve.server.metrics_port import MetricsPort
 from genserve.server.metrics_text import metrics_text
 from genserve.server.offload import start_daemon
-from genserve.server.open_files import allow_open_files
 from genserve.server.services import Services
 from genserve.server.throughput_log import ThroughputLog
 from genserve.server.tls import TlsFiles
@@ -136,7 +135,6 @@ def serve(
     """
     server = Server(settings, on_ready=on_ready, end_process=end_process)
     with server.services.log_settings.written():
-        allow_open_files(num_connections=settings.max_connections)
         try:
             server.serve_until_stopped()
         except GenserveError as error:

@@ -10,7 +10,8 @@ import pytest
 
 from genserve.errors import ExportError
 from genserve.export.downloading import fetch_gguf
-from genserve.export.model_folders import ModelFolders, install, staging_folder, writing_into
+from genserve.export.model_folders import ModelFolders, install, writing_into
+from genserve.staging import staging_folder
 
 STAGES = ModelFolders("m")
 FILES = (

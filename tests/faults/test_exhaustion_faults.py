@@ -73,7 +73,7 @@ def test_without_file_descriptors_open_connections_are_served(repository: Path) 
     with serving(repository) as process:
         url = line_with(process, "Ready at").split()[2]
         limit = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
-        assert limit[0] == min(limit[1], 65536)     # the soft limit is raised
+        assert limit[0] >= min(limit[1], 8192)      # the soft limit is raised
         with httpx2.Client(base_url=url) as kept, httpx2.Client(base_url=url) as late:
             assert kept.get("/v2/health/live").status_code == 200
             num_open = len(list(Path(f"/proc/{process.pid}/fd").iterdir()))

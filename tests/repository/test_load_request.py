@@ -116,6 +116,21 @@ def test_the_files_of_a_load_request_are_removed_with_their_model(
         until(gone)
 
 
+def test_the_files_that_a_killed_server_left_are_removed_by_the_next_upload(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_model(tmp_path / "models", "one")
+    left = tmp_path / ".genserve-upload.killed12.tmp"
+    left.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with opened(folder.parent, "one") as repository:
+        code = (folder / "1" / "model.py").read_bytes()
+        config = '{"backend": "python", "input": [], "output": []}'
+        repository.load("one", config=config, files={"1/model.py": code})
+        assert not left.exists()
+        assert list(tmp_path.glob(".genserve-upload.*.tmp"))
+
+
 @pytest.mark.parametrize(
     "field",
     [
