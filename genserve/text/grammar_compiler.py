@@ -177,7 +177,8 @@ class GrammarCompiler:
         if not reason:
             limits = LLParserLimits(**LIMITS)
             matcher = LLMatcher(self._vocabulary, grammar, limits=limits, log_level=0)
-            reason = _dead_end(matcher.deep_copy())
+            trial = matcher.deep_copy()
+            reason = _dead_end(trial) or _failed_first_token(trial)
         if reason:
             raise _RejectedError(reason)
         with self._lock:
@@ -235,6 +236,13 @@ def _dead_end(matcher: LLMatcher) -> str:
     if matcher.is_stopped() and not matcher.is_error():
         return "it allows only the empty text"
     return _failure(matcher)
+
+
+def _failed_first_token(matcher: LLMatcher) -> str:
+    """The reason why a first token that is allowed cannot be read: the grammar has too many ways to begin."""
+    allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+    matcher.consume_token(int(allowed.argmax()))
+    return _failure(matcher) if matcher.is_error() else ""
 
 
 def _failure(matcher: LLMatcher) -> str:

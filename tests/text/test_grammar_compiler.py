@@ -220,6 +220,8 @@ def test_a_token_that_is_not_allowed_is_rejected(grammars, tokenizer):
         ({"json": {"$ref": "http://localhost/schema"}}, "localhost"),
         ({"json": {"$ref": "#"}}, "no text"),
         ({"json": {"const": 1, "minimum": 2}}, "nsatisfiable"),
+        # Each way to begin is an item of the parser.
+        ({"grammar": "root ::= " + " | ".join(f'"{number}"' for number in range(3000))}, "items"),
     ],
 )
 def test_a_grammar_that_does_not_compile_is_rejected_with_the_reason(grammars, options, reason):
