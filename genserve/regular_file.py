@@ -27,7 +27,7 @@ def read_regular_file(path: Path, *, max_bytes: int) -> bytes:
         if status.st_size > max_bytes:
             raise OSError(EFBIG, f"it is longer than {max_bytes} bytes", str(path))
         with os.fdopen(descriptor, "rb", closefd=False) as file:
-            return file.read(max_bytes)
+            return file.read(status.st_size)
     finally:
         os.close(descriptor)
 

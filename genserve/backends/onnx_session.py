@@ -5,17 +5,19 @@ from __future__ import annotations
 import logging
 import os
 import re
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from genserve.backends.backend import Placement, boolean_parameter, integer_parameter
 from genserve.backends.libraries import INSTALL_GPU_BUILD, import_onnxruntime
 from genserve.errors import GenserveError, RepositoryError, Status
 from genserve.kernels import instruction_set, library_path
+from genserve.regular_file import read_regular_file
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +44,17 @@ class Provider:
 
 
 CPU_PROVIDER = Provider(name="CPUExecutionProvider", options={})
+
+
+class ExternalWeights:
+    """How this process loads weights in files beside model.onnx.
+
+    Attributes:
+        mapped: ONNX Runtime maps them, which takes no memory, but ends the process (SIGBUS) if somebody
+            truncates the file of a loaded model. Otherwise they are read into memory.
+    """
+
+    mapped: ClassVar[bool] = True
 
 
 def open_session(
@@ -96,7 +109,7 @@ def open_for_inspection(path: Path) -> Any:
     options.log_severity_level = _FATAL
     with suppress(GenserveError):   # graphs without operators of genserve can be inspected without kernels
         register_kernels(options)
-    return create_session(path, options, [CPU_PROVIDER])
+    return create_session(path, options, [CPU_PROVIDER], runs=False)
 
 
 def session_options(*, num_threads: int | None = None) -> Any:
@@ -112,8 +125,16 @@ def session_options(*, num_threads: int | None = None) -> Any:
     return options
 
 
-def create_session(path: Path, options: Any, providers: Sequence[Provider]) -> Any:
+def create_session(
+    path: Path, options: Any, providers: Sequence[Provider], *, runs: bool = True
+) -> Any:
     """Load a graph, with CUDA's libraries from pip if a provider needs them.
+
+    Args:
+        path: the .onnx file, or a folder with a model.onnx.
+        options: changed by this.
+        providers: in order of preference.
+        runs: whether the session will run, and so needs its weights.
 
     Raises:
         RepositoryError: the file cannot be loaded; the message is that of `runtime_message`.
@@ -122,6 +143,11 @@ def create_session(path: Path, options: Any, providers: Sequence[Provider]) -> A
     if any(provider.name in (_CUDA, _TENSORRT) for provider in providers):
         onnxruntime.preload_dlls()  # ONNX Runtime itself searches the system's folders only
     file = path / "model.onnx" if path.is_dir() else path
+    weights = _external_weights(file) if runs and not ExternalWeights.mapped else {}
+    if weights:     # ONNX Runtime reads them as it creates the session: they must live until then
+        options.add_external_initializers_from_files_in_memory(
+            list(weights), list(weights.values()), list(map(len, weights.values()))
+        )
     try:
         return onnxruntime.InferenceSession(
             str(file), options, providers=[(provider.name, dict(provider.options)) for provider in providers]
@@ -132,6 +158,28 @@ def create_session(path: Path, options: Any, providers: Sequence[Provider]) -> A
             status=Status.INTERNAL,
             remedy=f"check that {file} is a complete ONNX model, with its weights in the same folder",
         ) from error
+
+
+def _external_weights(file: Path) -> dict[str, bytes]:
+    """Return the contents of the files with the weights of a graph, by their names in it.
+
+    Those that ONNX Runtime will reject are left to it.
+    """
+    import onnx
+
+    try:
+        tensors = onnx.load(file, load_external_data=False).graph.initializer
+    except Exception:  # protobuf's, OSError: ONNX Runtime reports them
+        return {}
+    contents: dict[str, bytes] = {}
+    folder = file.resolve().parent
+    entries = (entry for tensor in tensors for entry in tensor.external_data)
+    for location in {entry.value for entry in entries if entry.key == "location"}:
+        weights = (folder / location.partition("\0")[0]).resolve()
+        with suppress(OSError):
+            if weights.is_relative_to(folder):
+                contents[location] = read_regular_file(weights, max_bytes=sys.maxsize)
+    return contents
 
 
 def register_kernels(options: Any) -> None:

@@ -41,6 +41,15 @@ _STATUS_WORDS: Mapping[Status, str] = {
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FailedLoad:
+    """A load that failed."""
+
+    files: object       # the fingerprint of the folders
+    ended_s: float
+    error: GenserveError
+
+
 @dataclass(slots=True, eq=False)
 class _Model:
     """The state of one model.
@@ -53,7 +62,9 @@ class _Model:
         stages: the stages that the engine of this text model answers for.
         loaded: the fingerprint of the folders that it was loaded from; None: it is not loaded, or with the
             config of a load request.
-        polled: the fingerprint at the last poll.
+        polled: the fingerprint of the folders at the poll that last loaded it.
+        settling: that of folders that had changed at the last poll; None: they had not.
+        failed: the last load that failed; None: none has.
     """
 
     lock: threading.RLock = field(default_factory=threading.RLock)
@@ -63,6 +74,8 @@ class _Model:
     stages: frozenset[str] = frozenset()
     loaded: object = None
     polled: object = None
+    settling: object = None
+    failed: _FailedLoad | None = None
 
 
 class ModelLifecycle:
@@ -90,6 +103,7 @@ class ModelLifecycle:
         self._unloader = _Unloader(table)
         self._models: dict[str, _Model] = {}
         self._following = threading.Lock()
+        self._scanning = threading.Lock()
         self.entries: Mapping[str, ModelEntry] = {}
         self.text_models: Mapping[str, TextStages] = {}
         self._scan()
@@ -136,21 +150,31 @@ class ModelLifecycle:
         for name, entry in self.entries.items():
             self._model(name).polled = self._fingerprint(entry)
 
-    def follow_folders(self) -> None:
-        """Load new and changed models, unload removed ones."""
+    def follow_folders(self) -> bool:
+        """Load new and changed models, unload removed ones.
+
+        Files that somebody is still copying are not loaded: a folder that has changed must look the same at
+        the next call.
+
+        Returns:
+            Whether folders have changed since the last call, so that this should be called again soon.
+        """
         before = self.entries
         self._scan()
         for name in before.keys() - self.entries.keys():
             self._unload(name)
             self._model(name).polled = None
+        is_settling = False
         for name, entry in self.entries.items():
-            current = self._fingerprint(entry)
-            if current != self._model(name).polled:
-                self._model(name).polled = current
+            model, current = self._model(name), self._fingerprint(entry)
+            is_changed, is_settled = current != model.polled, current == model.settling
+            model.settling = current if is_changed else None
+            is_settling |= is_changed and not is_settled
+            if is_changed and is_settled:
+                model.polled, model.settling = current, None
                 self.load_noted(entry)
-                if name in self.errors:
-                    logger.error("%s", self.errors[name])
         self._follow_steps()
+        return is_settling
 
     def close(self) -> None:
         """Unload all models; blocks."""
@@ -161,13 +185,14 @@ class ModelLifecycle:
 
     def _scan(self) -> None:
         directory = self._options.backend_directory
-        self.entries = scan(
-            self._roots,
-            config_name=self._options.config_name,
-            backend_folders=[directory] if directory else (),
-            strict_paths=self._options.strict_paths,
-        )
-        self.text_models = text_models(self.entries)
+        with self._scanning:    # a scan never replaces the result of a later one
+            self.entries = scan(
+                self._roots,
+                config_name=self._options.config_name,
+                backend_folders=[directory] if directory else (),
+                strict_paths=self._options.strict_paths,
+            )
+            self.text_models = text_models(self.entries)
 
     def _model(self, name: str) -> _Model:
         return self._models.setdefault(name, _Model())
@@ -218,32 +243,57 @@ class ModelLifecycle:
             is_override: its config is that of a load request; the next one reads the folder again.
             upload: the folder of the files of the load request, if it has any.
         """
-        entries = {**self.entries, requested.name: requested}
-        entry = entries.get(stage_owners(self.text_models).get(requested.name, ""), requested)
-        current = self._fingerprint(entry)
+        asked_s = time.monotonic()
+        owner = stage_owners(self.text_models).get(requested.name, requested.name)
+        model = self._model(owner)
+        with model.lock:
+            if not is_override:     # the folder may have changed while this waited
+                requested = self.entries.get(requested.name, requested)
+            entries = {**self.entries, requested.name: requested}
+            entry = entries.get(owner, requested)
+            files, failed = self._fingerprint(entry), model.failed
+            if not is_override and model.loaded == files and all(map(self._table.of, (owner, *model.stages))):
+                return
+            if not is_override and failed and failed.files == files and failed.ended_s > asked_s:
+                raise failed.error      # of the same load, for which this one has waited
+            try:
+                self._replace(entry, requested, entries, is_override=is_override, upload=upload)
+            except GenserveError as error:
+                model.failed = _FailedLoad(files=files, ended_s=time.monotonic(), error=error)
+                raise
+            model.loaded = None if is_override else files
+
+    def _replace(
+        self,
+        entry: ModelEntry,
+        requested: ModelEntry,
+        entries: Mapping[str, ModelEntry],
+        *,
+        is_override: bool,
+        upload: Upload | None,
+    ) -> None:
+        """Load a model, whose lock is held, and unload the versions that it replaces."""
         started_s = time.monotonic()
         model = self._model(entry.name)
-        with model.lock:
-            together = {entry.name, *model.stages}
-            is_loaded = model.loaded == current and all(map(self._table.of, together))
-            if is_loaded and not is_override:
-                return
-            for each in {requested.name: requested, entry.name: entry}.values():
-                _reject_unusable(each, entries)
-            self._check_loadable(entry, entries, is_uploaded=upload is not None)
-            fresh = self._load_or_note(entry, entries, upload)
-            _return_free_memory()
-            names = {served.name for served in fresh}
-            for name in together | names:
-                old = self._table.put(name, [served for served in fresh if served.name == name])
-                self._unloader.unload(old, timeout_s=self._options.exit_timeout_s)
-            model.stages = frozenset(names - {entry.name})
-            _log_loaded(entry.name, fresh, seconds=time.monotonic() - started_s)
-            model.loaded = None if is_override else current
-            model.override = None
-            if is_override and requested.is_ensemble:
-                self._model(requested.name).override = requested
-            self.errors.pop(entry.name, None)
+        for each in {requested.name: requested, entry.name: entry}.values():
+            _reject_unusable(each, entries)
+        self._check_loadable(entry, entries, is_uploaded=upload is not None)
+        fresh = self._load_or_note(entry, entries, upload)
+        if self._unloader.is_closing:
+            for served in fresh:
+                served.close(timeout_s=0)
+            raise stopping()
+        _return_free_memory()
+        names = {served.name for served in fresh}
+        for name in {entry.name, *model.stages} | names:
+            old = self._table.put(name, [served for served in fresh if served.name == name])
+            self._unloader.unload(old, timeout_s=self._options.exit_timeout_s)
+        model.stages = frozenset(names - {entry.name})
+        _log_loaded(entry.name, fresh, seconds=time.monotonic() - started_s)
+        model.override = None
+        if is_override and requested.is_ensemble:
+            self._model(requested.name).override = requested
+        self.errors.pop(entry.name, None)
 
     def _check_loadable(
         self, entry: ModelEntry, entries: Mapping[str, ModelEntry], *, is_uploaded: bool
@@ -363,6 +413,13 @@ class _Unloader:
         for name, version in keys:
             if self._table.get(name, version) is None:
                 self._table.set_state(name, version, state, reason=reason)
+
+
+def stopping() -> InferenceError:
+    """Return the error of a load while the server stops."""
+    return InferenceError(
+        "the server is stopping", status=Status.UNAVAILABLE, remedy="try again on another server"
+    )
 
 
 def _return_free_memory() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from genserve.backends.onnx_session import ExternalWeights
 from genserve.errors import (
     Closed,
     GenserveError,
@@ -20,7 +21,7 @@ from genserve.errors import (
 from genserve.generation_metrics import Metrics
 from genserve.inference import Inference
 from genserve.repository.load_request import LoadRequest
-from genserve.repository.model_lifecycle import ModelLifecycle
+from genserve.repository.model_lifecycle import ModelLifecycle, stopping
 from genserve.repository.model_loader import ModelLoader
 from genserve.repository.model_versions import IndexEntry, ModelState, ModelTable, ModelVersion
 from genserve.repository.options import ControlMode, RepositoryOptions
@@ -30,6 +31,8 @@ from genserve.schedulers.rate_limiter import RateLimiter
 from genserve.textmodel.text_model import TextModel
 
 logger = logging.getLogger(__name__)
+
+_SETTLE_S = 1.0     # files that have not changed for this long are complete
 
 
 class Repository:
@@ -65,7 +68,7 @@ class Repository:
             roots, options=self.options, table=self._table, loader=loader
         )
         self._wanted: list[str] | None = None       # None: `start` has not been called
-        self._started = False
+        self._started = self._stopping = False
         self._closing = threading.Event()
         self._poller: threading.Thread | None = None
 
@@ -208,6 +211,8 @@ class Repository:
         """
         if self.options.control_mode is not ControlMode.EXPLICIT:
             raise _not_explicit()
+        if self._stopping:
+            raise stopping()
         request = LoadRequest(name=name, config_json=config, files=files, allow_code=allow_code)
         self._lifecycle.load(request)
 
@@ -231,6 +236,8 @@ class Repository:
             if name not in entries:
                 raise self._not_found(name)
         self._lifecycle.note_folders()
+        # Polling means that somebody changes the files of loaded models.
+        ExternalWeights.mapped = self.options.control_mode is not ControlMode.POLL
         owners = stage_owners(self._lifecycle.text_models)
         wanted = [entries[name] for name in self._wanted]
         alone = [entry for entry in wanted if not entry.is_ensemble and entry.name not in owners]
@@ -245,6 +252,10 @@ class Repository:
             self._poller = threading.Thread(target=self._poll, name="repository-poll", daemon=True)
             self._poller.start()
 
+    def reject_loads(self) -> None:
+        """Reject load requests from now on: the server is stopping."""
+        self._stopping = True
+
     def close(self) -> None:
         """Unload everything; a second call does nothing."""
         self._closing.set()
@@ -254,9 +265,12 @@ class Repository:
 
     def _poll(self) -> None:
         """Follow changes of the folders until the repository closes."""
-        while not self._closing.wait(self.options.poll_s):
+        wait_s = self.options.poll_s
+        while not self._closing.wait(wait_s):
+            wait_s = self.options.poll_s
             try:
-                self._lifecycle.follow_folders()
+                if self._lifecycle.follow_folders():
+                    wait_s = min(wait_s, _SETTLE_S)
             except Exception:
                 logger.exception("polling the repository failed")
 

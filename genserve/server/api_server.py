@@ -316,6 +316,7 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Reject new requests, let running ones finish during the drain, then close the models."""
         self.services.draining = True
+        self.services.repository.reject_loads()
         drain_s = self.services.settings.drain_s
         logger.info("stopping: %s", self._waiting(drain_s) or "no request is running")
         self._expect_end(drain_s + _LAST_EVENTS_S)

@@ -46,6 +46,11 @@ def graph(
 GOOD = graph()
 
 
+def adds(number: float) -> bytes:
+    """An ONNX file that computes Y = X + number."""
+    return graph(weights=[numpy_helper.from_array(np.full(2, number, np.float32), "W")])
+
+
 def write_model(
     folder: Path,
     content: bytes | None = GOOD,
