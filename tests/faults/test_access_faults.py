@@ -362,9 +362,16 @@ requests_per_minute = 3
 [dave]
 key = "canary-dave-4a4a"
 concurrent_requests = 1
-[erin]
-key = "canary-erin-0b0b"
+[openai]
+key = "canary-openai-0b0b"
 tokens_per_minute = 10
+[kserve]
+key = "canary-kserve-0b0b"
+tokens_per_minute = 10
+[grpc]
+key = "canary-grpc-0b0b"
+tokens_per_minute = 10
+concurrent_requests = 1
 [free]
 key = "canary-free-ffff"
 """
@@ -405,11 +412,9 @@ def test_requests_per_minute_are_limited_on_every_face_and_for_this_key_alone(li
         assert 0 < caught.value.retry_after_s <= 20
         assert client.models()
     with triton.InferenceServerClient(limited.grpc_url) as client:
-        text = triton.InferInput("text_input", [1, 1], "BYTES")
-        text.set_data_from_numpy(np.array([[b"hi"]], object))
         errors: list[Any] = []
         client.start_stream(lambda result, error: errors.append(error), headers=carol)
-        client.async_stream_infer("tiny", [text])
+        client.async_stream_infer("tiny", tensors("hi", max_tokens=2))
         client.stop_stream()
         assert "3 requests per minute" in errors[0].message()
     with grpc.insecure_channel(limited.grpc_url) as channel:
@@ -422,12 +427,48 @@ def test_requests_per_minute_are_limited_on_every_face_and_for_this_key_alone(li
         assert chat(limited, value).status_code == 200
 
 
-def test_tokens_per_minute_count_prompts_and_answers(limited):
-    assert chat(limited, "canary-erin-0b0b").status_code == 200
-    answer = chat(limited, "canary-erin-0b0b")
-    assert answer.status_code == 429
-    assert "10 tokens per minute" in answer.text
-    assert int(answer.headers["retry-after"]) >= 6 * 6    # 16 tokens and a prompt, of 10
+LONG_PROMPT = "one two three " * 20
+
+
+def tensors(prompt: str, *, max_tokens: int) -> list[triton.InferInput]:
+    text = triton.InferInput("text_input", [1, 1], "BYTES")
+    text.set_data_from_numpy(np.array([[prompt.encode()]], object))
+    length = triton.InferInput("max_tokens", [1, 1], "INT32")
+    length.set_data_from_numpy(np.array([[max_tokens]], np.int32))
+    return [text, length]
+
+
+def test_tokens_per_minute_count_prompts_and_answers_on_every_face(limited):
+    generate = {"text_input": LONG_PROMPT, "max_tokens": 1}
+    for path, body, value in (
+        ("/v1/chat/completions", CHAT, "canary-openai-0b0b"),
+        ("/v2/models/tiny/generate", generate, "canary-kserve-0b0b"),
+    ):
+        first, second = (httpx2.post(limited.url + path, json=body, headers=key(value)) for _ in range(2))
+        assert (first.status_code, second.status_code) == (200, 429), first.text
+        assert "10 tokens per minute" in second.text
+        assert int(second.headers["retry-after"]) >= 6 * 6    # at least 16 tokens were used of 10
+    errors: list[Any] = []
+    with triton.InferenceServerClient(limited.grpc_url) as client:
+        for _ in range(2):
+            headers = {"x-api-key": "canary-grpc-0b0b"}
+            client.start_stream(lambda result, error: errors.append(error), headers=headers)
+            client.async_stream_infer("tiny", tensors(LONG_PROMPT, max_tokens=1))
+            client.stop_stream()
+    assert errors[0] is None
+    assert "10 tokens per minute" in errors[-1].message()
+
+
+def test_a_cancelled_grpc_stream_is_no_concurrent_request(limited, monkeypatch):
+    slow_down(limited, monkeypatch)
+    keys = limited.server.services.keys
+    for _ in range(3):
+        with triton.InferenceServerClient(limited.grpc_url) as client:
+            client.start_stream(lambda result, error: None, headers=key("canary-dave-4a4a"))
+            client.async_stream_infer("tiny", tensors("hi", max_tokens=200))
+            wait_until(lambda: keys._running)
+            client.stop_stream(cancel_requests=True)
+        wait_until(lambda: not keys._running)
 
 
 def test_a_concurrent_request_ends_with_its_stream_or_its_client(limited, monkeypatch):
@@ -531,6 +572,29 @@ def test_a_key_is_in_no_output_of_the_command(repository, tmp_path, monkeypatch)
     seen += log.read_bytes()
     assert b" key=alice " in seen
     assert b"canary" not in seen
+
+
+BODIES = {
+    "empty": b"",
+    "cut": b'{"prompt": "',
+    "unknown-fields": b'{"__class__": 1, "path": "/etc/passwd"}',
+    "wrong-types": b'{"model": [], "prompt": {}, "messages": 5, "inputs": "x", "parameters": 1, "input": -1}',
+}
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_no_error_of_any_route_shows_what_the_server_is_made_of(server, log, body):
+    """Neither paths, nor tracebacks, nor classes: `exchange` looks for them."""
+    content = BODIES[body]
+    for method, route in sorted(routes(log.server)):
+        path = concrete(route.replace("{model}", "nobody"))[-1]
+        head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        answer = server.exchange(
+            f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content, method=method
+        )
+        # KServe's 500 is Triton's status of JSON that cannot be parsed.
+        assert answer.status != 500 or path.startswith("/v2"), (method, path)
+        assert answer.status != 0, (method, path)
 
 
 def test_the_series_of_the_metrics_stay_the_same_whatever_clients_send(server):

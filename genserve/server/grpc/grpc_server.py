@@ -131,7 +131,7 @@ class _UnknownMethods(grpc.GenericRpcHandler):  # type: ignore[misc]  # untyped
 
 
 class ApiKeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # untyped
-    """Requires the metadata `authorization: Bearer KEY`, as the HTTP port does."""
+    """Requires the metadata `authorization: Bearer KEY` or `x-api-key: KEY`, as the HTTP port does."""
 
     def __init__(self, keys: KeyRing) -> None:
         self._keys = keys
@@ -139,8 +139,8 @@ class ApiKeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # un
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], call: Any) -> Any:
         """Pass a call on, or reject it as UNAUTHENTICATED."""
         handler = await continuation(call)
-        given = dict(call.invocation_metadata or ()).get("authorization")
-        key = self._keys.find(credentials(given.encode() if isinstance(given, str) else given))
+        given = dict(call.invocation_metadata or ())
+        key = self._keys.find(credentials(_bytes(given.get("authorization")), _bytes(given.get("x-api-key"))))
         CURRENT_KEY.set(key)        # for the method, which runs in the same task
         if handler is None or call.method.startswith(_OPEN):
             return handler
@@ -149,6 +149,10 @@ class ApiKeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # un
         except GenserveError as error:
             return _rejecting(call.method, error)
         return handler
+
+
+def _bytes(given: str | bytes | None) -> bytes | None:
+    return given.encode() if isinstance(given, str) else given
 
 
 class RestrictionInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # untyped
