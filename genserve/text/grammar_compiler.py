@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 
 MAX_COMPILED = 16
+# As many possible first tokens of an answer are tried.
+_FIRST_TOKENS = 8
 
 
 class GuidanceGrammar:
@@ -177,8 +179,7 @@ class GrammarCompiler:
         if not reason:
             limits = LLParserLimits(**LIMITS)
             matcher = LLMatcher(self._vocabulary, grammar, limits=limits, log_level=0)
-            trial = matcher.deep_copy()
-            reason = _dead_end(trial) or _failed_first_token(trial)
+            reason = _dead_end(matcher.deep_copy()) or _failed_first_token(matcher.deep_copy())
         if reason:
             raise _RejectedError(reason)
         with self._lock:
@@ -239,10 +240,15 @@ def _dead_end(matcher: LLMatcher) -> str:
 
 
 def _failed_first_token(matcher: LLMatcher) -> str:
-    """The reason why a first token that is allowed cannot be read: the grammar has too many ways to begin."""
-    allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
-    matcher.consume_token(int(allowed.argmax()))
-    return _failure(matcher) if matcher.is_error() else ""
+    """The reason why a first token that is allowed cannot be read: there are too many ways to begin."""
+    mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+    allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
+    for token_id in allowed[:: max(1, len(allowed) // _FIRST_TOKENS)]:
+        begun = matcher.deep_copy()
+        begun.consume_token(int(token_id))
+        if begun.is_error():
+            return _failure(begun)
+    return ""
 
 
 def _failure(matcher: LLMatcher) -> str:
