@@ -98,7 +98,7 @@ FACES: Mapping[str, Face] = MappingProxyType(
         "responses": Face(
             whole="/v1/responses", stream="/v1/responses", body=_responses,
             end=re.compile(rb"^event: response\.(?:completed|incomplete)$", re.MULTILINE),
-            failure=re.compile(rb"^event: (?:response\.failed|error)$", re.MULTILINE),
+            failure=re.compile(rb"^event: response\.failed$", re.MULTILINE),
         ),
         "messages": Face(
             whole="/v1/messages", stream="/v1/messages", body=_messages,

@@ -116,8 +116,8 @@ class TextInference:
     def _submit(self, inference: Inference, reservation: Reservation) -> None:
         reservation.check()
         params = _params(inference.inputs, inference.request.parameters)
-        if inference.request.timeout_us:
-            params = replace(params, max_time_ms=math.ceil(inference.request.timeout_us / 1000))
+        if timeout_us := inference.request.timeout_us or _timeout_us(inference.request.parameters):
+            params = replace(params, max_time_ms=math.ceil(timeout_us / 1000))
         prompts = decode_strings(inference.inputs["text_input"])
         streaming = _scalar(inference.inputs, "stream", default=False)
         if streaming and len(prompts) > 1:
@@ -227,6 +227,14 @@ def _params(inputs: Mapping[str, Tensor], parameters: Mapping[str, Parameter]) -
         options |= {"use_beam_search": True, "beam_width": width}
     # Greedy by default, whatever the model recommends.
     return sampling_params({**options, "temperature": options.get("temperature") or 0.0})
+
+
+def _timeout_us(parameters: Mapping[str, Parameter]) -> int:
+    """Return the timeout that the generate extension passes on like any other parameter; 0: there is none."""
+    timeout = parameters.get("timeout", 0)
+    if type(timeout) is not int or timeout < 0:
+        raise InvalidRequest("timeout must be a number of microseconds", field="timeout")
+    return timeout
 
 
 def _reject_unread(parameters: Mapping[str, Parameter]) -> None:
