@@ -27,7 +27,6 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "stop-many": {"stop": ["a"] * 100},
     "logit-bias-unknown-token": {"logit_bias": {"10000000": 1}},
     "seed-string": {"seed": "x"},
-    "unknown-field": {"max_tokns": 1},
     "model-unknown": {"model": "no-such-model"},
     "messages-empty": {"messages": []},
     "messages-role-unknown": {"messages": [{"role": "root", "content": "hi"}]},

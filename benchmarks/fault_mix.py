@@ -85,11 +85,12 @@ class Ledger:
 class FaultMix:
     """The load of one server."""
 
-    def __init__(self, server: Running, *, model: str, repository: Path, seed: int) -> None:
+    def __init__(self, server: Running, *, model: str, repository: Path, max_words: int, seed: int) -> None:
         self.ledger = Ledger()
         self._server = server
         self._model = model
         self._repository = repository
+        self._max_words = max_words
         self._random = random.Random(seed)
         self._http = RawClient(server.http)
         self._channel = grpc.aio.insecure_channel(f"127.0.0.1:{server.grpc}")
@@ -135,7 +136,8 @@ class FaultMix:
                 await fault()
 
     def _prompt(self) -> str:
-        return " ".join(self._random.choices(WORDS, k=self._random.choice((5, 20, 60))))
+        count = self._random.choice((3, self._max_words // 3, self._max_words))
+        return " ".join(self._random.choices(WORDS, k=count))
 
     def _request(self, *, stream: bool, tokens: int | None = None) -> tuple[str, Face, bytes]:
         name = self._random.choice(tuple(FACES))

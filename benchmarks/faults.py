@@ -162,7 +162,13 @@ def _lag(before: ScrapedMetrics, after: ScrapedMetrics) -> list[Figure]:
 
 async def mix(server: Running, repository: Path, options: argparse.Namespace) -> list[Figure]:
     """All faults at once."""
-    load = FaultMix(server, model=options.model, repository=repository, seed=options.seed)
+    load = FaultMix(
+        server,
+        model=options.model,
+        repository=repository,
+        max_words=options.max_words,
+        seed=options.seed,
+    )
     samples: list[Sample] = []
     before = await _metrics(server, options)
     watching = asyncio.create_task(watch(server.pid, samples))
@@ -392,6 +398,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--only", choices=tuple(PHASES), action="append", help="a phase; repeatable")
     parser.add_argument("--minutes", type=float, default=30, help="of the mix; a tenth of it for the control")
+    parser.add_argument("--max-words", type=int, default=60, help="of a prompt of the mix")
     parser.add_argument("--disconnects", type=int, default=300, help="clients that leave one at a time")
     parser.add_argument("--slots", type=int, default=32, help="max_batch_size of its logits stage")
     parser.add_argument("--load", type=float, default=5, help="times the capacity, in the overload")

@@ -100,7 +100,7 @@ def test_faults_lose_no_request_of_a_server(tiny_repository: Path, tmp_path: Pat
         "faults.py",
         f"--model-repository={tiny_repository}",
         "--model=tiny",
-        *("--only=mix", "--minutes=0.05"),
+        *("--only=mix", "--minutes=0.05", "--max-words=9"),
         report=tmp_path / "report.json",
         codes=(0, 1),   # 1: a promise about time, on a busy machine
     )

@@ -42,7 +42,7 @@ def live(tiny_repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     (repository / "tiny_decoder" / "1" / "model.py").write_text(REPEAT)
     config = repository / "tiny_logits" / "config.pbtxt"
     config.write_text(config.read_text() + _cache_bytes(config.read_text()))
-    with LiveServer(repository) as server:
+    with LiveServer(repository, max_queue_wait_s=0.0) as server:
         yield server
 
 
