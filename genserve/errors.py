@@ -29,6 +29,7 @@ from enum import StrEnum
 from typing import ClassVar
 
 _MAX_LISTED = 12    # names in the remedy for an unknown one
+_MAX_NAME = 128         # characters of a name that may be misspelt
 # The remedy of a failure whose cause is not shown to clients: it may hold paths, or the output of a program.
 SEE_LOG = "the server's log has the reason"
 
@@ -263,6 +264,8 @@ def closest(name: str, *, known: Iterable[str]) -> str | None:
     """Return the known name that `name` is probably a misspelling of; None: it resembles none of them."""
     from difflib import get_close_matches  # only needed once something is wrong
 
+    if len(name) > _MAX_NAME:
+        return None     # a client may send megabytes, which take seconds to compare
     # Upper and lower case are the commonest misspelling, and difflib counts them as different letters.
     by_lower_case = {each.lower(): each for each in known}
     return next((by_lower_case[each] for each in get_close_matches(name.lower(), by_lower_case, n=1)), None)

@@ -38,6 +38,9 @@ _ROUTES = frozenset(
 # As Python and TorchScript print it; the exception itself is on the line after it, and stays.
 _TRACEBACK = re.compile(r"Traceback (?:[^\n]* )?\(most recent call last\):(?:\n|$)(?:(?:[ \t][^\n]*)?\n)*")
 
+# Longer texts repeat what a client has sent, or fill its screen.
+_MAX_CHARS = 8192
+
 _repositories: set[str] = set()
 
 
@@ -54,6 +57,8 @@ def redacted_text(text: str) -> str:
     A path below a model repository or a package folder becomes relative to it; of any other path, the last
     part remains.
     """
+    if len(text) > _MAX_CHARS:
+        text = text[:_MAX_CHARS] + " ..."
     below, quoted, others = _patterns()
     text = below.sub(_without_folder, _TRACEBACK.sub("", text))
     text = quoted.sub(lambda path: path["quote"] + (path["last"] or path["top"]) + path["quote"], text)

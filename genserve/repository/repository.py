@@ -33,6 +33,7 @@ from genserve.textmodel.text_model import TextModel
 logger = logging.getLogger(__name__)
 
 _SETTLE_S = 1.0     # files that have not changed for this long are complete
+_MAX_SHOWN = 128    # characters of an unknown name in an error: a client may send any text
 
 
 class Repository:
@@ -278,7 +279,7 @@ class Repository:
         near = closest(name, known=self.text_model_names)
         known = ", ".join(self.text_model_names) or "none"
         return ModelNotFound(
-            f"there is no model {name!r}",
+            f"there is no model {name[:_MAX_SHOWN]!r}",
             remedy=f"did you mean {near}?" if near else f"models that generate text: {known}",
             field="model",
         )

@@ -8,11 +8,13 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from genserve.errors import (
@@ -29,6 +31,7 @@ from genserve.errors import (
     Status,
     Unauthenticated,
     UnsupportedMediaType,
+    closest,
 )
 from genserve.log import fail_request
 from genserve.redaction import redacted_error
@@ -94,6 +97,7 @@ _OPENAI_TYPES = {
     **dict.fromkeys((405, 408, 413, 414, 415, 431), "invalid_request_error"),
     429: "rate_limit_error",
 }
+_MAX_SHOWN = 128    # characters of the path of a field, which the client chose
 # While a model loads or the server stops, of which the duration is unknown.
 _UNAVAILABLE_RETRY_S = 5
 # While the process has no more threads, files or memory; other requests end soon.
@@ -284,7 +288,9 @@ class ErrorResponses:
 
     async def _on_invalid_body(self, request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
-        return self._respond(request, _invalid_body(error))
+        route = getattr(request.scope.get("route"), "body_field", None)
+        body = route.field_info.annotation if route is not None else None
+        return self._respond(request, _invalid_body(error, body))
 
     async def _on_http_error(self, request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
@@ -306,18 +312,25 @@ class ErrorResponses:
         return self._respond(request, ModelFailed("the server failed; its log has the reason"))
 
 
-def _invalid_body(error: RequestValidationError) -> InvalidRequest:
+def _invalid_body(error: RequestValidationError, body: type[BaseModel] | None) -> InvalidRequest:
     problem = error.errors()[0]
     if error.body is None and problem["loc"][0] == "body":
         return InvalidRequest("the body is empty", remedy="send a JSON object")
-    return _invalid_field(_path(problem["loc"][1:]), problem)
-
-
-def _invalid_field(field: str, problem: Mapping[str, Any]) -> InvalidRequest:
+    field = _path(problem["loc"][1:])[:_MAX_SHOWN]
     if problem["type"] == "extra_forbidden":
-        name = field[:128]
-        return InvalidRequest(f"unknown field {name!r}", field=name, remedy="GET /docs lists the fields")
+        known = _field_names(body) if body is not None else ()
+        meant = closest(str(problem["loc"][-1]), known=known)
+        remedy = f"did you mean {meant}?" if meant else "GET /docs lists the fields"
+        return InvalidRequest(f"unknown field {field!r}", field=field, remedy=remedy)
     return InvalidRequest(f"{field}: {problem['msg'].removeprefix('Value error, ')[:200]}", field=field)
+
+
+@cache
+def _field_names(body: type[BaseModel]) -> tuple[str, ...]:
+    """Return the names of all fields of a body and of the objects in it."""
+    schema = body.model_json_schema()
+    objects = (schema, *schema.get("$defs", {}).values())
+    return tuple(dict.fromkeys(name for fields in objects for name in fields.get("properties", ())))
 
 
 def _path(parts: tuple[int | str, ...]) -> str:

@@ -6,12 +6,16 @@ on their bytes: for 8 MiB of empty lists it is a second.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 from genserve.errors import InvalidRequest
 
 # The token ids of a batch of prompts are the most that a request has need of; these take 20 ms to validate.
 MAX_VALUES = 2**18
 MAX_CONTAINERS = 2**14      # lists and objects; each may become an object with fields of its own
 MAX_KEYS = 2**13            # of one object
+MAX_DEPTH = 64
 
 
 def check_num_values(text: bytes) -> None:
@@ -35,6 +39,37 @@ def check_num_values(text: bytes) -> None:
         raise _too_many(MAX_CONTAINERS, "lists and objects")
     if outside.count(b",") + num_containers > MAX_VALUES:
         raise _too_many(MAX_VALUES, "values")
+
+
+def check_depth(value: Any, text: str) -> None:
+    """Raise InvalidRequest if lists and objects are nested deeper than `MAX_DEPTH`.
+
+    Args:
+        value: a parsed JSON text.
+        text: it.
+    """
+    if text.count("[") + text.count("{") <= MAX_DEPTH:
+        return
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [inner for outer in level for inner in _inner(outer)]
+        if not level:
+            return
+    if any(isinstance(value, dict | list) for value in level):
+        raise too_deep()
+
+
+def _inner(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
+
+
+def too_deep() -> InvalidRequest:
+    """Return the error for a text of which `MAX_DEPTH` or the stack does not allow the nesting."""
+    return InvalidRequest(
+        f"lists and objects of the body are nested deeper than {MAX_DEPTH}", remedy="nest them less"
+    )
 
 
 def check_num_keys(count: int) -> None:

@@ -7,6 +7,7 @@ parser accepts, are rejected here.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Annotated, Any, TypeVar
@@ -18,7 +19,7 @@ from starlette.types import Message, Receive
 
 from genserve.errors import InvalidRequest, UnsupportedMediaType
 from genserve.server.connection_errors import BodyTooLarge, raise_connection_error
-from genserve.server.json_limits import check_num_keys, check_num_values
+from genserve.server.json_limits import check_depth, check_num_keys, check_num_values, too_deep
 from genserve.server.offload import offload_if_large
 
 T = TypeVar("T")
@@ -167,9 +168,10 @@ def parse_json(body: bytes) -> dict[str, Any]:
             f"the body is not JSON: {error.msg} at character {error.pos}", remedy=_JSON_OBJECT
         ) from None
     except RecursionError:
-        raise InvalidRequest("the body is nested too deeply", remedy=_JSON_OBJECT) from None
+        raise too_deep() from None
     if not isinstance(value, dict):
         raise InvalidRequest("the body must be a JSON object", remedy=_JSON_OBJECT)
+    check_depth(value, text)
     # Only an escape can produce one, so most bodies need no scan of their strings.
     if "\\u" in text:
         _reject_surrogates(value, "")
@@ -201,7 +203,10 @@ def _bounded_int(digits: str) -> int:
 
 def _float(text: str) -> float:
     # Unlike `float` itself, a function lets other threads run between the numbers of a list.
-    return float(text)
+    value = float(text)
+    if math.isinf(value):
+        raise InvalidRequest("the body contains a number that is too large", remedy=_JSON_OBJECT)
+    return value
 
 
 def _reject_surrogates(value: Any, place: str) -> None:

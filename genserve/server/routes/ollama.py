@@ -145,7 +145,7 @@ async def pull(body: ModelFields, services: SharedServices) -> Response:
     try:
         _model(services, name)
     except ModelNotFound:
-        problem = f"model {name!r} not found: this server downloads none"
+        problem = f"model {_shown(name)} not found: this server downloads none"
         raise ModelNotFound(problem, remedy=_REPOSITORY, field="model") from None
     done = {"status": "success"}
     if body.stream is False:
@@ -183,7 +183,12 @@ def _model(services: Services, name: str | None) -> TextModel:
     except ModelNotFound as error:
         if name is None:
             raise
-        raise ModelNotFound(f"model {name!r} not found", remedy=error.remedy, field="model") from None
+        raise ModelNotFound(f"model {_shown(name)} not found", remedy=error.remedy, field="model") from None
+
+
+def _shown(name: str | None) -> str:
+    """Return an unknown name for an error; a client may send any text."""
+    return repr(name and name[:128])
 
 
 def _listed(model: TextModel) -> dict[str, Any]:
