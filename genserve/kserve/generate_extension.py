@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,8 @@ from genserve.repository.model_versions import ModelVersion
 from genserve.tensor import DataType, Tensor
 
 _NESTED = "parameters"
+# U+0085, U+2028 and U+2029. JSON escapes those of ASCII.
+_LINE_BREAK = re.compile(rb"\xc2\x85|\xe2\x80[\xa8\xa9]")
 
 
 def read_generate_body(json_text: JsonText, *, model: ModelVersion, version: int) -> InferenceRequest:
@@ -72,8 +75,12 @@ def generated(response: InferenceResponse, *, inference: Inference) -> bytes:
 
 
 def event_of(text: bytes) -> bytes:
-    """Return JSON as one server-sent event."""
-    return b"data: " + text + b"\n\n"
+    """Return JSON as one server-sent event, without characters at which some clients end a line."""
+    return b"data: " + _LINE_BREAK.sub(_escaped, text) + b"\n\n"
+
+
+def _escaped(line_break: re.Match[bytes]) -> bytes:
+    return b"\\u%04x" % ord(line_break[0].decode())
 
 
 class _GenerateReader:
