@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.support.live_server import LiveServer, wait_until
 from tests.support.python_models import CONFIG, write_model
@@ -168,3 +173,66 @@ def running(command: str) -> bool:
         except OSError:     # it has ended meanwhile
             continue
     return False
+
+
+# Calls the models that its request names, one after the other, with the calls that these are to make.
+CALLING = """
+import json
+
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        responses = []
+        for request in requests:
+            x = pb_utils.get_input_tensor_by_name(request, "X")
+            for model, calls in json.loads(json.loads(request.parameters())["calls"]):
+                called = pb_utils.InferenceRequest(
+                    model_name=model,
+                    requested_output_names=["Y"],
+                    inputs=[x],
+                    parameters={"calls": json.dumps(calls)},
+                ).exec()
+                if called.has_error():
+                    raise pb_utils.TritonModelException(called.error().message())
+            responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("Y", x.as_numpy() + 1)]))
+        return responses
+"""
+CALLERS = ("one", "two", "three", "apart")
+calls = st.recursive(
+    st.just([]),
+    lambda inner: st.lists(st.tuples(st.sampled_from(CALLERS), inner), min_size=1, max_size=2),
+    max_leaves=5,
+)
+
+
+@pytest.fixture(scope="module")
+def callers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    root = tmp_path_factory.mktemp("callers")
+    for name in CALLERS:
+        more = PROCESS if name == "apart" else "instance_group { count: 2 }" if name == "two" else ""
+        write_model(root, name, code=CALLING, config=CONFIG + more)
+    with LiveServer(root) as server:
+        yield server.url
+
+
+@settings(max_examples=15)
+@given(graphs=st.lists(st.tuples(st.sampled_from(CALLERS), calls), min_size=1, max_size=3))
+def test_calls_between_models_never_hang(callers: str, graphs: list[Any]) -> None:
+    """Each ends with the right answer, or with an error if all instances wait for each other."""
+
+    def ask(graph: tuple[str, Any]) -> httpx2.Response:
+        model, calls = graph
+        tensor = {"name": "X", "datatype": "FP32", "shape": [1], "data": [1]}
+        body = {"inputs": [tensor], "parameters": {"calls": json.dumps(calls)}}
+        return httpx2.post(f"{callers}/v2/models/{model}/infer", json=body, timeout=30)
+
+    with ThreadPoolExecutor(len(graphs)) as pool:
+        for answer in pool.map(ask, graphs):
+            if answer.status_code == 200:
+                assert is_right(answer, 1)
+            else:
+                assert "deadlock" in answer.json()["error"], answer.text
+    for model in CALLERS:
+        assert is_right(ask((model, [])), 1)

@@ -9,8 +9,10 @@ import signal
 import subprocess
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -168,6 +170,53 @@ def test_a_killed_server_leaves_nothing_behind_and_the_next_one_starts_at_once(r
         wait_until(lambda: not any(map(runs, started)), timeout_s=20)
         assert not shared_memory_of(process.pid)
     assert {str(path) for path in repository.rglob("*")} == files
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("seed", range(16))
+def test_a_signal_at_any_moment_leaves_nothing_behind(repository: Path, number: int, seed: int) -> None:
+    """Also while the models are loaded and while they are reloaded."""
+    moment_s = Random(seed).uniform(0, 5)
+    flags = ("--drain-s=0.5", "--model-control-mode=explicit", "--load-model=*")
+    ended = threading.Event()
+
+    def load(host: str) -> None:
+        while not ended.is_set():
+            for path, (body, _) in STREAMS.items():
+                calls.append(Call(host, path, body))
+            for act in ("unload", "load"):
+                calls.append(Call(host, f"/v2/repository/models/add/{act}", {}))
+            ended.wait(0.2)
+
+    calls: list[Call] = []
+    # Signals before the command has installed its handlers end Python itself.
+    with serving(repository, *flags) as process, ThreadPoolExecutor(1) as pool:
+        wait_until(lambda: b"genserve" in Path(f"/proc/{process.pid}/cmdline").read_bytes())
+        listening = pool.submit(lambda: next((line for line in process.stderr if "listening" in line), ""))
+        host = listening.result(timeout=30).partition("listening at http://")[2].partition(",")[0]
+        loading = threading.Thread(target=load, args=[host])
+        loading.start()
+        ended.wait(moment_s)
+        started = descendants(process.pid)
+        process.send_signal(number)
+        code = process.wait(timeout=30)
+        ended.set()
+        loading.join()
+        log = process.stderr.read()
+    for call in calls:
+        call.join()
+    assert "Traceback" not in log, log[-3000:]
+    wait_until(lambda: not any(map(runs, started)), timeout_s=20)
+    assert not shared_memory_of(process.pid)
+    if number == signal.SIGKILL:
+        return
+    assert code == 0
+    answered = [call for call in calls if call.status == 200 and call.path in STREAMS]
+    for call in answered:
+        assert not call.cut
+        whole = ("message_stop", '"generated_text": "')
+        assert call.last_event.startswith(STREAMS[call.path][1]) or any(end in call.last_event for end in whole)
 
 
 def shared_memory_of(pid: int) -> list[str]:
