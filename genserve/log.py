@@ -115,6 +115,18 @@ class LoggedRequest:
     streams: bool = False
     span: LoggedSpan | None = None
 
+    def fail(self, error: GenserveError) -> None:
+        """Record the error that it was rejected or failed with.
+
+        The frames of its traceback are dropped: they hold the body of the request, and this record, so they
+        would stay in memory until the next collection of garbage.
+        """
+        self.error = error
+        cause: BaseException | None = error
+        while cause is not None:
+            cause.__traceback__ = None
+            cause = cause.__cause__ or cause.__context__
+
     def ending(self) -> str:
         """Return why its answers ended, in the words of the metric `genserve_requests_total`."""
         if self.error is not None:
@@ -161,7 +173,7 @@ def fail_request(error: GenserveError) -> None:
     """Record the error that the current request, if any, was rejected or failed with."""
     request = CURRENT_REQUEST.get()
     if request is not None:
-        request.error = error
+        request.fail(error)
 
 
 def note_key(name: str) -> None:

@@ -319,7 +319,8 @@ class ServerSettings:
         "Maximum size of the responses that /v1/responses stores, bytes; 0: none are stored.", minimum=0,
     )
     http_max_input_size: int = _flag(
-        64 * 2**20, _CLIENTS, "Maximum size of the JSON of one KServe request, bytes.", minimum=1
+        64 * 2**20, _CLIENTS,
+        "Maximum size of one KServe request, bytes: its JSON, or its raw or decompressed body.", minimum=1,
     )
     max_connections: int = _flag(
         8192, _CLIENTS,

@@ -16,13 +16,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from conformance.triton_qa.qa_workspace import HERE, VERSION, Workspace
+from genserve.version import __version__
 
 Outcome = Literal["passed", "failed", "skipped"]
 
 # In place of the second line of a script, a comment: bash writes each command with its line. A script goes on
-# without a server that did not start, whose process id is 0, or has ended: so all that it checks is seen.
+# without models that are not here, and without a server that did not start (its id is 0) or has ended.
 _TRACE = (
-    'kill() { [ "$1" = 0 ] || builtin kill "$@" || [[ $- = *e* ]]; }; '
+    'kill() { [ "$1" = 0 ] || builtin kill "$@" || [[ $- = *e* && $1 != -0 ]]; }; '
+    'cp() { command cp "$@" || [[ $- = *e* ]]; }; '
     'wait() { [ "$1" = 0 ] || builtin wait "$@" || { local s=$?; [[ $- = *e* ]] || return $s; }; }; '
     "exec 19>>$QA_TRACE; BASH_XTRACEFD=19; PS4='+QA|${BASH_SOURCE}|${LINENO}|'; set -x\n"
 )
@@ -140,6 +142,7 @@ def _environment(workspace: Workspace, group: Group, results: Path, trace: Path)
         "TEST_JETSON": "1",      # no GPU tensors
         "TEST_WINDOWS": "0",
         "TRITON_DIR": str(workspace.triton),
+        "TRITON_SERVER_VERSION": __version__,
         **(_of_a_part(workspace, group) if "/" in group.name else {}),
         **group.variables,
     }

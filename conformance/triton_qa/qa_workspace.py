@@ -77,7 +77,7 @@ _GENERATED = (
     ("qa_ensemble_model_repository/qa_sequence_model_repository", "gen_qa_sequence_models.py --ensemble"),
 )
 # Programs that the scripts call to prepare a container: nothing is installed, and services are not run.
-_NOTHING = "pip pip3 apt apt-get yum service nvidia-smi gdb ldconfig"
+_NOTHING = "pip pip3 apt apt-get yum service nvidia-smi gdb ldconfig redis-server redis-cli"
 # As in Dockerfile.QA: numpy below 2, whose aliases the tests use, and the onnx that writes the models.
 _PACKAGES = (
     "numpy<2 tritonclient[grpc,http] pillow grpcio protobuf<7 requests six prettytable pytest pytest-asyncio "
@@ -85,6 +85,8 @@ _PACKAGES = (
 )
 _TEXTS = (".sh", ".py", ".pbtxt", ".json", ".conf")
 VERSION = "main"
+# Ensembles of TensorRT models, and a type that ONNX Runtime does not compute on a CPU.
+_NOT_HERE = ("*_plan_*", "onnx*_bf16_*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +107,7 @@ class Workspace:
     @property
     def qa(self) -> Path:
         """The copy of Triton's qa folder."""
-        return self.root / "server" / "qa"
+        return self.triton / "qa"
 
     @property
     def data(self) -> Path:
@@ -131,10 +133,9 @@ class Workspace:
 def lay_out(root: Path, sources: Sources) -> Workspace:
     """Create the workspace; models that an earlier run wrote are kept."""
     workspace = Workspace(root.absolute())
-    shutil.rmtree(workspace.root / "server", ignore_errors=True)
-    ignored = shutil.ignore_patterns(".git")
+    shutil.rmtree(workspace.triton, ignore_errors=True)
     for folder in ("qa", "docs/examples", "src/test/models", "python"):
-        shutil.copytree(sources.server / folder, workspace.root / "server" / folder, ignore=ignored)
+        shutil.copytree(sources.server / folder, workspace.triton / folder)
     shutil.copytree(sources.client / "src/python/examples", workspace.qa / "clients")
     _copy_models(workspace, sources)
     _install_programs(workspace)
@@ -145,7 +146,7 @@ def lay_out(root: Path, sources: Sources) -> Workspace:
 
 
 def _copy_models(workspace: Workspace, sources: Sources) -> None:
-    server = workspace.root / "server"
+    server = workspace.triton
     for table, models in ((_EXAMPLES, "docs/examples/model_repository"), (_TEST_MODELS, "src/test/models")):
         for folder, names in table.items():
             for name in names.split():
@@ -182,6 +183,7 @@ def _install_programs(workspace: Workspace) -> None:
         '#!/bin/bash\n'
         'case "$*" in *backend-directory*) ;; *) set -- "$@" --backend-directory='
         f'"{workspace.triton}/backends";; esac\n'
+        'case "$*" in *--id=*|*--id\\ *) ;; *) set -- "$@" --id=triton;; esac\n'
         f'exec env -u QA_RESULTS PYTHONPATH="{PROJECT}" "{sys.executable}" -m genserve serve '
         '--allow-uploaded-code "$@"\n'
     )
@@ -207,15 +209,12 @@ def _install_backends(workspace: Workspace, sources: Sources) -> None:
     shutil.rmtree(clone, ignore_errors=True)
     subprocess.run(["git", "clone", "-q", str(sources.python_backend.absolute()), str(clone)], check=True)
     subprocess.run(["git", "-C", str(clone), "checkout", "-q", "-B", VERSION], check=True)
-    backends, qa = workspace.triton / "backends", workspace.triton / "qa"
-    qa.unlink(missing_ok=True)
-    qa.symlink_to(workspace.qa)
-    shutil.rmtree(backends, ignore_errors=True)
+    backends = workspace.triton / "backends"
     shutil.copytree(HERE / "backends", backends)
-    for name in ("repeat", "square"):
-        example = sources.python_backend / f"examples/decoupled/{name}_model.py"
-        (backends / name).mkdir()
-        shutil.copy(example, backends / name / "model.py")
+    (backends / "square").mkdir()
+    shutil.copy(
+        sources.python_backend / "examples/decoupled/square_model.py", backends / "square" / "model.py"
+    )
 
 
 def _rewrite_paths(workspace: Workspace) -> None:
@@ -244,3 +243,6 @@ def _write_models(workspace: Workspace) -> None:
         mark.write_text(done.stdout + done.stderr, encoding="utf-8")
         if done.returncode:
             print(f"{command}: {done.stderr.strip().splitlines()[-1:]}")
+    for pattern in _NOT_HERE:
+        for folder in workspace.data.rglob(pattern):
+            shutil.rmtree(folder)

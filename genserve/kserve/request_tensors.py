@@ -13,6 +13,7 @@ from genserve.errors import InferenceError, InvalidRequest
 from genserve.inference import with_request_id
 from genserve.kserve.shared_memory import RegionPart
 from genserve.repository.model_versions import ModelVersion
+from genserve.shapes import shape_text
 from genserve.tensor import DataType, Tensor
 
 # Limits of numpy, which ignore dimensions of size 0.
@@ -90,11 +91,18 @@ def check_size(name: str, shape: Sequence[int], *, config: ModelConfig, request_
     """Validate the rank and the size of a shape.
 
     Raises:
-        InferenceError: the shape is larger than any array's, even if it has no elements.
+        InferenceError: the shape has too many dimensions, or more elements than an array can have, also if
+            one of its dimensions is 0.
     """
-    if len(shape) > _MAX_RANK or abs(math.prod(size for size in shape if size)) > _MAX_ELEMENTS:
+    if len(shape) > _MAX_RANK:
         message = f"no array can have the shape of input '{name}' for model '{config.name}'"
         raise fail(message, request_id=request_id)
+    if abs(math.prod(size for size in shape if size)) > _MAX_ELEMENTS:
+        raise fail(
+            f"invalid shape for input '{name}': shape {shape_text(shape)} causes total element count to "
+            f"exceed maximum size of {_MAX_ELEMENTS}",
+            request_id=request_id,
+        )
 
 
 def _check_expected(name: str, word: str, *, config: ModelConfig, request_id: str) -> None:

@@ -12,6 +12,7 @@ from genserve.errors import InferenceError, Status
 from genserve.log import note_change
 from genserve.tensor import Tensor
 
+_RESERVED = "triton_python_backend_shm_region_"     # of a Triton on the same machine
 _FOLDER = Path("/dev/shm")  # the names of POSIX shared memory objects
 
 
@@ -116,7 +117,7 @@ class SharedMemory:
             if name in self._regions:
                 text = f"shared memory region '{name}' already in manager"
                 raise InferenceError(text, status=Status.ALREADY_EXISTS)
-            descriptor = _open(key, offset=offset, byte_size=byte_size)
+            descriptor = _open(name, key, offset=offset, byte_size=byte_size)
             self._regions[name] = Region(
                 name=name, key=key, offset=offset, byte_size=byte_size, descriptor=descriptor
             )
@@ -180,19 +181,26 @@ def _out_of_bounds(name: str) -> InferenceError:
     return InferenceError(f"Invalid offset + byte size for shared memory region: '{name}'")
 
 
-def _open(key: str, *, offset: int, byte_size: int) -> int:
-    """Open an object, and check that it contains a part."""
-    name = key.removeprefix("/")
+def _open(name: str, key: str, *, offset: int, byte_size: int) -> int:
+    """Open an object, and check that it contains a region."""
+    file = key.lstrip("/")
+    if not file:
+        raise InferenceError(f"cannot register shared memory region '{name}' - invalid shm key '{key}'")
+    if file.startswith(_RESERVED):
+        raise InferenceError(
+            f"cannot register shared memory region '{name}' with key '{key}' as the key contains the "
+            f"reserved prefix '{_RESERVED}'"
+        )
     try:
-        if not name or "/" in name or name in (".", ".."):
+        if "/" in file or key.startswith("//") or file in (".", ".."):
             raise OSError
-        descriptor = os.open(_FOLDER / name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        descriptor = os.open(_FOLDER / file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except (OSError, ValueError):
         text = f"Unable to open shared memory region: '{key}'"
         raise InferenceError(text) from None
     if not byte_size or offset + byte_size > os.fstat(descriptor).st_size:
         os.close(descriptor)
-        raise InferenceError(f"Invalid shared memory region: '{key}'")
+        raise InferenceError(f"failed to register shared memory region '{name}': invalid args")
     return descriptor
 
 

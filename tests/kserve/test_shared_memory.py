@@ -44,13 +44,13 @@ def test_a_part_must_lie_within_its_region(memory, key: str, offset: int, byte_s
 
 @pytest.mark.parametrize(("offset", "byte_size"), [(0, 65), (64, 1), (0, 0), (2**62, 1)])
 def test_a_region_must_lie_within_the_object(memory, key: str, offset: int, byte_size: int) -> None:
-    with pytest.raises(InferenceError, match="Invalid shared memory region"):
+    with pytest.raises(InferenceError, match=r"failed to register shared memory region .*: invalid args"):
         memory.register("r", key=key, offset=offset, byte_size=byte_size)
 
 
 @pytest.mark.parametrize("key", ["/nowhere-to-be-found", "", "/", "/..", "/../etc/passwd", "a/b", "/a\0b"])
 def test_a_key_cannot_name_other_files(memory: SharedMemory, key: str) -> None:
-    with pytest.raises(InferenceError, match="Unable to open shared memory region"):
+    with pytest.raises(InferenceError, match=r"Unable to open shared memory region|invalid shm key"):
         memory.register("r", key=key, offset=0, byte_size=8)
 
 

@@ -117,7 +117,8 @@ class InferStream:
             raise
         except Exception as error:
             doing = f"a request to model '{message.model_name}'"
-            rejected = logged.error = as_genserve_error(error, doing=doing)
+            rejected = as_genserve_error(error, doing=doing)
+            logged.fail(rejected)
             self._log(logged, status_code(rejected))
             self._take_turn(partial(_rejection, message, rejected))
             return

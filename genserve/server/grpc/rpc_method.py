@@ -57,7 +57,8 @@ def rpc_method(answer: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[...,
             log_call(logged, grpc.StatusCode.CANCELLED, method=answer.__name__)
             raise
         except Exception as error:
-            failed = logged.error = as_genserve_error(error, doing=answer.__name__)
+            failed = as_genserve_error(error, doing=answer.__name__)
+            logged.fail(failed)
             log_call(logged, status_code(failed), method=answer.__name__)
             await abort(context, failed)
         else:

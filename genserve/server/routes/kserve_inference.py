@@ -80,7 +80,7 @@ async def _read(call: KServeCall, model: ModelVersion, encoding: str | None) -> 
     body_limit = limit if given is None else _MAX_BODY_BYTES
     body = await call.body(limit=body_limit, offset=max(given or 0, 0))
     if encoding in _WINDOW_BITS:
-        body = await run_in_threadpool(_decompress, body, encoding, limit=body_limit)
+        body = await run_in_threadpool(_decompress, body, encoding, limit=limit)
     length = len(body) if given is None else given
     if not 0 <= length <= len(body):
         raise InferenceError(f"inference header size should be in range (0, {len(body)}), got: {text}")
@@ -89,6 +89,8 @@ async def _read(call: KServeCall, model: ModelVersion, encoding: str | None) -> 
     version = call.version
     parameters = call.forwarded_headers()
     if not length:
+        if len(body) > limit:
+            raise _beyond(f"Raw input has a byte_size ({len(body)} bytes) that", limit=limit)
         return read_raw_body(body, model=model, version=version, parameters=parameters)
     has_strings = any(spec.data_type == DataType.BYTES.config_name for spec in model.config.inputs)
     return await offload_if_large(
@@ -111,6 +113,13 @@ def _header_length(text: str) -> int:
     return length
 
 
+def _beyond(what: str, *, limit: int) -> InferenceError:
+    return InferenceError(
+        f"{what} exceeds the maximum allowed value of {limit} bytes. "
+        "Use --http-max-input-size to increase the limit."
+    )
+
+
 def _decompress(body: memoryview, encoding: str, *, limit: int) -> memoryview:
     """Return the decompressed body, writable; raises InferenceError, also for more than `limit` bytes."""
     decompressor = zlib.decompressobj(_WINDOW_BITS[encoding])
@@ -119,7 +128,7 @@ def _decompress(body: memoryview, encoding: str, *, limit: int) -> memoryview:
     except zlib.error:
         text = b""
     if len(text) > limit:
-        raise too_large(len(text), limit=limit)
+        raise _beyond("Decompressed data size", limit=limit)
     if not decompressor.eof:
         raise InferenceError(f"the body is not {encoding}, as its Content-Encoding says")
     return memoryview(bytearray(text))

@@ -55,7 +55,9 @@ class InferenceResponse:
         if error is not None and not isinstance(error, TritonError):
             raise TypeError(f"InferenceResponse(error: TritonError), got {type(error)}")
         self._error = error
-        self._parameters: Mapping[str, inner.Parameter] = checked_parameters(parameters) if parameters else {}
+        self._parameters: Mapping[str, inner.Parameter] = {}
+        if parameters is not None:
+            self._parameters = checked_parameters(parameters)
 
     @classmethod
     def _of(cls, response: inner.InferenceResponse) -> InferenceResponse:
@@ -208,6 +210,8 @@ def checked_parameters(parameters: Mapping[str, inner.Parameter]) -> dict[str, i
         TritonModelException: a key is not a string, a value is not a boolean, integer or string, or an
             integer does not fit in 64 bits.
     """
+    if not isinstance(parameters, Mapping):
+        raise TypeError(f"Expect a dict of parameters, got {type(parameters)}")
     for key, value in parameters.items():
         if not isinstance(key, str):
             raise TritonModelException(f"Expect parameters keys to have type str, found type {type(key)}")
