@@ -465,10 +465,15 @@ class Spellings:
 
 @contextmanager
 def _tokenizer_call() -> Iterator[None]:
-    """Turn exceptions of the library into ModelFailed, such as for a word that a vocabulary lacks."""
+    """Turn exceptions of the library into ModelFailed, such as for a word that a vocabulary lacks.
+
+    Its panics too, which are no `Exception`: a regex gives up after ten million steps.
+    """
     try:
         yield
-    except Exception as error:
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
         logger.exception("the tokenizer failed")
         raise ModelFailed(
             "the tokenizer cannot encode this text",

@@ -81,7 +81,10 @@ def _read_backend(file: Path) -> tokenizers.Tokenizer:
     text = _read_text(file)
     try:
         backend = tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # the library raises bare Exception
+        backend.encode_batch_fast([""])     # panics if the post-processor adds a token that does not exist
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises bare Exception; its panics are no Exception
         raise RepositoryError(f"{file} cannot be read: {error}", remedy=REMEDY) from None
     # The file may have settings of the training run, which would silently truncate prompts.
     backend.no_truncation()
