@@ -5,14 +5,24 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import orjson
+from numpy.typing import NDArray
 
 from genserve.errors import InferenceError
 from genserve.inference import Inference, InferenceRequest, InferenceResponse, Parameter, RequestFlags
+from genserve.kserve.number_lists import (
+    SLICE_ELEMENTS,
+    CutText,
+    NotNumbersError,
+    cut_lists,
+    read_numbers,
+    write_list,
+)
 from genserve.kserve.request_tensors import RequestedOutput, check_size, fail, input_tensor, prepared
 from genserve.kserve.shared_memory import RegionPart, SharedMemory
 from genserve.kserve.triton_parsing import (
@@ -69,9 +79,23 @@ def read_infer_body(
     Raises:
         InferenceError: with Triton's message and status.
     """
-    return _BodyReader(read_json(json_text), tail, model=model, shared_memory=shared_memory).read(
-        version=version, parameters=parameters
-    )
+    def read(document: Any, lists: Mapping[str, memoryview]) -> InferRequestBody:
+        reader = _BodyReader(document, tail, model=model, shared_memory=shared_memory, lists=lists)
+        return reader.read(version=version, parameters=parameters)
+
+    cut = cut_lists(json_text)
+    if cut.lists:
+        with suppress(NotNumbersError):
+            return read(_document(cut), cut.lists)
+    return read(read_json(json_text), {})
+
+
+def _document(cut: CutText) -> Any:
+    """Parse a document without its long lists; raises NotNumbersError if it is not JSON without them."""
+    try:
+        return read_json(cut.text)
+    except InferenceError:  # with other offsets than those of the whole document
+        raise NotNumbersError from None
 
 
 def read_raw_body(
@@ -132,9 +156,16 @@ class _BodyReader:
     """Parses one document."""
 
     def __init__(
-        self, document: Any, tail: memoryview, *, model: ModelVersion, shared_memory: SharedMemory
+        self,
+        document: Any,
+        tail: memoryview,
+        *,
+        model: ModelVersion,
+        shared_memory: SharedMemory,
+        lists: Mapping[str, memoryview],
     ) -> None:
         self._document = document
+        self._lists = lists     # that were cut out of the document, by their markers
         self._tail = tail
         self._model = model
         self._shared_memory = shared_memory
@@ -190,7 +221,7 @@ class _BodyReader:
         return inputs
 
     def _of_json(self, entry: Any, *, name: str, data_type: DataType, shape: list[int]) -> Tensor | None:
-        array = read_elements(name, member(entry, "data", JsonKind.ARRAY), data_type)
+        array = self._elements(name, member(entry, "data", JsonKind.ARRAY), data_type)
         check_size(name, shape, config=self._model.config, request_id=self._id)
         if len(array) == math.prod(shape):
             return Tensor(name, array.reshape(shape), data_type=data_type)
@@ -201,6 +232,12 @@ class _BodyReader:
         return self._of_bytes(
             memoryview(Tensor(name, array).to_bytes()), name=name, data_type=data_type, shape=shape
         )
+
+    def _elements(self, name: str, data: list[Any], data_type: DataType) -> NDArray[Any]:
+        cut_out = self._lists.get(data[0]) if len(data) == 1 and isinstance(data[0], str) else None
+        if cut_out is None:
+            return read_elements(name, data, data_type)
+        return read_numbers(cut_out, lambda values: read_elements(name, values, data_type))
 
     def _of_bytes(
         self, data: memoryview, *, name: str, data_type: DataType, shape: list[int]
@@ -384,9 +421,20 @@ def write_infer_response(
 def dump(document: dict[str, Any]) -> bytes:
     """Serialize JSON, with arrays as lists, and NaN and infinities as bare words, as Triton does."""
     if _is_finite(document):
+        if any(len(output.get("data", ())) > SLICE_ELEMENTS for output in document.get("outputs", ())):
+            return _dumped_in_slices(document)
         return orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
     text = json.dumps(document, ensure_ascii=False, separators=(",", ":"), default=np.ndarray.tolist)
     return text.encode()
+
+
+def _dumped_in_slices(value: Any) -> bytes:
+    if isinstance(value, dict):
+        members = [orjson.dumps(name) + b":" + _dumped_in_slices(member) for name, member in value.items()]
+        return b"{" + b",".join(members) + b"}"
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return b"[" + b",".join(map(_dumped_in_slices, value)) + b"]"
+    return write_list(value) if isinstance(value, (list, np.ndarray)) else orjson.dumps(value)
 
 
 def _output(

@@ -3,7 +3,9 @@ from __future__ import annotations
 import gc
 import gzip
 import json
+import math
 import os
+import re
 import tracemalloc
 import zlib
 from collections.abc import Iterator
@@ -381,3 +383,26 @@ def test_an_impossible_shape_is_rejected(server, shape: list[int]) -> None:
         answer = post(server, "add_sub", {"inputs": [entry | more]})
         assert answer.status_code == 400
         assert "the server failed" not in answer.text
+
+
+@pytest.mark.parametrize("shape", [(60_000,), (20_000, 3)])
+@pytest.mark.parametrize("datatype", ["FP32", "INT64"])
+def test_a_long_list_of_numbers_in_json_is_the_tensor(server, datatype, shape):
+    values = np.arange(math.prod(shape)).reshape(shape) / (4 if datatype == "FP32" else 1)
+    numbers = values.astype({"FP32": np.float32, "INT64": np.int64}[datatype])
+    x = {"name": datatype, "datatype": datatype, "shape": [numbers.size], "data": numbers.tolist()}
+    response = post(server, "types", {"inputs": [x]})
+    [y] = response.json()["outputs"]
+    assert y["data"] == numbers.reshape(-1).tolist()
+
+
+@pytest.mark.parametrize("broken", ["1,,2", "[1", "NaN]", "nothing", "1.2.3", '"a"', "1e400", "true"])
+def test_a_long_list_has_the_errors_of_a_short_one(server, broken):
+    def message(*numbers: str) -> str:
+        data = f"[{','.join([*numbers, broken])}]"
+        body = f'{{"inputs": [{{"name": "INT64", "datatype": "INT64", "shape": [1], "data": {data}}}]}}'
+        response = post(server, "types", body.encode())
+        assert response.status_code >= 400
+        return re.sub(r"\d+", "N", response.json()["error"])
+
+    assert message(*["25"] * 60_000) == message("25")
