@@ -53,6 +53,7 @@ LEAK_MIB_PER_MINUTE = 0.5
 # So small that it is full, and its memory in use, within the first minutes of the mix.
 KV_CACHE = '\nparameters [ { key: "kv_cache_bytes" value: { string_value: "256MiB" } } ]\n'
 LATE_S = 1                  # a rejection that takes longer was one of the queue, not of the door
+STREAM_TOKENS = 16          # of each of many streams, so that idle connections live to see the last one
 SETTLE_S = 10               # after the mix, until nothing runs
 
 
@@ -251,8 +252,9 @@ async def disconnects(server: Running, _repository: Path, options: argparse.Name
 class _Load:
     """Streamed chats, and how they ended."""
 
-    def __init__(self, client: RawClient, options: argparse.Namespace) -> None:
+    def __init__(self, client: RawClient, options: argparse.Namespace, *, new_tokens: int) -> None:
         self.answers: list[Answer] = []
+        self._new_tokens = new_tokens
         self._client = client
         self._options = options
         self._number = 0
@@ -261,7 +263,7 @@ class _Load:
         self._number += 1
         words = random.Random(self._number).choices(("red", "blue", "old", "new", "tree", "sea"), k=30)
         path, body = request_of(
-            FACES["chat"], self._options.model, " ".join(words), tokens=self._options.new_tokens, stream=True
+            FACES["chat"], self._options.model, " ".join(words), tokens=self._new_tokens, stream=True
         )
         answer = await self._client.ask(post_bytes(path, body))
         self.answers.append(answer)
@@ -270,17 +272,17 @@ class _Load:
     @property
     def num_tokens(self) -> int:
         """Of all complete answers."""
-        return sum(one.status == 200 for one in self.answers) * self._options.new_tokens
+        return sum(one.status == 200 for one in self.answers) * self._new_tokens
 
     def tokens_per_s(self, begin_s: float, end_s: float) -> float:
         finished = [one for one in self.answers if one.status == 200 and begin_s <= one.end_s < end_s]
-        return len(finished) * self._options.new_tokens / (end_s - begin_s)
+        return len(finished) * self._new_tokens / (end_s - begin_s)
 
 
 async def overload(server: Running, _repository: Path, options: argparse.Namespace) -> list[Figure]:
     """Goodput of an open loop beyond the capacity, which a closed loop of as many clients as slots finds."""
     client = RawClient(server.http)
-    capacity = _Load(client, options)
+    capacity = _Load(client, options, new_tokens=options.new_tokens)
     ends_s = time.perf_counter() + options.seconds
 
     async def repeat() -> None:
@@ -291,8 +293,10 @@ async def overload(server: Running, _repository: Path, options: argparse.Namespa
     await asyncio.gather(*(repeat() for _ in range(options.slots)))
     used_s.append(cpu_s(server.pid))
     most = capacity.tokens_per_s(ends_s - 0.75 * options.seconds, ends_s)
+    if not most:
+        raise SystemExit(f"no answer ended in {options.seconds} s: the overload needs more --seconds")
     rate = options.load * most / options.new_tokens
-    beyond = _Load(client, options)
+    beyond = _Load(client, options, new_tokens=options.new_tokens)
     before = await _metrics(server, options)
     begin_s = time.perf_counter()
     tasks = []
@@ -352,7 +356,7 @@ async def connections(server: Running, _repository: Path, options: argparse.Name
         await connection.ask(health)
         idle.append(connection)
     held = sample(server.pid)
-    load = _Load(client, options)
+    load = _Load(client, options, new_tokens=STREAM_TOKENS)
     started_s = time.perf_counter()
     tasks = [asyncio.create_task(load.ask()) for _ in range(options.streams)]
     most_open = 0
