@@ -54,7 +54,7 @@ class VirtualEventLoop(asyncio.BaseEventLoop):
                 handle._run()
         elif not self._stopping:
             self._sleeper = self._threads.running
-            until_ns = int(scheduled[0]._when * 1e9) + 1 if scheduled else None
+            until_ns = self._threads.on_grid(int(scheduled[0]._when * 1e9) + 1) if scheduled else None
             self._threads.wait(until_ns)
             self._sleeper = None
 

@@ -83,7 +83,7 @@ class SimulatedLogits:
 
     def longest_step_s(self, num_tokens: int) -> float:
         """Return how long a forward takes at most."""
-        return self._step_s + self._token_s * num_tokens
+        return self._threads.on_grid(int((self._step_s + self._token_s * num_tokens) * 1e9)) / 1e9
 
     def forward(self, batch: ForwardBatch) -> FloatArray:
         self._threads.sleep(self._step_s + self._token_s * len(batch.token_ids))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from multiprocessing import get_context
 
 from tests.simulation.simulation import Outcome
+from tests.simulation.tensor_simulation import TensorSimulation
 from tests.simulation.text_simulation import TextSimulation
 from tests.simulation.virtual_threads import virtual_product
 
@@ -50,7 +51,8 @@ class Summary:
 
 def simulate(seed: int, *, trace: Callable[[str], None] | None = None) -> Outcome:
     """Run the simulation of a seed, within `virtual_product`."""
-    return TextSimulation(seed, trace=trace).run()
+    simulation = TextSimulation if seed % 5 < 2 else TensorSimulation
+    return simulation(seed, trace=trace).run()
 
 
 def summary_of(seeds: Iterable[int]) -> Summary:

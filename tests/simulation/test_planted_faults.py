@@ -17,8 +17,16 @@ from genserve.generation.kv_cache_manager import KVCacheManager
 from genserve.generation.output_processor import OutputProcessor
 from genserve.generation.request_inbox import RequestInbox, Reservation
 from genserve.generation.scheduler import Scheduler
+from genserve.repository.model_lifecycle import _Unloader
+from genserve.repository.model_versions import ModelVersion
+from genserve.schedulers.dynamic_batcher import DynamicQueue, _BatchRules
+from genserve.schedulers.model_instance import ModelInstance
+from genserve.schedulers.queue_scheduler import QueueScheduler
+from genserve.schedulers.rate_limiter import RateLimiter
+from genserve.schedulers.sequence_slots import DirectSlots
 from genserve.server import sse_response
-from tests.simulation.runner import simulate
+from tests.simulation.tensor_simulation import TensorSimulation
+from tests.simulation.text_simulation import TextSimulation
 from tests.simulation.virtual_threads import virtual_product
 
 MAX_SEEDS = 300
@@ -145,6 +153,52 @@ def does_not_wake(_notify):
     return lambda self: None if now() else _notify(self)
 
 
+def wakes_no_instance(pop_sleeper):
+    now = every(4)
+    return lambda self, instance: None if now() else pop_sleeper(self, instance)
+
+
+def reverses_slots(start):
+    return lambda self, batch, sequences: start(self, batch, sequences)[::-1]
+
+
+def allows_one_row_more(_rules):
+    def makes(*, max_batch_size, **options):
+        return _rules(max_batch_size=max_batch_size + 1, **options)
+
+    return makes
+
+
+def answers_twice(execute):
+    def executes(self, backend, batch):
+        requesters = [(inference.on_response, inference) for inference in batch]
+        execute(self, backend, batch)
+        for on_response, inference in requesters:
+            if inference.ended:
+                on_response(None, True)
+
+    return executes
+
+
+def waits_for_no_request(unload):
+    return lambda self, old, *, timeout_s: unload(self, old, timeout_s=0.0)
+
+
+TENSOR_PLANTS: dict[str, Plant] = {
+    "instances that sleep on": replaced(QueueScheduler, "_pop_sleeper", wakes_no_instance),
+    "requests that never expire": replaced(DynamicQueue, "expire", lambda _: lambda self, *, now_ns: []),
+    "a batch of too many rows": replaced(_BatchRules, "of", allows_one_row_more),
+    "sequences in the wrong slots": replaced(DirectSlots, "start", reverses_slots),
+    "resources without a limit": replaced(RateLimiter, "_is_free", lambda _: lambda self, needs: True),
+    "resources that stay held": replaced(RateLimiter, "_take_back", lambda _: lambda self, permit: None),
+    "an inference that ends twice": replaced(ModelInstance, "_execute", answers_twice),
+    "an inference that stays pending": replaced(
+        ModelVersion, "_leave", lambda _: lambda self, inference: None
+    ),
+    "requests lost by a reload": replaced(_Unloader, "unload", waits_for_no_request),
+    "an instance that does not end": replaced(QueueScheduler, "_notify_all", lambda _: lambda self: None),
+}
+
 PLANTS: dict[str, Plant] = {
     "a leaked block": replaced(KVCacheManager, "_release", leaks_a_block),
     "a wrong reference count": replaced(KVCacheManager, "_hold", counts_a_shared_block_once),
@@ -165,6 +219,12 @@ PLANTS: dict[str, Plant] = {
 
 
 @pytest.mark.parametrize("plant", PLANTS.values(), ids=PLANTS.keys())
-def test_a_planted_fault_is_reported(plant, monkeypatch):
+def test_a_planted_fault_of_generation_is_reported(plant, monkeypatch):
     plant(monkeypatch)
-    assert any(simulate(seed).problems for seed in range(MAX_SEEDS))
+    assert any(TextSimulation(seed).run().problems for seed in range(MAX_SEEDS))
+
+
+@pytest.mark.parametrize("plant", TENSOR_PLANTS.values(), ids=TENSOR_PLANTS.keys())
+def test_a_planted_fault_of_other_models_is_reported(plant, monkeypatch):
+    plant(monkeypatch)
+    assert any(TensorSimulation(seed).run().problems for seed in range(MAX_SEEDS))

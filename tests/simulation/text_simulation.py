@@ -49,7 +49,7 @@ class TextSimulation(Simulation):
         self.max_num_seqs = rng.choice([1, 2, 3, 5])
         if self.max_num_seqs < 3:
             rates["beams"] = 0.0
-        self.within_s = rng.choice([0.01, 0.1, 1.0])
+        self.within_s = rng.choice([0.0, 0.01, 0.1, 1.0])
         self.requests = TextRequests(self.random(), within_s=self.within_s, rates=rates)
         self.calls = [TextCall(request=self.requests.draw()) for _ in range(rng.choice([2, 4, 7]))]
         self.thread_calls: list[TextCall] = []

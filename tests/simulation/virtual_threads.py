@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import importlib
+import logging
 import sys
 import threading
 import time
@@ -42,7 +43,9 @@ MODULES = (
     "genserve.textmodel.text_model",
 )
 
-_MAX_SWITCHES = 20_000  # of a simulation, which needs some hundreds
+# Of a simulation, which needs some hundreds of either.
+_MAX_SWITCHES = 20_000
+_MAX_POINTS = 200_000
 
 
 class Stuck(Exception):
@@ -61,6 +64,7 @@ class VirtualThread:
         self._args = args
         self._threads = current()
         self._joining: list[VirtualThread] = []
+        self.rank = self._threads.new_rank()
         self.alive = False
         self.waits = False
         self.woken = False
@@ -108,9 +112,15 @@ class VirtualThreads:
         self.started: list[VirtualThread] = []
         self.problems: list[str] = []
         self.num_switches = 0
+        self._num_points = 0
         self._rng = rng
         self._draw = rng.random
         self._switch_rate = switch_rate
+        # With ranks, which change seldom, a thread may stand still while others do much: Burckhardt et al., "A
+        # Randomized Scheduler with Probabilistic Guarantees of Finding Bugs" (2010).
+        self._by_rank = rng.random() < 0.5
+        # Only what happens at the same time can happen in another order.
+        self._grid_ns = rng.choice([1, 1_000_000, 10_000_000, 50_000_000])
         self._timers: list[tuple[int, int, VirtualThread, int]] = []
         self._num_timers = 0
         self.is_ending = False
@@ -123,7 +133,7 @@ class VirtualThreads:
             if not self.ready:
                 self._advance()
             ready = self.ready
-            index = int(self._draw() * len(ready)) if len(ready) > 1 else 0
+            index = self._next_index() if len(ready) > 1 else 0
             self.running = ready[index]
             ready[index] = ready[-1]
             ready.pop()
@@ -133,6 +143,12 @@ class VirtualThreads:
             self.running.greenlet.switch()
         self.running = None
 
+    def _next_index(self) -> int:
+        """Return which of the threads that are ready continues: any, or the one of the highest rank."""
+        if not self._by_rank:
+            return int(self._draw() * len(self.ready))
+        return min(range(len(self.ready)), key=lambda index: self.ready[index].rank)
+
     def end(self) -> None:
         """End the threads that have not ended by themselves."""
         self.is_ending = True
@@ -141,9 +157,18 @@ class VirtualThreads:
                 self.running = thread
                 thread.greenlet.throw(GreenletExit)
 
+    def new_rank(self) -> float:
+        """Return the rank of a new thread."""
+        return self._draw()
+
     def point(self) -> None:
         """Let another thread continue, sometimes."""
+        self._num_points += 1
+        if self._num_points > _MAX_POINTS and not self.is_ending:
+            self.report(f"a thread runs without end: {self.running.name}")
+            self._leave()
         if self.ready and self._draw() < self._switch_rate and self.running is not None:
+            self.running.rank = self._draw()
             self.ready.append(self.running)
             self._leave()
 
@@ -165,8 +190,12 @@ class VirtualThreads:
             self.ready.append(thread)
 
     def sleep(self, seconds: float) -> None:
-        """Wait for a time."""
-        self.wait(self.now_ns + int(seconds * 1e9))
+        """Wait for a time, or a little longer."""
+        self.wait(self.on_grid(self.now_ns + int(seconds * 1e9)))
+
+    def on_grid(self, when_ns: int) -> int:
+        """Return the next time at which clients and models do something."""
+        return -(-when_ns // self._grid_ns) * self._grid_ns
 
     def time_in(self, seconds: float | None) -> int | None:
         """Return the time in so many seconds; None: never."""
@@ -531,5 +560,7 @@ def virtual_threads(rng: Random, *, switch_rate: float) -> Iterator[VirtualThrea
     try:
         yield threads
     finally:
+        logging.disable(logging.CRITICAL)  # threads that are ended say why
         threads.end()
+        logging.disable(logging.NOTSET)
         _current.pop()
