@@ -12,12 +12,13 @@ RELEASE := $(VENV)/.release
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 INSTALL := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt $(BIN)/pip install
 
-.PHONY: help setup pull serve chat test check docs bench conformance dist sbom image page
+.PHONY: help setup pull serve chat test check soak docs bench conformance dist sbom image page
 
 help:
 	@echo "make serve   set up, bring the default model, start the server"
 	@echo "make chat    the same, and chat in the terminal instead"
 	@echo "make test    set up and run the tests; ARGS='-m slow' runs the slow ones"
+	@echo "make soak    100,000 seeds of the simulation; SEEDS=5000 runs fewer"
 	@echo "make check   ruff, mypy, import layers, known vulnerabilities"
 	@echo "make docs    the documentation as a site, in site/"
 	@echo "make bench   the server beside the bare forward loop"
@@ -74,6 +75,11 @@ check: $(DEV)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/audit.py
+
+SEEDS ?= 100000
+
+soak: $(DEV)
+	$(BIN)/python -m tests.simulation --seeds $(SEEDS)
 
 $(RELEASE): pyproject.toml constraints.txt
 	$(CREATE)

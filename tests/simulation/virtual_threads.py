@@ -116,8 +116,8 @@ class VirtualThreads:
         self._rng = rng
         self._draw = rng.random
         self._switch_rate = switch_rate
-        # With ranks, which change seldom, a thread may stand still while others do much: Burckhardt et al., "A
-        # Randomized Scheduler with Probabilistic Guarantees of Finding Bugs" (2010).
+        # With ranks, which change seldom, a thread may stand still while others do much: Burckhardt et al.,
+        # "A Randomized Scheduler with Probabilistic Guarantees of Finding Bugs" (2010).
         self._by_rank = rng.random() < 0.5
         # Only what happens at the same time can happen in another order.
         self._grid_ns = rng.choice([1, 1_000_000, 10_000_000, 50_000_000])
