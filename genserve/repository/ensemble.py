@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from genserve.config.model_config import EnsembleStep, ModelConfig
+from genserve.config.model_config import EnsembleStep, ModelConfig, TensorSpec
 from genserve.errors import Closed, GenserveError, InferenceError, Status
 from genserve.inference import (
     Backlog,
@@ -89,6 +89,7 @@ class Ensemble:
         if inference.span is not None:
             inference.span.computes = False
         inference.when_ended(self._executed)
+        steps = _needed(steps, inference.request.requested_outputs, config=self._config)
         run = _Run(inference, config=self._config, steps=steps, server=self._server)
         inference.when_cancelled(run.cancel)
         if self._queues is not None:
@@ -114,13 +115,12 @@ class _Step:
         self.makes = tuple(spec.output_map.values())
         optional = {tensor.name for tensor in model.inputs if tensor.optional}
         self.required = tuple(tensor for name, tensor in spec.input_map.items() if name not in optional)
-        lead = 1 if model.max_batch_size else 0
-        self._ranks = {tensor.name: lead + len(tensor.dims) for tensor in model.inputs}
+        self._ranks = _ranks(model.inputs, model)
 
     def inputs(self, flow: _Flow) -> dict[str, Tensor]:
         """Return the inputs of the step, by the model's names."""
         return {
-            name: self._fitted(tensor.renamed(name))
+            name: _fitted(tensor.renamed(name), self._ranks)
             for name, source in self.spec.input_map.items()
             if (tensor := flow.get(source)) is not None
         }
@@ -132,15 +132,6 @@ class _Step:
             tensor = response.output(output) if response is not None else None
             made[name] = tensor.renamed(name) if tensor is not None else None
         return made
-
-    def _fitted(self, tensor: Tensor) -> Tensor:
-        """Add or remove a batch dimension of 1 where only one of ensemble and model batches."""
-        rank = self._ranks.get(tensor.name, len(tensor.shape))
-        if len(tensor.shape) == rank + 1 and tensor.shape[0] == 1:
-            return tensor.reshaped(tensor.shape[1:])
-        if len(tensor.shape) == rank - 1:
-            return tensor.reshaped((1, *tensor.shape))
-        return tensor
 
 
 class _InflightQueue:
@@ -284,6 +275,7 @@ class _Run:
         self._server = server
         self._lock = threading.Lock()
         self._failed = False
+        self._ranks = _ranks(config.outputs, config)
         below = {step: _downstream(step, steps) for step in steps if step.decoupled}
         self._below = {step: _in_one_flow(after, below) for step, after in below.items()}
         self._root = _Flow(
@@ -420,8 +412,8 @@ class _Run:
 
     def _response(self, flow: _Flow) -> InferenceResponse:
         wanted = self._inference.request.requested_outputs or [spec.name for spec in self._config.outputs]
-        outputs = [tensor for name in wanted if (tensor := flow.get(name)) is not None]
-        if len(outputs) < len(wanted) and flow.parent is None:
+        outputs = [_fitted(tensor, self._ranks) for name in wanted if (tensor := flow.get(name)) is not None]
+        if not outputs and flow.parent is None:
             text = (
                 f"in ensemble '{self._config.name}', unexpected deadlock, at least one output is not set "
                 "while no more ensemble steps can be made"
@@ -441,6 +433,33 @@ class _Run:
         self._failed = True
         self._inference.fail(_within(self._config, error))
         self.cancel()
+
+
+def _needed(steps: list[_Step], wanted: Sequence[str], *, config: ModelConfig) -> list[_Step]:
+    """Return the steps that the wanted outputs depend on; all, if these are all outputs or none is named."""
+    tensors = set(wanted)
+    if not tensors or tensors >= {spec.name for spec in config.outputs}:
+        return steps
+    needed: set[_Step] = set()
+    while more := [step for step in steps if step not in needed and tensors.intersection(step.makes)]:
+        needed.update(more)
+        tensors.update(name for step in more for name in step.sources)
+    return [step for step in steps if step in needed]
+
+
+def _ranks(specs: Sequence[TensorSpec], model: ModelConfig) -> dict[str, int]:
+    """Return the number of dimensions of tensors of a model, with that of the batch."""
+    return {spec.name: bool(model.max_batch_size) + len(spec.dims) for spec in specs}
+
+
+def _fitted(tensor: Tensor, ranks: Mapping[str, int]) -> Tensor:
+    """Add or remove a batch dimension of 1 where only one of ensemble and model batches."""
+    rank = ranks.get(tensor.name, len(tensor.shape))
+    if len(tensor.shape) == rank + 1 and tensor.shape[0] == 1:
+        return tensor.reshaped(tensor.shape[1:])
+    if len(tensor.shape) == rank - 1:
+        return tensor.reshaped((1, *tensor.shape))
+    return tensor
 
 
 def _forget(flow: _Flow) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import MappingProxyType
 
 import numpy as np
@@ -105,19 +106,23 @@ def served(
     return ModelVersion(graph, config=config, version=1, statistics=statistics)
 
 
-def inference_of(on_response: OnResponse, **arrays: np.ndarray) -> Inference:
+def inference_of(on_response: OnResponse, wanted: tuple[str, ...] = (), **arrays: np.ndarray) -> Inference:
     request = InferenceRequest(
         model_name="e",
         id="7",
         inputs={name: Tensor(name, np.asarray(array, np.float32)) for name, array in arrays.items()},
+        requested_outputs=wanted,
     )
     return Inference(request=request, on_response=on_response)
 
 
-def ask(model: ModelVersion, **arrays: np.ndarray) -> list[InferenceResponse | None]:
+def ask(
+    model: ModelVersion, wanted: tuple[str, ...] = (), **arrays: np.ndarray
+) -> list[InferenceResponse | None]:
     """All that comes, in order; `None` stands for an end that came alone."""
     arrived: queue.SimpleQueue[tuple[InferenceResponse | None, bool]] = queue.SimpleQueue()
-    model.submit(inference_of(lambda response, final: arrived.put((response, final)), **arrays))
+    inference = inference_of(lambda response, final: arrived.put((response, final)), wanted, **arrays)
+    model.submit(inference)
     responses = []
     while True:
         response, final = arrived.get(timeout=10)
@@ -303,6 +308,44 @@ def test_a_missing_optional_tensor_skips_the_steps_that_need_it():
     assert values(ask(ensemble, x=[1])) == [[1]]
     assert [request.model_name for request in server.seen] == ["either"]
     assert values(ask(ensemble, x=[1], **{"w?": [5]})) == [[6]]
+
+
+def test_only_the_steps_run_that_the_requested_outputs_need():
+    server = FunctionServer(
+        double=lambda t: [{"b": t["a"] * 2}],
+        increase=lambda t: [{"b": t["a"] + 1}],
+        other=lambda t: [{"b": t["a"] - 1}],
+    )
+    ensemble = served(
+        server,
+        {name: model(name) for name in ("double", "increase", "other")},
+        step("increase", {"a": "d"}, {"b": "y"}),
+        step("double", {"a": "x"}, {"b": "d"}),
+        step("other", {"a": "x"}, {"b": "z"}),
+        outputs=("y", "z"),
+    )
+    assert values(ask(ensemble, ("y",), x=[3])) == [[7]]
+    assert sorted(request.model_name for request in server.seen) == ["double", "increase"]
+
+
+def test_an_output_that_no_step_made_is_left_out():
+    server = FunctionServer(half=lambda t: [{"b": t["a"]}])
+    ensemble = served(
+        server,
+        {"half": model("half", outputs=("b", "c"))},
+        step("half", {"a": "x"}, {"b": "y", "c": "z"}),
+        outputs=("y", "z"),
+    )
+    [response] = ask(ensemble, x=[1])
+    assert [output.name for output in response.outputs] == ["y"]
+
+
+def test_an_output_of_a_batching_step_has_the_shape_of_an_ensemble_without_batching():
+    server = FunctionServer(same=lambda t: [{"b": t["a"]}])
+    batching = replace(model("same"), max_batch_size=8)
+    ensemble = served(server, {"same": batching}, step("same", {"a": "x"}, {"b": "y"}))
+    assert values(ask(ensemble, x=[1, 2])) == [[1, 2]]
+    assert server.seen[0].inputs["a"].shape == (1, 2)
 
 
 def test_a_missing_output_is_an_error():
