@@ -15,6 +15,7 @@ from genserve.log import CURRENT_REQUEST
 from genserve.server.access_control import AccessControl, check_restriction, parse_restrictions
 from genserve.server.access_log import CLIENT_CLOSED_REQUEST, AccessLog
 from genserve.server.connection_errors import raise_connection_error
+from genserve.server.documented_errors import document_errors
 from genserve.server.error_responses import ErrorResponses
 from genserve.server.routes import (
     bundled_pages,
@@ -94,6 +95,14 @@ class _App(FastAPI):
                 expose_headers=["*"],
                 allow_private_network=True,     # some browsers check before a public page reaches loopback
             )
+
+    def openapi(self) -> dict[str, Any]:
+        """Return the OpenAPI document, with the errors of each dialect."""
+        is_new = self.openapi_schema is None
+        document = super().openapi()
+        if is_new:
+            document_errors(document, self._errors)
+        return document
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request; the ASGI protocol."""

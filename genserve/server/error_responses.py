@@ -16,6 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from genserve.errors import (
     Closed,
@@ -250,6 +251,11 @@ class ErrorResponses:
     def __init__(self, formats: ErrorFormats) -> None:
         self._formats = sorted(formats.items(), key=lambda item: -len(item[0]))     # the longest first
 
+    def format_of(self, path: str) -> ErrorFormat:
+        """Return the format of the errors of a path."""
+        fitting = (form for prefix, form in self._formats if path.startswith(prefix))
+        return next(fitting, self._formats[-1][1])      # `OPTIONS *` has no path
+
     def response(self, error: GenserveError, *, path: str, status: int | None = None) -> JSONResponse:
         """Return the response to a failed request, and note the error for the log.
 
@@ -259,8 +265,7 @@ class ErrorResponses:
             status: of the response; None: that of the error.
         """
         fail_request(error)
-        fitting = (form for prefix, form in self._formats if path.startswith(prefix))
-        written = next(fitting, self._formats[-1][1])   # `OPTIONS *` has no path
+        written = self.format_of(path)
         status = status or written.status(error)
         headers = error_headers(error)
         if status == 503 and not headers:
@@ -294,7 +299,9 @@ class ErrorResponses:
 
     async def _on_http_error(self, request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        allowed = (error.headers or {}).get("Allow", "another method")
+        if error.status_code == 405:
+            error = HTTPException(405, headers={"Allow": _allowed_methods(request)})
+        allowed = (error.headers or {}).get("Allow")
         messages = {404: "no such route", 405: f"this route supports only {allowed}"}
         message = messages.get(error.status_code, str(error.detail))
         invalid = InvalidRequest(message, remedy="GET /docs lists the routes")
@@ -310,6 +317,16 @@ class ErrorResponses:
     async def _on_bug(self, request: Request, error: Exception) -> JSONResponse:
         logger.error("request failed", exc_info=error)
         return self._respond(request, ModelFailed("the server failed; its log has the reason"))
+
+
+def _allowed_methods(request: Request) -> str:
+    """Return the methods of all routes with the path of a request; Starlette knows those of the first."""
+    scope = {"type": "http", "path": request.scope["path"], "headers": []}
+    return ", ".join(
+        method
+        for method in ("DELETE", "GET", "POST")
+        if any(route.matches({**scope, "method": method})[0] is Match.FULL for route in request.app.routes)
+    )
 
 
 def _invalid_body(error: RequestValidationError, body: type[BaseModel] | None) -> InvalidRequest:

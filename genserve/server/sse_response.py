@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable
-from typing import ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from fastapi import Request
 from sse_starlette import EventSourceResponse, ServerSentEvent
@@ -40,6 +40,11 @@ class Frames(Protocol):
 
     def end(self) -> bytes:
         """Return what follows the last delta, or an error."""
+
+
+def documented(*content_types: str) -> dict[int | str, dict[str, Any]]:
+    """Return what the OpenAPI document says of a successful answer that is not, or not always, JSON."""
+    return {200: {"content": {content_type: {} for content_type in content_types}}}
 
 
 class ClientLeft(Exception):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fastapi import APIRouter
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from genserve.repository.model_versions import ModelState
@@ -45,7 +45,7 @@ async def version() -> dict[str, str]:
     return {"version": __version__}
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(services: SharedServices) -> Response:
     """All metrics, in Prometheus' text format."""
     return Response(metrics_text(services.metrics.registry), media_type=CONTENT_TYPE_LATEST)

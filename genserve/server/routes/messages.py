@@ -33,7 +33,7 @@ from genserve.server.json_response import AnswerResponse
 from genserve.server.request_body import StrictRoute
 from genserve.server.routes.messages_body import MessagesBody, PromptFields
 from genserve.server.services import SharedServices
-from genserve.server.sse_response import EventStream, event
+from genserve.server.sse_response import EventStream, documented, event
 from genserve.text.message_parser import MessageParser, arguments_so_far, parsed_message, read_delta
 from genserve.textmodel.text_model import TextModel
 
@@ -79,7 +79,7 @@ def anthropic_error(error: GenserveError) -> dict[str, Any]:
 ERRORS: ErrorFormats = {"/v1/messages": ErrorFormat(anthropic_error, http_status)}
 
 
-@router.post("/messages")
+@router.post("/messages", responses=documented("text/event-stream"))
 async def messages(body: MessagesBody, services: SharedServices, request: Request) -> Response:
     """Answer a chat, whole or as server-sent events."""
     generation = _MessagesRequest(body=body, model=services.repository.text_model(body.model))

@@ -141,7 +141,7 @@ class ThinkingFields(TolerantBody):
     type: Literal["enabled", "disabled", "adaptive", "between_tools"] = Field(
         description="`disabled` turns reasoning off, if the model's chat template can do that."
     )
-    budget_tokens: int | None = parameter("thinking_token_budget")
+    budget_tokens: int | None = parameter("thinking_token_budget", ge=0, le=2**31 - 1)
     display: Literal["summarized", "omitted"] | None = Field(
         default=None, description="`omitted`: the text of the reasoning is left out of the answer."
     )

@@ -35,7 +35,7 @@ from genserve.server.request_body import StrictRoute, TolerantBody
 from genserve.server.routes.logprob_formats import TokenScores
 from genserve.server.routes.ollama_body import OllamaBody, OllamaChatBody, OllamaGenerateBody
 from genserve.server.services import Services, SharedServices
-from genserve.server.sse_response import EventStream
+from genserve.server.sse_response import EventStream, documented
 from genserve.text.message_parser import arguments_so_far, parsed_message, read_delta
 from genserve.textmodel.text_model import TextModel
 
@@ -78,13 +78,13 @@ class ModelFields(TolerantBody):
     )
 
 
-@router.post("/chat")
+@router.post("/chat", responses=documented("application/x-ndjson"))
 async def chat(body: OllamaChatBody, services: SharedServices, request: Request) -> Response:
     """Answer a chat, in lines of JSON or whole."""
     return await _handle(body, services, request)
 
 
-@router.post("/generate")
+@router.post("/generate", responses=documented("application/x-ndjson"))
 async def generate(body: OllamaGenerateBody, services: SharedServices, request: Request) -> Response:
     """Answer a prompt, in lines of JSON or whole."""
     return await _handle(body, services, request)
@@ -138,7 +138,7 @@ async def show(body: ModelFields, services: SharedServices) -> dict[str, Any]:
     }
 
 
-@router.post("/pull")
+@router.post("/pull", responses=documented("application/x-ndjson"))
 async def pull(body: ModelFields, services: SharedServices) -> Response:
     """Confirm that a model is there; this server downloads none."""
     name = body.model or body.name

@@ -133,7 +133,9 @@ class OllamaBody(TolerantBody):
         description='The form of the answer: `"json"` for any JSON object, or a JSON schema.',
         json_schema_extra=COMMON,
     )
-    options: Annotated[OptionsFields, BeforeValidator(_no_options)] = Field(
+    options: Annotated[
+        OptionsFields, BeforeValidator(_no_options, json_schema_input_type=OptionsFields | None)
+    ] = Field(
         default=OptionsFields(), description="How tokens are drawn, and what ends the answer."
     )
     think: bool | Literal["low", "medium", "high", "max"] | None = Field(

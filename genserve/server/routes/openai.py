@@ -20,6 +20,7 @@ from genserve.server.routes.logprob_formats import TokenScores, prompt_logprobs
 from genserve.server.routes.openai_chat_body import ChatBody
 from genserve.server.routes.openai_protocol import FINISH_REASONS, OpenAIFrames, choose, head, reasoning_usage
 from genserve.server.services import SharedServices
+from genserve.server.sse_response import documented
 from genserve.text.message_parser import MessageParser, parsed_message
 from genserve.textmodel.text_model import TextModel
 
@@ -27,7 +28,7 @@ router = APIRouter(prefix="/v1", route_class=StrictRoute, tags=["OpenAI"])
 ERRORS: ErrorFormats = {"/v1/": OPENAI_ERRORS}
 
 
-@router.post("/chat/completions")
+@router.post("/chat/completions", responses=documented("text/event-stream"))
 async def chat_completions(body: ChatBody, services: SharedServices, request: Request) -> Response:
     """Answer a chat, whole or as server-sent events."""
     return await handle_generation(body, services, request, frames=ChatFrames, answer=_answer)

@@ -28,6 +28,7 @@ from genserve.server.request_body import Items, StrictRoute
 from genserve.server.routes.logprob_formats import CompletionLogprobs, prompt_logprobs
 from genserve.server.routes.openai_protocol import FINISH_REASONS, OpenAIBody, OpenAIFrames, choose, head
 from genserve.server.services import SharedServices
+from genserve.server.sse_response import documented
 from genserve.text.tokenizer import Tokenizer
 
 router = APIRouter(prefix="/v1", route_class=StrictRoute, tags=["OpenAI"])
@@ -133,7 +134,7 @@ class CompletionBody(OpenAIBody):
         return replace(scored, finish_reason=finish_reason, usage=usage)
 
 
-@router.post("/completions")
+@router.post("/completions", responses=documented("text/event-stream"))
 async def completions(body: CompletionBody, services: SharedServices, request: Request) -> Response:
     """Complete prompts, whole or as server-sent events."""
     return await handle_generation(body, services, request, frames=CompletionFrames, answer=_answer)

@@ -18,6 +18,7 @@ from genserve.server.routes.logprob_formats import ScoredToken, TokenScores
 from genserve.server.routes.response_items import ItemStatus, OutputItems
 from genserve.server.routes.responses_body import ResponseRequest, ResponsesBody
 from genserve.server.services import SharedServices
+from genserve.server.sse_response import documented
 
 router = APIRouter(prefix="/v1", route_class=StrictRoute, tags=["OpenAI Responses"])
 ERRORS: ErrorFormats = {"/v1/": OPENAI_ERRORS}
@@ -25,7 +26,7 @@ ERRORS: ErrorFormats = {"/v1/": OPENAI_ERRORS}
 _COMPLETE = (FinishReason.END_OF_SEQUENCE, FinishReason.STOP_STRING)
 
 
-@router.post("/responses")
+@router.post("/responses", responses=documented("text/event-stream"))
 async def create_response(body: ResponsesBody, services: SharedServices, request: Request) -> Response:
     """Answer the items of a conversation, whole or as server-sent events."""
     max_bytes = services.settings.max_body_bytes

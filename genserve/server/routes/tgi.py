@@ -22,7 +22,7 @@ from genserve.server.request_body import StrictRoute
 from genserve.server.routes.logprob_formats import TopTokenReader, tgi_prefill
 from genserve.server.routes.tgi_fields import CompatibleBody, GenerateBody
 from genserve.server.services import Services, SharedServices
-from genserve.server.sse_response import event
+from genserve.server.sse_response import documented, event
 from genserve.version import __version__
 
 router = APIRouter(route_class=StrictRoute, tags=["TGI"])
@@ -40,13 +40,13 @@ async def generate(body: GenerateBody, services: SharedServices, request: Reques
     return await _handle(_TgiRequest(body=body), services, request)
 
 
-@router.post("/generate_stream")
+@router.post("/generate_stream", response_class=Response, responses=documented("text/event-stream"))
 async def generate_stream(body: GenerateBody, services: SharedServices, request: Request) -> Response:
     """Complete a prompt and answer token by token, as server-sent events."""
     return await _handle(_TgiRequest(body=body, stream=True), services, request)
 
 
-@router.post("/")
+@router.post("/", responses=documented("text/event-stream"))
 async def generate_or_stream(body: CompatibleBody, services: SharedServices, request: Request) -> Response:
     """Do as `/generate_stream` if `stream` is true, else as `/generate` with the answer in a list."""
     return await _handle(_TgiRequest(body=body, stream=body.stream, in_list=True), services, request)
