@@ -54,8 +54,10 @@ _LAST_EVENTS_S = 1
 _LAST_SPANS_S = 3
 # Interval of the lines that say what a server that stops still waits for.
 _REPORT_S = 5
-# Time for the process to exit, once everything has closed or after the second signal.
+# Time for the process to exit after the second signal; and once everything has closed, which takes longer on a
+# busy machine.
 _EXIT_S = 1
+_CLOSED_EXIT_S = 2
 # Open files besides the connections of HTTP: models, logs, pipes, gRPC, metrics.
 _OTHER_FILES = 1024
 
@@ -257,7 +259,9 @@ class Server(uvicorn.Server):
         else:
             self._first_signal = sig
         # Here, since a blocked event loop never reaches `shutdown`.
-        self._expect_end(0 if self.force_exit else self.services.settings.drain_s + _LAST_EVENTS_S)
+        self._expect_end(
+            _EXIT_S if self.force_exit else self.services.settings.drain_s + _LAST_EVENTS_S + _CLOSED_EXIT_S
+        )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Open the ports, and load the models in the background."""
@@ -319,7 +323,7 @@ class Server(uvicorn.Server):
         self.services.repository.reject_loads()
         drain_s = self.services.settings.drain_s
         logger.info("stopping: %s", self._waiting(drain_s) or "no request is running")
-        self._expect_end(drain_s + _LAST_EVENTS_S)
+        self._expect_end(drain_s + _LAST_EVENTS_S + _CLOSED_EXIT_S)
         event_loop = asyncio.get_running_loop()
         end = event_loop.time() + drain_s + _LAST_EVENTS_S
         reports = asyncio.create_task(self._report_waiting(end=event_loop.time() + drain_s))
@@ -371,7 +375,7 @@ class Server(uvicorn.Server):
     def _expect_end(self, seconds: float) -> None:
         """End the process unless it has exited by then."""
         if self._end_process is not None:
-            timer = threading.Timer(seconds + _EXIT_S, self._end_process, args=(self.exit_code,))
+            timer = threading.Timer(seconds, self._end_process, args=(self.exit_code,))
             timer.daemon = True
             timer.start()
 
