@@ -54,8 +54,8 @@ _LAST_EVENTS_S = 1
 _LAST_SPANS_S = 3
 # Interval of the lines that say what a server that stops still waits for.
 _REPORT_S = 5
-# Time for the process to exit after the second signal; and once everything has closed, which takes longer on a
-# busy machine.
+# Time for the process to exit after the second signal; and once everything has closed, which takes longer if
+# the machine is busy.
 _EXIT_S = 1
 _CLOSED_EXIT_S = 2
 # Open files besides the connections of HTTP: models, logs, pipes, gRPC, metrics.
