@@ -11,6 +11,7 @@ import os
 import random
 import re
 import signal
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -109,8 +110,10 @@ class FaultMix:
         small = ((6, self.small), (1, self.small_grpc))
         tasks = [asyncio.create_task(self._repeat(text, pause_s=0.05)) for _ in range(NUM_CLIENTS)]
         tasks += [asyncio.create_task(self._repeat(small, pause_s=0.1)) for _ in range(NUM_SMALL_CLIENTS)]
-        for fault, interval_s in ((self.kill, 3.0), (self.reload, 2.0), (self.reload_text, 61.0)):
-            tasks.append(asyncio.create_task(self._every(fault, interval_s)))
+        tasks += [asyncio.create_task(self._every(self.kill, 3.0, until_s=seconds))]
+        tasks += [asyncio.create_task(self._every(self.reload, 2.0, until_s=seconds))]
+        # Not in the second half, in which memory is judged: each reload empties the KV cache.
+        tasks += [asyncio.create_task(self._every(self.reload_text, 61.0, until_s=seconds / 2))]
         await asyncio.sleep(seconds)
         self._running = False
         await asyncio.gather(*tasks)
@@ -126,14 +129,13 @@ class FaultMix:
             await scenario()
             await asyncio.sleep(pause_s * self._random.random())
 
-    async def _every(self, fault: Callable[[], Awaitable[None]], interval_s: float) -> None:
-        slept_s = 0.0
-        while self._running:
-            await asyncio.sleep(0.25)
-            slept_s += 0.25
-            if slept_s >= interval_s:
-                slept_s = 0.0
-                await fault()
+    async def _every(
+        self, fault: Callable[[], Awaitable[None]], interval_s: float, *, until_s: float
+    ) -> None:
+        ends_s = time.monotonic() + until_s
+        while time.monotonic() + interval_s < ends_s:
+            await asyncio.sleep(interval_s)
+            await fault()
 
     def _prompt(self) -> str:
         count = self._random.choice((3, self._max_words // 3, self._max_words))
