@@ -14,7 +14,7 @@ import tritonclient.http
 import genserve.server.request_body
 import genserve.tensor
 from genserve.server.offload import offload_if_large, write_cost
-from genserve.server.routes import logprob_formats
+from genserve.server.routes import health, logprob_formats
 from genserve.tensor import Tensor
 from tests.server.live_kserve import copy_models
 from tests.support.live_server import LiveServer
@@ -65,6 +65,13 @@ def test_a_large_body_of_another_dialect_is_parsed_off_the_event_loop_too(server
         assert http.post("/v1/completions", json={"prompt": [1] * 200000}).status_code == 404
     assert threads
     assert server.thread not in threads
+
+
+def test_metrics_are_written_off_the_event_loop(tiny_server, monkeypatch):
+    threads = threads_of(health, "metrics_text", monkeypatch=monkeypatch)
+    assert httpx2.get(f"{tiny_server.url}/metrics").status_code == 200
+    assert threads
+    assert tiny_server.thread not in threads
 
 
 @pytest.mark.parametrize("stream", [False, True])
