@@ -65,6 +65,10 @@ class OnnxGraph:
             for name, value in zip(outputs, values, strict=True)
         }
 
+    def terminate(self) -> None:
+        """End the current runs with an error, each after its current operator; later runs fail too."""
+        self._run_options.terminate = True
+
     def _run_by_values(self, feed: Mapping[str, Any], outputs: Sequence[str]) -> list[NDArray[Any]]:
         """Run a graph with outputs in bfloat16, which `run` cannot convert to numpy."""
         ort_value = import_onnxruntime().OrtValue
@@ -107,6 +111,7 @@ class OnnxRuntimeBackend(NetworkBackend):
     """`Backend` of `backend: "onnxruntime"` and `platform: "onnxruntime_onnx"`."""
 
     default_file = "model.onnx"
+    _network: OnnxGraph
 
     @classmethod
     def auto_complete(cls, message: Any, *, path: Path, version: int, default_max_batch_size: int) -> None:
@@ -126,6 +131,11 @@ class OnnxRuntimeBackend(NetworkBackend):
     def open_network(cls, path: Path, config: ModelConfig, placement: Placement) -> OnnxGraph:
         """See `NetworkBackend.open_network`."""
         return open_graph(path, config=config, placement=placement)
+
+    def abort(self) -> bool:
+        """End a run that an unload does not wait for any longer, such as an endless loop of the graph."""
+        self._network.terminate()
+        return True
 
 
 def _to_onnx(tensor: Tensor, graph_tensor: GraphTensor) -> Any:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import threading
 import zipfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -17,6 +19,8 @@ import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
+from genserve.repository.options import ControlMode, RepositoryOptions
+from genserve.repository.repository import Repository
 from tests.faults.broken_repository import (
     CONFIG,
     GOOD,
@@ -27,6 +31,8 @@ from tests.faults.broken_repository import (
     serving_beside_good,
     write_model,
 )
+from tests.support.live_server import wait_until
+from tests.support.python_models import ask
 
 _node = helper.make_node
 _PYTORCH = CONFIG.replace("onnxruntime", "pytorch").replace('"X"', '"X__0"').replace('"Y"', '"Y__0"')
@@ -182,6 +188,25 @@ FAILING: dict[str, tuple[bytes, str]] = {
 }
 
 
+def _endless() -> bytes:
+    """A graph whose loop never ends: its condition stays true."""
+    true = numpy_helper.from_array(np.array(True), "true")
+    body = helper.make_graph(
+        [_node("Identity", ["go"], ["goes_on"]), _node("Add", ["x", "x"], ["y"])],
+        "body",
+        [
+            helper.make_tensor_value_info("i", TensorProto.INT64, []),
+            helper.make_tensor_value_info("go", TensorProto.BOOL, []),
+            helper.make_tensor_value_info("x", TensorProto.FLOAT, MATRIX),
+        ],
+        [
+            helper.make_tensor_value_info("goes_on", TensorProto.BOOL, []),
+            helper.make_tensor_value_info("y", TensorProto.FLOAT, MATRIX),
+        ],
+    )
+    return graph(_node("Loop", ["", "true", "X"], ["Y"], body=body), weights=[true])
+
+
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrokenRepository]:
     models = {name: write for name, (write, _) in BROKEN.items()}
@@ -208,3 +233,19 @@ def test_a_graph_that_fails_fails_only_its_requests(repository: BrokenRepository
         answer = repository.infer(name)
         assert FAILING[name][1] in answer.json()["error"]
         repository.check_good()
+
+
+def test_an_endless_loop_ends_with_the_unload_of_its_model(tmp_path: Path, caplog: Any) -> None:
+    write_model(tmp_path / "endless", _endless())
+    options = RepositoryOptions(control_mode=ControlMode.EXPLICIT, exit_timeout_s=0.1)
+    models = Repository([tmp_path], options=options)
+    models.start(["endless"])
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask, models, "endless", X=[[1, 1]])
+        wait_until(lambda: models.find("endless").num_pending and not models.find("endless").num_waiting)
+        models.unload("endless")
+        assert "was unloaded before this request ended" in str(asked.result().error)
+    models.close()
+    threads = [thread.name for thread in threading.enumerate()]
+    assert not [name for name in threads if name.startswith("instance-endless")]
+    assert "is abandoned" not in caplog.text
