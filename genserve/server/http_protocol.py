@@ -95,18 +95,17 @@ class HttpProtocol(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self._limits = limits
         self._is_surplus = False
-        self._reading = _NOTHING
-        self._num_requests = 0                      # that have begun
+        self.reading = _NOTHING
+        self.num_requests = 0                      # that have begun
         self._num_hosts = 0                         # Host headers of the current one
         self._is_chunked = False
         self._data_bytes = 0                        # that are being parsed
         self._unparsed_bytes = 0                    # of a head that is not complete
-        self._body_bytes = self._num_chunks = 0     # of the current request
+        self.body_bytes = self._num_chunks = 0     # of the current request
         self._max_body_bytes = math.inf             # set when the rest is not needed
         self._ended = False                         # what arrives from now on is dropped
         self._lingering_since_s: float | None = None
-        self._sender: _Progress | None = None
-        self._reader: _Progress | None = None
+        self._pace = _Pace(self, limits)
 
     # What asyncio calls.
 
@@ -120,21 +119,21 @@ class HttpProtocol(HttpToolsProtocol):
         if self._ended:
             return
         self._data_bytes = len(data)
-        is_in_head, request = self._reading == _HEAD, self._num_requests
+        is_in_head, request = self.reading == _HEAD, self.num_requests
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
             self._ignore_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserError as error:
-            self._fail(_malformed(error))
+            self.fail(_malformed(error))
         else:
-            if self._reading == _BODY:
+            if self.reading == _BODY:
                 self._receive_body()
-            elif is_in_head and self._reading == _HEAD and request == self._num_requests:
+            elif is_in_head and self.reading == _HEAD and request == self.num_requests:
                 # The parser keeps an unfinished header field to itself.
                 self._unparsed_bytes += len(data)
                 if self._unparsed_bytes > MAX_HEAD_BYTES:
-                    self._fail(_head_too_large())
+                    self.fail(_head_too_large())
 
     def _ignore_upgrade(self, rest: bytes) -> None:
         """Parse a request that offers WebSocket or HTTP/2 again, as one of HTTP/1.1.
@@ -142,7 +141,7 @@ class HttpProtocol(HttpToolsProtocol):
         Java's HttpClient offers HTTP/2 with each first request, and the parser would skip its body.
         """
         if not self.url.startswith(b"/"):
-            self._fail(MalformedRequest("the server is not a proxy"))   # CONNECT
+            self.fail(MalformedRequest("the server is not a proxy"))   # CONNECT
             return
         head = [self.parser.get_method(), b" ", self.url, b" HTTP/1.1\r\n"]
         for name, value in self.headers:
@@ -155,7 +154,7 @@ class HttpProtocol(HttpToolsProtocol):
         """Take a part of a body that is not complete; its answer may end before it does."""
         if self.cycle.transport is self.transport:
             self.cycle.transport = _Lingering(self)  # type: ignore[assignment]
-        if self._body_bytes > self._max_body_bytes:
+        if self.body_bytes > self._max_body_bytes:
             self._linger()
 
     # What the parser calls.
@@ -163,11 +162,11 @@ class HttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Begin a request."""
         super().on_message_begin()
-        self._reading = _HEAD
-        self._num_requests += 1
+        self.reading = _HEAD
+        self.num_requests += 1
         self._num_hosts = 0
         self._is_chunked = False
-        self._unparsed_bytes = self._body_bytes = self._num_chunks = 0
+        self._unparsed_bytes = self.body_bytes = self._num_chunks = 0
         self._max_body_bytes = math.inf
 
     def on_url(self, url: bytes) -> None:
@@ -180,7 +179,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Take a header field; raises MalformedRequest. A trailer comes after the request was admitted."""
-        if self._reading == _BODY:
+        if self.reading == _BODY:
             return
         name = name.lower()
         if name in _CHECKED:
@@ -212,7 +211,7 @@ class HttpProtocol(HttpToolsProtocol):
         if len(self.pipeline) >= _MAX_PIPELINED:
             raise MalformedRequest(f"more than {_MAX_PIPELINED} requests wait for their answers")
         super().on_headers_complete()
-        self._reading = _BODY
+        self.reading = _BODY
         if self._is_surplus:
             self.cycle.keep_alive = False
             if self.scope["path"] not in PROBES:
@@ -236,7 +235,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         """Take a part of the body."""
-        self._body_bytes += len(body)
+        self.body_bytes += len(body)
         cycle = self.cycle
         if not cycle.response_complete:
             cycle.body += body
@@ -246,8 +245,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """End a request."""
-        if self._reading == _BODY:
-            self._reading = _NOTHING
+        if self.reading == _BODY:
+            self.reading = _NOTHING
             self.cycle.more_body = False
             self.cycle.message_event.set()
 
@@ -259,8 +258,8 @@ class HttpProtocol(HttpToolsProtocol):
         if self._lingering_since_s is not None:
             return
         # Not uvicorn's method: its timer of an idle connection costs more than all that is done here.
-        if self._reading == _BODY:
-            self._max_body_bytes = self._body_bytes + _MAX_DROPPED_BYTES
+        if self.reading == _BODY:
+            self._max_body_bytes = self.body_bytes + _MAX_DROPPED_BYTES
         if not self.transport.is_closing():
             self.flow.resume_reading()
             if self.pipeline:
@@ -268,7 +267,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def close_after_answer(self) -> None:
         """Close the connection after its last answer."""
-        if self._ended or self._reading == _BODY:
+        if self._ended or self.reading == _BODY:
             self._linger()
         else:
             self.transport.close()
@@ -284,11 +283,11 @@ class HttpProtocol(HttpToolsProtocol):
 
     # Failures, and clients that are slow.
 
-    def _fail(self, error: GenserveError) -> None:
+    def fail(self, error: GenserveError) -> None:
         """Let the application answer the request that is being received with an error; then close."""
         self._ended = True
-        if self._reading != _BODY:
-            if self._reading == _NOTHING:
+        if self.reading != _BODY:
+            if self.reading == _NOTHING:
                 self.on_message_begin()
             self._answer_head(error)
             return
@@ -336,49 +335,11 @@ class HttpProtocol(HttpToolsProtocol):
             now_s: the time of the event loop.
         """
         if not self._ended:
-            self._check_sender(now_s)
-        num_waiting = self.transport.get_write_buffer_size()
-        if num_waiting:
-            self._check_reader(num_waiting + _num_sent_and_unread(self.transport), now_s)
+            self._pace.check_sender(now_s)
+        if num_waiting := self.transport.get_write_buffer_size():
+            self._pace.check_reader(num_waiting + _num_sent_and_unread(self.transport), now_s)
         elif self._lingering_since_s is not None and now_s - self._lingering_since_s > _LINGER_S:
             self.transport.abort()
-
-    def _check_sender(self, now_s: float) -> None:
-        reading, sender, limits = self._reading, self._sender, self._limits
-        is_answering = self.cycle is not None and not self.cycle.response_complete
-        is_waiting = self.flow.read_paused or (reading == _NOTHING and is_answering)
-        phase = (reading, self._num_requests, is_waiting)
-        if sender is None or sender.phase != phase or is_waiting:
-            self._sender = _Progress(phase, now_s, self._body_bytes)
-            return
-        waited_s = now_s - sender.since_s
-        if reading == _NOTHING:
-            # A new connection has no more time than a head: browsers open some in advance.
-            if waited_s > (limits.idle_s if self._num_requests else limits.head_s):
-                self.transport.close()
-        elif reading == _HEAD:
-            if waited_s > limits.head_s:
-                self._fail(_too_slow("head"))
-        elif waited_s > limits.body_s:
-            if self._body_bytes - sender.num_bytes < limits.body_s * _MIN_BYTES_PER_S:
-                self._fail(_too_slow("body"))
-            self._sender = _Progress(phase, now_s, self._body_bytes)
-
-    def _check_reader(self, num_waiting: int, now_s: float) -> None:
-        """Check a client for which bytes wait; while more of them are being written, it has time."""
-        reader, limits = self._reader, self._limits
-        is_writing = self.cycle is not None and not self.cycle.response_complete
-        if (is_writing and not self.flow.write_paused) or reader is None or num_waiting > reader.num_bytes:
-            self._reader = _Progress(None, now_s, num_waiting)
-        elif now_s - reader.since_s > limits.reader_s:
-            if reader.num_bytes - num_waiting >= limits.reader_s * _MIN_BYTES_PER_S:
-                self._reader = _Progress(None, now_s, num_waiting)
-            else:
-                host, port = self.client or ("-", 0)
-                logger.warning(
-                    "%s:%d is disconnected: for %g s it has not read its answer", host, port, limits.reader_s
-                )
-                self.transport.abort()
 
 
 class _Progress(NamedTuple):
@@ -387,6 +348,56 @@ class _Progress(NamedTuple):
     phase: object       # of a sender: which part of which request it sends
     since_s: float
     num_bytes: int      # of the body that have been received; or that wait for the reader
+
+
+class _Pace:
+    """How quickly the client of a connection sends and reads."""
+
+    def __init__(self, connection: HttpProtocol, limits: ConnectionLimits) -> None:
+        self._connection = connection
+        self._limits = limits
+        self._sender: _Progress | None = None
+        self._reader: _Progress | None = None
+
+    def check_sender(self, now_s: float) -> None:
+        """Reject a request that arrives too slowly, and close a connection that is idle for too long."""
+        connection, sender, limits = self._connection, self._sender, self._limits
+        reading, cycle = connection.reading, connection.cycle
+        is_answering = cycle is not None and not cycle.response_complete
+        is_waiting = connection.flow.read_paused or (reading == _NOTHING and is_answering)
+        phase = (reading, connection.num_requests, is_waiting)
+        if sender is None or sender.phase != phase or is_waiting:
+            self._sender = _Progress(phase, now_s, connection.body_bytes)
+            return
+        waited_s = now_s - sender.since_s
+        if reading == _NOTHING:
+            # A new connection has no more time than a head: browsers open some in advance.
+            if waited_s > (limits.idle_s if connection.num_requests else limits.head_s):
+                connection.transport.close()
+        elif reading == _HEAD:
+            if waited_s > limits.head_s:
+                connection.fail(_too_slow("head"))
+        elif waited_s > limits.body_s:
+            if connection.body_bytes - sender.num_bytes < limits.body_s * _MIN_BYTES_PER_S:
+                connection.fail(_too_slow("body"))
+            self._sender = _Progress(phase, now_s, connection.body_bytes)
+
+    def check_reader(self, num_waiting: int, now_s: float) -> None:
+        """Check a client for which bytes wait; while more of them are being written, it has time."""
+        connection, reader, limits = self._connection, self._reader, self._limits
+        cycle, is_paused = connection.cycle, connection.flow.write_paused
+        is_writing = cycle is not None and not cycle.response_complete and not is_paused
+        if is_writing or reader is None or num_waiting > reader.num_bytes:
+            self._reader = _Progress(None, now_s, num_waiting)
+        elif now_s - reader.since_s > limits.reader_s:
+            if reader.num_bytes - num_waiting >= limits.reader_s * _MIN_BYTES_PER_S:
+                self._reader = _Progress(None, now_s, num_waiting)
+            else:
+                host, port = connection.client or ("-", 0)
+                logger.warning(
+                    "%s:%d is disconnected: for %g s it has not read its answer", host, port, limits.reader_s
+                )
+                connection.transport.abort()
 
 
 class _Lingering:

@@ -94,6 +94,8 @@ class KServeCall:
             chunk = message.get("body", b"")
             if more := message.get("more_body", False):
                 raise_connection_error(self._scope)
+                if (declared := int(self.header(b"content-length") or 0)) > limit:
+                    raise too_large(declared, limit=limit)
             chunks.append(chunk)
             size += len(chunk)
             if size > limit:
