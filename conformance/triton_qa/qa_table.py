@@ -89,4 +89,4 @@ def _row(group: str, counts: Counter[str]) -> str:
 
 
 def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "/")[:200]
+    return re.sub(r"/\S+/", "", " ".join(text.split()).replace("|", "/"))[:160]

@@ -137,6 +137,8 @@ def lay_out(root: Path, sources: Sources) -> Workspace:
     for folder in ("qa", "docs/examples", "src/test/models", "python"):
         shutil.copytree(sources.server / folder, workspace.triton / folder)
     shutil.copytree(sources.client / "src/python/examples", workspace.qa / "clients")
+    for example in (workspace.qa / "clients").glob("*.py"):     # in place of those in C++
+        _program(example.with_suffix(""), f'#!/bin/sh\nexec python "{example}"\n')
     _copy_models(workspace, sources)
     _install_programs(workspace)
     _install_backends(workspace, sources)
