@@ -14,7 +14,13 @@ from genserve.errors import SEE_LOG, Closed, GenserveError, ModelFailed, Overloa
 from genserve.generation.admission_control import AdmissionControl, QueueLimits
 from genserve.generation.engine import Engine, StepResult
 from genserve.generation.engine_request import LogitsRequest, Request, TokenSequence
-from genserve.generation.request_inbox import OutputSink, RequestInbox, RequestOutput, RequestState
+from genserve.generation.request_inbox import (
+    Arrivals,
+    OutputSink,
+    RequestInbox,
+    RequestOutput,
+    RequestState,
+)
 from genserve.generation_metrics import GenerationMetrics
 from genserve.sampling.logits_array import LogitsArray
 
@@ -119,13 +125,18 @@ class EngineThread(RequestInbox):
                 self._failure = failure
             self._end_all(failure)
 
-    def _add_arrivals(self) -> None:
+    def _register_arrivals(self) -> Arrivals:
+        """Take over the new requests, all of them before the engine has one: so each ends if it fails."""
         arrivals = self._take_arrivals()
+        self._states.update((state.sequence, state) for state in arrivals.sequences)
+        self._unanswered.update((request, request) for request in arrivals.logits_requests)
+        return arrivals
+
+    def _add_arrivals(self) -> None:
+        arrivals = self._register_arrivals()
         for state in arrivals.sequences:
-            self._states[state.sequence] = state
             self._engine.add(state.sequence)
         for request in arrivals.logits_requests:
-            self._unanswered[request] = request
             self._engine.add_logits(request)
         if arrivals.cancelled:
             cancelled = {answer for request in arrivals.cancelled for answer in request.answers}
@@ -296,9 +307,16 @@ class EngineThread(RequestInbox):
         self._leave(request, num_seqs=state.num_seqs, started_s=state.sequence.started_s)
 
     def _end_all(self, error: GenserveError) -> None:
-        self._add_arrivals()
-        self._engine.remove([*self._states, *self._unanswered])
-        self._report_occupancy()
+        arrivals = self._register_arrivals()
+        try:
+            self._engine.remove([*self._states, *self._unanswered])
+            self._report_occupancy()
+        except Exception:   # of an engine that has failed; its requests end nevertheless
+            logger.exception("the engine did not drop its requests")
+        for request in arrivals.cancelled:
+            for answer in request.answers:
+                if answer in self._states or answer in self._unanswered:
+                    self._end(answer)
         outputs: list[RequestOutput] = [(state.sequence, error) for state in self._states.values()]
         self._deliver(outputs, now_s=self._engine.clock())
         for request in tuple(self._unanswered.values()):

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from random import Random
 from typing import Any
 
 import pytest
 
-from genserve.errors import Overloaded
+from genserve.errors import ModelFailed, ModelNotReady, Overloaded
 from genserve.generation.admission_control import QueueLimits
 from genserve.generation.engine import Engine
 from genserve.generation.engine_thread import EngineThread
+from genserve.generation.kv_cache_manager import KVCacheManager
+from genserve.generation.scheduler import Scheduler
 from tests.fakes.engines import RecordingSink
 from tests.fakes.logits import PagedLogits
 from tests.fakes.sequences import logits_request, sample_loop, sequence_of
@@ -78,5 +81,34 @@ def test_the_longest_wait_is_kept_while_all_places_are_held_for_loops():
         [(_, error)] = sink.outputs
         assert isinstance(error, Overloaded)
         engine.close()
+
+    simulated(scenario)
+
+
+@pytest.mark.parametrize(
+    ("where", "method"), [(Scheduler, "add"), (Scheduler, "remove"), (KVCacheManager, "free")]
+)
+def test_every_request_ends_when_the_engine_fails_outside_of_a_forward(where, method, monkeypatch):
+    def fails(*_args: Any, **_options: Any) -> None:
+        raise ValueError("planted")
+
+    def scenario() -> None:
+        monkeypatch.setattr(where, method, fails)
+        threads, sink = current(), RecordingSink()
+        engine = EngineThread(
+            Engine(PagedLogits(), decode=sample_loop, clock=lambda: threads.now_ns / 1e9),
+            name="test",
+            max_num_seqs=4,
+            limits=QueueLimits(max_requests=8),
+            metrics=METRICS.for_model("test"),
+        )
+        answers = SimpleQueue()
+        engine.submit(*(sequence_of([7, i], max_tokens=1) for i in range(3)), sink=sink)
+        with suppress(ModelNotReady):
+            engine.submit_logits([logits_request([1], on_logits=answers.put)])
+        engine.drain(timeout_s=10)
+        assert engine.num_accepted == 0
+        assert not engine.alive
+        assert [type(content) for _, content in sink.outputs] == [ModelFailed] * 3
 
     simulated(scenario)
