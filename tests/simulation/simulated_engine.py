@@ -10,8 +10,8 @@ from genserve.generation.engine import Engine, StepResult
 from genserve.generation.engine_request import Request
 from tests.simulation.logits import VOCAB_SIZE, SimulatedLogits, best_after
 
-# How many steps a request may wait or run without progress, besides those that the work of others takes.
-_MAX_STEPS_WITHOUT_PROGRESS = 100
+# How many steps a request may wait or run without progress: more than all requests of a seed need in turn.
+_MAX_STEPS_WITHOUT_PROGRESS = 500
 
 
 class EngineDied(Exception):
@@ -128,9 +128,8 @@ class SimulatedEngine(Engine):
         assert not any(sequence.is_expired(now_s) for sequence in self._timed), "a deadline was missed"
 
     def _check_progress(self) -> None:
-        """Check that each request changes at least once in so many steps, by the work that others have."""
+        """Check that each request changes at least once in so many steps."""
         leads = [*self._scheduler._waiting, *self._scheduler._running]
-        limit = _MAX_STEPS_WITHOUT_PROGRESS + 4 * sum(len(lead.token_ids) for lead in leads)
         before, self._progress = self._progress, {}
         for lead in leads:
             state = (lead.num_computed_tokens, lead.num_preemptions, len(lead.token_ids))
@@ -138,4 +137,4 @@ class SimulatedEngine(Engine):
             is_same = known is not None and known[0] == state
             self._progress[lead] = known if known is not None and is_same else (state, self.num_steps)
             stalled = self.num_steps - self._progress[lead][1]
-            assert stalled <= limit, f"a request made no progress in {stalled} steps"
+            assert stalled <= _MAX_STEPS_WITHOUT_PROGRESS, f"a request made no progress in {stalled} steps"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import traceback
 from collections.abc import Sequence
 from functools import partial
@@ -284,8 +285,9 @@ class CheckedSink(EventLoopSink):
 def _agrees(call: TextCall, answers: Sequence[SoloAnswer]) -> bool:
     """Whether a client has received the answers of the request alone, up to where it stopped reading."""
     params = call.request.params
-    if params.use_beam_search and any(map(is_deadline, call.choices)):
-        return True  # the best so far
+    limit_s = math.inf if params.max_time_ms is None else params.max_time_ms / 1000
+    if params.use_beam_search and call.ended_s - call.began_s >= limit_s:
+        return True  # the best so far, which may be complete
     for choice, answer in zip(call.choices, answers, strict=True):
         is_cut = is_deadline(choice) and params.max_time_ms is not None
         if is_cut or (call.left and choice.finish_reason is None):
