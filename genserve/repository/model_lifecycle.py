@@ -378,7 +378,7 @@ class _Unloader:
     def __init__(self, table: ModelTable) -> None:
         self.is_closing = False
         self._table = table
-        self._threads: set[threading.Thread] = set()
+        self._threads: dict[threading.Thread, None] = {}    # in the order of their start
 
     def unload(self, old: list[ModelVersion], *, timeout_s: float) -> None:
         """Close versions that are no longer in the table; does not block."""
@@ -396,11 +396,11 @@ class _Unloader:
             self._set_state(keys, ModelState.UNAVAILABLE, reason="unloaded")
             text = ", ".join(f"{name} version {version}" for name, version in keys)
             logger.info("unloaded in %.1f s: %s", time.monotonic() - started_s, text)
-            self._threads.discard(thread)
+            self._threads.pop(thread, None)
 
         if old:
             thread = threading.Thread(target=close, name=f"unload-{old[0].name}", daemon=True)
-            self._threads.add(thread)
+            self._threads[thread] = None
             thread.start()
 
     def join(self) -> None:

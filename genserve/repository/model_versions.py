@@ -104,7 +104,7 @@ class ModelVersion:
         self._reshapes_outputs = any(spec.reshape is not None for spec in config.outputs)
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)  # entered by the lock: a condition is slower to enter
-        self._pending: set[Inference] = set()
+        self._pending: dict[Inference, None] = {}     # in the order of their arrival
         self._closing = False
 
     @property
@@ -142,7 +142,7 @@ class ModelVersion:
         with self._lock:
             if self._closing:
                 raise Closed(f"model '{self.name}' is being unloaded")
-            self._pending.add(inference)
+            self._pending[inference] = None
         if self.statistics.first_response is not None:
             _time_first_response(inference, self.statistics.first_response)
         if request.cause is not None:
@@ -185,7 +185,7 @@ class ModelVersion:
 
     def _leave(self, inference: Inference) -> None:
         with self._lock:
-            self._pending.discard(inference)
+            self._pending.pop(inference, None)
             if self._closing and not self._pending:
                 self._idle.notify_all()
 

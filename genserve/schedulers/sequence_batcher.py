@@ -131,7 +131,8 @@ class SequenceQueue:
         self._dead.update(range(len(self._slots)) if instance == ANY_INSTANCE else (instance,))
         self._free = [(slot, owner) for slot, owner in self._free if owner not in self._dead]
         heapq.heapify(self._free)
-        sequences = {*self._open.values(), *self._sequence_of.values(), *self._running.values()}
+        known = (*self._open.values(), *self._sequence_of.values(), *self._running.values())
+        sequences = dict.fromkeys(known)
         lost: list[Rejection] = []
         for sequence in sequences:
             if instance in (ANY_INSTANCE, sequence.instance):
