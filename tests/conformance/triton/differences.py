@@ -11,8 +11,12 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from genserve.config.diagnostics import first_error
+from genserve.repository.ensemble_rules import ensemble_diagnostics
+from genserve.repository.index import scan
 from genserve.server.routes.bundled_pages import FOLDER
 from genserve.version import __version__
 from tests.conformance.triton.exchange import Exchange
@@ -84,6 +88,22 @@ def _error_of_the_client(_: int, answer: Answer) -> Answer:
         answer["status"] = 400
     if answer.get("code") == "INTERNAL" and _UNREADABLE.match(answer.get("details", "")):
         answer["code"] = "INVALID_ARGUMENT"
+    return answer
+
+
+def _with_reasons(_: int, answer: Answer) -> Answer:
+    """The index, with the reason of each model whose config is invalid."""
+    models = Path(__file__).parent / "models"
+    entries = scan([models])
+    errors = {
+        name: entry.error or first_error(ensemble_diagnostics(entry, entries))
+        for name, entry in entries.items()
+    }
+    lines = answer.get("json") or answer.get("message", {}).get("models", [])
+    for line in lines if isinstance(lines, list) else []:
+        if errors.get(line["name"]) and "state" not in line:
+            reason = " ".join(str(errors[line["name"]]).replace(f"{models}/", "").split())
+            line |= {"reason": reason, "state": "UNAVAILABLE"}
     return answer
 
 
@@ -387,6 +407,13 @@ DIFFERENCES = (
                 "text": (FOLDER / "index.html").read_text(encoding="utf-8"),
             }
         ),
+    ),
+    Difference(
+        exchanges=r"index/(all|not_only_ready_ones|of_a_named_repository)|"
+        r"control/unloading_a_step_takes_the_ensemble_along",
+        reason="clients need not read the log",
+        row="a model whose config is invalid, in the index",
+        answer=_with_reasons,
     ),
     Difference(
         exchanges=r"index/load_broken_ensemble",
