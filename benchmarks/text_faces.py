@@ -65,7 +65,7 @@ def _responses(model: str, prompt: str, tokens: int) -> Body:
 
 
 def _messages(model: str, prompt: str, tokens: int) -> Body:
-    return {"model": model, "messages": _message(prompt), "max_tokens": tokens}
+    return {"model": model, "messages": _message(prompt), "max_tokens": tokens, "temperature": 0}
 
 
 def _ollama(model: str, prompt: str, tokens: int) -> Body:

@@ -112,7 +112,9 @@ def test_several_repositories_are_checked_as_one(tmp_path: Path) -> None:
 
 
 def test_control_characters_in_files_are_escaped(tmp_path: Path) -> None:
-    add_model(tmp_path, "\x1b[2J", config='runtime: "a"')
+    add_model(tmp_path, "\x1b[2J")
+    add_model(tmp_path, "m", config='runtime: "\x1b[2J"')
     stdout = run(tmp_path).stdout
+    assert "rename it" in stdout
     assert "runtime" in stdout
     assert "\x1b" not in stdout

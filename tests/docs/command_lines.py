@@ -20,8 +20,8 @@ _ASSIGNMENT = re.compile(r"^\w+=")
 # Programs of others, whose arguments are not looked at.
 _OTHERS = frozenset(
     (
-        "apt-get", "bash", "cat", "cd", "cmake", "cp", "curl", "diff", "echo", "export", "hf", "jq",
-        "lm_eval", "ls", "mkdir", "nginx", "node", "npm", "openssl", "optimum-cli", "prometheus", "sh",
+        "apt-get", "bash", "cat", "cd", "cmake", "cp", "curl", "diff", "echo", "export", "git", "hf",
+        "jq", "lm_eval", "ls", "mkdir", "nginx", "node", "npm", "openssl", "optimum-cli", "prometheus", "sh",
         "source", "tar", ".",
     )
 )  # fmt: skip
