@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from genserve.config.model_config import EnsembleStep, ModelConfig, TensorSpec
+from genserve.config.model_config import EnsembleStep, ModelConfig
 from genserve.errors import Closed, GenserveError, InferenceError, Status
 from genserve.inference import (
     Backlog,
@@ -115,7 +115,7 @@ class _Step:
         self.makes = tuple(spec.output_map.values())
         optional = {tensor.name for tensor in model.inputs if tensor.optional}
         self.required = tuple(tensor for name, tensor in spec.input_map.items() if name not in optional)
-        self._ranks = _ranks(model.inputs, model)
+        self._ranks = _ranks({spec.name: spec.dims for spec in model.inputs}, model)
 
     def inputs(self, flow: _Flow) -> dict[str, Tensor]:
         """Return the inputs of the step, by the model's names."""
@@ -275,7 +275,7 @@ class _Run:
         self._server = server
         self._lock = threading.Lock()
         self._failed = False
-        self._ranks = _ranks(config.outputs, config)
+        self._ranks = _ranks({spec.name: spec.model_dims for spec in config.outputs}, config)
         below = {step: _downstream(step, steps) for step in steps if step.decoupled}
         self._below = {step: _in_one_flow(after, below) for step, after in below.items()}
         self._root = _Flow(
@@ -447,9 +447,9 @@ def _needed(steps: list[_Step], wanted: Sequence[str], *, config: ModelConfig) -
     return [step for step in steps if step in needed]
 
 
-def _ranks(specs: Sequence[TensorSpec], model: ModelConfig) -> dict[str, int]:
+def _ranks(dims: Mapping[str, Sequence[int]], model: ModelConfig) -> dict[str, int]:
     """Return the number of dimensions of tensors of a model, with that of the batch."""
-    return {spec.name: bool(model.max_batch_size) + len(spec.dims) for spec in specs}
+    return {name: bool(model.max_batch_size) + len(sizes) for name, sizes in dims.items()}
 
 
 def _fitted(tensor: Tensor, ranks: Mapping[str, int]) -> Tensor:

@@ -348,6 +348,28 @@ def test_an_output_of_a_batching_step_has_the_shape_of_an_ensemble_without_batch
     assert server.seen[0].inputs["a"].shape == (1, 2)
 
 
+@pytest.mark.parametrize("max_batch_size", [0, 8])
+def test_an_output_has_the_dims_of_the_ensemble_and_is_made_in_the_shape_of_its_reshape(max_batch_size):
+    lead = (1,) if max_batch_size else ()
+    server = FunctionServer(flat=lambda t: [{"b": t["a"].reshape(*lead, 4)}])
+    tensor = TensorSpec(name="x", data_type="TYPE_FP32", dims=(2, 2), reshape=(4,))
+    config = ModelConfig(
+        name="e",
+        platform="ensemble",
+        inputs=(tensor,),
+        outputs=(replace(tensor, name="y"),),
+        ensemble_steps=(step("flat", {"a": "x"}, {"b": "y"}),),
+        max_batch_size=max_batch_size,
+    )
+    flat = replace(model("flat"), max_batch_size=max_batch_size)
+    statistics = ModelStatistics()
+    graph = Ensemble(config, server=server, config_of=lambda _: flat, statistics=statistics)
+    ensemble = ModelVersion(graph, config=config, version=1, statistics=statistics)
+    [response] = ask(ensemble, x=np.ones((*lead, 2, 2), np.float32))
+    assert response.output("y").shape == (*lead, 2, 2)
+    assert server.seen[0].inputs["a"].shape == (*lead, 4)
+
+
 def test_a_missing_output_is_an_error():
     server = FunctionServer(need=lambda t: [{"b": t["a"]}])
     ensemble = served(
