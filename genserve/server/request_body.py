@@ -90,15 +90,19 @@ class StrictRoute(APIRoute):
 
 def _check_coding(headers: Mapping[str, str]) -> None:
     """Raise UnsupportedMediaType for a body that is not plain UTF-8, by its headers."""
-    coding = headers.get("content-encoding", "identity")
-    if coding.lower() != "identity":
-        raise UnsupportedMediaType(
-            f"the content encoding {coding[:64]!a} is not supported", remedy="send the body uncompressed"
-        )
+    check_content_encoding(headers.get("content-encoding", "identity"))
     charset = _CHARSET.search(headers.get("content-type", ""))
     if charset is not None and charset[1].lower() not in ("utf-8", "utf8", "us-ascii"):
         raise UnsupportedMediaType(
             f"the charset {charset[1][:64]!a} is not supported", remedy=_JSON_OBJECT
+        )
+
+
+def check_content_encoding(coding: str) -> None:
+    """Raise UnsupportedMediaType if a body that is not decompressed is declared as compressed."""
+    if coding.lower() != "identity":
+        raise UnsupportedMediaType(
+            f"the content encoding {coding[:64]!a} is not supported", remedy="send the body uncompressed"
         )
 
 

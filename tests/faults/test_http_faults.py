@@ -175,6 +175,28 @@ def test_a_coded_body_is_415(server: SharedServer, line: bytes, body: bytes) -> 
     assert_rejected(server.exchange(data), status=415, closes=False)
 
 
+PLAIN_PATHS = [
+    "/v2/models/generate/generate",
+    "/v2/models/generate/generate_stream",
+    "/v2/repository/index",
+    "/v2/repository/models/none/load",
+    "/v2/repository/models/none/unload",
+    "/v2/logging",
+    "/v2/trace/setting",
+]
+
+
+@pytest.mark.parametrize("path", PLAIN_PATHS)
+def test_a_coded_body_is_415_on_the_routes_of_kserve_that_do_not_decompress(
+    server: SharedServer, path: str
+) -> None:
+    body = zlib.compress(b"{}", wbits=31)
+    lines = (b"Host: localhost", b"Content-Encoding: gzip", b"Content-Length: %d" % len(body))
+    response = server.exchange(request(*lines, target=f"POST {path}".encode(), body=body))
+    assert_rejected(response, status=415, closes=False)
+    assert "'gzip' is not supported" in response.error
+
+
 INFER_BODY = json.dumps(INFER).encode()
 BOMB = zlib.compress(b" " * (64 * 2**20 + 1), wbits=31)
 COMPRESSED = {

@@ -223,7 +223,7 @@ async def register_region(call: KServeCall) -> KServeResponse:
     name = call.names["region"]
     if not name:
         raise InferenceError("'region name' is necessary to register system shared memory region")
-    document = read_json(await call.body(limit=call.services.settings.http_max_input_size))
+    document = read_json(await call.plain_body())
     given = document if isinstance(document, dict) else {}
     for field in ("key", "byte_size"):
         if field not in given:

@@ -18,6 +18,7 @@ from genserve.log import fail_request
 from genserve.server.connection_errors import raise_connection_error
 from genserve.server.error_responses import error_headers, kserve_error, kserve_status
 from genserve.server.offload import offload_if_large
+from genserve.server.request_body import check_content_encoding
 from genserve.server.running_inference import ResponseDispatcher, RunningInference
 from genserve.server.services import Services
 from genserve.server.sse_response import ClientLeft
@@ -104,9 +105,19 @@ class KServeCall:
             self.trace.note("HTTP_RECV_END")
         return memoryview(bytearray().join(chunks))[padding:]
 
+    async def plain_body(self) -> memoryview:
+        """Return the body of a route that takes no compressed one.
+
+        Raises:
+            UnsupportedMediaType: it is compressed.
+            InferenceError, ClientLeft: see `body`.
+        """
+        check_content_encoding(self.header(b"content-encoding") or "identity")
+        return await self.body(limit=self.services.settings.http_max_input_size)
+
     async def json(self) -> Any:
-        """Return the parsed body; None: it is empty. Raises InferenceError."""
-        body = await self.body(limit=self.services.settings.http_max_input_size)
+        """Return the parsed body; None: it is empty. Raises what `plain_body` raises, and InferenceError."""
+        body = await self.plain_body()
         return await offload_if_large(len(body), read_json, body) if body else None
 
     def start(self, request: InferenceRequest) -> WatchedInference:

@@ -219,7 +219,7 @@ class ResponseEvents:
 
 async def _start_generate(call: KServeCall) -> WatchedInference:
     model = call.services.repository.find(call.model, call.version)
-    body = await call.body(limit=call.services.settings.http_max_input_size)
+    body = await call.plain_body()
     request = await offload_if_large(
         len(body) * COST_PER_OBJECT_BYTE, read_generate_body, body, model=model, version=call.version
     )
