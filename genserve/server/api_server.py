@@ -381,7 +381,8 @@ class Server(uvicorn.Server):
 
     async def _close_grpc(self) -> None:
         if self._grpc is not None:
-            await self._grpc.close(drain_s=0 if self.force_exit else self.services.settings.drain_s)
+            drain_s = self.services.settings.drain_s + _LAST_EVENTS_S
+            await self._grpc.close(drain_s=0 if self.force_exit else drain_s)
 
     async def _load(self, info: ServerInfo) -> None:
         settings, repository = self.services.settings, self.services.repository

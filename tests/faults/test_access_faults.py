@@ -65,6 +65,9 @@ CONTROL_METHODS = {
     "SystemSharedMemoryUnregister", "CudaSharedMemoryRegister", "CudaSharedMemoryUnregister",
     "TraceSetting", "LogSettings",
 }  # fmt: skip
+REFLECTION = [
+    f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo" for version in ("v1", "v1alpha")
+]
 
 
 @pytest.fixture(scope="module")
@@ -307,10 +310,12 @@ def test_every_grpc_method_needs_a_key_and_some_a_control_key(log):
                 code = error.code() if error else None
                 rejected = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED)
                 assert (code not in rejected) == is_allowed, (method.name, value, code)
-        for name in ("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo", "/no.Such/Method"):
+        for name in (*REFLECTION, "/no.Such/Method"):
             error = _failure(channel.stream_stream(name), iter([b""]), {})
             assert error is not None
             assert error.code() == grpc.StatusCode.UNAUTHENTICATED
+        for name in REFLECTION:
+            assert _failure(channel.stream_stream(name), iter([b""]), key(ALICE)) is None
         health = channel.unary_unary("/grpc.health.v1.Health/Check")
         assert health_pb2.HealthCheckResponse.FromString(health(b"")).status
 

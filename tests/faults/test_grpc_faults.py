@@ -7,18 +7,23 @@ import socket
 import struct
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
+from typing import Any, BinaryIO
 
 import grpc
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from genserve.server.grpc import grpc_server
 from tests.faults.shared_server import SharedServer
+from tests.server.live_kserve import copy_models
+from tests.support.live_server import LiveServer
 
 SERVICE = "/inference.GRPCInferenceService"
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, CONTINUATION = 0, 1, 3, 4, 6, 9     # kinds of frames
 END_STREAM, END_HEADERS = 1, 4      # their flags
+LIMIT = 10_000
+RECEIVED = "grpc.max_receive_message_length"
 NAMES = {":method": "POST", ":scheme": "http", ":authority": "localhost"}
 NAMES |= {"content-type": "application/grpc", "te": "trailers"}
 
@@ -63,6 +68,15 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
     return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + payload
 
 
+def read_until(kind: int, received: BinaryIO) -> None:
+    """Read frames up to the first of a kind."""
+    found = -1
+    while found != kind:
+        start = received.read(9)
+        found = start[3]
+        received.read(int.from_bytes(start[:3], "big"))
+
+
 def head(stream: int, *, method: str = "ServerLive", flags: int = END_HEADERS, **more: str) -> bytes:
     """Return a HEADERS frame whose names and values are literals, without compression."""
     names = {**NAMES, ":path": f"{SERVICE}/{method}", **more}
@@ -80,7 +94,16 @@ def status(call: Any, *arguments: Any, **options: Any) -> tuple[grpc.StatusCode,
     return caught.value.code(), caught.value.details()
 
 
-@pytest.mark.parametrize("path", [f"{SERVICE}/Nothing", "/nothing/ModelInfer", "/", f"{SERVICE}/modelinfer"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        f"{SERVICE}/Nothing",
+        "/nothing/ModelInfer",
+        "/",
+        f"{SERVICE}/modelinfer",
+        "/grpc.channelz.v1.Channelz/GetServers",    # would show the connections of others
+    ],
+)
 def test_an_unknown_method(channel: grpc.Channel, path: str) -> None:
     assert status(channel.unary_unary(path), b"")[0] is grpc.StatusCode.UNIMPLEMENTED
 
@@ -101,6 +124,50 @@ def test_bytes_that_are_no_message(channel: grpc.Channel, method: str, content: 
     code, details = status(channel.unary_unary(f"{SERVICE}/{method}"), content)
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert details
+
+
+@pytest.fixture(scope="module")
+def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The gRPC address of a server that takes messages of `LIMIT` bytes: its own limit is 2 GiB."""
+    root = tmp_path_factory.mktemp("limited")
+    copy_models(("identity_fp32",), root)
+    with pytest.MonkeyPatch.context() as patch:
+        others = [option for option in grpc_server._OPTIONS if option[0] != RECEIVED]
+        patch.setattr(grpc_server, "_OPTIONS", (*others, (RECEIVED, LIMIT)))
+        with LiveServer(root) as live:
+            yield live.grpc_url
+
+
+def sized(size: int) -> service_pb2.ModelInferRequest:
+    """Return a valid request of this many bytes."""
+    message = infer(id="x" * 1000)
+    message.id = "x" * (1000 + size - message.ByteSize())
+    return message
+
+
+@pytest.mark.parametrize("method", ["ModelInfer", "ModelStreamInfer"])
+def test_a_message_of_about_the_limit(limited: str, method: str) -> None:
+    with grpc.insecure_channel(limited) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+
+        def send(size: int) -> Any:
+            if method == "ModelInfer":
+                return stub.ModelInfer(sized(size), timeout=20)
+            [answer] = stub.ModelStreamInfer(iter([sized(size)]), timeout=20)
+            return answer.infer_response
+
+        for size in (LIMIT - 1, LIMIT):
+            assert send(size).raw_output_contents == [bytes(16)]
+        with pytest.raises(grpc.RpcError) as caught:
+            send(LIMIT + 1)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert send(LIMIT).raw_output_contents == [bytes(16)]
+
+
+def test_a_message_beyond_the_default_limit_of_grpc_is_accepted(server: SharedServer) -> None:
+    with grpc.insecure_channel(server.grpc_address, options=[(RECEIVED, -1)]) as channel:
+        infer_model = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer
+        assert infer_model(sized(5 * 2**20), timeout=20).model_name == "identity_fp32"
 
 
 def test_unknown_fields_are_ignored(channel: grpc.Channel) -> None:
@@ -205,3 +272,18 @@ def test_a_connection_ends_while_its_calls_run(server: SharedServer, end: str) -
                 + head(stream, method="ModelStreamInfer") + frame(DATA, END_STREAM, stream, body)
             )
         connection.recv(65536)
+
+
+@pytest.mark.parametrize("end", ["call-reset", "connection-closed"])
+@pytest.mark.parametrize("method", ["ModelInfer", "ModelStreamInfer"])
+def test_a_client_leaves_without_its_answer(server: SharedServer, stub: Any, method: str, end: str) -> None:
+    message = infer().SerializeToString()
+    no_window = frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 0))     # for the data of the answer
+    with server.connect(port="grpc") as connection, connection.makefile("rb") as received:
+        body = b"\0" + struct.pack(">I", len(message)) + message
+        connection.sendall(PREFACE + no_window + head(1, method=method) + frame(DATA, END_STREAM, 1, body))
+        read_until(HEADERS, received)
+        if end == "call-reset":
+            connection.sendall(frame(RST_STREAM, 0, 1, struct.pack(">I", 8)) + frame(PING, 0, 0, bytes(8)))
+            read_until(PING, received)
+    assert stub.ModelInfer(infer(), timeout=20).model_name == "identity_fp32"

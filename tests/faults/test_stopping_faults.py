@@ -15,7 +15,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import grpc
 import pytest
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from tests.faults.shared_server import SharedServer, faults_repository, read_response
 from tests.support.live_server import line_with, serving, wait_until
@@ -89,6 +91,52 @@ class Call(threading.Thread):
         return self.text.decode().rstrip("\n").rpartition("\n\n")[2]
 
 
+class GrpcStream(threading.Thread):
+    """A stream of requests over gRPC, whose answers are read to the end.
+
+    Attributes:
+        answers: `ModelStreamInferResponse` messages.
+        code: the status at the end.
+    """
+
+    def __init__(self, address: str, *messages: Any, more: bool) -> None:
+        """Send the messages; with `more`, keep the stream open for more of them."""
+        super().__init__()
+        self.answers: list[Any] = []
+        self.code = grpc.StatusCode.OK
+        self._address = address
+        self._messages = messages
+        self._ended = threading.Event()
+        if not more:
+            self._ended.set()
+        self.start()
+
+    def _send(self) -> Iterator[Any]:
+        yield from self._messages
+        self._ended.wait()
+
+    def run(self) -> None:
+        with grpc.insecure_channel(self._address) as channel:
+            try:
+                stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+                self.answers.extend(stub.ModelStreamInfer(self._send(), timeout=60))
+            except grpc.RpcError as error:
+                self.code = error.code()
+            finally:
+                self._ended.set()
+
+
+def text_message() -> service_pb2.ModelInferRequest:
+    """Return a request for a stream that outlasts the drain."""
+    message = service_pb2.ModelInferRequest(model_name="tiny")
+    words = message.inputs.add(name="text_input", datatype="BYTES", shape=[1, 1])
+    words.contents.bytes_contents.append(b"tell me")
+    message.inputs.add(name="stream", datatype="BOOL", shape=[1, 1]).contents.bool_contents.append(True)
+    for name in ("max_tokens", "min_tokens"):
+        message.inputs.add(name=name, datatype="INT32", shape=[1, 1]).contents.int_contents.append(230)
+    return message
+
+
 def descendants(pid: int) -> set[int]:
     """The processes that a process has started, and those that these have started."""
     parents = {}
@@ -113,19 +161,29 @@ def runs(pid: int) -> bool:
 
 
 @contextmanager
-def at_work(repository: Path) -> Iterator[tuple[subprocess.Popen, str, list[Call]]]:
-    """A server with a stream of each kind, and a Python model that does not return."""
+def at_work(repository: Path) -> Iterator[tuple[subprocess.Popen, str, list[Call], list[GrpcStream]]]:
+    """A server with a stream of each kind, over gRPC too, and a Python model that does not return.
+
+    Of the streams over gRPC two have answers, and the last two are open for more requests.
+    """
     with serving(repository, "--drain-s=0.2", "--model-control-mode=explicit", "--load-model=*") as process:
         host = line_with(process, "Ready at").split()[2].removeprefix("http://")
+        address = line_with(process, "over gRPC at").split()[-1]
         calls = [Call(host, path, body) for path, (body, _) in STREAMS.items()]
+        streams = [
+            GrpcStream(address, text_message(), more=False),
+            GrpcStream(address, text_message(), more=True),
+            GrpcStream(address, more=True),
+        ]
         calls.append(Call(host, "/v2/models/busy/infer", ASKED))
         line_with(process, "BUSY")
         wait_until(lambda: all(call.text.count(b"data:") > 1 for call in calls[:-1]))
-        yield process, host, calls
+        wait_until(lambda: all(len(stream.answers) > 1 for stream in streams[:-1]))
+        yield process, host, calls, streams
 
 
 def test_sigterm_ends_every_answer_and_every_process(repository: Path) -> None:
-    with at_work(repository) as (process, host, calls):
+    with at_work(repository) as (process, host, calls, streams):
         started = descendants(process.pid)
         reloading = threading.Event()
 
@@ -143,27 +201,34 @@ def test_sigterm_ends_every_answer_and_every_process(repository: Path) -> None:
         for call in calls:
             call.join()
             assert not call.cut, call.path
+        for stream in streams:
+            stream.join()
         log = process.stderr.read()
-    *streams, busy = calls
-    for call in streams:
+    *events, busy = calls
+    for call in events:
         assert call.last_event.startswith(STREAMS[call.path][1]), call.text[-500:]
         assert call.text.count(b"server stopped, before the answer was complete") == 1
+    assert [stream.code.name for stream in streams] == ["OK", "UNAVAILABLE", "UNAVAILABLE"]
+    for stream in streams[:-1]:
+        *others, last = [answer.error_message for answer in stream.answers]
+        assert not any(others)
+        assert last.startswith(("the server stopped, before", "model 'tiny' was unloaded before"))
     assert busy.status == 503
     assert "error" in json.loads(busy.text)
-    assert "stopping: waiting for 5 running requests" in log or "stopping: waiting for 6" in log
+    assert "stopping: waiting for 8 running requests" in log or "stopping: waiting for 9" in log
     assert "Traceback" not in log
     wait_until(lambda: not any(map(runs, started)))
 
 
 def test_a_killed_server_leaves_nothing_behind_and_the_next_one_starts_at_once(repository: Path) -> None:
     files = {str(path) for path in repository.rglob("*")}
-    with at_work(repository) as (process, host, calls):
+    with at_work(repository) as (process, host, calls, streams):
         started = descendants(process.pid)
         assert len(started) >= 3    # the model's process, what that has started, the chat template's
         process.kill()
         process.wait()
-        for call in calls:
-            call.join()
+        for thread in (*calls, *streams):
+            thread.join()
         port = host.partition(":")[2]
         with serving(repository, f"--http-port={port}", "--model-control-mode=explicit") as again:
             assert host in line_with(again, "Ready at")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -49,10 +50,16 @@ _OPTIONS = (
 )
 
 
+def _is_not_of_a_client_that_left(record: logging.LogRecord) -> bool:
+    """Whether to keep a record of the library, which logs a traceback for each client that left meanwhile."""
+    return record.exc_info is None or type(record.exc_info[1]).__name__ != "ExecuteBatchError"
+
+
 class GrpcServer:
     """The gRPC services on one port. Construct, open and close it on the event loop."""
 
     def __init__(self, services: Services, *, tls: TlsFiles | None = None) -> None:
+        logging.getLogger("grpc._cython.cygrpc").addFilter(_is_not_of_a_client_that_left)
         self._tls = tls
         settings = services.settings
         keys = services.keys
