@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import struct
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
+import httpx2
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from tests.faults.shared_server import CANARY, SharedServer
+from tests.server.live_kserve import copy_models
+from tests.support.live_server import LiveServer
 
 X = {"name": "X", "datatype": "FP32", "shape": [1, 4], "data": [1, 2, 3, 4]}
 A = {"name": "A", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}
@@ -166,6 +171,59 @@ def test_binary_data_that_contradicts_its_head(
 def test_a_body_that_is_only_data(server: SharedServer, model: str, tail: bytes, status: int) -> None:
     response = server.post(f"/v2/models/{model}/infer", tail, inference_header_content_length="0")
     assert response.status == status, response.body
+
+
+LIMIT = 1000
+ONE = {"name": "X", "datatype": "BYTES", "shape": [1]}
+TEXT_OF_ONE = {"inputs": [{**ONE, "data": ["one"]}]}
+BINARY_TEXT = {"inputs": [{**ONE, "parameters": {"binary_data_size": 5004}}]}
+HEADER_LENGTH = "inference-header-content-length"
+GENERATE = {"text_input": "one", "max_tokens": 1}
+
+
+@pytest.fixture(scope="module")
+def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a server that takes `LIMIT` bytes."""
+    root = tmp_path_factory.mktemp("limited")
+    copy_models((STRING, "generate"), root)
+    config = root / STRING / "config.pbtxt"
+    config.write_text(config.read_text().replace("-1", "1"))    # so that it takes a raw body
+    with LiveServer(root, http_max_input_size=LIMIT) as live:
+        yield live.url
+
+
+def sized(document: Any, size: int) -> bytes:
+    """Return a document of this many bytes."""
+    return json.dumps(document).encode().ljust(size)
+
+
+def in_chunks(content: bytes) -> Iterator[bytes]:
+    yield from (content[:100], content[100:])
+
+
+# A body whose limited part has so many bytes, and its headers.
+BODIES: dict[str, Callable[[int], tuple[Any, dict[str, str]]]] = {
+    "json": lambda size: (sized(TEXT_OF_ONE, size), {}),
+    "json-in-chunks": lambda size: (in_chunks(sized(TEXT_OF_ONE, size)), {}),
+    "json-of-a-binary-request": lambda size: (
+        sized(BINARY_TEXT, size) + struct.pack("<I", 5000) + bytes(5000), {HEADER_LENGTH: str(size)}
+    ),
+    "gzip": lambda size: (gzip.compress(sized(TEXT_OF_ONE, size)), {"content-encoding": "gzip"}),
+    "deflate": lambda size: (zlib.compress(sized(TEXT_OF_ONE, size)), {"content-encoding": "deflate"}),
+    "raw": lambda size: (bytes(size), {HEADER_LENGTH: "0"}),
+    "raw-gzip": lambda size: (gzip.compress(bytes(size)), {HEADER_LENGTH: "0", "content-encoding": "gzip"}),
+    "generate": lambda size: (sized(GENERATE, size), {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("beyond", "status"), [(-1, 200), (0, 200), (1, 400)], ids=["below", "at", "beyond"])
+@pytest.mark.parametrize("kind", BODIES)
+def test_a_body_of_about_the_limit(limited: str, kind: str, beyond: int, status: int) -> None:
+    content, headers = BODIES[kind](LIMIT + beyond)
+    action = "generate/generate" if kind == "generate" else f"{STRING}/infer"
+    response = httpx2.post(f"{limited}/v2/models/{action}", content=content, headers=headers)
+    assert response.status_code == status, response.text
+    assert status == 200 or "--http-max-input-size" in response.json()["error"]
 
 
 @pytest.mark.parametrize(
