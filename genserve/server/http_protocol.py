@@ -140,10 +140,11 @@ class HttpProtocol(HttpToolsProtocol):
 
         Java's HttpClient offers HTTP/2 with each first request, and the parser would skip its body.
         """
-        if not self.url.startswith(b"/"):
-            self.fail(MalformedRequest("the server is not a proxy"))   # CONNECT
+        method = self.parser.get_method()
+        if method == b"CONNECT":    # which is an upgrade without the headers of one
+            self.fail(MalformedRequest("the server is not a proxy"))
             return
-        head = [self.parser.get_method(), b" ", self.url, b" HTTP/1.1\r\n"]
+        head = [method, b" ", self.url, b" HTTP/1.1\r\n"]
         for name, value in self.headers:
             if name not in (b"connection", b"upgrade"):
                 head += (name, b": ", value, b"\r\n")

@@ -79,6 +79,7 @@ MALFORMED = {
     "host-with-a-space": request(b"Host: local host"),
     "method-unknown": request(b"Host: localhost", target=b"FOO /v1/models"),
     "method-connect": request(b"Host: localhost", target=b"CONNECT localhost:80"),
+    "method-connect-to-a-path": request(b"Host: localhost", target=b"CONNECT /v1/models"),
     "target-with-nul": request(b"Host: localhost", target=b"GET /\0"),
     "target-in-overlong-utf-8": request(b"Host: localhost", target=b"GET /\xc0\xaf"),
     "version-9.9": request(b"Host: localhost", version=b"9.9"),
