@@ -95,6 +95,9 @@ class _LogFile(WatchedFileHandler):
 
     def write(self, line: bytes) -> None:
         self.reopenIfNeeded()
+        if self.stream is None:     # the file could not be opened when it was looked for last
+            self.stream = self._open()      # type: ignore[assignment]
+            self._statstream()
         _write_all(self.stream, line)   # type: ignore[arg-type]
 
 

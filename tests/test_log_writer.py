@@ -50,6 +50,20 @@ def test_a_moved_log_file_is_reopened(tmp_path: Path) -> None:
     assert [(tmp_path / name).read_text() for name in ("log.1", "log")] == ["before\n", "after\n"]
 
 
+def test_a_log_whose_folder_is_gone_for_a_while_goes_on(tmp_path: Path) -> None:
+    file = tmp_path / "logs" / "log"
+    file.parent.mkdir()
+    handler = open_log(str(file))
+    file.parent.rename(tmp_path / "moved")
+    for number in range(2):
+        handler.handle(record(str(number)))
+        wait_until(lambda number=number: handler._num_dropped == number + 1)
+    file.parent.mkdir()
+    handler.handle(record("again"))
+    handler.close()
+    assert file.read_text() == "2 lines of the log could not be written\nagain\n"
+
+
 def test_a_log_file_is_appended_to(tmp_path: Path) -> None:
     for word in ("first", "second"):
         handler = open_log(str(tmp_path / "log"))
