@@ -22,8 +22,8 @@ def staging_folder(parent: Path, name: str) -> Iterator[Path]:
     leftover = re.compile(rf"\.{re.escape(name)}\.[a-z0-9_]{{8}}\.tmp")
     for path in parent.iterdir():
         if leftover.fullmatch(path.name):
-            # Its process may end and delete it in the meantime.
-            with suppress(FileNotFoundError), _locked(path) as is_free:
+            # Its process may end and delete it meanwhile; in /tmp it may be of another user, or no folder.
+            with suppress(OSError), _locked(path) as is_free:
                 if is_free:
                     shutil.rmtree(path)
     made = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=parent))
@@ -39,7 +39,7 @@ def staging_folder(parent: Path, name: str) -> Iterator[Path]:
 @contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
     """Lock a folder until the process ends at the latest; False: another process holds the lock."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         yield _lock(descriptor)
     finally:

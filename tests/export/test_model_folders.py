@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,18 @@ def test_a_running_export_keeps_its_folder_and_a_killed_one_does_not(tmp_path: P
     with staging_folder(tmp_path, "m") as first, staging_folder(tmp_path, "m") as second:
         assert {path.name for path in tmp_path.iterdir()} == {first.name, second.name}
     assert not list(tmp_path.iterdir())
+
+
+def test_what_only_looks_like_a_leftover_is_in_nobodys_way(tmp_path: Path) -> None:
+    """In a folder that several users share, anybody may put it there."""
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (tmp_path / ".m.linked12.tmp").symlink_to(kept)
+    os.mkfifo(tmp_path / ".m.waiting1.tmp")
+    (tmp_path / ".m.file1234.tmp").touch()
+    with staging_folder(tmp_path, "m") as staged:
+        assert not list(staged.iterdir())
+    assert kept.is_dir()
 
 
 def test_a_folder_that_another_export_has_just_created_is_no_leftover(
