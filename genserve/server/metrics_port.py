@@ -98,7 +98,11 @@ class MetricsPort(ThreadingHTTPServer):
         """Answer a connection on its own thread, or close it if there are too many."""
         if self._free_connections.acquire(blocking=False):
             self._deadlines[request] = time.monotonic() + self._timeout_s
-            super().process_request(request, client_address)
+            try:
+                super().process_request(request, client_address)
+            except RuntimeError:    # no thread can be started; the caller closes the connection
+                self._free(request)
+                raise
         else:
             self.shutdown_request(request)
 
@@ -107,8 +111,12 @@ class MetricsPort(ThreadingHTTPServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
-            del self._deadlines[request]
-            self._free_connections.release()
+            self._free(request)
+
+    def _free(self, request: Any) -> None:
+        """Give the place of a connection to others."""
+        del self._deadlines[request]
+        self._free_connections.release()
 
     def service_actions(self) -> None:
         """End the connections whose time is over; called several times a second."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Callable
 
 import httpx2
@@ -44,6 +45,24 @@ def test_the_metrics_port_limits_its_connections(monkeypatch):
             connection.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
             assert connection.makefile("rb").read().endswith(b"x 1\n")
             connection.close()
+    finally:
+        port.close()
+
+
+def test_a_connection_that_gets_no_thread_leaves_its_place_to_others(monkeypatch):
+    monkeypatch.setattr("genserve.server.metrics_port._MAX_CONNECTIONS", 2)
+    port = open_port(lambda: b"x 1\n")
+
+    def start(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    try:
+        with monkeypatch.context() as without_threads:
+            without_threads.setattr(threading.Thread, "start", start)
+            for _ in range(3):
+                with socket.create_connection(("127.0.0.1", port.port)) as connection:
+                    assert connection.recv(1) == b""
+        assert httpx2.get(f"http://127.0.0.1:{port.port}/metrics").text == "x 1\n"
     finally:
         port.close()
 
