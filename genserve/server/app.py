@@ -107,9 +107,6 @@ class _App(FastAPI):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request; the ASGI protocol."""
         app = self._cors or self._route
-        if not self._keys.are_limited:
-            await app(scope, receive, send)
-            return
 
         async def send_counted(message: Message) -> None:
             # Before its client has the end of the answer, and may send the next request.
@@ -118,9 +115,9 @@ class _App(FastAPI):
             await send(message)
 
         try:
-            await app(scope, receive, send_counted)
+            await app(scope, receive, send_counted if self._keys.are_limited else send)
         finally:
-            self._keys.end_current()
+            self._keys.end_current()    # also if its key has had limits for an instant only
 
     def _route(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         is_of_kserve = scope["type"] == "http" and is_kserve(scope["path"])

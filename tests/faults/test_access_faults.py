@@ -527,6 +527,25 @@ def test_a_changed_file_of_keys_applies_while_requests_run(repository, tmp_path,
     assert "canary" not in caplog.text
 
 
+def test_a_limit_that_comes_with_a_request_lets_go_of_it(repository, tmp_path, monkeypatch):
+    file = tmp_path / "keys.toml"
+    file.touch(mode=0o600)
+    file.write_text(KEYS)
+    with LiveServer(repository, api_key_file=file) as server:
+        keys = server.server.services.keys
+        find = keys.find
+
+        def find_in_new_file(candidates):
+            file.write_text(f'[alice]\nkey = "{ALICE}"\nconcurrent_requests = 1\n')
+            keys.reload()
+            return find(candidates)
+
+        file.write_text(f'[alice]\nkey = "{ALICE}"\n')
+        keys.reload()
+        monkeypatch.setattr(keys, "find", find_in_new_file)
+        assert [infer(server.url, ALICE).status_code for _ in range(2)] == [200, 200]
+
+
 def test_a_control_key_alone_leaves_other_requests_open(repository):
     with LiveServer(repository, control_key=OPS) as server:
         assert infer(server.url, "anything").status_code == 200
