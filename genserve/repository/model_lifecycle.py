@@ -133,6 +133,8 @@ class ModelLifecycle:
 
     def unload(self, name: str, *, dependents: bool) -> None:
         """Begin to unload a model, and with `dependents` the models of its steps that nothing else needs."""
+        if name not in self._models and not self._table.of(name):
+            return      # nothing is kept of the names that clients invent
         steps = {step for served in self._table.of(name) for step in _steps(served)}
         model = self._model(name)
         model.is_requested = model.waits_for_steps = False

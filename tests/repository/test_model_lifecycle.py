@@ -84,6 +84,14 @@ def test_a_model_is_loaded_called_and_unloaded(tmp_path: Path) -> None:
             ask(repository, "one", X=[1])
 
 
+def test_an_unload_of_an_unknown_model_leaves_nothing_behind(tmp_path: Path) -> None:
+    write_model(tmp_path, "one")
+    with opened(tmp_path) as repository:
+        for number in range(3):
+            repository.unload(f"unknown-{number}")
+        assert not repository._lifecycle._models.keys() - {"one"}
+
+
 MEETING = """
 import pathlib, time
 class TritonPythonModel:
