@@ -8,7 +8,7 @@ from typing import Any
 
 from genserve.generation.engine import Engine, StepResult
 from genserve.generation.engine_request import Request
-from tests.simulation.logits import VOCAB_SIZE, SimulatedLogits, best_after
+from tests.simulation.simulated_logits import VOCAB_SIZE, SimulatedLogits, best_after
 
 # How many steps a request may wait or run without progress: more than all requests of a seed need in turn.
 _MAX_STEPS_WITHOUT_PROGRESS = 500

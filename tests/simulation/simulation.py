@@ -17,8 +17,8 @@ from genserve.repository.options import ControlMode, RepositoryOptions
 from genserve.repository.repository import Repository
 from genserve.schedulers import queue_scheduler
 from genserve.server.running_inference import ResponseDispatcher
-from tests.simulation.event_loop import VirtualEventLoop
 from tests.simulation.simulated_repository import Factory, Folders, models_in_memory
+from tests.simulation.virtual_event_loop import VirtualEventLoop
 from tests.simulation.virtual_threads import Stuck, VirtualThread, VirtualThreads, virtual_threads
 
 HORIZON_S = 3600.0

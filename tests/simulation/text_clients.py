@@ -20,7 +20,7 @@ from genserve.generation.engine_thread import EngineThread
 from genserve.sampling.sampling_params import SamplingParams
 from genserve.server.generation_handler import handle_generation
 from genserve.server.sse_response import ClientLeft
-from tests.simulation.logits import VOCAB_SIZE, row_after
+from tests.simulation.simulated_logits import VOCAB_SIZE, row_after
 from tests.simulation.text_requests import TextRequest
 from tests.simulation.virtual_threads import SimpleQueue
 

@@ -18,7 +18,7 @@ from genserve.sampling.batch_sampler import sample
 from genserve.sampling.sampling_params import SamplingParams
 from tests.fakes.grammars import Steps
 from tests.fakes.sequences import IdText, sample_loop
-from tests.simulation.logits import NAN_TOKEN, VOCAB_SIZE, best_after, row_after
+from tests.simulation.simulated_logits import NAN_TOKEN, VOCAB_SIZE, best_after, row_after
 
 EOS, STOP_AT = 1, 2
 RAISING_TOKEN = NAN_TOKEN - 1  # the decoding loops of sequences that contain it raise

@@ -17,8 +17,8 @@ from genserve.generation.engine_request import TokenSequence
 from genserve.generation.engine_thread import EngineThread
 from genserve.generation.request_inbox import RequestOutput
 from genserve.generation.speculation import Speculation
-from tests.simulation.logits import SimulatedLogits
 from tests.simulation.simulated_engine import GreedyDrafts, SimulatedEngine
+from tests.simulation.simulated_logits import SimulatedLogits
 from tests.simulation.simulated_repository import METRICS, Factory, Folders, SimulatedTextModel
 from tests.simulation.simulation import HORIZON_S, Simulation
 from tests.simulation.text_clients import (
