@@ -20,7 +20,7 @@ import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from tests.faults.shared_server import SharedServer, faults_repository, read_response
-from tests.support.live_server import line_with, serving, wait_until
+from tests.support.live_server import line_with, parents, serving, wait_until
 from tests.support.python_models import CONFIG, write_model
 
 # Never returns, and has started another process.
@@ -139,25 +139,10 @@ def text_message() -> service_pb2.ModelInferRequest:
 
 def descendants(pid: int) -> set[int]:
     """The processes that a process has started, and those that these have started."""
-    parents = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
-        except OSError:     # it has ended meanwhile
-            continue
-        if state != "Z":
-            parents[int(stat.parent.name)] = int(parent)
-    found = {pid}
-    while new := {child for child, parent in parents.items() if parent in found} - found:
+    known, found = parents(), {pid}
+    while new := {child for child, parent in known.items() if parent in found} - found:
         found |= new
     return found - {pid}
-
-
-def runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @contextmanager
@@ -217,7 +202,7 @@ def test_sigterm_ends_every_answer_and_every_process(repository: Path) -> None:
     assert "error" in json.loads(busy.text)
     assert "stopping: waiting for 8 running requests" in log or "stopping: waiting for 9" in log
     assert "Traceback" not in log
-    wait_until(lambda: not any(map(runs, started)))
+    wait_until(lambda: started.isdisjoint(parents()))
 
 
 def test_a_killed_server_leaves_nothing_behind_and_the_next_one_starts_at_once(repository: Path) -> None:
@@ -232,7 +217,7 @@ def test_a_killed_server_leaves_nothing_behind_and_the_next_one_starts_at_once(r
         port = host.partition(":")[2]
         with serving(repository, f"--http-port={port}", "--model-control-mode=explicit") as again:
             assert host in line_with(again, "Ready at")
-        wait_until(lambda: not any(map(runs, started)), timeout_s=20)
+        wait_until(lambda: started.isdisjoint(parents()), timeout_s=20)
         assert not shared_memory_of(process.pid)
     assert {str(path) for path in repository.rglob("*")} == files
 
@@ -272,7 +257,7 @@ def test_a_signal_at_any_moment_leaves_nothing_behind(repository: Path, number: 
     for call in calls:
         call.join()
     assert "Traceback" not in log, log[-3000:]
-    wait_until(lambda: not any(map(runs, started)), timeout_s=20)
+    wait_until(lambda: started.isdisjoint(parents()), timeout_s=20)
     assert not shared_memory_of(process.pid)
     if number == signal.SIGKILL:
         return

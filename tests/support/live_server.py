@@ -61,15 +61,20 @@ class LiveServer:
 
 def children() -> set[int]:
     """The live child processes."""
-    found = set()
+    return {pid for pid, parent in parents().items() if parent == os.getpid()}
+
+
+def parents() -> dict[int, int]:
+    """The parent of each live process of the machine."""
+    found = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             # Behind the name, which may hold anything: the state, and the parent.
             state, parent = stat.read_text().rpartition(")")[2].split()[:2]
         except OSError:  # it has ended meanwhile
             continue
-        if int(parent) == os.getpid() and state != "Z":
-            found.add(int(stat.parent.name))
+        if state != "Z":
+            found[int(stat.parent.name)] = int(parent)
     return found
 
 
