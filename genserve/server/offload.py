@@ -10,8 +10,10 @@ import concurrent.futures
 import math
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
+from anyio import CapacityLimiter, to_thread
 from starlette.concurrency import run_in_threadpool
 
 from genserve.completion import Delta
@@ -35,6 +37,11 @@ async def offload_if_large(cost: int, function: Callable[..., T], *args: Any, **
     if cost > _LARGE:
         return await run_in_threadpool(function, *args, **kwargs)
     return function(*args, **kwargs)
+
+
+async def run_for_long(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Call a function that may take minutes, on none of the pool's threads: large requests need these."""
+    return await to_thread.run_sync(partial(function, *args, **kwargs), limiter=CapacityLimiter(1))
 
 
 def write_cost(tensor: Tensor, *, copied: bool) -> int:

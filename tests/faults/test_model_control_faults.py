@@ -28,6 +28,7 @@ from tests.faults.broken_repository import (
     serving_beside_good,
     write_model,
 )
+from tests.support.live_server import wait_until
 from tests.support.python_models import ask, value
 from tests.support.python_models import write_model as write_python_model
 
@@ -205,6 +206,31 @@ def test_identical_loads_at_once_are_one_load(tmp_path: Path) -> None:
     load(0)     # a later one tries again
     assert len(note.read_text().splitlines()) == num_loads + 1
     models.close()
+
+
+def test_loads_that_wait_take_no_thread_from_large_requests(tmp_path: Path) -> None:
+    root, go = tmp_path / "models", tmp_path / "go"
+    code = f"""
+        import pathlib, time
+        class TritonPythonModel:
+            def initialize(self, args):
+                while not pathlib.Path({str(go)!r}).exists():
+                    time.sleep(0.001)
+            def execute(self, requests):
+                return []
+    """
+    explicit = {"model_control_mode": "explicit", "load_model": ("good",)}
+    with serving_beside_good(root, {}, **explicit) as served, ThreadPoolExecutor(48) as pool:
+        write_python_model(root, "slow", code=code)
+        load = "/v2/repository/models/slow/load"
+        loads = [pool.submit(served.http.post, load) for _ in range(48)]
+        try:
+            wait_until(lambda: len(served.server.server.server_state.tasks) == len(loads))
+            large = served.http.post("/v1/completions", json={"prompt": [1] * 200_000})
+            assert large.status_code == 404     # there is no text model
+        finally:
+            go.touch()
+        assert {future.result().status_code for future in loads} == {200}
 
 
 def test_a_stopping_server_loads_nothing(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from tritonclient.grpc import service_pb2, service_pb2_grpc
@@ -14,6 +13,7 @@ from genserve.log import LOG_FORMATS, note_change
 from genserve.redaction import redacted_text
 from genserve.repository.repository import Repository
 from genserve.server.grpc.rpc_method import rpc_method
+from genserve.server.offload import run_for_long
 from genserve.server.services import Services
 
 # The methods have the protocol's names, which are not Python's.
@@ -54,7 +54,7 @@ class Administration(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ig
             else:
                 raise InferenceError(f"unrecognized load parameter '{name}'.")
         note_change(", ".join([*(["config"] if config else []), *files]))
-        await asyncio.to_thread(
+        await run_for_long(
             self._models.load,
             request.model_name,
             config=config,
@@ -74,7 +74,7 @@ class Administration(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ig
                 raise InferenceError(text)
             dependents = parameter.bool_param
         note_change("with its dependents" if dependents else "")
-        await asyncio.to_thread(self._models.unload, request.model_name, dependents=dependents)
+        await run_for_long(self._models.unload, request.model_name, dependents=dependents)
         return service_pb2.RepositoryModelUnloadResponse()
 
     @rpc_method

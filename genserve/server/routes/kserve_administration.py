@@ -7,8 +7,6 @@ import binascii
 from collections.abc import Mapping
 from typing import Any
 
-from starlette.concurrency import run_in_threadpool
-
 from genserve.config.config_json import config_json
 from genserve.errors import InferenceError
 from genserve.kserve import model_metadata as metadata
@@ -22,7 +20,7 @@ from genserve.kserve.shared_memory import cuda_unsupported, reject_cuda_region
 from genserve.kserve.triton_parsing import JsonKind, checked, read_json
 from genserve.log import note_change
 from genserve.redaction import redacted_text
-from genserve.server.offload import offload_if_large
+from genserve.server.offload import offload_if_large, run_for_long
 from genserve.server.routes.kserve_http import KServeCall, KServeResponse, json_response, message_response
 from genserve.version import __version__
 
@@ -109,7 +107,7 @@ async def repository_load(call: KServeCall) -> KServeResponse:
                 text, remedy=f"{name!r} is neither config nor file:<version>/<name>"
             )
     note_change(", ".join([*(["config"] if config else []), *files]))
-    await run_in_threadpool(
+    await run_for_long(
         call.services.repository.load,
         call.model,
         config=config,
@@ -125,7 +123,7 @@ async def repository_unload(call: KServeCall) -> KServeResponse:
     given = _members(_members(await call.json()).get("parameters"))
     dependents = given.get("unload_dependents") is True  # other values are ignored, as in Triton
     note_change("with its dependents" if dependents else "")
-    await run_in_threadpool(call.services.repository.unload, call.model, dependents=dependents)
+    await run_for_long(call.services.repository.unload, call.model, dependents=dependents)
     return KServeResponse()
 
 
