@@ -36,7 +36,11 @@ class TritonPythonModel:
 """
 PROCESS = 'parameters { key: "EXECUTION" value { string_value: "process" } }'
 ASKED = {"inputs": [{"name": "X", "datatype": "FP32", "shape": [1], "data": [1]}]}
-CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "tell me"}], "max_tokens": 230}
+# Greedy: this text has no end-of-sequence token, which Anthropic's dialect cannot ignore.
+CHAT: dict[str, Any] = {
+    "model": "tiny", "messages": [{"role": "user", "content": "tell me"}],
+    "max_tokens": 230, "temperature": 0,
+}  # fmt: skip
 # Streams that outlast the drain, and what the last event of each begins with.
 STREAMS: dict[str, tuple[dict[str, Any], str]] = {
     "/v1/chat/completions": (CHAT | {"ignore_eos": True, "stream": True}, "data: [DONE]"),
