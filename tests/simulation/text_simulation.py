@@ -286,7 +286,8 @@ def _agrees(call: TextCall, answers: Sequence[SoloAnswer]) -> bool:
     """Whether a client has received the answers of the request alone, up to where it stopped reading."""
     params = call.request.params
     limit_s = math.inf if params.max_time_ms is None else params.max_time_ms / 1000
-    if params.use_beam_search and call.ended_s - call.began_s >= limit_s:
+    # Times are whole microseconds, which a difference of floats may miss.
+    if params.use_beam_search and round(call.ended_s - call.began_s, 6) >= limit_s:
         return True  # the best so far, which may be complete
     for choice, answer in zip(call.choices, answers, strict=True):
         is_cut = is_deadline(choice) and params.max_time_ms is not None
