@@ -254,6 +254,17 @@ def status_of(error: GenserveError) -> Status:
     return next(_STATUS[kind] for kind in type(error).__mro__ if kind in _STATUS)
 
 
+def drop_frames(error: BaseException) -> None:
+    """Forget the tracebacks of an error that is kept, and of its causes.
+
+    Their frames hold what the failed calls had, such as the body of a request or the weights of a model.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        cause.__traceback__ = None
+        cause = cause.__cause__ or cause.__context__
+
+
 def require(holds: bool, field: str, rule: str) -> None:  # noqa: FBT001  # reads as a sentence
     """Raise InvalidRequest with the message `field rule`, if it does not hold."""
     if not holds:

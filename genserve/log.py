@@ -13,7 +13,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from genserve.errors import GenserveError
+from genserve.errors import GenserveError, drop_frames
 
 # The logger of requests that change the server; see `access_log`.
 AUDIT = "genserve.audit"
@@ -116,16 +116,9 @@ class LoggedRequest:
     span: LoggedSpan | None = None
 
     def fail(self, error: GenserveError) -> None:
-        """Record the error that it was rejected or failed with.
-
-        The frames of its traceback are dropped: they hold the body of the request, and this record, so they
-        would stay in memory until the next collection of garbage.
-        """
+        """Record the error that it was rejected or failed with, without its frames: they hold this record."""
         self.error = error
-        cause: BaseException | None = error
-        while cause is not None:
-            cause.__traceback__ = None
-            cause = cause.__cause__ or cause.__context__
+        drop_frames(error)
 
     def ending(self) -> str:
         """Return why its answers ended, in the words of the metric `genserve_requests_total`."""

@@ -14,7 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from genserve.config.diagnostics import first_error
-from genserve.errors import ConfigError, GenserveError, InferenceError, RepositoryError, Status
+from genserve.errors import (
+    ConfigError,
+    GenserveError,
+    InferenceError,
+    RepositoryError,
+    Status,
+    drop_frames,
+)
 from genserve.repository.config_resolution import check_usable
 from genserve.repository.ensemble_rules import ensemble_diagnostics
 from genserve.repository.index import ModelEntry, all_step_models, fingerprint, not_polled, scan, step_models
@@ -351,7 +358,9 @@ class ModelLifecycle:
             self._table.set_state(name, failed.version, ModelState.UNAVAILABLE, reason=reason)
             for other in failed.others:
                 self._table.set_state(name, other, ModelState.UNAVAILABLE, reason="unloaded")
-        raise _load_error(name, failed) from failed.error
+        reported = _load_error(name, failed)
+        drop_frames(failed.error)   # which is kept: the next load may need the memory
+        raise reported from failed.error
 
     def _unload(self, name: str, *, timeout_s: float | None = None) -> None:
         timeout_s = self._options.exit_timeout_s if timeout_s is None else timeout_s

@@ -92,6 +92,22 @@ def test_an_unload_of_an_unknown_model_leaves_nothing_behind(tmp_path: Path) -> 
         assert not repository._lifecycle._models.keys() - {"one"}
 
 
+def test_a_failed_load_holds_none_of_its_memory(tmp_path: Path) -> None:
+    code = """
+        class WeightsThatFailed:
+            pass
+        class TritonPythonModel:
+            def initialize(self, args):
+                weights = WeightsThatFailed()
+                raise MemoryError
+    """
+    write_model(tmp_path, "one", code=code)
+    with opened(tmp_path, "one") as repository:
+        assert "MemoryError" in str(repository.errors["one"])
+        gc.collect()
+        assert not [each for each in gc.get_objects() if type(each).__name__ == "WeightsThatFailed"]
+
+
 MEETING = """
 import pathlib, time
 class TritonPythonModel:
