@@ -214,6 +214,7 @@ def test_the_audit_log_says_who_did_what_from_where_and_how_it_ended(log, url):
         "c8": "POST /v2/trace/setting 200 key=ops change=log_frequency=5 ",
     }.items():
         assert re.match(before + words, log.line(id_)), log.line(id_)
+    wait_until(lambda: log.lines(" change=log_warning=True "))  # the last line, written after the response
     calls = [line.partition("audit: ")[2] for line in log.lines("genserve.audit: ") if " gRPC Repo" in line]
     assert re.fullmatch(r"\S+ gRPC RepositoryModelLoad OK model=one key=ops seconds=\S+", calls[-3])
     assert re.search(r"gRPC RepositoryModelUnload PERMISSION_DENIED key=alice .*error=forbidden", calls[-2])
