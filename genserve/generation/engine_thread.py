@@ -316,6 +316,7 @@ class EngineThread(RequestInbox):
         for request in arrivals.cancelled:
             for answer in request.answers:
                 if answer in self._states or answer in self._unanswered:
+                    self._metrics.request_cancelled()
                     self._end(answer)
         outputs: list[RequestOutput] = [(state.sequence, error) for state in self._states.values()]
         self._deliver(outputs, now_s=self._engine.clock())

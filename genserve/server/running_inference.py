@@ -8,13 +8,17 @@ from collections.abc import AsyncIterator
 from typing import Self, TypeAlias
 
 from genserve.errors import InferenceError, Status
+from genserve.generation.delta_streams import MAX_OUTPUTS_PER_TURN
 from genserve.inference import Inference, InferenceRequest, InferenceResponse, InferenceServer
 
 _Item: TypeAlias = tuple[InferenceResponse | None, bool]
 
 
 class ResponseDispatcher:
-    """Hands responses from model threads to one event loop, with one wake-up for all that are queued."""
+    """Hands responses from model threads to one event loop, with one wake-up for all that are queued.
+
+    Many are handed over in several turns of the loop.
+    """
 
     def __init__(self, event_loop: asyncio.AbstractEventLoop) -> None:
         self._event_loop = event_loop
@@ -39,9 +43,12 @@ class ResponseDispatcher:
     def _dispatch(self) -> None:
         # First, so that responses appended from here on wake the loop again.
         self._woken = False
-        while self._arrived:
+        for _ in range(min(len(self._arrived), MAX_OUTPUTS_PER_TURN)):
             responses, item = self._arrived.popleft()
             responses.put(item)
+        if self._arrived and not self._woken:
+            self._woken = True
+            self._event_loop.call_soon(self._dispatch)
 
 
 class Responses:

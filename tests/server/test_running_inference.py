@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 
 import pytest
 
+from genserve.generation.delta_streams import MAX_OUTPUTS_PER_TURN
 from genserve.inference import InferenceResponse
 from genserve.server.running_inference import ResponseDispatcher
 
@@ -25,6 +27,30 @@ async def test_responses_of_many_threads_keep_their_order() -> None:
         assert [response.parameters["index"] async for response in stream] == list(range(200))
     for thread in threads:
         thread.join()
+
+
+async def test_the_event_loop_serves_others_between_the_responses_of_a_large_batch() -> None:
+    dispatcher = ResponseDispatcher(asyncio.get_running_loop())
+    streams = [dispatcher.open() for _ in range(500)]
+    turns, ends = 0, []
+
+    async def probe() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def read(number: int) -> None:
+        assert await streams[number].next() == (None, True)
+        ends.append(turns)
+
+    probing, *reading = map(asyncio.create_task, (probe(), *map(read, range(500))))
+    await asyncio.sleep(0)      # all of them wait
+    for stream in streams:
+        stream.on_response(None, True)
+    await asyncio.gather(*reading)
+    probing.cancel()
+    assert max(Counter(ends).values()) <= MAX_OUTPUTS_PER_TURN
 
 
 async def test_abandoning_responses_wakes_their_reader() -> None:
