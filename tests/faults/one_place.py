@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 import struct
@@ -38,6 +39,17 @@ def one_place(tiny_repository: Path, root: Path) -> Path:
         config.write('parameters [ { key: "prefix_cache" value: { string_value: "false" } } ]\n')
     (root / "tiny_decoder" / "1" / "model.py").write_text(_DECODER)
     return root
+
+
+def small_cache(repository: Path, *, num_blocks: int) -> None:
+    """Give the model `tiny` of a repository a KV cache of so many blocks, of 16 tokens each."""
+    config = repository / "tiny_logits" / "config.pbtxt"
+    text = config.read_text()
+    [per_token] = re.findall(r"takes ([\d.]+) KiB per token", text)
+    size = int(float(per_token) * 1024 * 16 * num_blocks)
+    config.write_text(
+        f'{text}parameters [ {{ key: "kv_cache_bytes" value: {{ string_value: "{size}" }} }} ]\n'
+    )
 
 
 def send(live: LiveServer, face: str, *, stream: bool, tokens: int = 100, **fields: Any) -> socket.socket:

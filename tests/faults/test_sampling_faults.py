@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -152,3 +153,23 @@ def test_sixteen_long_stop_strings_change_no_other_text(server):
     params = {"max_tokens": 30, "temperature": 0, "ignore_eos": True}
     stops = {"stop": [f"{number}" * 85 for number in range(100, 116)]}
     assert completions(server, "a", params | stops) == completions(server, "a", params)
+
+
+ONE_TOKEN = {"a-letter": "z", "half-a-character": "\N{GRINNING FACE}", "nothing": "<|im_start|>"}
+
+
+@pytest.mark.parametrize("kind", ONE_TOKEN)
+@pytest.mark.parametrize("count", [50, 156], ids=["max-tokens", "context"])
+def test_an_answer_of_one_token_over_and_over_comes_to_its_end(server, kind, count):
+    token = server.post("/tokenize", {"prompt": ONE_TOKEN[kind]}).json()["tokens"][0]
+    text = server.post("/detokenize", {"tokens": [token] * count}).json()["prompt"]
+    params = {"max_tokens": count, "allowed_token_ids": [token], "ignore_eos": True}
+    answer = completions(server, [5] * 100, params)
+    assert (answer.usage, answer.finish) == ((100, count), "length")
+    assert answer.text == ("" if kind == "nothing" else text)
+    body = {"prompt": [5] * 100, "stream": True, **params}
+    *events, done = server.post("/v1/completions", body).body.decode().split("\n\n")[:-1]
+    choices = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
+    assert done == "data: [DONE]"
+    assert "".join(choice["text"] for choice in choices) == answer.text
+    assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["length"]

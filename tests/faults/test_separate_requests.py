@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.text_faces import FACES, request_of
-from tests.faults.one_place import connect, leave
+from tests.faults.one_place import connect, leave, small_cache
 from tests.support.live_server import LiveServer, wait_until
 from tests.support.request_ledger import RequestLedger
 
@@ -40,16 +40,9 @@ def live(tiny_repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     repository = tmp_path_factory.mktemp("separate") / "repository"
     shutil.copytree(tiny_repository, repository)
     (repository / "tiny_decoder" / "1" / "model.py").write_text(REPEAT)
-    config = repository / "tiny_logits" / "config.pbtxt"
-    config.write_text(config.read_text() + _cache_bytes(config.read_text()))
+    small_cache(repository, num_blocks=NUM_BLOCKS)
     with LiveServer(repository, max_queue_wait_s=0.0) as server:
         yield server
-
-
-def _cache_bytes(config: str) -> str:
-    [per_token] = re.findall(r"takes ([\d.]+) KiB per token", config)
-    size = int(float(per_token) * 1024 * 16 * NUM_BLOCKS)
-    return f'parameters [ {{ key: "kv_cache_bytes" value: {{ string_value: "{size}" }} }} ]\n'
 
 
 def ask(live: LiveServer, number: int, canaries: list[str]) -> str:
