@@ -31,7 +31,7 @@ class TritonPythonModel:
 """
 SHARED = "all of them begin with these words, "
 TOKENS = 110
-NUM_BLOCKS = 40     # for about three requests at once; ten are running
+NUM_BLOCKS = 20     # for one request and a half; ten are running, or few on a busy machine
 
 
 @pytest.fixture(scope="module")
