@@ -16,9 +16,7 @@ from genserve.completion import Delta
 from genserve.errors import GenserveError
 from genserve.generation.engine_request import TokenSequence
 from genserve.generation.request_inbox import RequestInbox, RequestOutput, Reservation
-
-# Of the event loop, which serves others in between: to write a thousand events takes it 0.2 s.
-MAX_OUTPUTS_PER_TURN = 64
+from genserve.wakeup import EventLoopQueue
 
 
 class DeltaStream:
@@ -68,16 +66,11 @@ class DeltaStream:
 
 
 class EventLoopSink:
-    """Hands outputs to the streams of one event loop, which it wakes once per step; an `OutputSink`.
-
-    The outputs of a large step are handed over in several turns of the loop.
-    """
+    """Hands outputs to the streams of one event loop, which it wakes once per step; an `OutputSink`."""
 
     def __init__(self, event_loop: asyncio.AbstractEventLoop) -> None:
-        self._event_loop = event_loop
         self._streams: dict[TokenSequence, AsyncDeltaStream] = {}
-        self._arrived: deque[RequestOutput] = deque()
-        self._woken = False
+        self._queue = EventLoopQueue(event_loop, self._dispatch)
 
     def open(
         self, engine: RequestInbox, *sequences: TokenSequence, reservation: Reservation | None = None
@@ -90,26 +83,16 @@ class EventLoopSink:
 
     def deliver(self, outputs: Sequence[RequestOutput]) -> None:
         """Take over outputs; see `OutputSink`. RuntimeError once the event loop is closed."""
-        self._arrived.extend(outputs)
-        if not self._woken or self._event_loop.is_closed():
-            self._woken = True
-            self._event_loop.call_soon_threadsafe(self._dispatch)
+        self._queue.put(outputs)
 
     def forget(self, sequence: TokenSequence) -> None:
         """Drop later outputs of a sequence; for the stream."""
         self._streams.pop(sequence, None)
 
-    def _dispatch(self) -> None:
-        # First, so that outputs that arrive from here on wake the loop again.
-        self._woken = False
-        for _ in range(min(len(self._arrived), MAX_OUTPUTS_PER_TURN)):
-            sequence, content = self._arrived.popleft()
-            stream = self._streams.get(sequence)
-            if stream is not None:
-                stream.put((sequence, content))
-        if self._arrived and not self._woken:
-            self._woken = True
-            self._event_loop.call_soon(self._dispatch)
+    def _dispatch(self, output: RequestOutput) -> None:
+        stream = self._streams.get(output[0])
+        if stream is not None:
+            stream.put(output)
 
 
 class AsyncDeltaStream:

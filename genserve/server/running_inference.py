@@ -8,22 +8,17 @@ from collections.abc import AsyncIterator
 from typing import Self, TypeAlias
 
 from genserve.errors import InferenceError, Status
-from genserve.generation.delta_streams import MAX_OUTPUTS_PER_TURN
 from genserve.inference import Inference, InferenceRequest, InferenceResponse, InferenceServer
+from genserve.wakeup import EventLoopQueue
 
 _Item: TypeAlias = tuple[InferenceResponse | None, bool]
 
 
 class ResponseDispatcher:
-    """Hands responses from model threads to one event loop, with one wake-up for all that are queued.
-
-    Many are handed over in several turns of the loop.
-    """
+    """Hands responses from model threads to one event loop, with one wake-up for all that are queued."""
 
     def __init__(self, event_loop: asyncio.AbstractEventLoop) -> None:
-        self._event_loop = event_loop
-        self._arrived: deque[tuple[Responses, _Item]] = deque()
-        self._woken = False
+        self._queue: EventLoopQueue[tuple[Responses, _Item]] = EventLoopQueue(event_loop, _put)
 
     def open(self) -> Responses:
         """Return the queue for the responses of one inference."""
@@ -31,24 +26,15 @@ class ResponseDispatcher:
 
     def post(self, responses: Responses, item: _Item) -> None:
         """Queue one response, from any thread; dropped if the event loop is closed."""
-        self._arrived.append((responses, item))
-        if self._woken:
-            return
-        self._woken = True
         try:
-            self._event_loop.call_soon_threadsafe(self._dispatch)
+            self._queue.put(((responses, item),))
         except RuntimeError:
-            self._arrived.clear()
+            return
 
-    def _dispatch(self) -> None:
-        # First, so that responses appended from here on wake the loop again.
-        self._woken = False
-        for _ in range(min(len(self._arrived), MAX_OUTPUTS_PER_TURN)):
-            responses, item = self._arrived.popleft()
-            responses.put(item)
-        if self._arrived and not self._woken:
-            self._woken = True
-            self._event_loop.call_soon(self._dispatch)
+
+def _put(arrived: tuple[Responses, _Item]) -> None:
+    responses, item = arrived
+    responses.put(item)
 
 
 class Responses:

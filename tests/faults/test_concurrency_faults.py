@@ -26,11 +26,12 @@ from benchmarks.text_faces import FACES
 from genserve.completion import join_deltas
 from genserve.errors import Closed, InferenceError
 from genserve.generation.admission_control import QueueLimits
-from genserve.generation.delta_streams import MAX_OUTPUTS_PER_TURN, DeltaStream, EventLoopSink
+from genserve.generation.delta_streams import DeltaStream, EventLoopSink
 from genserve.generation_metrics import Metrics
 from genserve.repository.options import ControlMode, RepositoryOptions
 from genserve.repository.repository import Repository
 from genserve.text.tokenizer import Tokenizer, TooManyTokens
+from genserve.wakeup import MAX_ITEMS_PER_TURN
 from tests.fakes.engines import engine_thread
 from tests.fakes.logits import PagedLogits, greedy_answer
 from tests.fakes.sequences import sequence_of
@@ -107,7 +108,7 @@ async def test_the_event_loop_serves_others_while_a_thousand_requests_end_in_one
     assert answers == [greedy_answer([number % 64], num_tokens=1)[0] for number in range(1000)]
     assert ends_of(metrics) == {"length": 1000}
     # The outputs of both steps may be handed over in one turn.
-    assert max(Counter(ends).values()) <= 2 * MAX_OUTPUTS_PER_TURN
+    assert max(Counter(ends).values()) <= 2 * MAX_ITEMS_PER_TURN
 
 
 @pytest.mark.parametrize(
@@ -377,7 +378,7 @@ def test_hundreds_of_idle_streams_that_are_dropped_leave_nothing(live: LiveServe
         return len(asyncio.all_tasks(event_loop))
 
     open_and_drop(live, gate, per_face=2, over_grpc=4)      # what is created once and kept
-    event_loop = live.server.services.output_sink()._event_loop
+    event_loop = live.server.services.output_sink()._queue._event_loop
     wait_until(lambda: not live.server.server_state.connections)
     before = num_descriptors(), num_tasks()
     open_and_drop(live, gate, per_face=40, over_grpc=100)

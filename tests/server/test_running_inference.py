@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
-from genserve.generation.delta_streams import MAX_OUTPUTS_PER_TURN
 from genserve.inference import InferenceResponse
 from genserve.server.running_inference import ResponseDispatcher
+from genserve.wakeup import MAX_ITEMS_PER_TURN
 
 
 async def test_responses_of_many_threads_keep_their_order() -> None:
@@ -50,7 +50,7 @@ async def test_the_event_loop_serves_others_between_the_responses_of_a_large_bat
         stream.on_response(None, True)
     await asyncio.gather(*reading)
     probing.cancel()
-    assert max(Counter(ends).values()) <= MAX_OUTPUTS_PER_TURN
+    assert max(Counter(ends).values()) <= MAX_ITEMS_PER_TURN
 
 
 async def test_abandoning_responses_wakes_their_reader() -> None:
