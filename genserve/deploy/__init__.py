@@ -1,0 +1,1 @@
+"""Deployments on several machines: routing, replicas, failover, and the Ray Serve application."""
