@@ -1,6 +1,6 @@
 """Large requests: how long each kind of large request stalls the server's event loop.
 
-    python benchmarks/large_requests.py --repository model_repository --model smollm2
+    python benchmarks/large_requests.py --repository model_repository
 
 Starts `genserve serve`, sends each request while another thread asks for /health every few milliseconds, and
 prints its status and time, the bound of the histogram's bucket with the longest lag of the event loop
@@ -12,18 +12,17 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from report import markdown
+from scraped_metrics import ScrapedMetrics
 from servers import Running, cpu_s, genserve_server
 
 MIB = 2**20
 HEADINGS = ("request", "bytes", "status", "seconds", "lag up to, ms", "slowest /health, ms", "CPU s")
-_LAG = re.compile(r'^genserve_event_loop_lag_seconds_bucket\{le="(.*)"\} (.*)$', re.MULTILINE)
 _PAUSE_S = 0.005
 
 Request = tuple[str, Callable[[], bytes]]
@@ -217,8 +216,8 @@ def lags(server: Running) -> dict[float, float]:
     """How often the loop lagged, up to each bound in seconds."""
     connection = http.client.HTTPConnection("127.0.0.1", server.metrics, timeout=60)
     connection.request("GET", "/metrics")
-    text = connection.getresponse().read().decode()
-    return {float(bound.replace("+Inf", "inf")): float(count) for bound, count in _LAG.findall(text)}
+    metrics = ScrapedMetrics(connection.getresponse().read().decode(), model="")
+    return dict(metrics.buckets("genserve_event_loop_lag_seconds"))
 
 
 def longest_lag_s(before: Mapping[float, float], after: Mapping[float, float]) -> float:

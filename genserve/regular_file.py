@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from errno import EFBIG, EINVAL
+from errno import EFBIG, EILSEQ, EINVAL
 from pathlib import Path
 
 
@@ -30,6 +30,18 @@ def read_regular_file(path: Path, *, max_bytes: int) -> bytes:
             return file.read(status.st_size)
     finally:
         os.close(descriptor)
+
+
+def read_regular_text(path: Path, *, max_bytes: int) -> str:
+    """Read a whole file of UTF-8; see `read_regular_file`.
+
+    Raises:
+        OSError: it cannot be read, is not a regular file, is longer, or is not UTF-8; has a `strerror`.
+    """
+    try:
+        return read_regular_file(path, max_bytes=max_bytes).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise OSError(EILSEQ, str(error), str(path)) from None
 
 
 def special_kind(path: Path) -> str:

@@ -24,7 +24,7 @@ from genserve.config.diagnostics import (
 from genserve.config.model_config import ModelConfig
 from genserve.config.schema import model_config, new_model_config
 from genserve.errors import RepositoryError, suggestion
-from genserve.regular_file import read_regular_file
+from genserve.regular_file import read_regular_text
 
 # The largest configs have about 100 KB. A megabyte of entries takes half a second to parse.
 _MAX_BYTES = 1 << 20
@@ -171,11 +171,11 @@ def _config_or_error(parsed: ParsedConfig) -> ModelConfig:
 
 def _read(path: Path, *, folder: Path, backends: tuple[str, ...]) -> ParsedConfig:
     try:
-        text = read_regular_file(path, max_bytes=_MAX_BYTES).decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
+        text = read_regular_text(path, max_bytes=_MAX_BYTES)
+    except OSError as error:
         remedy = "a model folder holds a config.pbtxt in UTF-8, of at most a megabyte"
-        return unreadable_config(path, position="1:1", message=f"cannot be read: {reason}", remedy=remedy)
+        message = f"cannot be read: {error.strerror}"
+        return unreadable_config(path, position="1:1", message=message, remedy=remedy)
     if text.startswith("\ufeff"):
         message, remedy = "begins with a byte order mark", "save it as UTF-8 without a byte order mark"
         return unreadable_config(path, position="1:1", message=message, remedy=remedy)

@@ -17,7 +17,7 @@ from genserve.errors import RepositoryError
 from genserve.generation_metrics import Metrics
 from genserve.inference import InferenceServer
 from genserve.inference_statistics import ModelStatistics
-from genserve.regular_file import read_regular_file
+from genserve.regular_file import read_regular_text
 from genserve.repository.config_resolution import ResolvedModel, resolve_model
 from genserve.repository.ensemble import Ensemble
 from genserve.repository.index import ModelEntry
@@ -269,11 +269,9 @@ def _output_labels(config: ModelConfig, path: Path) -> dict[str, Sequence[str]]:
     labels: dict[str, Sequence[str]] = {}
     for spec in config.outputs:
         if spec.label_filename:
+            file = path / spec.label_filename
             try:
-                content = read_regular_file(path / spec.label_filename, max_bytes=_MAX_LABELS_BYTES)
-                labels[spec.name] = content.decode("utf-8").splitlines()
-            except (OSError, UnicodeDecodeError) as error:
-                file = path / spec.label_filename
-                reason = error.strerror if isinstance(error, OSError) else error
-                logger.warning("%s cannot be read: %s; its classes have no labels", file, reason)
+                labels[spec.name] = read_regular_text(file, max_bytes=_MAX_LABELS_BYTES).splitlines()
+            except OSError as error:
+                logger.warning("%s cannot be read: %s; its classes have no labels", file, error.strerror)
     return labels

@@ -10,7 +10,7 @@ from typing import Any
 import tokenizers
 
 from genserve.errors import InvalidRequest, RepositoryError
-from genserve.regular_file import read_regular_file
+from genserve.regular_file import read_regular_text
 from genserve.sampling.model_defaults import default_sampling_params
 from genserve.text.chat_template import ChatTemplate
 
@@ -94,10 +94,9 @@ def _read_backend(file: Path) -> tokenizers.Tokenizer:
 
 def _read_text(file: Path) -> str:
     try:
-        return read_regular_file(file, max_bytes=_MAX_BYTES).decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise RepositoryError(f"{file} cannot be read: {reason}", remedy=REMEDY) from None
+        return read_regular_text(file, max_bytes=_MAX_BYTES)
+    except OSError as error:
+        raise RepositoryError(f"{file} cannot be read: {error.strerror}", remedy=REMEDY) from None
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from genserve.kserve.forwarded_headers import forwarded_headers
 from genserve.kserve.model_metadata import EXTENSIONS, find_for_statistics, model_metadata, statistics_json
 from genserve.kserve.triton_parsing import read_version
 from genserve.log import CURRENT_REQUEST, LoggedRequest
+from genserve.repository.model_lifecycle import stopping
 from genserve.repository.model_versions import ModelVersion
 from genserve.server.grpc.administration import Administration
 from genserve.server.grpc.infer_messages import GrpcRequest, read_request, write_response
@@ -157,8 +158,7 @@ class InferenceService(Administration):
         assert logged is not None
         self._services.keys.admit(logged, CURRENT_KEY.get())
         if self._services.draining:
-            remedy = "try again on another server"
-            raise InferenceError("the server is stopping", status=Status.UNAVAILABLE, remedy=remedy)
+            raise stopping()
         model = self._find(message.model_name, message.model_version)
         if model.config.decoupled and not streams:
             raise InferenceError(
