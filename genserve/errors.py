@@ -12,6 +12,7 @@
     ├── Overloaded                the queue of a text model is full; try again later
     │   └── RateLimited           the API key has used up one of its limits
     ├── ModelFailed               a model or a decoding loop raised, or its output is unusable
+    ├── ReplicaLost               the replica of a deployment that answered a request has died
     ├── InferenceError            an inference with named tensors failed; Triton's code and text
     ├── RepositoryError           a model repository, or a model in it, is invalid
     │   └── ConfigError           one place of one config.pbtxt; file, line and column
@@ -24,7 +25,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
 from typing import ClassVar
 
@@ -54,6 +55,18 @@ class GenserveError(Exception):
 
     def __str__(self) -> str:
         return f"{self.message} ({self.remedy})" if self.remedy else self.message
+
+    def __reduce__(self) -> tuple[Callable[..., GenserveError], tuple[object, ...]]:
+        """Pickle the attributes, since most are keywords of `__init__`: errors cross between processes."""
+        return _restored, (type(self), self.args, self.__dict__)
+
+
+def _restored(
+    kind: type[GenserveError], args: tuple[object, ...], attributes: Mapping[str, object]
+) -> GenserveError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(attributes)
+    return error
 
 
 class InvalidRequest(GenserveError):
@@ -136,6 +149,12 @@ class ModelFailed(GenserveError):
     """The graph or the Python code of a model raised, or its output is unusable (NaN, wrong shape)."""
 
     code = "model_failed"
+
+
+class ReplicaLost(GenserveError):
+    """The replica of a deployment that answered the request has died; a retry reaches another one."""
+
+    code = "replica_lost"
 
 
 class Status(StrEnum):

@@ -16,6 +16,7 @@ from genserve.completion import Delta, FinishReason, StopReason, TokenLogprob
 from genserve.errors import ContextLengthExceeded, GenserveError, InvalidRequest, ModelFailed
 from genserve.generation.delta_builder import AnswerText, DeltaBuilder
 from genserve.generation.sequence_plugins import SequencePlugins
+from genserve.prompt import Prompt
 from genserve.sampling.batch_sampler import SamplingState
 from genserve.sampling.grammar_bitmask import StructuredOutputGrammar
 from genserve.sampling.logits_array import LogitsArray, TokenArray
@@ -256,6 +257,7 @@ class TokenSequence(Request):
         first_token_s: when its first token was sampled; likewise.
         last_token_s: when its last token so far was sampled; likewise.
         begins_reasoning: whether the prompt ends within reasoning, which the answer continues.
+        prompt: as the request has it; None: only its token ids are known.
         finish_reason: None while it runs.
         stop_reason: the stop string, token id or rule that ended it, if any.
         plugins: of the decoder stage.
@@ -278,6 +280,7 @@ class TokenSequence(Request):
         "last_token_s",
         "params",
         "plugins",
+        "prompt",
         "sampling",
         "search",
         "started_s",
@@ -299,6 +302,7 @@ class TokenSequence(Request):
         deadline_s: float | None = None,
         grammar: StructuredOutputGrammar | None = None,
         begins_reasoning: bool = False,
+        prompt: Prompt | None = None,
     ) -> None:
         super().__init__(prompt_token_ids, cache_salt=params.cache_salt, priority=params.priority)
         self.params = params
@@ -309,6 +313,7 @@ class TokenSequence(Request):
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
         self.begins_reasoning = begins_reasoning
+        self.prompt = prompt
         self.plugins = plugins or SequencePlugins()
         self.search: SequenceSearch | None = None
         self._eos_token_ids: frozenset[int] = frozenset() if params.ignore_eos else eos_token_ids

@@ -82,6 +82,16 @@ class EngineThread(RequestInbox):
         return self._engine.num_running
 
     @property
+    def num_waiting_tokens(self) -> int:
+        """Prompt tokens of the sequences that wait for their first step."""
+        return self._admission.num_tokens
+
+    @property
+    def cache_usage(self) -> float:
+        """Share of the KV cache that running requests hold, 0 to 1."""
+        return self._engine.cache_usage
+
+    @property
     def num_steps(self) -> int:
         """Forwards run so far."""
         return self._num_steps

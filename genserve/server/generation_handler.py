@@ -28,7 +28,7 @@ from genserve.server.offload import answer_cost, offload_if_large
 from genserve.server.services import Services
 from genserve.server.sse_response import EventStream, Frames, read_all, while_connected
 from genserve.text.message_parser import MessageParser
-from genserve.textmodel.text_model import TextModel
+from genserve.textmodel.text_model import TextModel, needs_grammar
 
 _MAX_HEADER_CHARS = 1024
 # Delay before the client of a request that is being prepared is watched: nearly all are prepared sooner, and
@@ -175,9 +175,8 @@ async def submit(
             prepare = partial(
                 _prepare, model, prompts, params, num_choices=num_choices, reservation=reservation
             )
-            has_tools = any(isinstance(prompt, Chat) and prompt.tools for prompt in prompts)
-            has_grammar = has_tools or params.structured_outputs is not None
-            future = model.run_soon(prepare, compiles=has_grammar)
+            compiles = any(needs_grammar(prompt, params) for prompt in prompts)
+            future = model.run_soon(prepare, compiles=compiles)
             sequences = await _prepared(asyncio.wrap_future(future), receive)
             # Copied before the engine's thread appends to them.
             prompt_ids = tuple(tuple(sequence.token_ids) for sequence in sequences[::num_choices])

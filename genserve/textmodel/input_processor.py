@@ -140,10 +140,8 @@ class InputProcessor:
     ) -> list[TokenSequence]:
         """Return one token sequence for each choice; see `TextModel.prepare_choices`."""
         params = with_model_defaults(params, self._defaults)
-        width = _beam_width(params, num_choices=num_choices)
-        self._check_beams(params, width=width)
-        max_length = self._engine.max_tokens_per_sequence(width) if width > 1 else self._logits.max_length
-        field = "messages" if isinstance(prompt, Chat) else "prompt"
+        max_length = self._max_length(params, num_choices=num_choices)
+        field = _field(prompt)
         try:
             is_truncated = params.truncate_prompt_tokens is not None
             whole = self.encode(prompt, max_tokens=None if is_truncated else max_length)
@@ -152,7 +150,24 @@ class InputProcessor:
         token_ids = _truncated(whole, params, max_length=max_length, bos_id=self._tokenizer.bos_id)
         is_cut = len(token_ids) < len(whole) and params.truncation_side == "right"
         begun = self._begins_reasoning(prompt, token_ids, is_cut=is_cut)
-        self._check_lengths(len(token_ids), params, max_length=max_length, field=field)
+        seeds = [_seed(params, choice) for choice in range(num_choices)]
+        return self.sequences(
+            prompt, params, token_ids=token_ids, begins_reasoning=begun, seeds=seeds, arrived_s=arrived_s
+        )
+
+    def sequences(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        token_ids: Sequence[int],
+        begins_reasoning: bool,
+        seeds: Sequence[int],
+        arrived_s: float | None = None,
+    ) -> list[TokenSequence]:
+        """Return a token sequence for each of the seeds; see `TextModel.prepare_tokenized`."""
+        max_length = self._max_length(params, num_choices=len(seeds))
+        self._check_lengths(len(token_ids), params, max_length=max_length, field=_field(prompt))
         self._check_ids(params)
         text = self._stop_checker(params, shown=self._tools.shown_ids(prompt))
         begin = partial(
@@ -164,23 +179,33 @@ class InputProcessor:
             vocab_size=self._logits.vocab_size,
             tokenized=self._tokenized(params),
             deadline_s=self._deadline_s(params, arrived_s),
-            begins_reasoning=begun,
+            begins_reasoning=begins_reasoning,
+            prompt=prompt,
         )
         room = min(params.max_tokens or max_length, max_length - len(token_ids))
-        grammar = self._grammar_of(prompt, params, begun=begun, room=room)
-        contexts = [self._context(token_ids, params, choice) for choice in range(num_choices)]
+        grammar = self._grammar_of(prompt, params, begun=begins_reasoning, room=room)
+        contexts = [self._context(token_ids, params, seed=seed) for seed in seeds]
         sequences = [
             begin(
                 seed=context.seed,
                 text=self._plugins.parsed(text.fork(), context),
-                plugins=self._plugins.for_sequence(context, ours=self.reasoning.budget(context, begun=begun)),
+                plugins=self._plugins.for_sequence(
+                    context, ours=self.reasoning.budget(context, begun=begins_reasoning)
+                ),
                 grammar=grammar(),
             )
             for context in contexts
         ]
+        width = _beam_width(params, num_choices=len(seeds))
         if width > 1:
             BeamSearch(sequences, width=width, text=text)
         return sequences
+
+    def _max_length(self, params: SamplingParams, *, num_choices: int) -> int:
+        """Return how long the sequences of a request can be; raises InvalidRequest for too many beams."""
+        width = _beam_width(params, num_choices=num_choices)
+        self._check_beams(params, width=width)
+        return self._engine.max_tokens_per_sequence(width) if width > 1 else self._logits.max_length
 
     def message_parser(self, prompt: Prompt, params: SamplingParams, *, begun: bool) -> MessageParser | None:
         """Return a parser of one answer; see `TextModel.message_parser`."""
@@ -224,8 +249,7 @@ class InputProcessor:
             return None
         return (self._engine.now_s if arrived_s is None else arrived_s) + params.max_time_ms / 1000
 
-    def _context(self, token_ids: Sequence[int], params: SamplingParams, choice: int) -> PluginContext:
-        seed = secrets.randbits(64) if params.seed is None else (params.seed + choice) % 2**64
+    def _context(self, token_ids: Sequence[int], params: SamplingParams, *, seed: int) -> PluginContext:
         return PluginContext(
             tokenizer=self._tokenizer,
             vocab_size=self._logits.vocab_size,
@@ -361,6 +385,15 @@ class InputProcessor:
 
     def _per_beam(self, max_length: int) -> str:
         return "" if max_length == self._logits.max_length else " for each of its beams"
+
+
+def _field(prompt: Prompt) -> str:
+    """Return the name of the field that a prompt comes from."""
+    return "messages" if isinstance(prompt, Chat) else "prompt"
+
+
+def _seed(params: SamplingParams, choice: int) -> int:
+    return secrets.randbits(64) if params.seed is None else (params.seed + choice) % 2**64
 
 
 def _beam_width(params: SamplingParams, *, num_choices: int) -> int:

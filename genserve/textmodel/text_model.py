@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from genserve.errors import Closed, InvalidRequest
 from genserve.generation.engine_request import TokenSequence
 from genserve.generation.engine_thread import EngineThread
-from genserve.prompt import Prompt
+from genserve.prompt import Chat, Prompt
 from genserve.sampling.sampling_params import SamplingParams
 from genserve.text.message_parser import MessageParser
 from genserve.text.reasoning_parser import THINKING_TAGS
@@ -25,6 +25,11 @@ T = TypeVar("T")
 
 # Of each of two kinds: those for requests with structured outputs may compile a grammar for seconds.
 _MAX_THREADS = 4
+
+
+def needs_grammar(prompt: Prompt, params: SamplingParams) -> bool:
+    """Whether a grammar has to be compiled for a request, which may take seconds."""
+    return params.structured_outputs is not None or (isinstance(prompt, Chat) and bool(prompt.tools))
 
 
 class TextModel:
@@ -135,6 +140,38 @@ class TextModel:
             ModelFailed: the chat template, the tokenizer or a plug-in failed.
         """
         return self._inputs.process(prompt, params, num_choices=num_choices, arrived_s=arrived_s)
+
+    def prepare_tokenized(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        token_ids: Sequence[int],
+        begins_reasoning: bool,
+        seeds: Sequence[int],
+        arrived_s: float | None = None,
+    ) -> list[TokenSequence]:
+        """Turn a prompt that `prepare_choices` of another process has tokenized into token sequences.
+
+        Args:
+            prompt: of the request, whose tools and choice of a tool the grammar follows.
+            params: of the sequences there, with the model's defaults.
+            token_ids: of the prompt, as they were truncated there.
+            begins_reasoning: see `TokenSequence.begins_reasoning`.
+            seeds: of the sequences to make; several are the answers of one beam search.
+            arrived_s: when `max_time_ms` begins, by the clock of `engine`; None: now.
+
+        Raises:
+            InvalidRequest, ContextLengthExceeded, ModelFailed: see `prepare_choices`.
+        """
+        return self._inputs.sequences(
+            prompt,
+            params,
+            token_ids=token_ids,
+            begins_reasoning=begins_reasoning,
+            seeds=seeds,
+            arrived_s=arrived_s,
+        )
 
     def message_parser(self, prompt: Prompt, params: SamplingParams, *, begun: bool) -> MessageParser | None:
         """Return a parser of one answer to a request; None: all of the text is content.

@@ -1,0 +1,162 @@
+"""Replica: one model of a repository, with the models that it needs, in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from genserve.completion import Delta
+from genserve.deploy.messages import GenerationCall, InferenceItem
+from genserve.deploy.replica_load import ReplicaLoad
+from genserve.errors import ModelNotReady
+from genserve.generation.delta_streams import AsyncDeltaStream, EventLoopSink
+from genserve.generation.engine_request import TokenSequence
+from genserve.generation.request_inbox import Reservation
+from genserve.generation_metrics import Metrics
+from genserve.inference import InferenceRequest
+from genserve.repository.options import RepositoryOptions
+from genserve.repository.repository import Repository
+from genserve.server.running_inference import ResponseDispatcher, RunningInference
+from genserve.textmodel.text_model import TextModel, needs_grammar
+
+
+class ModelReplica:
+    """Answers the calls of an ingress by a repository of its own. For one event loop.
+
+    Attributes:
+        name: of the model.
+        repository: has loaded the model, its steps and stages, and `needed`.
+        metrics: of the repository.
+    """
+
+    def __init__(
+        self,
+        roots: Iterable[Path],
+        name: str,
+        *,
+        needed: Iterable[str] = (),
+        options: RepositoryOptions | None = None,
+    ) -> None:
+        """Load the model; blocks.
+
+        Args:
+            roots: folders of the repository.
+            name: of the model.
+            needed: other models that its code calls by BLS.
+            options: of the repository.
+
+        Raises:
+            ModelNotFound: the repository has no such model.
+            GenserveError: it cannot be loaded.
+        """
+        self.name = name
+        self.metrics = Metrics()
+        self.repository = Repository(roots, options=options, metrics=self.metrics)
+        self._draining = False
+        self._num_calls = 0
+        self._call_ended = asyncio.Event()
+        self._sink: EventLoopSink | None = None
+        self._dispatcher: ResponseDispatcher | None = None
+        try:
+            self.repository.start([name, *needed])
+            for error in self.repository.errors.values():
+                raise error
+        except BaseException:
+            self.repository.close()
+            raise
+
+    async def generate(self, call: GenerationCall) -> AsyncIterator[Sequence[Delta]]:
+        """Yield the deltas of a call; see `ReplicaSet.generate`. Closing it cancels the call."""
+        with self._accepted():
+            async with await self._submit(call) as stream:
+                async for deltas in stream:
+                    yield deltas
+
+    async def _submit(self, call: GenerationCall) -> AsyncDeltaStream:
+        model = self.repository.text_model(call.model)
+        if self._sink is None:
+            self._sink = EventLoopSink(asyncio.get_running_loop())
+        with model.engine.reserve(len(call.seeds), priority=call.params.priority) as reservation:
+            prepared = model.run_soon(
+                partial(_prepare, model, call, reservation),
+                compiles=needs_grammar(call.prompt, call.params),
+            )
+            sequences = await asyncio.wrap_future(prepared)
+            return self._sink.open(model.engine, *sequences, reservation=reservation)
+
+    async def infer(self, request: InferenceRequest) -> AsyncIterator[InferenceItem]:
+        """Yield the responses to a request, on the CPU; see `ReplicaSet.infer`."""
+        if self._dispatcher is None:
+            self._dispatcher = ResponseDispatcher(asyncio.get_running_loop())
+        with (
+            self._accepted(),
+            RunningInference(request, server=self.repository, dispatcher=self._dispatcher) as running,
+        ):
+            final = False
+            while not final:
+                response, final = await running.responses.next()
+                if response is not None:
+                    outputs = tuple(tensor.on_cpu() for tensor in response.outputs)
+                    response = replace(response, outputs=outputs)
+                yield response, final
+
+    def load(self) -> ReplicaLoad:
+        """Return what the replica has to do now."""
+        engines = [model.engine for model in self.repository.text_models]
+        if engines:
+            [engine] = engines
+            running = engine.num_running
+            return ReplicaLoad(
+                running=running,
+                waiting=engine.num_preparing + max(0, engine.num_accepted - running),
+                waiting_tokens=engine.num_waiting_tokens,
+                kv_usage=engine.cache_usage,
+            )
+        waiting = sum(served.num_waiting for served in self.repository.served)
+        pending = sum(served.num_pending for served in self.repository.served)
+        return ReplicaLoad(running=max(0, pending - waiting), waiting=waiting)
+
+    async def drain(self, *, timeout_s: float) -> None:
+        """Reject new calls, and wait until the running ones have ended, at most `timeout_s`."""
+        self._draining = True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self._num_calls:
+                    self._call_ended.clear()
+                    await self._call_ended.wait()
+
+    def close(self) -> None:
+        """Unload the models, and end what still runs; blocks."""
+        self._draining = True
+        self.repository.close()
+
+    @contextmanager
+    def _accepted(self) -> Iterator[None]:
+        """Count a call while it runs; raises ModelNotReady during the drain."""
+        if self._draining:
+            raise ModelNotReady("the replica is stopping", remedy="try again: another replica answers")
+        self._num_calls += 1
+        try:
+            yield
+        finally:
+            self._num_calls -= 1
+            self._call_ended.set()
+
+
+def _prepare(model: TextModel, call: GenerationCall, reservation: Reservation) -> list[TokenSequence]:
+    reservation.check()
+    params = call.params
+    if call.deadline_ms is not None:
+        params = replace(params, max_time_ms=max(1, call.deadline_ms))
+    return model.prepare_tokenized(
+        call.prompt,
+        params,
+        token_ids=call.prompt_token_ids,
+        begins_reasoning=call.begins_reasoning,
+        seeds=call.seeds,
+        arrived_s=reservation.arrived_s,
+    )

@@ -1,0 +1,131 @@
+"""A replica answers the calls of an ingress as its engine does."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import Iterator
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+
+from genserve.completion import Completion, join_deltas
+from genserve.deploy.messages import GenerationCall
+from genserve.deploy.replica import ModelReplica
+from genserve.errors import ModelNotReady, Overloaded, ReplicaLost
+from genserve.generation.delta_streams import DeltaStream
+from genserve.repository.options import RepositoryOptions
+from genserve.sampling.sampling_params import SamplingParams
+from tests.fakes.local_replicas import LocalReplicas
+
+PARAMS = SamplingParams(max_tokens=12, temperature=0.8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[asyncio.Runner]:
+    """The event loop of the replica."""
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def replica(tiny_repository: Path) -> Iterator[ModelReplica]:
+    replica = ModelReplica([tiny_repository], "tiny")
+    yield replica
+    replica.close()
+
+
+def call(replica: ModelReplica, text: str = "Hello", *, seed: int = 7, **fields: object) -> GenerationCall:
+    token_ids = replica.repository.text_model().encode(text)
+    made = GenerationCall(
+        **{
+            "model": "tiny",
+            "prompt": text,
+            "prompt_token_ids": tuple(token_ids),
+            "params": PARAMS,
+            "seeds": (seed,),
+            **fields,
+        }
+    )
+    copied: GenerationCall = pickle.loads(pickle.dumps(made))
+    return copied
+
+
+async def whole(replicas: LocalReplicas, call: GenerationCall) -> Completion:
+    return join_deltas([delta async for deltas in replicas.generate(call) for delta in deltas])
+
+
+def test_answers_with_the_text_of_a_request_to_the_model(
+    replica: ModelReplica, runner: asyncio.Runner
+) -> None:
+    model = replica.repository.text_model()
+    sequence = model.prepare("Hello", SamplingParams(max_tokens=12, temperature=0.8, seed=7, ignore_eos=True))
+    expected = join_deltas(DeltaStream(model.engine, sequence))
+    assert runner.run(whole(LocalReplicas(replica), call(replica))) == expected
+
+
+def test_a_closed_iterator_cancels_its_sequence(replica: ModelReplica, runner: asyncio.Runner) -> None:
+    engine = replica.repository.text_model().engine
+
+    async def first_deltas() -> None:
+        endless = SamplingParams(ignore_eos=True)
+        async with aclosing(replica.generate(call(replica, params=endless))) as items:
+            await anext(items)
+
+    runner.run(first_deltas())
+    engine.drain(timeout_s=30)
+    assert engine.num_accepted == 0
+
+
+def test_a_full_queue_rejects_before_the_first_delta(tiny_repository: Path) -> None:
+    replica = ModelReplica([tiny_repository], "tiny", options=RepositoryOptions(max_queue=1))
+    capacity = replica.repository.text_model().engine.capacity
+
+    async def too_many() -> None:
+        endless = call(replica, params=SamplingParams(ignore_eos=True))
+        streams = [replica.generate(endless) for _ in range(capacity)]
+        first = [asyncio.ensure_future(anext(stream)) for stream in streams]
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded):
+            await anext(replica.generate(endless))
+        for task in first:
+            task.cancel()
+        await asyncio.gather(*first, return_exceptions=True)
+
+    try:
+        asyncio.run(too_many())
+    finally:
+        replica.close()
+
+
+def test_a_killed_replica_ends_its_calls(replica: ModelReplica, runner: asyncio.Runner) -> None:
+    async def killed() -> None:
+        replicas = LocalReplicas(replica)
+        endless = call(replica, params=SamplingParams(ignore_eos=True))
+        deltas = replicas.generate(endless)
+        await anext(deltas)
+        replicas.kill(0)
+        with pytest.raises(ReplicaLost):
+            await anext(deltas)
+
+    runner.run(killed())
+
+
+def test_a_drained_replica_ends_what_runs_and_rejects_what_comes(tiny_repository: Path) -> None:
+    replica = ModelReplica([tiny_repository], "tiny")
+
+    async def drained() -> Completion:
+        replicas = LocalReplicas(replica)
+        running = asyncio.ensure_future(whole(replicas, call(replica)))
+        while not replica.repository.text_model().engine.num_accepted:
+            await asyncio.sleep(0)
+        await replica.drain(timeout_s=30)
+        with pytest.raises(ModelNotReady):
+            await whole(replicas, call(replica))
+        return await running
+
+    try:
+        assert len(asyncio.run(drained()).token_ids) == 12
+    finally:
+        replica.close()

@@ -1,0 +1,80 @@
+"""Local replicas: real replicas of a model in this process, which a test can kill."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from typing import TypeVar
+
+from genserve.completion import Delta
+from genserve.deploy.messages import GenerationCall, InferenceItem
+from genserve.deploy.replica import ModelReplica
+from genserve.errors import ReplicaLost
+from genserve.inference import InferenceRequest
+
+T = TypeVar("T")
+
+
+class LocalReplicas:
+    """A `ReplicaSet` over replicas of this process; by default they take turns.
+
+    Attributes:
+        replicas: those that live, by number.
+        calls: the number of the replica of each call so far.
+    """
+
+    def __init__(
+        self, *replicas: ModelReplica, choose: Callable[[GenerationCall], int] | None = None
+    ) -> None:
+        self.replicas = dict(enumerate(replicas))
+        self.calls: list[int] = []
+        self._choose = choose
+        self._killed = {number: asyncio.Event() for number in self.replicas}
+
+    def kill(self, number: int) -> None:
+        """Let the calls of a replica end with ReplicaLost, like those of a process that was killed."""
+        del self.replicas[number]
+        self._killed[number].set()
+
+    async def generate(self, call: GenerationCall) -> AsyncIterator[Sequence[Delta]]:
+        number = self._take(self._choose(call) if self._choose else None)
+        async for deltas in self._read(number, self.replicas[number].generate(call)):
+            yield deltas
+
+    async def infer(self, request: InferenceRequest) -> AsyncIterator[InferenceItem]:
+        number = self._take(None)
+        async for item in self._read(number, self.replicas[number].infer(request)):
+            yield item
+
+    def _take(self, number: int | None) -> int:
+        if not self.replicas:
+            raise ReplicaLost("no replica is left")
+        if number is None:
+            number = list(self.replicas)[len(self.calls) % len(self.replicas)]
+        self.calls.append(number)
+        return number
+
+    async def _read(self, number: int, items: AsyncIterator[T]) -> AsyncIterator[T]:
+        async with aclosing(items) as open_items:  # type: ignore[type-var]
+            while True:
+                item = await self._unless_killed(number, anext(open_items))
+                if item is None:
+                    return
+                yield item
+
+    async def _unless_killed(self, number: int, arrival: Awaitable[T]) -> T | None:
+        """Wait for an item; None: there is none left."""
+        arriving = asyncio.ensure_future(arrival)
+        killed = asyncio.ensure_future(self._killed[number].wait())
+        try:
+            await asyncio.wait({arriving, killed}, return_when=asyncio.FIRST_COMPLETED)
+            if killed.done():
+                raise ReplicaLost(f"replica {number} died")
+            return arriving.result()
+        except StopAsyncIteration:
+            return None
+        finally:
+            for task in (arriving, killed):
+                task.cancel()
+            await asyncio.wait({arriving, killed})
