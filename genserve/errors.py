@@ -13,6 +13,7 @@
     │   └── RateLimited           the API key has used up one of its limits
     ├── ModelFailed               a model or a decoding loop raised, or its output is unusable
     ├── ReplicaLost               the replica of a deployment that answered a request has died
+    │   └── NotResumable          no other replica can continue the answer
     ├── InferenceError            an inference with named tensors failed; Triton's code and text
     ├── RepositoryError           a model repository, or a model in it, is invalid
     │   └── ConfigError           one place of one config.pbtxt; file, line and column
@@ -157,6 +158,12 @@ class ReplicaLost(GenserveError):
     code = "replica_lost"
 
 
+class NotResumable(ReplicaLost):
+    """The replica that generated an answer has died, and no other one can continue the answer."""
+
+    code = "not_resumable"
+
+
 class Status(StrEnum):
     """Triton's error codes, which each protocol maps to its own numbers."""
 
@@ -262,6 +269,7 @@ _STATUS: Mapping[type[GenserveError], Status] = {
     ModelNotReady: Status.UNAVAILABLE,
     Overloaded: Status.UNAVAILABLE,
     Closed: Status.UNAVAILABLE,
+    ReplicaLost: Status.UNAVAILABLE,
     GenserveError: Status.INTERNAL,
 }
 

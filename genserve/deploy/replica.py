@@ -80,7 +80,10 @@ class ModelReplica:
         model = self.repository.text_model(call.model)
         if self._sink is None:
             self._sink = EventLoopSink(asyncio.get_running_loop())
-        with model.engine.reserve(len(call.seeds), priority=call.params.priority) as reservation:
+        is_resumed = any(call.resumed_token_ids)
+        with model.engine.reserve(
+            len(call.seeds), priority=call.params.priority, is_resumed=is_resumed
+        ) as reservation:
             prepared = model.run_soon(
                 partial(_prepare, model, call, reservation),
                 compiles=needs_grammar(call.prompt, call.params),
@@ -159,4 +162,5 @@ def _prepare(model: TextModel, call: GenerationCall, reservation: Reservation) -
         begins_reasoning=call.begins_reasoning,
         seeds=call.seeds,
         arrived_s=reservation.arrived_s,
+        resumed_token_ids=call.resumed_token_ids,
     )

@@ -64,6 +64,14 @@ class DeltaBuilder:
         if self._wants_top:
             self._top_logprobs.append(() if sampled is None else sampled.top)
 
+    def skip_to(self, num_tokens: int) -> None:
+        """Begin the next delta behind these many tokens of prompt and answer; all before were delivered."""
+        self.text = ""
+        self._logprobs.clear()
+        self._top_logprobs.clear()
+        self.prompt_logprobs.clear()
+        self._num_delivered = num_tokens
+
     def take(
         self,
         token_ids: Sequence[int],
@@ -101,9 +109,5 @@ class DeltaBuilder:
             stop_reason=stop_reason,
             usage=usage,
         )
-        self._num_delivered = len(token_ids)
-        self.text = ""
-        self._logprobs.clear()
-        self._top_logprobs.clear()
-        self.prompt_logprobs.clear()
+        self.skip_to(len(token_ids))
         return delta

@@ -26,6 +26,8 @@ _HOLD_S = 0.02
 _NUM_PAUSES = 4
 _MAX_PAUSE_S = 1.0          # longer pauses are treated like those of a loop that never resumed
 _MAX_PAUSED = 256
+# The arrival number of resumed sequences: before all others.
+_RESUMED = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +108,8 @@ class Engine:
     def add(self, sequence: TokenSequence) -> None:
         """Put a token sequence into the queue; the first answer of a beam search brings its beams."""
         if sequence is sequence.answers[0]:
-            self._scheduler.add(sequence.lead)
+            # A resumed one has waited already, so it comes first, as after a preemption.
+            self._scheduler.add(sequence.lead, arrival=_RESUMED if sequence.is_resumed else None)
         if sequence.deadline_s is not None:
             self._timed.add(sequence)
 

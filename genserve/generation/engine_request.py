@@ -372,6 +372,11 @@ class TokenSequence(Request):
         return (self,) if self.search is None else self.search.answers
 
     @property
+    def is_resumed(self) -> bool:
+        """Whether its caller has received a part of the answer from another engine; see resumption.py."""
+        return False
+
+    @property
     def ending_ids(self) -> frozenset[int]:
         """The tokens that end the answer."""
         return self._eos_token_ids | self._stop_token_ids

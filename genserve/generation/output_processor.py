@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from genserve.completion import FinishReason
-from genserve.errors import SEE_LOG, GenserveError, InvalidRequest, ModelFailed
+from genserve.errors import SEE_LOG, GenserveError, InvalidRequest, ModelFailed, NotResumable
 from genserve.generation.engine_request import Awaited, LogitsRequest, Request, SequenceSearch, TokenSequence
 from genserve.generation.kv_cache_manager import KVCacheManager
 from genserve.generation.scheduler import SchedulerOutput
@@ -183,6 +183,9 @@ class OutputProcessor:
         beams, failed = tuple(search.beams), self._outputs.failed
         try:
             reorder = search.step(on_host(rows))
+        except NotResumable as error:
+            failed.update(dict.fromkeys(search.answers, error))
+            reorder = None
         except Exception:
             logger.exception("beam search failed")
             failed.update(dict.fromkeys(search.answers, ModelFailed("beam search failed", remedy=SEE_LOG)))

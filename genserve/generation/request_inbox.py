@@ -138,8 +138,10 @@ class RequestInbox:
         """The time of the engine's clock, to which deadlines refer."""
         return self._clock()
 
-    def reserve(self, count: int, *, priority: int = 0) -> Reservation:
+    def reserve(self, count: int, *, priority: int = 0, is_resumed: bool = False) -> Reservation:
         """Keep `count` places for a request while its prompts are prepared.
+
+        A resumed request gets them however long the queue is: a part of its answer has been sent.
 
         Raises:
             Closed, ModelNotReady, Overloaded: as `submit` would for that many short prompts.
@@ -147,7 +149,8 @@ class RequestInbox:
         now_s = self._clock()
         with self._changed:
             self._check_open()
-            self._admission.check(count, num_tokens=0, priority=priority, now_s=now_s)
+            if not is_resumed:
+                self._admission.check(count, num_tokens=0, priority=priority, now_s=now_s)
             queued = self._admission.num_preparing > 0
             self._admission.reserve(count, priority=priority)
         return Reservation(self, count, priority=priority, arrived_s=now_s, queued=queued)
@@ -173,6 +176,8 @@ class RequestInbox:
     ) -> None:
         """Accept the token sequences of a request, all of them or none; their outputs go to `sink`.
 
+        Resumed ones are accepted however long the queue is, see `reserve`.
+
         The reservation is released in any case. If none of the sequences has its first step within the limit,
         they end with Overloaded too.
 
@@ -190,12 +195,13 @@ class RequestInbox:
             if reservation is not None:
                 self.release(reservation)
             self._check_open()
-            self._admission.check(
-                num_seqs,
-                num_tokens=sum(state.num_tokens for state in states),
-                priority=sequences[0].priority,
-                now_s=now_s,
-            )
+            if not sequences[0].is_resumed:
+                self._admission.check(
+                    num_seqs,
+                    num_tokens=sum(state.num_tokens for state in states),
+                    priority=sequences[0].priority,
+                    now_s=now_s,
+                )
             self._admission.accept(num_seqs)
             for state in states:
                 priority = state.sequence.priority
@@ -349,7 +355,7 @@ class RequestInbox:
 
 
 def _state(sequence: TokenSequence, submission: Submission, sink: OutputSink) -> RequestState:
-    num_seqs, num_tokens = 1, sequence.num_prompt_tokens
+    num_seqs, num_tokens = 1, len(sequence.token_ids)
     search = sequence.search
     if search is not None:
         # The beams share one prompt, and there may be more beams than answers.

@@ -278,7 +278,7 @@ class Scheduler:
                     allocated.num_computed_tokens = 0
                 return False
             if not request.num_preemptions:
-                request.num_cached_tokens = request.num_computed_tokens
+                request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         return True
 
     def _schedule_prompts(self, output: SchedulerOutput, prompts: list[Request], *, budget: int) -> None:

@@ -29,6 +29,7 @@ from genserve.errors import (
     ModelNotFound,
     ModelNotReady,
     Overloaded,
+    ReplicaLost,
     Status,
     Unauthenticated,
     UnsupportedMediaType,
@@ -75,6 +76,7 @@ _STATUSES: Mapping[type[GenserveError], _Statuses] = {
     ModelNotReady: _Statuses(503, 503, "overloaded", 503, "UNAVAILABLE"),
     Overloaded: _Statuses(429, 429, "overloaded", 429, "RESOURCE_EXHAUSTED"),
     Closed: _Statuses(503, 503, "overloaded", 503, "UNAVAILABLE"),
+    ReplicaLost: _Statuses(503, 503, "incomplete_generation", 503, "UNAVAILABLE"),
     ModelFailed: _Statuses(500, 424, "generation", 500, "INTERNAL"),
     GenserveError: _Statuses(500, 500, "incomplete_generation", 500, "INTERNAL"),
 }

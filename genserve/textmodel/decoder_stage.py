@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
 import weakref
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import CodeType
 
 from genserve.backends.python.model_context import CONTEXT_GLOBAL, ModelContext
 from genserve.backends.python.model_package import ModelPackage
 from genserve.errors import InferenceError, RepositoryError, Status
+from genserve.generation.engine_request import TokenSequence
 from genserve.generation.engine_thread import EngineThread
 from genserve.generation.output_processor import DecodeFunction
 from genserve.inference import Inference
@@ -54,6 +57,7 @@ class Decoding:
     """The decode loop and the plug-ins of a decoder stage."""
 
     decode: DecodeFunction
+    only_samples: bool                  # the loop is the one that `genserve export` writes
     plugins: Plugins
     tool_format: ToolFormat | None      # None: the chat template shows it
 
@@ -78,12 +82,15 @@ def load_decoding(path: Path, *, name: str) -> Decoding:
         plugins = plugins_of(model, path)
         tool_format = _tool_format_of(model, path)
         # A new callable, whose finalizer runs when the file's can no longer be called.
-        decode: DecodeFunction = partial(_decode_of(model, path))
+        loop = _decode_of(model, path)
+        decode: DecodeFunction = partial(loop)
     except BaseException:
         package.unload()
         raise
     weakref.finalize(decode, package.unload).atexit = False
-    return Decoding(decode=decode, plugins=plugins, tool_format=tool_format)
+    return Decoding(
+        decode=decode, only_samples=_only_samples(loop), plugins=plugins, tool_format=tool_format
+    )
 
 
 def _model_of(package: ModelPackage, path: Path) -> object:
@@ -92,6 +99,24 @@ def _model_of(package: ModelPackage, path: Path) -> object:
     except (Exception, SystemExit) as error:
         raise RepositoryError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
     return model
+
+
+class _Sampling:
+    """Has the decode loop that `genserve export` writes."""
+
+    async def decode(self, sequence: TokenSequence) -> None:
+        while not sequence.finished:
+            sequence.append(await sequence.sample())
+
+
+def _only_samples(decode: DecodeFunction) -> bool:
+    """Whether a loop does what `_Sampling.decode` does, and nothing else."""
+    code = getattr(decode, "__code__", None)
+    return code is not None and _instructions(code) == _instructions(_Sampling.decode.__code__)
+
+
+def _instructions(code: CodeType) -> list[tuple[str, object]]:
+    return [(instruction.opname, instruction.argval) for instruction in dis.get_instructions(code)]
 
 
 def _tool_format_of(model: object, path: Path) -> ToolFormat | None:

@@ -12,6 +12,12 @@ from genserve.generation.beam_search import BeamSearch
 from genserve.generation.engine_request import TokenSequence
 from genserve.generation.engine_thread import EngineThread
 from genserve.generation.logits_model import LogitsModel
+from genserve.generation.resumption import (
+    RepeatedSequence,
+    ReplayedSequence,
+    ResumedSequence,
+    can_replay,
+)
 from genserve.generation.sequence_plugins import LogitsProcessor, PluginContext, ThinkingBudget
 from genserve.prompt import Chat, Prompt
 from genserve.sampling.grammar_bitmask import StructuredOutputGrammar
@@ -119,16 +125,18 @@ class InputProcessor:
         tokenizer: Tokenizer,
         engine: EngineThread,
         plugins: Plugins,
+        only_samples: bool,
         tools: ToolCalling,
         logits: LogitsModel,
         default_sampling_params: Mapping[str, Any],
     ) -> None:
-        """Process the requests of the model `name`."""
+        """Process the requests of the model `name`, whose decoding loop `only_samples` or is another."""
         self.reasoning = ReasoningTokens(tokenizer)
         self._name = name
         self._tokenizer = tokenizer
         self._engine = engine
         self._plugins = plugins
+        self._only_samples = only_samples
         self._logits = logits
         self._defaults = default_sampling_params
         self._tools = tools
@@ -164,6 +172,7 @@ class InputProcessor:
         begins_reasoning: bool,
         seeds: Sequence[int],
         arrived_s: float | None = None,
+        resumed_token_ids: Sequence[Sequence[int]] = (),
     ) -> list[TokenSequence]:
         """Return a token sequence for each of the seeds; see `TextModel.prepare_tokenized`."""
         max_length = self._max_length(params, num_choices=len(seeds))
@@ -171,7 +180,7 @@ class InputProcessor:
         self._check_ids(params)
         text = self._stop_checker(params, shown=self._tools.shown_ids(prompt))
         begin = partial(
-            TokenSequence,
+            self._kind_of_sequence(params, is_resumed=any(resumed_token_ids)),
             token_ids,
             params=params,
             eos_token_ids=self._tokenizer.eos_token_ids,
@@ -199,6 +208,9 @@ class InputProcessor:
         width = _beam_width(params, num_choices=len(seeds))
         if width > 1:
             BeamSearch(sequences, width=width, text=text)
+        for sequence, received in zip(sequences, resumed_token_ids, strict=False):
+            if isinstance(sequence, ResumedSequence) and received:
+                sequence.resume(received)
         return sequences
 
     def _max_length(self, params: SamplingParams, *, num_choices: int) -> int:
@@ -206,6 +218,11 @@ class InputProcessor:
         width = _beam_width(params, num_choices=num_choices)
         self._check_beams(params, width=width)
         return self._engine.max_tokens_per_sequence(width) if width > 1 else self._logits.max_length
+
+    def _kind_of_sequence(self, params: SamplingParams, *, is_resumed: bool) -> type[TokenSequence]:
+        if not is_resumed:
+            return TokenSequence
+        return ReplayedSequence if can_replay(params, only_samples=self._only_samples) else RepeatedSequence
 
     def message_parser(self, prompt: Prompt, params: SamplingParams, *, begun: bool) -> MessageParser | None:
         """Return a parser of one answer; see `TextModel.message_parser`."""

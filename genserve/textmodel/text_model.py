@@ -58,6 +58,7 @@ class TextModel:
         tokenizer: Tokenizer,
         engine: EngineThread,
         plugins: Plugins,
+        only_samples: bool,
         tool_format: ToolFormat | None,
         logits: LoadedLogits,
         default_sampling_params: Mapping[str, Any],
@@ -82,6 +83,7 @@ class TextModel:
             tokenizer=tokenizer,
             engine=engine,
             plugins=plugins,
+            only_samples=only_samples,
             tools=ToolCalling(tokenizer, tool_format=tool_format),
             logits=logits,
             default_sampling_params=default_sampling_params,
@@ -150,6 +152,7 @@ class TextModel:
         begins_reasoning: bool,
         seeds: Sequence[int],
         arrived_s: float | None = None,
+        resumed_token_ids: Sequence[Sequence[int]] = (),
     ) -> list[TokenSequence]:
         """Turn a prompt that `prepare_choices` of another process has tokenized into token sequences.
 
@@ -160,9 +163,12 @@ class TextModel:
             begins_reasoning: see `TokenSequence.begins_reasoning`.
             seeds: of the sequences to make; several are the answers of one beam search.
             arrived_s: when `max_time_ms` begins, by the clock of `engine`; None: now.
+            resumed_token_ids: of each answer, the first tokens, which another engine has generated with the
+                same seed and the caller has received; empty: none. What is delivered begins behind them.
 
         Raises:
             InvalidRequest, ContextLengthExceeded, ModelFailed: see `prepare_choices`.
+            NotResumable: an answer cannot begin with the tokens received of it.
         """
         return self._inputs.sequences(
             prompt,
@@ -171,6 +177,7 @@ class TextModel:
             begins_reasoning=begins_reasoning,
             seeds=seeds,
             arrived_s=arrived_s,
+            resumed_token_ids=resumed_token_ids,
         )
 
     def message_parser(self, prompt: Prompt, params: SamplingParams, *, begun: bool) -> MessageParser | None:

@@ -77,6 +77,7 @@ def load_text_model(
         tokenizer=tokenizer,
         engine=engine,
         plugins=decoding.plugins,
+        only_samples=decoding.only_samples,
         tool_format=decoding.tool_format or _named_tool_format(decoder.config),
         logits=logits,
         default_sampling_params=default_sampling_params,

@@ -39,6 +39,7 @@ class IdText:
 def sequence_of(
     prompt: Sequence[int],
     *,
+    kind: type[TokenSequence] = TokenSequence,
     max_length: int = 64,
     vocab_size: int = VOCAB_SIZE,
     eos_token_ids: Sequence[int] = (),
@@ -52,7 +53,7 @@ def sequence_of(
     **params: Any,
 ) -> TokenSequence:
     sampling = SamplingParams(**params)
-    return TokenSequence(
+    return kind(
         prompt,
         params=sampling,
         seed=sampling.seed or 0,
