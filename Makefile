@@ -12,7 +12,7 @@ RELEASE := $(VENV)/.release
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 INSTALL := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt $(BIN)/pip install
 
-.PHONY: help setup pull serve chat test check soak docs bench conformance dist sbom image page
+.PHONY: help setup pull serve chat test check soak docs bench conformance dist sbom image page manifests
 
 help:
 	@echo "make serve   set up, bring the default model, start the server"
@@ -24,6 +24,7 @@ help:
 	@echo "make bench   the server beside the bare forward loop"
 	@echo "make conformance   real clients of many libraries, each in an environment of its own, in one table"
 	@echo "make page    checks and bundles the chat page and the dashboard; needs npm"
+	@echo "make manifests  the plain manifests for Kubernetes, from the Helm chart"
 	@echo "make dist    the wheel and the source archive, checked, in dist/; make sbom lists what a wheel installs"
 	@echo "make image   a container image; RUNTIME=gpu for one with CUDA"
 
@@ -120,3 +121,7 @@ image:
 # Its bundle is committed, so that an installation needs no npm.
 page:
 	cd web && npm ci && npm run check && npm run build
+
+# The manifests are committed, so that they can be applied without Helm.
+manifests: $(DEV)
+	$(BIN)/python scripts/render_chart.py

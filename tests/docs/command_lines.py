@@ -20,9 +20,9 @@ _ASSIGNMENT = re.compile(r"^\w+=")
 # Programs of others, whose arguments are not looked at.
 _OTHERS = frozenset(
     (
-        "apt-get", "bash", "cat", "cd", "cmake", "cp", "curl", "diff", "echo", "export", "git", "hf",
-        "jq", "lm_eval", "ls", "mkdir", "nginx", "node", "npm", "openssl", "optimum-cli", "prometheus", "sh",
-        "source", "tar", ".",
+        "apt-get", "bash", "cat", "cd", "cmake", "cp", "curl", "diff", "echo", "export", "git", "helm",
+        "hf", "jq", "kubectl", "lm_eval", "ls", "mkdir", "nginx", "node", "npm", "openssl", "optimum-cli",
+        "prometheus", "sh", "source", "tar", ".",
     )
 )  # fmt: skip
 
