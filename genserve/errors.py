@@ -18,6 +18,7 @@
     ├── RepositoryError           a model repository, or a model in it, is invalid
     │   └── ConfigError           one place of one config.pbtxt; file, line and column
     ├── ExportError               a checkpoint could not be converted to a repository model
+    ├── DeployFailed              a cluster could not start an application or a replica
     ├── MissingDependency         an optional package is not installed
     ├── Unreachable               client: the server did not answer
     ├── StreamBroken              client: a stream ended before its last event
@@ -236,6 +237,12 @@ class ExportError(GenserveError):
     """A checkpoint could not be read, converted, or verified."""
 
     code = "export_error"
+
+
+class DeployFailed(GenserveError):
+    """A cluster rejects an application, or could not start it or one of its replicas."""
+
+    code = "deploy_failed"
 
 
 class MissingDependency(GenserveError):

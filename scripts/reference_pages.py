@@ -42,6 +42,8 @@ VARIABLES = {
     "data folder.",
     "GENSERVE_KERNELS": "The instruction set of the CPU kernels, such as `avx2`, instead of the best one "
     "([kernels](../kernels.md)).",
+    "GENSERVE_MODEL_FINGERPRINT": "Of a replica on Ray: changes with the files of its model. Set by "
+    "`genserve deploy ray`.",
     "NO_COLOR": "Any value: no colours in the terminal.",
 }
 _NO_LIMIT = 2**31 - 1

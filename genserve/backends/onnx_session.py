@@ -113,14 +113,14 @@ def open_for_inspection(path: Path) -> Any:
 
 
 def session_options(*, num_threads: int | None = None) -> Any:
-    """Return `onnxruntime.SessionOptions` for `num_threads`, by default the cores of this process.
+    """Return `onnxruntime.SessionOptions` for `num_threads`, by default those of `default_threads`.
 
     Raises:
         MissingDependency: ONNX Runtime is not installed.
     """
     options = import_onnxruntime().SessionOptions()
     # ONNX Runtime's default counts the cores of the machine, not of this container.
-    options.intra_op_num_threads = num_threads or num_cores()
+    options.intra_op_num_threads = num_threads or default_threads()
     options.add_session_config_entry("session.intra_op.spin_duration_us", str(_SPIN_US))
     return options
 
@@ -210,6 +210,12 @@ def num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def default_threads() -> int:
+    """Return OMP_NUM_THREADS, by which Ray and batch systems share a machine out; otherwise the cores."""
+    configured = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]    # a list is for nested loops
+    return int(configured) if configured.isdecimal() and int(configured) else num_cores()
 
 
 def runtime_message(error: Exception) -> str:

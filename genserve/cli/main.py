@@ -74,6 +74,16 @@ COMMANDS = {
             "genserve generate --input prompts.jsonl --output answers.jsonl",
         ),
     ),
+    "deploy": CommandEntry(
+        module="deploy_command",
+        heading=_RUN,
+        summary="Serve models by replicas on a cluster",
+        examples=(
+            "genserve deploy ray smollm2 --min-replicas 1 --max-replicas 3",
+            "genserve deploy ray --dry-run > serve.yaml",
+            "genserve deploy ray --config serve.yaml --address http://127.0.0.1:8265 --detach",
+        ),
+    ),
     "pull": CommandEntry(
         module="export_command",
         heading=_MODELS,

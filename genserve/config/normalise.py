@@ -86,6 +86,17 @@ def _instance_groups(message: Any, *, gpus: int) -> None:
             group.gpus.extend(range(gpus))
 
 
+def renumber_gpus(message: Any) -> None:
+    """Number the GPUs of a config from 0, in their order: a cluster gives a replica as many, of any machine.
+
+    Args:
+        message: the `inference.ModelConfig`, changed in place.
+    """
+    named = sorted({gpu for group in message.instance_group for gpu in group.gpus})
+    for group in message.instance_group:
+        group.gpus[:] = [named.index(gpu) for gpu in group.gpus]
+
+
 def _missing_gpus(message: Any, *, gpus: int, severity: Severity, source: Path) -> Iterator[Diagnostic]:
     """Yield the missing GPUs of the groups, and remove them from the groups."""
     for group in message.instance_group:

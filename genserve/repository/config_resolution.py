@@ -13,7 +13,7 @@ from genserve.config.backends import deduce_backend, known_backends
 from genserve.config.config_json import read_config_json
 from genserve.config.diagnostics import Diagnostic, Severity, first_error
 from genserve.config.model_config import ModelConfig
-from genserve.config.normalise import normalise, num_gpus
+from genserve.config.normalise import normalise, num_gpus, renumber_gpus
 from genserve.config.parse import ParsedConfig, inspect_message
 from genserve.config.schema import model_config, new_model_config
 from genserve.config.supported_fields import Role
@@ -201,6 +201,8 @@ def _normalise(
     message: Any, entry: ModelEntry, role: Role | None, *, version: int, options: RepositoryOptions
 ) -> list[Diagnostic]:
     """Normalise a config, which chooses its devices; return the groups that do not run where they ask to."""
+    if options.renumber_gpus:
+        renumber_gpus(message)
     written = new_model_config()
     written.CopyFrom(message)
     found = normalise(

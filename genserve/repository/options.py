@@ -34,6 +34,7 @@ class RepositoryOptions:
     poll_s: float = 15.0
     strict_config: bool = False             # configs are not completed from the model's files
     strict_placement: bool = False          # KIND_GPU without a GPU is an error
+    renumber_gpus: bool = False             # see `config.normalise.renumber_gpus`
     strict_paths: bool = False              # a link out of the repository is an error
     config_name: str = ""                   # `configs/NAME.pbtxt` replaces config.pbtxt where it exists
     backend_directory: Path | None = None   # of backends written in Python

@@ -18,13 +18,9 @@ from typing import TYPE_CHECKING, Self
 
 import uvicorn
 
-from genserve.config.backends import BackendConfig
-from genserve.errors import GenserveError, InvalidRequest, RepositoryError
+from genserve.errors import GenserveError, RepositoryError
 from genserve.generation_metrics import Metrics
-from genserve.repository.options import ControlMode, RepositoryOptions
 from genserve.repository.repository import Repository
-from genserve.sampling.model_defaults import default_sampling_params
-from genserve.schedulers.rate_limiter import ResourceCapacity
 from genserve.server.access_control import AccessControl, address_of, require_safe_addresses
 from genserve.server.app import create_app
 from genserve.server.engine_watch import EngineWatch
@@ -33,6 +29,7 @@ from genserve.server.http_protocol import ConnectionLimits, check_progress, limi
 from genserve.server.metrics_port import MetricsPort
 from genserve.server.metrics_text import metrics_text
 from genserve.server.offload import start_daemon
+from genserve.server.repository_options import repository_options
 from genserve.server.services import Services
 from genserve.server.throughput_log import ThroughputLog
 from genserve.server.tls import TlsFiles
@@ -169,7 +166,7 @@ class Server(uvicorn.Server):
         self.services = Services(
             settings=settings,
             repository=Repository(
-                settings.model_repository, options=_repository_options(settings), metrics=metrics
+                settings.model_repository, options=repository_options(settings), metrics=metrics
             ),
             metrics=metrics,
         )
@@ -419,43 +416,6 @@ def _connection_limits(settings: ServerSettings) -> ConnectionLimits:
         reader_s=settings.read_timeout_s,
         idle_s=settings.keep_alive_s,
     )
-
-
-def _repository_options(settings: ServerSettings) -> RepositoryOptions:
-    backends = BackendConfig.parse(settings.backend_config, backend_directory=settings.backend_directory)
-    overriding = settings.overriding_generation_config
-    try:
-        default_sampling_params(overriding)
-    except InvalidRequest as error:
-        raise GenserveError(f"--override-generation-config: {error.message}") from None
-    return RepositoryOptions(
-        control_mode=ControlMode(settings.model_control_mode),
-        poll_s=settings.repository_poll_s,
-        strict_config=settings.strict_model_config,
-        strict_placement=settings.strict_placement,
-        strict_paths=settings.strict_repository_paths,
-        config_name=settings.model_config_name,
-        backend_directory=backends.backend_directory,
-        default_max_batch_size=backends.default_max_batch_size,
-        cache_bytes=settings.cache_bytes,
-        load_threads=settings.load_threads,
-        generation_config=settings.generation_config == "auto",
-        override_generation_config=overriding,
-        exit_timeout_s=settings.drain_s,
-        max_queue=settings.max_queue,
-        max_queue_tokens=settings.max_queue_tokens,
-        max_queue_wait_s=settings.max_queue_wait_s,
-        histogram_latencies=read_metrics_config(settings.metrics_config)["histogram_latencies"],
-        rate_limiter=settings.rate_limit == "execution_count",
-        resources=tuple(map(_capacity, settings.rate_limit_resources)),
-    )
-
-
-def _capacity(text: str) -> ResourceCapacity:
-    try:
-        return ResourceCapacity.parse(text)
-    except ValueError as error:
-        raise GenserveError(str(error), remedy="write for example --rate-limit-resource R1:4") from error
 
 
 def _models_to_load(settings: ServerSettings) -> tuple[str, ...] | None:

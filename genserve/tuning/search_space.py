@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from genserve.backends.backend import integer_parameter
-from genserve.backends.onnx_session import num_cores
+from genserve.backends.onnx_session import default_threads, num_cores
 from genserve.config.edit import ConfigChange, change_message
 from genserve.config.model_config import ModelConfig, OldestStrategy
 from genserve.config.parse import inspect_message
@@ -62,7 +62,7 @@ class Setting:
         threads = integer_parameter(config.parameters, _THREADS[config.backend], default=0)
         return cls(
             graph=config.default_model_filename,
-            threads=threads if threads > 0 else num_cores(),
+            threads=threads if threads > 0 else default_threads(),
             batch_size=config.max_batch_size,
         )
 

@@ -25,6 +25,18 @@ def test_without_cpu_affinity_all_cores_are_counted(
     assert num_cores() == 12
 
 
+@pytest.mark.parametrize(
+    ("configured", "threads"),
+    [("3", 3), ("5,2", 5), ("0", num_cores()), ("many", num_cores()), ("", num_cores())],
+)
+def test_omp_num_threads_is_the_default_number_of_threads(
+    monkeypatch: pytest.MonkeyPatch, configured: str, threads: int
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", configured)
+    assert onnx_session.session_options().intra_op_num_threads == threads
+    assert onnx_session.session_options(num_threads=4).intra_op_num_threads == 4
+
+
 def test_two_builds_in_one_folder_are_an_error_with_a_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from google.protobuf import text_format
 
-from genserve.config.normalise import normalise
+from genserve.config.normalise import normalise, renumber_gpus
 from genserve.config.schema import new_model_config
 from genserve.errors import RepositoryError
 
@@ -52,6 +52,15 @@ def test_instances_are_placed_on_available_devices(text, gpus, groups):
 def test_missing_gpus_are_a_warning_or_with_strict_placement_an_error(text, gpus, groups, message):
     assert normalised(text, gpus=gpus) == (groups, [f"warning: {message}"])
     assert normalised(text, gpus=gpus, strict=True) == (groups, [f"error: {message}"])
+
+
+def test_the_gpus_of_a_replica_are_numbered_from_0_in_the_order_of_the_config() -> None:
+    message = new_model_config()
+    text_format.Parse(
+        "instance_group [ { gpus: [ 6, 2 ] }, { gpus: [ 2 ] }, { kind: KIND_CPU } ]", message
+    )
+    renumber_gpus(message)
+    assert [list(group.gpus) for group in message.instance_group] == [[1, 0], [0], []]
 
 
 def test_normalising_twice_changes_nothing(tmp_path: Path):

@@ -1,0 +1,230 @@
+"""The command `genserve deploy`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from genserve.cli.completion_command import model_names
+from genserve.cli.flags import ModelRepositories
+from genserve.errors import GenserveError
+
+if TYPE_CHECKING:
+    from genserve.deploy.deploy_config import Scale
+
+_MODELS, _CLUSTER = "Models", "Cluster"
+
+Target = Annotated[Literal["ray"], typer.Argument(help="Where to deploy: ray is a cluster of Ray Serve.")]
+Models = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="Models to deploy. Default: all that are no part of another one.",
+        autocompletion=model_names,
+        show_default=False,
+    ),
+]
+Config = Annotated[
+    Path | None,
+    typer.Option(
+        help="Deploy this file, which --dry-run has printed and you may have edited. It names the models.",
+        rich_help_panel=_MODELS,
+    ),
+]
+Name = Annotated[str, typer.Option(help="Name of the application in the cluster.", rich_help_panel=_CLUSTER)]
+MinReplicas = Annotated[
+    int, typer.Option(min=0, help="Least replicas of each generation model.", rich_help_panel=_MODELS)
+]
+MaxReplicas = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Most replicas of each generation model, which follow its load. Default: the least.",
+        rich_help_panel=_MODELS,
+        show_default=False,
+    ),
+]
+Address = Annotated[
+    str | None,
+    typer.Option(
+        envvar="RAY_DASHBOARD_ADDRESS",
+        help="Ray dashboard of a cluster, such as http://127.0.0.1:8265. Default: a cluster of this machine "
+        "that ends with the command.",
+        rich_help_panel=_CLUSTER,
+    ),
+]
+Host = Annotated[
+    str,
+    typer.Option(
+        help="Address to listen on, on every machine; 0.0.0.0 lets others in. Fixed while Serve runs.",
+        rich_help_panel=_CLUSTER,
+    ),
+]
+Port = Annotated[
+    int,
+    typer.Option(
+        min=1, max=65535, help="Port to listen on; fixed while Serve runs.", rich_help_panel=_CLUSTER
+    ),
+]
+
+
+def deploy(
+    target: Target,     # there is one
+    model: Models = None,
+    model_repository: ModelRepositories = None,
+    config: Config = None,
+    min_replicas: MinReplicas = 1,
+    max_replicas: MaxReplicas = None,
+    address: Address = None,
+    name: Name = "genserve",
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the config file only.")] = False,
+    detach: Annotated[bool, typer.Option("--detach", help="Return as soon as the models answer.")] = False,
+    delete: Annotated[bool, typer.Option("--delete", help="Delete the application of this name.")] = False,
+) -> None:
+    """Serve the models of a repository by replicas in several processes or machines, on Ray Serve.
+
+    They answer behind an ingress with all HTTP interfaces of `genserve serve`. To deploy again replaces the
+    replicas of the models whose files have changed, one after the other; no request fails.
+
+    Runs until Ctrl-C, which deletes the application, or with --detach until the models answer. `serve status`
+    shows what runs.
+    """
+    from genserve.deploy.serve_library import require_ray
+
+    require_ray()
+    if address is None and (detach or delete):
+        raise typer.BadParameter(
+            "needs the --address of a cluster, which `ray start --head` starts",
+            param_hint="--detach" if detach else "--delete",
+        )
+    if delete:
+        assert address is not None
+        _delete(name, address=address)
+        return
+    if config is None:
+        scale = _scale(min_replicas, max_replicas)
+        deployed = _generated(
+            model or [], roots=model_repository, name=name, host=host, port=port, scale=scale
+        )
+    else:
+        if model or model_repository:
+            raise typer.BadParameter("names the models and the repository itself", param_hint="--config")
+        deployed = _read(config)
+    if dry_run:
+        from genserve.deploy.config_file import to_yaml
+
+        print(to_yaml(deployed), end="")
+        return
+    with _cluster(address, config=deployed) as url:
+        _run(deployed, url=url, detach=detach)
+
+
+def _scale(least: int, most: int | None) -> Scale:
+    from genserve.deploy.deploy_config import Scale
+
+    if most is not None and most < least:
+        raise typer.BadParameter(f"is {most}, less than --min-replicas {least}", param_hint="--max-replicas")
+    return Scale(min_replicas=least, max_replicas=most or max(1, least))
+
+
+def _generated(
+    names: Sequence[str], *, roots: Sequence[Path] | None, name: str, host: str, port: int, scale: Scale
+) -> dict[str, Any]:
+    """Return the config of the models of a repository.
+
+    Raises:
+        GenserveError: other machines could connect without an API key, or as `find_models` does.
+    """
+    from genserve.deploy.deploy_config import find_models, serve_config
+    from genserve.server.access_control import is_loopback
+    from genserve.store import default_repository
+
+    settings = {}
+    if not os.environ.get("GENSERVE_API_KEY"):
+        if not is_loopback(host):
+            raise GenserveError(
+                f"--host {host} lets other machines connect, and no API key is set",
+                remedy="set GENSERVE_API_KEY here and on the machines of the cluster; or write "
+                "`api_key_file: PATH` or `allow_unauthenticated: true` under `settings` in the file that "
+                "--dry-run prints, and deploy it with --config",
+            )
+        settings = {"allow_unauthenticated": True}
+    folders = list(roots or [default_repository()])
+    return serve_config(
+        find_models(folders, names),
+        roots=folders,
+        settings=settings,
+        name=name,
+        host=host,
+        port=port,
+        scale=scale,
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return the config of a file, with the fingerprints of its models; those of missing folders stay."""
+    from genserve.deploy.application_args import ApplicationArgs
+    from genserve.deploy.config_file import read_config
+    from genserve.deploy.deploy_config import IMPORT_PATH, find_models, with_fingerprints
+
+    config = read_config(path)
+    for application in config["applications"]:
+        if application["import_path"] != IMPORT_PATH:
+            continue
+        args = ApplicationArgs.model_validate(application["args"])
+        if all(root.is_dir() for root in args.model_repository):
+            models = find_models(args.model_repository, args.models, needed=args.models)
+            config = with_fingerprints(config, models, application=application["name"])
+    return config
+
+
+@contextmanager
+def _cluster(address: str | None, *, config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the URL of a dashboard: that of `address`, or of a cluster that ends with the block."""
+    from genserve.deploy.deploy_config import num_cpus
+    from genserve.deploy.serve_cluster import local_cluster
+
+    if address is not None:
+        yield address
+        return
+    print("starting a Ray cluster on this machine", file=sys.stderr)
+    with local_cluster(num_cpus=num_cpus(config)) as url:
+        yield url
+
+
+def _run(config: Mapping[str, Any], *, url: str, detach: bool) -> None:
+    """Deploy, show the progress and the URLs, and wait for Ctrl-C, which deletes the applications."""
+    from genserve.deploy.serve_cluster import ServeCluster
+
+    cluster = ServeCluster(url)
+    names = [application["name"] for application in config["applications"]]
+    cluster.deploy(config)
+    try:
+        for name in names:
+            for line in cluster.progress(name):
+                print(line, file=sys.stderr)
+        for name in names:
+            print(f"Ready at {cluster.url(name)} (API: /docs)")
+        print(f"Ray dashboard at {url}", flush=True)
+        if detach:
+            return
+        signal.pause()
+    except KeyboardInterrupt:
+        print("deleting the application when its requests have ended", file=sys.stderr)
+        for name in names:
+            cluster.delete(name)
+
+
+def _delete(name: str, *, address: str) -> None:
+    from genserve.deploy.serve_cluster import ServeCluster
+
+    ServeCluster(address).delete(name)
+    print(f"deleted {name}")

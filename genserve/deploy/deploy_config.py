@@ -1,0 +1,332 @@
+"""Deploy config: a model repository as the config file of a Ray Serve application.
+
+The file is Serve's own (`serve deploy FILE`, a RayService of Kubernetes), and people edit and keep it:
+`import_path` names the builder of `deploy/application.py`, `args` what it builds, `deployments` the options.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from genserve.backends.onnx_session import default_threads
+from genserve.config.diagnostics import first_error
+from genserve.config.model_config import ModelConfig
+from genserve.deploy.autoscaling import ScalingTargets
+from genserve.errors import RepositoryError, suggestion
+from genserve.repository.index import ModelEntry, all_step_models, fingerprint, scan, step_models
+from genserve.repository.text_stages import TextStages, text_models
+from genserve.settings import ServerSettings
+
+IMPORT_PATH = "genserve.deploy.application:build"
+INGRESS = "ingress"
+# A change of its value replaces the replicas of a deployment, since it is part of their environment.
+FINGERPRINT = "GENSERVE_MODEL_FINGERPRINT"
+# Serve's router and the replicas get no event loop of their own: an item of a stream then costs a third less.
+_INGRESS_VARIABLES = {"RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0"}
+_REPLICA_VARIABLES = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
+_THREADS = ("intra_op_thread_count", "INTRA_OP_THREAD_COUNT", "TF_NUM_INTRA_THREADS")
+_POLICY = "genserve.deploy.autoscaling:TokenLoadPolicy"
+# Answers may take this long to end on a replica that is being replaced.
+_DRAIN_S = 600.0
+# Of the replicas, rounded up: so many new ones start before old ones stop.
+_SURGE_PERCENT = 25
+# The replica rejects with 429 what is too much for it. Serve, which would queue without bound, lets it.
+_SPARE_CALLS = 1.25
+_MIN_CALLS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeployedModel:
+    """A model that a deployment serves, with the models in its replicas.
+
+    Attributes:
+        entry: the model.
+        stages: of a text model; empty: it is none.
+        parts: all models that its replicas load, without itself.
+        needed: those of them that its code calls, and no step of an ensemble names.
+    """
+
+    entry: ModelEntry
+    stages: TextStages
+    parts: tuple[ModelEntry, ...]
+    needed: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Name of the model and of its deployment."""
+        return self.entry.name
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with each file that its replicas may read."""
+        return _digest(fingerprint(part.path) for part in (self.entry, *self.parts))
+
+    @property
+    def ingress_fingerprint(self) -> tuple[object, ...]:
+        """Changes with what the ingress reads: configs, versions, and the files of tokenizer and decoder."""
+        whole = {stage.name for name, stage in self.stages.items() if name != "logits"}
+        files = [
+            (part.name, file)
+            for part in (self.entry, *self.parts)
+            for file in fingerprint(part.path)
+            if part.name in whole or "/" not in file[0]
+        ]
+        return tuple(files)
+
+
+def find_models(
+    roots: Sequence[Path], names: Iterable[str] = (), *, needed: Mapping[str, Sequence[str]] | None = None
+) -> list[DeployedModel]:
+    """Return the models to deploy: those that are named, or all that are no part of another one.
+
+    Args:
+        roots: folders of the repository.
+        names: of models; empty: all.
+        needed: by name of a model, those that its code calls by BLS: they run in its replicas.
+
+    Raises:
+        RepositoryError: a root is not a folder or has no models, or a model does not exist or is broken.
+    """
+    needed = needed or {}
+    entries = scan(roots)
+    texts = text_models(entries)
+    parts = {part.name for entry in entries.values() for part in step_models(entry, entries)}
+    drafts = {name for stages in texts.values() if (name := _draft(stages))}
+    called = {name for group in needed.values() for name in group}
+    wanted = list(names) or [name for name in entries if name not in parts | drafts | called]
+    for name in [*wanted, *called]:
+        if name not in entries:
+            raise RepositoryError(
+                f"there is no model {name!r} in {', '.join(map(str, roots))}",
+                remedy=suggestion(name, known=entries),
+            )
+    if INGRESS in wanted:
+        raise RepositoryError(f"{INGRESS!r} is the name of the ingress", remedy="give the model another name")
+    if not wanted:
+        raise RepositoryError(
+            f"there is no model in {', '.join(map(str, roots))}", remedy="`genserve pull smollm2` brings one"
+        )
+    return [
+        _deployed(entries[name], entries, texts, needed=tuple(needed.get(name, ()))) for name in wanted
+    ]
+
+
+def _deployed(
+    entry: ModelEntry,
+    entries: Mapping[str, ModelEntry],
+    texts: Mapping[str, TextStages],
+    *,
+    needed: tuple[str, ...],
+) -> DeployedModel:
+    stages = texts.get(entry.name, {})
+    draft = _draft(stages)
+    roots = [entry, *(entries[name] for name in (*needed, *([draft] if draft in entries else ())))]
+    group = {part.name: part for root in roots for part in (root, *all_step_models(root, entries))}
+    for part in group.values():
+        if error := first_error(part.parsed.diagnostics):
+            raise error
+        if not part.is_ensemble:
+            part.latest_version()       # raises if there is none
+    del group[entry.name]
+    return DeployedModel(entry=entry, stages=stages, parts=tuple(group.values()), needed=needed)
+
+
+def _draft(stages: TextStages) -> str:
+    config = stages["logits"].config if stages else None
+    return config.parameters.get("draft_model", "") if config else ""
+
+
+def _digest(parts: Iterable[object]) -> str:
+    return hashlib.sha256(repr(tuple(parts)).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """The range in which the replicas of generation models are scaled."""
+
+    min_replicas: int = 1
+    max_replicas: int = 1
+
+
+def serve_config(
+    models: Sequence[DeployedModel],
+    *,
+    roots: Sequence[Path],
+    settings: Mapping[str, Any],
+    name: str,
+    host: str,
+    port: int,
+    scale: Scale,
+) -> dict[str, Any]:
+    """Return the config of a Serve application with one deployment for each model and one ingress.
+
+    Args:
+        models: to deploy.
+        roots: folders of the repository, which every machine of the cluster has at these paths.
+        settings: those of `ServerSettings` that differ from their defaults.
+        name: of the application.
+        host: address on which the proxies listen.
+        port: of the proxies.
+        scale: of generation models.
+    """
+    args: dict[str, Any] = {
+        "model_repository": [str(root.resolve()) for root in roots],
+        "models": {model.name: list(model.needed) for model in models},
+    }
+    if settings:
+        args["settings"] = dict(settings)
+    deployments = [_model_options(model, settings=settings, scale=scale) for model in models]
+    application = {
+        "name": name,
+        "route_prefix": "/",
+        "import_path": IMPORT_PATH,
+        "args": args,
+        "deployments": [_ingress_options(settings), *deployments],
+    }
+    config = {
+        "proxy_location": "EveryNode",
+        "http_options": {"host": host, "port": port},
+        "applications": [application],
+    }
+    return with_fingerprints(config, models, application=name)
+
+
+def with_fingerprints(
+    config: Mapping[str, Any], models: Sequence[DeployedModel], *, application: str
+) -> dict[str, Any]:
+    """Return a config with the fingerprints that its models have now; replicas of others are replaced."""
+    values = {model.name: model.fingerprint for model in models}
+    values[INGRESS] = _digest(model.ingress_fingerprint for model in models)
+    applications = []
+    for app in config["applications"]:
+        if app["name"] == application:
+            options = {one["name"]: one for one in app.get("deployments", [])}
+            named = {name: options.get(name, {"name": name}) for name in (*options, *values)}
+            app = {**app, "deployments": [_marked(one, values.get(name)) for name, one in named.items()]}
+        applications.append(app)
+    return {**config, "applications": applications}
+
+
+def _marked(options: Mapping[str, Any], value: str | None) -> dict[str, Any]:
+    if value is None:
+        return dict(options)
+    actor = dict(options.get("ray_actor_options") or {})
+    environment = dict(actor.get("runtime_env") or {})
+    environment["env_vars"] = {**environment.get("env_vars", {}), FINGERPRINT: value}
+    return {**options, "ray_actor_options": {**actor, "runtime_env": environment}}
+
+
+def num_cpus(config: Mapping[str, Any]) -> float:
+    """Return the CPUs for which the replicas of a config ask at most, each deployment with one to spare."""
+    total = 0.0
+    for application in config["applications"]:
+        for options in application.get("deployments", []):
+            of_one = (options.get("ray_actor_options") or {}).get("num_cpus", 1)
+            total += of_one * (1 + _most_replicas(options))
+    return total
+
+
+def _most_replicas(options: Mapping[str, Any]) -> int:
+    scaling = options.get("autoscaling_config")
+    most = scaling.get("max_replicas", 1) if scaling else options.get("num_replicas") or 1
+    return int(most)
+
+
+def _model_options(
+    model: DeployedModel, *, settings: Mapping[str, Any], scale: Scale
+) -> dict[str, Any]:
+    if model.stages:
+        return _generation_options(model, settings=settings, scale=scale)
+    configs = [part.config for part in (model.entry, *model.parts) if part.config and not part.is_ensemble]
+    return {
+        "name": model.name,
+        "num_replicas": 1,
+        "max_ongoing_requests": max(_MIN_CALLS, sum(map(_max_calls, configs))),
+        "graceful_shutdown_timeout_s": _DRAIN_S,
+        "max_surge_percent": _SURGE_PERCENT,
+        "ray_actor_options": {
+            "num_cpus": max(1, sum(map(_num_cpus, configs))),
+            "num_gpus": sum(map(_num_gpus, configs)),
+            "runtime_env": {"env_vars": dict(_REPLICA_VARIABLES)},
+        },
+    }
+
+
+def _generation_options(
+    model: DeployedModel, *, settings: Mapping[str, Any], scale: Scale
+) -> dict[str, Any]:
+    config = model.stages["logits"].config
+    assert config is not None, model.name
+    max_queue = settings.get("max_queue", ServerSettings().max_queue)
+    num_sequences = max(1, config.max_batch_size)
+    num_gpus = min(1, _num_gpus(config))    # one engine runs the model, on one device
+    return {
+        "name": model.name,
+        **_scaling(scale),
+        "max_ongoing_requests": int(_SPARE_CALLS * (num_sequences + max_queue)),
+        "max_queued_requests": max(1, max_queue),
+        "graceful_shutdown_timeout_s": _DRAIN_S,
+        "max_surge_percent": _SURGE_PERCENT,
+        "ray_actor_options": {
+            "num_cpus": 1 if num_gpus else _threads(config) or default_threads(),
+            "num_gpus": num_gpus,
+            "runtime_env": {"env_vars": dict(_REPLICA_VARIABLES)},
+        },
+    }
+
+
+def _scaling(scale: Scale) -> dict[str, Any]:
+    if scale.min_replicas == scale.max_replicas:
+        return {"num_replicas": scale.min_replicas}
+    targets = ScalingTargets()
+    kwargs = {"target_usage": targets.usage, "target_waiting_tokens": targets.waiting_tokens}
+    scaling = {
+        "min_replicas": scale.min_replicas,
+        "max_replicas": scale.max_replicas,
+        "upscale_delay_s": 10.0,
+        "downscale_delay_s": 300.0,
+        "policy": {"policy_function": _POLICY, "policy_kwargs": kwargs},
+    }
+    return {"autoscaling_config": scaling}
+
+
+def _ingress_options(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "name": INGRESS,
+        "num_replicas": 1,
+        "max_ongoing_requests": settings.get("max_connections", ServerSettings().max_connections),
+        "graceful_shutdown_timeout_s": _DRAIN_S,
+        "max_surge_percent": _SURGE_PERCENT,
+        "ray_actor_options": {"num_cpus": 1, "runtime_env": {"env_vars": dict(_INGRESS_VARIABLES)}},
+    }
+
+
+def _threads(config: ModelConfig) -> int:
+    """Return the threads that a config sets for one instance; 0: none."""
+    values = [config.parameters[name] for name in _THREADS if name in config.parameters]
+    return max((int(value) for value in values if value.isdecimal()), default=0)
+
+
+def _num_cpus(config: ModelConfig) -> int:
+    groups = [group for group in config.instance_groups if group.kind != "KIND_GPU"]
+    num_instances = sum(group.count for group in groups) if config.instance_groups else 1
+    return num_instances * max(1, _threads(config))
+
+
+def _num_gpus(config: ModelConfig) -> int:
+    """Return the GPUs that instances name; one, if they ask for a GPU and name none."""
+    groups = [group for group in config.instance_groups if group.kind == "KIND_GPU"]
+    return len({gpu for group in groups for gpu in group.gpus}) or min(1, len(groups))
+
+
+def _max_calls(config: ModelConfig) -> int:
+    """Return the requests that a model runs and queues, and some more."""
+    num_instances = sum(group.count for group in config.instance_groups) or 1
+    batching = config.dynamic_batching
+    queued = batching.default_queue_policy.max_queue_size if batching else 0
+    running = num_instances * max(1, config.max_batch_size)
+    return int(_SPARE_CALLS * (running + (queued or 3 * running)))

@@ -1,0 +1,68 @@
+"""Serve library: imports Ray Serve when a deployment needs it."""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from genserve.errors import MissingDependency
+
+
+def require_ray() -> None:
+    """Check, without importing it, that Ray Serve is installed.
+
+    Raises:
+        MissingDependency: it is not.
+    """
+    if any(find_spec(name) is None for name in ("ray", "yaml")):
+        raise _missing()
+
+
+def import_ray() -> Any:
+    """Import `ray`.
+
+    Raises:
+        MissingDependency: it is not installed.
+    """
+    return _import("ray")
+
+
+def import_serve() -> Any:
+    """Import `ray.serve`.
+
+    Raises:
+        MissingDependency: it is not installed.
+    """
+    return _import("ray.serve")
+
+
+def import_serve_schema() -> Any:
+    """Import `ray.serve.schema`: the classes of its config file.
+
+    Raises:
+        MissingDependency: it is not installed.
+    """
+    return _import("ray.serve.schema")
+
+
+def import_rest_client() -> Any:
+    """Import the client of Serve's REST API, which `serve deploy` uses too.
+
+    Raises:
+        MissingDependency: it is not installed.
+    """
+    return _import("ray.dashboard.modules.serve.sdk").ServeSubmissionClient
+
+
+def _import(name: str) -> Any:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")   # genserve reports nothing to anybody
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise _missing() from error
+
+
+def _missing() -> MissingDependency:
+    return MissingDependency("deploying on Ray needs Ray Serve", remedy="pip install 'genserve[ray]'")
