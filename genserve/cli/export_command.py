@@ -13,6 +13,7 @@ from genserve.cli.flags import (
     KvCache,
     ModelRepository,
     Overwrite,
+    PipelineStages,
     Precision,
 )
 from genserve.store import default_repository, described, display_path, repository_flag
@@ -36,6 +37,7 @@ def export(
     file_format: FileFormat = "onnx",
     precision: Precision = None,
     kv_cache: KvCache = "float",
+    pipeline_stages: PipelineStages = 1,
     beside: Beside = None,
     overwrite: Overwrite = False,
     allow_pickled_weights: Annotated[
@@ -58,6 +60,7 @@ def export(
         file_format=file_format,
         precision=precision,
         kv_cache=kv_cache,
+        pipeline_stages=pipeline_stages,
         beside=beside,
         overwrite=overwrite,
         allow_pickled_weights=allow_pickled_weights,
@@ -97,6 +100,7 @@ def pull(
     model_repository: ModelRepository = None,
     precision: Precision = None,
     kv_cache: KvCache = "float",
+    pipeline_stages: PipelineStages = 1,
     beside: Beside = None,
     overwrite: Overwrite = False,
 ) -> None:
@@ -110,6 +114,7 @@ def pull(
         repository=repository,
         precision=precision,
         kv_cache=kv_cache,
+        pipeline_stages=pipeline_stages,
         beside=beside,
         overwrite=overwrite,
         progress=ConsoleProgress(),

@@ -158,6 +158,15 @@ KvCache = Annotated[
         help="Keys and values in fp16 (fp32 in an fp32 export), or in int8 with half of the memory."
     ),
 ]
+PipelineStages = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="Cut the layers into N graphs, for a model that is larger than one device; `instance_group` in "
+        "config.pbtxt names the devices.",
+    ),
+]
 FileFormat = Annotated[
     Literal["onnx", "torchscript"],
     typer.Option("--format", help="Format of the graph; ONNX is faster, TorchScript runs in torch."),

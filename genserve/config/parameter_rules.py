@@ -18,6 +18,7 @@ _LOGITS = {
     "max_sequence_length": _POSITIVE,     # tokens of a sequence, prompt and answer
     "kv_cache_bytes": _BYTES,             # memory of the KV cache
     "prefix_cache": _SWITCH,              # whether sequences share the blocks of a common prefix
+    "pipeline_stages": _POSITIVE,         # graphs that the layers are cut into
     "speculation": _METHOD,               # how tokens are drafted
     "draft_model": _TEXT,                 # the ensemble that drafts the tokens
 }

@@ -17,7 +17,7 @@ from genserve.export.architectures import FAMILIES, architecture, family_of
 from genserve.export.checkpoint import Checkpoint
 from genserve.export.decoder import Decoder
 from genserve.export.decoder_graph import write_decoder
-from genserve.export.decoder_weights import tensor_sources
+from genserve.export.decoder_weights import DecoderWeights, tensor_sources
 from genserve.export.export_options import CacheType, ExportFormat, ExportReport, Precision, Progress
 from genserve.export.family import Family, Unsupported
 from genserve.export.layers import FusedLayers, StandardLayers
@@ -25,12 +25,20 @@ from genserve.export.layout import ModelLayout
 from genserve.export.model_folders import ModelFolders, install, install_beside, writing_into
 from genserve.export.onnx_graph import OnnxGraphBuilder
 from genserve.export.parity import Parity, check_parity, num_compared
-from genserve.export.precision import SCHEMES, cache_dtype, require_cache, resolve_precision
+from genserve.export.pipeline_stages import split_layers
+from genserve.export.precision import (
+    SCHEMES,
+    cache_dtype,
+    require_cache,
+    require_stages,
+    resolve_precision,
+)
 from genserve.export.recording import Recording
 from genserve.export.reference import Reference
 from genserve.export.smoothquant import is_smoothable, smooth
 from genserve.sampling.logits_array import FloatArray
 from genserve.staging import staging_folder
+from genserve.textmodel.logits_config import pipeline_files
 
 if TYPE_CHECKING:
     from genserve.export.traced import TracedConversion
@@ -57,12 +65,14 @@ class Conversion:
         export_format: ExportFormat,
         precision: Precision | None = None,
         kv_cache: CacheType = "float",
+        pipeline_stages: int = 1,
     ) -> Self:
         """Find the family of the checkpoint, whose source is run unless there is a `recording` of it.
 
         Raises:
             Unsupported: no family supports the architecture or an option of the config.
-            ExportError: the config is invalid, or the format does not support the precision or the KV cache.
+            ExportError: the config is invalid, or the format does not support the precision, the KV cache or
+                the pipeline stages.
         """
         family = family_of(checkpoint.config)
         if family is None:
@@ -75,6 +85,7 @@ class Conversion:
         else:
             decoder = family.described(recording.completed_config())
         require_cache(kv_cache, export_format)
+        require_stages(pipeline_stages, export_format)
         layout = ModelLayout(
             folders=folders,
             export_format=export_format,
@@ -82,6 +93,7 @@ class Conversion:
             checkpoint=family.completed(checkpoint),
             dimensions=decoder.dimensions,
             kv_cache=kv_cache,
+            pipeline_stages=pipeline_stages,
         )
         return cls(layout=layout, family=family, decoder=decoder, recording=recording)
 
@@ -97,7 +109,7 @@ class Conversion:
         }
 
     def write_graph(self, version: Path, *, reference: Reference, progress: Progress) -> None:
-        """Write the graph and its weights.
+        """Write the graph, or those of the stages, and their weights.
 
         Args:
             version: their folder.
@@ -105,7 +117,8 @@ class Conversion:
             progress: displays the stages of the work.
 
         Raises:
-            ExportError: the checkpoint lacks a tensor, or has one unknown to the family.
+            ExportError: the checkpoint lacks a tensor, or has one unknown to the family; or there are more
+                stages than layers.
         """
         num_layers = self.layout.dimensions.num_layers
         with progress.stage(f"converting to {self.layout.precision}", total=num_layers) as advance:
@@ -131,14 +144,32 @@ class Conversion:
             write_torchscript(weights, self.decoder, path, precision=layout.precision, metadata=metadata)
             advance(layout.dimensions.num_layers)
         else:
-            scheme = SCHEMES[layout.precision]
-            make_layers = FusedLayers if scheme.activations is np.float32 else StandardLayers
-            kv_cache = cache_dtype(layout.kv_cache, layout.precision)
-            with OnnxGraphBuilder(version) as graph:
-                layers = make_layers(graph, scheme)
-                write_decoder(weights, self.decoder, layers, advance, kv_cache=kv_cache)
-                graph.save(metadata=metadata)
+            parts = split_layers(
+                plain, self.decoder, scheme=SCHEMES[layout.precision], num_stages=layout.pipeline_stages
+            )
+            files = pipeline_files(version / layout.export_format.file_name, num_stages=len(parts))
+            for stage, (path, part) in enumerate(zip(files, parts, strict=True)):
+                place = {"genserve.pipeline_stage": f"{stage + 1}/{len(parts)}"} if len(parts) > 1 else {}
+                self._write_onnx(path, weights, part=part, metadata=metadata | place, advance=advance)
         self._require_no_others(used)
+
+    def _write_onnx(
+        self,
+        path: Path,
+        weights: DecoderWeights,
+        *,
+        part: range,
+        metadata: Mapping[str, str],
+        advance: Callable[[int], None],
+    ) -> None:
+        """Write the ONNX graph of the layers `part`."""
+        scheme = SCHEMES[self.layout.precision]
+        make_layers = FusedLayers if scheme.activations is np.float32 else StandardLayers
+        kv_cache = cache_dtype(self.layout.kv_cache, self.layout.precision)
+        with OnnxGraphBuilder(path.parent, file_name=path.name) as graph:
+            layers = make_layers(graph, scheme)
+            write_decoder(weights, self.decoder, layers, advance, kv_cache=kv_cache, part=part)
+            graph.save(metadata=metadata)
 
     def _require_no_others(self, used: set[str]) -> None:
         checkpoint = self.layout.checkpoint
@@ -159,11 +190,13 @@ def convert(
     export_format: ExportFormat,
     precision: Precision | None = None,
     kv_cache: CacheType = "float",
+    pipeline_stages: int = 1,
 ) -> Conversion | TracedConversion:
     """Choose the conversion of a checkpoint: by its family, or else traced.
 
     Raises:
-        ExportError: neither is possible, or the format does not support the precision or the KV cache.
+        ExportError: neither is possible, or the format does not support the precision, the KV cache or the
+            pipeline stages.
     """
     try:
         return Conversion.of(
@@ -173,6 +206,7 @@ def convert(
             export_format=export_format,
             precision=precision,
             kv_cache=kv_cache,
+            pipeline_stages=pipeline_stages,
         )
     except Unsupported as error:
         if export_format is not ExportFormat.ONNX:
@@ -186,6 +220,7 @@ def convert(
             error.message,
         )
     require_cache(kv_cache, ExportFormat.TRACED)
+    require_stages(pipeline_stages, ExportFormat.TRACED)
     from genserve.export.traced import TracedConversion
 
     family = family_of(checkpoint.config)
@@ -221,7 +256,8 @@ def write_model(
             layout.write(staged, repository=repository)
         version = layout.version_folder(staged)
         parity = _write_checked(conversion, version, progress=progress)
-        size_bytes = sum(path.stat().st_size for path in version.glob(f"{layout.export_format.file_name}*"))
+        stem = Path(layout.export_format.file_name).stem
+        size_bytes = sum(path.stat().st_size for path in version.glob(f"{stem}.*"))
         if beside is None:
             install(staged, repository, layout.folders, overwrite=overwrite)
         else:
@@ -252,6 +288,7 @@ def _write_checked(conversion: Conversion | TracedConversion, version: Path, *, 
             export_format=layout.export_format,
             precision=layout.precision,
             kv_cache=layout.kv_cache,
+            pipeline_stages=layout.pipeline_stages,
             source=layout.checkpoint.source,
             advance=advance,
         )

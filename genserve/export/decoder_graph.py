@@ -19,6 +19,11 @@ inputs
 outputs
     logits [num_logits, vocab] float32
     present.{i}.*: the buffers of the past, written in place
+
+A stage of a pipeline has some of the layers, and the buffers of these alone. All but the first have the
+input `hidden_states` instead of `input_ids` and `position_ids`; all but the last have the output
+`next_hidden_states` instead of `logits`, and no `logits_indices`. Both are [num_tokens, hidden], in the type
+of the activations: what the next layer reads.
 """
 
 from __future__ import annotations
@@ -61,25 +66,37 @@ def write_decoder(
     advance: Callable[[int], None],
     *,
     kv_cache: type[np.generic],
+    part: range,
 ) -> None:
-    """Add the graph of a decoder to that of `layers`; `advance` is called with 1 after each layer.
+    """Add the graph of a decoder, or of a part of it, to that of `layers`.
+
+    Args:
+        weights: of the whole decoder.
+        decoder: its description.
+        layers: writes the layers.
+        advance: called with 1 after each layer.
+        kv_cache: the type of keys and values in the KV cache.
+        part: the layers to add; the first one brings the embedding, and the last one the head.
 
     Raises:
         ExportError: the checkpoint lacks a tensor.
     """
     writer = _GraphWriter(
-        weights=weights, decoder=decoder, layers=layers, graph=layers.graph, kv_cache=kv_cache
+        weights=weights, decoder=decoder, layers=layers, graph=layers.graph, kv_cache=kv_cache, part=part
     )
     writer.inputs()
-    residual = writer.embedding()
-    for index, attention in enumerate(decoder.attentions):
-        heads = writer.attention(residual, attention, index=index)
+    residual = writer.embedding() if writer.is_first else writer.hidden_states()
+    for index in part:
+        heads = writer.attention(residual, decoder.attentions[index], index=index)
         if index + 1 == len(decoder.attentions):
             # After the last keys and values, only the rows that reach the head matter.
             heads, residual = writer.select_rows(heads), writer.select_rows(residual)
         residual = writer.after_attention(heads, residual, f"layers.{index}")
         advance(1)
-    writer.head(residual)
+    if writer.is_last:
+        writer.head(residual)
+    else:
+        writer.pass_on(residual)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,18 +108,34 @@ class _GraphWriter:
     layers: Layers
     graph: OnnxGraphBuilder
     kv_cache: type[np.generic]
+    part: range
     tables: dict[Rotary | None, list[str]] = field(default_factory=dict)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the graph has the embedding."""
+        return self.part.start == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the graph has the head."""
+        return self.part.stop == len(self.decoder.attentions)
 
     def inputs(self) -> None:
         """Declare the inputs except the cache, and add the tables that all layers share."""
-        self.graph.input("input_ids", np.int64, ("num_tokens",))
-        self.graph.input("position_ids", np.int64, ("num_tokens",))
+        if self.is_first:
+            self.graph.input("input_ids", np.int64, ("num_tokens",))
+            self.graph.input("position_ids", np.int64, ("num_tokens",))
         self.graph.input("cumulative_sequence_length", np.int32, ("batch_plus_1",))
         self.graph.input("past_seqlens", np.int32, ("batch",))
         self.graph.input("block_table", np.int32, ("batch", "max_blocks"))
-        self.graph.input("logits_indices", np.int64, ("num_logits",))
+        if self.is_last:
+            self.graph.input("logits_indices", np.int64, ("num_logits",))
         self.graph.input("attention_metadata", np.int32, (2,))
+        used = {self.decoder.attentions[index].rotary for index in self.part}
         for index, rotary in enumerate(self.decoder.rotaries):
+            if rotary not in used:
+                continue
             cosines, sines = rotary.tables(self.decoder.context_length)
             self.tables[rotary] = [
                 self.graph.weight(f"rotary.{index}.cos", cosines),
@@ -125,6 +158,15 @@ class _GraphWriter:
             positions = self.graph.node("Gather", [table, "position_ids"], "embeddings.positions")
             x = self.graph.node("Add", [x, positions], "embeddings.positioned")
         return self.layers.norm(x, self.norm("embedding.norm")) if self._has("embedding.norm") else x
+
+    def hidden_states(self) -> str:
+        """The input of a stage behind the first: what the layers before it have computed."""
+        return self.graph.input("hidden_states", self.layers.scheme.activations, self._hidden)
+
+    def pass_on(self, x: str) -> None:
+        """Declare the output of a stage before the last."""
+        self.graph.node("Identity", [x], "next_hidden_states")
+        self.graph.output("next_hidden_states", self.layers.scheme.activations, self._hidden)
 
     def attention(self, x: str, attention: Attention, *, index: int) -> str:
         """Attention over the KV cache, to which it appends: [num_tokens, heads * head_dim]."""
@@ -178,7 +220,7 @@ class _GraphWriter:
             norm=self.norm("norm"),
             softcap=self.decoder.logits_softcap,
         )
-        self.layers.head(head, tied=self.decoder.tied)
+        self.layers.head(head, tied=self.decoder.tied and self.is_first)
         self.graph.output("logits", np.float32, ("num_logits", self.decoder.vocab_size))
 
     def norm(self, name: str) -> Norm:
@@ -194,6 +236,10 @@ class _GraphWriter:
     def select_rows(self, x: str) -> str:
         """The rows of a value [num_tokens, n] whose logits are requested: [num_logits, n]."""
         return self.graph.node("Gather", [x, "logits_indices"], f"{x}.rows")
+
+    @property
+    def _hidden(self) -> Dims:
+        return "num_tokens", len(self.weights.load(f"layers.{self.part.start}.attention.output.weight"))
 
     def _cache(self, index: int) -> tuple[list[str], list[str]]:
         """Declare the buffers of a layer's cache: the names of its inputs and outputs."""

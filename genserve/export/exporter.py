@@ -27,6 +27,7 @@ def export_model(
     file_format: FileFormat = "onnx",
     precision: Precision | None = None,
     kv_cache: CacheType = "float",
+    pipeline_stages: int = 1,
     beside: str | None = None,
     overwrite: bool = False,
     allow_pickled_weights: bool = False,
@@ -43,6 +44,8 @@ def export_model(
         file_format: of the logits stage.
         precision: of weights and activations, see `precision.py`; None: int8 in ONNX, else fp32.
         kv_cache: float is fp16, or fp32 in an fp32 export; int8 needs an ONNX graph of a known family.
+        pipeline_stages: number of graphs that the layers are cut into, which run as one logits stage on
+            several devices; more than one need an ONNX graph of a known family.
         beside: add only the graph to an existing model, in a folder of this name next to its model.onnx.
             `default_model_filename` of the logits stage selects a graph, set by hand or by `genserve tune`.
         overwrite: replace weights, tokenizer and their configs; with `beside`, the graph of that name.
@@ -50,7 +53,8 @@ def export_model(
         progress: displays the stages of the work.
 
     Raises:
-        ExportError: the name, source, precision or KV cache type is not usable, the weights exist, the
+        ExportError: the name, source, precision, KV cache type or number of pipeline stages is not usable,
+            the weights exist, the
             repository is not writable, or the exported graph is too far from its source.
         MissingDependency: a package of the extra `export` is not installed, and there is no recording of the
             source; or ONNX Runtime is not, and the format is "onnx".
@@ -81,6 +85,7 @@ def export_model(
             export_format=ExportFormat(file_format),
             precision=precision,
             kv_cache=kv_cache,
+            pipeline_stages=pipeline_stages,
         )
     return write_model(
         conversion, repository, beside=beside, overwrite=overwrite, progress=progress, started_s=started_s

@@ -20,6 +20,7 @@ from genserve.export.model_folders import ModelFolders
 from genserve.export.precision import cache_dtype
 from genserve.sampling.sampling_params import TRITON_TENSORS
 from genserve.tensor import DataType
+from genserve.textmodel.logits_config import num_pipeline_stages
 
 MAX_NUM_SEQS = 32               # sequences that share a step
 _MAX_SEQUENCE_LENGTH = 4096     # tokens; more than a chat needs, and a cache of it fits into memory
@@ -70,6 +71,7 @@ class ModelLayout:
     checkpoint: Checkpoint
     dimensions: Dimensions
     kv_cache: CacheType = "float"
+    pipeline_stages: int = 1
 
     def require_agreeing_config(self, repository: Path, *, beside: bool = False) -> None:
         """Reject an existing config.pbtxt of the logits stage that describes another model.
@@ -78,7 +80,7 @@ class ModelLayout:
         its KV cache.
 
         Raises:
-            ExportError: its backend, outputs or states differ.
+            ExportError: its backend, outputs, states or number of pipeline stages differ.
         """
         part = f"{self.folders.logits}/config.pbtxt"
         path = repository / part
@@ -88,7 +90,7 @@ class ModelLayout:
         made = parse_model_config(self._files()[part], source=path)
         if _signature(found, state_types=not beside) != _signature(made, state_types=not beside):
             raise ExportError(
-                f"{path} declares another backend, or other outputs or states, than "
+                f"{path} declares another backend, or other outputs, states or pipeline stages, than "
                 f"{self.checkpoint.source} in {self.precision} as {self.export_format.label}",
                 remedy=f"{'' if beside else '--overwrite writes a new one; or '}export under another --name",
             )
@@ -129,6 +131,7 @@ class ModelLayout:
             cache=cache_dtype(self.kv_cache, self.precision),
             export_format=self.export_format,
             max_num_seqs=max_num_seqs,
+            pipeline_stages=self.pipeline_stages,
         )
 
 
@@ -139,6 +142,7 @@ def stage_files(
     cache: type[np.generic],
     export_format: ExportFormat = ExportFormat.ONNX,
     max_num_seqs: int = MAX_NUM_SEQS,
+    pipeline_stages: int = 1,
 ) -> dict[str, str]:
     """The configs and model.py of all four stages, by their paths in the repository.
 
@@ -160,6 +164,14 @@ def stage_files(
         "token_kib": f"{token_bytes / 2**10:.4g}",
         "sequence_mib": f"{token_bytes * length / 2**20:.4g}",
         "speculation": _read("speculation.pbtxt") if export_format is ExportFormat.ONNX else "",
+        "pipeline": Template(_read("pipeline.pbtxt")).substitute(
+            stages=pipeline_stages, gpus=", ".join(map(str, range(pipeline_stages)))
+        )
+        if pipeline_stages > 1
+        else "",
+        "threads_of": "stage of a pipeline. Default: the cores, divided among the stages"
+        if pipeline_stages > 1
+        else "forward. Default: one per core",
         "states": _states(dimensions, cache=cache, export_format=export_format),
         "parameters": ",\n".join(
             f'  {{ name: "{name}" data_type: {data_type} dims: [ {size} ] optional: true }}'
@@ -216,8 +228,8 @@ def _batch_size(path: Path) -> int:
 
 
 def _signature(config: ModelConfig, *, state_types: bool) -> tuple[object, ...]:
-    """The part of a config that describes the graph: its backend, outputs and states."""
+    """The part of a config that describes the graph: its backend, outputs, states and pipeline stages."""
     states = config.sequence_batching.states if config.sequence_batching else ()
     places = [(state.input_name, state.dims, state.same_buffer) for state in states]
     types = [state.data_type if state_types else "" for state in states]
-    return config.backend, config.outputs, places, types
+    return config.backend, config.outputs, places, types, num_pipeline_stages(config)

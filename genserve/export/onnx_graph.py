@@ -17,7 +17,6 @@ from numpy.typing import DTypeLike, NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 MODEL_FILE = "model.onnx"
-DATA_FILE = "model.onnx.data"
 
 Dims = Sequence[int | str]
 
@@ -33,9 +32,10 @@ class OnnxGraphBuilder:
     Values are named by strings. Use it as a context manager, and `save` it at the end.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._data = (folder / DATA_FILE).open("wb")
+    def __init__(self, folder: Path, *, file_name: str = MODEL_FILE) -> None:
+        self._path = folder / file_name
+        self._data_file = f"{file_name}.data"
+        self._data = (folder / self._data_file).open("wb")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._written: Future[None] | None = None   # the last weights
         self._nodes: list[onnx.NodeProto] = []
@@ -103,8 +103,7 @@ class OnnxGraphBuilder:
         )
         helper.set_model_props(model, {**metadata, "genserve.operators": str(_OPSETS["genserve"])})
         self._data.close()
-        (self._folder / MODEL_FILE).write_bytes(model.SerializeToString())
-
+        self._path.write_bytes(model.SerializeToString())
 
     def _in_turn(self, task: Callable[[], None]) -> None:
         """Run a task on the thread, after the previous one, so that few weights are in memory."""
@@ -121,7 +120,7 @@ class OnnxGraphBuilder:
     def _write(self, names: Sequence[str], compute: Callable[[], Sequence[NDArray[Any]]]) -> None:
         for name, value in zip(names, compute(), strict=True):
             self._data.write(b"\0" * (-self._data.tell() % _ALIGNMENT))
-            self._keep(_pointer(name, value, offset=self._data.tell()))
+            self._keep(_pointer(name, value, file=self._data_file, offset=self._data.tell()))
             self._data.write(np.ascontiguousarray(value).data)
 
 
@@ -129,11 +128,11 @@ def _value(name: str, dtype: DTypeLike, dims: Dims | None) -> onnx.ValueInfoProt
     return helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), dims)
 
 
-def _pointer(name: str, value: NDArray[Any], *, offset: int) -> TensorProto:
-    """Describe a weight whose bytes are in the data file at `offset`."""
+def _pointer(name: str, value: NDArray[Any], *, file: str, offset: int) -> TensorProto:
+    """Describe a weight whose bytes are in the data file `file` at `offset`."""
     data_type = helper.np_dtype_to_tensor_dtype(value.dtype)
     tensor = TensorProto(name=name, data_type=data_type, dims=value.shape)
     tensor.data_location = TensorProto.EXTERNAL
-    for key, entry in {"location": DATA_FILE, "offset": offset, "length": value.nbytes}.items():
+    for key, entry in {"location": file, "offset": offset, "length": value.nbytes}.items():
         tensor.external_data.add(key=key, value=str(entry))
     return tensor

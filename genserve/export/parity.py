@@ -19,6 +19,7 @@ from genserve.export.export_options import CacheType, ExportFormat, Precision
 from genserve.export.reference import Positions, Reference
 from genserve.generation.logits_model import ForwardBatch, LogitsModel
 from genserve.sampling.logits_array import FloatArray, on_host
+from genserve.textmodel.logits_config import pipeline_files
 from genserve.textmodel.parity_file import PARITY_FILE
 
 _ROWS = 16          # of logits that are compared together, by one thread: what its cache holds
@@ -91,6 +92,7 @@ def check_parity(
     export_format: ExportFormat = ExportFormat.ONNX,
     precision: Precision,
     kv_cache: CacheType = "float",
+    pipeline_stages: int = 1,
     source: str,
     advance: Callable[[int], None] = lambda _rows: None,
 ) -> Parity:
@@ -105,7 +107,7 @@ def check_parity(
         ExportError: the graph is farther from its source than its precision explains.
     """
     num_rows, length = reference.ids.shape
-    load = _runtime(export_format)
+    load = _runtime(export_format, pipeline_stages=pipeline_stages)
     model = load(folder / export_format.file_name, max_num_seqs=num_rows, max_length=length)
     parity = _compare(model, reference, precision=precision, kv_cache=kv_cache, advance=advance)
     is_rounded = kv_cache == "int8" and precision in ("fp32", "fp16")
@@ -114,8 +116,14 @@ def check_parity(
     return parity
 
 
-def _runtime(export_format: ExportFormat) -> Callable[..., LogitsModel]:
+def _runtime(export_format: ExportFormat, *, pipeline_stages: int) -> Callable[..., LogitsModel]:
     match export_format:
+        case ExportFormat.ONNX if pipeline_stages > 1:
+            from genserve.textmodel.runtimes.pipeline_logits import PipelineLogits
+
+            return lambda path, **sizes: PipelineLogits(
+                pipeline_files(path, num_stages=pipeline_stages), **sizes
+            )
         case ExportFormat.ONNX:
             from genserve.textmodel.runtimes.onnx_logits import OnnxLogits
 

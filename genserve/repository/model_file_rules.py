@@ -24,8 +24,8 @@ from genserve.regular_file import special_kind
 from genserve.repository.index import ModelEntry
 from genserve.text.tokenizer import Tokenizer
 from genserve.text.tokenizer_files import recommended_sampling_params
-from genserve.textmodel.logits_config import CacheKind, cache_kind, context_length
-from genserve.textmodel.runtimes.onnx_logits import check_logits_graph
+from genserve.textmodel.logits_config import CacheKind, cache_kind, context_length, logits_files
+from genserve.textmodel.runtimes.logits_graph import check_logits_graph, max_length_of
 
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _MAX_POINTER_BYTES = 1024   # by the Git LFS specification
@@ -96,7 +96,7 @@ def content_diagnostics(entry: ModelEntry, config: ModelConfig, folder: Path) ->
     file = folder / config.default_model_filename
     try:
         if config.backend == "onnxruntime":
-            yield from _onnx_diagnostics(entry, config, file)
+            yield from _onnx_diagnostics(entry, config, folder)
         elif config.backend == "pytorch":
             _look_at_torchscript(config, file)
         elif config.backend == "tensorflow":
@@ -114,12 +114,13 @@ def content_diagnostics(entry: ModelEntry, config: ModelConfig, folder: Path) ->
         yield _diagnostic(file, message, remedy="copy or export it again")
 
 
-def _onnx_diagnostics(entry: ModelEntry, config: ModelConfig, file: Path) -> Iterator[Diagnostic]:
-    """Yield the contradictions between the config and the graph.
+def _onnx_diagnostics(entry: ModelEntry, config: ModelConfig, folder: Path) -> Iterator[Diagnostic]:
+    """Yield the contradictions between the config and the graph, or those of a pipeline's stages.
 
     Raises:
         RepositoryError: the graph cannot be opened.
     """
+    file = folder / config.default_model_filename
     try:
         session = open_for_inspection(file)
     except RepositoryError as error:
@@ -129,7 +130,12 @@ def _onnx_diagnostics(entry: ModelEntry, config: ModelConfig, file: Path) -> Ite
     try:
         match cache_kind(config):
             case CacheKind.IN_PLACE:
-                check_logits_graph(session, file, max_length=context_length(config))
+                files = logits_files(config, folder)
+                for stage, path in enumerate(files, 1):
+                    opened = session if path == file else open_for_inspection(path)
+                    check_logits_graph(opened, path, stage=stage, num_stages=len(files))
+                metadata = session.get_modelmeta().custom_metadata_map
+                max_length_of(metadata, file, max_length=context_length(config))
             case CacheKind.NONE:
                 message = type(entry.parsed.message)()
                 message.CopyFrom(entry.parsed.message)

@@ -30,7 +30,7 @@ from genserve.schedulers.queue_scheduler import make_scheduler
 from genserve.schedulers.rate_limiter import RateLimiter, ResourcePermit
 from genserve.textmodel.decoder_stage import DecoderInference
 from genserve.textmodel.logits_inference import LogitsInference
-from genserve.textmodel.logits_runtime import LoadedLogits, engine_placement, load_logits
+from genserve.textmodel.logits_runtime import LoadedLogits, engine_placements, load_logits
 from genserve.textmodel.text_inference import TextInference
 from genserve.textmodel.text_model import TextModel
 from genserve.textmodel.text_model_loader import load_logits_stage, load_text_model
@@ -243,8 +243,8 @@ def _withdraw(permits: Iterable[ResourcePermit]) -> None:
 
 
 def stage_placement(entry: ModelEntry) -> Placement:
-    """Return where a logits stage would run in a server. Raises what `resolve_model` raises."""
-    return engine_placement(_resolve_alone(entry).config)
+    """Return the first device of a logits stage in a server. Raises what `resolve_model` raises."""
+    return engine_placements(_resolve_alone(entry).config)[0]
 
 
 def load_stage_logits(entry: ModelEntry) -> LoadedLogits:
@@ -256,7 +256,7 @@ def load_stage_logits(entry: ModelEntry) -> LoadedLogits:
     """
     model = _resolve_alone(entry)
     folder = model.path / str(model.versions[-1])
-    return load_logits(model.config, folder, placement=engine_placement(model.config))
+    return load_logits(model.config, folder, placements=engine_placements(model.config))
 
 
 def _resolve_alone(entry: ModelEntry) -> ResolvedModel:

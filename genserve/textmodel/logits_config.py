@@ -51,15 +51,40 @@ def context_length(config: ModelConfig) -> int:
     return configured or (_DEFAULT_LENGTH if cache_kind(config) is CacheKind.NONE else 0)
 
 
-def logits_file(config: ModelConfig, folder: Path) -> Path:
-    """Return the file of a logits stage in the folder of its version.
+def num_pipeline_stages(config: ModelConfig) -> int:
+    """Return into how many graphs the layers of a logits stage are cut, by `pipeline_stages` of its config.
 
     Raises:
-        RepositoryError: it does not exist.
+        RepositoryError: `pipeline_stages` is not a number.
     """
-    return model_file(
+    return max(1, integer_parameter(config.parameters, "pipeline_stages", default=1))
+
+
+def pipeline_files(first: Path, *, num_stages: int) -> list[Path]:
+    """Return the files of the stages of a pipeline: `model.onnx`, `model.stage2.onnx` and so on."""
+    others = (first.with_suffix(f".stage{number}{first.suffix}") for number in range(2, num_stages + 1))
+    return [first, *others]
+
+
+def logits_files(config: ModelConfig, folder: Path) -> list[Path]:
+    """Return the files of a logits stage in the folder of its version: one for each stage of a pipeline.
+
+    Raises:
+        RepositoryError: one does not exist, or `pipeline_stages` is not a number.
+    """
+    first = model_file(
         folder, filename=config.default_model_filename, default=_FILES[config.backend], model=config.name
     )
+    files = pipeline_files(first, num_stages=num_pipeline_stages(config))
+    for number, file in enumerate(files[1:], 2):
+        if not file.is_file():
+            raise RepositoryError(
+                f"{file} is missing: by `pipeline_stages` of its config, model '{config.name}' is a pipeline "
+                f"of {len(files)} stages, and this is stage {number}",
+                remedy="copy it there with its weights (.data), or export the model again with "
+                f"`genserve export --pipeline-stages {len(files)} --overwrite`",
+            )
+    return files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypedDict
@@ -21,12 +21,14 @@ from genserve.textmodel.logits_config import (
     LogitsNames,
     cache_kind,
     context_length,
-    logits_file,
+    logits_files,
+    num_pipeline_stages,
 )
 from genserve.textmodel.parity_file import read_parity
 from genserve.textmodel.runtimes.growing_logits import GrowingLogits
 from genserve.textmodel.runtimes.kv_cache_memory import HostMemory, LogitsMemory
 from genserve.textmodel.runtimes.onnx_logits import OnnxLogits
+from genserve.textmodel.runtimes.pipeline_logits import PipelineLogits
 from genserve.textmodel.runtimes.torchscript_logits import TorchLogits
 from genserve.textmodel.runtimes.uncached_logits import UncachedLogits
 
@@ -47,13 +49,15 @@ class LoadedLogits(LogitsModel, Protocol):
         """The metadata that its export wrote into the file: `genserve.precision` and others."""
 
 
-def load_logits(config: ModelConfig, folder: Path, *, placement: Placement = ON_CPU) -> LoadedLogits:
-    """Load a logits stage onto the device of a placement.
+def load_logits(
+    config: ModelConfig, folder: Path, *, placements: Sequence[Placement] = (ON_CPU,)
+) -> LoadedLogits:
+    """Load a logits stage onto the devices of its placements.
 
     Args:
         config: without errors.
         folder: of the version.
-        placement: the device.
+        placements: the devices, in order; the first one unless the stage is a pipeline.
 
     Raises:
         RepositoryError: the config is not that of a logits stage; its file cannot be loaded, or does not
@@ -61,23 +65,36 @@ def load_logits(config: ModelConfig, folder: Path, *, placement: Placement = ON_
         MissingDependency: the runtime that its config names is not installed.
     """
     LogitsNames.of(config)      # before anything is started that only a loaded stage would close
-    path = logits_file(config, folder)
+    paths, placement = logits_files(config, folder), placements[0]
+    path = paths[0]
     match cache_kind(config):
         case CacheKind.NONE:
             return _load_uncached(path, config, placement)
         case CacheKind.GROWING:
             return _load_growing(path, config, placement)
+    num_threads = integer_parameter(config.parameters, "intra_op_thread_count", default=0)
+    if len(paths) > 1:
+        memories = [_memory(place) for place in _spread(placements, num_stages=len(paths))]
+        return PipelineLogits(paths, num_threads=num_threads, memories=memories, **_sizes(config))
     memory = _memory(placement)
     if config.backend == "pytorch":
         set_threads(config.parameters)
         return TorchLogits(path, memory=memory, **_sizes(config))
-    num_threads = integer_parameter(config.parameters, "intra_op_thread_count", default=0)
     return OnnxLogits(path, num_threads=num_threads, memory=memory, **_sizes(config))
 
 
-def engine_placement(config: ModelConfig) -> Placement:
-    """Return where the engine of a logits stage runs, by its resolved config: on the first device."""
-    return next(group_placements(config.instance_groups[0]))
+def engine_placements(config: ModelConfig) -> list[Placement]:
+    """Return where the engine of a logits stage runs, by its resolved config.
+
+    This is the first device; of a pipeline it is one for each stage, or fewer, which then share them.
+    """
+    devices = [place for group in config.instance_groups for place in group_placements(group)]
+    return devices[: num_pipeline_stages(config)]
+
+
+def _spread(placements: Sequence[Placement], *, num_stages: int) -> list[Placement]:
+    """Return the device of each stage; neighbours share a device if there are fewer devices than stages."""
+    return [placements[stage * len(placements) // num_stages] for stage in range(num_stages)]
 
 
 class _Sizes(TypedDict):

@@ -14,7 +14,13 @@ from genserve.config.parse import ParsedConfig
 from genserve.config.supported_fields import Role, unsupported_in_role
 from genserve.errors import RepositoryError, suggestion
 from genserve.text.tool_formats import TOOL_FORMATS
-from genserve.textmodel.logits_config import CacheKind, LogitsNames, cache_kind, context_length
+from genserve.textmodel.logits_config import (
+    CacheKind,
+    LogitsNames,
+    cache_kind,
+    context_length,
+    num_pipeline_stages,
+)
 from genserve.textmodel.text_inference import INPUTS, OUTPUT
 
 DRAFT_PARAMETERS = frozenset({"speculation", "draft_model"})
@@ -51,6 +57,7 @@ def stage_diagnostics(
         yield parsed.diagnostic(Severity.WARNING, "version_policy", message, remedy=remedy)
     yield from _parameters(parsed, config, _unread_parameters(config, role), where=f"a {role}")
     if role in (Role.LOGITS, Role.LOGITS_WITHOUT_CACHE):
+        yield from _pipeline(parsed, config)
         yield from _warmups(parsed, config)
 
 
@@ -93,15 +100,41 @@ def _of_parameter(
 
 
 def _instance_groups(parsed: ParsedConfig, config: ModelConfig, role: Role) -> Iterator[Diagnostic]:
-    """Yield the groups and GPUs besides the first, since a text model has one engine."""
+    """Yield the instance groups and GPUs beyond those of the engine: one, or one for each pipeline stage."""
+    num_stages, num_devices = _num_stages(config), 0
+    instead = "one engine runs the model, on the first device of the first group"
+    if num_stages > 1:
+        instead = f"its pipeline has {num_stages} stages"
+        kinds = {group.kind for group in config.instance_groups}
+        if {"KIND_CPU", "KIND_GPU"} <= kinds:
+            message = "the stages of a pipeline run on devices of one kind: KIND_CPU or KIND_GPU"
+            remedy = "write one kind into all instance groups"
+            yield parsed.diagnostic(Severity.ERROR, "instance_group", message, remedy=remedy)
     for index, group in enumerate(config.instance_groups):
-        if index or len(group.gpus) > 1:
-            path, found = f"instance_group[{index}]", "a second instance group"
-            if not index:
-                path, found = f"{path}.gpus", "a second GPU"
-            instead = "one engine runs the model, on the first device of the first group"
+        unused = num_stages - num_devices
+        num_devices += max(1, len(group.gpus))
+        if num_devices > num_stages:
+            path, found = f"instance_group[{index}]", f"instance group {index + 1}"
+            if unused > 0:
+                path, found = f"{path}.gpus", f"GPU {group.gpus[unused]}"
             message = f"{found} is ignored in a {role}: {instead}"
             yield parsed.diagnostic(Severity.WARNING, path, message, remedy=_LEAVE_OUT)
+
+
+def _num_stages(config: ModelConfig) -> int:
+    try:
+        return num_pipeline_stages(config)
+    except RepositoryError:
+        return 1        # an error of the parameters, reported with them
+
+
+def _pipeline(parsed: ParsedConfig, config: ModelConfig) -> Iterator[Diagnostic]:
+    """Yield the error of a pipeline of other graphs than those of `genserve export`."""
+    is_exported = config.backend == "onnxruntime" and cache_kind(config) is CacheKind.IN_PLACE
+    if _num_stages(config) > 1 and not is_exported:
+        message = "parameter 'pipeline_stages' is for ONNX graphs that write their KV cache in place"
+        remedy = f"{_LEAVE_OUT}, or export the model with `genserve export --pipeline-stages`"
+        yield _of_parameter(parsed, Severity.ERROR, "pipeline_stages", message, remedy=remedy)
 
 
 def _tensors(parsed: ParsedConfig, config: ModelConfig) -> Iterator[Diagnostic]:

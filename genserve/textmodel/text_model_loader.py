@@ -26,7 +26,7 @@ from genserve.text.tool_formats import TOOL_FORMATS, ToolFormat
 from genserve.textmodel.decoder_stage import load_decoding
 from genserve.textmodel.logits_config import CacheKind, cache_kind
 from genserve.textmodel.logits_inference import LogitsInference
-from genserve.textmodel.logits_runtime import LoadedLogits, engine_placement, load_logits
+from genserve.textmodel.logits_runtime import LoadedLogits, engine_placements, load_logits
 from genserve.textmodel.text_model import TextModel
 
 Stages: TypeAlias = Mapping[str, ModelSource]       # "tokenizer", "logits" and "decoder", resolved
@@ -113,7 +113,7 @@ def looks_up_prompts(config: ModelConfig) -> bool:
     if method is not None:
         return method == "prompt_lookup"
     in_place = cache_kind(config) is CacheKind.IN_PLACE
-    return config.backend == "onnxruntime" and in_place and engine_placement(config).kind != "GPU"
+    return config.backend == "onnxruntime" and in_place and engine_placements(config)[0].kind != "GPU"
 
 
 def _named_tool_format(config: ModelConfig) -> ToolFormat | None:
@@ -141,7 +141,7 @@ def _load_warm(source: ModelSource) -> LoadedLogits:
         RepositoryError: the stage cannot be loaded; a sample cannot be read, or was answered with an error.
     """
     config = source.config
-    logits = load_logits(config, source.folder, placement=engine_placement(config))
+    logits = load_logits(config, source.folder, placements=engine_placements(config))
     for batch in warmup_batches(config, source.path):
         for name in batch.requests[0].inputs:
             if config.input(name) is None:

@@ -15,6 +15,7 @@ from genserve.config.parse import inspect_message
 from genserve.errors import RepositoryError
 from genserve.repository.index import ModelEntry
 from genserve.repository.model_loader import stage_placement
+from genserve.textmodel.logits_config import num_pipeline_stages, pipeline_files
 from genserve.textmodel.parity_file import read_parity
 
 _DATA_TYPES = {"FLOAT": "TYPE_FP32", "FLOAT16": "TYPE_FP16", "INT8": "TYPE_INT8"}
@@ -53,7 +54,7 @@ class Setting:
     """The fields of config.pbtxt that are tuned."""
 
     graph: str              # a file in the version folder: `default_model_filename`
-    threads: int            # of one forward: `intra_op_thread_count`
+    threads: int            # of one forward, or of each stage of a pipeline: `intra_op_thread_count`
     batch_size: int         # sequences that share a step: `max_batch_size`
 
     @classmethod
@@ -62,7 +63,7 @@ class Setting:
         threads = integer_parameter(config.parameters, _THREADS[config.backend], default=0)
         return cls(
             graph=config.default_model_filename,
-            threads=threads if threads > 0 else default_threads(),
+            threads=threads if threads > 0 else max(1, default_threads() // num_pipeline_stages(config)),
             batch_size=config.max_batch_size,
         )
 
@@ -109,7 +110,11 @@ def _num_candidates(config: ModelConfig, batch_size: int) -> dict[str, int]:
 def _graph_fields(stage: ModelEntry, config: ModelConfig, graph: str) -> dict[str, str]:
     """Return the fields for a graph's file name and the data types of its KV cache."""
     states = config.sequence_batching.states if config.sequence_batching else ()
-    types = state_types(stage.latest_version() / graph) if config.backend == "onnxruntime" else {}
+    types: dict[str, str] = {}
+    if config.backend == "onnxruntime":
+        file = stage.latest_version() / graph
+        for path in pipeline_files(file, num_stages=num_pipeline_stages(config)):
+            types |= state_types(path)
     return {"default_model_filename": graph} | {
         f"sequence_batching.state[{index}].data_type": types[state.input_name]
         for index, state in enumerate(states)

@@ -51,8 +51,15 @@ def write_graph(
     precision: Precision = "fp32",
     export_format: ExportFormat = ExportFormat.ONNX,
     kv_cache: CacheType = "float",
+    pipeline_stages: int = 1,
 ) -> WrittenGraph:
-    conversion = conversion_of(source, precision=precision, export_format=export_format, kv_cache=kv_cache)
+    conversion = conversion_of(
+        source,
+        precision=precision,
+        export_format=export_format,
+        kv_cache=kv_cache,
+        pipeline_stages=pipeline_stages,
+    )
     return write_conversion(conversion, folder)
 
 
@@ -62,6 +69,7 @@ def conversion_of(
     precision: Precision = "fp32",
     export_format: ExportFormat = ExportFormat.ONNX,
     kv_cache: CacheType = "float",
+    pipeline_stages: int = 1,
 ) -> Conversion:
     checkpoint = read_checkpoint(source, source=source.name) if isinstance(source, Path) else source
     return Conversion.of(
@@ -70,6 +78,7 @@ def conversion_of(
         precision=precision,
         export_format=export_format,
         kv_cache=kv_cache,
+        pipeline_stages=pipeline_stages,
     )
 
 

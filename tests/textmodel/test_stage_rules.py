@@ -66,7 +66,7 @@ def test_an_exported_model_has_no_fields_without_effect(models, stage):
         ("tiny_logits", "instance_group { count: 3 }", ["count"]),
         ("tiny_logits", "instance_group { count: 1 kind: KIND_CPU }", []),
         ("tiny_logits", "instance_group { rate_limiter { priority: 2 } }", ["rate_limiter"]),
-        ("tiny_logits", "instance_group { } instance_group { }", ["a second instance group"]),
+        ("tiny_logits", "instance_group { } instance_group { }", ["instance group 2"]),
         ("tiny_logits", "optimization { graph { level: 1 } }", ["graph"]),
         ("tiny_logits", "input { reshape { shape: [ -1 ] } name: 'x' data_type: TYPE_INT64 dims: [ -1 ] }",
          ["reshape"]),

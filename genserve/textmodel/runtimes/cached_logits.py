@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,31 @@ def part_of(batch: ForwardBatch, sequences: _Indices) -> tuple[ForwardBatch, _In
     return part, rows
 
 
+def tokens_of(batch: ForwardBatch, start: int, stop: int) -> tuple[ForwardBatch, slice]:
+    """Return the part of a batch that has the tokens from `start` up to `stop`, which may divide sequences.
+
+    A divided sequence has its first tokens in an earlier part, which must run before.
+
+    Returns:
+        The part, and the rows of the whole batch's logits that belong to it.
+    """
+    starts = batch.query_start_loc
+    first = int(np.searchsorted(starts, start, side="right")) - 1
+    last = int(np.searchsorted(starts, stop))
+    num_computed = batch.num_computed_tokens[first:last].copy()
+    num_computed[0] += start - starts[first]
+    rows = slice(*np.searchsorted(batch.logits_indices, [start, stop]).tolist())
+    part = ForwardBatch(
+        token_ids=batch.token_ids[start:stop],
+        positions=batch.positions[start:stop],
+        query_start_loc=np.clip(starts[first : last + 1], start, stop) - np.int32(start),
+        num_computed_tokens=num_computed,
+        block_table=batch.block_table[first:last],
+        logits_indices=batch.logits_indices[rows] - start,
+    )
+    return part, rows
+
+
 def sequence_of_tokens(batch: ForwardBatch) -> TokenArray:
     """Return the index of the sequence of each token of a batch: [T]."""
     return np.repeat(np.arange(len(batch.num_computed_tokens)), np.diff(batch.query_start_loc))
@@ -71,6 +97,14 @@ def rows_per_run(num_tokens: int, vocab_size: int) -> int:
     return max(1, _MAX_LOGITS_BYTES // max(1, num_tokens * vocab_size * 4))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachePart:
+    """The part of a KV cache in the memory of one device."""
+
+    memory: LogitsMemory
+    shapes: TokenShapes     # of one token in its buffers
+
+
 class CachedLogits:
     """The KV cache in blocks and the limits of a `LogitsModel`; subclasses add the forward.
 
@@ -85,8 +119,7 @@ class CachedLogits:
 
     def __init__(
         self,
-        memory: LogitsMemory,
-        shapes: TokenShapes,
+        parts: Sequence[CachePart],
         *,
         path: Path,
         max_num_seqs: int,
@@ -96,8 +129,7 @@ class CachedLogits:
         """Reserve the cache: blocks for `max_num_seqs` sequences of `max_length` tokens, or as many as fit.
 
         Args:
-            memory: of the device.
-            shapes: of one token in the buffers of the cache.
+            parts: of the cache: one, or one for each stage of a pipeline, all on devices of one kind.
             path: of the model, for messages.
             max_num_seqs: maximum sequences of a forward.
             max_length: maximum tokens of a sequence; reduced to what the cache holds.
@@ -108,10 +140,10 @@ class CachedLogits:
                 reserved.
         """
         self.max_num_seqs = max_num_seqs
-        self.block_size = memory.block_size
-        block_bytes = self.block_size * token_bytes(shapes)
+        self.block_size = parts[0].memory.block_size
+        block_bytes = self.block_size * sum(token_bytes(part.shapes) for part in parts)
         wanted = max_num_seqs * -(-max_length // self.block_size)
-        self.num_blocks = min(wanted, _budget(memory, kv_cache_bytes, wanted * block_bytes) // block_bytes)
+        self.num_blocks = _num_blocks(parts, wanted=wanted, kv_cache_bytes=kv_cache_bytes)
         if not self.num_blocks:
             raise RepositoryError(
                 f"{path}: the KV cache has no room for one block: {self.block_size} tokens take "
@@ -121,8 +153,9 @@ class CachedLogits:
         try:
             self.cache = KVCache(
                 {
-                    name: memory.zeros((self.num_blocks, self.block_size, *shape), dtype)
-                    for name, (shape, dtype) in shapes.items()
+                    name: part.memory.zeros((self.num_blocks, self.block_size, *shape), dtype)
+                    for part in parts
+                    for name, (shape, dtype) in part.shapes.items()
                 }
             )
         except (OSError, OverflowError) as error:
@@ -158,6 +191,24 @@ def resolve_max_length(max_sequence_length: int | None, *, context_length: int, 
             field="parameters",
         )
     return max_sequence_length or context_length
+
+
+def _num_blocks(parts: Sequence[CachePart], *, wanted: int, kv_cache_bytes: int | None) -> int:
+    """Return the blocks of a cache: `wanted`, or as many as fit on the device with the least room.
+
+    Each device gets its share of `kv_cache_bytes`.
+    """
+    total_bytes = sum(token_bytes(part.shapes) for part in parts)
+    devices: dict[tuple[str, int], list[CachePart]] = {}
+    for part in parts:
+        devices.setdefault((part.memory.device, part.memory.device_id), []).append(part)
+    num_blocks = wanted
+    for on_device in devices.values():
+        memory, num_bytes = on_device[0].memory, sum(token_bytes(part.shapes) for part in on_device)
+        share = None if kv_cache_bytes is None else kv_cache_bytes * num_bytes // total_bytes
+        block_bytes = memory.block_size * num_bytes
+        num_blocks = min(num_blocks, _budget(memory, share, wanted * block_bytes) // block_bytes)
+    return num_blocks
 
 
 def _budget(memory: LogitsMemory, kv_cache_bytes: int | None, wanted_bytes: int) -> int:

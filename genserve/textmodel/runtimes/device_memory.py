@@ -40,15 +40,19 @@ class DeviceMemory:
 
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> torch.Tensor:
         """See `LogitsMemory.zeros`."""
-        torch_dtype = torch.from_numpy(np.empty(0, dtype)).dtype
         try:
-            return torch.zeros(shape, dtype=torch_dtype, device=self._torch_device)
+            return torch.zeros(shape, dtype=_torch_dtype(dtype), device=self._torch_device)
         except torch.OutOfMemoryError as error:  # free memory may be fragmented
             raise OverflowError(str(error)) from error
 
-    def logits(self, num_rows: int, num_tokens: int) -> torch.Tensor:
-        """See `LogitsMemory.logits`."""
-        return torch.empty((num_rows, num_tokens), dtype=torch.float32, device=self._torch_device)
+    def rows(self, num_rows: int, width: int, dtype: np.dtype[Any]) -> torch.Tensor:
+        """See `LogitsMemory.rows`."""
+        return torch.empty((num_rows, width), dtype=_torch_dtype(dtype), device=self._torch_device)
+
+    def moved(self, buffer: Any) -> torch.Tensor:
+        """See `LogitsMemory.moved`."""
+        tensor: torch.Tensor = buffer.to(self._torch_device)
+        return tensor
 
     def address(self, buffer: Any) -> int:
         """See `LogitsMemory.address`."""
@@ -59,3 +63,7 @@ class DeviceMemory:
         """See `LogitsMemory.settle`."""
         if self.device == "cuda":
             torch.cuda.current_stream(self._torch_device).synchronize()
+
+
+def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, dtype)).dtype

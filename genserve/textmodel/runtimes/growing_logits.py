@@ -18,6 +18,7 @@ from genserve.generation.logits_model import ForwardBatch
 from genserve.sampling.logits_array import FloatArray, TokenArray
 from genserve.textmodel.runtimes.cached_logits import (
     CachedLogits,
+    CachePart,
     part_of,
     resolve_max_length,
     rows_per_run,
@@ -81,8 +82,11 @@ class GrowingLogits(CachedLogits):
         self.vocab_size = int(outputs["logits"].shape[-1])
         context_length = int(self.metadata.get("genserve.context_length", 0))
         super().__init__(
-            HostMemory(),
-            {name: _token_shape(inputs[name], path) for name in past},
+            [
+                CachePart(
+                    memory=HostMemory(), shapes={name: _token_shape(inputs[name], path) for name in past}
+                )
+            ],
             path=path,
             max_num_seqs=max_num_seqs,
             max_length=resolve_max_length(

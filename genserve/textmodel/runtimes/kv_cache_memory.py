@@ -150,8 +150,11 @@ class LogitsMemory(Protocol):
             OSError, OverflowError: it does not fit.
         """
 
-    def logits(self, num_rows: int, num_tokens: int) -> Any:
-        """Return an uninitialized buffer [num_rows, num_tokens] float32."""
+    def rows(self, num_rows: int, width: int, dtype: np.dtype[Any]) -> Any:
+        """Return an uninitialized buffer [num_rows, width], of logits or hidden states."""
+
+    def moved(self, buffer: Any) -> Any:
+        """Return a buffer of a memory of the same kind in this one: itself, if it is there."""
 
     def address(self, buffer: Any) -> int:
         """Return the address of the first element of a buffer."""
@@ -178,9 +181,13 @@ class HostMemory:
         """See `LogitsMemory.zeros`."""
         return lazy_zeros(shape, dtype)
 
-    def logits(self, num_rows: int, num_tokens: int) -> Any:
-        """See `LogitsMemory.logits`."""
-        return np.empty((num_rows, num_tokens), dtype=np.float32)
+    def rows(self, num_rows: int, width: int, dtype: np.dtype[Any]) -> Any:
+        """See `LogitsMemory.rows`."""
+        return np.empty((num_rows, width), dtype)
+
+    def moved(self, buffer: Any) -> Any:
+        """See `LogitsMemory.moved`."""
+        return buffer
 
     def address(self, buffer: Any) -> int:
         """See `LogitsMemory.address`."""

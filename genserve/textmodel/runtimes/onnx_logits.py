@@ -1,46 +1,14 @@
-"""ONNX logits: an exported graph over a paged KV cache, one session, buffers bound in place.
-
-The graph (`genserve.export` makes it) reads and writes the cache in place: past and present of a layer are
-bound to the same memory.
-"""
+"""ONNX logits: an exported graph over a paged KV cache, in one session."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from genserve.backends.onnx_session import (
-    CPU_PROVIDER,
-    Provider,
-    create_session,
-    register_kernels,
-    session_options,
-)
-from genserve.errors import RepositoryError
-from genserve.generation.logits_model import ForwardBatch, IndexArray
+from genserve.generation.logits_model import ForwardBatch
 from genserve.sampling.logits_array import LogitsArray
-from genserve.textmodel.runtimes.cached_logits import EXPORT_AGAIN, CachedLogits, resolve_max_length
-from genserve.textmodel.runtimes.kv_cache_memory import HostMemory, LogitsMemory, TokenShapes
-
-_PAST, _PRESENT = "past_key_values", "present"
-_INPUTS = (
-    "input_ids",
-    "position_ids",
-    "cumulative_sequence_length",
-    "past_seqlens",
-    "block_table",
-    "logits_indices",
-    "attention_metadata",
-)
-_OPERATORS = "1"    # version of the operators and layouts of `genserve.kernels`
-_EXPORT = "export it with `genserve export`"
-_ON_THE_CPU = "write `instance_group [ { kind: KIND_CPU } ]` into the logits stage's config.pbtxt"
-_MARK = 3   # no key or value has this in all its numbers
-_CACHE_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int8)": np.int8}
+from genserve.textmodel.runtimes.cached_logits import CachedLogits, CachePart
+from genserve.textmodel.runtimes.kv_cache_memory import HostMemory, LogitsMemory
+from genserve.textmodel.runtimes.logits_graph import LogitsGraph, check_written_cache, max_length_of
 
 
 class OnnxLogits(CachedLogits):
@@ -78,185 +46,26 @@ class OnnxLogits(CachedLogits):
             RepositoryError: the file cannot be loaded, is not such a graph, or has no room.
         """
         self._memory = memory or HostMemory()
-        self._session = _open(path, num_threads=num_threads, providers=self._memory.providers)
-        self.metadata: dict[str, str] = dict(self._session.get_modelmeta().custom_metadata_map)
-        max_length = check_logits_graph(self._session, path, max_length=max_length)
+        self._graph = LogitsGraph(path, num_threads=num_threads, memory=self._memory)
+        self.metadata = self._graph.metadata
         super().__init__(
-            self._memory,
-            _token_shapes(self._session, path),
+            [CachePart(memory=self._memory, shapes=self._graph.token_shapes)],
             path=path,
             max_num_seqs=max_num_seqs,
-            max_length=max_length,
+            max_length=max_length_of(self.metadata, path, max_length=max_length),
             kv_cache_bytes=kv_cache_bytes,
         )
-        [logits] = [output for output in self._session.get_outputs() if output.name == "logits"]
-        self.vocab_size = int(logits.shape[-1])
-        self._logits = self._memory.logits(max_num_seqs, self.vocab_size)
-        self._binding = self._session.io_binding()
-        for name, buffer in self.cache.buffers.items():
-            place = self._place(buffer)
-            self._binding.bind_input(name, *place)
-            self._binding.bind_output(name.replace(_PAST, _PRESENT, 1), *place)
-        self._unknown = np.zeros(2, np.int32)   # bounds that only a GPU reads
-        self._bind("attention_metadata", self._unknown)
+        self._graph.bind_cache(self.cache)
+        self.vocab_size = self._graph.width
+        self._logits = self._memory.rows(max_num_seqs, self.vocab_size, self._graph.dtype)
         if not self._memory.is_host:
-            self._check_cache(path)
+            check_written_cache(self.forward, self.cache, path=path, device=self._memory.device)
 
     def forward(self, batch: ForwardBatch) -> LogitsArray:
         """See `LogitsModel.forward`."""
         num_rows = len(batch.logits_indices)
-        # Some operators reject arrays without rows, so without wanted rows the first is computed.
-        logits_indices = batch.logits_indices if num_rows else np.zeros(1, np.int64)
-        inputs: dict[str, NDArray[Any]] = {
-            "input_ids": batch.token_ids,
-            "position_ids": batch.positions,
-            "cumulative_sequence_length": batch.query_start_loc,
-            "past_seqlens": batch.num_computed_tokens,
-            "block_table": batch.block_table,
-            "logits_indices": logits_indices,
-        }
-        if not self._memory.is_host:
-            inputs["attention_metadata"] = _attention_metadata(batch)
-        for name, array in inputs.items():
-            self._bind(name, array)
         if num_rows > len(self._logits):
-            self._logits = self._memory.logits(num_rows, self.vocab_size)
-        logits = self._logits[: len(logits_indices)]
-        self._binding.bind_output("logits", *self._place(logits))
-        self._memory.settle()
-        self._session.run_with_iobinding(self._binding)
+            self._logits = self._memory.rows(num_rows, self.vocab_size, self._graph.dtype)
+        logits: LogitsArray = self._logits[: max(1, num_rows)]
+        self._graph.run(batch, logits)
         return logits[:num_rows]
-
-    def _bind(self, name: str, array: NDArray[Any]) -> None:
-        """Bind an input in place; for a graph on a device, this copies its current content."""
-        self._binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
-
-    def _check_cache(self, path: Path) -> None:
-        """Run one token, and check that it is written into every buffer of the cache.
-
-        An operator without a kernel on the device would silently write to a copy.
-        """
-        for buffer in self.cache.buffers.values():
-            buffer[0] = _MARK
-        one = ForwardBatch.of([[0]], num_computed_tokens=[0], block_table=[[0]])
-        try:
-            self.forward(one)
-        except Exception as error:  # onnxruntime's exceptions share no base class
-            raise RepositoryError(
-                f"{path} does not run on {self._memory.device}: {error}", remedy=_ON_THE_CPU
-            ) from error
-        for name, buffer in self.cache.buffers.items():
-            if (buffer[0] == _MARK).all():
-                raise RepositoryError(
-                    f"{path} does not write its cache on {self._memory.device}: {name} is unchanged",
-                    remedy=_ON_THE_CPU,
-                )
-
-    def _place(self, buffer: Any) -> tuple[Any, ...]:
-        """Return the place of a buffer, as arguments of ONNX Runtime's bindings."""
-        dtype = np.dtype(str(buffer.dtype).removeprefix("torch."))
-        memory = self._memory
-        return memory.device, memory.device_id, dtype.type, tuple(buffer.shape), memory.address(buffer)
-
-
-def check_logits_graph(session: Any, path: Path, *, max_length: int | None) -> int:
-    """Check that a graph is one of `genserve export`, and return the maximum tokens of its sequences.
-
-    Args:
-        session: of ONNX Runtime.
-        path: of the graph, for errors.
-        max_length: of the config; None or 0: the graph's context.
-
-    Raises:
-        RepositoryError: the graph is another one, of another version, or its context is shorter.
-    """
-    names = [argument.name for argument in session.get_inputs()]
-    if not any(name.startswith(f"{_PAST}.") for name in names):
-        raise RepositoryError(f"{path} has no KV cache: its inputs are {', '.join(names)}", remedy=_EXPORT)
-    missing = set(_INPUTS) - set(names)
-    if missing:
-        raise RepositoryError(
-            f"{path} has no KV cache in blocks: it lacks the inputs {', '.join(sorted(missing))}; it was "
-            "exported by an older version of genserve, or by another program",
-            remedy=EXPORT_AGAIN,
-        )
-    metadata = session.get_modelmeta().custom_metadata_map
-    if metadata.get("genserve.operators") != _OPERATORS:
-        raise RepositoryError(f"{path} is for another version of genserve's operators", remedy=EXPORT_AGAIN)
-    text = metadata.get("genserve.context_length", "")
-    if not text.isdecimal():
-        raise RepositoryError(f"{path} does not contain its context length", remedy=_EXPORT)
-    return resolve_max_length(max_length, context_length=int(text), path=path)
-
-
-def _token_shapes(session: Any, path: Path) -> TokenShapes:
-    """Return the shapes and types of one token in the cache of a graph."""
-    outputs = {output.name for output in session.get_outputs()}
-    shapes = {}
-    for past in session.get_inputs():
-        if past.name.startswith(f"{_PAST}."):
-            _, _, *shape = past.shape
-            in_place = past.name.replace(_PAST, _PRESENT, 1) in outputs
-            if not in_place or not all(isinstance(size, int) for size in shape):
-                raise RepositoryError(
-                    f"{path} has a KV cache that cannot be written in place: {past.name} is {past.shape}",
-                    remedy=EXPORT_AGAIN,
-                )
-            shapes[past.name] = (tuple(shape), cache_dtype(past, path))
-    return shapes
-
-
-def cache_dtype(past: Any, path: Path) -> np.dtype[Any]:
-    """Return the element type of a graph's input that holds keys or values.
-
-    Raises:
-        RepositoryError: caches of this type are not supported.
-    """
-    if past.type not in _CACHE_TYPES:
-        raise RepositoryError(
-            f"{path} has a KV cache of {past.type}; supported are {', '.join(_CACHE_TYPES)}", remedy=_EXPORT
-        )
-    return np.dtype(_CACHE_TYPES[past.type])
-
-
-def _attention_metadata(batch: ForwardBatch) -> IndexArray:
-    """Return [2]: the maximum of new tokens and of all tokens of a sequence, for launches on a GPU."""
-    num_tokens = np.diff(batch.query_start_loc)
-    longest = (num_tokens + batch.num_computed_tokens).max()
-    return np.array([num_tokens.max(), longest], dtype=np.int32)
-
-
-def _open(path: Path, *, num_threads: int | None, providers: Sequence[Provider]) -> Any:
-    options = session_options(num_threads=num_threads)
-    if providers[0] == CPU_PROVIDER:
-        register_kernels(options)
-    try:
-        session = create_session(path, options, providers)
-    except RepositoryError as error:
-        raise _rejection(path, providers[0], error.message) or RepositoryError(
-            f"{path} cannot be loaded: {error.message}", remedy=EXPORT_AGAIN
-        ) from error
-    if session.get_providers()[0] != providers[0].name:  # ONNX Runtime has fallen back to the CPU
-        raise _not_started(path, providers[0])
-    return session
-
-
-def _rejection(path: Path, provider: Provider, message: str) -> RepositoryError | None:
-    """Return the error for a known reason why a graph cannot be loaded on a GPU; None: unknown."""
-    if provider == CPU_PROVIDER:
-        return None
-    if "genserve:" in message:  # the domain of an operator that is not registered
-        return RepositoryError(
-            f"{path} runs on the CPU alone: {provider.name} does not have its operators",
-            remedy=f"{_ON_THE_CPU}; or export it with `genserve export --precision fp16`, which does not "
-            "support ALiBi and unusual head sizes on a GPU",
-        )
-    # Without CUDA the graph goes to the CPU, which has no attention in float16 and inserts casts.
-    return _not_started(path, provider) if "InsertedPrecisionFreeCast" in message else None
-
-
-def _not_started(path: Path, provider: Provider) -> RepositoryError:
-    return RepositoryError(
-        f"{path}: {provider.name} does not start: libraries are missing or incompatible with the driver",
-        remedy="ONNX Runtime names them on stderr; `pip install 'onnxruntime-gpu[cuda,cudnn]'` brings them",
-    )

@@ -13,7 +13,13 @@ from genserve.backends.libraries import import_torch
 from genserve.errors import RepositoryError
 from genserve.generation.logits_model import ForwardBatch
 from genserve.sampling.logits_array import LogitsArray
-from genserve.textmodel.runtimes.cached_logits import EXPORT_AGAIN, CachedLogits, part_of, resolve_max_length
+from genserve.textmodel.runtimes.cached_logits import (
+    EXPORT_AGAIN,
+    CachedLogits,
+    CachePart,
+    part_of,
+    resolve_max_length,
+)
 from genserve.textmodel.runtimes.kv_cache_memory import HostMemory, LogitsMemory
 
 _CACHE_TYPES = {"fp32": np.float32, "fp16": np.float16}     # by the precision of the export
@@ -56,13 +62,13 @@ class TorchLogits(CachedLogits):
         self._module, self.metadata = _load(path, torch, device=self._device)
         context_length, num_layers, num_kv_heads, head_dim, self.vocab_size = _sizes(self.metadata, path)
         shape = (num_kv_heads, head_dim), np.dtype(_CACHE_TYPES[self.metadata["genserve.precision"]])
+        shapes = {
+            f"past_key_values.{layer}.{part}": shape
+            for layer in range(num_layers)
+            for part in ("key", "value")
+        }
         super().__init__(
-            memory,
-            {
-                f"past_key_values.{layer}.{part}": shape
-                for layer in range(num_layers)
-                for part in ("key", "value")
-            },
+            [CachePart(memory=memory, shapes=shapes)],
             path=path,
             max_num_seqs=max_num_seqs,
             max_length=resolve_max_length(max_length, context_length=context_length, path=path),

@@ -14,10 +14,12 @@ from genserve.generation.beam_search import BeamSearch
 from genserve.generation.engine import Engine
 from genserve.generation.logits_model import LogitsModel
 from genserve.generation.speculation import PromptLookup, Speculation
+from genserve.textmodel.logits_config import pipeline_files
 from genserve.textmodel.runtimes.device_memory import DeviceMemory
 from genserve.textmodel.runtimes.growing_logits import GrowingLogits
 from genserve.textmodel.runtimes.kv_cache_memory import HostMemory, LogitsMemory
 from genserve.textmodel.runtimes.onnx_logits import OnnxLogits
+from genserve.textmodel.runtimes.pipeline_logits import PipelineLogits
 from genserve.textmodel.runtimes.torchscript_logits import TorchLogits
 from genserve.textmodel.runtimes.uncached_logits import UncachedLogits
 from tests.backends.inferences import ON_CPU, config_of
@@ -59,7 +61,20 @@ def onnx_device(checkpoint: Path, folder: Path) -> LogitsModel:
     return onnx(checkpoint, folder, DeviceMemory("cpu"))
 
 
-KINDS = {"whole": whole, "torchscript": torchscript, "onnx_host": onnx_host, "onnx_device": onnx_device}
+def pipeline(checkpoint: Path, folder: Path) -> LogitsModel:
+    """Two stages of one layer, with micro-batches that cut the tokens anywhere."""
+    first = write_graph(checkpoint, folder, pipeline_stages=2).folder / "model.onnx"
+    files = pipeline_files(first, num_stages=2)
+    return PipelineLogits(files, max_num_seqs=8, max_length=MAX_LENGTH, max_micro_batch=5)
+
+
+KINDS = {
+    "whole": whole,
+    "torchscript": torchscript,
+    "onnx_host": onnx_host,
+    "onnx_device": onnx_device,
+    "pipeline": pipeline,
+}
 
 
 @pytest.fixture(scope="module", params=[*KINDS, "growing"])
