@@ -48,6 +48,7 @@ ROWS = {
     "server ready, s": "{:.1f}",
     "resident when ready, MB": "{:.0f}",
     "resident after an answer, MB": "{:.0f}",
+    "the same, shared pages divided by their processes, MB": "{:.0f}",
     "of that, mapped weights, MB": "{:.0f}",
 }
 
@@ -245,6 +246,8 @@ def serving_figures(python: Path, repository: Path, *, repeat: int) -> dict[str,
             figures["resident when ready, MB"] = _resident(server.pid)
             _ask(server.http)
             figures["resident after an answer, MB"] = _resident(server.pid)
+            row = "the same, shared pages divided by their processes, MB"
+            figures[row] = _resident(server.pid, count="Pss")
             figures["of that, mapped weights, MB"] = _resident(server.pid, of="model.onnx")
     return figures
 
@@ -260,17 +263,23 @@ def _ask(port: int) -> None:
         answer.read()
 
 
-def _resident(pid: int, *, of: str = "") -> float:
-    """Return the memory of a process and its children, in MB; `of`: that of mapped files with such a path."""
+def _resident(pid: int, *, of: str = "", count: str = "Rss") -> float:
+    """Return the memory of a process and its children, in MB.
+
+    Args:
+        pid: of the process.
+        of: only mapped files with such a path.
+        count: `Rss` counts a page in each of the processes that share it; of `Pss` they have equal parts.
+    """
     total = 0
     is_wanted = not of
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         if of and re.match("[0-9a-f]+-", line):
             is_wanted = of in line
-        elif is_wanted and line.startswith("Rss:"):
+        elif is_wanted and line.startswith(f"{count}:"):
             total += int(line.split()[1]) * 1024
     children = " ".join(file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/children"))
-    return total / 1e6 + sum(_resident(int(child), of=of) for child in children.split())
+    return total / 1e6 + sum(_resident(int(child), of=of, count=count) for child in children.split())
 
 
 def _timed(call: Callable[[], object]) -> tuple[float, object]:

@@ -31,6 +31,7 @@ from genserve.server.metrics_text import metrics_text
 from genserve.server.offload import start_daemon
 from genserve.server.repository_options import repository_options
 from genserve.server.services import Services
+from genserve.server.startup_pages import unmap_startup_pages
 from genserve.server.throughput_log import ThroughputLog
 from genserve.server.tls import TlsFiles
 from genserve.server.triton_metrics import CpuCollector, InferenceCollector, read_metrics_config
@@ -387,6 +388,7 @@ class Server(uvicorn.Server):
         try:
             await start_daemon(lambda: repository.start(_models_to_load(settings)), name="load")
             _check_started(settings, repository)
+            await start_daemon(unmap_startup_pages, name="unmap")
         except Exception as error:
             self._fail(error)
             return

@@ -52,6 +52,13 @@ def has_ended(pid: int) -> bool:
         return True
 
 
+def test_the_process_maps_no_openssl() -> None:
+    template = process("{{ text }}")
+    template.compile()
+    assert "libcrypto" not in Path(f"/proc/{pid(template)}/maps").read_text()
+    template.close()
+
+
 def test_one_process_renders_several_chats() -> None:
     template = process("{{ text }}{{ eos_token }}")
     assert template.compile() == {"text"}

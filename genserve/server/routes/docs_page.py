@@ -15,16 +15,18 @@ from dataclasses import dataclass
 from functools import cache, partial
 from itertools import repeat
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
-from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup, escape
 
 from genserve.sampling.param_table import SECTIONS, Range
 from genserve.sampling.sampling_params import PARAMETERS
 from genserve.server.routes.kserve import route_table
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 router = APIRouter(include_in_schema=False)
 
@@ -119,6 +121,8 @@ def _policy(page: str) -> str:
 
 @cache
 def _template() -> Template:
+    from jinja2 import Environment, StrictUndefined  # 2 MB, which few servers need
+
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
