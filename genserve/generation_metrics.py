@@ -97,6 +97,9 @@ class Metrics:
         self.rejections = counter(
             "admission_rejections", "Requests rejected with status 429, by the reached limit.", "reason"
         )
+        self.interrupted_calls = counter(
+            "interrupted_calls", "Calls that lost their replica, by what became of them.", "outcome"
+        )
 
     def _add_gauges(self) -> None:
         gauge = self._gauge
@@ -133,6 +136,9 @@ class Metrics:
             "request_time_per_output_token_seconds",
             "Mean time between the tokens of one request.",
             buckets=_PER_TOKEN_S,
+        )
+        self.interruption_seconds = histogram(
+            "interruption_seconds", "From the loss of a call's replica to what another one sent next."
         )
         self.step_seconds = histogram(
             "step_seconds", "Duration of one step: schedule, run, process.", "kind", buckets=_STEP_S

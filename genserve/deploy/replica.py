@@ -12,7 +12,7 @@ from pathlib import Path
 from genserve.completion import Delta
 from genserve.deploy.messages import GenerationCall, InferenceItem
 from genserve.deploy.replica_load import ReplicaLoad
-from genserve.errors import ModelNotReady
+from genserve.errors import Closed
 from genserve.generation.delta_streams import AsyncDeltaStream, EventLoopSink
 from genserve.generation.engine_request import TokenSequence
 from genserve.generation.request_inbox import Reservation
@@ -139,9 +139,9 @@ class ModelReplica:
 
     @contextmanager
     def _accepted(self) -> Iterator[None]:
-        """Count a call while it runs; raises ModelNotReady during the drain."""
+        """Count a call while it runs; raises Closed during the drain."""
         if self._draining:
-            raise ModelNotReady("the replica is stopping", remedy="try again: another replica answers")
+            raise Closed("the replica is stopping", remedy="try again: another replica answers")
         self._num_calls += 1
         try:
             yield

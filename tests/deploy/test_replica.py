@@ -13,7 +13,7 @@ import pytest
 from genserve.completion import Completion, join_deltas
 from genserve.deploy.messages import GenerationCall
 from genserve.deploy.replica import ModelReplica
-from genserve.errors import ModelNotReady, Overloaded, ReplicaLost
+from genserve.errors import Closed, Overloaded, ReplicaLost
 from genserve.generation.delta_streams import DeltaStream
 from genserve.repository.options import RepositoryOptions
 from genserve.sampling.sampling_params import SamplingParams
@@ -121,7 +121,7 @@ def test_a_drained_replica_ends_what_runs_and_rejects_what_comes(tiny_repository
         while not replica.repository.text_model().engine.num_accepted:
             await asyncio.sleep(0)
         await replica.drain(timeout_s=30)
-        with pytest.raises(ModelNotReady):
+        with pytest.raises(Closed):
             await whole(replicas, call(replica))
         return await running
 

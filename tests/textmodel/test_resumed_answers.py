@@ -19,12 +19,17 @@ from tests.support.documented_plugins import copy_with_plugins
 from tests.support.thinking_model import copy_with_tags
 
 PROMPT = "The tea in the tin is hot. The tea in the"
-# Draws with its own count of random numbers, sees logits, and appends tokens that it has not sampled.
+# Sees logits, keeps a count, and appends tokens that it has not sampled. It may begin with another count.
 OWN_LOOP = """
 
 class TritonPythonModel(TritonPythonModel):
+    num_unsteady = 0
+
     async def decode(self, sequence):
         count = 0
+        if sequence.params.cache_salt == "unsteady":
+            TritonPythonModel.num_unsteady += 1
+            count = self.num_unsteady
         while not sequence.finished:
             logits = await sequence.logits()
             count += int(logits.argmax()) % 3
@@ -32,19 +37,6 @@ class TritonPythonModel(TritonPythonModel):
             if count % 5 == 4 and not sequence.finished:
                 sequence.append(count % 300)
 """
-UNSTEADY_LOOP = """
-
-class TritonPythonModel(TritonPythonModel):
-    num_calls = 0
-
-    async def decode(self, sequence):
-        self.num_calls += 1
-        while not sequence.finished:
-            await sequence.logits()
-            sequence.append(100 + self.num_calls)
-"""
-
-
 # Its state depends on logits.
 PROCESSOR = """
 
@@ -58,12 +50,12 @@ class Alternate:
 
 TritonPythonModel.logits_processors = {**TritonPythonModel.logits_processors, "alternate": Alternate}
 """
-LOOPS = {"sampling": PROCESSOR, "own": OWN_LOOP, "unsteady": UNSTEADY_LOOP}
+LOOPS = {"sampling": PROCESSOR, "own": OWN_LOOP}
 
 
 @pytest.fixture(scope="module")
 def models(tiny_repository, tmp_path_factory):
-    """The tiny model with tags and plug-ins; with a loop of its own; with one that never answers alike."""
+    """The tiny model with tags and plug-ins, and the same with a loop of its own."""
     root = tmp_path_factory.mktemp("resumed")
     thinking = copy_with_tags(tiny_repository, root / "tags")
     with ExitStack() as undo:
@@ -260,7 +252,7 @@ def test_a_loop_of_the_repository_is_run_again_in_silence(models, sampled):
 
 
 def test_a_loop_that_answers_otherwise_ends_with_a_typed_error(models):
-    model, params = models["unsteady"], SamplingParams(max_tokens=8)
+    model, params = models["own"], SamplingParams(max_tokens=8, ignore_eos=True, cache_salt="unsteady")
     [undisturbed] = stream(model, PROMPT, params)
     received = tokens(list(undisturbed)[:3])
     [resumed] = stream(model, PROMPT, params, received=[received])

@@ -1,0 +1,204 @@
+"""Failover: the calls of a lost replica go on at another one, behind what the client has received."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from enum import StrEnum
+
+from genserve.completion import Delta
+from genserve.deploy.messages import GenerationCall, InferenceItem, ReplicaSet
+from genserve.errors import Closed, GenserveError, NotResumable, ReplicaLost
+from genserve.generation_metrics import Metrics
+from genserve.inference import InferenceRequest
+
+logger = logging.getLogger(__name__)
+
+# A request may be the cause of the loss, so it reaches as many more replicas as this, and no others.
+MAX_FAILOVERS = 2
+
+
+class Outcome(StrEnum):
+    """What becomes of a call whose replica is lost; the label of `genserve_interrupted_calls_total`."""
+
+    RESUMED = "resumed"     # it goes on behind what has been sent
+    RETRIED = "retried"     # nothing had been sent, so it begins again
+    FAILED = "failed"       # its client gets an error
+
+
+class Failover:
+    """The replicas of one model, any of which may die at any time; a `ReplicaSet` over another one.
+
+    An answer that a lost replica leaves incomplete is continued by another replica with the same seed, so it
+    is the one that would have come without the loss, and no part of it comes twice. An inference is repeated
+    if it has no response yet and belongs to no sequence, whose state is lost. The lost replica may have
+    executed it, so a model with effects besides its responses has them twice.
+
+    A call fails with its third replica: what kills each one that it reaches must not end them all.
+    """
+
+    def __init__(
+        self,
+        replicas: ReplicaSet,
+        *,
+        name: str,
+        metrics: Metrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Call `replicas`, which are those of the model `name`; `clock` returns seconds."""
+        self._replicas = replicas
+        self._name = name
+        self._metrics = metrics
+        self._clock = clock
+        for outcome in Outcome:     # or a rate would miss the first one
+            metrics.interrupted_calls.labels(name, outcome.value)
+
+    async def generate(self, call: GenerationCall) -> AsyncIterator[Sequence[Delta]]:
+        """See `ReplicaSet`.
+
+        Raises:
+            NotResumable: no other replica can continue the answer; see `generation/resumption.py`.
+            ReplicaLost: too many replicas were lost.
+        """
+        answers = _ReceivedAnswers(call)
+        losses = self._losses(call.request_id)
+        started_s = self._clock()
+        while True:
+            elapsed_s = self._clock() - started_s
+            try:
+                items = self._replicas.generate(answers.rest(elapsed_s))
+                async with aclosing(items):  # type: ignore[type-var]
+                    async for deltas in items:
+                        losses.end()
+                        answers.add(deltas)
+                        yield deltas
+            except NotResumable as error:
+                losses.fail(error)
+                raise
+            except (ReplicaLost, Closed) as error:
+                if answers.are_complete:
+                    return
+                outcome = Outcome.RESUMED if answers.num_tokens else Outcome.RETRIED
+                losses.begin(error, outcome, received=f"{answers.num_tokens} tokens")
+            else:
+                return
+
+    async def infer(self, request: InferenceRequest) -> AsyncIterator[InferenceItem]:
+        """See `ReplicaSet`.
+
+        Raises:
+            ReplicaLost: too many replicas were lost, or the inference cannot be repeated.
+        """
+        losses = self._losses(request.id)
+        num_responses = 0
+        while True:
+            try:
+                items = self._replicas.infer(request)
+                async with aclosing(items):  # type: ignore[type-var]
+                    async for item in items:
+                        losses.end()
+                        num_responses += 1
+                        yield item
+            except (ReplicaLost, Closed) as error:
+                if num_responses or request.correlation_id:
+                    lost = self._unrepeatable(request, num_responses)
+                    losses.fail(lost)
+                    raise lost from error
+                losses.begin(error, Outcome.RETRIED, received="no response")
+            else:
+                return
+
+    def _unrepeatable(self, request: InferenceRequest, num_responses: int) -> ReplicaLost:
+        reason, remedy = f"{num_responses} of its responses have been sent", "send the request again"
+        if request.correlation_id:
+            reason = f"it had the state of sequence {request.correlation_id}"
+            remedy = "start the sequence again"
+        message = f"the replica of '{self._name}' died, and the request cannot be repeated: {reason}"
+        return ReplicaLost(message, remedy=remedy)
+
+    def _losses(self, request_id: str) -> _Losses:
+        return _Losses(self._name, request_id, metrics=self._metrics, clock=self._clock)
+
+
+class _ReceivedAnswers:
+    """What a client has received of the answers to a call."""
+
+    def __init__(self, call: GenerationCall) -> None:
+        self._call = call
+        self._token_ids = [list(ids) for ids in call.resumed_token_ids] or [[] for _ in call.seeds]
+        self._num_open = len(call.seeds)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self._token_ids))
+
+    @property
+    def are_complete(self) -> bool:
+        return not self._num_open
+
+    def add(self, deltas: Sequence[Delta]) -> None:
+        for delta in deltas:
+            self._token_ids[delta.choice] += delta.token_ids
+            self._num_open -= delta.finish_reason is not None
+
+    def rest(self, elapsed_s: float) -> GenerationCall:
+        """Return the call for what is missing, the given time after it began."""
+        deadline_ms = self._call.deadline_ms
+        if deadline_ms is not None:
+            deadline_ms = max(1, math.floor(deadline_ms - 1000 * elapsed_s))
+        received = tuple(map(tuple, self._token_ids)) if self.num_tokens else ()
+        return replace(self._call, deadline_ms=deadline_ms, resumed_token_ids=received)
+
+
+class _Losses:
+    """The replicas that one call has lost."""
+
+    def __init__(
+        self, name: str, request_id: str, *, metrics: Metrics, clock: Callable[[], float]
+    ) -> None:
+        self._name = name
+        self._extra = {"request_id": request_id or None}
+        self._metrics = metrics
+        self._clock = clock
+        self._count = 0
+        self._since_s: float | None = None      # when the last one was lost, until another one responds
+
+    def begin(self, error: GenserveError, outcome: Outcome, *, received: str) -> None:
+        """Note a loss after which the call goes on; raises ReplicaLost after too many."""
+        self._count += 1
+        if self._count > MAX_FAILOVERS:
+            lost = ReplicaLost(
+                f"{self._count} replicas of '{self._name}' died or stopped while they had the request",
+                remedy="look into the logs of the replicas: the request may be the cause",
+            )
+            self.fail(lost)
+            raise lost from error
+        if self._since_s is None:
+            self._since_s = self._clock()
+        self._note(outcome)
+        logger.warning(
+            "the call of '%s' is %s at another replica, behind %s: %s",
+            self._name,
+            outcome,
+            received,
+            error.message,
+            extra=self._extra,
+        )
+
+    def end(self) -> None:
+        """Note that a replica responds."""
+        if self._since_s is not None:
+            seconds, self._since_s = self._clock() - self._since_s, None
+            self._metrics.interruption_seconds.labels(self._name).observe(seconds)
+
+    def fail(self, error: GenserveError) -> None:
+        """Note that the call fails with this error."""
+        self._note(Outcome.FAILED)
+        logger.error("the call of '%s' fails: %s", self._name, error.message, extra=self._extra)
+
+    def _note(self, outcome: Outcome) -> None:
+        self._metrics.interrupted_calls.labels(self._name, outcome.value).inc()
