@@ -24,9 +24,11 @@ class PrefixRouter(Generic[ReplicaId]):
 
     The cost of a replica is what a prompt adds to it and what the prompt waits for there, in prompt tokens:
 
-        cost = new + waiting_tokens + decode_tokens x (running + waiting) + blocked_weight x missing
+        cost = new_weight x new + waiting_tokens + decode_tokens x (running + waiting)
+               + blocked_weight x missing
 
-    - `new`: tokens of the prompt's full blocks that the replica has not cached;
+    - `new`: tokens of the prompt's full blocks that the replica has not cached. They count more than those
+      that wait, because they delay all later prompts too, not only this one;
     - `waiting_tokens`: of the prompts in its queue, which are computed first;
     - `decode_tokens`: how many prompt tokens each of its sequences delays the replica by, with the tokens
       that it still generates;
@@ -34,7 +36,8 @@ class PrefixRouter(Generic[ReplicaId]):
       sequences to end, hence the weight.
 
     The replica with the lowest cost is chosen. So a cached prefix attracts its prompts until the queue in
-    front of them is longer than the prefix; then another replica computes the prefix once, and both share it.
+    front of them costs more than the prefix; then another replica computes the prefix once, and both share
+    it. The default weights are the best of those that were tried with the traces of benchmarks/routing.py.
 
     The sum of prefill and decode work in one unit is that of NVIDIA Dynamo's KV router ("overlap weight x
     prefill blocks + decode blocks"). sglang-router's `cache_aware` and Ray's `PrefixCacheAffinityRouter`
@@ -47,19 +50,22 @@ class PrefixRouter(Generic[ReplicaId]):
         block_size: int,
         *,
         num_blocks: int,
-        decode_tokens: float = 64.0,
+        new_weight: float = 2.0,
+        decode_tokens: float = 32.0,
         blocked_weight: float = 4.0,
     ) -> None:
         """Start with no replica known.
 
         Args:
             block_size: tokens of a block of the KV cache.
-            num_blocks: blocks of a replica's KV cache.
+            num_blocks: blocks of the KV cache of a replica whose load does not say it.
+            new_weight: what a token costs that must be computed, as a multiple of one that waits already.
             decode_tokens: prompt tokens that a sequence delays its replica by, while it waits or runs.
-            blocked_weight: what a token costs that has no free block, as a multiple of one that has.
+            blocked_weight: what a token costs in addition that has no free block.
         """
         self._block_size = block_size
         self._num_blocks = num_blocks
+        self._new_weight = new_weight
         self._decode_tokens = decode_tokens
         self._blocked_weight = blocked_weight
         # A replica is a bit, so that one look-up for each key of a prompt finds all replicas that have it.
@@ -107,18 +113,22 @@ class PrefixRouter(Generic[ReplicaId]):
             tokens[replica] = len(keys) * self._block_size
         return tokens
 
-    def routed(self, replica: ReplicaId, keys: Sequence[bytes]) -> None:
-        """Note that a prompt was sent to a replica, which will cache the blocks with these keys."""
+    def routed(self, replica: ReplicaId, keys: Sequence[bytes], *, num_blocks: int = 0) -> None:
+        """Note that a prompt was sent to a replica, which will cache the blocks with these keys.
+
+        `num_blocks` is the size of its KV cache; 0: that of all replicas.
+        """
+        num_blocks = num_blocks or self._num_blocks
         if replica not in self._bits:
             self._bits[replica] = 1 << _lowest_zero(sum(self._bits.values()))
             self._keys[replica] = OrderedDict()
         bit, known = self._bits[replica], self._keys[replica]
         # The cache reuses the last blocks of a request before its first, so these are the most recently used.
-        for key in reversed(keys[: self._num_blocks]):
+        for key in reversed(keys[:num_blocks]):
             known[key] = None
             known.move_to_end(key)
             self._holders[key] = self._holders.get(key, 0) | bit
-        while len(known) > self._num_blocks:
+        while len(known) > num_blocks:
             self._drop(known.popitem(last=False)[0], bit)
 
     def forget(self, replica: ReplicaId) -> None:
@@ -130,10 +140,12 @@ class PrefixRouter(Generic[ReplicaId]):
 
     def _cost(self, new_tokens: int, load: ReplicaLoad) -> float:
         tokens = new_tokens + load.waiting_tokens
-        free_tokens = (1 - load.kv_usage) * self._num_blocks * self._block_size
+        num_blocks = load.num_blocks or self._num_blocks
+        free_tokens = (1 - load.kv_usage) * num_blocks * self._block_size
         missing = max(0.0, tokens - free_tokens)
         sequences = load.running + load.waiting
-        return tokens + self._decode_tokens * sequences + self._blocked_weight * missing
+        work = self._new_weight * new_tokens + load.waiting_tokens + self._decode_tokens * sequences
+        return work + self._blocked_weight * missing
 
     def _num_keys(self, replica: ReplicaId) -> int:
         return len(self._keys.get(replica, ()))

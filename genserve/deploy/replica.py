@@ -109,15 +109,18 @@ class ModelReplica:
 
     def load(self) -> ReplicaLoad:
         """Return what the replica has to do now."""
-        engines = [model.engine for model in self.repository.text_models]
-        if engines:
-            [engine] = engines
+        models = self.repository.text_models
+        if models:
+            [model] = models
+            engine, logits = model.engine, model.logits
             running = engine.num_running
             return ReplicaLoad(
                 running=running,
                 waiting=engine.num_preparing + max(0, engine.num_accepted - running),
                 waiting_tokens=engine.num_waiting_tokens,
                 kv_usage=engine.cache_usage,
+                block_size=logits.block_size if logits.kv_cache_bytes else 0,
+                num_blocks=logits.num_blocks if logits.kv_cache_bytes else 0,
             )
         waiting = sum(served.num_waiting for served in self.repository.served)
         pending = sum(served.num_pending for served in self.repository.served)

@@ -105,3 +105,13 @@ def root_key(cache_salt: str | None) -> bytes:
 def block_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """Return the key of a full block, 32 bytes; `parent` is the key of the block before it, or `root_key`."""
     return blake2b(parent + array("q", token_ids).tobytes(), digest_size=32).digest()
+
+
+def block_keys(token_ids: Sequence[int], *, block_size: int, cache_salt: str | None = None) -> list[bytes]:
+    """Return the keys of the full blocks of a prompt, in order."""
+    keys: list[bytes] = []
+    parent = root_key(cache_salt)
+    for end in range(block_size, len(token_ids) + 1, block_size):
+        parent = block_key(parent, token_ids[end - block_size : end])
+        keys.append(parent)
+    return keys

@@ -22,7 +22,7 @@ def keys_of(text: str) -> list[bytes]:
 
 
 def router(**options) -> PrefixRouter[str]:
-    return PrefixRouter(BLOCK, **{"num_blocks": 100, "decode_tokens": 10.0} | options)
+    return PrefixRouter(BLOCK, **{"num_blocks": 100, "new_weight": 1.0, "decode_tokens": 10.0} | options)
 
 
 def test_a_prompt_goes_where_most_of_its_beginning_is_cached():
@@ -46,6 +46,14 @@ def test_a_prefix_attracts_its_prompts_until_the_queue_is_longer():
     prefix.routed("a", prompt)
     assert prefix.choose(prompt, {"a": ReplicaLoad(waiting_tokens=39), "b": IDLE}) == "a"
     assert prefix.choose(prompt, {"a": ReplicaLoad(waiting_tokens=41), "b": IDLE}) == "b"
+
+
+def test_computing_a_prefix_twice_costs_more_than_waiting_for_it():
+    prefix = router(new_weight=2.0, decode_tokens=0.0)
+    prompt = keys_of("x" * 10)
+    prefix.routed("a", prompt)
+    assert prefix.choose(prompt, {"a": ReplicaLoad(waiting_tokens=79), "b": IDLE}) == "a"
+    assert prefix.choose(prompt, {"a": ReplicaLoad(waiting_tokens=81), "b": IDLE}) == "b"
 
 
 def test_running_sequences_count_as_tokens():
@@ -84,6 +92,15 @@ def test_the_least_recently_used_keys_are_forgotten_beyond_the_blocks_of_a_repli
     prefix.routed("a", keys_of("w"))
     assert prefix.cached_tokens(keys_of("xy"), ["a"]) == {"a": 8}
     assert prefix.cached_tokens(keys_of("uv"), ["a"]) == {"a": 4}, "the last block goes first"
+
+
+def test_a_replica_remembers_as_many_keys_as_its_own_cache_has_blocks():
+    prefix = router(num_blocks=4)
+    for replica, num_blocks in (("a", 0), ("b", 2), ("c", 9)):
+        prefix.routed(replica, keys_of("uvwxyz"), num_blocks=num_blocks)
+    assert prefix.cached_tokens(keys_of("uvwxyz"), "abc") == {"a": 16, "b": 8, "c": 24}
+    loads = {name: ReplicaLoad(kv_usage=0.5, num_blocks=n) for name, n in (("d", 10), ("e", 1000))}
+    assert prefix.choose(keys_of("y" * 20), loads) == "e"
 
 
 def test_a_forgotten_replica_has_nothing_and_leaves_the_others_alone():

@@ -6,7 +6,7 @@ import pytest
 
 from genserve.generation.engine import Engine
 from genserve.generation.engine_request import TokenSequence
-from genserve.generation.prefix_cache import PrefixCache, block_key, root_key
+from genserve.generation.prefix_cache import PrefixCache, block_key, block_keys, root_key
 from tests.fakes.logits import PagedLogits, greedy_answer
 from tests.fakes.sequences import logits_request, sample_loop, sequence_of
 
@@ -209,3 +209,10 @@ def test_a_long_prompt_with_prompt_logprobs_needs_few_rows_in_each_step():
     engine = Engine(model, decode=sample_loop)
     run(engine, sequence_of([*STEM] * 4, max_length=400, max_tokens=1, prompt_logprobs=1))
     assert model.forwards == [(64,), (64,), (32,)]
+
+
+def test_the_keys_of_a_prompt_are_those_of_its_full_blocks():
+    tokens = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert block_keys(tokens, block_size=4) == [FIRST, block_key(FIRST, [5, 6, 7, 8])]
+    assert block_keys(tokens, block_size=4, cache_salt="a")[0] == block_key(root_key("a"), [1, 2, 3, 4])
+    assert block_keys(tokens[:3], block_size=4) == []

@@ -1,0 +1,124 @@
+"""Request ranking: the order in which the replicas of a model are asked to take a request.
+
+A generation goes where its prompt is cached, unless too much waits there (`prefix_router.py`). A request of
+a KServe sequence goes to the replica that holds the state of the sequence, and to no other. All others go to
+the replica with the least to do.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Hashable, Sequence
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Generic, TypeAlias, TypeVar
+
+from genserve.deploy.messages import GenerationCall
+from genserve.deploy.prefix_router import PrefixRouter
+from genserve.deploy.replica_load import LoadEstimates, ReplicaLoad
+from genserve.generation.prefix_cache import block_keys
+from genserve.inference import InferenceRequest
+
+ReplicaId = TypeVar("ReplicaId", bound=Hashable)
+SequenceId: TypeAlias = tuple[str, int | str]   # the name of the model, and the correlation id
+
+_MAX_SEQUENCES = 65_536
+
+
+class RequestRanking(Generic[ReplicaId]):
+    """Ranks the replicas of one model. For one thread.
+
+    A replica that is not among those of a call of `rank` is forgotten with `keep_only`. The next request of a
+    sequence that it held goes to another replica, which rejects it as Triton rejects a sequence that it does
+    not know: it "must specify the START flag". So a sequence never starts again without its client's knowing.
+    """
+
+    def __init__(self, **weights: float) -> None:
+        """Start with no replica known; `weights` are those of `PrefixRouter`."""
+        self._weights = weights
+        self._block_size = 1
+        self._prefixes: PrefixRouter[ReplicaId] = PrefixRouter(1, num_blocks=0, **weights)
+        self._estimates: LoadEstimates[ReplicaId] = LoadEstimates()
+        self._observed: dict[ReplicaId, ReplicaLoad] = {}
+        self._sent_to: dict[Hashable, ReplicaId] = {}       # by request
+        self._sequences: OrderedDict[SequenceId, ReplicaId] = OrderedDict()     # least recently used first
+
+    def observe(self, replica: ReplicaId, load: ReplicaLoad) -> None:
+        """Take over the last statistics of a replica; does nothing if these are known already."""
+        if self._observed.get(replica) == load:
+            return
+        self._observed[replica] = load
+        self._estimates.observe(replica, load)
+        if load.block_size not in (0, self._block_size):
+            self._block_size = load.block_size
+            self._prefixes = PrefixRouter(load.block_size, num_blocks=load.num_blocks, **self._weights)
+
+    def rank(self, request: object, replicas: Collection[ReplicaId]) -> list[ReplicaId]:
+        """Return the replicas that may take a request, the best one first.
+
+        Args:
+            request: a `GenerationCall`, an `InferenceRequest` or any other, of which nothing is known.
+            replicas: all that live; at least one.
+        """
+        if isinstance(request, InferenceRequest) and request.correlation_id:
+            return [self._replica_of((request.model_name, request.correlation_id), replicas)]
+        loads = {replica: self._estimates.load(replica) for replica in replicas}
+        return self._prefixes.rank(self._keys(request), loads)
+
+    def sent(self, request_id: Hashable, request: object, replica: ReplicaId) -> None:
+        """Note that a request is, or is about to be, sent to a replica, and to none that was noted before."""
+        before = self._sent_to.get(request_id)
+        if before == replica:
+            return
+        if before is not None:
+            self._estimates.ended(request_id, before)
+        self._sent_to[request_id] = replica
+        num_tokens = 0
+        if isinstance(request, GenerationCall):
+            keys = self._keys(request)
+            cached = self._prefixes.cached_tokens(keys, [replica])[replica]
+            num_tokens = len(request.prompt_token_ids) - cached
+            num_blocks = self._observed.get(replica, ReplicaLoad()).num_blocks
+            self._prefixes.routed(replica, keys, num_blocks=num_blocks)
+        self._estimates.sent(request_id, replica, num_tokens=num_tokens)
+
+    def ended(self, request_id: Hashable, replica: ReplicaId) -> None:
+        """Note that a replica does no more for a request; does nothing if it was not sent there."""
+        if self._sent_to.get(request_id) == replica:
+            del self._sent_to[request_id]
+            self._estimates.ended(request_id, replica)
+
+    def keep_only(self, replicas: Collection[ReplicaId]) -> None:
+        """Forget all other replicas, with their sequences."""
+        for replica in [known for known in self._observed if known not in replicas]:
+            del self._observed[replica]
+            self._prefixes.forget(replica)
+            self._estimates.forget(replica)
+        for sequence in [one for one, replica in self._sequences.items() if replica not in replicas]:
+            del self._sequences[sequence]
+
+    def _keys(self, request: object) -> Sequence[bytes]:
+        if not isinstance(request, GenerationCall):
+            return ()
+        return _block_keys(request.prompt_token_ids, self._block_size, request.params.cache_salt)
+
+    def _replica_of(self, sequence: SequenceId, replicas: Collection[ReplicaId]) -> ReplicaId:
+        """Return the replica that holds a sequence.
+
+        A new sequence, or one of which only another ingress knows, belongs to the replica with the highest
+        hash of both (rendezvous hashing): so all ingresses agree without a word, and the memory of the one
+        that routed it is needed only when replicas come or go.
+        """
+        replica = self._sequences.pop(sequence, None)
+        if replica is None or replica not in replicas:
+            replica = max(replicas, key=lambda one: blake2b(f"{sequence} {one}".encode()).digest())
+        self._sequences[sequence] = replica
+        if len(self._sequences) > _MAX_SEQUENCES:
+            self._sequences.popitem(last=False)
+        return replica
+
+
+@lru_cache(maxsize=256)
+def _block_keys(token_ids: Sequence[int], block_size: int, cache_salt: str | None) -> Sequence[bytes]:
+    """Return the keys of a prompt; remembered, since a request is ranked and sent, or ranked again."""
+    return block_keys(token_ids, block_size=block_size, cache_salt=cache_salt)

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from genserve.deploy.messages import GenerationCall
+from genserve.deploy.replica_load import LoadEstimates, ReplicaLoad
+from genserve.deploy.request_ranking import RequestRanking
+from genserve.inference import InferenceRequest, RequestFlags
+from genserve.sampling.sampling_params import SamplingParams
+
+IDLE = ReplicaLoad(block_size=4, num_blocks=100)
+
+
+def generation(*token_ids: int, **params) -> GenerationCall:
+    return GenerationCall(
+        model="m", prompt="", prompt_token_ids=token_ids, params=SamplingParams(**params), seeds=(0,)
+    )
+
+
+def of_sequence(correlation_id: int | str, flags: RequestFlags = RequestFlags.NONE) -> InferenceRequest:
+    return InferenceRequest(model_name="m", inputs={}, correlation_id=correlation_id, flags=flags)
+
+
+@pytest.fixture
+def ranking() -> RequestRanking[str]:
+    ranking = RequestRanking(decode_tokens=1.0)
+    for replica in "abc":
+        ranking.observe(replica, IDLE)
+    return ranking
+
+
+def test_a_generation_follows_its_prefix(ranking):
+    ranking.sent(1, generation(*range(20)), "b")
+    ranking.ended(1, "b")
+    assert ranking.rank(generation(*range(20), 7), "abc")[0] == "b"
+    assert ranking.rank(generation(*range(20), cache_salt="tenant"), "abc")[0] != "b"
+
+
+def test_calls_that_come_together_count_at_once(ranking):
+    chosen = []
+    for number in range(30):
+        call = generation(*range(number, number + 8))
+        chosen.append(ranking.rank(call, "abc")[0])
+        ranking.sent(number, call, chosen[-1])
+    assert Counter(chosen) == {"a": 10, "b": 10, "c": 10}
+
+
+def test_a_request_that_went_elsewhere_counts_there_only(ranking):
+    ranking.sent(1, generation(*range(8)), "a")
+    ranking.sent(1, generation(*range(8)), "b")
+    ranking.ended(1, "a")
+    assert ranking.rank(None, "abc") == ["c", "a", "b"], "the fewest blocks are first of two idle ones"
+    ranking.ended(1, "b")
+    assert ranking.rank(None, "bca")[0] == "c"
+
+
+def test_statistics_replace_what_was_sent_before_them(ranking):
+    ranking.sent(1, generation(*range(80)), "a")
+    assert ranking.rank(generation(*range(80)), "ab")[0] == "a", "which computes the prefix already"
+    ranking.observe("b", replace(IDLE, waiting_tokens=1000))
+    assert ranking.rank(generation(*range(100, 120)), "ab")[0] == "a"
+    ranking.observe("b", IDLE)
+    ranking.observe("a", replace(IDLE, waiting_tokens=2000))
+    assert ranking.rank(generation(*range(80)), "ab")[0] == "b"
+
+
+def test_a_sequence_stays_with_its_replica_when_others_come(ranking):
+    replicas = "abc"
+    homes = {number: ranking.rank(of_sequence(number), replicas) for number in range(1, 100)}
+    assert {len(home) for home in homes.values()} == {1}, "no other replica has the state"
+    assert set(Counter(home[0] for home in homes.values())) == {"a", "b", "c"}
+    assert homes == {number: ranking.rank(of_sequence(number), "abcdefgh") for number in homes}
+
+
+def test_ingresses_agree_on_sequences_without_talking(ranking):
+    other = RequestRanking()
+    for name in ("x", 17, "17"):
+        assert ranking.rank(of_sequence(name), "abc") == other.rank(of_sequence(name), "cba")
+
+
+def test_the_sequences_of_a_lost_replica_go_to_one_that_does_not_know_them(ranking):
+    homes = {number: ranking.rank(of_sequence(number), "abc")[0] for number in range(1, 100)}
+    ranking.keep_only("ab")
+    for number, home in homes.items():
+        [now] = ranking.rank(of_sequence(number), "ab")
+        assert now == home if home != "c" else now in "ab"
+
+
+def test_a_lost_replica_is_forgotten(ranking):
+    ranking.sent(1, generation(*range(20)), "b")
+    ranking.keep_only("ac")
+    ranking.ended(1, "b")
+    assert ranking.rank(generation(*range(20)), "bac") == ["b", "a", "c"], "as idle and empty as the others"
+
+
+def test_requests_without_prompt_go_where_the_fewest_are():
+    ranking = RequestRanking()
+    for number, replica in enumerate("aab"):
+        ranking.sent(number, InferenceRequest(model_name="m", inputs={}), replica)
+    assert ranking.rank(InferenceRequest(model_name="m", inputs={}), "abc") == ["c", "b", "a"]
+
+
+def test_an_estimate_has_at_least_the_requests_in_flight():
+    estimates = LoadEstimates()
+    for request in range(3):
+        estimates.sent(request, "a", num_tokens=10)
+    assert estimates.load("a") == ReplicaLoad(waiting=3, waiting_tokens=30)
+    estimates.observe("a", ReplicaLoad(running=1, kv_usage=0.5))
+    assert estimates.load("a") == ReplicaLoad(running=3, kv_usage=0.5), "two came after the statistics"
+    estimates.ended(0, "a")
+    estimates.ended(0, "a")
+    assert estimates.load("a") == ReplicaLoad(running=2, kv_usage=0.5)
+    estimates.forget("a")
+    assert estimates.load("a") == ReplicaLoad()
