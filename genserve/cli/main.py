@@ -129,7 +129,19 @@ COMMANDS = {
         module="tune_command",
         heading=_MEASURE,
         summary="Find the best settings of a model on this machine",
-        examples=("genserve tune smollm2 --max-inter-token-ms 40 --plot tune.png",),
+        examples=(
+            "genserve tune smollm2 --max-inter-token-ms 40 --plot tune.png",
+            "genserve tune smollm2 --step-times steps.json",
+        ),
+    ),
+    "plan": CommandEntry(
+        module="plan_command",
+        heading=_MEASURE,
+        summary="Find how many replicas a load needs, by simulation",
+        examples=(
+            "genserve plan --step-times steps.json --request-rate 20 --target ttft_p99:2000",
+            "genserve plan --step-times steps.json --trace trace.jsonl --replicas 4 --plot plan.png",
+        ),
     ),
     "completion": CommandEntry(
         module="completion_command",

@@ -45,6 +45,13 @@ MinTop1Agreement = Annotated[
 BudgetSeconds = Annotated[
     float, typer.Option(min=0, help="Time to measure; every setting is measured at least once.")
 ]
+StepTimes = Annotated[
+    Path | None,
+    typer.Option(
+        help="Then measure whole engine steps with the config, for half as long, into this file for "
+        "`genserve plan`."
+    ),
+]
 PlotPath = Annotated[Path | None, typer.Option(help="Plot the measurements to this .png, .svg or .pdf.")]
 
 
@@ -58,6 +65,7 @@ def tune(
     context: Contexts = None,
     min_top1_agreement: MinTop1Agreement = 0.9,
     budget_seconds: BudgetSeconds = 60,
+    step_times: StepTimes = None,
     plot: PlotPath = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the changes, do not write them.")] = False,
     json_: Json = False,
@@ -67,7 +75,7 @@ def tune(
     Ctrl-C ends the measurement: the results so far are shown, and nothing is written.
     """
     from genserve.cli.console import print_json
-    from genserve.figure_file import check_plot
+    from genserve.figure_file import check_folder, check_plot
     from genserve.tuning.best_setting import Goal, Objective
     from genserve.tuning.plot import draw
     from genserve.tuning.search_space import make_search_space
@@ -75,6 +83,8 @@ def tune(
 
     if plot is not None:
         check_plot(plot)
+    if step_times is not None:
+        check_folder(step_times, of="step times")
     name, tuned = _find(model, repository=model_repository)
     space = make_search_space(
         tuned.logits, batch_sizes=batch_size or (), threads=threads or (), contexts=context or ()
@@ -104,6 +114,8 @@ def tune(
         _print_edits(edits, is_interrupted=is_interrupted, dry_run=dry_run)
     if is_interrupted:
         raise typer.Exit(130)
+    if step_times is not None:
+        _write_step_times(tuned, step_times, budget_s=budget_seconds / 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +152,21 @@ def _find(model: str | None, *, repository: Path | None) -> tuple[str, TunedMode
     else:   # perhaps a logits stage, which `bring_model` does not know
         folder, name = repository or default_repository(), model
     return name, find_model(name, repository=folder)
+
+
+def _write_step_times(tuned: TunedModel, path: Path, *, budget_s: float) -> None:
+    """Measure the steps of the model as its configs are now, and write the file."""
+    from genserve.cli.console import ConsoleProgress
+    from genserve.tuning.engine_steps import measure_engine
+
+    if tuned.ensemble is None:
+        raise RepositoryError(
+            f"{tuned.logits.name!r} belongs to no text model, so an engine has no steps with it",
+            remedy="add an ensemble of a tokenizer, this stage and a decoder",
+        )
+    with at_level("genserve", logging.ERROR), ConsoleProgress().stage("measuring steps of the engine"):
+        engine = measure_engine(tuned.ensemble.name, repository=tuned.ensemble.path.parent, budget_s=budget_s)
+    engine.write(path)
 
 
 def _measure(tuned: TunedModel, space: SearchSpace, *, goal: Goal, budget_s: float) -> tuple[Samples, bool]:

@@ -18,6 +18,7 @@ from genserve.errors import MissingDependency, RepositoryError
 from genserve.export import SilentProgress, export_model
 from genserve.llm import LLM
 from genserve.repository.index import scan
+from genserve.tuning.measured_steps import read_measured_engine
 
 CORES = str(len(os.sched_getaffinity(0)))
 QUICK = ("--budget-seconds", "0", "--context", "8", "--max-inter-token-ms", "10000")
@@ -141,3 +142,12 @@ def test_ctrl_c_prints_the_measurements_and_writes_nothing(repository: Path) -> 
     assert stdout.endswith("interrupted: nothing was written\n")
     assert process.returncode == 130
     assert {path: path.read_bytes() for path in repository.rglob("*.pbtxt")} == before
+
+
+def test_step_times_are_written_for_the_planner(repository: Path, tmp_path: Path) -> None:
+    file = tmp_path / "steps.json"
+    ran = tune(repository, "--batch-size", "1", "--threads", CORES, "--dry-run", "--step-times", str(file))
+    assert ran.exit_code == 0
+    engine = read_measured_engine(file)
+    assert (engine.model, engine.limits.max_num_seqs) == ("tiny", 32)
+    assert len(engine.steps) > 30

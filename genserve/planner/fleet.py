@@ -1,0 +1,132 @@
+"""Fleet: replicas behind a router, simulated as discrete events."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import count
+
+from genserve.deploy.prefix_router import PrefixRouter
+from genserve.errors import Overloaded
+from genserve.planner.planned_request import PlannedRequest, prompt_keys
+from genserve.planner.simulated_replica import ReplicaKind, SimulatedReplica
+from genserve.planner.token_times import TokenTimes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetResult:
+    """What became of a load."""
+
+    duration_s: float           # from the first arrival to the last end
+    num_requests: int
+    num_rejected: int           # by admission control
+    num_too_long: int           # prompt and answer exceed the model's context
+    num_preempted: int
+    prompt_tokens: int          # of the requests that had a first step
+    cached_tokens: int          # of these
+    utilisation: float          # the share of the time in which a replica runs a step, averaged over all
+    times: TokenTimes
+
+
+class Fleet:
+    """Replicas of one kind behind the router of a deployment, which knows their loads at every moment."""
+
+    def __init__(self, kind: ReplicaKind, *, num_replicas: int) -> None:
+        """Start with idle replicas and empty caches."""
+        self._kind = kind
+        self._now_s = 0.0
+        self._replicas = [SimulatedReplica(kind, clock=lambda: self._now_s) for _ in range(num_replicas)]
+        limits = kind.limits
+        self._router: PrefixRouter[int] = PrefixRouter(limits.block_size, num_blocks=limits.num_blocks)
+        self._max_length = min(limits.max_length, limits.num_blocks * limits.block_size)
+        # The end of a replica's step, unless it has changed since then, or the next turn of a session.
+        self._events: list[tuple[float, int, int | PlannedRequest]] = []
+        self._order = count()
+        self._num_requests = self._num_rejected = self._num_too_long = 0
+        self._prompt_tokens = self._cached_tokens = 0
+
+    def run(self, requests: Iterable[PlannedRequest]) -> FleetResult:
+        """Simulate a load to its end; the `requests` come in the order of their arrival."""
+        source = iter(requests)
+        upcoming = next(source, None)
+        started_s = upcoming.arrived_s if upcoming else 0.0
+        while upcoming or self._events:
+            if upcoming and (not self._events or self._submitted_s(upcoming) <= self._events[0][0]):
+                self._now_s = self._submitted_s(upcoming)
+                self._route(upcoming)
+                upcoming = next(source, None)
+                continue
+            self._now_s, _, event = heapq.heappop(self._events)
+            if not isinstance(event, int):
+                self._route(event)
+            elif self._replicas[event].ends_s == self._now_s:
+                self._step(event)
+        return self._result(max(self._now_s - started_s, 1e-9))
+
+    def _submitted_s(self, request: PlannedRequest) -> float:
+        """Return when a request reaches the router."""
+        return request.arrived_s + self._kind.serving.request_s
+
+    def _push(self, time_s: float, event: int | PlannedRequest) -> None:
+        heapq.heappush(self._events, (time_s, next(self._order), event))
+
+    def _route(self, request: PlannedRequest) -> None:
+        """Send a request to the replica that the router chooses."""
+        self._num_requests += 1
+        if request.num_prompt_tokens + len(request.answer) > self._max_length:
+            self._num_too_long += 1
+            return
+        token_ids, keys, index = request.token_ids(), [], 0
+        if len(self._replicas) > 1:
+            keys = prompt_keys(token_ids, block_size=self._kind.limits.block_size)
+            loads = {number: replica.load for number, replica in enumerate(self._replicas)}
+            index = self._router.choose(keys, loads)
+            self._router.routed(index, keys)
+        replica = self._replicas[index]
+        try:
+            replica.receive(request, token_ids, keys=keys)
+        except Overloaded:
+            self._end_turn(request, is_rejected=True)
+            return
+        if math.isinf(replica.ends_s):
+            replica.begin()
+        self._push(replica.ends_s, index)
+
+    def _step(self, index: int) -> None:
+        """End the step of a replica, and begin its next one."""
+        replica = self._replicas[index]
+        for sequence in replica.end():
+            self._prompt_tokens += sequence.num_prompt_tokens
+            self._cached_tokens += sequence.num_cached_tokens
+            self._end_turn(sequence.planned)
+        for sequence in replica.reject_overdue():
+            self._end_turn(sequence.planned, is_rejected=True)
+        replica.begin()
+        if not math.isinf(replica.ends_s):
+            self._push(replica.ends_s, index)
+
+    def _end_turn(self, request: PlannedRequest, *, is_rejected: bool = False) -> None:
+        """Schedule the next turn of a session; a rejection ends it."""
+        if is_rejected:
+            self._num_rejected += 1
+        elif request.session is not None:
+            turn = request.session.next_turn(request, ended_s=self._now_s)
+            if turn is not None:
+                self._push(self._submitted_s(turn), turn)
+
+    def _result(self, duration_s: float) -> FleetResult:
+        times = TokenTimes()
+        times.merge(replica.times for replica in self._replicas)
+        return FleetResult(
+            duration_s=duration_s,
+            num_requests=self._num_requests,
+            num_rejected=self._num_rejected,
+            num_too_long=self._num_too_long,
+            num_preempted=sum(replica.num_preempted for replica in self._replicas),
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            utilisation=sum(replica.busy_s for replica in self._replicas) / duration_s / len(self._replicas),
+            times=times,
+        )

@@ -1,0 +1,289 @@
+"""Simulated replica: the queue, admission control, scheduler and KV cache of an engine, without a model.
+
+Everything that decides is the engine's own code. Only the clock is virtual: a step takes as long as the
+step model says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from genserve.deploy.replica_load import ReplicaLoad
+from genserve.generation.admission_control import AdmissionControl, QueueLimits
+from genserve.generation.engine_request import Request, TokenSequence
+from genserve.generation.kv_cache_manager import KVCacheManager
+from genserve.generation.request_inbox import RequestInbox, RequestOutput
+from genserve.generation.scheduler import Scheduler, SchedulerOutput
+from genserve.generation_metrics import Metrics
+from genserve.planner.planned_request import PlannedRequest
+from genserve.planner.step_model import StepModel
+from genserve.planner.token_times import TokenTimes
+from genserve.tuning.measured_steps import EngineLimits, ServingCost, StepSize
+
+_REMEMBERED_STEPS = 32      # earlier ones have no weight in the scheduler's moving averages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaKind:
+    """What all replicas of a fleet have in common."""
+
+    limits: EngineLimits
+    step_model: StepModel
+    serving: ServingCost
+    queue_limits: QueueLimits
+    prefix_cache: bool = True
+
+
+class SimulatedSequence(TokenSequence):
+    """A planned request in the engine; its answer has a known length, and no text.
+
+    Attributes:
+        planned: the request.
+        first_id: what the place of a token of the answer is added to, for its id.
+        num_left: tokens of the answer that are still to be generated.
+    """
+
+    __slots__ = ("first_id", "num_left", "planned")
+
+    num_pending = Request.num_pending
+    logits_start = Request.logits_start
+    skip_reading_prefix_cache = Request.skip_reading_prefix_cache
+
+    def __init__(self, planned: PlannedRequest, token_ids: Sequence[int]) -> None:
+        Request.__init__(self, token_ids)   # and not what samples tokens and makes deltas of them
+        self.planned = planned
+        self.first_id = planned.answer.start - len(token_ids)
+        self.num_left = len(planned.answer)
+        self.started_s: float | None = None
+        self.last_token_s: float | None = None
+        self.search = None
+
+    def generate(self, count: int) -> None:
+        """Append the next tokens of the answer."""
+        first = self.first_id + len(self.token_ids)
+        self.token_ids.extend(range(first, first + count))
+        self.num_left -= count
+
+
+class SimulatedReplica(RequestInbox):
+    """An engine on a virtual clock. `begin` starts a step, `end` completes it at `ends_s`.
+
+    While all sequences decode and none waits, the scheduler has nothing to decide: the steps up to the end of
+    the next sequence are simulated as one. An arrival cuts them at the end of the step that it falls into.
+
+    Attributes:
+        ends_s: when the current step ends; infinite: there is none.
+        times: of the tokens that were generated.
+        busy_s: the time of all steps.
+    """
+
+    def __init__(self, kind: ReplicaKind, *, clock: Callable[[], float]) -> None:
+        limits = kind.limits
+        admission = AdmissionControl(
+            max_num_seqs=limits.max_num_seqs,
+            limits=kind.queue_limits,
+            metrics=Metrics().for_model("simulated"),
+        )
+        super().__init__(clock=clock, admission=admission)
+        self.ends_s = math.inf
+        self.times = TokenTimes()
+        self.busy_s = 0.0
+        self.num_steps = 0
+        self.num_preempted = 0
+        self._kind = kind
+        self._model = kind.step_model
+        self._kv = KVCacheManager(
+            num_blocks=limits.num_blocks, block_size=limits.block_size, prefix_cache=kind.prefix_cache
+        )
+        self._scheduler = Scheduler(
+            self._kv, max_num_seqs=limits.max_num_seqs, max_num_batched_tokens=limits.max_num_batched_tokens
+        )
+        self._accepted: set[Request] = set()    # in the scheduler
+        self._output: SchedulerOutput | None = None
+        self._began_s = 0.0
+        self._step_s = 0.0          # of the engine alone; of the first of several steps
+        self._growth_s = 0.0        # by which each further one is longer
+        self._sending_s = 0.0       # that the tokens of a step take to be sent
+        self._count = 1             # steps
+        self._was_full = False      # the step before; admission control measures the one after it too
+
+    @property
+    def load(self) -> ReplicaLoad:
+        """What the router reads."""
+        waiting = len(self._waiting)
+        return ReplicaLoad(
+            running=self._admission.num_accepted - waiting,
+            waiting=waiting,
+            waiting_tokens=self._admission.num_tokens,
+            kv_usage=self._kv.usage,
+        )
+
+    def receive(self, planned: PlannedRequest, token_ids: Sequence[int], *, keys: Sequence[bytes]) -> None:
+        """Queue a request for the next step.
+
+        `keys` are those of its full blocks, if they are known.
+
+        Raises:
+            Overloaded: admission control rejects it.
+        """
+        sequence = SimulatedSequence(planned, token_ids)
+        reservation = self.reserve(1)
+        reservation.arrived_s = planned.arrived_s
+        self.submit(sequence, sink=_NO_SINK, reservation=reservation)
+        if keys:
+            self._kv.table(sequence).keys = list(keys)
+        if self._output is not None:
+            self._cut(self._clock())
+            self.ends_s += self._kind.serving.busy_s
+            self.busy_s += self._kind.serving.busy_s
+
+    def begin(self) -> None:
+        """Start a step; without requests, or if none can run, `ends_s` is infinite."""
+        arrivals = self._take_arrivals()
+        for state in arrivals.sequences:
+            self._accepted.add(state.sequence)
+            self._scheduler.add(state.sequence)
+        now_s = self._clock()
+        output = self._output = self._scheduler.schedule()
+        if output is None:
+            self.ends_s = math.inf
+            return
+        self._began_s, self._count = now_s, 1
+        size = self._size(output)
+        self._step_s = self._model.seconds(size)
+        self._growth_s = self._model.context_token_s * size.decodes
+        self._sending_s = self._kind.serving.token_s * size.rows
+        if not (output.num_prompt_tokens or output.full or self._was_full):
+            self._count = self._num_uniform_steps(output, now_s=now_s)
+        self._was_full = output.full
+        self.ends_s = now_s + self._duration_s(self._count)
+
+    def end(self) -> list[SimulatedSequence]:
+        """Complete the step; return the sequences that have ended with it."""
+        output, now_s, count = self._output, self._clock(), self._count
+        assert output is not None
+        self.num_steps += count
+        self.num_preempted += output.num_preempted
+        duration_s = self._duration_s(count)
+        self.busy_s += duration_s
+        for index in range(max(0, count - _REMEMBERED_STEPS), count):
+            self._scheduler.note_step(output, self._step_s + index * self._growth_s)
+        if count > 1:
+            first_s, last_s = self._step_s + self._sending_s, (count - 1) * self._growth_s
+            self.times.add_gaps(first_s, first_s + last_s, count * len(output.requests))
+        ended = self._advance(output, count, now_s=now_s)
+        self._note_start(output, seconds=now_s - self._began_s, now_s=now_s)
+        for sequence in ended:
+            self._scheduler.remove(sequence)
+            self._accepted.discard(sequence)
+            self._leave(sequence, num_seqs=1, started_s=sequence.started_s)
+        self._output = None
+        return ended
+
+    def reject_overdue(self) -> Iterator[SimulatedSequence]:
+        """Drop the sequences that have waited too long for their first step, and yield them."""
+        overdue: list[RequestOutput] = self._overdue(self._accepted)
+        for sequence, _ in overdue:
+            self._scheduler.remove(sequence)
+            self._accepted.discard(sequence)
+            self._leave(sequence, num_seqs=1)
+            yield cast("SimulatedSequence", sequence)
+
+    def _size(self, output: SchedulerOutput) -> StepSize:
+        """Return the size of a step."""
+        requests, num_decodes = output.requests, output.num_decodes
+        num_pairs, num_rows = 0, num_decodes
+        for request, count in zip(requests[num_decodes:], output.num_tokens[num_decodes:], strict=True):
+            num_pairs += count * request.num_computed_tokens + count * (count + 1) // 2
+            num_rows += count == request.num_pending
+        return StepSize(
+            decodes=num_decodes,
+            context_tokens=sum(request.num_computed_tokens for request in requests[:num_decodes]),
+            prompt_tokens=output.num_prompt_tokens,
+            prompt_pairs=num_pairs,
+            rows=num_rows,
+        )
+
+    def _num_uniform_steps(self, output: SchedulerOutput, *, now_s: float) -> int:
+        """Return how many steps give each of the same sequences a token, if no request arrives."""
+        sequences = cast("list[SimulatedSequence]", output.requests)
+        if any(sequence.last_token_s != now_s for sequence in sequences):
+            return 1    # one of them has its first token now, or was preempted
+        # A sequence needs at most one block more than it fills.
+        num_fitting = (self._kv.num_free_blocks // len(sequences) - 1) * self._kv.block_size
+        return max(1, min(num_fitting, *(sequence.num_left for sequence in sequences)))
+
+    def _duration_s(self, count: int) -> float:
+        """Return how long `count` of the steps take together."""
+        return count * (self._step_s + self._sending_s) + self._growth_s * (count * (count - 1) / 2)
+
+    def _cut(self, now_s: float) -> None:
+        """End the steps with the one in which `now_s` falls."""
+        if self._count == 1:
+            return
+        least, most = 1, self._count
+        while least < most:
+            middle = (least + most) // 2
+            if self._began_s + self._duration_s(middle) < now_s:
+                least = middle + 1
+            else:
+                most = middle
+        self._count = least
+        self.ends_s = self._began_s + self._duration_s(least)
+
+    def _advance(self, output: SchedulerOutput, count: int, *, now_s: float) -> list[SimulatedSequence]:
+        """Compute the tokens of the step, and generate those behind completed ones."""
+        kv, block_size = self._kv, self._kv.block_size
+        gaps: dict[float, int] = {}     # sequences by the time of their last token: most have the same
+        ended: list[SimulatedSequence] = []
+        sequences = cast("list[SimulatedSequence]", output.requests)
+        for sequence, num_tokens in zip(sequences, output.num_tokens, strict=True):
+            token_ids = sequence.token_ids
+            if count > 1:
+                kv.extend(sequence, count)
+                sequence.generate(count - 1)
+                num_tokens = count
+            computed = sequence.num_computed_tokens = sequence.num_computed_tokens + num_tokens
+            if computed % block_size < num_tokens:
+                kv.cache_blocks(sequence)
+            if computed < len(token_ids):
+                continue
+            last_s = sequence.last_token_s
+            if last_s is None:
+                self.times.add_first(now_s - sequence.planned.arrived_s)
+            else:
+                gaps[last_s] = gaps.get(last_s, 0) + 1
+            sequence.last_token_s = now_s
+            token_ids.append(sequence.first_id + len(token_ids))
+            sequence.num_left -= 1
+            if not sequence.num_left:
+                ended.append(sequence)
+        if count == 1:
+            for last_s, num_sequences in gaps.items():
+                self.times.add_gap(now_s - last_s, num_sequences)
+        return ended
+
+    def _note_start(self, output: SchedulerOutput, *, seconds: float, now_s: float) -> None:
+        """Tell admission control of the step; several at once never started or queued a request."""
+        states = self._start(
+            output.started,
+            seconds=seconds,
+            full=output.full,
+            num_waiting=self._scheduler.num_waiting,
+            now_s=now_s,
+        )
+        for state in states:
+            state.sequence.started_s = max(self._began_s, state.submission.arrived_s)
+
+
+class _NoSink:
+    """Receives nothing: a simulated replica has no outputs."""
+
+    def deliver(self, outputs: Sequence[RequestOutput]) -> None:
+        """Never called."""
+
+
+_NO_SINK = _NoSink()

@@ -1,0 +1,106 @@
+"""Measured steps: how long the steps of an engine take, and the file that `genserve plan` reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import orjson
+
+from genserve.errors import InvalidRequest
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSize:
+    """What determines how long a step takes."""
+
+    decodes: int            # sequences with one token
+    context_tokens: int     # cached tokens of these, together
+    prompt_tokens: int      # tokens of prompts
+    prompt_pairs: int       # for each of these, the tokens before it: what its attention reads, together
+    rows: int               # rows of logits: one for each decode and each prompt that the step completes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredStep:
+    """The median time of some steps of one size."""
+
+    size: StepSize
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLimits:
+    """What an engine has room for."""
+
+    max_num_seqs: int               # sequences of a step
+    max_num_batched_tokens: int     # tokens of a step
+    max_length: int                 # tokens of a sequence
+    num_blocks: int                 # of the KV cache
+    block_size: int                 # tokens of a block
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingCost:
+    """What a server adds to the steps of its engine: HTTP, templates, tokenizing and sending."""
+
+    request_s: float = 0.0      # from the arrival of a request to the engine's queue
+    busy_s: float = 0.0         # by which the arrival of a request lengthens the steps of the others
+    token_s: float = 0.0        # by which each token that is sent lengthens a step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredEngine:
+    """The measured steps of a model on one machine: a kind of replica."""
+
+    model: str
+    machine: str
+    limits: EngineLimits
+    serving: ServingCost
+    steps: Sequence[MeasuredStep]
+
+    def write(self, path: Path) -> None:
+        """Write it as JSON; times are seconds."""
+        steps = [asdict(step.size) | {"seconds": step.seconds} for step in self.steps]
+        document = asdict(self) | {"steps": steps}
+        path.write_bytes(orjson.dumps(document, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+
+
+def read_measured_engine(path: Path) -> MeasuredEngine:
+    """Read a file of `MeasuredEngine.write`.
+
+    Raises:
+        InvalidRequest: it cannot be read, or is not such a file.
+    """
+    try:
+        document = orjson.loads(path.read_bytes())
+        steps = [
+            MeasuredStep(size=_of(StepSize, step), seconds=float(step["seconds"]))
+            for step in document["steps"]
+        ]
+        engine = MeasuredEngine(
+            model=str(document["model"]),
+            machine=str(document["machine"]),
+            limits=_of(EngineLimits, document["limits"]),
+            serving=_of(ServingCost, document["serving"]),
+            steps=steps,
+        )
+    except OSError as error:
+        raise InvalidRequest(f"{path} cannot be read: {error.strerror}", field="step_times") from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise InvalidRequest(
+            f"{path} has no step times: {error!r}",
+            field="step_times",
+            remedy="write it with `genserve tune MODEL --step-times FILE`",
+        ) from None
+    if not steps:
+        raise InvalidRequest(f"{path} has no steps", field="step_times", remedy="measure it again")
+    return engine
+
+
+def _of(kind: type[T], values: Mapping[str, Any]) -> T:
+    return kind(**{field.name: values[field.name] for field in fields(kind)})  # type: ignore[arg-type]

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from genserve.planner.replica_search import FleetFigures, Target, search, simulate
+from genserve.planner.simulated_replica import ReplicaKind
+from tests.planner.test_fleet import load
+
+BUSY = load(rate=60.0, num_requests=200)
+TARGETS = [
+    Target(figure="ttft", rank=90.0, limit=300.0),
+    Target(figure="rejected", rank=None, limit=0.0),
+]
+
+
+def found(kind: ReplicaKind, targets: list[Target], **options: int) -> list[FleetFigures]:
+    settings = {"max_replicas": 64, "num_processes": 1, **options}
+    return search(kind, BUSY, targets, on_fleet=lambda _fleet: None, **settings)
+
+
+def test_the_smallest_fleet_is_found_and_the_one_below_misses(kind: ReplicaKind) -> None:
+    fleets = found(kind, TARGETS)
+    smallest = next(fleet for fleet in fleets if not fleet.missed)
+    below = next(fleet for fleet in fleets if fleet.num_replicas == smallest.num_replicas - 1)
+    assert smallest.num_replicas > 2
+    assert below.missed == ["ttft_p90"]
+    assert below.ttft_ms[90.0] > 300 >= smallest.ttft_ms[90.0]
+    assert [fleet.num_replicas for fleet in fleets] == sorted({fleet.num_replicas for fleet in fleets})
+
+
+def test_several_processes_find_the_same(kind: ReplicaKind) -> None:
+    def unclocked(fleets: list[FleetFigures]) -> dict[int, FleetFigures]:
+        return {fleet.num_replicas: replace(fleet, cpu_s=0.0) for fleet in fleets}
+
+    alone, together = unclocked(found(kind, TARGETS)), unclocked(found(kind, TARGETS, num_processes=2))
+    assert min(n for n, fleet in alone.items() if not fleet.missed) == min(
+        n for n, fleet in together.items() if not fleet.missed
+    )
+    assert all(alone[number] == together[number] for number in alone.keys() & together.keys())
+
+
+@pytest.mark.parametrize("max_replicas", [1, 3])
+def test_a_search_ends_at_its_most_replicas(kind: ReplicaKind, max_replicas: int) -> None:
+    impossible = Target(figure="itl", rank=50.0, limit=0.001)
+    fleets = found(kind, [impossible], max_replicas=max_replicas)
+    assert fleets[-1].num_replicas == max_replicas
+    assert all(fleet.missed == ["itl_p50"] for fleet in fleets)
+
+
+def test_figures_have_the_names_of_bench_reports(kind: ReplicaKind) -> None:
+    [fleet] = simulate(kind, BUSY, TARGETS, counts=[8], num_processes=1, on_fleet=lambda _fleet: None)
+    document = fleet.as_json()
+    assert document["num_replicas"] == 8
+    assert document["meets_targets"] is True
+    assert {name for name in document if name.endswith("_ms")} == {
+        "p50_ttft_ms", "p90_ttft_ms", "p99_ttft_ms", "p50_itl_ms", "p99_itl_ms",
+    }  # fmt: skip
+    assert document["output_rate"] * document["simulated_s"] == pytest.approx(
+        sum(len(request.answer) for request in BUSY.requests())
+    )
+    assert 0 < document["utilisation"] <= 1
+    assert not math.isnan(document["p99_ttft_ms"])
