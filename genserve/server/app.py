@@ -26,6 +26,7 @@ from genserve.server.routes import (
     openai,
     openai_completions,
     responses,
+    router_protocol,
     tgi,
     tokenize,
 )
@@ -35,8 +36,9 @@ from genserve.server.sse_response import ClientLeft
 from genserve.version import __version__
 
 # In the order of the page at /docs. A dialect is a module with a `router`, and the format of its `ERRORS`.
-_DIALECTS = (openai, responses, openai_completions, messages, ollama, tgi, tokenize)
+_DIALECTS = (openai, responses, openai_completions, messages, ollama, tgi, tokenize, router_protocol)
 _METADATA_PATHS = (
+    *router_protocol.PATHS,
     "/api/ps",
     "/api/show",
     "/api/tags",

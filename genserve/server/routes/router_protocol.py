@@ -1,0 +1,129 @@
+"""Router protocol: what vllm-router, sglang-router and llm-d ask of a server, besides health and metrics.
+
+- vllm-router, and the token producer of llm-d: `/v1/.../render`, the token ids of a prompt, as in vLLM
+- sglang-router: `/server_info` and `/model_info`, by which it knows the model of a worker
+- sglang-router with the policy power_of_two: `/get_load`
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+from uuid import uuid4
+
+from fastapi import APIRouter
+from fastapi.responses import Response
+
+from genserve.errors import InvalidRequest
+from genserve.server.error_responses import OPENAI_ERRORS, ErrorFormats, renamed
+from genserve.server.json_response import AnswerResponse
+from genserve.server.request_body import StrictRoute
+from genserve.server.routes.openai_chat_body import ChatBody
+from genserve.server.routes.openai_completions import CompletionBody
+from genserve.server.services import Services, SharedServices
+from genserve.textmodel.text_model import TextModel
+from genserve.version import __version__
+
+router = APIRouter(route_class=StrictRoute, tags=["Routers"])
+# Each has an older name, which older versions of sglang-router ask for.
+_MODEL_PATHS = ("/model_info", "/get_model_info")
+_SERVER_PATHS = ("/server_info", "/get_server_info")
+PATHS = (*_MODEL_PATHS, *_SERVER_PATHS, "/get_load")
+ERRORS: ErrorFormats = dict.fromkeys(PATHS, OPENAI_ERRORS)
+
+
+@router.post("/v1/chat/completions/render")
+async def render_chat(body: ChatBody, services: SharedServices) -> Response:
+    """Return the token ids of a chat's prompt, before any truncation, as vLLM's `GenerateRequest`."""
+    [rendered] = await _render(body, services, id_prefix="chatcmpl")
+    return AnswerResponse(rendered)
+
+
+@router.post("/v1/completions/render")
+async def render_completion(body: CompletionBody, services: SharedServices) -> Response:
+    """Return the token ids of each prompt, before any truncation, as vLLM's `GenerateRequest`."""
+    return AnswerResponse(await _render(body, services, id_prefix="cmpl"))
+
+
+@router.get("/model_info")
+@router.get("/get_model_info", include_in_schema=False)
+async def model_info(services: SharedServices) -> dict[str, Any]:
+    """Describe the text model, with SGLang's fields; nulls if there are several."""
+    model = _only_model(services)
+    return {
+        "model_path": model.name if model else None,
+        "tokenizer_path": None,     # a folder of this machine
+        "is_generation": True,
+        "preferred_sampling_params": dict(model.default_sampling_params) if model else None,
+        "model_type": None,
+        "architectures": None,
+    }
+
+
+@router.get("/server_info")
+@router.get("/get_server_info", include_in_schema=False)
+async def server_info(services: SharedServices) -> dict[str, Any]:
+    """Describe the server, with SGLang's fields; nulls if there are several text models."""
+    model = _only_model(services)
+    return {
+        "model_path": None,     # from which sglang-router would download a tokenizer
+        "served_model_name": model.name if model else None,
+        "version": __version__,
+        "tp_size": 1,
+        "dp_size": 1,
+        "context_length": model.max_length if model else None,
+        "max_running_requests": model.max_num_seqs if model else None,
+        "max_total_tokens": _cached_tokens(model) if model else None,
+    }
+
+
+@router.get("/get_load")
+async def load(services: SharedServices) -> list[dict[str, int]]:
+    """Return the load of each text model, with SGLang's fields; `num_tokens` are cached and waiting ones."""
+    return [_load(model, rank=rank) for rank, model in enumerate(services.repository.text_models)]
+
+
+async def _render(
+    body: ChatBody | CompletionBody, services: Services, *, id_prefix: str
+) -> list[dict[str, Any]]:
+    body.check()
+    model = services.repository.text_model(body.model_name)
+    try:
+        prompts = body.prompts()
+        future = model.run_soon(lambda: [model.encode(prompt) for prompt in prompts], compiles=False)
+        token_ids = await asyncio.wrap_future(future)
+    except InvalidRequest as error:
+        raise renamed(error, body.names()) from None
+    return [
+        {
+            "request_id": f"{id_prefix}-{uuid4().hex}",
+            "model": model.name,
+            "token_ids": list(ids),
+            "features": None,       # of images and audio
+            "stream": bool(body.stream),
+        }
+        for ids in token_ids
+    ]
+
+
+def _only_model(services: Services) -> TextModel | None:
+    """Return the only text model. A router that knows a worker's model rejects requests to others."""
+    models = services.repository.text_models
+    return models[0] if len(models) == 1 else None
+
+
+def _load(model: TextModel, *, rank: int) -> dict[str, int]:
+    engine = model.engine
+    running = engine.num_running
+    waiting = engine.num_preparing + max(0, engine.num_accepted - running)
+    return {
+        "dp_rank": rank,
+        "num_reqs": running + waiting,
+        "num_waiting_reqs": waiting,
+        "num_tokens": round(engine.cache_usage * _cached_tokens(model)) + engine.num_waiting_tokens,
+    }
+
+
+def _cached_tokens(model: TextModel) -> int:
+    """Return how many tokens fit into the KV cache."""
+    return model.logits.num_blocks * model.logits.block_size
