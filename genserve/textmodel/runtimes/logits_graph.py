@@ -86,7 +86,8 @@ class LogitsGraph:
         self._bind("attention_metadata", self._unknown)
 
     def bind_cache(self, cache: KVCache) -> None:
-        """Bind the buffers of its layers."""
+        """Bind the buffers of its layers, which it keeps."""
+        self._cache = cache
         for name in self.token_shapes:
             place = self._place(cache.buffers[name])
             self._binding.bind_input(name, *place)
