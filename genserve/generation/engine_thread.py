@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from genserve.completion import Delta
 from genserve.errors import SEE_LOG, Closed, GenserveError, ModelFailed, Overloaded
@@ -43,12 +43,21 @@ class EngineThread(RequestInbox):
     """
 
     def __init__(
-        self, engine: Engine, *, name: str, max_num_seqs: int, limits: QueueLimits, metrics: GenerationMetrics
+        self,
+        engine: Engine,
+        *,
+        name: str,
+        max_num_seqs: int,
+        limits: QueueLimits,
+        metrics: GenerationMetrics,
+        on_close: Callable[[], None] | None = None,
     ) -> None:
+        """Start the thread; `on_close` is called by `close` when it has ended."""
         admission = AdmissionControl(max_num_seqs=max_num_seqs, limits=limits, metrics=metrics)
         super().__init__(clock=engine.clock, admission=admission)
         self._engine = engine
         self._metrics = metrics
+        self._on_close = on_close
         self._states: dict[Request, RequestState] = {}          # of the sequences in the engine
         self._unanswered: dict[Request, LogitsRequest] = {}
         self._decode_s = 0.0                # of the last step that only decoded
@@ -106,6 +115,8 @@ class EngineThread(RequestInbox):
             self._closing = True
             self._changed.notify()
         self._thread.join()
+        if self._on_close:
+            self._on_close()
 
     @property
     def _busy(self) -> bool:

@@ -48,6 +48,9 @@ class LoadedLogits(LogitsModel, Protocol):
     def metadata(self) -> Mapping[str, str]:
         """The metadata that its export wrote into the file: `genserve.precision` and others."""
 
+    def close(self) -> None:
+        """End its threads, if it has any; no forward follows."""
+
 
 def load_logits(
     config: ModelConfig, folder: Path, *, placements: Sequence[Placement] = (ON_CPU,)

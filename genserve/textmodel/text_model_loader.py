@@ -191,6 +191,7 @@ def _start(
         max_num_seqs=logits.max_num_seqs,
         limits=limits(logits.num_blocks * logits.block_size),
         metrics=metrics,
+        on_close=logits.close,
     )
 
 

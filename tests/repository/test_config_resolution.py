@@ -91,6 +91,25 @@ def test_a_float16_cache_goes_to_the_gpu_that_the_config_names(stage, machine, g
     assert (group.kind, group.gpus[0]) == ("KIND_GPU", device)
 
 
+@pytest.mark.parametrize(
+    ("groups", "num_stages", "devices"),
+    [
+        ("instance_group { kind: KIND_GPU gpus: [ 1, 0 ] }", 1, [1]),
+        ("instance_group { kind: KIND_GPU gpus: [ 1, 0 ] }", 2, [1, 0]),
+        ("instance_group { kind: KIND_GPU gpus: 2 } instance_group { kind: KIND_GPU gpus: 0 }", 2, [2, 0]),
+        ("", 2, [0, 1]),
+        ("instance_group { kind: KIND_GPU gpus: [ 1 ] }", 2, [1]),
+        ("instance_group { kind: KIND_CPU }", 2, [0]),
+    ],
+)
+def test_a_pipeline_goes_to_the_devices_that_the_config_names(stage, machine, groups, num_stages, devices):
+    machine(gpus=3, providers=CUDA, cuda=True)
+    stages = f'parameters {{ key: "pipeline_stages" value {{ string_value: "{num_stages}" }} }}'
+    entry = stage(f"{groups}\n{stages}", fp16=True)
+    config = resolve_model(entry, {entry.name: entry}, options=RepositoryOptions()).config
+    assert [placement.device_id for placement in logits_runtime.engine_placements(config)] == devices
+
+
 def test_a_torchscript_cache_goes_to_the_gpu_in_any_precision(stage, machine):
     machine(gpus=1, cuda=True)
     assert placed(stage(backend="pytorch"), strict_placement=True).kind == "KIND_GPU"

@@ -13,12 +13,15 @@ from typing import Any
 import httpx2
 import pytest
 
+from genserve.backends.backend import Placement
 from genserve.errors import RepositoryError
 from genserve.export import SilentProgress, export_model
 from genserve.repository.index import scan
 from genserve.repository.model_validation import repository_diagnostics
+from genserve.textmodel import logits_runtime
 from genserve.textmodel.logits_config import is_logits_stage
 from genserve.textmodel.logits_runtime import load_logits
+from genserve.textmodel.runtimes.kv_cache_memory import HostMemory
 from tests.backends.inferences import config_of
 from tests.support.live_server import LiveServer
 from tests.support.stage_chains import WHOLE_CONFIG, add_chain, whole_torchscript
@@ -34,6 +37,7 @@ def root(tiny_repository: Path, tiny_checkpoint: Path, tmp_path_factory: pytest.
     version = add_chain(tiny_repository, root, name="whole", logits_config=WHOLE_CONFIG, **names)
     whole_torchscript(version / "model.pt", tiny_checkpoint)
     exported(tiny_checkpoint, root, name="scripted", file_format="torchscript")
+    exported(tiny_checkpoint, root, name="staged", precision="fp32", pipeline_stages=2)
     return root
 
 
@@ -51,7 +55,7 @@ def test_all_kinds_of_logits_stages_pass_check(root: Path) -> None:
     assert set(repository_diagnostics([root]).values()) == {()}
 
 
-@pytest.mark.parametrize("kind", ["whole", "scripted"])
+@pytest.mark.parametrize("kind", ["whole", "scripted", "staged"])
 def test_every_kind_of_logits_stage_gives_the_same_text(server: LiveServer, kind: str) -> None:
     messages = [{"role": "user", "content": "hello world, how are you"}]
     body = {"messages": messages, "max_tokens": 12, "temperature": 0}
@@ -138,6 +142,24 @@ def test_a_stage_with_other_tensors_is_rejected_before_its_file_is_read(tmp_path
     config = config_of(f"backend: 'onnxruntime' {inputs} {output}")
     with pytest.raises(RepositoryError, match="is not a logits stage: its inputs are a, b, c"):
         load_logits(config, tmp_path)
+
+
+@pytest.mark.parametrize(("num_devices", "expected"), [(1, "aa"), (2, "ab")])
+def test_the_stages_of_a_pipeline_are_spread_over_the_devices(
+    root: Path, monkeypatch: pytest.MonkeyPatch, num_devices: int, expected: str
+) -> None:
+    devices: list[str] = []
+
+    def memory(placement: Placement) -> HostMemory:
+        devices.append(placement.name)
+        return HostMemory()
+
+    monkeypatch.setattr(logits_runtime, "_memory", memory)
+    config = scan([root])["staged_logits"].config
+    assert config is not None
+    placements = [Placement(name=name, kind="CPU") for name in "ab"[:num_devices]]
+    load_logits(config, root / "staged_logits" / "1", placements=placements)
+    assert "".join(devices) == expected
 
 
 def generated_ids(url: str, prompt: str) -> list[int]:

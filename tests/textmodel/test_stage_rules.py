@@ -90,6 +90,34 @@ def test_a_field_without_effect_in_the_engine_is_named(models, stage, config, fi
     assert all(f"in a {role}: " in line for line in reported(models, stage))
 
 
+STAGES = 'parameters [ { key: "pipeline_stages" value { string_value: "2" } } ]'
+
+
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        ("instance_group { kind: KIND_AUTO gpus: [ 0, 1 ] }", ""),
+        ("instance_group { } instance_group { }", ""),
+        ("instance_group { kind: KIND_AUTO gpus: [ 0, 1, 4 ] }", "warning: GPU 4 is ignored in a logits"),
+        ("instance_group { } instance_group { } instance_group { }", "warning: instance group 3 is ignored"),
+        ("instance_group { kind: KIND_CPU } instance_group { kind: KIND_GPU }",
+         "error: the stages of a pipeline run on devices of one kind: KIND_CPU or KIND_GPU"),
+    ],
+)  # fmt: skip
+def test_the_devices_of_a_pipeline_are_one_for_each_stage(models, config, found):
+    add(models, "tiny_logits", f"{STAGES}\n{config}")
+    others = ("on the CPU", "model.stage2.onnx is missing")     # of this machine, and of a model in one graph
+    lines = [line for line in reported(models, "tiny_logits") if not any(map(line.__contains__, others))]
+    assert [line[: len(found)] for line in lines] == ([found] if found else [])
+
+
+def test_only_exported_onnx_graphs_are_pipelines(models):
+    change(models, "tiny_logits", "onnxruntime", "pytorch")
+    (models / "tiny_logits" / "1" / "model.onnx").rename(models / "tiny_logits" / "1" / "model.pt")
+    add(models, "tiny_logits", STAGES)
+    assert any("'pipeline_stages' is for ONNX graphs" in line for line in reported(models, "tiny_logits"))
+
+
 @pytest.mark.parametrize(
     ("new", "field"),
     [

@@ -177,6 +177,9 @@ class CachedLogits:
         """See `LogitsModel.copy_blocks`."""
         self.cache.copy_blocks(pairs)
 
+    def close(self) -> None:
+        """Do nothing: most runtimes have no threads."""
+
 
 def resolve_max_length(max_sequence_length: int | None, *, context_length: int, path: Path) -> int:
     """Return the maximum tokens of a sequence: the configured length, or the graph's context length.

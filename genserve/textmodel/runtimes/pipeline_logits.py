@@ -58,8 +58,8 @@ def num_micro_batches(costs: Sequence[StageCost], num_tokens: int) -> int:
 class PipelineLogits(CachedLogits):
     """A pipeline of logits graphs; implements `generation.LogitsModel`. Used by one thread.
 
-    Each stage but the last has a thread, which ends with the last reference to the pipeline; the last stage
-    runs on the thread of the caller. ONNX Runtime does not hold the interpreter's lock while it runs a graph.
+    Each stage but the last has a thread, until `close` or the last reference to the pipeline is gone; the
+    last stage runs on the thread of the caller. ONNX Runtime does not hold the interpreter's lock in a run.
 
     Attributes:
         metadata: of the first graph, by its exporter.
@@ -147,6 +147,11 @@ class PipelineLogits(CachedLogits):
             self._run_overlapped([tokens_of(batch, start, end) for start, end in pairwise(ends)])
         logits: LogitsArray = self._logits[:num_rows]
         return logits
+
+    def close(self) -> None:
+        """End the threads of the stages; no forward follows."""
+        for worker in self._workers:
+            worker.shutdown()
 
     def _num_micro_batches(self, num_tokens: int) -> int:
         if self._max_micro_batch is not None:

@@ -85,6 +85,9 @@ class UncachedLogits:
         for source, target in pairs:
             self._token_ids[target] = self._token_ids[source]
 
+    def close(self) -> None:
+        """Do nothing: it has no threads."""
+
     def _whole(self, batch: ForwardBatch) -> tuple[TokenArray, NDArray[Any]]:
         """Return all ids of the sequences of a batch [B, longest], and their lengths [B]."""
         lengths = batch.num_computed_tokens + np.diff(batch.query_start_loc)

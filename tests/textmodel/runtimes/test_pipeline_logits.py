@@ -189,14 +189,18 @@ def test_an_error_of_a_stage_ends_the_sequences_of_the_step(staged):
     assert after.num_new_tokens == 4
 
 
-def test_the_threads_end_with_the_model(folder):
-    before = set(threading.enumerate())
-    model = pipeline(folder, max_micro_batch=2)
-    logits_of(model, random_ids(9))
-    [worker] = set(threading.enumerate()) - before
-    del model
-    worker.join(timeout=60)
-    assert not worker.is_alive()
+def test_the_threads_end_when_the_model_is_closed_or_dropped(folder):
+    for is_closed in (True, False):
+        before = set(threading.enumerate())
+        model = pipeline(folder, max_micro_batch=2)
+        logits_of(model, random_ids(9))
+        [worker] = set(threading.enumerate()) - before
+        if is_closed:
+            model.close()
+        else:
+            del model
+            worker.join(timeout=60)
+        assert not worker.is_alive()
 
 
 def test_a_stage_that_costs_nothing_per_token_gets_one_batch():
