@@ -20,7 +20,7 @@ from genserve.backends.onnx_session import num_cores
 from genserve.bench.datasets import random_prompts
 from genserve.repository.index import scan
 
-__all__ = ["PEERS", "Measured", "Target", "Work", "bare_loop", "genserve"]
+__all__ = ["PEERS", "Measured", "Target", "Work", "bare_loop", "genserve", "server_at"]
 
 # Raw measurements: elapsed_s, prompt_tokens and new_tokens per answer, first_text_s per request, gaps_s
 # between texts.
@@ -138,6 +138,11 @@ def genserve(
     """`genserve serve` over HTTP."""
     with genserve_server(repository, flags=flags) as server:
         yield _Server(server.http, model=model, backend=backend, extra={})
+
+
+def server_at(port: int, *, model: str) -> Target:
+    """A server that runs already and speaks OpenAI's completions."""
+    return _Server(port, model=model, backend="openai", extra={})
 
 
 def bare_loop(repository: Path, *, model: str) -> Target:

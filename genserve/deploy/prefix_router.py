@@ -51,7 +51,7 @@ class PrefixRouter(Generic[ReplicaId]):
         *,
         num_blocks: int,
         new_weight: float = 2.0,
-        decode_tokens: float = 32.0,
+        decode_tokens: float = 64.0,
         blocked_weight: float = 4.0,
     ) -> None:
         """Start with no replica known.

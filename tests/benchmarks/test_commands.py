@@ -176,3 +176,20 @@ def test_the_answers_of_the_first_minute_are_counted_and_written(
     assert {(row["answers"], row["loops"], row["most tokens"]) for row in report} == {("4", "0.0%", "4")}
     assert "| genserve chat, later |" in printed
     assert (tmp_path / "texts.md").read_text().count("## Tell me more about that. (seed 1,") == 2 * 3
+
+
+def test_routing_is_compared_on_one_trace(tmp_path: Path) -> None:
+    printed, report = run(
+        "routing.py",
+        *("--replicas=2", "--sessions=4", "--sessions-per-s=50", "--turns=2", "--system-prompts=2"),
+        *("--system-tokens=32", "--user-tokens=8", "--answer-tokens=4", "--pause-s=0.02", "--rounds=1"),
+        f"--plot={tmp_path / 'routing.svg'}",
+        report=tmp_path / "report.json",
+    )
+    assert list(report["rounds"]) == ["round robin", "power of two choices", "prefix-aware"]
+    [[first], *others] = report["rounds"].values()
+    assert first["requests"] == report["trace"]["turns"] == 8
+    assert all(figures["prompt_tokens"] == first["prompt_tokens"] for [figures] in others)
+    assert all(0 < figures["cached_share"] < 1 for [figures] in report["rounds"].values())
+    assert "| prefix-aware " in printed
+    assert (tmp_path / "routing.svg").read_text().count("</svg>") == 1
