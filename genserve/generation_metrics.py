@@ -69,8 +69,9 @@ class HistogramCollector(Collector):
 class Metrics:
     """The metrics of one server, in their own registry."""
 
-    def __init__(self) -> None:
-        self.registry = CollectorRegistry()
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        """Register them in `registry`; None: a new one."""
+        self.registry = registry or CollectorRegistry()
         self._lock = threading.Lock()
         self._collectors: dict[object, Collector] = {}
         self._add_counters()

@@ -26,6 +26,21 @@ class Histogram:
             self._counts[bucket] += count
             self._sum += value * count
 
+    def __getstate__(self) -> tuple[tuple[float, ...], list[int], float]:
+        """Return a copy of the counts, for another process."""
+        with self._lock:
+            return self._bounds, self._counts.copy(), self._sum
+
+    def __setstate__(self, state: tuple[tuple[float, ...], list[int], float]) -> None:
+        self._bounds, self._counts, self._sum = state
+        self._lock = threading.Lock()
+
+    def add(self, other: Histogram) -> None:
+        """Add the counts of another histogram with the same bounds."""
+        with self._lock:
+            self._counts = [ours + theirs for ours, theirs in zip(self._counts, other._counts, strict=True)]
+            self._sum += other._sum
+
     def read(self) -> tuple[list[tuple[float, int]], float]:
         """Return (bound, count of values up to it) for each bound and infinity, and the sum of all values."""
         with self._lock:

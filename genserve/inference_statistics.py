@@ -81,6 +81,33 @@ class ModelStatistics(BatchStatistics):
         self.first_response: Histogram | None = None
         self.failures: dict[FailureReason, int] = dict.fromkeys(FailureReason, 0)
 
+    def __getstate__(self) -> dict[str, object]:
+        """Return a copy of the counts, for another process."""
+        with self._lock:
+            state = {name: value for name, value in vars(self).items() if name != "_lock"}
+            return state | {"batches": self.batches.copy(), "failures": self.failures.copy()}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state, _lock=threading.Lock())
+
+    def add(self, other: ModelStatistics) -> None:
+        """Add the counts of another replica of the version; both have the same histogram, or none."""
+        with self._lock:
+            self.inference_count += other.inference_count
+            self.execution_count += other.execution_count
+            self.last_inference_ms = max(self.last_inference_ms, other.last_inference_ms)
+            for name in ("compute_infer", "success", "fail", "queue", "cache_hit", "cache_miss"):
+                counted: DurationStat = getattr(other, name)
+                getattr(self, name).add(counted.ns, count=counted.count)
+            for size, batch in other.batches.items():
+                self.batches[size].compute_infer.add(
+                    batch.compute_infer.ns, count=batch.compute_infer.count
+                )
+            for reason, count in other.failures.items():
+                self.failures[reason] += count
+            if self.first_response is not None and other.first_response is not None:
+                self.first_response.add(other.first_response)
+
     def executed(self, batch: Sequence[Inference], *, started_ns: int, ended_ns: int) -> None:
         """Count an execution, whether its requests have ended or not."""
         size = batch[0].batch_size if len(batch) == 1 else sum(one.batch_size for one in batch)

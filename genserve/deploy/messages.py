@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 from genserve.completion import Delta
 from genserve.inference import InferenceRequest, InferenceResponse
@@ -16,6 +16,9 @@ from genserve.sampling.sampling_params import SamplingParams
 
 # A response, or None, and whether it is the last; see `OnResponse`.
 InferenceItem: TypeAlias = tuple[InferenceResponse | None, bool]
+
+# The methods of `ModelReplica` that all replicas are asked.
+Broadcast: TypeAlias = Literal["digest", "describe", "report"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +65,9 @@ class ReplicaSet(Protocol):
             Overloaded: its queue is full.
             GenserveError: whatever the replica raised.
         """
+
+    async def broadcast(self, method: Broadcast) -> list[Any]:
+        """Return what a method of `ModelReplica` returns at each living replica, in no order."""
 
     def infer(self, request: InferenceRequest) -> AsyncIterator[InferenceItem]:
         """Yield the responses to a request; the last item is the final one.

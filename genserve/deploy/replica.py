@@ -10,14 +10,23 @@ from functools import partial
 from pathlib import Path
 
 from genserve.completion import Delta
+from genserve.deploy.description import (
+    ReplicaReport,
+    VersionDescription,
+    VersionReport,
+    describe,
+    digest,
+)
 from genserve.deploy.messages import GenerationCall, InferenceItem
 from genserve.deploy.replica_load import ReplicaLoad
 from genserve.errors import Closed
 from genserve.generation.delta_streams import AsyncDeltaStream, EventLoopSink
 from genserve.generation.engine_request import TokenSequence
+from genserve.generation.engine_thread import EngineThread
 from genserve.generation.request_inbox import Reservation
 from genserve.generation_metrics import Metrics
 from genserve.inference import InferenceRequest
+from genserve.repository.model_versions import ModelState
 from genserve.repository.options import RepositoryOptions
 from genserve.repository.repository import Repository
 from genserve.server.running_inference import ResponseDispatcher, RunningInference
@@ -62,12 +71,23 @@ class ModelReplica:
         self._sink: EventLoopSink | None = None
         self._dispatcher: ResponseDispatcher | None = None
         try:
-            self.repository.start([name, *needed])
+            self.repository.start([name, *self._stages(), *needed])
             for error in self.repository.errors.values():
                 raise error
+            self._versions = describe(self.repository)
         except BaseException:
             self.repository.close()
             raise
+
+    def _stages(self) -> list[str]:
+        """The names of the stages of a text model, of which the tokenizer is a model of its own too."""
+        stages = self.repository.text_stages(self.name) or {}
+        return [stage.name for stage in stages.values()]
+
+    @property
+    def ready(self) -> bool:
+        """Whether it accepts calls and goes on with them."""
+        return not self._draining and self.repository.state is ModelState.READY
 
     async def generate(self, call: GenerationCall) -> AsyncIterator[Sequence[Delta]]:
         """Yield the deltas of a call; see `ReplicaSet.generate`. Closing it cancels the call."""
@@ -113,6 +133,7 @@ class ModelReplica:
         if models:
             [model] = models
             engine, logits = model.engine, model.logits
+            assert isinstance(engine, EngineThread)
             running = engine.num_running
             return ReplicaLoad(
                 running=running,
@@ -125,6 +146,26 @@ class ModelReplica:
         waiting = sum(served.num_waiting for served in self.repository.served)
         pending = sum(served.num_pending for served in self.repository.served)
         return ReplicaLoad(running=max(0, pending - waiting), waiting=waiting)
+
+    async def digest(self) -> str:
+        """Return a value that is the same for all replicas that serve the same."""
+        return digest(self._versions)
+
+    async def describe(self) -> list[VersionDescription]:
+        """Return what it serves."""
+        return self._versions
+
+    async def report(self) -> ReplicaReport:
+        """Return what it has done so far."""
+        return ReplicaReport(
+            versions={
+                (served.name, served.version): VersionReport(
+                    statistics=served.statistics, num_waiting=served.num_waiting
+                )
+                for served in self.repository.served
+            },
+            metrics=list(self.metrics.registry.collect()),
+        )
 
     async def drain(self, *, timeout_s: float) -> None:
         """Reject new calls, and wait until the running ones have ended, at most `timeout_s`."""

@@ -15,7 +15,8 @@ from typing import Self
 from genserve.completion import Delta
 from genserve.errors import GenserveError
 from genserve.generation.engine_request import TokenSequence
-from genserve.generation.request_inbox import RequestInbox, RequestOutput, Reservation
+from genserve.generation.request_inbox import RequestOutput, Reservation
+from genserve.generation.text_engine import TextEngine
 from genserve.wakeup import EventLoopQueue
 
 
@@ -25,7 +26,7 @@ class DeltaStream:
     Close it, or use it as a context manager: a request whose stream is abandoned keeps its blocks.
     """
 
-    def __init__(self, engine: RequestInbox, sequence: TokenSequence) -> None:
+    def __init__(self, engine: TextEngine, sequence: TokenSequence) -> None:
         """Submit the sequence; raises the errors of `RequestInbox.submit`."""
         self._engine = engine
         self._sequence = sequence
@@ -73,7 +74,7 @@ class EventLoopSink:
         self._queue = EventLoopQueue(event_loop, self._dispatch)
 
     def open(
-        self, engine: RequestInbox, *sequences: TokenSequence, reservation: Reservation | None = None
+        self, engine: TextEngine, *sequences: TokenSequence, reservation: Reservation | None = None
     ) -> AsyncDeltaStream:
         """Submit the choices of a request and return their stream; see `RequestInbox.submit`."""
         engine.submit(*sequences, sink=self, reservation=reservation)
@@ -106,7 +107,7 @@ class AsyncDeltaStream:
     """
 
     def __init__(
-        self, engine: RequestInbox, sequences: Sequence[TokenSequence], *, sink: EventLoopSink
+        self, engine: TextEngine, sequences: Sequence[TokenSequence], *, sink: EventLoopSink
     ) -> None:
         self._engine = engine
         self._sink = sink

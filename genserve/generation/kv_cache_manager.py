@@ -18,6 +18,13 @@ from genserve.generation.engine_request import Request
 from genserve.generation.prefix_cache import PrefixCache, block_key, root_key
 
 
+def max_tokens_per_sequence(
+    num_sequences: int, *, num_blocks: int, block_size: int, max_length: int
+) -> int:
+    """Return up to which length `num_sequences` sequences always fit into `num_blocks` blocks together."""
+    return min(max_length, num_blocks // num_sequences * block_size)
+
+
 class BlockTable:
     """The blocks of one request.
 
@@ -166,7 +173,12 @@ class KVCacheManager:
 
     def max_tokens_per_sequence(self, num_sequences: int, *, max_length: int) -> int:
         """Return up to which length `num_sequences` sequences always fit into the cache together."""
-        return min(max_length, len(self._ref_counts) // num_sequences * self.block_size)
+        return max_tokens_per_sequence(
+            num_sequences,
+            num_blocks=len(self._ref_counts),
+            block_size=self.block_size,
+            max_length=max_length,
+        )
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the blocks are in a state that must not occur; for tests."""

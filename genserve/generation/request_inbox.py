@@ -54,6 +54,16 @@ class Arrivals:
     cancelled: set[Request] = field(default_factory=set)
 
 
+class ReservationKeeper(Protocol):
+    """Keeps the places of reservations."""
+
+    def check_reserved(self, reservation: Reservation) -> None:
+        """See `Reservation.check`."""
+
+    def release(self, reservation: Reservation) -> None:
+        """See `Reservation.release`."""
+
+
 class Reservation:
     """Places that `RequestInbox.reserve` keeps for a request while its prompts are prepared.
 
@@ -67,7 +77,7 @@ class Reservation:
     """
 
     def __init__(
-        self, inbox: RequestInbox, count: int, *, priority: int, arrived_s: float, queued: bool
+        self, inbox: ReservationKeeper, count: int, *, priority: int, arrived_s: float, queued: bool
     ) -> None:
         self.count = count
         self.priority = priority

@@ -154,6 +154,10 @@ class ModelLifecycle:
                     self._unload(step)
         self._follow_steps()
 
+    def serve(self, name: str, fresh: Iterable[ModelVersion]) -> None:
+        """Serve these versions of a model in place of the old ones, which finish what they have accepted."""
+        self._unloader.unload(self._table.put(name, fresh), timeout_s=self._options.exit_timeout_s)
+
     def note_folders(self) -> None:
         """Record the fingerprints of all folders, which `follow_folders` compares."""
         for name, entry in self.entries.items():
@@ -295,8 +299,7 @@ class ModelLifecycle:
         _return_free_memory()
         names = {served.name for served in fresh}
         for name in {entry.name, *model.stages} | names:
-            old = self._table.put(name, [served for served in fresh if served.name == name])
-            self._unloader.unload(old, timeout_s=self._options.exit_timeout_s)
+            self.serve(name, [served for served in fresh if served.name == name])
         model.stages = frozenset(names - {entry.name})
         _log_loaded(entry.name, fresh, seconds=time.monotonic() - started_s)
         model.override = None

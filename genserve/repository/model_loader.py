@@ -14,6 +14,7 @@ from genserve.backends.warmup import run_warmups, warmup_batches
 from genserve.config.model_config import EnsembleStep, InstanceGroup, ModelConfig
 from genserve.config.supported_fields import Role
 from genserve.errors import RepositoryError
+from genserve.generation.engine_thread import EngineThread
 from genserve.generation_metrics import Metrics
 from genserve.inference import InferenceServer
 from genserve.inference_statistics import ModelStatistics
@@ -152,6 +153,7 @@ class ModelLoader:
             defaults=self.options.default_sampling_params,
         )
         engine, of_text, of_logits = text_model.engine, ModelStatistics(), ModelStatistics()
+        assert isinstance(engine, EngineThread)
         of_stage = LogitsInference(
             engine, logits.config, logits=text_model.logits, statistics=of_logits, owns_engine=False
         )

@@ -26,7 +26,7 @@ from genserve.repository.model_loader import ModelLoader
 from genserve.repository.model_versions import IndexEntry, ModelState, ModelTable, ModelVersion
 from genserve.repository.options import ControlMode, RepositoryOptions
 from genserve.repository.response_cache import ResponseCache
-from genserve.repository.text_stages import stage_owners
+from genserve.repository.text_stages import TextStages, stage_owners
 from genserve.schedulers.rate_limiter import RateLimiter
 from genserve.textmodel.text_model import TextModel
 
@@ -170,6 +170,10 @@ class Repository:
                 field="model",
             )
         return names[0]
+
+    def text_stages(self, name: str) -> TextStages | None:
+        """Return the stages of a text model, by role; None: the model is not one."""
+        return self._lifecycle.text_models.get(name)
 
     # InferenceServer.
 

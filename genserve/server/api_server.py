@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Self
 import uvicorn
 
 from genserve.errors import GenserveError, RepositoryError
+from genserve.generation.engine_thread import EngineThread
 from genserve.generation_metrics import Metrics
 from genserve.repository.repository import Repository
 from genserve.server.access_control import AccessControl, address_of, require_safe_addresses
@@ -40,7 +41,6 @@ from genserve.settings import ServerSettings
 from genserve.store import described, repository_flag
 
 if TYPE_CHECKING:
-    from genserve.generation.engine_thread import EngineThread
     from genserve.server.grpc.grpc_server import GrpcServer
 
 
@@ -280,7 +280,8 @@ class Server(uvicorn.Server):
             self._watching = tuple(asyncio.create_task(watch.run()) for watch in watches)
 
     def _engines(self) -> list[tuple[str, EngineThread]]:
-        return [(model.name, model.engine) for model in self.services.repository.text_models]
+        engines = [(model.name, model.engine) for model in self.services.repository.text_models]
+        return [(name, engine) for name, engine in engines if isinstance(engine, EngineThread)]
 
     @property
     def _scheme(self) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Lifespan, Message, Receive, Scope, Send
 
 from genserve.errors import GenserveError
 from genserve.log import CURRENT_REQUEST
@@ -52,13 +52,14 @@ _METADATA_PATHS = (
 _CONTROL_PATHS = ("/api/push", "/api/create", "/api/copy", "/api/delete", "/api/blobs/")
 
 
-def create_app(services: Services) -> FastAPI:
-    """Return the application over `services`; the caller loads and closes the repository."""
+def create_app(services: Services, *, lifespan: Lifespan[FastAPI] | None = None) -> FastAPI:
+    """Return the application over `services`; the caller or `lifespan` loads and closes the repository."""
     errors = ErrorResponses({path: form for dialect in _DIALECTS for path, form in dialect.ERRORS.items()})
     app = _App(
         services,
         errors,
         title="genserve",
+        lifespan=lifespan,
         version=__version__,
         description="Text generation from a model repository in Triton's format.",
         docs_url=None,  # FastAPI's own pages load their scripts from the internet

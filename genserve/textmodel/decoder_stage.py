@@ -14,8 +14,8 @@ from genserve.backends.python.model_context import CONTEXT_GLOBAL, ModelContext
 from genserve.backends.python.model_package import ModelPackage
 from genserve.errors import InferenceError, RepositoryError, Status
 from genserve.generation.engine_request import TokenSequence
-from genserve.generation.engine_thread import EngineThread
 from genserve.generation.output_processor import DecodeFunction
+from genserve.generation.text_engine import TextEngine
 from genserve.inference import Inference
 from genserve.text.tool_formats import ToolFormat
 from genserve.textmodel.decoder_plugins import Plugins, plugins_of
@@ -26,7 +26,7 @@ class DecoderInference:
 
     num_waiting = 0
 
-    def __init__(self, engine: EngineThread, *, text_model: str) -> None:
+    def __init__(self, engine: TextEngine, *, text_model: str) -> None:
         """Reject, naming the text model to ask instead."""
         self._engine = engine
         self._text_model = text_model

@@ -10,8 +10,6 @@ from typing import Any
 from genserve.errors import ContextLengthExceeded, InvalidRequest, ModelFailed
 from genserve.generation.beam_search import BeamSearch
 from genserve.generation.engine_request import TokenSequence
-from genserve.generation.engine_thread import EngineThread
-from genserve.generation.logits_model import LogitsModel
 from genserve.generation.resumption import (
     RepeatedSequence,
     ReplayedSequence,
@@ -19,6 +17,7 @@ from genserve.generation.resumption import (
     can_replay,
 )
 from genserve.generation.sequence_plugins import LogitsProcessor, PluginContext, ThinkingBudget
+from genserve.generation.text_engine import TextEngine
 from genserve.prompt import Chat, Prompt
 from genserve.sampling.grammar_bitmask import StructuredOutputGrammar
 from genserve.sampling.logits_processors import DryBreakers, TokenizedParams
@@ -33,6 +32,7 @@ from genserve.text.stop_regex import StopRegex
 from genserve.text.stop_strings import StopChecker, StopFinder, StopStrings
 from genserve.text.tokenizer import Spellings, Tokenizer, TooManyTokens
 from genserve.textmodel.decoder_plugins import Plugins
+from genserve.textmodel.logits_runtime import LogitsFigures
 from genserve.textmodel.tool_calling import ToolCalling
 
 
@@ -123,11 +123,11 @@ class InputProcessor:
         *,
         name: str,
         tokenizer: Tokenizer,
-        engine: EngineThread,
+        engine: TextEngine,
         plugins: Plugins,
         only_samples: bool,
         tools: ToolCalling,
-        logits: LogitsModel,
+        logits: LogitsFigures,
         default_sampling_params: Mapping[str, Any],
     ) -> None:
         """Process the requests of the model `name`, whose decoding loop `only_samples` or is another."""

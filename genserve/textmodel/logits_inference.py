@@ -14,12 +14,12 @@ from genserve.config.model_config import ModelConfig
 from genserve.errors import Closed, GenserveError, InvalidRequest
 from genserve.generation.engine_request import LogitsRequest
 from genserve.generation.engine_thread import EngineThread
-from genserve.generation.logits_model import LogitsModel
 from genserve.inference import Inference, InferenceResponse
 from genserve.inference_statistics import ModelStatistics
 from genserve.sampling.logits_array import LogitsArray
 from genserve.tensor import DataType, Tensor
 from genserve.textmodel.logits_config import LogitsNames
+from genserve.textmodel.logits_runtime import LogitsFigures
 
 
 class LogitsInference:
@@ -35,7 +35,7 @@ class LogitsInference:
         engine: EngineThread,
         config: ModelConfig,
         *,
-        logits: LogitsModel,
+        logits: LogitsFigures,
         statistics: ModelStatistics,
         owns_engine: bool,
     ) -> None:

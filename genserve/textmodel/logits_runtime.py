@@ -37,8 +37,28 @@ logger = logging.getLogger(__name__)
 ON_CPU = Placement(name="cpu", kind="CPU")
 
 
-class LoadedLogits(LogitsModel, Protocol):
-    """A logits model with the figures that are shown to users."""
+class LogitsFigures(Protocol):
+    """The figures of a logits model that validate requests, or are shown to users."""
+
+    @property
+    def max_num_seqs(self) -> int:
+        """The most sequences in one forward."""
+
+    @property
+    def max_length(self) -> int:
+        """The most tokens of one sequence, prompt and answer together."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Length of a row of logits."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block of the KV cache."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the KV cache."""
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -50,6 +70,10 @@ class LoadedLogits(LogitsModel, Protocol):
 
     def close(self) -> None:
         """End its threads, if it has any; no forward follows."""
+
+
+class LoadedLogits(LogitsModel, LogitsFigures, Protocol):
+    """A logits model with its figures."""
 
 
 def load_logits(

@@ -14,8 +14,8 @@ from genserve.completion import Delta, FinishReason
 from genserve.config.model_config import ModelConfig
 from genserve.errors import Closed, GenserveError, InferenceError, InvalidRequest, Status
 from genserve.generation.engine_request import TokenSequence
-from genserve.generation.engine_thread import EngineThread
 from genserve.generation.request_inbox import RequestOutput, Reservation
+from genserve.generation.text_engine import TextEngine
 from genserve.inference import Inference, InferenceResponse, Parameter
 from genserve.inference_statistics import ModelStatistics
 from genserve.log import CURRENT_REQUEST
@@ -143,7 +143,7 @@ class _Answer:
         inference: Inference,
         sequences: Sequence[TokenSequence],
         *,
-        engine: EngineThread,
+        engine: TextEngine,
         output: str,
         streaming: bool,
     ) -> None:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from genserve.errors import Closed, InvalidRequest
 from genserve.generation.engine_request import TokenSequence
-from genserve.generation.engine_thread import EngineThread
+from genserve.generation.text_engine import TextEngine
 from genserve.prompt import Chat, Prompt
 from genserve.sampling.sampling_params import SamplingParams
 from genserve.text.message_parser import MessageParser
@@ -18,7 +18,7 @@ from genserve.text.tokenizer import Tokenizer
 from genserve.text.tool_formats import ToolFormat
 from genserve.textmodel.decoder_plugins import Plugins
 from genserve.textmodel.input_processor import InputProcessor
-from genserve.textmodel.logits_runtime import LoadedLogits
+from genserve.textmodel.logits_runtime import LogitsFigures
 from genserve.textmodel.tool_calling import ToolCalling
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ class TextModel:
         tokenizer: its tokenizer stage.
         engine: runs its logits and decoder stages.
         plugins: of its decoder stage.
-        logits: the model that the engine runs.
+        logits: figures of the model that the engine runs.
         max_length: maximum tokens of prompt and answer together.
         max_num_seqs: sequences that run concurrently; more wait.
         kv_cache_bytes: largest size of the KV cache.
@@ -56,11 +56,11 @@ class TextModel:
         *,
         name: str,
         tokenizer: Tokenizer,
-        engine: EngineThread,
+        engine: TextEngine,
         plugins: Plugins,
         only_samples: bool,
         tool_format: ToolFormat | None,
-        logits: LoadedLogits,
+        logits: LogitsFigures,
         default_sampling_params: Mapping[str, Any],
         loaded_s: float,
         weights_bytes: int,

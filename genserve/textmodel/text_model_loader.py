@@ -78,7 +78,7 @@ def load_text_model(
         engine=engine,
         plugins=decoding.plugins,
         only_samples=decoding.only_samples,
-        tool_format=decoding.tool_format or _named_tool_format(decoder.config),
+        tool_format=decoding.tool_format or named_tool_format(decoder.config),
         logits=logits,
         default_sampling_params=default_sampling_params,
         loaded_s=time.time(),
@@ -116,7 +116,7 @@ def looks_up_prompts(config: ModelConfig) -> bool:
     return config.backend == "onnxruntime" and in_place and engine_placements(config)[0].kind != "GPU"
 
 
-def _named_tool_format(config: ModelConfig) -> ToolFormat | None:
+def named_tool_format(config: ModelConfig) -> ToolFormat | None:
     """Return the format of tool calls that the config of a decoder stage names; None: it names none."""
     name = config.parameters.get("tool_format")
     if name is None:

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
+from typing import cast
 
 from genserve.backends.onnx_session import num_cores
 from genserve.generation.engine_request import TokenSequence
@@ -21,6 +22,7 @@ from genserve.repository.repository import Repository
 from genserve.repository.text_stages import text_models
 from genserve.sampling.sampling_params import SamplingParams
 from genserve.textmodel.decoder_stage import load_decoding
+from genserve.textmodel.logits_runtime import LoadedLogits
 from genserve.textmodel.text_model import TextModel
 from genserve.tuning.measured_steps import EngineLimits, MeasuredEngine, MeasuredStep, ServingCost, StepSize
 
@@ -63,7 +65,7 @@ class _StepBench:
     """Runs steps of chosen sizes with the parts of an engine, whose scheduler would choose others."""
 
     def __init__(self, text_model: TextModel, *, decode: DecodeFunction) -> None:
-        model = text_model.logits
+        model = cast("LoadedLogits", text_model.logits)     # of an engine in this process
         self._text_model = text_model
         self._model = model     # the engine of `text_model` is idle
         self._kv = KVCacheManager(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from genserve.completion import Delta
-from genserve.deploy.messages import GenerationCall, InferenceItem
+from genserve.deploy.messages import Broadcast, GenerationCall, InferenceItem
 from genserve.deploy.replica import ModelReplica
 from genserve.errors import ReplicaLost
 from genserve.inference import InferenceRequest
@@ -46,6 +46,9 @@ class LocalReplicas:
         number = self._take(None)
         async for item in self._read(number, self.replicas[number].infer(request)):
             yield item
+
+    async def broadcast(self, method: Broadcast) -> list[Any]:
+        return [await getattr(replica, method)() for replica in self.replicas.values()]
 
     def _take(self, number: int | None) -> int:
         if not self.replicas:

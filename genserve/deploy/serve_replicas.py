@@ -1,0 +1,98 @@
+"""Serve replicas: the replicas of a model as a Ray Serve deployment.
+
+An item of a stream is pickled at the replica, errors too: Serve would log each of them with a traceback.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import grpc
+from ray.exceptions import RayError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
+
+from genserve.completion import Delta
+from genserve.deploy.messages import Broadcast, GenerationCall, InferenceItem
+from genserve.errors import GenserveError, ModelNotReady, Overloaded, ReplicaLost
+from genserve.inference import InferenceRequest
+
+T = TypeVar("T")
+
+_BACK_PRESSURE_S = 1.0      # to retry after; Serve says nothing about it
+
+
+async def packed(items: AsyncIterator[Any]) -> AsyncIterator[bytes]:
+    """Yield the items of a call as a replica sends them; a GenserveError is the last of them."""
+    try:
+        async for item in items:
+            yield pickle.dumps(item, protocol=pickle.HIGHEST_PROTOCOL)
+    except GenserveError as error:
+        yield pickle.dumps(error, protocol=pickle.HIGHEST_PROTOCOL)
+
+
+class ServeReplicas:
+    """A `ReplicaSet` over the handle of a deployment, whose class has the methods of `ModelReplica`.
+
+    Its `generate` and `infer` yield items that are `packed`.
+    """
+
+    def __init__(self, handle: Any) -> None:
+        """Call the deployment of a `DeploymentHandle`, by gRPC.
+
+        By object references an item costs twice the processor time at both ends.
+        """
+        self._handle = handle
+        self._streams = handle.options(stream=True, _by_reference=False)
+
+    async def generate(self, call: GenerationCall) -> AsyncIterator[Sequence[Delta]]:
+        """Yield the deltas of a call; see `ReplicaSet.generate`."""
+        async for deltas in _unpacked(self._streams.generate.remote(call)):
+            yield deltas
+
+    async def infer(self, request: InferenceRequest) -> AsyncIterator[InferenceItem]:
+        """Yield the responses to a request; see `ReplicaSet.infer`."""
+        async for item in _unpacked(self._streams.infer.remote(request)):
+            yield item
+
+    async def broadcast(self, method: Broadcast) -> list[Any]:
+        """Return what a method returns at each living replica; see `ReplicaSet.broadcast`."""
+        with _as_ours():
+            answers = await self._handle.broadcast(method).results_async(return_exceptions=True)
+            return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+
+async def _unpacked(response: Any) -> AsyncIterator[Any]:
+    """Yield the items of a call; cancels it if it is closed before its end."""
+    ended = False
+    try:
+        with _as_ours():
+            async for item in response:
+                content = pickle.loads(item)
+                if isinstance(content, GenserveError):
+                    ended = True
+                    raise content
+                yield content
+            ended = True
+    finally:
+        if not ended:
+            response.cancel()
+
+
+@contextmanager
+def _as_ours() -> Iterator[None]:
+    """Turn the errors of Ray into ours."""
+    try:
+        yield
+    except BackPressureError:
+        raise Overloaded(
+            "all replicas have as many requests as they may",
+            retry_after_s=_BACK_PRESSURE_S,
+            remedy="try again later, or let the deployment have more replicas",
+        ) from None
+    except DeploymentUnavailableError as error:
+        raise ModelNotReady(f"no replica can be called: {error}", remedy="try again later") from None
+    except (RayError, ReplicaUnavailableError, grpc.aio.AioRpcError) as error:
+        raise ReplicaLost("the replica died before it had answered", remedy="try again") from error
