@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from genserve.deploy.deployment_metrics import DeploymentMetrics
 from genserve.deploy.messages import ReplicaSet
 from genserve.deploy.remote_repository import RemoteRepository
+from genserve.errors import InferenceError
 from genserve.kserve.shared_memory import SharedMemory
 from genserve.server.app import create_app
 from genserve.server.event_loop_lag import EventLoopLag
@@ -38,7 +39,7 @@ def make_ingress_app(settings: ServerSettings, replicas: Mapping[str, ReplicaSet
         settings.model_repository, replicas, options=repository_options(settings), metrics=metrics
     )
     services = Services(settings=settings, repository=repository, metrics=metrics)
-    services.shared_memory = SharedMemory(allowed=False)
+    services.shared_memory = _NoSharedMemory(allowed=False)
     reads_config = read_metrics_config(settings.metrics_config)
     metrics.registry.register(
         InferenceCollector(repository, latency_counters=reads_config["counter_latencies"])
@@ -66,6 +67,17 @@ def make_ingress_app(settings: ServerSettings, replicas: Mapping[str, ReplicaSet
         lag.stop()
 
     return _Ingress(create_app(services, lifespan=lifespan), repository)
+
+
+class _NoSharedMemory(SharedMemory):
+    """Shared memory of a deployment, in which a client and an ingress may run on different machines."""
+
+    def require_enabled(self) -> None:
+        """Raise InferenceError."""
+        raise InferenceError(
+            "shared memory cannot be registered with a deployment, which may run on another machine",
+            remedy="send and receive tensors in requests and responses",
+        )
 
 
 class _Ingress:

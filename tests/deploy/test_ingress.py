@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import httpx2
 import pytest
 
 from genserve.deploy.replica import ModelReplica
+from genserve.generation.engine_thread import EngineThread
 from tests.fakes.local_replicas import LocalReplicas
 from tests.support.live_ingress import LiveIngress
 from tests.support.live_server import LiveServer
@@ -27,21 +29,32 @@ VOLATILE = re.compile(
     r'|time_per_token|total_time|validation_time|load_duration|modified_at|expires_at|seed)"'
     r': ?("[^"]*"|[\d.]+)'
 )
+OLLAMA = {"temperature": 0, "num_predict": 8}
 GREEDY = {"temperature": 0, "max_tokens": 8}
 
 
 @pytest.fixture(scope="module")
-def replicas(tiny_repository: Path) -> Iterator[LocalReplicas]:
-    made = [ModelReplica([tiny_repository], "tiny") for _ in range(3)]
+def repository(tmp_path_factory: pytest.TempPathFactory, tiny_repository: Path) -> Path:
+    """The tiny model without drafts, which are verified when the engine has time: each step is one delta."""
+    repository = tmp_path_factory.mktemp("deployed") / "models"
+    shutil.copytree(tiny_repository, repository)
+    with (repository / "tiny_logits" / "config.pbtxt").open("a") as config:
+        config.write('parameters [ { key: "speculation" value: { string_value: "none" } } ]\n')
+    return repository
+
+
+@pytest.fixture(scope="module")
+def replicas(repository: Path) -> Iterator[LocalReplicas]:
+    made = [ModelReplica([repository], "tiny") for _ in range(3)]
     yield LocalReplicas(*made)
     for replica in made:
         replica.close()
 
 
 @pytest.fixture(scope="module")
-def ingress(tiny_repository: Path, replicas: LocalReplicas) -> Iterator[httpx2.Client]:
+def ingress(repository: Path, replicas: LocalReplicas) -> Iterator[httpx2.Client]:
     with (
-        LiveIngress(tiny_repository, {"tiny": replicas}) as server,
+        LiveIngress(repository, {"tiny": replicas}) as server,
         httpx2.Client(base_url=server.url, timeout=60) as client,
     ):
         while client.get("/health").status_code == 503:
@@ -50,8 +63,11 @@ def ingress(tiny_repository: Path, replicas: LocalReplicas) -> Iterator[httpx2.C
 
 
 @pytest.fixture(scope="module")
-def single(tiny_server: LiveServer) -> Iterator[httpx2.Client]:
-    with httpx2.Client(base_url=tiny_server.url, timeout=60) as client:
+def single(repository: Path) -> Iterator[httpx2.Client]:
+    with (
+        LiveServer(repository) as server,
+        httpx2.Client(base_url=server.url, timeout=60) as client,
+    ):
         yield client
 
 
@@ -78,8 +94,8 @@ REQUESTS: list[tuple[str, Any]] = [
     ("/v1/responses", {"input": "Hello", "temperature": 0, "max_output_tokens": 16}),
     ("/v1/messages", {"messages": CHAT, "temperature": 0, "max_tokens": 8, "model": "tiny", "stream": True}),
     ("/v1/messages/count_tokens", {"messages": CHAT, "model": "tiny"}),
-    ("/api/chat", {"messages": CHAT, "model": "tiny", "options": {"temperature": 0, "num_predict": 8}}),
-    ("/api/generate", {"prompt": "x", "model": "tiny", "options": {"temperature": 0, "num_predict": 8}}),
+    ("/api/chat", {"messages": CHAT, "stream": False, "model": "tiny", "options": OLLAMA}),
+    ("/api/generate", {"prompt": "x", "stream": False, "model": "tiny", "options": OLLAMA}),
     ("/generate", {"inputs": "Hello", "parameters": {"max_new_tokens": 8, "details": True}}),
     ("/generate_stream", {"inputs": "Hello", "parameters": {"max_new_tokens": 8}}),
     ("/tokenize", {"prompt": "Hello"}),
@@ -106,7 +122,7 @@ PATHS = (
     "/v1/models", "/v1/models/tiny", "/health", "/version", "/info", "/api/tags", "/api/version",
     "/v2", "/v2/health/ready", "/v2/health/live", "/v2/models/tiny", "/v2/models/tiny/config",
     "/v2/models/tiny_logits/config", "/v2/models/tiny/ready", "/v2/models/tiny/versions/1/ready",
-    "/v2/models/tiny/versions/9", "/v2/models/other", "/openapi.json", "/",
+    "/v2/models/tiny/versions/9", "/v2/models/other", "/",
 )  # fmt: skip
 
 
@@ -131,3 +147,68 @@ def test_answers_as_a_single_server(
 def test_shows_itself_as_a_single_server(ingress: httpx2.Client, single: httpx2.Client, path: str) -> None:
     expected, answered = (client.get(path) for client in (single, ingress))
     assert shown(answered) == shown(expected)
+
+
+def test_a_client_that_leaves_cancels_the_sequence_in_the_replica(
+    ingress: httpx2.Client, replicas: LocalReplicas
+) -> None:
+    body = {"prompt": "Hello", "stream": True, "ignore_eos": True}
+    with ingress.stream("POST", "/v1/completions", json=body) as response:
+        next(response.iter_lines())
+    for engine in engines(replicas):
+        engine.drain(timeout_s=60)
+        assert engine.num_accepted == 0
+
+
+def test_tokens_of_a_time_limit_end_at_the_replica(ingress: httpx2.Client) -> None:
+    body = {"prompt": "Hello", "ignore_eos": True, "max_time_ms": 1}
+    answer = ingress.post("/v1/completions", json=body).json()
+    assert answer["choices"][0]["stop_reason"] == "deadline"
+
+
+def test_sums_up_the_metrics_of_the_replicas(ingress: httpx2.Client, replicas: LocalReplicas) -> None:
+    before = [engine.num_steps for engine in engines(replicas)]
+    generated = counted(ingress, 'genserve_generation_tokens_total{model="tiny"}')
+    for _ in range(3):
+        ingress.post("/v1/completions", json={"prompt": "Hello", "ignore_eos": True, "max_tokens": 5})
+    assert counted(ingress, 'genserve_generation_tokens_total{model="tiny"}') == generated + 15
+    assert all(engine.num_steps > steps for engine, steps in zip(engines(replicas), before, strict=True))
+
+
+def test_sums_up_the_statistics_of_the_replicas(ingress: httpx2.Client) -> None:
+    body = {"inputs": [{"name": "input_ids", "datatype": "INT64", "shape": [1, 2], "data": [5, 6]}]}
+
+    def count(model: str) -> int:
+        [stats] = ingress.get(f"/v2/models/{model}/stats").json()["model_stats"]
+        return int(stats["inference_stats"]["success"]["count"])
+
+    before = count("tiny_logits"), count("tiny")
+    for _ in range(4):
+        ingress.post("/v2/models/tiny_logits/infer", json=body)
+        ingress.post("/v2/models/tiny/generate", json={"text_input": "Hello", "max_tokens": 1})
+    assert (count("tiny_logits"), count("tiny")) == (before[0] + 4, before[1] + 4)
+
+
+@pytest.mark.parametrize("action", ["load", "unload"])
+def test_rejects_to_change_the_models(ingress: httpx2.Client, action: str) -> None:
+    response = ingress.post(f"/v2/repository/models/tiny/{action}", json={})
+    assert response.status_code == 400
+    assert "genserve deploy ray" in response.json()["remedy"]
+
+
+def test_rejects_shared_memory(ingress: httpx2.Client) -> None:
+    region = {"key": "/x", "offset": 0, "byte_size": 4}
+    response = ingress.post("/v2/systemsharedmemory/region/x/register", json=region)
+    assert response.status_code == 400
+    assert "another machine" in response.json()["error"]
+
+
+def engines(replicas: LocalReplicas) -> list[EngineThread]:
+    found = [one.repository.text_model().engine for one in replicas.replicas.values()]
+    return [engine for engine in found if isinstance(engine, EngineThread)]
+
+
+def counted(client: httpx2.Client, name: str) -> float:
+    """The value of a metric."""
+    [value] = [line for line in client.get("/metrics").text.splitlines() if line.startswith(name)]
+    return float(value.rpartition(" ")[2])
