@@ -72,7 +72,7 @@ class TokenLoadPolicy:
         """Return the replicas that the deployment needs, and the state of the policy, which has none."""
         recorded = deployment.aggregated_metrics or {}
         usages = recorded.get(USAGE, {})
-        if not usages:      # no replica has reported yet
+        if not usages:  # no replica has reported yet
             return deployment.target_num_replicas, {}
         waiting = recorded.get(WAITING_TOKENS, {})
         return num_replicas_for(usages.values(), waiting.values(), targets=self._targets), {}

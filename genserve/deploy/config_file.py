@@ -102,7 +102,7 @@ def _errors(config: Any, schema: type[BaseModel]) -> Iterator[dict[str, Any]]:
     except ValidationError as error:
         yield from ({"loc": one["loc"], "message": one["msg"]} for one in error.errors())
         return
-    except (ImportError, AttributeError) as error:     # of a policy or a router; Serve does not say which
+    except (ImportError, AttributeError) as error:  # of a policy or a router; Serve does not say which
         yield {"loc": (), "message": f"cannot import: {error}"}
         return
     for index, application in enumerate(config["applications"]):

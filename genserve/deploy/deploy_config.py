@@ -110,9 +110,7 @@ def find_models(
         raise RepositoryError(
             f"there is no model in {', '.join(map(str, roots))}", remedy="`genserve pull smollm2` brings one"
         )
-    return [
-        _deployed(entries[name], entries, texts, needed=tuple(needed.get(name, ()))) for name in wanted
-    ]
+    return [_deployed(entries[name], entries, texts, needed=tuple(needed.get(name, ()))) for name in wanted]
 
 
 def _deployed(
@@ -130,7 +128,7 @@ def _deployed(
         if error := first_error(part.parsed.diagnostics):
             raise error
         if not part.is_ensemble:
-            part.latest_version()       # raises if there is none
+            part.latest_version()  # raises if there is none
     del group[entry.name]
     return DeployedModel(entry=entry, stages=stages, parts=tuple(group.values()), needed=needed)
 
@@ -236,9 +234,7 @@ def _most_replicas(options: Mapping[str, Any]) -> int:
     return int(most)
 
 
-def _model_options(
-    model: DeployedModel, *, settings: Mapping[str, Any], scale: Scale
-) -> dict[str, Any]:
+def _model_options(model: DeployedModel, *, settings: Mapping[str, Any], scale: Scale) -> dict[str, Any]:
     if model.stages:
         return _generation_options(model, settings=settings, scale=scale)
     configs = [part.config for part in (model.entry, *model.parts) if part.config and not part.is_ensemble]
@@ -256,14 +252,12 @@ def _model_options(
     }
 
 
-def _generation_options(
-    model: DeployedModel, *, settings: Mapping[str, Any], scale: Scale
-) -> dict[str, Any]:
+def _generation_options(model: DeployedModel, *, settings: Mapping[str, Any], scale: Scale) -> dict[str, Any]:
     config = model.stages["logits"].config
     assert config is not None, model.name
     max_queue = settings.get("max_queue", ServerSettings().max_queue)
     num_sequences = max(1, config.max_batch_size)
-    num_gpus = min(1, _num_gpus(config))    # one engine runs the model, on one device
+    num_gpus = min(1, _num_gpus(config))  # one engine runs the model, on one device
     return {
         "name": model.name,
         **_scaling(scale),

@@ -10,6 +10,7 @@ from typing import Any
 
 from prometheus_client.metrics_core import Metric
 
+from genserve.deploy.replica_load import ReplicaLoad
 from genserve.inference_statistics import ModelStatistics
 from genserve.repository.model_versions import ModelVersion
 from genserve.repository.repository import Repository
@@ -36,7 +37,7 @@ class StageFolder:
 
     model: str
     version: int
-    digest: str     # of its files
+    digest: str  # of its files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +47,7 @@ class TextDescription:
     tokenizer: StageFolder
     decoder: StageFolder
     logits: LogitsSizes
-    capacity: int                                   # sequences that may run and wait
+    capacity: int  # sequences that may run and wait
     default_sampling_params: Mapping[str, Any]
     weights_bytes: int
 
@@ -57,15 +58,23 @@ class VersionDescription:
 
     name: str
     version: int
-    config: bytes                                   # the normalised message
+    config: bytes  # the normalised message
     labels: Mapping[str, Sequence[str]]
     load_s: float = field(compare=False)
-    text: TextDescription | None                    # None: not a text model
+    text: TextDescription | None  # None: not a text model
 
     @property
     def key(self) -> tuple[str, int]:
         """Name and version."""
         return self.name, self.version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaStatus:
+    """What one replica serves and has to do now."""
+
+    digest: str  # see `digest`
+    load: ReplicaLoad
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,9 +25,9 @@ MAX_FAILOVERS = 2
 class Outcome(StrEnum):
     """What becomes of a call whose replica is lost; the label of `genserve_interrupted_calls_total`."""
 
-    RESUMED = "resumed"     # it goes on behind what has been sent
-    RETRIED = "retried"     # nothing had been sent, so it begins again
-    FAILED = "failed"       # its client gets an error
+    RESUMED = "resumed"  # it goes on behind what has been sent
+    RETRIED = "retried"  # nothing had been sent, so it begins again
+    FAILED = "failed"  # its client gets an error
 
 
 class Failover:
@@ -54,7 +54,7 @@ class Failover:
         self._name = name
         self._metrics = metrics
         self._clock = clock
-        for outcome in Outcome:     # or a rate would miss the first one
+        for outcome in Outcome:  # or a rate would miss the first one
             metrics.interrupted_calls.labels(name, outcome.value)
 
     async def generate(self, call: GenerationCall) -> AsyncIterator[Sequence[Delta]]:
@@ -157,15 +157,13 @@ class _ReceivedAnswers:
 class _Losses:
     """The replicas that one call has lost."""
 
-    def __init__(
-        self, name: str, request_id: str, *, metrics: Metrics, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, name: str, request_id: str, *, metrics: Metrics, clock: Callable[[], float]) -> None:
         self._name = name
         self._extra = {"request_id": request_id or None}
         self._metrics = metrics
         self._clock = clock
         self._count = 0
-        self._since_s: float | None = None      # when the last one was lost, until another one responds
+        self._since_s: float | None = None  # when the last one was lost, until another one responds
 
     def begin(self, error: GenserveError, outcome: Outcome, *, received: str) -> None:
         """Note a loss after which the call goes on; raises ReplicaLost after too many."""

@@ -96,7 +96,7 @@ class _Ingress:
 
     async def _refreshed(self) -> None:
         """Wait for figures that are not older than this call; concurrent ones share them."""
-        if self._asking is not None:    # for older ones
+        if self._asking is not None:  # for older ones
             await asyncio.wait({self._asking})
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._repository.refresh_reports())

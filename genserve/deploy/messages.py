@@ -18,7 +18,7 @@ from genserve.sampling.sampling_params import SamplingParams
 InferenceItem: TypeAlias = tuple[InferenceResponse | None, bool]
 
 # The methods of `ModelReplica` that all replicas are asked.
-Broadcast: TypeAlias = Literal["digest", "describe", "report"]
+Broadcast: TypeAlias = Literal["status", "describe", "report"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

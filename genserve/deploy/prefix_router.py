@@ -71,7 +71,7 @@ class PrefixRouter(Generic[ReplicaId]):
         # A replica is a bit, so that one look-up for each key of a prompt finds all replicas that have it.
         self._bits: dict[ReplicaId, int] = {}
         self._holders: dict[bytes, int] = {}
-        self._keys: dict[ReplicaId, OrderedDict[bytes, None]] = {}     # the least recently used first
+        self._keys: dict[ReplicaId, OrderedDict[bytes, None]] = {}  # the least recently used first
 
     def choose(self, keys: Sequence[bytes], replicas: Mapping[ReplicaId, ReplicaLoad]) -> ReplicaId:
         """Return the replica with the lowest cost.

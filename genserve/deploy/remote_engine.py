@@ -7,13 +7,14 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
 from genserve.completion import Delta
 from genserve.deploy.description import LogitsSizes
-from genserve.deploy.messages import GenerationCall, ReplicaSet
+from genserve.deploy.live_replicas import LiveReplicas
+from genserve.deploy.messages import GenerationCall
 from genserve.errors import SEE_LOG, Closed, GenserveError, ModelFailed, ReplicaLost
 from genserve.generation.engine_request import Request, TokenSequence
 from genserve.generation.kv_cache_manager import max_tokens_per_sequence
@@ -22,7 +23,7 @@ from genserve.log import CURRENT_REQUEST
 
 logger = logging.getLogger(__name__)
 
-_CLOSE_S = 10.0     # for the event loop to end the requests
+_CLOSE_S = 10.0  # for the event loop to end the requests
 
 
 class RemoteEngine:
@@ -41,12 +42,11 @@ class RemoteEngine:
     def __init__(
         self,
         name: str,
-        replicas: ReplicaSet,
+        replicas: LiveReplicas,
         *,
         event_loop: asyncio.AbstractEventLoop,
         logits: LogitsSizes,
         capacity: int,
-        is_ready: Callable[[], bool],
     ) -> None:
         """Call the replicas of a text model.
 
@@ -56,17 +56,15 @@ class RemoteEngine:
             event_loop: on which the replicas are called.
             logits: of each replica.
             capacity: sequences that may run and wait in one replica.
-            is_ready: whether a replica lives.
         """
         self.capacity = capacity
         self._name = name
         self._replicas = replicas
         self._event_loop = event_loop
         self._logits = logits
-        self._is_ready = is_ready
         self._idle = threading.Condition()
         # Guarded by the condition.
-        self._calls: dict[Request, _Call] = {}      # by the sequences that have not ended
+        self._calls: dict[Request, _Call] = {}  # by the sequences that have not ended
         self._num_preparing = 0
         self._closing = False
 
@@ -78,7 +76,7 @@ class RemoteEngine:
     @property
     def ready(self) -> bool:
         """Whether a replica can take a request."""
-        return self.alive and self._is_ready()
+        return self.alive and self._replicas.num_alive > 0
 
     @property
     def num_accepted(self) -> int:
@@ -89,6 +87,16 @@ class RemoteEngine:
     def num_running(self) -> int:
         """All of them: which ones wait is known to the replicas."""
         return len(self._calls)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Prompt tokens that waited in all replicas when they were last asked."""
+        return self._replicas.load.waiting_tokens
+
+    @property
+    def cache_usage(self) -> float:
+        """Mean share of the replicas' KV caches that was held when they were last asked."""
+        return self._replicas.load.kv_usage
 
     @property
     def num_preparing(self) -> int:
@@ -173,14 +181,14 @@ class RemoteEngine:
 
     def _start(self, calls: Sequence[_Call]) -> None:
         for call in calls:
-            if call.open:   # not cancelled meanwhile
+            if call.open:  # not cancelled meanwhile
                 call.task = self._event_loop.create_task(self._run(call))
 
     async def _run(self, call: _Call) -> None:
         error: GenserveError | None = None
         try:
             message = call.message(self._name, now_s=self.now_s)
-            async with aclosing(self._replicas.generate(message)) as arriving:  # type: ignore[type-var]
+            async with aclosing(self._replicas.replicas.generate(message)) as arriving:  # type: ignore[type-var]
                 async for deltas in arriving:
                     ended = call.deliver(deltas, now_s=self.now_s)
                     self._forget(ended)
@@ -248,7 +256,7 @@ class _Call:
         ended: list[TokenSequence] = []
         for delta in deltas:
             answer = self.answers[delta.choice]
-            if answer not in self.open:     # cancelled
+            if answer not in self.open:  # cancelled
                 continue
             _note(answer, delta, now_s=now_s)
             outputs.append((answer, replace(delta, choice=0) if delta.choice else delta))

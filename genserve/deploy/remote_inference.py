@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from contextlib import aclosing, suppress
 from dataclasses import replace
 
-from genserve.deploy.messages import ReplicaSet
+from genserve.deploy.live_replicas import LiveReplicas
 from genserve.errors import SEE_LOG, Closed, GenserveError, ModelFailed
 from genserve.inference import Inference
 
@@ -24,21 +23,19 @@ class RemoteInference:
 
     def __init__(
         self,
-        replicas: ReplicaSet,
+        replicas: LiveReplicas,
         *,
         event_loop: asyncio.AbstractEventLoop,
-        is_ready: Callable[[], bool],
     ) -> None:
-        """Call replicas on an event loop; `is_ready` says whether one lives."""
+        """Call replicas on an event loop."""
         self.num_waiting = 0
         self._replicas = replicas
         self._event_loop = event_loop
-        self._is_ready = is_ready
 
     @property
     def ready(self) -> bool:
         """Whether a replica can take a request."""
-        return self._is_ready()
+        return self._replicas.num_alive > 0
 
     def submit(self, inference: Inference) -> None:
         """Call a replica; a rejection is an error response."""
@@ -51,7 +48,7 @@ class RemoteInference:
         task = self._event_loop.create_task(self._run(inference))
 
         def cancel() -> None:
-            with suppress(RuntimeError):    # the event loop is closed
+            with suppress(RuntimeError):  # the event loop is closed
                 self._event_loop.call_soon_threadsafe(task.cancel)
 
         inference.when_cancelled(cancel)
@@ -61,11 +58,11 @@ class RemoteInference:
         # Spans are of this process.
         request = replace(inference.request, cause=None)
         try:
-            async with aclosing(self._replicas.infer(request)) as arriving:  # type: ignore[type-var]
+            async with aclosing(self._replicas.replicas.infer(request)) as arriving:  # type: ignore[type-var]
                 async for response, final in arriving:
                     inference.send(response, final=final)
         except GenserveError as error:
-            if not isinstance(error, Closed):   # by `send`: somebody has ended it
+            if not isinstance(error, Closed):  # by `send`: somebody has ended it
                 inference.fail(error)
         except asyncio.CancelledError:
             inference.fail_cancelled()

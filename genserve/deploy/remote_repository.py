@@ -7,12 +7,12 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from genserve.config.schema import model_config, new_model_config
 from genserve.deploy.deployment_metrics import DeploymentMetrics
 from genserve.deploy.description import ReplicaReport, VersionDescription, digest
-from genserve.deploy.messages import Broadcast, ReplicaSet
+from genserve.deploy.live_replicas import LiveReplicas
+from genserve.deploy.messages import ReplicaSet
 from genserve.deploy.remote_inference import RemoteInference
 from genserve.deploy.remote_text_model import load_remote_text_model
 from genserve.errors import GenserveError, InferenceError, RepositoryError
@@ -27,7 +27,7 @@ from genserve.textmodel.text_model import TextModel
 
 logger = logging.getLogger(__name__)
 
-_FOLLOW_S = 1.0     # how often replicas are asked what they serve
+_FOLLOW_S = 1.0  # how often replicas are asked what they serve
 _REDEPLOY = "change the repository and run `genserve deploy ray` again"
 
 
@@ -59,8 +59,8 @@ class RemoteRepository(Repository):
         """
         super().__init__(roots, options=options, metrics=metrics)
         self._wanted = list(replicas)
-        self._deployments = {name: _Deployment(name, one) for name, one in replicas.items()}
-        self._owners = {name: name for name in replicas}    # deployments, by the models that they serve
+        self._deployments = {name: LiveReplicas(name, one) for name, one in replicas.items()}
+        self._owners = {name: name for name in replicas}  # deployments, by the models that they serve
         self._deployment_metrics = metrics
         self._following: asyncio.Task[None] | None = None
 
@@ -115,30 +115,29 @@ class RemoteRepository(Repository):
             await asyncio.gather(*map(self._look_at, self._deployments.values()))
             await asyncio.sleep(_FOLLOW_S)
 
-    async def _look_at(self, deployment: _Deployment) -> None:
+    async def _look_at(self, deployment: LiveReplicas) -> None:
         """Serve what a deployment serves, if that has changed and all its replicas agree."""
-        digests: list[str] = await deployment.ask("digest")
-        deployment.num_alive = len(digests)
-        if not digests or {*digests} in ({deployment.digest}, {deployment.failed}) or len({*digests}) > 1:
+        current = await deployment.look()
+        if current in ("", deployment.digest, deployment.failed):
             return
         described: list[list[VersionDescription]] = await deployment.ask("describe")
-        if not described or digest(described[0]) != digests[0]:
-            return      # the next look will see it
+        if not described or digest(described[0]) != current:
+            return  # the next look will see it
         event_loop = asyncio.get_running_loop()
         try:
             serve = partial(self._serve, deployment, described[0], event_loop=event_loop)
             await asyncio.to_thread(serve)
         except GenserveError as error:
-            logger.error("model %s is not served: %s", deployment.name, error)      # noqa: TRY400
+            logger.error("model %s is not served: %s", deployment.name, error)  # noqa: TRY400
             self._lifecycle.errors[deployment.name] = error
-            deployment.failed = digests[0]
+            deployment.failed = current
         else:
             self._lifecycle.errors.pop(deployment.name, None)
-            deployment.digest = digests[0]
+            deployment.digest = current
 
     def _serve(
         self,
-        deployment: _Deployment,
+        deployment: LiveReplicas,
         described: Sequence[VersionDescription],
         *,
         event_loop: asyncio.AbstractEventLoop,
@@ -154,26 +153,23 @@ class RemoteRepository(Repository):
             del self._owners[name]
         for name, versions in fresh.items():
             self._lifecycle.serve(name, versions)
-        deployment.names = {*fresh}
+        deployment.names = frozenset(fresh)
 
     def _version(
-        self, one: VersionDescription, deployment: _Deployment, *, event_loop: asyncio.AbstractEventLoop
+        self, one: VersionDescription, deployment: LiveReplicas, *, event_loop: asyncio.AbstractEventLoop
     ) -> ModelVersion:
         config = model_config(new_model_config().FromString(one.config), name=one.name)
         statistics = ModelStatistics()
         text_model: TextModel | None = None
         if one.text is None:
-            runtime: ModelRuntime = RemoteInference(
-                deployment.replicas, event_loop=event_loop, is_ready=deployment.is_alive
-            )
+            runtime: ModelRuntime = RemoteInference(deployment, event_loop=event_loop)
         else:
             text_model = load_remote_text_model(
                 one.name,
                 one.text,
                 self._stages(one.name),
-                replicas=deployment.replicas,
+                replicas=deployment,
                 event_loop=event_loop,
-                is_ready=deployment.is_alive,
             )
             runtime = TextInference(text_model, config, statistics=statistics)
         return ModelVersion(
@@ -201,37 +197,6 @@ class RemoteRepository(Repository):
         return entry.versions[-1] if entry and entry.versions else 1
 
 
-class _Deployment:
-    """The replicas that were deployed for one model.
-
-    Attributes:
-        replicas: to be called.
-        names: of the models that are served by them.
-        num_alive: replicas that answered when they were last asked.
-        digest: of what is served; empty: nothing.
-        failed: of what could not be served; empty: nothing.
-    """
-
-    def __init__(self, name: str, replicas: ReplicaSet) -> None:
-        self.name = name
-        self.replicas = replicas
-        self.names: set[str] = set()
-        self.num_alive = 0
-        self.digest = self.failed = ""
-
-    def is_alive(self) -> bool:
-        """Whether a replica lives."""
-        return self.num_alive > 0
-
-    async def ask(self, method: Broadcast) -> list[Any]:
-        """Return the answers of the living replicas; none if they cannot be asked."""
-        try:
-            return await self.replicas.broadcast(method)
-        except GenserveError as error:
-            logger.warning("the replicas of %s do not answer: %s", self.name, error)
-            return []
-
-
 def _take_over(served: ModelVersion, reports: Sequence[ReplicaReport]) -> None:
     """Replace the statistics of a version by the sum of those of its replicas.
 
@@ -252,6 +217,4 @@ def _take_over(served: ModelVersion, reports: Sequence[ReplicaReport]) -> None:
 
 
 def _not_here(done: str) -> InferenceError:
-    return InferenceError(
-        f"the models of a deployment cannot be {done} by a request", remedy=_REDEPLOY
-    )
+    return InferenceError(f"the models of a deployment cannot be {done} by a request", remedy=_REDEPLOY)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 
 from genserve.deploy.description import TextDescription, stage_path
-from genserve.deploy.messages import ReplicaSet
+from genserve.deploy.live_replicas import LiveReplicas
 from genserve.deploy.remote_engine import RemoteEngine
 from genserve.repository.text_stages import TextStages
 from genserve.text.tokenizer import Tokenizer
@@ -21,9 +20,8 @@ def load_remote_text_model(
     described: TextDescription,
     stages: TextStages,
     *,
-    replicas: ReplicaSet,
+    replicas: LiveReplicas,
     event_loop: asyncio.AbstractEventLoop,
-    is_ready: Callable[[], bool],
 ) -> TextModel:
     """Load what requests are validated and answers are written with; blocks.
 
@@ -33,13 +31,12 @@ def load_remote_text_model(
         stages: in the ingress's copy of the repository.
         replicas: of the model.
         event_loop: on which they are called.
-        is_ready: whether one of them lives.
 
     Raises:
         RepositoryError: the files of the tokenizer or decoder stage cannot be loaded.
     """
     decoder = stages["decoder"].config
-    assert decoder is not None      # of a text model
+    assert decoder is not None  # of a text model
     folder = stage_path(stages, "decoder", described.decoder.version)
     decoding = load_decoding(folder / (decoder.default_model_filename or "model.py"), name=decoder.name)
     engine = RemoteEngine(
@@ -48,7 +45,6 @@ def load_remote_text_model(
         event_loop=event_loop,
         logits=described.logits,
         capacity=described.capacity,
-        is_ready=is_ready,
     )
     return TextModel(
         name=name,

@@ -12,6 +12,7 @@ from pathlib import Path
 from genserve.completion import Delta
 from genserve.deploy.description import (
     ReplicaReport,
+    ReplicaStatus,
     VersionDescription,
     VersionReport,
     describe,
@@ -22,7 +23,6 @@ from genserve.deploy.replica_load import ReplicaLoad
 from genserve.errors import Closed
 from genserve.generation.delta_streams import AsyncDeltaStream, EventLoopSink
 from genserve.generation.engine_request import TokenSequence
-from genserve.generation.engine_thread import EngineThread
 from genserve.generation.request_inbox import Reservation
 from genserve.generation_metrics import Metrics
 from genserve.inference import InferenceRequest
@@ -133,7 +133,6 @@ class ModelReplica:
         if models:
             [model] = models
             engine, logits = model.engine, model.logits
-            assert isinstance(engine, EngineThread)
             running = engine.num_running
             return ReplicaLoad(
                 running=running,
@@ -147,9 +146,9 @@ class ModelReplica:
         pending = sum(served.num_pending for served in self.repository.served)
         return ReplicaLoad(running=max(0, pending - waiting), waiting=waiting)
 
-    async def digest(self) -> str:
-        """Return a value that is the same for all replicas that serve the same."""
-        return digest(self._versions)
+    async def status(self) -> ReplicaStatus:
+        """Return what it serves and has to do now."""
+        return ReplicaStatus(digest=digest(self._versions), load=self.load())
 
     async def describe(self) -> list[VersionDescription]:
         """Return what it serves."""

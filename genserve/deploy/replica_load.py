@@ -44,8 +44,8 @@ class LoadEstimates(Generic[ReplicaId]):
 
     def __init__(self) -> None:
         self._observed: dict[ReplicaId, ReplicaLoad] = {}
-        self._sent: dict[ReplicaId, set[Hashable]] = {}             # that have not ended
-        self._unseen: dict[ReplicaId, dict[Hashable, int]] = {}     # tokens to compute, by request
+        self._sent: dict[ReplicaId, set[Hashable]] = {}  # that have not ended
+        self._unseen: dict[ReplicaId, dict[Hashable, int]] = {}  # tokens to compute, by request
 
     def observe(self, replica: ReplicaId, load: ReplicaLoad) -> None:
         """Take over the statistics of a replica."""

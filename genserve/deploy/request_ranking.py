@@ -20,7 +20,7 @@ from genserve.generation.prefix_cache import block_keys
 from genserve.inference import InferenceRequest
 
 ReplicaId = TypeVar("ReplicaId", bound=Hashable)
-SequenceId: TypeAlias = tuple[str, int | str]   # the name of the model, and the correlation id
+SequenceId: TypeAlias = tuple[str, int | str]  # the name of the model, and the correlation id
 
 _MAX_SEQUENCES = 65_536
 
@@ -40,8 +40,8 @@ class RequestRanking(Generic[ReplicaId]):
         self._prefixes: PrefixRouter[ReplicaId] = PrefixRouter(1, num_blocks=0, **weights)
         self._estimates: LoadEstimates[ReplicaId] = LoadEstimates()
         self._observed: dict[ReplicaId, ReplicaLoad] = {}
-        self._sent_to: dict[Hashable, ReplicaId] = {}       # by request
-        self._sequences: OrderedDict[SequenceId, ReplicaId] = OrderedDict()     # least recently used first
+        self._sent_to: dict[Hashable, ReplicaId] = {}  # by request
+        self._sequences: OrderedDict[SequenceId, ReplicaId] = OrderedDict()  # least recently used first
 
     def observe(self, replica: ReplicaId, load: ReplicaLoad) -> None:
         """Take over the last statistics of a replica; does nothing if these are known already."""

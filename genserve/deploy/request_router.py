@@ -72,7 +72,7 @@ class PrefixAwareRouter(RequestRouter):  # type: ignore[misc]  # Ray has no type
         self._ranking.sent(request_id, _argument(pending_request), replica_id)
 
         def drop_if_cancelled(future: asyncio.Future[Any]) -> None:
-            if future.cancelled():      # before a replica took it, so nothing else will say that it ended
+            if future.cancelled():  # before a replica took it, so nothing else will say that it ended
                 self._ranking.ended(request_id, replica_id)
 
         pending_request.future.add_done_callback(drop_if_cancelled)

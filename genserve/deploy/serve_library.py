@@ -57,7 +57,7 @@ def import_rest_client() -> Any:
 
 
 def _import(name: str) -> Any:
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")   # genserve reports nothing to anybody
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # genserve reports nothing to anybody
     try:
         return import_module(name)
     except ImportError as error:

@@ -21,7 +21,7 @@ from genserve.inference import InferenceRequest
 
 T = TypeVar("T")
 
-_BACK_PRESSURE_S = 1.0      # to retry after; Serve says nothing about it
+_BACK_PRESSURE_S = 1.0  # to retry after; Serve says nothing about it
 
 
 async def packed(items: AsyncIterator[Any]) -> AsyncIterator[bytes]:

@@ -39,6 +39,14 @@ class TextEngine(Protocol):
         """Places reserved for requests whose prompts are being prepared."""
 
     @property
+    def num_waiting_tokens(self) -> int:
+        """Prompt tokens of the sequences that wait for their first step."""
+
+    @property
+    def cache_usage(self) -> float:
+        """Share of the KV cache that running requests hold, 0 to 1."""
+
+    @property
     def capacity(self) -> int:
         """How many sequences one request can have."""
 
