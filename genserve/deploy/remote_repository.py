@@ -34,8 +34,8 @@ _REDEPLOY = "change the repository and run `genserve deploy ray` again"
 class RemoteRepository(Repository):
     """The models of replicas, which load them; here are their configs, tokenizers and templates.
 
-    A model is served as soon as all its living replicas serve the same, and again when they all serve
-    something else: so a rolling update changes it once. Belongs to the event loop on which it is started.
+    A model is served as its first replica describes it, until no living one serves that any more: so a
+    rolling update changes it once, with its last replica. Belongs to the event loop that follows.
     """
 
     def __init__(
@@ -116,16 +116,18 @@ class RemoteRepository(Repository):
             await asyncio.sleep(_FOLLOW_S)
 
     async def _look_at(self, deployment: LiveReplicas) -> None:
-        """Serve what a deployment serves, if that has changed and all its replicas agree."""
-        current = await deployment.look()
-        if current in ("", deployment.digest, deployment.failed):
+        """Serve what a deployment serves, once no replica serves any more what it has served so far."""
+        digests = await deployment.look()
+        if not digests or deployment.digest in digests or deployment.failed in digests:
             return
-        described: list[list[VersionDescription]] = await deployment.ask("describe")
-        if not described or digest(described[0]) != current:
-            return  # the next look will see it
+        current = digests[0]
+        answers: list[list[VersionDescription]] = await deployment.ask("describe")
+        described = next((answer for answer in answers if digest(answer) == current), None)
+        if described is None:
+            return      # the next look will see the change
         event_loop = asyncio.get_running_loop()
         try:
-            serve = partial(self._serve, deployment, described[0], event_loop=event_loop)
+            serve = partial(self._serve, deployment, described, event_loop=event_loop)
             await asyncio.to_thread(serve)
         except GenserveError as error:
             logger.error("model %s is not served: %s", deployment.name, error)  # noqa: TRY400

@@ -75,6 +75,7 @@ class ModelReplica:
             for error in self.repository.errors.values():
                 raise error
             self._versions = describe(self.repository)
+            self._digest = digest(self._versions)
         except BaseException:
             self.repository.close()
             raise
@@ -148,7 +149,7 @@ class ModelReplica:
 
     async def status(self) -> ReplicaStatus:
         """Return what it serves and has to do now."""
-        return ReplicaStatus(digest=digest(self._versions), load=self.load())
+        return ReplicaStatus(digest=self._digest, load=self.load())
 
     async def describe(self) -> list[VersionDescription]:
         """Return what it serves."""

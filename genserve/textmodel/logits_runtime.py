@@ -68,12 +68,12 @@ class LogitsFigures(Protocol):
     def metadata(self) -> Mapping[str, str]:
         """The metadata that its export wrote into the file: `genserve.precision` and others."""
 
-    def close(self) -> None:
-        """End its threads, if it has any; no forward follows."""
-
 
 class LoadedLogits(LogitsModel, LogitsFigures, Protocol):
     """A logits model with its figures."""
+
+    def close(self) -> None:
+        """End its threads, if it has any; no forward follows."""
 
 
 def load_logits(
