@@ -13,8 +13,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from genserve.errors import RepositoryError
 from genserve.export.export_options import ExportFormat
 from genserve.generation.logits_model import ForwardBatch, LogitsModel
+from genserve.textmodel.logits_config import pipeline_files
 from genserve.textmodel.runtimes.device_memory import DeviceMemory
 from genserve.textmodel.runtimes.onnx_logits import OnnxLogits
+from genserve.textmodel.runtimes.pipeline_logits import PipelineLogits
 from genserve.textmodel.runtimes.torchscript_logits import TorchLogits
 from tests.export.graphs import conversion_of, write_conversion, write_graph
 from tests.export.tiny_models import TINY_MODELS, tiny_checkpoint
@@ -33,8 +35,20 @@ def random_ids(count: int, *, seed: int) -> list[int]:
 
 
 def onnx(source: Path, folder: Path, memory: DeviceMemory) -> LogitsModel:
-    file = write_graph(source, folder, precision="fp16").folder / "model.onnx"
-    return OnnxLogits(file, max_num_seqs=4, max_length=128, memory=memory)
+    return OnnxLogits(onnx_file(source, folder), max_num_seqs=4, max_length=128, memory=memory)
+
+
+def onnx_file(source: Path, folder: Path, *, pipeline_stages: int = 1) -> Path:
+    graph = write_graph(source, folder, precision="fp16", pipeline_stages=pipeline_stages)
+    return graph.folder / "model.onnx"
+
+
+def pipeline(source: Path, folder: Path, memory: DeviceMemory) -> LogitsModel:
+    """The second stage is on a second GPU, if there is one."""
+    has_two = memory.device == "cuda" and torch.cuda.device_count() > 1
+    memories = [memory, DeviceMemory("cuda:1") if has_two else memory]
+    files = pipeline_files(onnx_file(source, folder, pipeline_stages=2), num_stages=2)
+    return PipelineLogits(files, max_num_seqs=4, max_length=128, memories=memories, max_micro_batch=7)
 
 
 def torchscript(source: Path, folder: Path, memory: DeviceMemory) -> LogitsModel:
@@ -47,10 +61,12 @@ ATTENTION_WITH_A_BIAS = "bloom"     # ALiBi, which ONNX Runtime's attention on C
 
 
 @pytest.mark.parametrize("model", TINY_MODELS)
-@pytest.mark.parametrize("runtime", [onnx, torchscript])
+@pytest.mark.parametrize("runtime", [onnx, pipeline, torchscript])
 def test_packed_forwards_equal_transformers(runtime, model, device, memory, tmp_path):
-    if runtime is onnx and model.startswith(ATTENTION_WITH_A_BIAS):
+    if runtime is not torchscript and model.startswith(ATTENTION_WITH_A_BIAS):
         pytest.skip("has no attention on CUDA in ONNX Runtime")
+    if runtime is pipeline and model.endswith("one_layer"):
+        pytest.skip("has one layer for two stages")
     source = tiny_checkpoint(tmp_path / "checkpoint", **TINY_MODELS[model])
     sequences = CachedSequences(runtime(source, tmp_path / "graph", memory))
     reference = reference_model(source, device=device)

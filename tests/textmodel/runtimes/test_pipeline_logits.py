@@ -112,6 +112,18 @@ def test_stages_on_devices_pass_their_hidden_states_on(folder, staged):
     np.testing.assert_array_equal(logits_of(on_devices, random_ids(50)), logits_of(staged, random_ids(50)))
 
 
+def test_stages_in_fp16_are_as_close_as_its_rounding(tmp_path, tiny_checkpoint):
+    """The CPU computes an fp16 graph in fp32, and rounds what one stage passes to the next."""
+    files = [
+        write_graph(tiny_checkpoint, tmp_path / str(number), precision="fp16", pipeline_stages=number).folder
+        for number in (1, 2)
+    ]
+    whole = OnnxLogits(files[0] / "model.onnx", max_num_seqs=4, max_length=MAX_LENGTH)
+    devices = [DeviceMemory("cpu"), DeviceMemory("cpu")]
+    found = mixed_steps(pipeline(files[1], memories=devices))
+    np.testing.assert_allclose(found, mixed_steps(whole), atol=0.01)
+
+
 class SmallDevice(DeviceMemory):
     """Memory of which as many bytes are free, on a device of its own."""
 
