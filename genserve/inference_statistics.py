@@ -85,10 +85,16 @@ class ModelStatistics(BatchStatistics):
         """Return a copy of the counts, for another process."""
         with self._lock:
             state = {name: value for name, value in vars(self).items() if name != "_lock"}
-            return state | {"batches": self.batches.copy(), "failures": self.failures.copy()}
+            return state | {
+                "compute_infer": self.compute_infer,
+                "batches": self.batches.copy(),
+                "failures": self.failures.copy(),
+            }
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        self.__dict__.update(state, _lock=threading.Lock())
+        for name, value in state.items():
+            setattr(self, name, value)
+        self._lock = threading.Lock()
 
     def add(self, other: ModelStatistics) -> None:
         """Add the counts of another replica of the version; both have the same histogram, or none."""

@@ -22,6 +22,8 @@ from genserve.server.triton_metrics import CpuCollector, InferenceCollector, rea
 from genserve.server.watched_files import WatchedFiles
 from genserve.settings import ServerSettings
 
+_START_S = 60.0     # how long an ingress waits for its models before it answers that they are loading
+
 
 def make_ingress_app(settings: ServerSettings, replicas: Mapping[str, ReplicaSet]) -> ASGIApp:
     """Return the ASGI application of a deployment; its lifespan follows the replicas.
@@ -57,6 +59,7 @@ def make_ingress_app(settings: ServerSettings, replicas: Mapping[str, ReplicaSet
         services.keys.report()
         watched_files.start()
         repository.follow()
+        await repository.described(timeout_s=_START_S)
         yield
         services.draining = True
         await repository.stop()

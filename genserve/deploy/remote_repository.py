@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -63,6 +64,7 @@ class RemoteRepository(Repository):
         self._owners = {name: name for name in replicas}  # deployments, by the models that they serve
         self._deployment_metrics = metrics
         self._following: asyncio.Task[None] | None = None
+        self._described = asyncio.Event()
 
     @property
     def state(self) -> ModelState:
@@ -77,6 +79,12 @@ class RemoteRepository(Repository):
         for name in self._deployments:
             self._table.set_state(name, self._latest(name), ModelState.LOADING)
         self._following = asyncio.get_running_loop().create_task(self._follow())
+
+    async def described(self, *, timeout_s: float) -> None:
+        """Wait until each model is served, or cannot be, at most `timeout_s`."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._described.wait()
 
     async def stop(self) -> None:
         """Stop following, and end all requests."""
@@ -113,6 +121,8 @@ class RemoteRepository(Repository):
     async def _follow(self) -> None:
         while True:
             await asyncio.gather(*map(self._look_at, self._deployments.values()))
+            if all(one.digest or one.failed for one in self._deployments.values()):
+                self._described.set()
             await asyncio.sleep(_FOLLOW_S)
 
     async def _look_at(self, deployment: LiveReplicas) -> None:

@@ -1,11 +1,7 @@
-"""Serve replicas: the replicas of a model as a Ray Serve deployment.
-
-An item of a stream is pickled at the replica, errors too: Serve would log each of them with a traceback.
-"""
+"""Serve replicas: the replicas of a model as a Ray Serve deployment."""
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -24,13 +20,16 @@ T = TypeVar("T")
 _BACK_PRESSURE_S = 1.0  # to retry after; Serve says nothing about it
 
 
-async def packed(items: AsyncIterator[Any]) -> AsyncIterator[bytes]:
-    """Yield the items of a call as a replica sends them; a GenserveError is the last of them."""
+async def packed(items: AsyncIterator[T]) -> AsyncIterator[T | GenserveError]:
+    """Yield the items of a call as a replica sends them: an error is the last, instead of being raised.
+
+    Serve would log it with a traceback, which is not for a request that is rejected.
+    """
     try:
         async for item in items:
-            yield pickle.dumps(item, protocol=pickle.HIGHEST_PROTOCOL)
+            yield item
     except GenserveError as error:
-        yield pickle.dumps(error, protocol=pickle.HIGHEST_PROTOCOL)
+        yield error
 
 
 class ServeReplicas:
@@ -45,7 +44,12 @@ class ServeReplicas:
         By object references an item costs twice the processor time at both ends.
         """
         self._handle = handle
-        self._streams = handle.options(stream=True, _by_reference=False)
+        self._streams = handle.options(
+            stream=True,
+            _by_reference=False,
+            request_serialization="pickle",
+            response_serialization="pickle",
+        )
 
     async def generate(self, call: GenerationCall) -> AsyncIterator[Sequence[Delta]]:
         """Yield the deltas of a call; see `ReplicaSet.generate`."""
@@ -70,11 +74,10 @@ async def _unpacked(response: Any) -> AsyncIterator[Any]:
     try:
         with _as_ours():
             async for item in response:
-                content = pickle.loads(item)
-                if isinstance(content, GenserveError):
+                if isinstance(item, GenserveError):
                     ended = True
-                    raise content
-                yield content
+                    raise item
+                yield item
             ended = True
     finally:
         if not ended:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -57,8 +56,6 @@ def ingress(repository: Path, replicas: LocalReplicas) -> Iterator[httpx2.Client
         LiveIngress(repository, {"tiny": replicas}) as server,
         httpx2.Client(base_url=server.url, timeout=60) as client,
     ):
-        while client.get("/health").status_code == 503:
-            time.sleep(0.01)
         yield client
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -39,16 +40,16 @@ class LocalReplicas:
 
     async def generate(self, call: GenerationCall) -> AsyncIterator[Sequence[Delta]]:
         number = self._take(self._choose(call) if self._choose else None)
-        async for deltas in self._read(number, self.replicas[number].generate(call)):
-            yield deltas
+        async for deltas in self._read(number, self.replicas[number].generate(_sent(call))):
+            yield _sent(deltas)
 
     async def infer(self, request: InferenceRequest) -> AsyncIterator[InferenceItem]:
         number = self._take(None)
-        async for item in self._read(number, self.replicas[number].infer(request)):
-            yield item
+        async for item in self._read(number, self.replicas[number].infer(_sent(request))):
+            yield _sent(item)
 
     async def broadcast(self, method: Broadcast) -> list[Any]:
-        return [await getattr(replica, method)() for replica in self.replicas.values()]
+        return [_sent(await getattr(replica, method)()) for replica in self.replicas.values()]
 
     def _take(self, number: int | None) -> int:
         if not self.replicas:
@@ -81,3 +82,9 @@ class LocalReplicas:
             for task in (arriving, killed):
                 task.cancel()
             await asyncio.wait({arriving, killed})
+
+
+def _sent(message: T) -> T:
+    """Return what arrives of a message in another process."""
+    arrived: T = pickle.loads(pickle.dumps(message))
+    return arrived
