@@ -47,7 +47,7 @@ def unmodified_mappings(smaps: Iterable[str]) -> Iterator[tuple[int, int]]:
     """Yield the addresses of the mappings of files that the process can only read, and has never changed.
 
     The loader writes into some pages before it makes them read-only, and a debugger into code: `Anonymous`
-    counts such pages, whose contents are in no file.
+    and `Swap` count such pages, whose contents are in no file.
 
     Args:
         smaps: lines of /proc/PID/smaps.
@@ -56,5 +56,7 @@ def unmodified_mappings(smaps: Iterable[str]) -> Iterator[tuple[int, int]]:
     for line in smaps:
         if _NEXT_MAPPING.match(line):
             mapping = _MAPPING.match(line)
-        elif mapping and line.startswith("Anonymous:") and int(line.split()[1]) == 0:
+        elif mapping and line.startswith(("Anonymous:", "Swap:")) and int(line.split()[1]):
+            mapping = None
+        elif mapping and line.startswith("VmFlags:"):   # the last line of a mapping
             yield int(mapping["start"], 16), int(mapping["end"], 16)

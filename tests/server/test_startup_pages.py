@@ -9,28 +9,17 @@ import pytest
 
 from genserve.server.startup_pages import unmodified_mappings
 
-SMAPS = """
-7f0000000000-7f0000002000 r-xp 00001000 fd:01 77    /lib/code.so
-Size:                  8 kB
-Rss:                   8 kB
-Anonymous:             0 kB
-AnonHugePages:         0 kB
-7f0000002000-7f0000003000 r--p 00003000 fd:01 77    /lib/relocated.so
-Rss:                   4 kB
-Anonymous:             4 kB
-7f0000003000-7f0000004000 rw-p 00004000 fd:01 77    /lib/data.so
-Rss:                   4 kB
-Anonymous:             0 kB
-7f0000004000-7f0000005000 r--p 00004000 fd:01 78    /lib/a folder/constants.so
-Rss:                   4 kB
-Anonymous:             0 kB
-7f0000005000-7f0000006000 r--s 00000000 fd:01 79    /shared
-Anonymous:             0 kB
-7f0000006000-7f0000007000 r-xp 00000000 00:00 0     [vdso]
-Anonymous:             0 kB
-7f0000007000-7f0000008000 r--p 00000000 00:00 0
-Anonymous:             0 kB
-"""
+# Mappings with their pages that are in no file, in memory and swapped out.
+MAPPINGS = {
+    "7f0000000000-7f0000002000 r-xp 00001000 fd:01 77    /lib/code.so": (0, 0),
+    "7f0000002000-7f0000003000 r--p 00003000 fd:01 77    /lib/relocated.so": (4, 0),
+    "7f0000003000-7f0000004000 r-xp 00003000 fd:01 77    /lib/swapped.so": (0, 4),
+    "7f0000004000-7f0000005000 rw-p 00004000 fd:01 77    /lib/data.so": (0, 0),
+    "7f0000005000-7f0000006000 r--p 00004000 fd:01 78    /lib/a folder/constants.so": (0, 0),
+    "7f0000006000-7f0000007000 r--s 00000000 fd:01 79    /shared": (0, 0),
+    "7f0000007000-7f0000008000 r-xp 00000000 00:00 0     [vdso]": (0, 0),
+    "7f0000008000-7f0000009000 r--p 00000000 00:00 0": (0, 0),
+}
 
 PROGRAM = """
 import numpy as np
@@ -55,10 +44,13 @@ assert resident_kb() > after
 
 
 def test_only_unchanged_readable_pages_of_files_are_given_back() -> None:
-    assert [hex(start) for start, _ in unmodified_mappings(SMAPS.splitlines())] == [
-        "0x7f0000000000",
-        "0x7f0000004000",
+    smaps = [
+        line
+        for mapping, (anonymous, swap) in MAPPINGS.items()
+        for line in (mapping, "Rss: 4 kB", f"Anonymous: {anonymous} kB", f"Swap: {swap} kB", "VmFlags: rd mr")
     ]
+    given_back = [hex(start) for start, _ in unmodified_mappings(smaps)]
+    assert given_back == ["0x7f0000000000", "0x7f0000005000"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
