@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 
 from genserve.errors import Overloaded
+from genserve.generation.wait_prediction import WaitPrediction
 from genserve.generation_metrics import GenerationMetrics
 
 _MAX_RETRY_AFTER_S = 60.0       # the official clients do not wait longer
@@ -15,7 +16,6 @@ _UNKNOWN_RETRY_AFTER_S = 1.0    # as long as the throughput is not known
 # Of the longest wait, what a request may be predicted to wait: predictions err, and a request that waits in
 # vain for the whole time is worse off than one that is rejected at once.
 _PREDICTED_SHARE = 0.8
-_MEASUREMENT_LASTS_S = 60.0     # the throughput of an engine counts as known for this time after it was full
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,15 +37,10 @@ class RejectionReason(StrEnum):
 
 
 class AdmissionControl:
-    """Counts the requests that wait for one engine, measures its throughput, and applies the limits.
+    """Counts the requests that wait for one engine, has their wait predicted, and applies the limits.
 
     Its caller holds a lock; times are those of the engine's clock. Requests are counted by the *places* that
     they need in a forward, one for each sequence or beam.
-
-    Throughput is step time divided by the number of places that were taken. It is measured only while the
-    engine is *full*: from the moment a request finds no free place or blocks until the queue is empty. Under
-    light load, places are free, and the measurement would not show how fast the engine can be. Until it is
-    known, it is estimated from how long the last requests held their places.
 
     Attributes:
         limits: of the queue.
@@ -64,13 +59,7 @@ class AdmissionControl:
         # Places, by priority.
         self._preparing: Counter[int] = Counter()
         self._waiting: Counter[int] = Counter()
-        self._full = False
-        self._full_s = 0.0                          # total time the engine has been full
-        self._last_full_s = 0.0                     # when it was full last
-        # `_full_s` at each start. Answers of one length end together, so one round of them is too few.
-        self._started_s: deque[float] = deque([0.0], maxlen=4 * max_num_seqs + 1)
-        self._held_s: deque[float] = deque(maxlen=max_num_seqs)     # by the places that were freed last
-        self._last_end_s = 0.0                      # when the last of them was freed
+        self._prediction = WaitPrediction(max_num_seqs=max_num_seqs)
         self._retry_at_s = 0.0                      # when the last rejected request should be retried
 
     @property
@@ -86,9 +75,9 @@ class AdmissionControl:
     def check(self, count: int, *, num_tokens: int, priority: int, now_s: float) -> None:
         """Raise Overloaded if a request for `count` places may not wait now.
 
-        A prompt that is longer than the limit is accepted while no other prompt waits. No prediction rejects
-        a request that would be the only one to wait, because its wait shows how fast the engine is now. Only
-        requests in front of `priority` count for the predicted wait.
+        A prompt that is longer than the limit is accepted while no other prompt waits. Only requests in front
+        of `priority` count for the predicted wait. That of a request that would wait alone is the estimate
+        by the answers that ended last: the measurement may be out of date, and its wait renews it.
         """
         self.check_count(count, now_s=now_s)
         limit = self.limits.max_tokens
@@ -138,7 +127,7 @@ class AdmissionControl:
         than the longest wait in the queue. So the queue does not run empty even if the estimate is wrong.
         """
         self._metrics.rejected(reason.value)
-        seconds = self._seconds_per_place(now_s) or _UNKNOWN_RETRY_AFTER_S
+        seconds = self._prediction.seconds_per_place(now_s) or _UNKNOWN_RETRY_AFTER_S
         max_s = min(self.limits.max_wait_s or _MAX_RETRY_AFTER_S, _MAX_RETRY_AFTER_S)
         self._retry_at_s = min(max(now_s, self._retry_at_s) + seconds / 2, now_s + max_s)
         retry_after_s = max(_MIN_RETRY_AFTER_S, self._retry_at_s - now_s)
@@ -162,8 +151,7 @@ class AdmissionControl:
 
     def note_end(self, seconds: float, *, now_s: float) -> None:
         """Note how long a sequence that has ended held its place."""
-        self._held_s.append(seconds)
-        self._last_end_s = now_s
+        self._prediction.note_end(seconds, now_s=now_s)
 
     def wait(self, num_seqs: int, *, num_tokens: int, priority: int) -> None:
         """Count an accepted sequence that waits for its first step."""
@@ -175,53 +163,28 @@ class AdmissionControl:
         self.num_tokens -= num_tokens
         _subtract(self._waiting, priority, num_seqs)
         if not self._waiting:
-            self._full = False  # if all requests have left, no step will note it
+            self._prediction.full = False   # if all requests have left, no step will note it
 
     def note_step(
         self, seconds: float, *, num_started: int, full: bool, num_waiting: int, now_s: float
     ) -> None:
-        """Note a step.
-
-        Args:
-            seconds: how long it took.
-            num_started: places of the sequences that had their first step, as `wait` counted them.
-            full: whether the first waiting request found no place, or too few blocks.
-            num_waiting: requests in the scheduler's queue.
-            now_s: when it ended.
-        """
-        was_full = self._full
-        self._full = full or (was_full and num_waiting > 0)
-        if self._full or was_full:  # the step that empties the queue is the last of a full engine
-            self._forget_if_outdated(now_s - seconds)
-            self._full_s += seconds
-            self._last_full_s = now_s
-            self._started_s.extend([self._full_s] * num_started)
+        """See `WaitPrediction.note_step`; `num_started` counts places as `wait` counted them."""
+        self._prediction.note_step(
+            seconds, num_started=num_started, full=full, num_waiting=num_waiting, now_s=now_s
+        )
 
     def _predicted_wait_s(self, priority: int, *, now_s: float) -> float:
-        seconds = self._seconds_per_place(now_s)
         num_waiting = self._waiting.total()
         # Where blocks are short, free places do not help.
-        num_free = 0 if self._full else self._max_num_seqs - (self.num_accepted - num_waiting)
-        if seconds is None or num_waiting + self.num_preparing <= num_free:
+        num_free = 0 if self._prediction.full else self._max_num_seqs - (self.num_accepted - num_waiting)
+        num_ahead = num_waiting + self.num_preparing
+        if num_ahead < num_free:
             return 0.0
+        if num_ahead == num_free:
+            return self._prediction.estimated_wait_s(1, now_s=now_s)
         queue = [*self._waiting.items(), *self._preparing.items()]
-        ahead = sum(count for other, count in queue if other <= priority)
-        return max(0, ahead + 1 - num_free) * seconds
-
-    def _seconds_per_place(self, now_s: float) -> float | None:
-        """Return how long a full engine takes to free one place; None: not known now."""
-        num_started = len(self._started_s) - 1
-        if num_started >= self._max_num_seqs and now_s - self._last_full_s <= _MEASUREMENT_LASTS_S:
-            return (self._full_s - self._started_s[0]) / num_started
-        # Steps with few sequences are faster, so this promises rather too much: it rejects too few.
-        if self._held_s and now_s - self._last_end_s <= _MEASUREMENT_LASTS_S:
-            return sum(self._held_s) / len(self._held_s) / self._max_num_seqs
-        return None
-
-    def _forget_if_outdated(self, now_s: float) -> None:
-        if now_s - self._last_full_s > _MEASUREMENT_LASTS_S:
-            self._started_s.clear()
-            self._started_s.append(self._full_s)
+        num_places = sum(count for other, count in queue if other <= priority) + 1 - num_free
+        return self._prediction.longest_wait_s(num_places, now_s=now_s) if num_places > 0 else 0.0
 
 
 def _subtract(counter: Counter[int], priority: int, count: int) -> None:

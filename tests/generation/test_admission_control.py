@@ -180,13 +180,23 @@ def test_before_the_engine_was_full_no_request_is_rejected_for_its_wait() -> Non
 
 def test_before_the_engine_was_full_the_time_that_places_were_held_predicts_the_wait() -> None:
     admission = busy(control(max_wait_s=10))
-    for seconds in (3.0, 5.0):      # a place becomes free every 2 s
+    for seconds in (3.0, 5.0):      # a round of two places takes 4 s
         admission.note_end(seconds, now_s=0.0)
     for _ in range(4):
         join(admission)     # the fourth waits for 8 s
-    with pytest.raises(Overloaded, match="would wait about 10 s now; the limit is 10 s"):
+    with pytest.raises(Overloaded, match="would wait about 12 s now; the limit is 10 s"):
         join(admission)
     join(admission, now_s=100.0)    # nobody knows any more
+
+
+def test_before_the_engine_was_full_the_running_requests_are_expected_to_end_at_their_time() -> None:
+    admission = control(max_wait_s=10)
+    admission.accept(2)
+    step(admission, 1.0, num_started=2, full=False, num_waiting=0, now_s=0.0)
+    admission.note_end(20.0, now_s=0.0)
+    with pytest.raises(Overloaded, match="would wait about 15 s now"):
+        join(admission, now_s=5.0)
+    join(admission, now_s=13.0)     # for 7 s
 
 
 def test_a_queue_that_fits_into_the_free_places_rejects_no_request() -> None:
@@ -200,15 +210,36 @@ def test_a_queue_that_fits_into_the_free_places_rejects_no_request() -> None:
 
 
 def test_requests_that_start_together_count_until_the_queue_is_empty() -> None:
-    admission = busy(control(max_wait_s=12.5))
+    admission = control(num_places=4, max_wait_s=12.5)
+    admission.accept(4)
     for _ in range(4):
         step(admission, 8.0, num_started=0, num_waiting=9)
         step(admission, 1.0, num_started=3, full=False, num_waiting=9)    # of four free places
         step(admission, 1.0, num_started=1, num_waiting=8)
     for _ in range(4):
         join(admission)     # the fourth waits for 10 s
-    with pytest.raises(Overloaded, match=r"would wait about 1[23] s"):
+    with pytest.raises(Overloaded, match="would wait about 19 s"):     # another pause of 9 s
         join(admission)
+
+
+def test_no_request_is_accepted_that_would_wait_for_two_rounds_of_answers() -> None:
+    engine = SimulatedEngine(num_places=8, max_wait_s=10)
+    for _ in range(24):
+        engine.submit(num_steps=7)      # a round of eight answers takes 7 s
+    while engine.waiting:
+        engine.step(1.0)
+    arrived_s: dict[Request, float] = {}
+    for _ in range(70):
+        engine.step(1.0)
+        assert len(engine.running) in (0, 8)    # none at the end of a round
+        request = Request(num_places=1, num_tokens=1, priority=0, num_steps=7)
+        while engine.rejection(request) is None:
+            arrived_s[request] = engine.now_s
+            request = Request(num_places=1, num_tokens=1, priority=0, num_steps=7)
+        # On average, a place becomes free every 0.875 s, and the ninth would wait for 7.9 s.
+        waits_s = [engine.now_s - arrived_s[request] for request in engine.waiting if request in arrived_s]
+        assert max(waits_s, default=0) <= 8
+    assert len(arrived_s) >= 56
 
 
 def test_free_places_do_not_help_if_blocks_are_short() -> None:
