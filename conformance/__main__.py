@@ -15,6 +15,7 @@ from pathlib import Path
 from conformance.client_programs import ClientProgram, Row, client_programs, run_program
 from conformance.environments import Environment, EnvironmentFailed, build_environment
 from conformance.result_table import Result, as_json, as_markdown, as_text, from_json, results
+from conformance.router_programs import NUM_SERVERS, RouterProgram, compared, router_program, running_router
 from conformance.scripted_model import NAME, build_scripted_model
 from conformance.servers import recorded, running_server
 
@@ -22,17 +23,22 @@ CACHE = Path(__file__).parents[1] / ".conformance"
 DOCS = Path(__file__).parents[1] / "docs" / "conformance.md"
 DEFAULT_MODEL = "smollm2"
 MODELS = {"default": DEFAULT_MODEL, "scripted": NAME}
+# The client that runs through a router, unless others are named.
+SMOKE = "openai"
 
 
 def main() -> int:
     """Run the clients that the command line names; returns the exit status."""
     options = _options()
-    programs = client_programs(options.only)
+    router = router_program(options.through) if options.through else None
+    programs = client_programs(options.only or ([SMOKE] if router else []))
     if options.list:
         print("\n".join(program.name for program in programs))
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # servers end with it
     options.cache.mkdir(parents=True, exist_ok=True)
+    for log in options.cache.glob("server-*.log"):      # of the run before
+        log.unlink()
     repositories = _repositories(options.cache)
     wanted = [options.model] if options.model else list(MODELS)
     table: list[Result] = []
@@ -41,8 +47,10 @@ def main() -> int:
         for model in wanted:
             log = options.cache / f"server-{model}.log"
             urls[model] = stack.enter_context(running_server(repositories[model], log=log))
+        if router:
+            table += _place_router(router, urls, repositories, cache=options.cache, stack=stack)
         for program in programs:
-            table += _run(program, urls, cache=options.cache, record=options.record)
+            table += _run(program, urls, cache=options.cache, record=options.record, router=router)
             if not options.keep:
                 shutil.rmtree(options.cache / "environments" / program.name, ignore_errors=True)
         table += _of_the_server(list(urls), cache=options.cache)
@@ -62,6 +70,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--keep", action="store_true", help="keep the environments for the next run")
     parser.add_argument("--model", choices=MODELS, help="run against one of the two models only")
     parser.add_argument("--record", action="store_true", help="write all bytes that pass to CACHE/wire/")
+    parser.add_argument(
+        "--through", metavar="ROUTER", help=f"{SMOKE}, or --only, through this router and three servers"
+    )
     parser.add_argument("--docs", action="store_true", help="also write it to docs/conformance.md")
     parser.add_argument("--cache", type=Path, default=CACHE, help="folder of models, environments, results")
     return parser.parse_args()
@@ -77,7 +88,40 @@ def _repositories(cache: Path) -> dict[str, Path]:
     return repositories
 
 
-def _run(program: ClientProgram, urls: Mapping[str, str], *, cache: Path, record: bool) -> list[Result]:
+def _place_router(
+    router: RouterProgram,
+    urls: dict[str, str],
+    repositories: Mapping[str, Path],
+    *,
+    cache: Path,
+    stack: ExitStack,
+) -> list[Result]:
+    """Place a router before each server and two more of its kind; their URLs in `urls` become the router's.
+
+    Returns the rows that compare the router with the server.
+    """
+    environment = build_environment(router.folder, cache=cache / "environments")
+    rows = {}
+    for model, server in urls.items():
+        servers = [server]
+        for number in range(2, NUM_SERVERS + 1):
+            log = cache / f"server-{model}-{number}.log"
+            servers.append(stack.enter_context(running_server(repositories[model], log=log)))
+        log = cache / f"{router.name}-{model}.log"
+        url = stack.enter_context(running_router(router, environment, servers=servers, log=log))
+        rows[model] = router.with_limits(compared(url, server, model=MODELS[model]))
+        urls[model] = url
+    return results(router.name, environment.version, rows)
+
+
+def _run(
+    program: ClientProgram,
+    urls: Mapping[str, str],
+    *,
+    cache: Path,
+    record: bool,
+    router: RouterProgram | None,
+) -> list[Result]:
     begun = time.monotonic()
     rows: dict[str, list[Row]] = {}
     version = ""
@@ -92,7 +136,11 @@ def _run(program: ClientProgram, urls: Mapping[str, str], *, cache: Path, record
                 rows[model] = _against(program, environment, model, url=url, cache=cache, record=record)
     except EnvironmentFailed as error:
         rows["default"] = [Row(name="its environment", outcome="failed", detail=str(error))]
-    joined = results(program.title, version, rows)
+    title = program.title
+    if router:
+        title += f" through {router.name}"
+        rows = {model: router.with_limits(of_model) for model, of_model in rows.items()}
+    joined = results(title, version, rows)
     num_failed = sum(not result.works for result in joined)
     seconds = time.monotonic() - begun
     print(f"{program.name} {version}: {len(joined)} rows, {num_failed} failed, {seconds:.0f} s")
@@ -121,8 +169,8 @@ def _of_the_server(models: list[str], *, cache: Path) -> list[Result]:
     """Return the row that fails if a request made the server log a traceback."""
     rows = {}
     for model in models:
-        log = (cache / f"server-{model}.log").read_text(encoding="utf-8")
-        _, found, rest = log.partition("Traceback (most recent call last)")
+        logs = [log.read_text(encoding="utf-8") for log in sorted(cache.glob(f"server-{model}*.log"))]
+        _, found, rest = "".join(logs).partition("Traceback (most recent call last)")
         detail = " ".join(rest.split())[:400]
         rows[model] = [Row(name="no traceback", outcome="failed" if found else "ok", detail=detail)]
     return results("genserve's log", "", rows)

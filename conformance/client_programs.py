@@ -21,7 +21,7 @@ from conformance.environments import Environment
 
 FOLDER = Path(__file__).with_name("clients")
 
-Outcome = Literal["ok", "text", "failed"]
+Outcome = Literal["ok", "text", "router", "failed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

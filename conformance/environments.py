@@ -33,7 +33,7 @@ class Environment:
     version: str                # of its first package
 
 
-def build_environment(client: Path, *, cache: Path, needs_torch: bool) -> Environment:
+def build_environment(client: Path, *, cache: Path, needs_torch: bool = False) -> Environment:
     """Return the environment of a client's folder, built if its files have changed.
 
     Args:

@@ -10,7 +10,9 @@ from typing import Any
 from conformance.client_programs import Outcome, Row
 
 _MAX_DETAIL_CHARS = 160
-_WORDS: dict[Outcome | None, str] = {"ok": "works", "text": "its text", "failed": "FAILS", None: "-"}
+_WORDS: dict[Outcome | None, str] = {
+    "ok": "works", "text": "its text", "router": "the router", "failed": "FAILS", None: "-"
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,9 +29,13 @@ class Result:
 
     @property
     def works(self) -> bool:
-        """Whether it works with one model, and fails with none for another reason than the model's text."""
+        """Whether it works with one model, or not for a router, and fails with none except for its text."""
         outcomes = (self.default, self.scripted)
-        return "failed" not in outcomes and "ok" in outcomes and self.scripted != "text"
+        return (
+            "failed" not in outcomes
+            and ("ok" in outcomes or "router" in outcomes)
+            and self.scripted != "text"
+        )
 
 
 def results(client: str, version: str, rows: Mapping[str, Sequence[Row]]) -> list[Result]:

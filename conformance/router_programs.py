@@ -1,0 +1,180 @@
+"""Router programs: the folders of routers/, and a router in front of several servers.
+
+router.toml has the command of the package and its arguments, to which the address and the servers are added,
+and the limits of the router: rows that fail because of it, with the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import time
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx2
+
+from conformance.client_programs import Row
+from conformance.environments import Environment
+
+FOLDER = Path(__file__).with_name("routers")
+NUM_SERVERS = 3
+_START_S = 60
+_CHAT = {"messages": [{"role": "user", "content": "Say hello to Ada."}], "max_tokens": 16, "temperature": 0}
+_STREAM = {"stream": True, "stream_options": {"include_usage": True}}
+# What differs between two answers to the same request.
+_VARYING = ("id", "created", "request_id")
+
+
+class RouterFailed(Exception):
+    """The router did not start; the message is the end of its log."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterProgram:
+    """One folder of routers/."""
+
+    folder: Path
+    command: str
+    arguments: tuple[str, ...]
+    limits: Mapping[str, str]   # reasons, by the names of rows
+
+    @property
+    def name(self) -> str:
+        """The name of the folder."""
+        return self.folder.name
+
+    def with_limits(self, rows: Sequence[Row]) -> list[Row]:
+        """Return the rows; those that fail because of the router say so."""
+        return [
+            replace(row, outcome="router", detail=self.limits[row.name])
+            if row.outcome == "failed" and row.name in self.limits
+            else row
+            for row in rows
+        ]
+
+
+def router_program(name: str) -> RouterProgram:
+    """Return the router of a folder; raises SystemExit for an unknown name."""
+    names = sorted(folder.name for folder in FOLDER.iterdir())
+    if name not in names:
+        raise SystemExit(f"unknown router {name!r}; there are {', '.join(names)}")
+    settings: dict[str, Any] = tomllib.loads((FOLDER / name / "router.toml").read_text(encoding="utf-8"))
+    return RouterProgram(
+        folder=FOLDER / name,
+        command=settings["command"],
+        arguments=tuple(settings["arguments"]),
+        limits=settings["limits"],
+    )
+
+
+@contextmanager
+def running_router(
+    program: RouterProgram, environment: Environment, *, servers: Sequence[str], log: Path
+) -> Iterator[str]:
+    """Run a router in front of servers, and yield its URL.
+
+    Args:
+        program: the router.
+        environment: in which its package is installed.
+        servers: their URLs.
+        log: file for its output.
+
+    Raises:
+        RouterFailed: it ended, or was not healthy within a minute.
+    """
+    port, metrics_port = _free_ports(2)
+    command = [
+        str(Path(environment.command[0]).with_name(program.command)),
+        *program.arguments,
+        "--host=127.0.0.1", f"--port={port}", f"--prometheus-port={metrics_port}",
+        "--worker-urls", *servers,
+    ]  # fmt: skip
+    url = f"http://127.0.0.1:{port}"
+    with log.open("w", encoding="utf-8") as output, subprocess.Popen(
+        command, stdout=output, stderr=output, cwd=log.parent
+    ) as process:
+        try:
+            _wait_until_healthy(url, process, log=log)
+            yield url
+        finally:
+            process.terminate()
+
+
+def compared(url: str, server: str, *, model: str) -> list[Row]:
+    """Return rows that fail where a router answers otherwise than a server behind it.
+
+    Args:
+        url: of the router.
+        server: of one of its servers.
+        model: the name of the text model.
+    """
+    chat, completion = "/v1/chat/completions", "/v1/completions"
+    prompt = {"model": model, "prompt": "The sea is", "max_tokens": 16, "temperature": 0}
+    requests: Mapping[str, tuple[str, str, Any]] = {
+        "chat": ("POST", chat, _CHAT | {"model": model}),
+        "chat, streamed": ("POST", chat, _CHAT | _STREAM | {"model": model}),
+        "completion": ("POST", completion, prompt),
+        "completion, streamed": ("POST", completion, prompt | _STREAM),
+        "error of a field": ("POST", chat, _CHAT | {"model": model, "temperature": -1}),
+        "error of a model": ("POST", chat, _CHAT | {"model": "no-such-model"}),
+    }
+    rows = []
+    for name, (method, path, body) in requests.items():
+        begun = time.monotonic()
+        seen = [_answer(base, method, path, body) for base in (url, server)]
+        detail = "" if seen[0] == seen[1] else f"{seen[0]} instead of {seen[1]}"
+        rows.append(
+            Row(
+                name=f"as the server: {name}",
+                outcome="failed" if detail else "ok",
+                detail=detail,
+                seconds=round(time.monotonic() - begun, 2),
+            )
+        )
+    return rows
+
+
+def _answer(base: str, method: str, path: str, body: Any) -> tuple[int, str, list[Any]]:
+    """Return status, content type and the events of an answer, without what varies."""
+    response = httpx2.request(method, base + path, json=body, timeout=60)
+    content_type = response.headers.get("content-type", "").partition(";")[0]
+    lines = response.text.split("\n\n") if content_type == "text/event-stream" else [response.text]
+    return response.status_code, content_type, [_steady(line) for line in lines]
+
+
+def _steady(line: str) -> Any:
+    mark, text = ("data: ", line.removeprefix("data: ")) if line.startswith("data: ") else ("", line)
+    try:
+        read = json.loads(text)
+    except ValueError:
+        return line
+    kept = {name: value for name, value in read.items() if name not in _VARYING}
+    if isinstance(kept.get("usage"), dict):
+        kept["usage"] = {**kept["usage"], "prompt_tokens_details": None}    # what was cached
+    return mark, kept
+
+
+def _wait_until_healthy(url: str, process: subprocess.Popen[bytes], *, log: Path) -> None:
+    deadline = time.monotonic() + _START_S
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            if httpx2.get(f"{url}/readiness").status_code == 200:
+                return
+        except httpx2.TransportError:
+            pass    # it does not listen yet
+        time.sleep(0.2)
+    raise RouterFailed(f"the router did not start:\n{log.read_text(encoding='utf-8')[-2000:]}")
+
+
+def _free_ports(count: int) -> list[int]:
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [listener.getsockname()[1] for listener in listeners]
+    for listener in listeners:
+        listener.close()
+    return ports
