@@ -9,10 +9,14 @@ from dataclasses import dataclass
 from itertools import count
 
 from genserve.deploy.prefix_router import PrefixRouter
+from genserve.deploy.replica_load import LoadEstimates
 from genserve.errors import Overloaded
-from genserve.planner.planned_request import PlannedRequest, prompt_keys
+from genserve.generation.prefix_cache import block_keys
+from genserve.planner.planned_request import PlannedRequest
 from genserve.planner.simulated_replica import ReplicaKind, SimulatedReplica
 from genserve.planner.token_times import TokenTimes
+
+_STATISTICS_S = 1.0     # how often the router of a deployment hears of its replicas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +35,7 @@ class FleetResult:
 
 
 class Fleet:
-    """Replicas of one kind behind the router of a deployment, which knows their loads at every moment."""
+    """Replicas of one kind behind the router of a deployment, which hears of their loads every second."""
 
     def __init__(self, kind: ReplicaKind, *, num_replicas: int) -> None:
         """Start with idle replicas and empty caches."""
@@ -40,6 +44,8 @@ class Fleet:
         self._replicas = [SimulatedReplica(kind, clock=lambda: self._now_s) for _ in range(num_replicas)]
         limits = kind.limits
         self._router: PrefixRouter[int] = PrefixRouter(limits.block_size, num_blocks=limits.num_blocks)
+        self._estimates: LoadEstimates[int] = LoadEstimates()
+        self._observed_s = -math.inf
         self._max_length = min(limits.max_length, limits.num_blocks * limits.block_size)
         # The end of a replica's step, unless it has changed since then, or the next turn of a session.
         self._events: list[tuple[float, int, int | PlannedRequest]] = []
@@ -80,19 +86,30 @@ class Fleet:
             return
         token_ids, keys, index = request.token_ids(), [], 0
         if len(self._replicas) > 1:
-            keys = prompt_keys(token_ids, block_size=self._kind.limits.block_size)
-            loads = {number: replica.load for number, replica in enumerate(self._replicas)}
-            index = self._router.choose(keys, loads)
-            self._router.routed(index, keys)
+            keys = block_keys(token_ids, block_size=self._kind.limits.block_size)
+            index = self._choose(request, keys, num_tokens=len(token_ids))
         replica = self._replicas[index]
         try:
             replica.receive(request, token_ids, keys=keys)
         except Overloaded:
-            self._end_turn(request, is_rejected=True)
+            self._end_turn(request, index, is_rejected=True)
             return
         if math.isinf(replica.ends_s):
             replica.begin()
         self._push(replica.ends_s, index)
+
+    def _choose(self, request: PlannedRequest, keys: list[bytes], *, num_tokens: int) -> int:
+        """Choose a replica as the router of a deployment does."""
+        if self._now_s - self._observed_s >= _STATISTICS_S:
+            self._observed_s = self._now_s
+            for number, replica in enumerate(self._replicas):
+                self._estimates.observe(number, replica.load)
+        loads = {number: self._estimates.load(number) for number in range(len(self._replicas))}
+        index = self._router.choose(keys, loads)
+        num_new = num_tokens - self._router.cached_tokens(keys, [index])[index]
+        self._estimates.sent(id(request), index, num_tokens=num_new)
+        self._router.routed(index, keys)
+        return index
 
     def _step(self, index: int) -> None:
         """End the step of a replica, and begin its next one."""
@@ -100,15 +117,16 @@ class Fleet:
         for sequence in replica.end():
             self._prompt_tokens += sequence.num_prompt_tokens
             self._cached_tokens += sequence.num_cached_tokens
-            self._end_turn(sequence.planned)
+            self._end_turn(sequence.planned, index)
         for sequence in replica.reject_overdue():
-            self._end_turn(sequence.planned, is_rejected=True)
+            self._end_turn(sequence.planned, index, is_rejected=True)
         replica.begin()
         if not math.isinf(replica.ends_s):
             self._push(replica.ends_s, index)
 
-    def _end_turn(self, request: PlannedRequest, *, is_rejected: bool = False) -> None:
-        """Schedule the next turn of a session; a rejection ends it."""
+    def _end_turn(self, request: PlannedRequest, index: int, *, is_rejected: bool = False) -> None:
+        """Schedule the next turn of a session, which a rejection ends."""
+        self._estimates.ended(id(request), index)
         if is_rejected:
             self._num_rejected += 1
         elif request.session is not None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol
-
-from genserve.generation.prefix_cache import block_key, root_key
 
 
 class Session(Protocol):
@@ -37,13 +34,3 @@ class PlannedRequest:
     def token_ids(self) -> list[int]:
         """Return the token ids of the prompt."""
         return list(chain.from_iterable(self.prompt))
-
-
-def prompt_keys(token_ids: Sequence[int], *, block_size: int) -> list[bytes]:
-    """Return the keys of the full blocks of a prompt, as the prefix cache computes them."""
-    keys: list[bytes] = []
-    key = root_key(None)
-    for first in range(0, len(token_ids) - block_size + 1, block_size):
-        key = block_key(key, token_ids[first : first + block_size])
-        keys.append(key)
-    return keys

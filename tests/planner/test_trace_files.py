@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from genserve.errors import InvalidRequest
-from genserve.planner.planned_request import PlannedRequest, prompt_keys
+from genserve.generation.prefix_cache import block_keys
+from genserve.planner.planned_request import PlannedRequest
 from genserve.planner.trace_files import TraceLoad
 
 
@@ -30,7 +31,7 @@ MOONCAKE = """\
 def test_mooncakes_hash_ids_are_shared_blocks(tmp_path: Path) -> None:
     requests = read(tmp_path / "trace.jsonl", MOONCAKE)
     assert summary(requests) == [(0.0, 1030, 3), (0.5, 10, 3), (2.0, 1290, 316)]
-    keys = [prompt_keys(request.token_ids(), block_size=16) for request in requests]
+    keys = [block_keys(request.token_ids(), block_size=16) for request in requests]
     shared = [first == second for first, second in zip(keys[0], keys[2], strict=False)]
     assert shared == [True] * (1024 // 16)     # 57 and 43 differ
     assert not {*keys[0]} & {*keys[1]}
