@@ -8,14 +8,12 @@ share of the capacity; each round runs every load once. The trace of each run, i
 the server counted them, is simulated, and its figures are compared with the measured ones. Drafts are
 switched off in a copy of the repository: the planner knows none.
 
-What serving costs besides the steps is the processor time of the server's other threads, measured before the
-loads.
+What serving costs besides the steps is measured before the loads, as by `genserve tune --step-times`.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import re
@@ -27,7 +25,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import httpx2
 import numpy as np
@@ -36,7 +33,7 @@ from servers import genserve_server
 
 from genserve.bench.answers import LoadResult
 from genserve.bench.arrivals import arrival_times
-from genserve.bench.datasets import BenchPrompt, RandomLengths, random_dataset
+from genserve.bench.datasets import RandomLengths, random_dataset
 from genserve.bench.dialects import DIALECTS, Requested
 from genserve.bench.endpoint import Target
 from genserve.bench.load_loop import Load, run_load
@@ -44,12 +41,13 @@ from genserve.bench.summary import inter_token_latencies_s
 from genserve.bench.token_counters import server_counter
 from genserve.planner.fleet import Fleet, FleetResult
 from genserve.planner.planned_request import PlannedRequest
+from genserve.planner.serving_cost import measure_serving_cost
 from genserve.planner.simulated_replica import ReplicaKind
 from genserve.planner.step_model import StepModel
 from genserve.planner.synthetic_load import Lengths, SyntheticLoad
 from genserve.repository.options import RepositoryOptions
 from genserve.tuning.engine_steps import measure_engine
-from genserve.tuning.measured_steps import MeasuredEngine, ServingCost
+from genserve.tuning.measured_steps import MeasuredEngine
 
 HEADINGS = ("load", "measured", "predicted", "ratio")
 LENGTHS = RandomLengths(input_len=96, output_len=64, range_ratio=0.5)
@@ -79,7 +77,7 @@ def main() -> None:
         command = ("taskset", "-c", str(cores[0]), sys.executable, "-m", "genserve")
         with _on_core(cores[-1]), genserve_server(repository, command=command) as server:
             load = _Loads(server.http, model=options.model, seed=options.seed)
-            kind = replace(kind, serving=_serving_cost(load, server.pid))
+            kind = replace(kind, serving=measure_serving_cost(engine, url=load.url))
             _note(f"serving: {kind.serving}")
             rates = {share: share * _capacity(kind) for share in options.share}
             rounds: dict[float, list[tuple[Figures, Figures]]] = {share: [] for share in rates}
@@ -99,7 +97,7 @@ class _Loads:
     """Sends loads to a server, from this process."""
 
     def __init__(self, port: int, *, model: str, seed: int) -> None:
-        url = f"http://127.0.0.1:{port}"
+        self.url = url = f"http://127.0.0.1:{port}"
         self._target = Target(
             base_url=url,
             dialect=DIALECTS["openai"],
@@ -108,52 +106,16 @@ class _Loads:
         self._seed = seed
         with httpx2.Client(base_url=url) as http:
             self._prompts = random_dataset(LENGTHS, seed=seed, counter=server_counter(http, model=model))
-        self.closed_loop(concurrency=1, num_requests=2)     # warm-up
-
-    def closed_loop(
-        self, *, concurrency: int, num_requests: int, new_tokens: int | None = None
-    ) -> LoadResult:
-        prompts = itertools.islice(self._prompts, num_requests)
-        if new_tokens is not None:
-            prompts = (replace(prompt, max_tokens=new_tokens) for prompt in prompts)
-        return self._run(prompts, itertools.repeat(0.0), concurrency=concurrency)
 
     def open_loop(self, *, rate: float, seconds: float, number: int) -> LoadResult:
         count = max(1, round(rate * seconds))
         rng = np.random.default_rng([self._seed, number, count])
-        return self._run(self._prompts, arrival_times(count, rate=rate, burstiness=1.0, rng=rng))
-
-    def _run(
-        self, prompts: Iterator[BenchPrompt], arrivals_s: Any, *, concurrency: int | None = None
-    ) -> LoadResult:
+        arrivals_s = arrival_times(count, rate=rate, burstiness=1.0, rng=rng)
         result = LoadResult()
-        load = Load(prompts=prompts, arrivals_s=arrivals_s, max_concurrency=concurrency)
-        run_load(load, self._target, result)
+        run_load(Load(prompts=self._prompts, arrivals_s=arrivals_s), self._target, result)
         if result.failures():
             raise SystemExit(f"requests failed: {result.failures()[0]}")
         return result
-
-
-def _serving_cost(load: _Loads, pid: int) -> ServingCost:
-    """Measure the processor time of a server's other threads than the engine's, for a request and a token.
-
-    Short and long answers tell the two apart. Unlike a time on the clock, other programs do not lengthen it.
-    """
-    rows, others_s = [], []
-    for concurrency, num_requests, new_tokens in ((4, 32, 1), (8, 24, 64)):
-        before_s = _threads_s(pid)
-        load.closed_loop(concurrency=concurrency, num_requests=num_requests, new_tokens=new_tokens)
-        used_s = [seconds - before_s.get(thread, 0.0) for thread, seconds in _threads_s(pid).items()]
-        rows.append((num_requests, num_requests * new_tokens))
-        others_s.append(sum(used_s) - max(used_s))
-    request_s, token_s = map(float, np.linalg.solve(np.array(rows), others_s))
-    return ServingCost(request_s=request_s, busy_s=request_s, token_s=token_s)
-
-
-def _threads_s(pid: int) -> dict[str, float]:
-    """Return the processor time of each thread of a process; Linux only."""
-    folders = Path(f"/proc/{pid}/task").iterdir()
-    return {folder.name: int((folder / "schedstat").read_text().split()[0]) / 1e9 for folder in folders}
 
 
 def _kind(engine: MeasuredEngine) -> ReplicaKind:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -157,6 +157,7 @@ def _find(model: str | None, *, repository: Path | None) -> tuple[str, TunedMode
 def _write_step_times(tuned: TunedModel, path: Path, *, budget_s: float) -> None:
     """Measure the steps of the model as its configs are now, and write the file."""
     from genserve.cli.console import ConsoleProgress
+    from genserve.planner.serving_cost import measure_serving_cost, serving
     from genserve.tuning.engine_steps import measure_engine
 
     if tuned.ensemble is None:
@@ -164,8 +165,11 @@ def _write_step_times(tuned: TunedModel, path: Path, *, budget_s: float) -> None
             f"{tuned.logits.name!r} belongs to no text model, so an engine has no steps with it",
             remedy="add an ensemble of a tokenizer, this stage and a decoder",
         )
+    name, repository = tuned.ensemble.name, tuned.ensemble.path.parent
     with at_level("genserve", logging.ERROR), ConsoleProgress().stage("measuring steps of the engine"):
-        engine = measure_engine(tuned.ensemble.name, repository=tuned.ensemble.path.parent, budget_s=budget_s)
+        engine = measure_engine(name, repository=repository, budget_s=budget_s)
+    with ConsoleProgress().stage("measuring a server"), serving(name, repository=repository) as url:
+        engine = replace(engine, serving=measure_serving_cost(engine, url=url))
     engine.write(path)
 
 

@@ -106,7 +106,7 @@ class SimulatedReplica(RequestInbox):
         self._began_s = 0.0
         self._step_s = 0.0          # of the engine alone; of the first of several steps
         self._growth_s = 0.0        # by which each further one is longer
-        self._sending_s = 0.0       # that the tokens of a step take to be sent
+        self._sending_s = 0.0       # by which serving lengthens each of them
         self._count = 1             # steps
         self._was_full = False      # the step before; admission control measures the one after it too
 
@@ -155,7 +155,8 @@ class SimulatedReplica(RequestInbox):
         size = self._size(output)
         self._step_s = self._model.seconds(size)
         self._growth_s = self._model.context_token_s * size.decodes
-        self._sending_s = self._kind.serving.token_s * size.rows
+        serving = self._kind.serving
+        self._sending_s = serving.step_s + serving.token_s * size.rows
         if not (output.num_prompt_tokens or output.full or self._was_full):
             self._count = self._num_uniform_steps(output, now_s=now_s)
         self._was_full = output.full

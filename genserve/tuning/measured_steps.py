@@ -50,7 +50,8 @@ class ServingCost:
 
     request_s: float = 0.0      # from the arrival of a request to the engine's queue
     busy_s: float = 0.0         # by which the arrival of a request lengthens the steps of the others
-    token_s: float = 0.0        # by which each token that is sent lengthens a step
+    step_s: float = 0.0         # by which a step is longer
+    token_s: float = 0.0        # and for each token that is sent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

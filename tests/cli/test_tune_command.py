@@ -151,3 +151,5 @@ def test_step_times_are_written_for_the_planner(repository: Path, tmp_path: Path
     engine = read_measured_engine(file)
     assert (engine.model, engine.limits.max_num_seqs) == ("tiny", 32)
     assert len(engine.steps) > 30
+    assert engine.serving.request_s > 0     # of a server, which has ended
+    assert min(engine.serving.step_s, engine.serving.token_s) >= 0

@@ -169,7 +169,7 @@ def test_requests_beyond_the_context_are_counted(kind: ReplicaKind) -> None:
 
 
 def test_serving_adds_its_costs(kind: ReplicaKind) -> None:
-    slow = replace(kind, serving=ServingCost(request_s=0.1, busy_s=0.0, token_s=0.001))
+    slow = replace(kind, serving=ServingCost(request_s=0.1, step_s=0.0004, token_s=0.0006))
     few = load(rate=0.1, num_requests=10)
     assert simulated(slow, few).times.first_s(50) == pytest.approx(
         simulated(kind, few).times.first_s(50) + 0.101, abs=1e-3

@@ -32,14 +32,13 @@ def test_the_smallest_fleet_is_found_and_the_one_below_misses(kind: ReplicaKind)
 
 
 def test_several_processes_find_the_same(kind: ReplicaKind) -> None:
-    def unclocked(fleets: list[FleetFigures]) -> dict[int, FleetFigures]:
-        return {fleet.num_replicas: replace(fleet, cpu_s=0.0) for fleet in fleets}
+    def simulated(num_processes: int) -> list[FleetFigures]:
+        fleets = simulate(
+            kind, BUSY, TARGETS, counts=[4, 6], num_processes=num_processes, on_fleet=lambda _fleet: None
+        )
+        return [replace(fleet, cpu_s=0.0) for fleet in fleets]
 
-    alone, together = unclocked(found(kind, TARGETS)), unclocked(found(kind, TARGETS, num_processes=2))
-    assert min(n for n, fleet in alone.items() if not fleet.missed) == min(
-        n for n, fleet in together.items() if not fleet.missed
-    )
-    assert all(alone[number] == together[number] for number in alone.keys() & together.keys())
+    assert simulated(2) == simulated(1)
 
 
 @pytest.mark.parametrize("max_replicas", [1, 3])
