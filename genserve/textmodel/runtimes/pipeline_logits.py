@@ -11,10 +11,12 @@ A stage computes the micro-batches in their order, so that one may continue a se
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,8 @@ from genserve.sampling.logits_array import LogitsArray
 from genserve.textmodel.runtimes.cached_logits import EXPORT_AGAIN, CachedLogits, CachePart, tokens_of
 from genserve.textmodel.runtimes.kv_cache_memory import HostMemory, LogitsMemory
 from genserve.textmodel.runtimes.logits_graph import LogitsGraph, check_written_cache, max_length_of
+
+logger = logging.getLogger(__name__)
 
 _MEASURED_TOKENS = 32       # of the forward that is compared with one of a single token
 _MAX_MICRO_BATCHES = 16
@@ -41,7 +45,8 @@ class StageCost:
     token_s: float
 
 
-def num_micro_batches(costs: Sequence[StageCost], num_tokens: int) -> int:
+@lru_cache(4096)
+def num_micro_batches(costs: tuple[StageCost, ...], num_tokens: int) -> int:
     """Return into how many micro-batches a forward is divided, so that it takes the least time.
 
     With m micro-batches the first passes all stages, and the m - 1 others follow it at the pace of the
@@ -131,7 +136,7 @@ class PipelineLogits(CachedLogits):
         self._logits = self._rows(max(max_num_seqs, _MEASURED_TOKENS))
         if not memories[0].is_host:
             check_written_cache(self._run_in_turn, self.cache, path=paths[0], device=memories[0].device)
-        self._costs = self._measured_costs() if max_micro_batch is None else ()
+        self._costs = self._measured_costs(paths) if max_micro_batch is None else ()
         self._max_micro_batch = max_micro_batch
 
     def forward(self, batch: ForwardBatch) -> LogitsArray:
@@ -196,7 +201,7 @@ class PipelineLogits(CachedLogits):
         stage = self._stages[-1]
         return stage.memory.rows(num_rows + 1, stage.width, stage.dtype)
 
-    def _measured_costs(self) -> tuple[StageCost, ...]:
+    def _measured_costs(self, paths: Sequence[Path]) -> tuple[StageCost, ...]:
         """Run one token and several, both twice: the first run may read weights from the disk."""
         several = min(_MEASURED_TOKENS, self.max_length)
         times_s = {}
@@ -209,9 +214,15 @@ class PipelineLogits(CachedLogits):
             )
             times_s[num_tokens] = self._run_in_turn(batch)
         costs = []
-        for one_s, several_s in zip(times_s[1], times_s[several], strict=True):
+        for path, stage, one_s, several_s in zip(
+            paths, self._stages, times_s[1], times_s[several], strict=True
+        ):
             token_s = max(0.0, several_s - one_s) / max(1, several - 1)
             costs.append(StageCost(run_s=max(0.0, one_s - token_s), token_s=token_s))
+            logger.info(
+                "%s on %s:%d: %.2f ms for 1 token, %.2f ms for %d",
+                path.name, stage.memory.device, stage.memory.device_id, one_s * 1e3, several_s * 1e3, several,
+            )
         return tuple(costs)
 
 

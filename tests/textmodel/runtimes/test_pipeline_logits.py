@@ -217,12 +217,12 @@ def test_the_threads_end_when_the_model_is_closed_or_dropped(folder):
 
 def test_a_stage_that_costs_nothing_per_token_gets_one_batch():
     """As on a GPU, where a decode reads all weights for any number of sequences."""
-    costs = [StageCost(run_s=0.01, token_s=0.0)] * 4
+    costs = (StageCost(run_s=0.01, token_s=0.0),) * 4
     assert num_micro_batches(costs, 64) == 1
 
 
 def test_a_stage_that_costs_only_by_the_token_gets_many_micro_batches():
-    costs = [StageCost(run_s=0.0, token_s=0.001)] * 2
+    costs = (StageCost(run_s=0.0, token_s=0.001),) * 2
     assert num_micro_batches(costs, 1) == 1
     assert num_micro_batches(costs, 4) == 4
     assert num_micro_batches(costs, 256) == 16
@@ -231,5 +231,5 @@ def test_a_stage_that_costs_only_by_the_token_gets_many_micro_batches():
 
 def test_the_number_of_micro_batches_balances_the_fill_of_the_pipeline_with_its_runs():
     """Without the hand-over, the best number is sqrt((stages - 1) * tokens * token_s / run_s)."""
-    costs = [StageCost(run_s=0.1, token_s=0.01)] * 3
+    costs = (StageCost(run_s=0.1, token_s=0.01),) * 3
     assert num_micro_batches(costs, 160) == pytest.approx((2 * 160 * 0.01 / 0.1) ** 0.5, abs=1)
