@@ -20,6 +20,7 @@ from genserve.errors import RepositoryError, suggestion
 from genserve.repository.index import ModelEntry, all_step_models, fingerprint, scan, step_models
 from genserve.repository.text_stages import TextStages, text_models
 from genserve.settings import ServerSettings
+from genserve.textmodel.logits_config import num_pipeline_stages
 
 IMPORT_PATH = "genserve.deploy.application:build"
 INGRESS = "ingress"
@@ -30,6 +31,10 @@ _INGRESS_VARIABLES = {"RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0"}
 _REPLICA_VARIABLES = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
 _THREADS = ("intra_op_thread_count", "INTRA_OP_THREAD_COUNT", "TF_NUM_INTRA_THREADS")
 _POLICY = "genserve.deploy.autoscaling:TokenLoadPolicy"
+_ROUTING = {
+    "request_router_class": "genserve.deploy.request_router:PrefixAwareRouter",
+    "request_routing_stats_period_s": 1.0,
+}
 # Answers may take this long to end on a replica that is being replaced.
 _DRAIN_S = 600.0
 # Of the replicas, rounded up: so many new ones start before old ones stop.
@@ -241,6 +246,7 @@ def _model_options(model: DeployedModel, *, settings: Mapping[str, Any], scale: 
     return {
         "name": model.name,
         "num_replicas": 1,
+        "request_router_config": dict(_ROUTING),
         "max_ongoing_requests": max(_MIN_CALLS, sum(map(_max_calls, configs))),
         "graceful_shutdown_timeout_s": _DRAIN_S,
         "max_surge_percent": _SURGE_PERCENT,
@@ -257,16 +263,18 @@ def _generation_options(model: DeployedModel, *, settings: Mapping[str, Any], sc
     assert config is not None, model.name
     max_queue = settings.get("max_queue", ServerSettings().max_queue)
     num_sequences = max(1, config.max_batch_size)
-    num_gpus = min(1, _num_gpus(config))  # one engine runs the model, on one device
+    num_stages = num_pipeline_stages(config)
+    num_gpus = _num_gpus(config, most=num_stages)   # one engine runs the model, on a device for each stage
     return {
         "name": model.name,
         **_scaling(scale),
+        "request_router_config": dict(_ROUTING),
         "max_ongoing_requests": int(_SPARE_CALLS * (num_sequences + max_queue)),
         "max_queued_requests": max(1, max_queue),
         "graceful_shutdown_timeout_s": _DRAIN_S,
         "max_surge_percent": _SURGE_PERCENT,
         "ray_actor_options": {
-            "num_cpus": 1 if num_gpus else _threads(config) or default_threads(),
+            "num_cpus": 1 if num_gpus else num_stages * _threads(config) or default_threads(),
             "num_gpus": num_gpus,
             "runtime_env": {"env_vars": dict(_REPLICA_VARIABLES)},
         },
@@ -311,10 +319,13 @@ def _num_cpus(config: ModelConfig) -> int:
     return num_instances * max(1, _threads(config))
 
 
-def _num_gpus(config: ModelConfig) -> int:
-    """Return the GPUs that instances name; one, if they ask for a GPU and name none."""
+def _num_gpus(config: ModelConfig, *, most: int | None = None) -> int:
+    """Return the GPUs that instances name, or as many as they can use (`most`) if they name none."""
     groups = [group for group in config.instance_groups if group.kind == "KIND_GPU"]
-    return len({gpu for group in groups for gpu in group.gpus}) or min(1, len(groups))
+    named = {gpu for group in groups for gpu in group.gpus}
+    if not named:
+        return (most or 1) if groups else 0
+    return len(named) if most is None else min(most, len(named))
 
 
 def _max_calls(config: ModelConfig) -> int:
