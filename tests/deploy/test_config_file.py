@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 
 from genserve.deploy.config_file import read_config, to_yaml
-from genserve.deploy.deploy_config import Scale, find_models, serve_config
+from genserve.deploy.deploy_config import IMPORT_PATH, Scale, find_models, serve_config
 from genserve.errors import ConfigError, RepositoryError
 
 
@@ -73,6 +74,12 @@ def test_a_mistake_is_reported_with_its_place_and_a_remedy(text, tmp_path, befor
 def test_another_file_is_rejected(tmp_path, text, message):
     with pytest.raises(ConfigError, match=message):
         read_config(written(tmp_path, text))
+
+
+def test_the_documented_file_is_valid(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "scale.md").read_text(encoding="utf-8")
+    [documented] = [text for text in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if IMPORT_PATH in text]
+    assert read_config(written(tmp_path, documented))["applications"]
 
 
 def test_the_arguments_of_another_application_are_not_checked(text, tmp_path):

@@ -22,7 +22,7 @@ _OTHERS = frozenset(
     (
         "apt-get", "bash", "cat", "cd", "cmake", "cp", "curl", "diff", "echo", "export", "git", "helm",
         "hf", "jq", "kubectl", "lm_eval", "ls", "mkdir", "nginx", "node", "npm", "openssl", "optimum-cli",
-        "prometheus", "sglang-router", "sh", "source", "tar", "vllm-router", "."
+        "prometheus", "ray", "serve", "sglang-router", "sh", "source", "tar", "vllm-router", ".",
     )
 )  # fmt: skip
 
