@@ -52,8 +52,6 @@ class ApplicationArgs(BaseModel):
         return replace(
             checked_settings(self.settings),
             model_repository=self.model_repository,
-            model_control_mode="explicit",
-            load_model=tuple(self.models),
             api_key=os.environ.get("GENSERVE_API_KEY") or None,
             control_key=os.environ.get("GENSERVE_CONTROL_KEY") or None,
         )

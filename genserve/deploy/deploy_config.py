@@ -68,19 +68,8 @@ class DeployedModel:
     @property
     def fingerprint(self) -> str:
         """Changes with each file that its replicas may read."""
-        return _digest(fingerprint(part.path) for part in (self.entry, *self.parts))
-
-    @property
-    def ingress_fingerprint(self) -> tuple[object, ...]:
-        """Changes with what the ingress reads: configs, versions, and the files of tokenizer and decoder."""
-        whole = {stage.name for name, stage in self.stages.items() if name != "logits"}
-        files = [
-            (part.name, file)
-            for part in (self.entry, *self.parts)
-            for file in fingerprint(part.path)
-            if part.name in whole or "/" not in file[0]
-        ]
-        return tuple(files)
+        files = [fingerprint(part.path) for part in (self.entry, *self.parts)]
+        return hashlib.sha256(repr(files).encode()).hexdigest()[:16]
 
 
 def find_models(
@@ -143,10 +132,6 @@ def _draft(stages: TextStages) -> str:
     return config.parameters.get("draft_model", "") if config else ""
 
 
-def _digest(parts: Iterable[object]) -> str:
-    return hashlib.sha256(repr(tuple(parts)).encode()).hexdigest()[:16]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
     """The range in which the replicas of generation models are scaled."""
@@ -203,7 +188,6 @@ def with_fingerprints(
 ) -> dict[str, Any]:
     """Return a config with the fingerprints that its models have now; replicas of others are replaced."""
     values = {model.name: model.fingerprint for model in models}
-    values[INGRESS] = _digest(model.ingress_fingerprint for model in models)
     applications = []
     for app in config["applications"]:
         if app["name"] == application:

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from genserve.backends.onnx_session import num_cores
-from genserve.deploy.serve_library import import_ray, import_rest_client
-from genserve.errors import DeployFailed, Unreachable
+from genserve.deploy.serve_library import import_exceptions, import_ray, import_rest_client
+from genserve.errors import DeployFailed, Unauthenticated, Unreachable
 
 _POLL_S = 0.5
 _ENDED = ("RUNNING", "DEPLOY_FAILED", "UNHEALTHY")
@@ -26,11 +26,17 @@ class ServeCluster:
 
         Raises:
             Unreachable: nothing of Ray answers there.
+            Unauthenticated: it asks for a token.
             MissingDependency: Ray is not installed.
         """
         client = import_rest_client()
         try:
             self._client = client(url)
+        except import_exceptions().AuthenticationError as error:
+            raise Unauthenticated(
+                f"the Ray cluster at {url} asks for a token",
+                remedy="set RAY_AUTH_TOKEN to that of `ray get-auth-token` on its head",
+            ) from error
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise Unreachable(
                 f"no Ray cluster answers at {url}: {error}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from genserve.errors import MissingDependency
@@ -47,6 +48,15 @@ def import_serve_schema() -> Any:
     return _import("ray.serve.schema")
 
 
+def import_exceptions() -> Any:
+    """Import `ray.exceptions`.
+
+    Raises:
+        MissingDependency: it is not installed.
+    """
+    return _import("ray.exceptions")
+
+
 def import_rest_client() -> Any:
     """Import the client of Serve's REST API, which `serve deploy` uses too.
 
@@ -57,11 +67,20 @@ def import_rest_client() -> Any:
 
 
 def _import(name: str) -> Any:
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # genserve reports nothing to anybody
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")   # genserve reports nothing to anybody
+    if _has_token():
+        # As `ray.init` does for a cluster that it finds. Ray reads the variable once, when it is imported.
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
     try:
         return import_module(name)
     except ImportError as error:
         raise _missing() from error
+
+
+def _has_token() -> bool:
+    """Whether there is a token for clusters that ask for one, as those do that `ray.init` starts."""
+    variables = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+    return any(map(os.environ.get, variables)) or (Path.home() / ".ray" / "auth_token").is_file()
 
 
 def _missing() -> MissingDependency:

@@ -55,6 +55,7 @@ def fingerprints(root: Path) -> dict[str, str]:
     return {
         name: options["ray_actor_options"]["runtime_env"]["env_vars"][FINGERPRINT]
         for name, options in options_of(root).items()
+        if name != INGRESS
     }
 
 
@@ -125,28 +126,20 @@ def test_a_queue_policy_bounds_the_calls_of_a_model(tmp_path):
     assert options_of(tmp_path)["m"]["max_ongoing_requests"] == 125
 
 
-def test_a_new_version_changes_the_fingerprints_of_its_model_and_of_the_ingress_alone(tmp_path):
+def test_a_new_version_changes_the_fingerprint_of_its_model_alone(tmp_path):
     add_model(tmp_path, "a")
     add_model(tmp_path, "b")
     before = fingerprints(tmp_path)
     add_model(tmp_path, "b", version=2)
     after = fingerprints(tmp_path)
-    assert {name for name in before if before[name] != after[name]} == {"b", INGRESS}
-
-
-def test_weights_do_not_change_the_ingress(tmp_path):
-    folder = add_model(tmp_path, "a")
-    before = fingerprints(tmp_path)
-    (folder / "1" / "weights.bin").write_bytes(b"new")
-    after = fingerprints(tmp_path)
-    assert {name for name in before if before[name] != after[name]} == {"a"}
+    assert {name for name in before if before[name] != after[name]} == {"b"}
 
 
 def test_a_step_belongs_to_the_fingerprint_of_its_ensemble(tmp_path):
     add_model(tmp_path, "step")
     add_ensemble(tmp_path, "whole", "step")
     before = fingerprints(tmp_path)
-    assert list(before) == [INGRESS, "whole"]
+    assert list(before) == ["whole"]
     (tmp_path / "step" / "1" / "weights.bin").write_bytes(b"new")
     assert fingerprints(tmp_path)["whole"] != before["whole"]
 
@@ -167,11 +160,11 @@ def test_fingerprints_replace_those_of_a_file_and_nothing_else(tmp_path):
     config = {"applications": [other, {"name": "app", "deployments": [options]}]}
     changed = with_fingerprints(config, models, application="app")
     assert changed["applications"][0] == other
-    model, ingress = changed["applications"][1]["deployments"]
+    [model] = changed["applications"][1]["deployments"]
     assert model["ray_actor_options"]["runtime_env"]["env_vars"] == {
         FINGERPRINT: models[0].fingerprint, "OTHER": "kept"
     }
-    assert (model["num_replicas"], model["ray_actor_options"]["num_cpus"], ingress["name"]) == (5, 3, INGRESS)
+    assert (model["num_replicas"], model["ray_actor_options"]["num_cpus"]) == (5, 3)
 
 
 def test_a_local_cluster_has_cpus_for_all_replicas_and_one_more_of_each(tmp_path):

@@ -1,0 +1,106 @@
+"""Application: the Ray Serve application of a model repository, which Serve's config files import.
+
+`import_path: genserve.deploy.application:build`, with `args` as in `deploy/application_args.py`. The options
+of deployments, such as replicas and resources, are in the config file: `deploy/deploy_config.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import aclosing
+from dataclasses import asdict, replace
+from typing import Any
+
+from genserve.deploy.application_args import ApplicationArgs
+from genserve.deploy.autoscaling import USAGE, WAITING_TOKENS
+from genserve.deploy.deploy_config import INGRESS
+from genserve.deploy.description import ReplicaReport, VersionDescription
+from genserve.deploy.ingress import make_ingress_app
+from genserve.deploy.messages import GenerationCall
+from genserve.deploy.replica import ModelReplica
+from genserve.deploy.serve_library import import_serve
+from genserve.deploy.serve_replicas import ServeReplicas, packed
+from genserve.errors import ModelNotReady
+from genserve.inference import InferenceRequest
+from genserve.server.access_control import require_safe_addresses
+from genserve.server.repository_options import repository_options
+
+
+def build(args: Mapping[str, Any]) -> Any:
+    """Return the Serve application: a deployment for each model, and the ingress.
+
+    Raises:
+        pydantic.ValidationError: the arguments are not those of `ApplicationArgs`.
+        MissingDependency: Ray is not installed.
+    """
+    serve = import_serve()
+    checked = ApplicationArgs.model_validate(dict(args))
+    models = [
+        serve.deployment(ServedModel, name=name).bind(checked, name) for name in checked.models
+    ]
+
+    def make_app() -> Any:
+        settings = checked.server_settings()
+        # The proxies' address is not known here; they listen on all, unless the config file says otherwise.
+        require_safe_addresses(replace(settings, host="0.0.0.0"))
+        replicas = {name: ServeReplicas(serve.get_deployment_handle(name)) for name in checked.models}
+        return make_ingress_app(settings, replicas)
+
+    ingress = serve.deployment(serve.ingress(make_app)(), name=INGRESS)
+    return ingress.bind(*models)
+
+
+class ServedModel:
+    """One replica of a model, as Serve calls it."""
+
+    def __init__(self, args: ApplicationArgs, name: str) -> None:
+        """Load the model; blocks. Raises as `ModelReplica` does."""
+        options = replace(repository_options(args.server_settings()), renumber_gpus=True)
+        self._replica = ModelReplica(
+            args.model_repository, name, needed=args.models[name], options=options
+        )
+
+    async def generate(self, call: GenerationCall) -> AsyncIterator[bytes]:
+        """Yield the deltas of a call, packed; see `ReplicaSet.generate`."""
+        async with aclosing(packed(self._replica.generate(call))) as items:  # type: ignore[type-var]
+            async for item in items:
+                yield item
+
+    async def infer(self, request: InferenceRequest) -> AsyncIterator[bytes]:
+        """Yield the responses to a request, packed; see `ReplicaSet.infer`."""
+        async with aclosing(packed(self._replica.infer(request))) as items:  # type: ignore[type-var]
+            async for item in items:
+                yield item
+
+    async def digest(self) -> str:
+        """See `ModelReplica.digest`."""
+        return await self._replica.digest()
+
+    async def describe(self) -> list[VersionDescription]:
+        """See `ModelReplica.describe`."""
+        return await self._replica.describe()
+
+    async def report(self) -> ReplicaReport:
+        """See `ModelReplica.report`."""
+        return await self._replica.report()
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        """Return the load, for the router."""
+        return asdict(self._replica.load())
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return the statistics that `TokenLoadPolicy` reads."""
+        load = self._replica.load()
+        places = sum(model.max_num_seqs for model in self._replica.repository.text_models)
+        usage = max(load.kv_usage, load.running / places if places else 0.0)
+        return {USAGE: min(1.0, usage), WAITING_TOKENS: load.waiting_tokens}
+
+    def check_health(self) -> None:
+        """Raise ModelNotReady if the model has died: Serve then replaces the replica."""
+        if not self._replica.ready:
+            raise ModelNotReady("the model has failed", remedy="the replica's log has the reason")
+
+    def __del__(self) -> None:
+        """Unload the model; Serve calls this when the last call has ended, or the time for that is over."""
+        if replica := self.__dict__.get("_replica"):
+            replica.close()

@@ -1,0 +1,201 @@
+"""`genserve deploy ray` on a cluster of this machine: three replicas of a model, and one of another.
+
+Everything that needs a cluster is in this file: to start one takes seconds, and a file runs in one process.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+import openai
+import pytest
+import tritonclient.http
+from huggingface_hub import InferenceClient
+from typer.testing import CliRunner
+
+from genserve.cli.main import app
+from tests.support.live_server import LiveServer
+
+CHAT: Any = [{"role": "user", "content": "Hello"}]
+DOUBLE = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [
+            pb_utils.InferenceResponse([
+                pb_utils.Tensor("Y", FACTOR * pb_utils.get_input_tensor_by_name(request, "X").as_numpy())
+            ])
+            for request in requests
+        ]
+"""
+CONFIG = """backend: "python"
+input { name: "X" data_type: TYPE_FP32 dims: [ 2 ] }
+output { name: "Y" data_type: TYPE_FP32 dims: [ 2 ] }
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deployed:
+    """A running `genserve deploy ray`."""
+
+    repository: Path
+    url: str
+    dashboard: str
+    file: Path          # its config
+
+    environment: dict[str, str]
+
+    def deploy(self, *words: str) -> subprocess.CompletedProcess[str]:
+        command = command_line(*words, "--address", self.dashboard)
+        return subprocess.run(command, capture_output=True, text=True, check=False, env=self.environment)
+
+    def replicas(self) -> dict[str, dict[str, str]]:
+        """The states of the replicas of each deployment, by their ids."""
+        headers = {"Authorization": f"Bearer {self.environment['RAY_AUTH_TOKEN']}"}
+        details = httpx2.get(f"{self.dashboard}/api/serve/applications/", headers=headers).json()
+        return {
+            name: {replica["replica_id"]: replica["state"] for replica in one["replicas"]}
+            for name, one in details["applications"]["genserve"]["deployments"].items()
+        }
+
+
+def command_line(*words: str) -> list[str]:
+    return [sys.executable, "-W", "ignore", "-m", "genserve", "deploy", "ray", *words]
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port: int = listening.getsockname()[1]
+        return port
+
+
+def wait_for(happened: Callable[[], bool]) -> None:
+    while not happened():
+        time.sleep(0.2)
+
+
+@pytest.fixture(scope="module")
+def deployed(tiny_repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
+    folder = tmp_path_factory.mktemp("ray")
+    repository = folder / "models"
+    shutil.copytree(tiny_repository, repository)
+    add_version(repository, 1, factor=2)
+    port = free_port()
+    words = ["--model-repository", str(repository), "--port", str(port), "--min-replicas", "3"]
+    environment = os.environ | {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),    # otherwise Ray writes one into the home folder
+        # The defaults are for minutes of load.
+        "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "0.5",
+        "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "0.5",
+    }
+    file = folder / "serve.yaml"
+    file.write_text(CliRunner().invoke(app, ["deploy", "ray", *words, "--dry-run"]).stdout)
+    with (folder / "stderr").open("w") as stderr:
+        process = subprocess.Popen(
+            command_line("--config", str(file)),
+            stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment,
+        )  # fmt: skip
+        assert process.stdout is not None
+        ready, dashboard = process.stdout.readline(), process.stdout.readline()
+        assert ready.startswith("Ready at "), (folder / "stderr").read_text()
+        yield Deployed(
+            repository=repository,
+            url=ready.split()[2],
+            dashboard=dashboard.split()[-1],
+            file=file,
+            environment=environment,
+        )
+        process.send_signal(signal.SIGINT)
+        assert process.wait() == 0, (folder / "stderr").read_text()
+
+
+def add_version(repository: Path, version: int, *, factor: int) -> None:
+    folder = repository / "double" / str(version)
+    folder.mkdir(parents=True)
+    (folder / "model.py").write_text(f"FACTOR = {factor}\n{DOUBLE}")
+    (folder.parent / "config.pbtxt").write_text(CONFIG)
+
+
+def answers(url: str) -> list[Any]:
+    """What three libraries get from a server."""
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="-")
+    whole = client.chat.completions.create(model="tiny", messages=CHAT, temperature=0, max_tokens=8)
+    stream = client.chat.completions.create(
+        model="tiny", messages=CHAT, temperature=0, max_tokens=8, stream=True
+    )
+    hub = InferenceClient(base_url=url)
+    return [
+        whole.choices[0].message.content,
+        whole.usage.completion_tokens if whole.usage else None,
+        [chunk.choices[0].delta.content for chunk in stream if chunk.choices],
+        hub.chat_completion(CHAT, model="tiny", temperature=0.0, max_tokens=8).choices[0].message.content,
+        generated_by_triton(url),
+    ]
+
+
+def generated_by_triton(url: str) -> Any:
+    client = tritonclient.http.InferenceServerClient(url.removeprefix("http://"))
+    text = tritonclient.http.InferInput("text_input", [1, 1], "BYTES")
+    text.set_data_from_numpy(np.array([[b"Hello"]], dtype=object))
+    most = tritonclient.http.InferInput("max_tokens", [1, 1], "INT32")
+    most.set_data_from_numpy(np.array([[8]], dtype=np.int32))
+    return client.infer("tiny", [text, most]).as_numpy("text_output").tolist()
+
+
+def doubled(url: str) -> list[float]:
+    body = {"inputs": [{"name": "X", "datatype": "FP32", "shape": [2], "data": [1, 2]}]}
+    answer = httpx2.post(f"{url}/v2/models/double/infer", json=body)
+    assert answer.status_code == 200, answer.text
+    data: list[float] = answer.json()["outputs"][0]["data"]
+    return data
+
+
+def test_three_replicas_answer_as_a_single_server(deployed: Deployed, tiny_server: LiveServer) -> None:
+    assert answers(deployed.url) == answers(tiny_server.url)
+    assert doubled(deployed.url) == [2, 4]
+    replicas = deployed.replicas()
+    assert {name: len(states) for name, states in replicas.items()} == {"ingress": 1, "double": 1, "tiny": 3}
+
+
+def test_a_new_version_replaces_its_replicas_alone_and_no_request_fails(deployed: Deployed) -> None:
+    before = deployed.replicas()
+    ended = False
+
+    def load() -> list[list[float]]:
+        found = []
+        while not ended:
+            found.append(doubled(deployed.url))
+        return found
+
+    with ThreadPoolExecutor() as pool:
+        clients = [pool.submit(load) for _ in range(2)]
+        add_version(deployed.repository, 2, factor=3)
+        ran = deployed.deploy("--config", str(deployed.file), "--detach")
+        wait_for(lambda: doubled(deployed.url) == [3, 6])
+        ended = True
+        results = [client.result() for client in clients]
+    assert ran.returncode == 0, ran.stderr
+    for found in results:
+        assert found[0] == [2, 4]
+        assert all(each in ([2, 4], [3, 6]) for each in found)
+    after = deployed.replicas()
+    assert (after["tiny"], after["ingress"]) == (before["tiny"], before["ingress"])
+    assert after["double"].keys().isdisjoint(before["double"])
