@@ -14,7 +14,7 @@ from typing import Any
 from genserve.deploy.application_args import ApplicationArgs
 from genserve.deploy.autoscaling import USAGE, WAITING_TOKENS
 from genserve.deploy.deploy_config import INGRESS
-from genserve.deploy.description import ReplicaReport, VersionDescription
+from genserve.deploy.description import ReplicaReport, ReplicaStatus, VersionDescription
 from genserve.deploy.ingress import make_ingress_app
 from genserve.deploy.messages import GenerationCall
 from genserve.deploy.replica import ModelReplica
@@ -60,21 +60,21 @@ class ServedModel:
             args.model_repository, name, needed=args.models[name], options=options
         )
 
-    async def generate(self, call: GenerationCall) -> AsyncIterator[bytes]:
+    async def generate(self, call: GenerationCall) -> AsyncIterator[Any]:
         """Yield the deltas of a call, packed; see `ReplicaSet.generate`."""
         async with aclosing(packed(self._replica.generate(call))) as items:  # type: ignore[type-var]
             async for item in items:
                 yield item
 
-    async def infer(self, request: InferenceRequest) -> AsyncIterator[bytes]:
+    async def infer(self, request: InferenceRequest) -> AsyncIterator[Any]:
         """Yield the responses to a request, packed; see `ReplicaSet.infer`."""
         async with aclosing(packed(self._replica.infer(request))) as items:  # type: ignore[type-var]
             async for item in items:
                 yield item
 
-    async def digest(self) -> str:
-        """See `ModelReplica.digest`."""
-        return await self._replica.digest()
+    async def status(self) -> ReplicaStatus:
+        """See `ModelReplica.status`."""
+        return await self._replica.status()
 
     async def describe(self) -> list[VersionDescription]:
         """See `ModelReplica.describe`."""

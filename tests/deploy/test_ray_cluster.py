@@ -30,6 +30,9 @@ from typer.testing import CliRunner
 from genserve.cli.main import app
 from tests.support.live_server import LiveServer
 
+# Seconds on an idle machine; but each of many processes imports a lot.
+pytestmark = pytest.mark.timeout(600)
+
 CHAT: Any = [{"role": "user", "content": "Hello"}]
 DOUBLE = """
 import numpy as np
@@ -113,18 +116,21 @@ def deployed(tiny_repository: Path, tmp_path_factory: pytest.TempPathFactory) ->
             command_line("--config", str(file)),
             stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment,
         )  # fmt: skip
-        assert process.stdout is not None
-        ready, dashboard = process.stdout.readline(), process.stdout.readline()
-        assert ready.startswith("Ready at "), (folder / "stderr").read_text()
-        yield Deployed(
-            repository=repository,
-            url=ready.split()[2],
-            dashboard=dashboard.split()[-1],
-            file=file,
-            environment=environment,
-        )
-        process.send_signal(signal.SIGINT)
-        assert process.wait() == 0, (folder / "stderr").read_text()
+        with process:
+            assert process.stdout is not None
+            try:
+                ready, dashboard = process.stdout.readline(), process.stdout.readline()
+                assert ready.startswith("Ready at "), (folder / "stderr").read_text()
+                yield Deployed(
+                    repository=repository,
+                    url=ready.split()[2],
+                    dashboard=dashboard.split()[-1],
+                    file=file,
+                    environment=environment,
+                )
+            finally:
+                process.send_signal(signal.SIGINT)
+        assert process.returncode == 0, (folder / "stderr").read_text()
 
 
 def add_version(repository: Path, version: int, *, factor: int) -> None:
@@ -147,17 +153,16 @@ def answers(url: str) -> list[Any]:
         whole.usage.completion_tokens if whole.usage else None,
         [chunk.choices[0].delta.content for chunk in stream if chunk.choices],
         hub.chat_completion(CHAT, model="tiny", temperature=0.0, max_tokens=8).choices[0].message.content,
-        generated_by_triton(url),
+        tokenized_by_triton(url),
     ]
 
 
-def generated_by_triton(url: str) -> Any:
+def tokenized_by_triton(url: str) -> Any:
     client = tritonclient.http.InferenceServerClient(url.removeprefix("http://"))
     text = tritonclient.http.InferInput("text_input", [1, 1], "BYTES")
     text.set_data_from_numpy(np.array([[b"Hello"]], dtype=object))
-    most = tritonclient.http.InferInput("max_tokens", [1, 1], "INT32")
-    most.set_data_from_numpy(np.array([[8]], dtype=np.int32))
-    return client.infer("tiny", [text, most]).as_numpy("text_output").tolist()
+    outputs = client.infer("tiny_tokenizer", [text])
+    return outputs.get_response()["outputs"], outputs.as_numpy("input_ids").tolist()
 
 
 def doubled(url: str) -> list[float]:
