@@ -9,9 +9,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from enum import StrEnum
+from typing import Any
 
 from genserve.completion import Delta
-from genserve.deploy.messages import GenerationCall, InferenceItem, ReplicaSet
+from genserve.deploy.messages import Broadcast, GenerationCall, InferenceItem, ReplicaSet
 from genserve.errors import Closed, GenserveError, NotResumable, ReplicaLost
 from genserve.generation_metrics import Metrics
 from genserve.inference import InferenceRequest
@@ -111,6 +112,10 @@ class Failover:
                 losses.begin(error, Outcome.RETRIED, received="no response")
             else:
                 return
+
+    async def broadcast(self, method: Broadcast) -> list[Any]:
+        """See `ReplicaSet`."""
+        return await self._replicas.broadcast(method)
 
     def _unrepeatable(self, request: InferenceRequest, num_responses: int) -> ReplicaLost:
         reason, remedy = f"{num_responses} of its responses have been sent", "send the request again"

@@ -12,6 +12,7 @@ from pathlib import Path
 from genserve.config.schema import model_config, new_model_config
 from genserve.deploy.deployment_metrics import DeploymentMetrics
 from genserve.deploy.description import ReplicaReport, VersionDescription, digest
+from genserve.deploy.failover import Failover
 from genserve.deploy.live_replicas import LiveReplicas
 from genserve.deploy.messages import ReplicaSet
 from genserve.deploy.remote_inference import RemoteInference
@@ -60,7 +61,10 @@ class RemoteRepository(Repository):
         """
         super().__init__(roots, options=options, metrics=metrics)
         self._wanted = list(replicas)
-        self._deployments = {name: LiveReplicas(name, one) for name, one in replicas.items()}
+        self._deployments = {
+            name: LiveReplicas(name, Failover(one, name=name, metrics=metrics))
+            for name, one in replicas.items()
+        }
         self._owners = {name: name for name in replicas}  # deployments, by the models that they serve
         self._deployment_metrics = metrics
         self._following: asyncio.Task[None] | None = None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import grpc
@@ -18,18 +20,60 @@ from genserve.inference import InferenceRequest
 T = TypeVar("T")
 
 _BACK_PRESSURE_S = 1.0  # to retry after; Serve says nothing about it
+# How often a replica sends something while it has a call, and after which time without anything it is lost.
+SIGN_OF_LIFE_S = 5.0
+SILENCE_S = 30.0
+# The same before the first item: the call may wait until a replica has started.
+FIRST_SILENCE_S = 300.0
 
 
-async def packed(items: AsyncIterator[T]) -> AsyncIterator[T | GenserveError]:
+async def packed(items: AsyncIterator[T]) -> AsyncIterator[T | GenserveError | None]:
     """Yield the items of a call as a replica sends them: an error is the last, instead of being raised.
 
-    Serve would log it with a traceback, which is not for a request that is rejected.
+    Serve would log it with a traceback, which is not for a request that is rejected. While there is no item,
+    None is a sign of life, since Serve's channels do not notice that a machine has vanished.
     """
+    arrived: asyncio.Queue[T | GenserveError | _End] = asyncio.Queue(maxsize=1)
+    reading = asyncio.create_task(_read(items, arrived))
     try:
-        async for item in items:
+        while True:
+            try:
+                async with asyncio.timeout(SIGN_OF_LIFE_S):
+                    item = await arrived.get()
+            except TimeoutError:
+                yield None
+                continue
+            if isinstance(item, _End):
+                break
             yield item
+        if item.error is not None:
+            raise item.error
+    finally:
+        reading.cancel()
+        await asyncio.wait({reading})
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """The end of the items, and the unexpected exception that it came with."""
+
+    error: Exception | None
+
+
+_END = _End(None)
+
+
+async def _read(items: AsyncIterator[T], arrived: asyncio.Queue[T | GenserveError | _End]) -> None:
+    failure: Exception | None = None
+    try:
+        async with aclosing(items):  # type: ignore[type-var]
+            async for item in items:
+                await arrived.put(item)
     except GenserveError as error:
-        yield error
+        await arrived.put(error)
+    except Exception as error:  # the reader raises it
+        failure = error
+    await arrived.put(_End(failure))
 
 
 class ServeReplicas:
@@ -71,14 +115,20 @@ class ServeReplicas:
 async def _unpacked(response: Any) -> AsyncIterator[Any]:
     """Yield the items of a call; cancels it if it is closed before its end."""
     ended = False
+    limit_s = FIRST_SILENCE_S
     try:
         with _as_ours():
-            async for item in response:
+            while True:
+                async with asyncio.timeout(limit_s):
+                    item = await anext(response, _END)
+                limit_s = SILENCE_S
+                ended = item is _END or isinstance(item, GenserveError)
+                if item is _END:
+                    return
                 if isinstance(item, GenserveError):
-                    ended = True
                     raise item
-                yield item
-            ended = True
+                if item is not None:
+                    yield item
     finally:
         if not ended:
             response.cancel()
@@ -97,5 +147,7 @@ def _as_ours() -> Iterator[None]:
         ) from None
     except DeploymentUnavailableError as error:
         raise ModelNotReady(f"no replica can be called: {error}", remedy="try again later") from None
+    except TimeoutError as error:
+        raise ReplicaLost("the replica has sent nothing for too long", remedy="try again") from error
     except (RayError, ReplicaUnavailableError, grpc.aio.AioRpcError) as error:
         raise ReplicaLost("the replica died before it had answered", remedy="try again") from error

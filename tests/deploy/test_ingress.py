@@ -14,7 +14,7 @@ import pytest
 
 from genserve.deploy.replica import ModelReplica
 from genserve.generation.engine_thread import EngineThread
-from tests.fakes.local_replicas import LocalReplicas
+from tests.fakes.local_replicas import LocalReplicas, LossyReplicas
 from tests.support.live_ingress import LiveIngress
 from tests.support.live_server import LiveServer
 
@@ -57,6 +57,18 @@ def ingress(repository: Path, replicas: LocalReplicas) -> Iterator[httpx2.Client
         httpx2.Client(base_url=server.url, timeout=60) as client,
     ):
         yield client
+
+
+@pytest.fixture(scope="module")
+def lossy(repository: Path, replicas: LocalReplicas) -> Iterator[httpx2.Client]:
+    """An ingress that loses a replica in each call."""
+    losing = LossyReplicas(*replicas.replicas.values())
+    with (
+        LiveIngress(repository, {"tiny": losing}) as server,
+        httpx2.Client(base_url=server.url, timeout=60) as client,
+    ):
+        yield client
+    assert losing.num_lost
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +149,14 @@ def test_answers_as_a_single_server(
     ingress: httpx2.Client, single: httpx2.Client, path: str, body: Any
 ) -> None:
     expected, answered = (client.post(path, json=body) for client in (single, ingress))
+    assert shown(answered) == shown(expected)
+
+
+@pytest.mark.parametrize(("path", "body"), REQUESTS, ids=lambda value: json.dumps(value)[:60])
+def test_answers_as_a_single_server_while_replicas_are_lost(
+    lossy: httpx2.Client, single: httpx2.Client, path: str, body: Any
+) -> None:
+    expected, answered = (client.post(path, json=body) for client in (single, lossy))
     assert shown(answered) == shown(expected)
 
 

@@ -88,3 +88,32 @@ def _sent(message: T) -> T:
     """Return what arrives of a message in another process."""
     arrived: T = pickle.loads(pickle.dumps(message))
     return arrived
+
+
+class LossyReplicas(LocalReplicas):
+    """Local replicas of which one is lost in each call: at a delta that varies, and before each response."""
+
+    def __init__(self, *replicas: ModelReplica) -> None:
+        super().__init__(*replicas)
+        self.num_lost = 0
+        self._num_inferences = 0
+
+    async def generate(self, call: GenerationCall) -> AsyncIterator[Sequence[Delta]]:
+        left = 1 + self.num_lost % 4
+        async with aclosing(super().generate(call)) as items:
+            async for deltas in items:
+                yield deltas
+                left -= 1
+                if not (left or any(call.resumed_token_ids)):
+                    self._lose()
+
+    async def infer(self, request: InferenceRequest) -> AsyncIterator[InferenceItem]:
+        self._num_inferences += 1
+        if self._num_inferences % 2:
+            self._lose()
+        async for item in super().infer(request):
+            yield item
+
+    def _lose(self) -> None:
+        self.num_lost += 1
+        raise ReplicaLost("the replica died")
