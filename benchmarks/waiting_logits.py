@@ -71,3 +71,6 @@ class WaitingLogits:
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Do nothing, because the blocks are empty."""
+
+    def close(self) -> None:
+        """Do nothing, because nothing is held."""

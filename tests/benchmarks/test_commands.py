@@ -193,3 +193,22 @@ def test_routing_is_compared_on_one_trace(tmp_path: Path) -> None:
     assert all(0 < figures["cached_share"] < 1 for [figures] in report["rounds"].values())
     assert "| prefix-aware " in printed
     assert (tmp_path / "routing.svg").read_text().count("</svg>") == 1
+
+
+@pytest.mark.slow
+def test_the_throughput_of_replicas_is_compared_with_that_of_one(
+    tiny_repository: Path, tmp_path: Path
+) -> None:
+    printed, report = run(
+        "scaling.py",
+        f"--model-repository={tiny_repository}",
+        *("--replicas", "1", "2", "--step-ms=20", "--waves=1", "--new-tokens=4", "--pairs=3"),
+        f"--plot={tmp_path / 'scaling.svg'}",
+        report=tmp_path / "report.json",
+    )
+    assert [(row["replicas"], row["streams"]) for row in report["rows"]] == [(1, 4), (2, 8)]
+    assert all(0 < row["tokens_per_s"] < row["ideal"] for row in report["rows"])
+    assert all(row["cpu_us"]["ingress and router"] > 0 for row in report["rows"])
+    assert report["first_token"]["deployment"]["p50_ms"] > 20
+    assert "| by ingress and router |" in printed
+    assert (tmp_path / "scaling.svg").exists()

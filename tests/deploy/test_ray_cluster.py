@@ -180,6 +180,17 @@ def test_three_replicas_answer_as_a_single_server(deployed: Deployed, tiny_serve
     assert {name: len(states) for name, states in replicas.items()} == {"ingress": 1, "double": 1, "tiny": 3}
 
 
+def test_prompts_that_begin_alike_reach_the_replica_that_has_cached_them(deployed: Deployed) -> None:
+    client = openai.OpenAI(base_url=f"{deployed.url}/v1", api_key="-")
+    prompt = "Once upon a time " * 20
+    usages = [
+        client.completions.create(model="tiny", prompt=f"{prompt}{number}", max_tokens=1).usage
+        for number in range(4)
+    ]
+    cached = [usage.prompt_tokens_details.cached_tokens for usage in usages]    # type: ignore[union-attr]
+    assert all(tokens >= 16 for tokens in cached[1:]), cached
+
+
 def test_a_new_version_replaces_its_replicas_alone_and_no_request_fails(deployed: Deployed) -> None:
     before = deployed.replicas()
     ended = False

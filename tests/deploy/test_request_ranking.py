@@ -6,8 +6,10 @@ from dataclasses import replace
 import pytest
 
 from genserve.deploy.messages import GenerationCall
+from genserve.deploy.replica import ModelReplica
 from genserve.deploy.replica_load import LoadEstimates, ReplicaLoad
 from genserve.deploy.request_ranking import RequestRanking
+from genserve.errors import InferenceError
 from genserve.inference import InferenceRequest, RequestFlags
 from genserve.sampling.sampling_params import SamplingParams
 
@@ -87,6 +89,57 @@ def test_the_sequences_of_a_lost_replica_go_to_one_that_does_not_know_them(ranki
     for number, home in homes.items():
         [now] = ranking.rank(of_sequence(number), "ab")
         assert now == home if home != "c" else now in "ab"
+
+
+COUNTER = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.counts = {}
+
+    def execute(self, requests):
+        responses = []
+        for request in requests:
+            number = request.correlation_id()
+            self.counts[number] = self.counts.get(number, 0) + 1
+            tensor = pb_utils.Tensor("Y", np.array([self.counts[number]], np.int32))
+            responses.append(pb_utils.InferenceResponse([tensor]))
+        return responses
+"""
+COUNTER_CONFIG = """backend: "python"
+output { name: "Y" data_type: TYPE_INT32 dims: [ 1 ] }
+sequence_batching { direct { } }
+"""
+
+
+async def test_the_state_of_a_sequence_is_found_again_until_its_replica_is_lost(tmp_path):
+    folder = tmp_path / "m" / "1"
+    folder.mkdir(parents=True)
+    (folder / "model.py").write_text(COUNTER)
+    (folder.parent / "config.pbtxt").write_text(COUNTER_CONFIG)
+    replicas = {name: ModelReplica([tmp_path], "m") for name in "abc"}
+    ranking = RequestRanking()
+
+    async def count(*, starts: bool = False) -> tuple[str, int]:
+        flags = RequestFlags.SEQUENCE_START if starts else RequestFlags.NONE
+        request = of_sequence(7, flags)
+        [home] = ranking.rank(request, replicas)
+        [(response, _final)] = [item async for item in replicas[home].infer(request)]
+        return home, int(response.outputs[0].array[0])
+
+    try:
+        home, first = await count(starts=True)
+        assert [first, (await count())[1], (await count())[1]] == [1, 2, 3]
+        replicas.pop(home).close()
+        ranking.keep_only(replicas)
+        with pytest.raises(InferenceError, match="must specify the START flag on the first request"):
+            await count()
+        assert (await count(starts=True))[1] == 1
+    finally:
+        for replica in replicas.values():
+            replica.close()
 
 
 def test_a_lost_replica_is_forgotten(ranking):
