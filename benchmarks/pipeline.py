@@ -3,8 +3,9 @@
     python benchmarks/pipeline.py --model-repository model_repository
 
 pulls the model in stages into a temporary folder, and measures both alternately: forwards of decodes and of a
-prompt, with 1, 2, 4 ... micro-batches; 32 answers at a time from the engine; and the runs of two stages one
-after the other, at the same time in two threads, and in two processes. Prints tables of medians in Markdown.
+prompt, with 1, 2, 4 ... micro-batches; the processor time of a run of each stage, from which follows what a
+step would take on idle cores; 32 answers at a time from the engine; and the runs of two stages one after the
+other, at the same time in two threads, and in two processes. Prints tables of medians in Markdown.
 A ratio is the median of the ratios within the rounds, whose sides were measured within the same seconds.
 """
 
@@ -51,6 +52,7 @@ def main() -> None:
         files = pipeline_files(Path(folder) / graph, num_stages=2)
         tables = {
             "forwards": _forwards(options.model_repository / graph, files, rounds=options.rounds),
+            "runs": _runs(options.model_repository / graph, files, rounds=options.rounds),
             "answers": _answers(options, Path(folder)),
             "overlap": _overlap(files, rounds=options.rounds),
         }
@@ -80,7 +82,7 @@ def _forwards(whole: Path, files: Sequence[Path], *, rounds: int) -> dict[str, T
             {key: partial(model.forward, batch) for key, model in models.items()}, rounds
         )
         tables[name]["chosen"] = [num_micro_batches(measured._costs, num_tokens)]
-    headings = ("forward", "one stage, ms", "two stages", "ratio", "chosen m")
+    headings = ("forward", "one stage, ms", "two stages", "times", "chosen m")
     headings = (*headings, *(f"m = {m}" for m in MICRO_BATCHES))
     print(markdown(headings, [_forward_row(name, table) for name, table in tables.items()]))
     return tables
@@ -95,6 +97,47 @@ def _forward_row(name: str, table: Times) -> list[str]:
         f"{table['chosen'][0]:.0f}",
         *(_ms(table[key]) if (key := f"m = {m}") in table else "" for m in MICRO_BATCHES),
     ]
+
+
+def _runs(whole: Path, files: Sequence[Path], *, rounds: int) -> dict[str, list[float]]:
+    """Processor time of one graph and of each stage, in one thread, by the number of tokens."""
+    sizes = {"max_num_seqs": 32, "max_length": MAX_LENGTH}
+    one = OnnxLogits(whole, num_threads=1, **sizes)
+    staged = PipelineLogits(files, num_threads=1, max_micro_batch=MAX_LENGTH, **sizes)
+    batches = {
+        f"{rows} decodes": forward_batch(
+            one, [[TOKEN_ID]] * rows, past=[CONTEXT] * rows, length=CONTEXT + 1
+        )
+        for rows in (1, 4, 8, 16, 32)
+    } | {
+        f"{length} tokens of a prompt": forward_batch(one, [[TOKEN_ID] * length], past=[0], length=256)
+        for length in (32, 64, 128, 256)
+    }
+    table: dict[str, list[float]] = {}
+    for name, batch in batches.items():
+        times = [
+            [_processor_ms(partial(one.forward, batch)), *_stage_ms(staged, batch)] for _ in range(rounds)
+        ]
+        table[name] = [min(column) for column in zip(*times, strict=True)]
+    headings = ("processor time of a run, ms", "one graph", "stage 1", "stage 2")
+    print(markdown(headings, [[name, *(f"{ms:.1f}" for ms in row)] for name, row in table.items()]))
+    return table
+
+
+def _stage_ms(staged: PipelineLogits, batch: ForwardBatch) -> list[float]:
+    first, last = staged._stages
+    hidden = first.memory.rows(len(batch.token_ids), first.width, first.dtype)
+    logits = last.memory.rows(len(batch.logits_indices), last.width, last.dtype)
+    return [
+        _processor_ms(partial(first.run, batch, hidden)),
+        _processor_ms(partial(last.run, batch, logits, hidden_states=hidden)),
+    ]
+
+
+def _processor_ms(run: Callable[[], Any]) -> float:
+    started_s = time.thread_time()
+    run()
+    return (time.thread_time() - started_s) * 1e3
 
 
 def _answers(options: argparse.Namespace, staged: Path) -> dict[str, list[float]]:
@@ -124,7 +167,7 @@ def _answers(options: argparse.Namespace, staged: Path) -> dict[str, list[float]
         f"x{_ratio(rates['two stages'], rates['one stage']):.2f}",
         same,
     ]
-    print(markdown(("32 answers: one stage, tokens/s", "two stages", "ratio", "same texts"), [row]))
+    print(markdown(("32 answers: one stage, tokens/s", "two stages", "rates", "same texts"), [row]))
     return rates
 
 
