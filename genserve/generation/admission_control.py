@@ -76,8 +76,8 @@ class AdmissionControl:
         """Raise Overloaded if a request for `count` places may not wait now.
 
         A prompt that is longer than the limit is accepted while no other prompt waits. Only requests in front
-        of `priority` count for the predicted wait. That of a request that would wait alone is the estimate
-        by the answers that ended last: the measurement may be out of date, and its wait renews it.
+        of `priority` count for the predicted wait. One that would wait alone is rejected only if each of the
+        last answers took too long: its wait shows how fast the engine is now.
         """
         self.check_count(count, now_s=now_s)
         limit = self.limits.max_tokens
@@ -181,7 +181,7 @@ class AdmissionControl:
         if num_ahead < num_free:
             return 0.0
         if num_ahead == num_free:
-            return self._prediction.estimated_wait_s(1, now_s=now_s)
+            return self._prediction.shortest_wait_s(now_s=now_s)
         queue = [*self._waiting.items(), *self._preparing.items()]
         num_places = sum(count for other, count in queue if other <= priority) + 1 - num_free
         return self._prediction.longest_wait_s(num_places, now_s=now_s) if num_places > 0 else 0.0

@@ -76,9 +76,15 @@ class WaitPrediction:
         rounds, rest = divmod(num_places, self._max_num_seqs)
         if self._is_measured(now_s):
             return rounds * self._longest_s(self._max_num_seqs) + self._longest_s(rest)
-        return self.estimated_wait_s(num_places, now_s=now_s)
+        return self._estimated_wait_s(num_places, now_s=now_s)
 
-    def estimated_wait_s(self, num_places: int, *, now_s: float) -> float:
+    def shortest_wait_s(self, *, now_s: float) -> float:
+        """Return how long it takes until one place is free if all answers are as short as one of the last."""
+        if not self._began_s or self._mean_held_s(now_s) is None:
+            return 0.0
+        return max(0.0, self._began_s[0] + min(self._held_s) - now_s)
+
+    def _estimated_wait_s(self, num_places: int, *, now_s: float) -> float:
         """Return what `longest_wait_s` is if all answers take as long as the last ones on average."""
         held_s = self._mean_held_s(now_s)
         if held_s is None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -51,6 +53,7 @@ class Request:
     num_tokens: int
     priority: int
     num_steps: int      # until it ends
+    began_s: float = 0.0
 
 
 class SimulatedEngine:
@@ -97,8 +100,9 @@ class SimulatedEngine:
     def start(self, request: Request) -> None:
         self.admission.start(request.num_places, num_tokens=request.num_tokens, priority=request.priority)
 
-    def leave_queue(self) -> None:
-        request = self.waiting.pop()
+    def leave_queue(self, index: int = -1) -> None:
+        request = self.waiting[index]
+        del self.waiting[index]
         self.start(request)
         self.admission.leave(request.num_places)
 
@@ -106,6 +110,7 @@ class SimulatedEngine:
         started = []
         while self.waiting and self.waiting[0].num_places <= self.num_free:
             started.append(self.waiting.popleft())
+            started[-1].began_s = self.now_s
             self.running.append(started[-1])
         if not self.running:
             return
@@ -124,17 +129,20 @@ class SimulatedEngine:
             request.num_steps -= 1
             if not request.num_steps:
                 self.admission.leave(request.num_places)
+                self.admission.note_end(self.now_s - request.began_s, now_s=self.now_s)
         self.running = [request for request in self.running if request.num_steps]
 
 
 def served(*, seconds: float = 2.0, **limits: float | None) -> AdmissionControl:
     """Serve a queue, one request in each step; two long answers are left, which hold both places."""
     engine = SimulatedEngine(num_places=2, **limits)
+    engine.now_s = -12 * seconds    # it is served at 0, the time of `join`
     for num_steps in (1, *[2] * 10, 99, 99):
         engine.submit(num_steps=num_steps)
     while engine.waiting:
         engine.step(seconds)
     assert engine.num_free == 0
+    assert abs(engine.now_s) < 1e-6
     return engine.admission
 
 
@@ -242,6 +250,40 @@ def test_no_request_is_accepted_that_would_wait_for_two_rounds_of_answers() -> N
     assert len(arrived_s) >= 56
 
 
+LENGTHS = {
+    "one length": lambda draw: 128,
+    "nearly one length": lambda draw: draw.randint(110, 140),
+    "two lengths": lambda draw: draw.choice([16, 128]),
+    "any length": lambda draw: draw.randint(1, 256),
+    "many short ones": lambda draw: 1 + int(draw.expovariate(1 / 100)),
+}
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
+def test_at_five_times_the_load_nearly_all_rejections_are_immediate(
+    lengths: Callable[[random.Random], int],
+) -> None:
+    engine = SimulatedEngine(num_places=32, max_wait_s=10)
+    draw = random.Random(1)
+    mean = sum(lengths(draw) for _ in range(1000)) / 1000
+    arrived_s: dict[Request, float] = {}
+    num_rejected = num_late = num_steps = num_busy = 0
+    while engine.now_s < 150.0:
+        is_overloaded = engine.now_s > 30.0     # before, there are as many clients as places
+        for _ in range(5 * (draw.random() < 32 / mean) if is_overloaded else engine.num_free):
+            request = Request(num_places=1, num_tokens=1, priority=0, num_steps=lengths(draw))
+            arrived_s[request] = engine.now_s
+            num_rejected += engine.rejection(request) is not None
+        while engine.waiting and engine.now_s - arrived_s[engine.waiting[0]] > 10.0:
+            engine.leave_queue(0)
+            num_late += 1
+        engine.step(0.05 * draw.uniform(0.8, 1.2))
+        num_steps += 1
+        num_busy += len(engine.running)
+    assert num_late <= num_rejected / 100
+    assert num_busy >= 0.95 * 32 * num_steps
+
+
 def test_free_places_do_not_help_if_blocks_are_short() -> None:
     admission = control(num_places=4, max_wait_s=3)
     serve_short_of_memory(admission)
@@ -301,7 +343,7 @@ def test_a_queue_that_all_requests_left_is_forgotten() -> None:
 
 
 @given(data=st.data(), num_places=st.integers(1, 4))
-def test_an_empty_queue_rejects_no_request_and_all_counts_return_to_zero(
+def test_a_free_place_rejects_no_request_and_all_counts_return_to_zero(
     data: st.DataObject, num_places: int
 ) -> None:
     engine = SimulatedEngine(num_places=num_places, max_requests=20, max_tokens=50, max_wait_s=10)
@@ -315,9 +357,10 @@ def test_an_empty_queue_rejects_no_request_and_all_counts_return_to_zero(
     for _ in range(data.draw(st.integers(0, 40))):
         match data.draw(st.sampled_from(("submit", "submit", "step", "step", "reserve", "release", "leave"))):
             case "submit":
-                rejected = engine.rejection(data.draw(requests))
-                if not (engine.waiting or engine.preparing):
-                    assert rejected is None
+                request = data.draw(requests)
+                is_free = engine.num_free > 0 and not (engine.waiting or engine.preparing)
+                rejected = engine.rejection(request)
+                assert rejected is None or not is_free
             case "step":
                 engine.step(data.draw(st.sampled_from((0.01, 1.0, 25.0, 100.0))))
             case "reserve":
@@ -356,14 +399,16 @@ def test_after_a_burst_of_slow_answers_short_ones_update_the_measurement() -> No
     assert not any(errors[-20:])
 
 
-def test_one_request_may_always_wait_behind_long_answers() -> None:
+def test_one_request_may_wait_alone_unless_all_answers_were_long() -> None:
     engine = one_slot_after_slow_answers()
     engine.submit(num_steps=9)
     engine.step(0.1)
-    engine.submit()
+    alone = Request(num_places=1, num_tokens=1, priority=0, num_steps=1)
+    assert "would wait about 20 s" in str(engine.rejection(alone))
+    engine.step(12.0)
+    assert engine.rejection(alone) is None  # 8 s are left
     behind = engine.rejection(Request(num_places=1, num_tokens=1, priority=0, num_steps=1))
-    assert behind is not None
-    assert "would wait" in behind.message
+    assert "would wait" in str(behind)
 
 
 def test_an_old_measurement_rejects_no_request() -> None:
