@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 
 from conformance.client_programs import ClientProgram, Row, client_programs, run_program
@@ -22,6 +23,7 @@ from conformance.servers import recorded, running_server
 CACHE = Path(__file__).parents[1] / ".conformance"
 DOCS = Path(__file__).parents[1] / "docs" / "conformance.md"
 DEFAULT_MODEL = "smollm2"
+_NUM_REPLICAS = 3       # of --deployment
 MODELS = {"default": DEFAULT_MODEL, "scripted": NAME}
 # The client that runs through a router, unless others are named.
 SMOKE = "openai"
@@ -42,11 +44,12 @@ def main() -> int:
     repositories = _repositories(options.cache)
     wanted = [options.model] if options.model else list(MODELS)
     table: list[Result] = []
+    server = partial(running_server, num_replicas=_NUM_REPLICAS if options.deployment else 0)
     with ExitStack() as stack:
         urls = {}
         for model in wanted:
             log = options.cache / f"server-{model}.log"
-            urls[model] = stack.enter_context(running_server(repositories[model], log=log))
+            urls[model] = stack.enter_context(server(repositories[model], log=log))
         if router:
             table += _place_router(router, urls, repositories, cache=options.cache, stack=stack)
         for program in programs:
@@ -55,7 +58,7 @@ def main() -> int:
                 shutil.rmtree(options.cache / "environments" / program.name, ignore_errors=True)
         table += _of_the_server(list(urls), cache=options.cache)
     print("\n" + as_text(table))
-    if not options.model:
+    if not options.model and not options.deployment:
         whole = _with_other_clients(table, options.cache / "results.json")
         _write(whole, options.cache)
         if options.docs:
@@ -69,6 +72,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="print the names of the clients")
     parser.add_argument("--keep", action="store_true", help="keep the environments for the next run")
     parser.add_argument("--model", choices=MODELS, help="run against one of the two models only")
+    parser.add_argument(
+        "--deployment", action="store_true", help="run against three replicas on Ray Serve; writes no results"
+    )
     parser.add_argument("--record", action="store_true", help="write all bytes that pass to CACHE/wire/")
     parser.add_argument(
         "--through", metavar="ROUTER", help=f"{SMOKE}, or --only, through this router and three servers"

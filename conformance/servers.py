@@ -1,8 +1,9 @@
-"""Servers: `genserve serve` on free ports of 127.0.0.1, and a proxy that records what passes."""
+"""Servers: `genserve serve` or `genserve deploy ray` on free ports of 127.0.0.1, and a recording proxy."""
 
 from __future__ import annotations
 
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -20,17 +21,20 @@ class ServerFailed(Exception):
 
 
 @contextmanager
-def running_server(repository: Path, *, log: Path) -> Iterator[str]:
+def running_server(repository: Path, *, log: Path, num_replicas: int = 0) -> Iterator[str]:
     """Serve a model repository, and yield the URL.
 
     Args:
         repository: its folder.
         log: file for the output of the server.
+        num_replicas: of each model, on a Ray cluster of this machine; 0: a single server.
 
     Raises:
         ServerFailed: it ended before it was ready.
     """
-    command = [sys.executable, "-m", "genserve", "serve", f"--model-repository={repository}", *_FREE_PORTS]
+    words = ["deploy", "ray", f"--min-replicas={num_replicas}", f"--port={_free_port()}"]
+    command = [sys.executable, "-m", "genserve", *(words if num_replicas else ["serve", *_FREE_PORTS])]
+    command.append(f"--model-repository={repository}")
     pipe = subprocess.PIPE
     with (
         log.open("w", encoding="utf-8") as output,
@@ -47,7 +51,13 @@ def running_server(repository: Path, *, log: Path) -> Iterator[str]:
             rest.start()    # a full pipe would block the server
             yield ready[1]
         finally:
-            process.terminate()
+            process.send_signal(signal.SIGINT)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
 
 
 @contextmanager
