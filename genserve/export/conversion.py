@@ -25,14 +25,8 @@ from genserve.export.layout import ModelLayout
 from genserve.export.model_folders import ModelFolders, install, install_beside, writing_into
 from genserve.export.onnx_graph import OnnxGraphBuilder
 from genserve.export.parity import Parity, check_parity, num_compared
-from genserve.export.pipeline_stages import split_layers
-from genserve.export.precision import (
-    SCHEMES,
-    cache_dtype,
-    require_cache,
-    require_stages,
-    resolve_precision,
-)
+from genserve.export.pipeline_stages import require_stages, split_layers
+from genserve.export.precision import SCHEMES, cache_dtype, require_cache, resolve_precision
 from genserve.export.recording import Recording
 from genserve.export.reference import Reference
 from genserve.export.smoothquant import is_smoothable, smooth
@@ -85,7 +79,7 @@ class Conversion:
         else:
             decoder = family.described(recording.completed_config())
         require_cache(kv_cache, export_format)
-        require_stages(pipeline_stages, export_format)
+        require_stages(pipeline_stages, export_format, num_layers=decoder.dimensions.num_layers)
         layout = ModelLayout(
             folders=folders,
             export_format=export_format,
@@ -117,8 +111,7 @@ class Conversion:
             progress: displays the stages of the work.
 
         Raises:
-            ExportError: the checkpoint lacks a tensor, or has one unknown to the family; or there are more
-                stages than layers.
+            ExportError: the checkpoint lacks a tensor, or has one unknown to the family.
         """
         num_layers = self.layout.dimensions.num_layers
         with progress.stage(f"converting to {self.layout.precision}", total=num_layers) as advance:
@@ -220,15 +213,17 @@ def convert(
             error.message,
         )
     require_cache(kv_cache, ExportFormat.TRACED)
-    require_stages(pipeline_stages, ExportFormat.TRACED)
     from genserve.export.traced import TracedConversion
 
     family = family_of(checkpoint.config)
-    return TracedConversion.of(
+    traced = TracedConversion.of(
         checkpoint if family is None else family.completed(checkpoint),
         folders=folders,
         precision=resolve_precision(precision, ExportFormat.TRACED),
     )
+    num_layers = traced.layout.dimensions.num_layers
+    require_stages(pipeline_stages, ExportFormat.TRACED, num_layers=num_layers)
+    return traced
 
 
 def write_model(

@@ -54,8 +54,8 @@ def export_model(
 
     Raises:
         ExportError: the name, source, precision, KV cache type or number of pipeline stages is not usable,
-            the weights exist, the
-            repository is not writable, or the exported graph is too far from its source.
+            the weights exist, the repository is not writable, or the exported graph is too far from its
+            source.
         MissingDependency: a package of the extra `export` is not installed, and there is no recording of the
             source; or ONNX Runtime is not, and the format is "onnx".
     """

@@ -7,11 +7,30 @@ import numpy as np
 from genserve.errors import ExportError
 from genserve.export.decoder import Decoder
 from genserve.export.decoder_weights import DecoderWeights
+from genserve.export.export_options import ExportFormat
 from genserve.export.precision import QuantizationScheme
 from genserve.kernels.packing import BLOCKS, WeightFormat
 
 _SCALE_BYTES = 4
 _WEIGHT_BYTES: dict[WeightFormat, float] = {"int8": 1, "int8_block": 1, "int4_block": 0.5}
+
+
+def require_stages(num_stages: int, export_format: ExportFormat, *, num_layers: int) -> None:
+    """Reject a pipeline of more stages than layers, or of another format than ONNX graphs of known families.
+
+    Raises:
+        ExportError: the model cannot be cut into so many stages.
+    """
+    if num_stages > 1 and export_format is not ExportFormat.ONNX:
+        raise ExportError(
+            f"{export_format.label} cannot be cut into pipeline stages",
+            remedy="leave --pipeline-stages out; ONNX graphs of known architectures support it",
+        )
+    if num_stages > num_layers:
+        raise ExportError(
+            f"a pipeline of {num_stages} stages needs as many layers, and the model has {num_layers}",
+            remedy=f"write --pipeline-stages {num_layers}, or fewer",
+        )
 
 
 def split_layers(
@@ -22,17 +41,18 @@ def split_layers(
     The last stage also reads the head, which is as large as several layers. The embedding is not counted: a
     step reads few of its rows.
 
+    Args:
+        weights: of the decoder.
+        decoder: its description.
+        scheme: the number formats in the graph.
+        num_stages: at most the number of layers.
+
     Raises:
-        ExportError: there are more stages than layers, or the checkpoint lacks a tensor.
+        ExportError: the checkpoint lacks a tensor.
     """
     num_layers = len(decoder.attentions)
     if num_stages == 1:
         return (range(num_layers),)
-    if num_stages > num_layers:
-        raise ExportError(
-            f"a pipeline of {num_stages} stages needs as many layers, and the model has {num_layers}",
-            remedy=f"write --pipeline-stages {num_layers}, or fewer",
-        )
     # All layers have the same shapes.
     layer_bytes = sum(
         _read_bytes(weights, role, scheme=scheme) for role in weights.roles if role.startswith("layers.0.")

@@ -80,19 +80,6 @@ def require_cache(requested: CacheType, export_format: ExportFormat) -> None:
         )
 
 
-def require_stages(requested: int, export_format: ExportFormat) -> None:
-    """Reject pipeline stages in any format but ONNX graphs of known families.
-
-    Raises:
-        ExportError: the format does not support pipeline stages.
-    """
-    if requested > 1 and export_format is not ExportFormat.ONNX:
-        raise ExportError(
-            f"{export_format.label} cannot be cut into pipeline stages",
-            remedy="leave --pipeline-stages out; ONNX graphs of known architectures support it",
-        )
-
-
 def cache_dtype(kv_cache: CacheType, precision: Precision) -> type[np.generic]:
     """The type of keys and values in the KV cache of an ONNX graph."""
     return np.int8 if kv_cache == "int8" else SCHEMES[precision].kv_cache

@@ -102,23 +102,7 @@ class PipelineLogits(CachedLogits):
                 the devices are of several kinds, or there is no room.
         """
         memories = memories or [HostMemory()] * len(paths)
-        if len({memory.device for memory in memories}) > 1:
-            raise RepositoryError(
-                f"{paths[0]}: the stages of a pipeline run on devices of one kind",
-                remedy="write one kind into all instance groups of the logits stage's config.pbtxt",
-                field="instance_group",
-            )
-        self._stages = [
-            LogitsGraph(
-                path,
-                num_threads=num_threads or max(1, default_threads() // len(paths)),
-                memory=memory,
-                stage=number,
-                num_stages=len(paths),
-            )
-            for number, (path, memory) in enumerate(zip(paths, memories, strict=True), 1)
-        ]
-        _check_same_export(paths, self._stages)
+        self._stages = _opened(paths, memories, num_threads=num_threads)
         self.metadata = self._stages[0].metadata
         super().__init__(
             [CachePart(memory=stage.memory, shapes=stage.token_shapes) for stage in self._stages],
@@ -233,12 +217,26 @@ def _hidden_states(stage: LogitsGraph, batch: ForwardBatch, before: Any) -> Any:
     return output
 
 
-def _check_same_export(paths: Sequence[Path], stages: Sequence[LogitsGraph]) -> None:
-    """Check that the files of a pipeline fit each other, by their metadata.
-
-    Raises:
-        RepositoryError: they are of several exports.
-    """
+def _opened(
+    paths: Sequence[Path], memories: Sequence[LogitsMemory], *, num_threads: int | None
+) -> list[LogitsGraph]:
+    """Load the graphs, and check by their metadata that they fit each other. See `PipelineLogits`."""
+    if len({memory.device for memory in memories}) > 1:
+        raise RepositoryError(
+            f"{paths[0]}: the stages of a pipeline run on devices of one kind",
+            remedy="write one kind into all instance groups of the logits stage's config.pbtxt",
+            field="instance_group",
+        )
+    stages = [
+        LogitsGraph(
+            path,
+            num_threads=num_threads or max(1, default_threads() // len(paths)),
+            memory=memory,
+            stage=number,
+            num_stages=len(paths),
+        )
+        for number, (path, memory) in enumerate(zip(paths, memories, strict=True), 1)
+    ]
     described = [
         {key: value for key, value in stage.metadata.items() if key != "genserve.pipeline_stage"}
         for stage in stages
@@ -249,3 +247,4 @@ def _check_same_export(paths: Sequence[Path], stages: Sequence[LogitsGraph]) -> 
                 f"{path} and {paths[0].name} are of two exports: {other} and {described[0]}",
                 remedy=EXPORT_AGAIN,
             )
+    return stages
