@@ -25,6 +25,9 @@ from genserve.inference import InferenceRequest
 from genserve.server.access_control import require_safe_addresses
 from genserve.server.repository_options import repository_options
 
+# Each replica tries this often to load its model: most errors are of the model, and come again.
+_MAX_LOADS = 3
+
 
 def build(args: Mapping[str, Any]) -> Any:
     """Return the Serve application: a deployment for each model, and the ingress.
@@ -36,7 +39,10 @@ def build(args: Mapping[str, Any]) -> Any:
     serve = import_serve()
     checked = ApplicationArgs.model_validate(dict(args))
     models = [
-        serve.deployment(ServedModel, name=name).bind(checked, name) for name in checked.models
+        serve.deployment(
+            ServedModel, name=name, max_constructor_retry_count=_MAX_LOADS
+        ).bind(checked, name)
+        for name in checked.models
     ]
 
     def make_app() -> Any:

@@ -93,6 +93,8 @@ class _Ingress:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request; the ASGI protocol."""
+        if root := scope.get("root_path"):  # a prefix of the application, which our routes do not know
+            scope = {**scope, "path": scope["path"].removeprefix(root) or "/"}
         if scope["type"] == "http" and _reads_figures(scope["path"]):
             await self._refreshed()
         await self._app(scope, receive, send)

@@ -12,8 +12,10 @@ from typing import Any
 import httpx2
 import pytest
 
+from genserve.deploy.ingress import make_ingress_app
 from genserve.deploy.replica import ModelReplica
 from genserve.generation.engine_thread import EngineThread
+from genserve.settings import ServerSettings
 from tests.fakes.local_replicas import LocalReplicas, LossyReplicas
 from tests.support.live_ingress import LiveIngress
 from tests.support.live_server import LiveServer
@@ -229,3 +231,12 @@ def counted(client: httpx2.Client, name: str) -> float:
     """The value of a metric."""
     [value] = [line for line in client.get("/metrics").text.splitlines() if line.startswith(name)]
     return float(value.rpartition(" ")[2])
+
+
+async def test_all_routes_answer_below_a_route_prefix(tiny_repository: Path, replicas: LocalReplicas) -> None:
+    app = make_ingress_app(ServerSettings(model_repository=(tiny_repository,)), {"tiny": replicas})
+    transport = httpx2.ASGITransport(app=app, root_path="/other")
+    async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1/other") as client:
+        paths = ("/v2/health/live", "/v2", "/v1/models", "/version", "/docs")
+        assert [(await client.get(path)).status_code for path in paths] == [200] * len(paths)
+        assert (await client.get("/v2")).json()["name"] == "genserve"

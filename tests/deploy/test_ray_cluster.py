@@ -14,16 +14,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx2
 import numpy as np
 import openai
 import pytest
 import tritonclient.http
+import yaml
 from huggingface_hub import InferenceClient
 from typer.testing import CliRunner
 
@@ -33,6 +35,7 @@ from tests.support.live_server import LiveServer
 # Seconds on an idle machine; but each of many processes imports a lot.
 pytestmark = pytest.mark.timeout(600)
 
+T = TypeVar("T")
 CHAT: Any = [{"role": "user", "content": "Hello"}]
 DOUBLE = """
 import numpy as np
@@ -193,25 +196,91 @@ def test_prompts_that_begin_alike_reach_the_replica_that_has_cached_them(deploye
 
 def test_a_new_version_replaces_its_replicas_alone_and_no_request_fails(deployed: Deployed) -> None:
     before = deployed.replicas()
-    ended = False
-
-    def load() -> list[list[float]]:
-        found = []
-        while not ended:
-            found.append(doubled(deployed.url))
-        return found
-
-    with ThreadPoolExecutor() as pool:
-        clients = [pool.submit(load) for _ in range(2)]
+    with load(lambda: doubled(deployed.url), num_clients=2) as found:
         add_version(deployed.repository, 2, factor=3)
         ran = deployed.deploy("--config", str(deployed.file), "--detach")
         wait_for(lambda: doubled(deployed.url) == [3, 6])
-        ended = True
-        results = [client.result() for client in clients]
     assert ran.returncode == 0, ran.stderr
-    for found in results:
-        assert found[0] == [2, 4]
-        assert all(each in ([2, 4], [3, 6]) for each in found)
+    assert found[0] == [2, 4]
+    assert all(each in ([2, 4], [3, 6]) for each in found)
     after = deployed.replicas()
     assert (after["tiny"], after["ingress"]) == (before["tiny"], before["ingress"])
     assert after["double"].keys().isdisjoint(before["double"])
+
+
+@pytest.mark.slow
+def test_answers_that_stream_during_a_rolling_update_are_complete(deployed: Deployed) -> None:
+    before = deployed.replicas()["tiny"]
+    undisturbed = streamed(deployed.url)
+    with load(lambda: streamed(deployed.url), num_clients=8) as found:
+        folder = deployed.repository / "tiny_logits"
+        shutil.copytree(folder / "1", folder / "2")
+        ran = deployed.deploy("--config", str(deployed.file), "--detach")
+        wait_for(lambda: not before.keys() & deployed.replicas()["tiny"].keys())
+    assert ran.returncode == 0, ran.stderr
+    assert len(found) > 8
+    assert all(text == undisturbed for text in found)
+
+
+@pytest.mark.slow
+def test_replicas_follow_the_load_from_one_to_three_and_back(deployed: Deployed, tmp_path: Path) -> None:
+    config = yaml.safe_load(deployed.file.read_text())
+    [tiny] = [one for one in config["applications"][0]["deployments"] if one["name"] == "tiny"]
+    del tiny["num_replicas"]
+    tiny["autoscaling_config"] = {
+        "min_replicas": 1,
+        "max_replicas": 3,
+        "upscale_delay_s": 0.5,
+        "downscale_delay_s": 2.0,
+        "look_back_period_s": 2.0,
+        "policy": {
+            "policy_function": "genserve.deploy.autoscaling:TokenLoadPolicy",
+            "policy_kwargs": {"target_usage": 0.1, "target_waiting_tokens": 100.0},
+        },
+    }
+    file = tmp_path / "scaled.yaml"
+    file.write_text(yaml.safe_dump(config))
+    assert deployed.deploy("--config", str(file), "--detach").returncode == 0
+
+    def states() -> list[str]:
+        return sorted(deployed.replicas()["tiny"].values())
+
+    wait_for(lambda: states() == ["RUNNING"])
+    undisturbed = streamed(deployed.url)
+    with load(lambda: streamed(deployed.url), num_clients=8) as found:
+        wait_for(lambda: states() == ["RUNNING"] * 3)
+    wait_for(lambda: states() == ["RUNNING"])
+    assert all(text == undisturbed for text in found)
+
+
+def streamed(url: str) -> str:
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0)
+    stream = client.completions.create(
+        model="tiny",
+        prompt="Hello",
+        temperature=0,
+        max_tokens=200,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    return "".join(chunk.choices[0].text for chunk in stream if chunk.choices)
+
+
+@contextmanager
+def load(request: Callable[[], T], *, num_clients: int) -> Iterator[list[T]]:
+    """Repeat a request in several threads until the block ends; yields the answers, and raises its errors."""
+    found: list[T] = []
+    ended = False
+
+    def repeat() -> None:
+        while not ended:
+            found.append(request())
+
+    with ThreadPoolExecutor(num_clients) as pool:
+        clients: list[Future[None]] = [pool.submit(repeat) for _ in range(num_clients)]
+        try:
+            yield found
+        finally:
+            ended = True
+    for client in clients:
+        client.result()
