@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from genserve.version import __version__
 from tests.deploy.kubernetes_schemas import documents, problem
 
 ROOT = Path(__file__).parents[2]
@@ -42,6 +43,12 @@ def test_a_field_that_does_not_exist_is_found(file: str, place: tuple[str | int,
         part = part[step]
     part["imagePolicy"] = "Always"
     assert "imagePolicy" in problem(changed)
+
+
+@pytest.mark.parametrize("file", FILES, ids=[str(file.relative_to(ROOT)) for file in FILES])
+def test_images_have_the_version_of_genserve(file: Path) -> None:
+    tags = re.findall(r"genserve/genserve:(\S+)", file.read_text(encoding="utf-8"))
+    assert set(tags) <= {__version__}
 
 
 def test_the_kustomization_has_what_needs_nothing_else() -> None:
