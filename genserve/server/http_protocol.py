@@ -227,15 +227,15 @@ class HttpProtocol(HttpToolsProtocol):
         return num_bytes > MAX_HEAD_BYTES
 
     def on_chunk_header(self) -> None:
-        """Count a chunk of a body; raises BodyTooLarge."""
+        """Count a chunk of a body; the last one is empty and has no `on_body`."""
         self._num_chunks += 1
+
+    def on_body(self, body: bytes) -> None:
+        """Take a part of the body; raises BodyTooLarge."""
         if self._num_chunks > MAX_CHUNKS:
             raise BodyTooLarge(
                 f"the body has more than {MAX_CHUNKS} chunks", remedy="send larger chunks, or Content-Length"
             )
-
-    def on_body(self, body: bytes) -> None:
-        """Take a part of the body."""
         self.body_bytes += len(body)
         cycle = self.cycle
         if not cycle.response_complete:
