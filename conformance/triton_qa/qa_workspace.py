@@ -75,6 +75,10 @@ _GENERATED = (
     ("qa_ensemble_model_repository/qa_reshape_model_repository", "gen_qa_reshape_models.py --ensemble"),
     ("qa_ensemble_model_repository/qa_identity_model_repository", "gen_qa_identity_models.py --ensemble"),
     ("qa_ensemble_model_repository/qa_sequence_model_repository", "gen_qa_sequence_models.py --ensemble"),
+    (
+        "qa_ensemble_model_repository/qa_variable_sequence_model_repository",
+        "gen_qa_sequence_models.py --ensemble --variable",
+    ),
 )
 # Programs that the scripts call to prepare a container: nothing is installed, and services are not run.
 _NOTHING = "pip pip3 apt apt-get yum service nvidia-smi gdb ldconfig redis-server redis-cli"
