@@ -158,7 +158,11 @@ def test_containers_write_nowhere_but_into_their_volumes(rendered, name) -> None
 def test_init_containers_fill_the_folder_that_the_server_reads(rendered, name) -> None:
     spec = pod(rendered[name])
     for container in spec["initContainers"]:
-        assert {"name": "models", "mountPath": "/models"} in container["volumeMounts"]
+        [target] = [mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] == "models"]
+        words = [*container.get("command", ()), *container.get("args", ())]
+        assert [word for word in words if target in word]
+        hidden = tuple(mount["mountPath"] + "/" for mount in container["volumeMounts"])
+        assert not [word for word in words if word.endswith("/.") and word.startswith(hidden)]
     assert "emptyDir" in spec["volumes"][0]
     assert "--model-repository=/models" in server(rendered[name])["args"]
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 
+import httpx2
 import pytest
 
 from genserve.version import __version__
-from tests.support.live_server import wait_until
+from tests.support.live_server import LiveServer, wait_until
 from tests.support.step_gate import StepGate
 
 CHAT = [{"role": "user", "content": "hello there"}]
@@ -65,6 +67,24 @@ def test_routers_learn_the_name_and_the_size_of_the_model(http, path, tiny_serve
 def test_routers_learn_that_the_model_generates(http, path):
     info = http.get(path).json()
     assert (info["model_path"], info["is_generation"]) == ("tiny", True)
+
+
+@pytest.fixture
+def two_models(tiny_repository, tmp_path):
+    """The tiny model, and the same as `other`."""
+    for folder in tiny_repository.iterdir():
+        shutil.copytree(folder, tmp_path / folder.name)
+        other = shutil.copytree(folder, tmp_path / folder.name.replace("tiny", "other"))
+        config = other / "config.pbtxt"
+        config.write_text(config.read_text().replace('"tiny', '"other'))
+    return tmp_path
+
+
+def test_a_server_with_several_models_names_none_of_them_as_its_own(two_models):
+    with LiveServer(two_models) as server, httpx2.Client(base_url=server.url) as http:
+        assert http.get("/server_info").json()["served_model_name"] is None
+        assert http.get("/model_info").json()["model_path"] is None
+        assert [load["dp_rank"] for load in http.get("/get_load").json()] == [0, 1]
 
 
 def test_the_load_counts_requests_and_their_tokens(http, tiny_server):

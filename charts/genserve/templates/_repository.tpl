@@ -1,4 +1,4 @@
-{{/* The init containers that bring the model repository; none where it is a volume already. */}}
+{{/* The init containers that bring the model repository to /mnt/repository; none where it is a volume already. */}}
 {{- define "genserve.initContainers" -}}
 {{- $repository := .Values.repository }}
 {{- if eq $repository.source "pull" }}
@@ -9,7 +9,7 @@
   args:
     - pull
     - {{ $model | quote }}
-    - --model-repository=/models
+    - --model-repository=/mnt/repository
     {{- with $repository.pull.precision }}
     - --precision={{ . }}
     {{- end }}
@@ -18,7 +18,7 @@
 {{- else if eq $repository.source "image" }}
 - name: copy
   image: {{ required "repository.image.reference names the image with the models" $repository.image.reference | quote }}
-  command: [cp, -R, {{ printf "%s/." (trimSuffix "/" $repository.image.path) | quote }}, /models/]
+  command: [cp, -R, {{ printf "%s/." (trimSuffix "/" $repository.image.path) | quote }}, /mnt/repository/]
   {{- include "genserve.initContainer" . | nindent 2 }}
 {{- else if eq $repository.source "git" }}
 - name: clone
@@ -26,7 +26,7 @@
   command:
     - sh
     - -ec
-    - git clone --depth=1 --branch "$1" "$2" /tmp/clone && cp -R "/tmp/clone/$3/." /models/
+    - git clone --depth=1 --branch "$1" "$2" /tmp/clone && cp -R "/tmp/clone/$3/." /mnt/repository/
     - sh
     - {{ $repository.git.revision | quote }}
     - {{ required "repository.git.url names the git repository" $repository.git.url | quote }}
@@ -45,7 +45,7 @@
     - --endpoint-url={{ . }}
     {{- end }}
     - {{ required "repository.s3.uri names the bucket: s3://BUCKET/PREFIX" $repository.s3.uri | quote }}
-    - /models
+    - /mnt/repository
   {{- include "genserve.initContainer" . | nindent 2 }}
 {{- end }}
 {{- end }}
@@ -65,7 +65,7 @@ securityContext:
 resources:
   {{- toYaml .Values.resources | nindent 2 }}
 volumeMounts:
-  - {name: models, mountPath: /models}
+  - {name: models, mountPath: /mnt/repository}    # /models may be a folder of the image that is copied
   - {name: tmp, mountPath: /tmp}
 {{- end }}
 
