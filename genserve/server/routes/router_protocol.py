@@ -107,7 +107,7 @@ async def _render(
 
 
 def _only_model(services: Services) -> TextModel | None:
-    """Return the only text model; None: a router must not take the name of one of several for the worker's."""
+    """Return the only text model; None: there are several, and a worker has one name for a router."""
     models = services.repository.text_models
     return models[0] if len(models) == 1 else None
 
