@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import cast
 
 from genserve.deploy.replica_load import ReplicaLoad
@@ -23,6 +24,7 @@ from genserve.planner.step_model import StepModel
 from genserve.planner.token_times import TokenTimes
 from genserve.tuning.measured_steps import EngineLimits, ServingCost, StepSize
 
+_num_computed_tokens = attrgetter("num_computed_tokens")
 _REMEMBERED_STEPS = 32      # earlier ones have no weight in the scheduler's moving averages
 
 
@@ -108,7 +110,7 @@ class SimulatedReplica(RequestInbox):
         self._growth_s = 0.0        # by which each further one is longer
         self._sending_s = 0.0       # by which serving lengthens each of them
         self._count = 1             # steps
-        self._was_full = False      # the step before; admission control measures the one after it too
+        self._full_before = False   # a step was full, and the queue has not been empty since
 
     @property
     def load(self) -> ReplicaLoad:
@@ -142,10 +144,10 @@ class SimulatedReplica(RequestInbox):
 
     def begin(self) -> None:
         """Start a step; without requests, or if none can run, `ends_s` is infinite."""
-        arrivals = self._take_arrivals()
-        for state in arrivals.sequences:
-            self._accepted.add(state.sequence)
-            self._scheduler.add(state.sequence)
+        if self._num_arrivals:
+            for state in self._take_arrivals().sequences:
+                self._accepted.add(state.sequence)
+                self._scheduler.add(state.sequence)
         now_s = self._clock()
         output = self._output = self._scheduler.schedule()
         if output is None:
@@ -157,9 +159,8 @@ class SimulatedReplica(RequestInbox):
         self._growth_s = self._model.context_token_s * size.decodes
         serving = self._kind.serving
         self._sending_s = serving.step_s + serving.token_s * size.rows
-        if not (output.num_prompt_tokens or output.full or self._was_full):
+        if not (output.num_prompt_tokens or output.full or self._full_before):
             self._count = self._num_uniform_steps(output, now_s=now_s)
-        self._was_full = output.full
         self.ends_s = now_s + self._duration_s(self._count)
 
     def end(self) -> list[SimulatedSequence]:
@@ -176,7 +177,9 @@ class SimulatedReplica(RequestInbox):
             first_s, last_s = self._step_s + self._sending_s, (count - 1) * self._growth_s
             self.times.add_gaps(first_s, first_s + last_s, count * len(output.requests))
         ended = self._advance(output, count, now_s=now_s)
-        self._note_start(output, seconds=now_s - self._began_s, now_s=now_s)
+        if output.started or output.full or self._full_before:
+            self._note_start(output, seconds=now_s - self._began_s, now_s=now_s)
+        self._full_before = output.full or (self._full_before and self._scheduler.num_waiting > 0)
         for sequence in ended:
             self._scheduler.remove(sequence)
             self._accepted.discard(sequence)
@@ -186,8 +189,9 @@ class SimulatedReplica(RequestInbox):
 
     def reject_overdue(self) -> Iterator[SimulatedSequence]:
         """Drop the sequences that have waited too long for their first step, and yield them."""
-        overdue: list[RequestOutput] = self._overdue(self._accepted)
-        for sequence, _ in overdue:
+        if not self._waiting:
+            return
+        for sequence, _ in self._overdue(self._accepted):
             self._scheduler.remove(sequence)
             self._accepted.discard(sequence)
             self._leave(sequence, num_seqs=1)
@@ -202,7 +206,7 @@ class SimulatedReplica(RequestInbox):
             num_rows += count == request.num_pending
         return StepSize(
             decodes=num_decodes,
-            context_tokens=sum(request.num_computed_tokens for request in requests[:num_decodes]),
+            context_tokens=sum(map(_num_computed_tokens, requests[:num_decodes])),
             prompt_tokens=output.num_prompt_tokens,
             prompt_pairs=num_pairs,
             rows=num_rows,
