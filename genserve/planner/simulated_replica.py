@@ -171,11 +171,13 @@ class SimulatedReplica(RequestInbox):
         self.num_preempted += output.num_preempted
         duration_s = self._duration_s(count)
         self.busy_s += duration_s
+        # The tokens of a step are sent while the next one runs, so the engine measures that too.
+        first_s = self._step_s + self._sending_s
         for index in range(max(0, count - _REMEMBERED_STEPS), count):
-            self._scheduler.note_step(output, self._step_s + index * self._growth_s)
+            self._scheduler.note_step(output, first_s + index * self._growth_s)
         if count > 1:
-            first_s, last_s = self._step_s + self._sending_s, (count - 1) * self._growth_s
-            self.times.add_gaps(first_s, first_s + last_s, count * len(output.requests))
+            last_s = first_s + (count - 1) * self._growth_s
+            self.times.add_gaps(first_s, last_s, count * len(output.requests))
         ended = self._advance(output, count, now_s=now_s)
         if output.started or output.full or self._full_before:
             self._note_start(output, seconds=now_s - self._began_s, now_s=now_s)
