@@ -50,7 +50,6 @@ from genserve.tuning.engine_steps import measure_engine
 from genserve.tuning.measured_steps import MeasuredEngine
 
 HEADINGS = ("load", "measured", "predicted", "ratio")
-LENGTHS = RandomLengths(input_len=96, output_len=64, range_ratio=0.5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,10 +75,13 @@ def main() -> None:
         _note(f"step model: median error {np.median(errors):.1%}, largest {errors.max():.1%}")
         command = ("taskset", "-c", str(cores[0]), sys.executable, "-m", "genserve")
         with _on_core(cores[-1]), genserve_server(repository, command=command) as server:
-            load = _Loads(server.http, model=options.model, seed=options.seed)
+            lengths = RandomLengths(
+                input_len=options.input_len, output_len=options.output_len, range_ratio=0.5
+            )
+            load = _Loads(server.http, model=options.model, lengths=lengths, seed=options.seed)
             kind = replace(kind, serving=measure_serving_cost(engine, url=load.url))
             _note(f"serving: {kind.serving}")
-            rates = {share: share * _capacity(kind) for share in options.share}
+            rates = {share: share * _capacity(kind, lengths) for share in options.share}
             rounds: dict[float, list[tuple[Figures, Figures]]] = {share: [] for share in rates}
             for number in range(options.rounds):
                 for share, rate in rates.items():
@@ -96,7 +98,7 @@ def main() -> None:
 class _Loads:
     """Sends loads to a server, from this process."""
 
-    def __init__(self, port: int, *, model: str, seed: int) -> None:
+    def __init__(self, port: int, *, model: str, lengths: RandomLengths, seed: int) -> None:
         self.url = url = f"http://127.0.0.1:{port}"
         self._target = Target(
             base_url=url,
@@ -105,7 +107,7 @@ class _Loads:
         )
         self._seed = seed
         with httpx2.Client(base_url=url) as http:
-            self._prompts = random_dataset(LENGTHS, seed=seed, counter=server_counter(http, model=model))
+            self._prompts = random_dataset(lengths, seed=seed, counter=server_counter(http, model=model))
 
     def open_loop(self, *, rate: float, seconds: float, number: int) -> LoadResult:
         count = max(1, round(rate * seconds))
@@ -129,14 +131,14 @@ def _kind(engine: MeasuredEngine) -> ReplicaKind:
     )
 
 
-def _capacity(kind: ReplicaKind) -> float:
+def _capacity(kind: ReplicaKind, lengths: RandomLengths) -> float:
     """Return how many requests per second the simulated server answers when more arrive."""
     limits = replace(kind.queue_limits, max_requests=1 << 20, max_tokens=None, max_wait_s=None)
     load = SyntheticLoad(
         num_requests=400,
         rate=1000.0,
-        input_len=Lengths(mean=LENGTHS.input_len),
-        output_len=Lengths(mean=LENGTHS.output_len),
+        input_len=Lengths(mean=lengths.input_len),
+        output_len=Lengths(mean=lengths.output_len),
     )
     result = Fleet(replace(kind, queue_limits=limits), num_replicas=1).run(load.requests())
     return result.num_requests / result.duration_s
@@ -227,6 +229,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--model-repository", type=Path, default=Path("model_repository"))
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--share", type=float, nargs="+", default=[0.3, 0.6, 0.85], help="of the capacity")
+    parser.add_argument("--input-len", type=int, default=96, help="tokens, times 0.5 to 1.5")
+    parser.add_argument("--output-len", type=int, default=64, help="likewise")
     parser.add_argument("--seconds", type=float, default=45.0, help="of a load")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--tune-s", type=float, default=60.0, help="to measure steps")

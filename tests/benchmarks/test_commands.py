@@ -212,3 +212,18 @@ def test_the_throughput_of_replicas_is_compared_with_that_of_one(
     assert report["first_token"]["deployment"]["p50_ms"] > 20
     assert "| by ingress and router |" in printed
     assert (tmp_path / "scaling.svg").exists()
+
+
+@pytest.mark.slow
+def test_predictions_are_printed_beside_what_a_server_measures(tiny_repository: Path, tmp_path: Path) -> None:
+    printed, report = run(
+        "planner.py",
+        f"--model-repository={tiny_repository}",
+        "--model=tiny",
+        *("--input-len=30", "--output-len=30", "--tune-s=0", "--seconds=1", "--rounds=1", "--share=0.1"),
+        report=tmp_path / "report.json",
+    )
+    assert "first token p50, ms" in printed
+    [[measured, predicted]] = report["0.1"]
+    assert measured.keys() == predicted.keys()
+    assert min(*measured.values(), *predicted.values()) > 0
