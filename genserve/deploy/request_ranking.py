@@ -28,9 +28,9 @@ _MAX_SEQUENCES = 65_536
 class RequestRanking(Generic[ReplicaId]):
     """Ranks the replicas of one model. For one thread.
 
-    A replica that is not among those of a call of `rank` is forgotten with `keep_only`. The next request of a
-    sequence that it held goes to another replica, which rejects it as Triton rejects a sequence that it does
-    not know: it "must specify the START flag". So a sequence never starts again without its client's knowing.
+    A replica that has ended is forgotten with `keep_only`. The next request of a sequence that it held goes
+    to another replica, which rejects it as Triton rejects a sequence that it does not know: it "must specify
+    the START flag". So a sequence never starts again without its client's knowing.
     """
 
     def __init__(self, **weights: float) -> None:

@@ -31,6 +31,7 @@ class PrefixAwareRouter(RequestRouter):  # type: ignore[misc]  # Ray has no type
     def initialize_state(self, **weights: float) -> None:
         """Take over the `request_router_kwargs` of the deployment: weights of `PrefixRouter`."""
         self._ranking: RequestRanking[ReplicaID] = RequestRanking(**weights)
+        self._read: dict[ReplicaID, Mapping[str, Any]] = {}     # the last statistics
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -40,7 +41,9 @@ class PrefixAwareRouter(RequestRouter):  # type: ignore[misc]  # Ray has no type
         shuffled = random.sample(candidate_replicas, len(candidate_replicas))
         replicas = {replica.replica_id: replica for replica in shuffled}
         for replica_id, replica in replicas.items():
-            self._ranking.observe(replica_id, _load(replica.routing_stats))
+            if replica.routing_stats is not self._read.get(replica_id):
+                self._read[replica_id] = replica.routing_stats
+                self._ranking.observe(replica_id, _load(replica.routing_stats))
         request = _argument(pending_request)
         ranked = self._ranking.rank(request, replicas)
         if pending_request is not None:
@@ -60,11 +63,15 @@ class PrefixAwareRouter(RequestRouter):  # type: ignore[misc]  # Ray has no type
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Forget the replicas that have ended."""
         super().update_replicas(replicas)
-        self._ranking.keep_only(self.curr_replicas)
+        self._forget_others()
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         """Forget a replica that has died."""
         super().on_replica_actor_died(replica_id)
+        self._forget_others()
+
+    def _forget_others(self) -> None:
+        self._read = {one: stats for one, stats in self._read.items() if one in self.curr_replicas}
         self._ranking.keep_only(self.curr_replicas)
 
     def _expect(self, pending_request: PendingRequest, replica_id: ReplicaID) -> None:

@@ -185,7 +185,7 @@ def test_three_replicas_answer_as_a_single_server(deployed: Deployed, tiny_serve
 
 def test_prompts_that_begin_alike_reach_the_replica_that_has_cached_them(deployed: Deployed) -> None:
     client = openai.OpenAI(base_url=f"{deployed.url}/v1", api_key="-")
-    prompt = "Once upon a time " * 20
+    prompt = "Once upon a time " * 6
     usages = [
         client.completions.create(model="tiny", prompt=f"{prompt}{number}", max_tokens=1).usage
         for number in range(4)
