@@ -17,11 +17,11 @@ from jsonschema import Draft202012Validator
 from kubernetes_validate.utils import schema_contents
 from referencing import Registry, Resource
 
-__all__ = ["documents", "problem"]
+__all__ = ["OLDEST_KUBERNETES", "documents", "problem"]
 
 _CRDS = Path(__file__).parent / "crds"
-_VERSION = "1.35.0"
-_FOLDER = f"kubernetes-json-schema/v{_VERSION}-local-strict"
+OLDEST_KUBERNETES = "1.29.0"     # that Chart.yaml allows
+_VERSIONS = (OLDEST_KUBERNETES, "1.35.0")
 
 
 def documents(text: str) -> list[dict[str, Any]]:
@@ -38,28 +38,35 @@ def problem(document: dict[str, Any]) -> str:
     kind, api_version = document["kind"], document["apiVersion"]
     recorded = _CRDS / f"{kind}.json.gz"
     if recorded.exists():
-        validator = _of_crd(recorded, api_version)
+        validators = [_of_crd(recorded, api_version)]
     else:
         group, slash, version = api_version.rpartition("/")
-        validator = _of_kubernetes(f"{kind}-{group.partition('.')[0]}{slash and '-'}{version}")
-    for error in validator.iter_errors(document):
-        return f"{'.'.join(map(str, error.absolute_path))}: {error.message}"
+        name = f"{kind}-{group.partition('.')[0]}{slash and '-'}{version}".lower()
+        validators = [_of_kubernetes(name, kubernetes) for kubernetes in _VERSIONS]
+    for validator in validators:
+        for error in validator.iter_errors(document):
+            return f"{'.'.join(map(str, error.absolute_path))}: {error.message}"
     return ""
 
 
 @cache
-def _of_kubernetes(name: str) -> Draft202012Validator:
+def _of_kubernetes(name: str, version: str) -> Draft202012Validator:
     """Return the validator of a kind. The package's own `validate` would read all definitions each time."""
     try:
-        schema = schema_contents(f"{_FOLDER}/{name.lower()}.json", _VERSION)
+        schema = schema_contents(f"{_folder(version)}/{name}.json", version)
     except FileNotFoundError as error:
-        raise LookupError(f"Kubernetes {_VERSION} has no {name}") from error
-    return Draft202012Validator(schema, registry=_definitions())
+        raise LookupError(f"Kubernetes {version} has no {name}") from error
+    return Draft202012Validator(schema, registry=_definitions(version))
 
 
 @cache
-def _definitions() -> Registry[Any]:
-    return Resource.from_contents(schema_contents(f"{_FOLDER}/_definitions.json", _VERSION)) @ Registry()
+def _definitions(version: str) -> Registry[Any]:
+    contents = schema_contents(f"{_folder(version)}/_definitions.json", version)
+    return Resource.from_contents(contents) @ Registry()
+
+
+def _folder(version: str) -> str:
+    return f"kubernetes-json-schema/v{version}-local-strict"
 
 
 @cache

@@ -14,7 +14,7 @@ import yaml
 from genserve.cli.main import COMMANDS
 from genserve.version import __version__
 from tests.deploy.helm_chart import CHART, Rendered, needs_helm, render
-from tests.deploy.kubernetes_schemas import problem
+from tests.deploy.kubernetes_schemas import OLDEST_KUBERNETES, problem
 
 pytestmark = needs_helm
 
@@ -113,6 +113,11 @@ def test_helm_lint_finds_nothing(helm) -> None:
 def test_the_chart_has_the_version_of_genserve() -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text(encoding="utf-8"))
     assert chart["version"] == chart["appVersion"] == __version__
+
+
+def test_the_chart_is_validated_for_the_oldest_kubernetes_that_it_allows() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text(encoding="utf-8"))
+    assert chart["kubeVersion"] == f">={OLDEST_KUBERNETES}-0"
 
 
 @pytest.mark.parametrize("name", VALUES)
