@@ -74,20 +74,25 @@ def plan(
         seed=seed,
     )
     queue = Queue(max_requests=max_queue, max_tokens=max_queue_tokens, max_wait_s=max_queue_wait_s)
-    plans = [
-        make_plan(
-            replica_kind(path, queue=queue),
-            load,
-            targets,
-            name=path.stem,
-            cost_per_hour=cost_per_hour[index] if cost_per_hour else None,
-            counts=replicas or (),
-            max_replicas=max_replicas,
-            num_processes=processes or num_cores(),
-            on_fleet=_show_progress,
-        )
-        for index, path in enumerate(step_times)
-    ]
+    kinds = [replica_kind(path, queue=queue) for path in step_times]
+    costs: list[float | None] = [*cost_per_hour] if cost_per_hour else [None] * len(kinds)
+    try:
+        plans = [
+            make_plan(
+                kind,
+                load,
+                targets,
+                name=path.stem,
+                cost_per_hour=cost,
+                counts=replicas or (),
+                max_replicas=max_replicas,
+                num_processes=processes or num_cores(),
+                on_fleet=_show_progress,
+            )
+            for kind, path, cost in zip(kinds, step_times, costs, strict=True)
+        ]
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
     if plot is not None:
         draw(plans, targets, path=plot)
     if json_:

@@ -166,10 +166,14 @@ def _write_step_times(tuned: TunedModel, path: Path, *, budget_s: float) -> None
             remedy="add an ensemble of a tokenizer, this stage and a decoder",
         )
     name, repository = tuned.ensemble.name, tuned.ensemble.path.parent
-    with at_level("genserve", logging.ERROR), ConsoleProgress().stage("measuring steps of the engine"):
-        engine = measure_engine(name, repository=repository, budget_s=budget_s)
-    with ConsoleProgress().stage("measuring a server"), serving(name, repository=repository) as url:
-        engine = replace(engine, serving=measure_serving_cost(engine, url=url))
+    try:
+        with at_level("genserve", logging.ERROR), ConsoleProgress().stage("measuring steps of the engine"):
+            engine = measure_engine(name, repository=repository, budget_s=budget_s)
+        server = serving(name, logits=tuned.logits.path.name, repository=repository)
+        with ConsoleProgress().stage("measuring a server"), server as url:
+            engine = replace(engine, serving=measure_serving_cost(engine, url=url))
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
     engine.write(path)
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import math
+import signal
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from typing import Any, Protocol
 
 from genserve.planner.fleet import Fleet, FleetResult
@@ -141,8 +142,16 @@ def _simulations(
     if num_processes == 1:
         yield partial(map, run)
         return
-    with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:
-        yield partial(pool.map, run)
+    ignore = (signal.SIGINT, signal.SIG_IGN)    # Ctrl-C reaches all processes, and this one ends the others
+    with ProcessPoolExecutor(
+        num_processes, mp_context=get_context("spawn"), initializer=signal.signal, initargs=ignore
+    ) as pool:
+        try:
+            yield partial(pool.map, run)
+        except KeyboardInterrupt:
+            for process in active_children():
+                process.terminate()
+            raise
 
 
 def _simulate(

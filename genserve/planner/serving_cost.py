@@ -62,26 +62,32 @@ def measure_serving_cost(engine: MeasuredEngine, *, url: str) -> ServingCost:
 
 
 @contextmanager
-def serving(name: str, *, repository: Path) -> Iterator[str]:
+def serving(name: str, *, logits: str, repository: Path) -> Iterator[str]:
     """Serve a text model by a process of its own, without drafts, until the block ends; yields the URL.
+
+    Args:
+        name: of the text model.
+        logits: the folder of its logits stage.
+        repository: the folder of its models, which stays as it is.
 
     Raises:
         Unreachable: it does not become ready.
     """
     with TemporaryDirectory() as folder:
         models = Path(folder) / "models"
-        shutil.copytree(repository, models, copy_function=_link)
-        for path in models.glob("*/config.pbtxt"):
-            text = path.read_text(encoding="utf-8")
-            if "past_key_values" in text or "sequence_batching" in text:
-                path.unlink()   # it is a link
-                path.write_text(change_text(text, _NO_DRAFTS), encoding="utf-8")
+        shutil.copytree(repository.resolve(), models, copy_function=_link)
+        config = models / logits / "config.pbtxt"
+        text = config.read_text(encoding="utf-8")
+        config.unlink()     # it is a link
+        config.write_text(change_text(text, _NO_DRAFTS), encoding="utf-8")
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
         flags = ["--host=127.0.0.1", f"--http-port={port}", "--allow-grpc=false", "--allow-metrics=false"]
         command = [sys.executable, "-m", "genserve", "serve", name, f"--model-repository={models}", *flags]
         with (Path(folder) / "log").open("w+b") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+            # Without the flags and keys of another server.
+            environment = {key: value for key, value in os.environ.items() if not key.startswith("GENSERVE_")}
+            process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
             try:
                 url = f"http://127.0.0.1:{port}"
                 _wait(process, url, log=Path(log.name))
@@ -157,7 +163,7 @@ def _prefill_s(answer: Answer, model: StepModel) -> float:
 def _link(source: str, target: str) -> None:
     """Link a file, or copy it where links are not possible."""
     try:
-        os.link(source, target)
+        Path(target).symlink_to(source)
     except OSError:
         shutil.copy2(source, target)
 

@@ -98,8 +98,9 @@ def read_measured_engine(path: Path) -> MeasuredEngine:
             field="step_times",
             remedy="write it with `genserve tune MODEL --step-times FILE`",
         ) from None
-    if not steps:
-        raise InvalidRequest(f"{path} has no steps", field="step_times", remedy="measure it again")
+    if not steps or not all(step.seconds > 0 for step in steps):
+        message = f"{path} has no steps, or one that takes no time"
+        raise InvalidRequest(message, field="step_times", remedy="measure it again")
     return engine
 
 

@@ -78,10 +78,18 @@ def test_wrong_flags_are_rejected(step_times: Path, flags: tuple[str, ...], mess
     assert message in ran.stderr
 
 
-def test_a_file_without_step_times_is_rejected_with_the_remedy(tmp_path: Path) -> None:
+def test_a_file_without_step_times_is_rejected_with_the_remedy(
+    step_times: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(InvalidRequest, match="has no step times") as caught:
         plan("--step-times", tmp_path / "other.json", *LOAD, "--replicas", "1")
     assert "genserve tune" in caught.value.remedy
+    document = json.loads(step_times.read_bytes())
+    document["steps"][3]["seconds"] = 0
+    (tmp_path / "other.json").write_text(json.dumps(document))
+    with pytest.raises(InvalidRequest, match="takes no time"):
+        plan("--step-times", tmp_path / "other.json", *LOAD, "--replicas", "1")
     with pytest.raises(InvalidRequest, match="No such file"):
         plan("--step-times", tmp_path / "gone.json", *LOAD, "--replicas", "1")
