@@ -191,7 +191,12 @@ def _figures(
         itl_ms=itl_ms,
         simulated_s=result.duration_s,
         cpu_s=cpu_s,
-        missed=[target.name for target in targets if values[target.figure][target.rank] > target.limit],
+        # A fleet that answers nothing keeps no time.
+        missed=[
+            target.name
+            for target in targets
+            if values[target.figure][target.rank] > target.limit or not num_answered
+        ],
     )
 
 

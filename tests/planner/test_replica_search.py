@@ -7,6 +7,7 @@ import pytest
 
 from genserve.planner.replica_search import FleetFigures, Target, search, simulate
 from genserve.planner.simulated_replica import ReplicaKind
+from genserve.planner.synthetic_load import Lengths
 from tests.planner.test_fleet import load
 
 BUSY = load(rate=60.0, num_requests=200)
@@ -47,6 +48,12 @@ def test_a_search_ends_at_its_most_replicas(kind: ReplicaKind, max_replicas: int
     fleets = found(kind, [impossible], max_replicas=max_replicas)
     assert fleets[-1].num_replicas == max_replicas
     assert all(fleet.missed == ["itl_p50"] for fleet in fleets)
+
+
+def test_a_fleet_that_can_answer_nothing_misses_its_targets(kind: ReplicaKind) -> None:
+    too_long = replace(BUSY, input_len=Lengths(mean=10_000))
+    [fleet] = simulate(kind, too_long, TARGETS, counts=[1], num_processes=1, on_fleet=lambda _fleet: None)
+    assert (fleet.too_long, fleet.missed) == (1.0, ["ttft_p90", "rejected"])
 
 
 def test_figures_have_the_names_of_bench_reports(kind: ReplicaKind) -> None:
