@@ -5,7 +5,9 @@ Everything that needs a cluster is in this file: to start one takes seconds, and
 
 from __future__ import annotations
 
+import asyncio
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -29,6 +31,7 @@ import yaml
 from huggingface_hub import InferenceClient
 from typer.testing import CliRunner
 
+from benchmarks.streamed_texts import requests_of, stream_all
 from genserve.cli.main import app
 from tests.support.live_server import LiveServer
 
@@ -73,12 +76,20 @@ class Deployed:
 
     def replicas(self) -> dict[str, dict[str, str]]:
         """The states of the replicas of each deployment, by their ids."""
-        headers = {"Authorization": f"Bearer {self.environment['RAY_AUTH_TOKEN']}"}
-        details = httpx2.get(f"{self.dashboard}/api/serve/applications/", headers=headers).json()
         return {
             name: {replica["replica_id"]: replica["state"] for replica in one["replicas"]}
-            for name, one in details["applications"]["genserve"]["deployments"].items()
+            for name, one in self._deployments().items()
         }
+
+    def pids(self, name: str) -> list[int]:
+        """The processes of the replicas of a deployment."""
+        return [replica["pid"] for replica in self._deployments()[name]["replicas"]]
+
+    def _deployments(self) -> dict[str, Any]:
+        headers = {"Authorization": f"Bearer {self.environment['RAY_AUTH_TOKEN']}"}
+        details = httpx2.get(f"{self.dashboard}/api/serve/applications/", headers=headers).json()
+        deployments: dict[str, Any] = details["applications"]["genserve"]["deployments"]
+        return deployments
 
 
 def command_line(*words: str) -> list[str]:
@@ -206,6 +217,30 @@ def test_a_new_version_replaces_its_replicas_alone_and_no_request_fails(deployed
     after = deployed.replicas()
     assert (after["tiny"], after["ingress"]) == (before["tiny"], before["ingress"])
     assert after["double"].keys().isdisjoint(before["double"])
+
+
+def test_streams_survive_the_kill_of_a_replica(deployed: Deployed) -> None:
+    """32 in all dialects, greedy and seeded: none is lost, and their texts are the undisturbed ones."""
+    requests = requests_of(32, tokens=150)
+    whole = asyncio.run(stream_all(deployed.url, "tiny", requests))
+    left = 50           # pieces of text of all answers; the tiny model has soon finished all of them
+    pid = deployed.pids("tiny")[0]
+
+    def count() -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            os.kill(pid, signal.SIGKILL)
+
+    killed = asyncio.run(stream_all(deployed.url, "tiny", requests, on_text=count))
+    assert [answer.error for answer in killed] == [""] * 32
+    assert [answer.text for answer in killed] == [answer.text for answer in whole]
+    assert min(len(answer.text) for answer in whole) > 0
+    metrics = httpx2.get(f"{deployed.url}/metrics").text
+    assert 'genserve_interrupted_calls_total{model="tiny",outcome="failed"} 0.0' in metrics
+    [resumed] = re.findall('genserve_interrupted_calls_total{model="tiny",outcome="resumed"} (.*)', metrics)
+    assert float(resumed) > 0
+    wait_for(lambda: pid not in deployed.pids("tiny") and len(deployed.pids("tiny")) == 3)
 
 
 @pytest.mark.slow
