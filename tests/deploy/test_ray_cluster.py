@@ -82,8 +82,9 @@ class Deployed:
         }
 
     def pids(self, name: str) -> list[int]:
-        """The processes of the replicas of a deployment."""
-        return [replica["pid"] for replica in self._deployments()[name]["replicas"]]
+        """The processes of the replicas of a deployment that run."""
+        replicas = self._deployments()[name]["replicas"]
+        return [replica["pid"] for replica in replicas if replica["state"] == "RUNNING"]
 
     def _deployments(self) -> dict[str, Any]:
         headers = {"Authorization": f"Bearer {self.environment['RAY_AUTH_TOKEN']}"}
