@@ -17,7 +17,7 @@ from genserve.cli.flags import ModelRepositories
 from genserve.errors import GenserveError
 
 if TYPE_CHECKING:
-    from genserve.deploy.deploy_config import Scale
+    from genserve.deploy.deploy_config import Endpoint, Scale
 
 _MODELS, _CLUSTER = "Models", "Cluster"
 
@@ -33,11 +33,19 @@ Models = Annotated[
 Config = Annotated[
     Path | None,
     typer.Option(
-        help="Deploy this file, which --dry-run has printed and you may have edited. It names the models.",
+        help="Deploy this file, which --dry-run has printed and you may have edited, instead of the models, "
+        "replicas and ports of the flags.",
         rich_help_panel=_MODELS,
     ),
 ]
 Name = Annotated[str, typer.Option(help="Name of the application in the cluster.", rich_help_panel=_CLUSTER)]
+RoutePrefix = Annotated[
+    str,
+    typer.Option(
+        help="Prefix of its paths, such as /mine; each application of a cluster has another one.",
+        rich_help_panel=_CLUSTER,
+    ),
+]
 MinReplicas = Annotated[
     int, typer.Option(min=0, help="Least replicas of each generation model.", rich_help_panel=_MODELS)
 ]
@@ -83,6 +91,7 @@ def deploy(
     max_replicas: MaxReplicas = None,
     address: Address = None,
     name: Name = "genserve",
+    route_prefix: RoutePrefix = "/",
     host: Host = "127.0.0.1",
     port: Port = 8000,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the config file only.")] = False,
@@ -110,13 +119,14 @@ def deploy(
         _delete(name, address=address)
         return
     if config is None:
+        from genserve.deploy.deploy_config import Endpoint
+
+        endpoint = Endpoint(name=name, route_prefix=route_prefix, host=host, port=port)
         scale = _scale(min_replicas, max_replicas)
-        deployed = _generated(
-            model or [], roots=model_repository, name=name, host=host, port=port, scale=scale
-        )
+        deployed = _generated(model or [], roots=model_repository, endpoint=endpoint, scale=scale)
     else:
-        if model or model_repository:
-            raise typer.BadParameter("names the models and the repository itself", param_hint="--config")
+        if model:
+            raise typer.BadParameter("names the models itself", param_hint="--config")
         deployed = _read(config)
     if dry_run:
         from genserve.deploy.config_file import to_yaml
@@ -136,7 +146,7 @@ def _scale(least: int, most: int | None) -> Scale:
 
 
 def _generated(
-    names: Sequence[str], *, roots: Sequence[Path] | None, name: str, host: str, port: int, scale: Scale
+    names: Sequence[str], *, roots: Sequence[Path] | None, endpoint: Endpoint, scale: Scale
 ) -> dict[str, Any]:
     """Return the config of the models of a repository.
 
@@ -149,24 +159,17 @@ def _generated(
 
     settings = {}
     if not os.environ.get("GENSERVE_API_KEY"):
-        if not is_loopback(host):
+        if not is_loopback(endpoint.host):
             raise GenserveError(
-                f"--host {host} lets other machines connect, and no API key is set",
+                f"--host {endpoint.host} lets other machines connect, and no API key is set",
                 remedy="set GENSERVE_API_KEY here and on the machines of the cluster; or write "
                 "`api_key_file: PATH` or `allow_unauthenticated: true` under `settings` in the file that "
                 "--dry-run prints, and deploy it with --config",
             )
         settings = {"allow_unauthenticated": True}
     folders = list(roots or [default_repository()])
-    return serve_config(
-        find_models(folders, names),
-        roots=folders,
-        settings=settings,
-        name=name,
-        host=host,
-        port=port,
-        scale=scale,
-    )
+    models = find_models(folders, names)
+    return serve_config(models, roots=folders, settings=settings, endpoint=endpoint, scale=scale)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -206,6 +209,7 @@ def _run(config: Mapping[str, Any], *, url: str, detach: bool) -> None:
 
     cluster = ServeCluster(url)
     names = [application["name"] for application in config["applications"]]
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     cluster.deploy(config)
     try:
         for name in names:

@@ -16,6 +16,7 @@ from genserve.backends.onnx_session import default_threads
 from genserve.config.diagnostics import first_error
 from genserve.config.model_config import ModelConfig
 from genserve.deploy.autoscaling import ScalingTargets
+from genserve.deploy.serve_library import surges
 from genserve.errors import RepositoryError, suggestion
 from genserve.repository.index import ModelEntry, all_step_models, fingerprint, scan, step_models
 from genserve.repository.text_stages import TextStages, text_models
@@ -133,6 +134,23 @@ def _draft(stages: TextStages) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """Where an application answers.
+
+    Attributes:
+        name: of the application in its cluster.
+        route_prefix: of all its paths.
+        host: address on which the proxies of the machines listen.
+        port: of the proxies.
+    """
+
+    name: str = "genserve"
+    route_prefix: str = "/"
+    host: str = "127.0.0.1"
+    port: int = 8000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
     """The range in which the replicas of generation models are scaled."""
 
@@ -145,9 +163,7 @@ def serve_config(
     *,
     roots: Sequence[Path],
     settings: Mapping[str, Any],
-    name: str,
-    host: str,
-    port: int,
+    endpoint: Endpoint,
     scale: Scale,
 ) -> dict[str, Any]:
     """Return the config of a Serve application with one deployment for each model and one ingress.
@@ -156,9 +172,7 @@ def serve_config(
         models: to deploy.
         roots: folders of the repository, which every machine of the cluster has at these paths.
         settings: those of `ServerSettings` that differ from their defaults.
-        name: of the application.
-        host: address on which the proxies listen.
-        port: of the proxies.
+        endpoint: of the application.
         scale: of generation models.
     """
     args: dict[str, Any] = {
@@ -169,18 +183,19 @@ def serve_config(
         args["settings"] = dict(settings)
     deployments = [_model_options(model, settings=settings, scale=scale) for model in models]
     application = {
-        "name": name,
-        "route_prefix": "/",
+        "name": endpoint.name,
+        "route_prefix": endpoint.route_prefix,
         "import_path": IMPORT_PATH,
         "args": args,
+        "logging_config": {"enable_access_log": False},     # the ingress has one of its own
         "deployments": [_ingress_options(settings), *deployments],
     }
     config = {
         "proxy_location": "EveryNode",
-        "http_options": {"host": host, "port": port},
+        "http_options": {"host": endpoint.host, "port": endpoint.port},
         "applications": [application],
     }
-    return with_fingerprints(config, models, application=name)
+    return with_fingerprints(config, models, application=endpoint.name)
 
 
 def with_fingerprints(
@@ -232,8 +247,7 @@ def _model_options(model: DeployedModel, *, settings: Mapping[str, Any], scale: 
         "num_replicas": 1,
         "request_router_config": dict(_ROUTING),
         "max_ongoing_requests": max(_MIN_CALLS, sum(map(_max_calls, configs))),
-        "graceful_shutdown_timeout_s": _DRAIN_S,
-        "max_surge_percent": _SURGE_PERCENT,
+        **_replacement(),
         "ray_actor_options": {
             "num_cpus": max(1, sum(map(_num_cpus, configs))),
             "num_gpus": sum(map(_num_gpus, configs)),
@@ -255,14 +269,19 @@ def _generation_options(model: DeployedModel, *, settings: Mapping[str, Any], sc
         "request_router_config": dict(_ROUTING),
         "max_ongoing_requests": int(_SPARE_CALLS * (num_sequences + max_queue)),
         "max_queued_requests": max(1, max_queue),
-        "graceful_shutdown_timeout_s": _DRAIN_S,
-        "max_surge_percent": _SURGE_PERCENT,
+        **_replacement(),
         "ray_actor_options": {
             "num_cpus": 1 if num_gpus else num_stages * _threads(config) or default_threads(),
             "num_gpus": num_gpus,
             "runtime_env": {"env_vars": dict(_REPLICA_VARIABLES)},
         },
     }
+
+
+def _replacement() -> dict[str, Any]:
+    """Return the options of rolling updates; without a surge, old replicas stop before new ones start."""
+    surge = {"max_surge_percent": _SURGE_PERCENT} if surges() else {}
+    return {"graceful_shutdown_timeout_s": _DRAIN_S, **surge}
 
 
 def _scaling(scale: Scale) -> dict[str, Any]:
@@ -285,8 +304,7 @@ def _ingress_options(settings: Mapping[str, Any]) -> dict[str, Any]:
         "name": INGRESS,
         "num_replicas": 1,
         "max_ongoing_requests": settings.get("max_connections", ServerSettings().max_connections),
-        "graceful_shutdown_timeout_s": _DRAIN_S,
-        "max_surge_percent": _SURGE_PERCENT,
+        **_replacement(),
         "ray_actor_options": {"num_cpus": 1, "runtime_env": {"env_vars": dict(_INGRESS_VARIABLES)}},
     }
 

@@ -66,7 +66,7 @@ def test_models_of_other_machines_keep_the_fingerprints_of_the_file(repository: 
         ("--detach", "error[usage]: Invalid value for --detach: needs the --address", "see `genserve deploy"),
         ("--delete", "error[usage]: Invalid value for --delete: needs the --address", "see `genserve deploy"),
         ("--min-replicas 3 --max-replicas 2", "--max-replicas: is 2, less than --min-replicas 3", "see"),
-        ("m --config x.yaml", "error[usage]: Invalid value for --config: names the models", "see"),
+        ("m --config x.yaml", "error[usage]: Invalid value for --config: names the models itself", "see"),
         ("--config /none.yaml", "cannot read /none.yaml", "check the path"),
         ("--host 0.0.0.0", "lets other machines connect, and no API key is set", "set GENSERVE_API_KEY"),
         ("mm", "there is no model 'mm' in ", "did you mean m?"),

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from genserve.deploy.config_file import read_config, to_yaml
-from genserve.deploy.deploy_config import IMPORT_PATH, Scale, find_models, serve_config
+from genserve.deploy.deploy_config import IMPORT_PATH, Endpoint, Scale, find_models, serve_config
 from genserve.errors import ConfigError, RepositoryError
 
 
@@ -20,9 +20,7 @@ def text(tiny_repository: Path) -> str:
             find_models([tiny_repository]),
             roots=[tiny_repository],
             settings={"max_queue": 8},
-            name="app",
-            host="127.0.0.1",
-            port=8000,
+            endpoint=Endpoint(name="app"),
             scale=Scale(min_replicas=1, max_replicas=3),
         )
     )

@@ -11,6 +11,7 @@ from genserve.backends.onnx_session import default_threads
 from genserve.deploy.deploy_config import (
     FINGERPRINT,
     INGRESS,
+    Endpoint,
     Scale,
     find_models,
     num_cpus,
@@ -43,9 +44,7 @@ def options_of(root: Path, *names: str, scale: Scale | None = None, **settings: 
         find_models([root], names),
         roots=[root],
         settings=settings,
-        name="app",
-        host="127.0.0.1",
-        port=8000,
+        endpoint=Endpoint(name="app"),
         scale=scale or Scale(),
     )
     return {options["name"]: options for options in config["applications"][0]["deployments"]}
