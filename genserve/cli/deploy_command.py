@@ -25,7 +25,8 @@ Target = Annotated[Literal["ray"], typer.Argument(help="Where to deploy: ray is 
 Models = Annotated[
     list[str] | None,
     typer.Argument(
-        help="Models to deploy. Default: all that are no part of another one.",
+        help="Models to deploy: of the repository, smollm2, or ORG/NAME. Default: all there that are no part "
+        "of another one.",
         autocompletion=model_names,
         show_default=False,
     ),
@@ -153,6 +154,7 @@ def _generated(
     Raises:
         GenserveError: other machines could connect without an API key, or as `find_models` does.
     """
+    from genserve.cli.model_access import bring_models
     from genserve.deploy.deploy_config import find_models, serve_config
     from genserve.server.access_control import is_loopback
     from genserve.store import default_repository
@@ -168,7 +170,7 @@ def _generated(
             )
         settings = {"allow_unauthenticated": True}
     folders = list(roots or [default_repository()])
-    models = find_models(folders, names)
+    models = find_models(folders, bring_models(names, roots=folders))
     return serve_config(models, roots=folders, settings=settings, endpoint=endpoint, scale=scale)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,6 +88,23 @@ def choose_model(
             remedy=pull if name == DEFAULT_MODEL else export,
         )
     return name
+
+
+def bring_models(names: Iterable[str], *, roots: Sequence[Path]) -> list[str]:
+    """Return the names of models in repositories; those that are missing and can be pulled are pulled first.
+
+    Args:
+        names: of any models; smollm2 and ORG/NAME can be pulled.
+        roots: folders of the repository; the first one gets what is pulled.
+    """
+    found = []
+    for name in names:
+        local_name = pulled_name(name)
+        if local_name is not None:
+            root = next((root for root in roots if (root / local_name).exists()), roots[0])
+            _, local_name = bring_model(name, repository=root)
+        found.append(local_name or name)
+    return found
 
 
 def bring_model(name: str | None, *, repository: Path | None) -> tuple[Path, str]:

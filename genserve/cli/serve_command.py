@@ -60,22 +60,14 @@ def serve(model: list[str] | None = None, **options: Any) -> None:
 
 def _with_models(settings: ServerSettings, names: Sequence[str]) -> ServerSettings:
     """Return the settings that serve only the named models, if any; those that are missing are pulled."""
-    from genserve.cli.model_access import bring_model, remark_on_old_default
-    from genserve.export import pulled_name
+    from genserve.cli.model_access import bring_models, remark_on_old_default
 
     store = default_repository()
     if settings.model_repository == (store,):
         remark_on_old_default()
         with suppress(OSError):     # what cannot be made is reported as missing
             store.mkdir(parents=True, exist_ok=True)
-    found = []
-    for name in names:
-        local_name = pulled_name(name)
-        if local_name is not None:
-            roots = settings.model_repository
-            root = next((root for root in roots if (root / local_name).exists()), roots[0])
-            _, local_name = bring_model(name, repository=root)
-        found.append(local_name or name)
+    found = bring_models(names, roots=settings.model_repository)
     return replace(settings, load_model=(*settings.load_model, *found))
 
 
