@@ -48,7 +48,7 @@ RoutePrefix = Annotated[
     ),
 ]
 MinReplicas = Annotated[
-    int, typer.Option(min=0, help="Least replicas of each generation model.", rich_help_panel=_MODELS)
+    int, typer.Option(min=1, help="Least replicas of each generation model.", rich_help_panel=_MODELS)
 ]
 MaxReplicas = Annotated[
     int | None,
@@ -143,7 +143,7 @@ def _scale(least: int, most: int | None) -> Scale:
 
     if most is not None and most < least:
         raise typer.BadParameter(f"is {most}, less than --min-replicas {least}", param_hint="--max-replicas")
-    return Scale(min_replicas=least, max_replicas=most or max(1, least))
+    return Scale(min_replicas=least, max_replicas=most or least)
 
 
 def _generated(

@@ -52,6 +52,7 @@ class LiveReplicas:
         """Return the answers of the living replicas; none if they cannot be asked."""
         try:
             return await self.replicas.broadcast(method)
-        except GenserveError as error:
-            logger.warning("the replicas of %s do not answer: %s", self.name, error)
+        except Exception as error:  # of Serve too: who asks goes on, and asks again
+            unexpected = not isinstance(error, GenserveError)
+            logger.warning("the replicas of %s do not answer: %s", self.name, error, exc_info=unexpected)
             return []

@@ -17,7 +17,7 @@ from genserve.deploy.live_replicas import LiveReplicas
 from genserve.deploy.messages import ReplicaSet
 from genserve.deploy.remote_inference import RemoteInference
 from genserve.deploy.remote_text_model import load_remote_text_model
-from genserve.errors import GenserveError, InferenceError, RepositoryError
+from genserve.errors import SEE_LOG, GenserveError, InferenceError, RepositoryError
 from genserve.histogram import Histogram
 from genserve.inference_statistics import ModelStatistics
 from genserve.repository.model_versions import ModelRuntime, ModelState, ModelVersion
@@ -146,6 +146,12 @@ class RemoteRepository(Repository):
         except GenserveError as error:
             logger.error("model %s is not served: %s", deployment.name, error)  # noqa: TRY400
             self._lifecycle.errors[deployment.name] = error
+            deployment.failed = current
+        except Exception:   # of a file of the repository; the other models are still followed
+            logger.exception("model %s is not served", deployment.name)
+            self._lifecycle.errors[deployment.name] = RepositoryError(
+                f"the ingress cannot load what it needs of model {deployment.name!r}", remedy=SEE_LOG
+            )
             deployment.failed = current
         else:
             self._lifecycle.errors.pop(deployment.name, None)

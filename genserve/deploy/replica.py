@@ -130,9 +130,8 @@ class ModelReplica:
 
     def load(self) -> ReplicaLoad:
         """Return what the replica has to do now."""
-        models = self.repository.text_models
-        if models:
-            [model] = models
+        model = next((one for one in self.repository.text_models if one.name == self.name), None)
+        if model is not None:
             engine, logits = model.engine, model.logits
             running = engine.num_running
             return ReplicaLoad(

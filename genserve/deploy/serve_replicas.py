@@ -14,7 +14,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, 
 
 from genserve.completion import Delta
 from genserve.deploy.messages import Broadcast, GenerationCall, InferenceItem
-from genserve.errors import GenserveError, ModelNotReady, Overloaded, ReplicaLost
+from genserve.errors import Closed, GenserveError, ModelNotReady, Overloaded, ReplicaLost
 from genserve.inference import InferenceRequest
 
 T = TypeVar("T")
@@ -71,6 +71,10 @@ async def _read(items: AsyncIterator[T], arrived: asyncio.Queue[T | GenserveErro
                 await arrived.put(item)
     except GenserveError as error:
         await arrived.put(error)
+    except asyncio.CancelledError:
+        if _is_cancelled_by_others():
+            raise
+        await arrived.put(Closed("the replica was stopped before the answer was complete"))
     except Exception as error:  # the reader raises it
         failure = error
     await arrived.put(_End(failure))
@@ -151,3 +155,13 @@ def _as_ours() -> Iterator[None]:
         raise ReplicaLost("the replica has sent nothing for too long", remedy="try again") from error
     except (RayError, ReplicaUnavailableError, grpc.aio.AioRpcError) as error:
         raise ReplicaLost("the replica died before it had answered", remedy="try again") from error
+    except asyncio.CancelledError as error:  # Serve raises it too where the replica or its channel was closed
+        if _is_cancelled_by_others():
+            raise
+        raise ReplicaLost("the replica was stopped before it had answered", remedy="try again") from error
+
+
+def _is_cancelled_by_others() -> bool:
+    """Return whether somebody has cancelled the running task, rather than what it waits for."""
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0

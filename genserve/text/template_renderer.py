@@ -12,11 +12,14 @@ one a chat. An answer is a pair: `done` and the result, or a reason with `reject
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 
 if __name__ == "__main__":
     sys.path += sys.argv[3:]
-    # Jinja imports hashlib, which has its own algorithms besides those of OpenSSL: 4 of 21 MB.
-    sys.modules["_hashlib"] = None  # type: ignore[assignment]
+    # Jinja imports hashlib, which has its own algorithms besides those of OpenSSL: 4 of 21 MB. Fedora's
+    # Python and others have those of OpenSSL alone.
+    if find_spec("_sha1"):
+        sys.modules["_hashlib"] = None  # type: ignore[assignment]
 
 import json
 import os

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import shutil
 from collections.abc import Iterator
 from contextlib import aclosing
 from pathlib import Path
@@ -127,5 +128,20 @@ def test_a_drained_replica_ends_what_runs_and_rejects_what_comes(tiny_repository
 
     try:
         assert len(asyncio.run(drained()).token_ids) == 12
+    finally:
+        replica.close()
+
+
+def test_its_load_is_that_of_its_model_and_not_of_those_that_it_needs(
+    tiny_repository: Path, tmp_path: Path
+) -> None:
+    for folder in tiny_repository.iterdir():
+        copied = shutil.copytree(folder, tmp_path / folder.name.replace("tiny", "other"))
+        config = copied / "config.pbtxt"
+        config.write_text(config.read_text().replace("tiny", "other"))
+    replica = ModelReplica([tiny_repository, tmp_path], "tiny", needed=["other"])
+    try:
+        assert len(replica.repository.text_models) == 2
+        assert replica.load().num_blocks == replica.repository.text_model("tiny").logits.num_blocks
     finally:
         replica.close()

@@ -97,6 +97,12 @@ def test_an_unexpected_error_of_a_replica_is_raised_there():
         asyncio.run(sent(Script(["a"], ZeroDivisionError())))
 
 
+def test_a_call_that_a_replica_cancels_ends() -> None:
+    [items, error] = asyncio.run(sent(Script(["a"], asyncio.CancelledError())))
+    assert items == ["a"]
+    assert isinstance(error, Closed)
+
+
 def test_a_silent_replica_gives_signs_of_life(monkeypatch):
     monkeypatch.setattr(serve_replicas, "SIGN_OF_LIFE_S", 0.001)
     script = Script(["a"], PAUSE)
@@ -128,6 +134,7 @@ def test_a_replica_that_vanishes_is_lost(monkeypatch):
         (ReplicaUnavailableError("gone"), ReplicaLost),
         (BackPressureError(num_queued_requests=1, max_queued_requests=1), Overloaded),
         (Closed("stops"), Closed),
+        (asyncio.CancelledError(), ReplicaLost),    # of the call, and not of who reads it
     ],
 )
 def test_errors_of_ray_become_ours(error: Exception, ours: type[GenserveError]):

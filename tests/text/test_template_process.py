@@ -17,9 +17,11 @@ from fcntl import ioctl
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
 
 from genserve.errors import RepositoryError
+from genserve.text import template_renderer
 from genserve.text.chat_template import (
     MAX_OWN_CHARS,
     ChatRejected,
@@ -57,6 +59,20 @@ def test_the_process_maps_no_openssl() -> None:
     template.compile()
     assert "libcrypto" not in Path(f"/proc/{pid(template)}/maps").read_text()
     template.close()
+
+
+def test_the_program_starts_where_hashlib_needs_openssl() -> None:
+    """As with Fedora's Python, which has no algorithms of its own."""
+    packages = Path(jinja2.__file__).parents[1]
+    program = (
+        "import runpy, sys\n"
+        "sys.modules |= dict.fromkeys(('_md5', '_sha1', '_sha2'))\n"
+        f"sys.argv = ['', '9', '{2**30}', {str(packages)!r}]\n"
+        f"runpy.run_path({template_renderer.__file__!r}, run_name='__main__')"
+    )
+    command = [sys.executable, "-I", "-S", "-c", program]
+    ran = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    assert ran.returncode == 0, ran.stderr.decode()
 
 
 def test_one_process_renders_several_chats() -> None:

@@ -1,0 +1,65 @@
+"""How an ingress follows the replicas, and what it cannot serve."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from genserve.deploy.deployment_metrics import DeploymentMetrics
+from genserve.deploy.description import ReplicaStatus, VersionDescription, digest
+from genserve.deploy.messages import Broadcast
+from genserve.deploy.remote_repository import RemoteRepository
+from genserve.deploy.replica_load import ReplicaLoad
+from genserve.repository.model_versions import ModelState
+from genserve.repository.options import RepositoryOptions
+
+
+class Replica:
+    """The only replica of a deployment; it is asked, and not called."""
+
+    def __init__(self, status: Callable[[], ReplicaStatus], description: VersionDescription) -> None:
+        self._status = status
+        self._description = description
+
+    async def broadcast(self, method: Broadcast) -> list[Any]:
+        return [self._status() if method == "status" else [self._description]]
+
+
+def described(config: bytes) -> VersionDescription:
+    return VersionDescription(name="m", version=1, config=config, labels={}, load_s=1.0, text=None)
+
+
+async def follow_once(root: Path, replica: Any) -> RemoteRepository:
+    repository = RemoteRepository(
+        [root], {"m": replica}, options=RepositoryOptions(), metrics=DeploymentMetrics()
+    )
+    repository.follow()
+    await repository.described(timeout_s=30)
+    assert repository._following is not None
+    assert not repository._following.done()
+    await repository.stop()
+    return repository
+
+
+async def test_a_description_that_cannot_be_read_does_not_end_the_following(tmp_path: Path) -> None:
+    broken = described(b"\xff")
+    status = ReplicaStatus(digest=digest([broken]), load=ReplicaLoad())
+    repository = await follow_once(tmp_path, Replica(lambda: status, broken))
+    assert "cannot load what it needs of model 'm'" in repository.errors["m"].message
+    assert repository.state is ModelState.UNAVAILABLE
+
+
+async def test_an_error_of_a_cluster_does_not_end_the_following(tmp_path: Path) -> None:
+    good = described(b"\x0a\x01m")
+    answers = iter([ZeroDivisionError(), ReplicaStatus(digest=digest([good]), load=ReplicaLoad())])
+
+    def status() -> ReplicaStatus:
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    repository = await follow_once(tmp_path, Replica(status, good))
+    assert repository.served == []  # stopped
+    assert not repository.errors
