@@ -276,7 +276,6 @@ _STATUS: Mapping[type[GenserveError], Status] = {
     ModelNotReady: Status.UNAVAILABLE,
     Overloaded: Status.UNAVAILABLE,
     Closed: Status.UNAVAILABLE,
-    ReplicaLost: Status.UNAVAILABLE,
     GenserveError: Status.INTERNAL,
 }
 

@@ -76,7 +76,6 @@ _STATUSES: Mapping[type[GenserveError], _Statuses] = {
     ModelNotReady: _Statuses(503, 503, "overloaded", 503, "UNAVAILABLE"),
     Overloaded: _Statuses(429, 429, "overloaded", 429, "RESOURCE_EXHAUSTED"),
     Closed: _Statuses(503, 503, "overloaded", 503, "UNAVAILABLE"),
-    ReplicaLost: _Statuses(503, 503, "incomplete_generation", 503, "UNAVAILABLE"),
     ModelFailed: _Statuses(500, 424, "generation", 500, "INTERNAL"),
     GenserveError: _Statuses(500, 500, "incomplete_generation", 500, "INTERNAL"),
 }
@@ -206,6 +205,8 @@ def error_headers(error: GenserveError) -> dict[str, str]:
         return _retry_headers(error.retry_after_s)
     if isinstance(error, Unauthenticated):
         return {"www-authenticate": "Bearer"}
+    if isinstance(error, ReplicaLost):  # maybe by this request: official clients would send it again
+        return {"x-should-retry": "false"}
     return {}
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import openai
 import pytest
 
 from genserve.deploy.ingress import make_ingress_app
@@ -240,3 +241,18 @@ async def test_all_routes_answer_below_a_route_prefix(tiny_repository: Path, rep
         paths = ("/v2/health/live", "/v2", "/v1/models", "/version", "/docs")
         assert [(await client.get(path)).status_code for path in paths] == [200] * len(paths)
         assert (await client.get("/v2")).json()["name"] == "genserve"
+
+
+def test_a_request_that_every_replica_dies_of_is_not_to_be_sent_again(
+    repository: Path, replicas: LocalReplicas
+) -> None:
+    dying = LossyReplicas(*replicas.replicas.values(), also_resumed=True)
+    with LiveIngress(repository, {"tiny": dying}) as server:
+        body = {"prompt": "Hello", "max_tokens": 200, "ignore_eos": True}
+        answer = httpx2.post(f"{server.url}/v1/completions", json=body)
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=2)
+        with pytest.raises(openai.InternalServerError, match="3 replicas of 'tiny' died"):
+            client.completions.create(model="tiny", prompt="Hello", extra_body=body)
+    assert answer.status_code == 500
+    assert answer.json()["error"]["code"] == "replica_lost"
+    assert dying.num_lost == 6

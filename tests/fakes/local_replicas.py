@@ -91,20 +91,24 @@ def _sent(message: T) -> T:
 
 
 class LossyReplicas(LocalReplicas):
-    """Local replicas of which one is lost in each call: at a delta that varies, and before each response."""
+    """Local replicas of which one is lost in each call: at a delta that varies, and before each response.
 
-    def __init__(self, *replicas: ModelReplica) -> None:
+    With `also_resumed`, calls that are resumed lose theirs too.
+    """
+
+    def __init__(self, *replicas: ModelReplica, also_resumed: bool = False) -> None:
         super().__init__(*replicas)
         self.num_lost = 0
+        self._also_resumed = also_resumed
         self._num_inferences = 0
 
     async def generate(self, call: GenerationCall) -> AsyncIterator[Sequence[Delta]]:
-        left = 1 + self.num_lost % 4
+        left = 1 if self._also_resumed else 1 + self.num_lost % 4
         async with aclosing(super().generate(call)) as items:
             async for deltas in items:
                 yield deltas
                 left -= 1
-                if not (left or any(call.resumed_token_ids)):
+                if not left and (self._also_resumed or not any(call.resumed_token_ids)):
                     self._lose()
 
     async def infer(self, request: InferenceRequest) -> AsyncIterator[InferenceItem]:
