@@ -250,7 +250,7 @@ def _model_options(model: DeployedModel, *, settings: Mapping[str, Any], scale: 
         **_replacement(),
         "ray_actor_options": {
             "num_cpus": max(1, sum(map(_num_cpus, configs))),
-            "num_gpus": sum(map(_num_gpus, configs)),
+            "num_gpus": max(map(_num_gpus, configs), default=0),    # each model numbers its GPUs from 0
             "runtime_env": {"env_vars": dict(_REPLICA_VARIABLES)},
         },
     }

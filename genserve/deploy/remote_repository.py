@@ -130,9 +130,12 @@ class RemoteRepository(Repository):
             await asyncio.sleep(_FOLLOW_S)
 
     async def _look_at(self, deployment: LiveReplicas) -> None:
-        """Serve what a deployment serves, once no replica serves any more what it has served so far."""
+        """Serve what a deployment serves, once no replica serves any more what it has served so far.
+
+        What fails is tried again with each look, since files of a shared volume may come later.
+        """
         digests = await deployment.look()
-        if not digests or deployment.digest in digests or deployment.failed in digests:
+        if not digests or deployment.digest in digests:
             return
         current = digests[0]
         answers: list[list[VersionDescription]] = await deployment.ask("describe")
@@ -143,15 +146,13 @@ class RemoteRepository(Repository):
         try:
             serve = partial(self._serve, deployment, described, event_loop=event_loop)
             await asyncio.to_thread(serve)
-        except GenserveError as error:
-            logger.error("model %s is not served: %s", deployment.name, error)  # noqa: TRY400
-            self._lifecycle.errors[deployment.name] = error
-            deployment.failed = current
-        except Exception:   # of a file of the repository; the other models are still followed
-            logger.exception("model %s is not served", deployment.name)
-            self._lifecycle.errors[deployment.name] = RepositoryError(
-                f"the ingress cannot load what it needs of model {deployment.name!r}", remedy=SEE_LOG
-            )
+        except Exception as error:  # of any file of the repository; the other models are still followed
+            if deployment.failed != current:
+                unexpected = not isinstance(error, GenserveError)
+                logger.error(  # noqa: TRY400
+                    "model %s is not served: %s", deployment.name, error, exc_info=unexpected
+                )
+            self._lifecycle.errors[deployment.name] = _as_ours(error, deployment.name)
             deployment.failed = current
         else:
             self._lifecycle.errors.pop(deployment.name, None)
@@ -236,6 +237,12 @@ def _take_over(served: ModelVersion, reports: Sequence[ReplicaReport]) -> None:
         whole.add(one.statistics)
     served.statistics = whole
     runtime.num_waiting = sum(one.num_waiting for one in of_version)
+
+
+def _as_ours(error: Exception, name: str) -> GenserveError:
+    if isinstance(error, GenserveError):
+        return error
+    return RepositoryError(f"the ingress cannot load what it needs of model {name!r}", remedy=SEE_LOG)
 
 
 def _not_here(done: str) -> InferenceError:

@@ -106,6 +106,13 @@ def test_instance_groups_become_resources(tmp_path, groups, expected):
     assert resources(tmp_path, "m") == expected
 
 
+def test_the_models_of_an_ensemble_share_the_gpus_of_a_replica(tmp_path):
+    add_model(tmp_path, "a", "instance_group [ { kind: KIND_GPU gpus: [ 0 ] } ]")
+    add_model(tmp_path, "b", "instance_group [ { kind: KIND_GPU gpus: [ 1, 2 ] } ]")
+    add_ensemble(tmp_path, "whole", "a", "b")
+    assert resources(tmp_path, "whole") == (1, 2)
+
+
 def test_threads_of_an_instance_are_cpus(tmp_path):
     parameters = 'parameters { key: "intra_op_thread_count" value { string_value: "4" } }'
     folder = tmp_path / "m"

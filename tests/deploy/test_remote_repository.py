@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from genserve.deploy import remote_repository
 from genserve.deploy.deployment_metrics import DeploymentMetrics
 from genserve.deploy.description import ReplicaStatus, VersionDescription, digest
 from genserve.deploy.messages import Broadcast
@@ -21,9 +25,13 @@ class Replica:
     def __init__(self, status: Callable[[], ReplicaStatus], description: VersionDescription) -> None:
         self._status = status
         self._description = description
+        self.num_described = 0
 
     async def broadcast(self, method: Broadcast) -> list[Any]:
-        return [self._status() if method == "status" else [self._description]]
+        if method == "status":
+            return [self._status()]
+        self.num_described += 1
+        return [[self._description]]
 
 
 def described(config: bytes) -> VersionDescription:
@@ -63,3 +71,19 @@ async def test_an_error_of_a_cluster_does_not_end_the_following(tmp_path: Path) 
     repository = await follow_once(tmp_path, Replica(status, good))
     assert repository.served == []  # stopped
     assert not repository.errors
+
+
+async def test_what_cannot_be_served_is_tried_again_and_reported_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(remote_repository, "_FOLLOW_S", 0.001)
+    broken = described(b"\xff")
+    replica = Replica(lambda: ReplicaStatus(digest=digest([broken]), load=ReplicaLoad()), broken)
+    repository = RemoteRepository(
+        [tmp_path], {"m": replica}, options=RepositoryOptions(), metrics=DeploymentMetrics()
+    )
+    repository.follow()
+    while replica.num_described < 3:
+        await asyncio.sleep(0)
+    await repository.stop()
+    assert caplog.text.count("model m is not served") == 1
