@@ -42,6 +42,27 @@ def test_a_model_py_without_a_decode_loop_is_rejected_with_the_reason(tmp_path, 
     assert str(path) in raised.value.message
 
 
+SAMPLES = "while not sequence.finished: sequence.append(await sequence.sample())"
+
+
+@pytest.mark.parametrize(
+    ("body", "only_samples"),
+    [
+        (SAMPLES, True),
+        (f"'Samples.'\n  # as shipped\n  {SAMPLES}", True),
+        (SAMPLES.replace("await", "1 + await"), False),
+        (SAMPLES.replace("sequence.sample()", "sequence.logits()"), False),
+        (SAMPLES.replace("while not sequence.finished", "for _ in range(3)"), False),
+    ],
+)
+def test_a_loop_that_only_samples_is_known(tmp_path, tiny_repository, body, only_samples):
+    path = tmp_path / "model.py"
+    path.write_text(f"class TritonPythonModel:\n async def decode(self, sequence):\n  {body}\n")
+    assert load_decoding(path, name="own").only_samples is only_samples
+    shipped = tiny_repository / "tiny_decoder" / "1" / "model.py"
+    assert load_decoding(shipped, name="shipped").only_samples
+
+
 DECODES = """
 from rules import rule
 class TritonPythonModel:
