@@ -13,12 +13,15 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, field_
 from genserve.errors import InvalidRequest, require, suggestion
 from genserve.settings import Flag, ServerSettings
 
-# Serve listens and chooses the models itself; a deployment has no gRPC port and does not poll.
+# Serve listens, keeps the connections and chooses the models itself; a deployment has no gRPC port and no
+# shared memory, and does not poll.
 _PANELS_OF_OTHERS = ("Ports", "Connections of gRPC")
 _SETTINGS_OF_OTHERS = frozenset(
     (
         "model_repository", "model_control_mode", "load_model", "repository_poll_s", "exit_on_error",
         "ssl_certfile", "ssl_keyfile", "ssl_ca_certs",
+        "head_timeout_s", "body_timeout_s", "read_timeout_s", "keep_alive_s", "allow_client_shm",
+        "grpc_header_forward_pattern", "grpc_restricted_protocol",
     )
 )  # fmt: skip
 

@@ -55,19 +55,20 @@ def make_ingress_app(settings: ServerSettings, replicas: Mapping[str, ReplicaSet
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        lag.start()
-        services.keys.report()
-        watched_files.start()
-        repository.follow()
-        await repository.described(timeout_s=_START_S)
-        yield
-        services.draining = True
-        await repository.stop()
-        await asyncio.to_thread(services.trace_settings.close)
-        if services.request_spans is not None:
-            await asyncio.to_thread(services.request_spans.close)
-        watched_files.close()
-        lag.stop()
+        with services.log_settings.written():
+            lag.start()
+            services.keys.report()
+            watched_files.start()
+            repository.follow()
+            await repository.described(timeout_s=_START_S)
+            yield
+            services.draining = True
+            await repository.stop()
+            await asyncio.to_thread(services.trace_settings.close)
+            if services.request_spans is not None:
+                await asyncio.to_thread(services.request_spans.close)
+            watched_files.close()
+            lag.stop()
 
     return _Ingress(create_app(services, lifespan=lifespan), repository)
 

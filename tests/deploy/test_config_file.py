@@ -44,6 +44,7 @@ def test_what_is_written_is_valid_for_serve_and_read_again(text, tmp_path):
         ("num_cpus:", "num_cpu:", "unknown key 'num_cpu'", "did you mean num_cpus?"),
         ("models:", "model:", "unknown key 'model'", "did you mean models?"),
         ("max_queue:", "max_quee:", "unknown key 'max_quee'", "did you mean max_queue?"),
+        ("max_queue: 8", "keep_alive_s: 8", "unknown key 'keep_alive_s'", ""),
         ("max_queue: 8", "max_queue: -8", "args.settings: max_queue must be at least 0", "--dry-run"),
         ("max_queue: 8", "max_queue: many", "args.settings: max_queue: Input should be", "--dry-run"),
         ("num_cpus: 1", "num_cpus: -1", "num_cpus: Input should be greater than or equal to 0", "--dry-run"),

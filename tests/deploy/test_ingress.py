@@ -256,3 +256,11 @@ def test_a_request_that_every_replica_dies_of_is_not_to_be_sent_again(
     assert answer.status_code == 500
     assert answer.json()["error"]["code"] == "replica_lost"
     assert dying.num_lost == 6
+
+
+def test_writes_the_log_of_a_single_server(repository: Path, replicas: LocalReplicas, tmp_path: Path) -> None:
+    file = tmp_path / "log"
+    with LiveIngress(repository, {"tiny": replicas}, log_file=file) as server:
+        httpx2.get(f"{server.url}/v1/models", headers={"x-request-id": "mine"})
+    [line] = [line for line in file.read_text().splitlines() if "mine" in line]
+    assert "/v1/models" in line
