@@ -18,7 +18,7 @@ from genserve.deploy.description import ReplicaReport, ReplicaStatus, VersionDes
 from genserve.deploy.ingress import make_ingress_app
 from genserve.deploy.messages import GenerationCall
 from genserve.deploy.replica import ModelReplica
-from genserve.deploy.serve_library import import_serve
+from genserve.deploy.serve_library import import_ray
 from genserve.deploy.serve_replicas import ServeReplicas, packed
 from genserve.errors import ModelNotReady
 from genserve.inference import InferenceRequest
@@ -36,7 +36,7 @@ def build(args: Mapping[str, Any]) -> Any:
         pydantic.ValidationError: the arguments are not those of `ApplicationArgs`.
         MissingDependency: Ray is not installed.
     """
-    serve = import_serve()
+    serve = import_ray("ray.serve")
     checked = ApplicationArgs.model_validate(dict(args))
     models = [
         serve.deployment(

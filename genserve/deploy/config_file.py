@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from genserve.deploy.application_args import ApplicationArgs, known_settings
 from genserve.deploy.deploy_config import IMPORT_PATH
-from genserve.deploy.serve_library import import_serve_schema
+from genserve.deploy.serve_library import import_ray
 from genserve.errors import ConfigError, RepositoryError, suggestion
 
 _HEADING = """\
@@ -47,7 +47,7 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ConfigError(f"not YAML: {error.problem}", where=where, remedy="correct the line") from error
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError("not a mapping", where=str(path), remedy=_EXAMPLE)
-    schema = import_serve_schema().ServeDeploySchema
+    schema = import_ray("ray.serve.schema").ServeDeploySchema
     for node, name, known in _unknown_keys(root, schema):
         raise ConfigError(
             f"unknown key {name!r}", where=_place(path, node.start_mark), remedy=suggestion(name, known=known)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -65,9 +64,7 @@ class ModelReplica:
         self.name = name
         self.metrics = Metrics()
         self.repository = Repository(roots, options=options, metrics=self.metrics)
-        self._draining = False
-        self._num_calls = 0
-        self._call_ended = asyncio.Event()
+        self._closing = False
         self._sink: EventLoopSink | None = None
         self._dispatcher: ResponseDispatcher | None = None
         try:
@@ -88,14 +85,14 @@ class ModelReplica:
     @property
     def ready(self) -> bool:
         """Whether it accepts calls and goes on with them."""
-        return not self._draining and self.repository.state is ModelState.READY
+        return not self._closing and self.repository.state is ModelState.READY
 
     async def generate(self, call: GenerationCall) -> AsyncIterator[Sequence[Delta]]:
         """Yield the deltas of a call; see `ReplicaSet.generate`. Closing it cancels the call."""
-        with self._accepted():
-            async with await self._submit(call) as stream:
-                async for deltas in stream:
-                    yield deltas
+        self._check_open()
+        async with await self._submit(call) as stream:
+            async for deltas in stream:
+                yield deltas
 
     async def _submit(self, call: GenerationCall) -> AsyncDeltaStream:
         model = self.repository.text_model(call.model)
@@ -114,12 +111,10 @@ class ModelReplica:
 
     async def infer(self, request: InferenceRequest) -> AsyncIterator[InferenceItem]:
         """Yield the responses to a request, on the CPU; see `ReplicaSet.infer`."""
+        self._check_open()
         if self._dispatcher is None:
             self._dispatcher = ResponseDispatcher(asyncio.get_running_loop())
-        with (
-            self._accepted(),
-            RunningInference(request, server=self.repository, dispatcher=self._dispatcher) as running,
-        ):
+        with RunningInference(request, server=self.repository, dispatcher=self._dispatcher) as running:
             final = False
             while not final:
                 response, final = await running.responses.next()
@@ -166,31 +161,14 @@ class ModelReplica:
             metrics=list(self.metrics.registry.collect()),
         )
 
-    async def drain(self, *, timeout_s: float) -> None:
-        """Reject new calls, and wait until the running ones have ended, at most `timeout_s`."""
-        self._draining = True
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                while self._num_calls:
-                    self._call_ended.clear()
-                    await self._call_ended.wait()
-
     def close(self) -> None:
         """Unload the models, and end what still runs; blocks."""
-        self._draining = True
+        self._closing = True
         self.repository.close()
 
-    @contextmanager
-    def _accepted(self) -> Iterator[None]:
-        """Count a call while it runs; raises Closed during the drain."""
-        if self._draining:
+    def _check_open(self) -> None:
+        if self._closing:
             raise Closed("the replica is stopping", remedy="try again: another replica answers")
-        self._num_calls += 1
-        try:
-            yield
-        finally:
-            self._num_calls -= 1
-            self._call_ended.set()
 
 
 def _prepare(model: TextModel, call: GenerationCall, reservation: Reservation) -> list[TokenSequence]:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from genserve.backends.onnx_session import num_cores
-from genserve.deploy.serve_library import import_exceptions, import_ray, import_rest_client
+from genserve.deploy.serve_library import import_ray
 from genserve.errors import DeployFailed, Unauthenticated, Unreachable
 
 _POLL_S = 0.5
@@ -29,10 +29,10 @@ class ServeCluster:
             Unauthenticated: it asks for a token.
             MissingDependency: Ray is not installed.
         """
-        client = import_rest_client()
+        client = import_ray("ray.dashboard.modules.serve.sdk").ServeSubmissionClient  # of `serve deploy`
         try:
             self._client = client(url)
-        except import_exceptions().AuthenticationError as error:
+        except import_ray("ray.exceptions").AuthenticationError as error:
             raise Unauthenticated(
                 f"the Ray cluster at {url} asks for a token",
                 remedy="set RAY_AUTH_TOKEN to that of `ray get-auth-token` on its head",

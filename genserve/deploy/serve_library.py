@@ -29,58 +29,18 @@ def surges() -> bool:
     return tuple(map(int, version("ray").split(".")[:2])) >= _SURGES
 
 
-def import_ray() -> Any:
-    """Import `ray`.
+def import_ray(module: str = "ray") -> Any:
+    """Import Ray, or a module of it.
 
     Raises:
         MissingDependency: it is not installed.
     """
-    return _import("ray")
-
-
-def import_serve() -> Any:
-    """Import `ray.serve`.
-
-    Raises:
-        MissingDependency: it is not installed.
-    """
-    return _import("ray.serve")
-
-
-def import_serve_schema() -> Any:
-    """Import `ray.serve.schema`: the classes of its config file.
-
-    Raises:
-        MissingDependency: it is not installed.
-    """
-    return _import("ray.serve.schema")
-
-
-def import_exceptions() -> Any:
-    """Import `ray.exceptions`.
-
-    Raises:
-        MissingDependency: it is not installed.
-    """
-    return _import("ray.exceptions")
-
-
-def import_rest_client() -> Any:
-    """Import the client of Serve's REST API, which `serve deploy` uses too.
-
-    Raises:
-        MissingDependency: it is not installed.
-    """
-    return _import("ray.dashboard.modules.serve.sdk").ServeSubmissionClient
-
-
-def _import(name: str) -> Any:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")   # genserve reports nothing to anybody
     if _has_token():
         # As `ray.init` does for a cluster that it finds. Ray reads the variable once, when it is imported.
         os.environ.setdefault("RAY_AUTH_MODE", "token")
     try:
-        return import_module(name)
+        return import_module(module)
     except ImportError as error:
         raise _missing() from error
 
