@@ -97,10 +97,11 @@ class Repository:
 
     @property
     def state(self) -> ModelState:
-        """The worst state of all models: UNAVAILABLE if a load failed or an engine died."""
-        if self._lifecycle.errors or not all(served.runtime.ready for served in self._table.served):
-            return ModelState.UNAVAILABLE
-        return ModelState.READY if self._started else ModelState.LOADING
+        """LOADING until `start` has tried to load all, UNAVAILABLE if a load failed or an engine died."""
+        if not self._started:
+            return ModelState.LOADING
+        is_ready = not self._lifecycle.errors and all(served.runtime.ready for served in self._table.served)
+        return ModelState.READY if is_ready else ModelState.UNAVAILABLE
 
     def index(self, *, ready_only: bool = False) -> list[IndexEntry]:
         """Return an entry for each version and for each model that was never loaded, by name."""

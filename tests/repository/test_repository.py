@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -8,6 +9,7 @@ from genserve.errors import ModelNotFound, ModelNotReady, RepositoryError
 from genserve.repository.index import scan
 from genserve.repository.model_versions import ModelState
 from genserve.repository.repository import Repository
+from tests.support.python_models import write_model
 
 
 @pytest.fixture
@@ -50,6 +52,35 @@ def test_a_broken_model_does_not_stop_a_good_one(copy):
         repository.text_model("broken")
     assert "nowhere" in str(repository.errors["broken"])
     assert repository.state is ModelState.UNAVAILABLE
+    repository.close()
+
+
+SLOW = """
+import threading
+from pathlib import Path
+
+class TritonPythonModel:
+    def initialize(self, args):
+        while not Path(args["model_repository"], "go").exists():
+            threading.Event().wait(0.01)
+
+    def execute(self, requests):
+        return []
+"""
+
+
+def test_a_repository_is_loading_until_the_last_model_is_although_one_has_failed(tmp_path):
+    write_model(tmp_path, "a_broken", code="def")
+    write_model(tmp_path, "slow", code=SLOW)
+    repository = Repository([tmp_path])
+    with ThreadPoolExecutor(1) as pool:
+        started = pool.submit(repository.start)
+        while "a_broken" not in repository.errors:
+            assert not started.done()
+        meanwhile = repository.state
+        (tmp_path / "slow" / "go").touch()
+        started.result()
+    assert (meanwhile, repository.state) == (ModelState.LOADING, ModelState.UNAVAILABLE)
     repository.close()
 
 
