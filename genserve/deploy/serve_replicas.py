@@ -23,8 +23,9 @@ _BACK_PRESSURE_S = 1.0  # to retry after; Serve says nothing about it
 # How often a replica sends something while it has a call, and after which time without anything it is lost.
 SIGN_OF_LIFE_S = 5.0
 SILENCE_S = 30.0
-# The same before the first item: the call may wait until a replica has started.
-FIRST_SILENCE_S = 300.0
+# The same before the first item: the call may wait until a replica has started. It may also have been sent to
+# a machine that has vanished, which Ray notices after about a minute.
+FIRST_SILENCE_S = 120.0
 
 
 async def packed(items: AsyncIterator[T]) -> AsyncIterator[T | GenserveError | None]:
