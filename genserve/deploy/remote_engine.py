@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
+from contextvars import Context
 from dataclasses import replace
 
 from genserve.completion import Delta
@@ -182,7 +183,8 @@ class RemoteEngine:
     def _start(self, calls: Sequence[_Call]) -> None:
         for call in calls:
             if call.open:  # not cancelled meanwhile
-                call.task = self._event_loop.create_task(self._run(call))
+                # Not in the context of the request: Serve would give all its calls one id, and confuse them.
+                call.task = self._event_loop.create_task(self._run(call), context=Context())
 
     async def _run(self, call: _Call) -> None:
         error: GenserveError | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import aclosing, suppress
+from contextvars import Context
 from dataclasses import replace
 
 from genserve.deploy.live_replicas import LiveReplicas
@@ -45,7 +46,8 @@ class RemoteInference:
         """Do nothing: who unloads a version fails its inferences, which cancels the calls."""
 
     def _start(self, inference: Inference) -> None:
-        task = self._event_loop.create_task(self._run(inference))
+        # Not in the context of the request, whose id Serve would give to this call.
+        task = self._event_loop.create_task(self._run(inference), context=Context())
 
         def cancel() -> None:
             with suppress(RuntimeError):  # the event loop is closed

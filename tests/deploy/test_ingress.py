@@ -16,6 +16,7 @@ import pytest
 from genserve.deploy.ingress import make_ingress_app
 from genserve.deploy.replica import ModelReplica
 from genserve.generation.engine_thread import EngineThread
+from genserve.log import CURRENT_REQUEST
 from genserve.settings import ServerSettings
 from tests.fakes.local_replicas import LocalReplicas, LossyReplicas
 from tests.support.live_ingress import LiveIngress
@@ -178,6 +179,21 @@ def test_a_client_that_leaves_cancels_the_sequence_in_the_replica(
     for engine in engines(replicas):
         engine.drain(timeout_s=60)
         assert engine.num_accepted == 0
+
+
+def test_the_calls_of_a_request_do_not_run_in_its_context(
+    ingress: httpx2.Client, replicas: LocalReplicas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray Serve keeps there the id of a request, and takes two calls with the same id for one."""
+    seen = []
+
+    def choose(_call: object) -> int:
+        seen.append(CURRENT_REQUEST.get())
+        return next(iter(replicas.replicas))
+
+    monkeypatch.setattr(replicas, "_choose", choose)
+    ingress.post("/v1/completions", json={"prompt": "Hello", "n": 2, "max_tokens": 2})
+    assert seen == [None, None]
 
 
 def test_tokens_of_a_time_limit_end_at_the_replica(ingress: httpx2.Client) -> None:
