@@ -141,14 +141,22 @@ def compared(url: str, server: str, *, model: str) -> list[Row]:
 
 
 def _answer(base: str, method: str, path: str, body: Any) -> tuple[int, str, list[Any]]:
-    """Return status, content type and the events of an answer, without what varies."""
+    """Return status, content type and the events of an answer, without what varies.
+
+    A busy server sends several tokens in an event, so the texts of a stream are joined.
+    """
     response = httpx2.request(method, base + path, json=body, timeout=60)
     content_type = response.headers.get("content-type", "").partition(";")[0]
-    lines = response.text.split("\n\n") if content_type == "text/event-stream" else [response.text]
-    return response.status_code, content_type, [_steady(line) for line in lines]
+    if content_type != "text/event-stream":
+        return response.status_code, content_type, [_steady(response.text)]
+    texts: list[str] = []
+    events = [_steady(line, texts) for line in response.text.split("\n\n")]
+    kinds = [event for index, event in enumerate(events) if not index or event != events[index - 1]]
+    return response.status_code, content_type, [*kinds, "".join(texts)]
 
 
-def _steady(line: str) -> Any:
+def _steady(line: str, texts: list[str] | None = None) -> Any:
+    """Return an answer or event without what varies; with `texts`, its text goes there."""
     mark, text = ("data: ", line.removeprefix("data: ")) if line.startswith("data: ") else ("", line)
     try:
         read = json.loads(text)
@@ -157,6 +165,11 @@ def _steady(line: str) -> Any:
     kept = {name: value for name, value in read.items() if name not in _VARYING}
     if isinstance(kept.get("usage"), dict):
         kept["usage"] = {**kept["usage"], "prompt_tokens_details": None}    # what was cached
+    if texts is not None:
+        for choice in kept.get("choices", ()):
+            part, name = (choice["delta"], "content") if "delta" in choice else (choice, "text")
+            texts.append(part.get(name) or "")
+            part.update({name: ""} if name in part else {})
     return mark, kept
 
 
