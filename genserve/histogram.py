@@ -10,18 +10,22 @@ from collections.abc import Sequence
 
 
 class Histogram:
-    """A cumulative histogram; safe from any thread."""
+    """A cumulative histogram; safe from any thread.
+
+    Attributes:
+        bounds: the upper ones of its buckets, without infinity.
+    """
 
     def __init__(self, bounds: Sequence[float]) -> None:
         """Make an empty histogram; `bounds` are the upper ones of its buckets, ascending."""
-        self._bounds = tuple(bounds)
-        self._counts = [0] * (len(self._bounds) + 1)
+        self.bounds = tuple(bounds)
+        self._counts = [0] * (len(self.bounds) + 1)
         self._sum = 0.0
         self._lock = threading.Lock()
 
     def observe(self, value: float, *, count: int = 1) -> None:
         """Count a value `count` times."""
-        bucket = bisect_left(self._bounds, value)
+        bucket = bisect_left(self.bounds, value)
         with self._lock:
             self._counts[bucket] += count
             self._sum += value * count
@@ -29,10 +33,10 @@ class Histogram:
     def __getstate__(self) -> tuple[tuple[float, ...], list[int], float]:
         """Return a copy of the counts, for another process."""
         with self._lock:
-            return self._bounds, self._counts.copy(), self._sum
+            return self.bounds, self._counts.copy(), self._sum
 
     def __setstate__(self, state: tuple[tuple[float, ...], list[int], float]) -> None:
-        self._bounds, self._counts, self._sum = state
+        self.bounds, self._counts, self._sum = state
         self._lock = threading.Lock()
 
     def add(self, other: Histogram) -> None:
@@ -45,4 +49,4 @@ class Histogram:
         """Return (bound, count of values up to it) for each bound and infinity, and the sum of all values."""
         with self._lock:
             counts, total = itertools.accumulate(self._counts), self._sum
-            return list(zip((*self._bounds, math.inf), counts, strict=True)), total
+            return list(zip((*self.bounds, math.inf), counts, strict=True)), total

@@ -97,7 +97,10 @@ class ModelStatistics(BatchStatistics):
         self._lock = threading.Lock()
 
     def add(self, other: ModelStatistics) -> None:
-        """Add the counts of another replica of the version; both have the same histogram, or none."""
+        """Add the counts of another replica of the version.
+
+        Its histogram is left out if it has other buckets, as after a change of the config.
+        """
         with self._lock:
             self.inference_count += other.inference_count
             self.execution_count += other.execution_count
@@ -111,8 +114,9 @@ class ModelStatistics(BatchStatistics):
                 )
             for reason, count in other.failures.items():
                 self.failures[reason] += count
-            if self.first_response is not None and other.first_response is not None:
-                self.first_response.add(other.first_response)
+            ours, theirs = self.first_response, other.first_response
+            if ours is not None and theirs is not None and ours.bounds == theirs.bounds:
+                ours.add(theirs)
 
     def executed(self, batch: Sequence[Inference], *, started_ns: int, ended_ns: int) -> None:
         """Count an execution, whether its requests have ended or not."""

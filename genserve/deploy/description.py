@@ -90,10 +90,12 @@ class ReplicaReport:
     """What one replica has done so far.
 
     Attributes:
+        replica: the same in all of its reports, and another one in those of any other replica.
         versions: by name and version.
         metrics: the families of its registry.
     """
 
+    replica: str
     versions: Mapping[tuple[str, int], VersionReport]
     metrics: Sequence[Metric]
 

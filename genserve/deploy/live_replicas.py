@@ -6,9 +6,10 @@ import logging
 from collections import Counter
 from typing import Any
 
-from genserve.deploy.description import ReplicaStatus
+from genserve.deploy.description import ReplicaReport, ReplicaStatus
 from genserve.deploy.messages import Broadcast, ReplicaSet
 from genserve.deploy.replica_load import ReplicaLoad
+from genserve.deploy.replica_reports import ReplicaReports
 from genserve.errors import GenserveError
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ class LiveReplicas:
         self.num_alive = 0
         self.names: frozenset[str] = frozenset()
         self.digest = self.failed = ""
+        self._reports = ReplicaReports()
 
     async def look(self) -> list[str]:
         """Ask for the load; return the digests of what the replicas serve, the most common first."""
@@ -47,6 +49,10 @@ class LiveReplicas:
             kv_usage=sum(load.kv_usage for load in loads) / max(1, len(loads)),
         )
         return [digest for digest, _ in Counter(answer.digest for answer in answers).most_common()]
+
+    async def report(self) -> list[ReplicaReport]:
+        """Ask for what the replicas have done; return it with what ended ones had done."""
+        return self._reports.update(await self.ask("report"))
 
     async def ask(self, method: Broadcast) -> list[Any]:
         """Return the answers of the living replicas; none if they cannot be asked."""

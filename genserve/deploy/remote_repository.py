@@ -100,7 +100,7 @@ class RemoteRepository(Repository):
     async def refresh_reports(self) -> None:
         """Take over the statistics and metrics of all replicas."""
         deployments = list(self._deployments.values())
-        reports: list[list[ReplicaReport]] = await asyncio.gather(*(one.ask("report") for one in deployments))
+        reports = await asyncio.gather(*(one.report() for one in deployments))
         for deployment, of_replicas in zip(deployments, reports, strict=True):
             for served in self._table.served:
                 if self._owners.get(served.name) == deployment.name:
@@ -221,7 +221,7 @@ class RemoteRepository(Repository):
 
 
 def _take_over(served: ModelVersion, reports: Sequence[ReplicaReport]) -> None:
-    """Replace the statistics of a version by the sum of those of its replicas.
+    """Replace the statistics of a version by the sum of those of its replicas, ended ones included.
 
     Those of a text model stay: its inferences are generations to the replicas, and end here.
     """

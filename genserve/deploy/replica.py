@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from uuid import uuid4
 
 from genserve.completion import Delta
 from genserve.deploy.description import (
@@ -64,6 +65,7 @@ class ModelReplica:
         self.name = name
         self.metrics = Metrics()
         self.repository = Repository(roots, options=options, metrics=self.metrics)
+        self._id = uuid4().hex
         self._closing = False
         self._sink: EventLoopSink | None = None
         self._dispatcher: ResponseDispatcher | None = None
@@ -152,6 +154,7 @@ class ModelReplica:
     async def report(self) -> ReplicaReport:
         """Return what it has done so far."""
         return ReplicaReport(
+            replica=self._id,
             versions={
                 (served.name, served.version): VersionReport(
                     statistics=served.statistics, num_waiting=served.num_waiting

@@ -225,6 +225,30 @@ def test_sums_up_the_statistics_of_the_replicas(ingress: httpx2.Client) -> None:
     assert (count("tiny_logits"), count("tiny")) == (before[0] + 4, before[1] + 4)
 
 
+def test_counters_keep_what_a_killed_replica_has_counted(repository: Path, replicas: LocalReplicas) -> None:
+    mortal = LocalReplicas(*replicas.replicas.values())
+    body = {"inputs": [{"name": "input_ids", "datatype": "INT64", "shape": [1, 2], "data": [5, 6]}]}
+
+    def counts(client: httpx2.Client) -> list[float]:
+        return [
+            counted(client, 'genserve_generation_tokens_total{model="tiny"}'),
+            counted(client, 'genserve_e2e_request_latency_seconds_count{model="tiny"}'),
+            counted(client, 'nv_inference_count{model="tiny_logits",version="1"}'),
+            counted(client, 'genserve_kv_cache_num_blocks{model="tiny"}'),
+        ]
+
+    with (
+        LiveIngress(repository, {"tiny": mortal}) as server,
+        httpx2.Client(base_url=server.url, timeout=60) as client,
+    ):
+        for _ in range(3):
+            client.post("/v2/models/tiny_logits/infer", json=body)
+            client.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 1})
+        *before, num_blocks = counts(client)
+        server.call(lambda: mortal.kill(0))
+        assert counts(client) == [*before, num_blocks * 2 / 3]
+
+
 @pytest.mark.parametrize("action", ["load", "unload"])
 def test_rejects_to_change_the_models(ingress: httpx2.Client, action: str) -> None:
     response = ingress.post(f"/v2/repository/models/tiny/{action}", json={})
