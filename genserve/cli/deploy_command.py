@@ -104,8 +104,8 @@ def deploy(
     They answer behind an ingress with all HTTP interfaces of `genserve serve`. To deploy again replaces the
     replicas of the models whose files have changed, one after the other; no request fails.
 
-    Runs until Ctrl-C, which deletes the application, or with --detach until the models answer. `serve status`
-    shows what runs.
+    Runs until Ctrl-C, which deletes the application unless it ran before, or with --detach until the models
+    answer. `serve status` shows what runs.
     """
     from genserve.deploy.serve_library import require_ray
 
@@ -134,6 +134,7 @@ def deploy(
 
         print(to_yaml(deployed), end="")
         return
+    _warn_if_open(deployed)
     with _cluster(address, config=deployed) as url:
         _run(deployed, url=url, detach=detach)
 
@@ -191,6 +192,25 @@ def _read(path: Path) -> dict[str, Any]:
     return config
 
 
+def _warn_if_open(config: Mapping[str, Any]) -> None:
+    """Warn if a file lets other machines connect without a key; the ingress rejects other open settings."""
+    from genserve.deploy.deploy_config import IMPORT_PATH
+    from genserve.server.access_control import is_loopback
+
+    host = (config.get("http_options") or {}).get("host", "0.0.0.0")    # Serve's default
+    for application in config["applications"]:
+        if application["import_path"] != IMPORT_PATH or is_loopback(host):
+            continue
+        settings = application["args"].get("settings", {})
+        if settings.get("allow_unauthenticated") and not settings.get("api_key_file"):
+            print(
+                f"warning: {application['name']}: host {host} lets other machines connect, and "
+                "allow_unauthenticated lets them in without a key, unless the machines of the cluster have "
+                "GENSERVE_API_KEY",
+                file=sys.stderr,
+            )
+
+
 @contextmanager
 def _cluster(address: str | None, *, config: Mapping[str, Any]) -> Iterator[str]:
     """Yield the URL of a dashboard: that of `address`, or of a cluster that ends with the block."""
@@ -206,13 +226,19 @@ def _cluster(address: str | None, *, config: Mapping[str, Any]) -> Iterator[str]
 
 
 def _run(config: Mapping[str, Any], *, url: str, detach: bool) -> None:
-    """Deploy, show the progress and the URLs, and wait for Ctrl-C, which deletes the applications."""
+    """Deploy, show the progress and the URLs, and wait for Ctrl-C, which deletes the new applications."""
     from genserve.deploy.serve_cluster import ServeCluster
 
     cluster = ServeCluster(url)
     names = [application["name"] for application in config["applications"]]
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    cluster.deploy(config)
+    if cluster.asks_for_token() is False:
+        print(
+            f"warning: the Ray cluster at {url} asks for no token: whoever reaches its ports may run code "
+            "there; start it with RAY_AUTH_MODE=token",
+            file=sys.stderr,
+        )
+    created = cluster.deploy(config)
     try:
         for name in names:
             for line in cluster.progress(name):
@@ -224,8 +250,11 @@ def _run(config: Mapping[str, Any], *, url: str, detach: bool) -> None:
             return
         signal.pause()
     except KeyboardInterrupt:
-        print("deleting the application when its requests have ended", file=sys.stderr)
         for name in names:
+            if name not in created:
+                print(f"{name} ran before and goes on; --delete deletes it", file=sys.stderr)
+                continue
+            print(f"deleting {name} when its requests have ended", file=sys.stderr)
             cluster.delete(name)
 
 

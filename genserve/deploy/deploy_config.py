@@ -16,7 +16,6 @@ from genserve.backends.onnx_session import default_threads
 from genserve.config.diagnostics import first_error
 from genserve.config.model_config import ModelConfig
 from genserve.deploy.autoscaling import ScalingTargets
-from genserve.deploy.serve_library import surges
 from genserve.errors import RepositoryError, suggestion
 from genserve.repository.index import ModelEntry, all_step_models, fingerprint, scan, step_models
 from genserve.repository.text_stages import TextStages, text_models
@@ -279,9 +278,8 @@ def _generation_options(model: DeployedModel, *, settings: Mapping[str, Any], sc
 
 
 def _replacement() -> dict[str, Any]:
-    """Return the options of rolling updates; without a surge, old replicas stop before new ones start."""
-    surge = {"max_surge_percent": _SURGE_PERCENT} if surges() else {}
-    return {"graceful_shutdown_timeout_s": _DRAIN_S, **surge}
+    """Return the options of rolling updates."""
+    return {"graceful_shutdown_timeout_s": _DRAIN_S, "max_surge_percent": _SURGE_PERCENT}
 
 
 def _scaling(scale: Scale) -> dict[str, Any]:

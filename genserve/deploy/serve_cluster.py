@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from urllib.request import urlopen
 
 from genserve.backends.onnx_session import num_cores
 from genserve.deploy.serve_library import import_ray
 from genserve.errors import DeployFailed, Unauthenticated, Unreachable
 
 _POLL_S = 0.5
+_MAX_ABSENT = 20    # polls; Serve's controller may be restarting, and knows no application for a moment
+_TIMEOUT_S = 5.0
 _ENDED = ("RUNNING", "DEPLOY_FAILED", "UNHEALTHY")
 # The line of a traceback that says what was raised.
 _RAISED = re.compile(r"^[\w.]*\w(?:Error|Exception|NotFound|NotReady|Dependency): (.+)$", re.MULTILINE)
@@ -30,46 +34,66 @@ class ServeCluster:
             MissingDependency: Ray is not installed.
         """
         client = import_ray("ray.dashboard.modules.serve.sdk").ServeSubmissionClient  # of `serve deploy`
+        self._url = url
         try:
-            self._client = client(url)
-        except import_ray("ray.exceptions").AuthenticationError as error:
-            raise Unauthenticated(
-                f"the Ray cluster at {url} asks for a token",
-                remedy="set RAY_AUTH_TOKEN to that of `ray get-auth-token` on its head",
-            ) from error
-        except (ConnectionError, RuntimeError, ValueError) as error:
+            with self._authenticated():
+                self._client = client(url)
+        except (OSError, RuntimeError, ValueError) as error:    # those of requests are OSErrors
             raise Unreachable(
                 f"no Ray cluster answers at {url}: {error}",
                 remedy="give the address of its dashboard, such as http://127.0.0.1:8265; `ray start --head` "
                 "starts one",
             ) from error
 
-    def deploy(self, config: Mapping[str, Any]) -> None:
+    def asks_for_token(self) -> bool | None:
+        """Whether the cluster does; None: it does not say."""
+        try:
+            with urlopen(f"{self._url.rstrip('/')}/api/authentication_mode", timeout=_TIMEOUT_S) as answer:
+                mode: str = json.load(answer)["authentication_mode"]
+        except (OSError, ValueError, KeyError):
+            return None
+        return mode != "disabled"
+
+    def deploy(self, config: Mapping[str, Any]) -> set[str]:
         """Deploy the applications of a config file, or what has changed of them; others stay as they are.
+
+        Returns:
+            The names of those that did not run before.
 
         Raises:
             DeployFailed: the cluster rejects the config.
+            Unreachable, Unauthenticated: it does not answer any more.
         """
         names = {application["name"] for application in config["applications"]}
-        self._put({**config, "applications": [*config["applications"], *self._configs(besides=names)]})
+        running = self._applications()
+        self._put({**config, "applications": [*config["applications"], *_configs(running, besides=names)]})
+        return names - running.keys()
 
     def delete(self, name: str) -> None:
         """Delete an application, when its requests have ended; blocks.
 
         Raises:
             DeployFailed: there is none of this name.
+            Unreachable, Unauthenticated: the cluster does not answer any more.
         """
-        applications = self._client.get_serve_details()["applications"]
+        applications = self._applications()
         if name not in applications:
             known = ", ".join(applications) or "none"
             raise DeployFailed(f"there is no application {name!r}", remedy=f"those of the cluster: {known}")
-        self._put({"applications": self._configs(besides={name})})
-        while name in self._client.get_serve_details()["applications"]:
+        self._put({"applications": _configs(applications, besides={name})})
+        while name in self._applications():
             time.sleep(_POLL_S)
 
     def url(self, name: str) -> str:
-        """Return the URL of an application on the machine of the dashboard."""
-        details = self._client.get_serve_details()
+        """Return the URL of an application on the machine of the dashboard.
+
+        Raises:
+            DeployFailed: there is none of this name.
+            Unreachable, Unauthenticated: the cluster does not answer any more.
+        """
+        details = self._details()
+        if name not in details["applications"]:
+            raise _vanished(name)
         options = details.get("http_options") or {}
         host = options.get("host", "127.0.0.1")
         prefix = (details["applications"][name].get("route_prefix") or "/").rstrip("/")
@@ -80,11 +104,16 @@ class ServeCluster:
         """Yield a line for each change until all replicas of an application answer.
 
         Raises:
-            DeployFailed: it could not be built, or a replica could not be started.
+            DeployFailed: it could not be built, a replica could not be started, or somebody deleted it.
+            Unreachable, Unauthenticated: the cluster does not answer any more.
         """
         shown: dict[str, str] = {}
+        num_absent = 0
         while True:
-            application = self._client.get_serve_details()["applications"].get(name, {})
+            application = self._applications().get(name, {})
+            num_absent = 0 if application else num_absent + 1
+            if num_absent > _MAX_ABSENT:
+                raise _vanished(name)
             for line in _lines(application):
                 key = line.partition(":")[0]
                 if shown.get(key) != line:
@@ -98,20 +127,58 @@ class ServeCluster:
                 f"{name}: {_reason(application)}", remedy="the logs are in /tmp/ray/session_latest/logs/serve"
             )
 
-    def _configs(self, *, besides: set[str]) -> list[dict[str, Any]]:
-        """Return the configs of the applications of others, which Serve would delete without them."""
-        applications = self._client.get_serve_details()["applications"]
-        return [
-            details["deployed_app_config"]
-            for name, details in applications.items()
-            if name not in besides and details.get("deployed_app_config")
-        ]
+    def _applications(self) -> dict[str, Any]:
+        applications: dict[str, Any] = self._details()["applications"]
+        return applications
+
+    def _details(self) -> dict[str, Any]:
+        try:
+            with self._authenticated():
+                details: dict[str, Any] = self._client.get_serve_details()
+        except (OSError, RuntimeError, ValueError) as error:
+            raise self._lost(error) from error
+        return details
 
     def _put(self, config: Mapping[str, Any]) -> None:
         try:
-            self._client.deploy_applications(dict(config))
+            with self._authenticated():
+                self._client.deploy_applications(dict(config))
         except RuntimeError as error:
             raise DeployFailed(f"the cluster rejects the config: {error}") from error
+        except OSError as error:
+            raise self._lost(error) from error
+
+    def _lost(self, error: Exception) -> Unreachable:
+        return Unreachable(
+            f"the Ray cluster at {self._url} does not answer any more: {error}",
+            remedy="`serve status` shows whether it lives; run the command again, which goes on from there",
+        )
+
+    @contextmanager
+    def _authenticated(self) -> Iterator[None]:
+        try:
+            yield
+        except import_ray("ray.exceptions").AuthenticationError as error:
+            raise Unauthenticated(
+                f"the Ray cluster at {self._url} asks for a token",
+                remedy="set RAY_AUTH_TOKEN to that of `ray get-auth-token` on its head",
+            ) from error
+
+
+def _configs(applications: Mapping[str, Any], *, besides: set[str]) -> list[dict[str, Any]]:
+    """Return the configs of the applications of others, which Serve would delete without them."""
+    return [
+        details["deployed_app_config"]
+        for name, details in applications.items()
+        if name not in besides and details.get("deployed_app_config")
+    ]
+
+
+def _vanished(name: str) -> DeployFailed:
+    return DeployFailed(
+        f"the cluster has no application {name!r} any more",
+        remedy="somebody has deleted it, or Serve has ended: run the command again",
+    )
 
 
 def _lines(application: Mapping[str, Any]) -> Iterator[str]:
@@ -142,7 +209,10 @@ def _raised(message: str) -> str:
 
 @contextmanager
 def local_cluster(*, num_cpus: float) -> Iterator[str]:
-    """Run a cluster of this machine alone, reachable from it alone; yields the URL of its dashboard.
+    """Run a cluster of this machine alone; yields the URL of its dashboard.
+
+    Its replicas listen on all addresses, for calls that are pickled. Ray makes a token, and its ports reject
+    calls without it, unless RAY_AUTH_MODE is `disabled`.
 
     Args:
         num_cpus: that the replicas ask for. They share the cores, if these are fewer.

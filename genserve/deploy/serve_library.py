@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 from importlib import import_module
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from genserve.errors import MissingDependency
-
-_SURGES = (2, 60)   # the first version that knows `max_surge_percent`
 
 
 def require_ray() -> None:
@@ -22,11 +19,6 @@ def require_ray() -> None:
     """
     if any(find_spec(name) is None for name in ("ray", "yaml")):
         raise _missing()
-
-
-def surges() -> bool:
-    """Whether this Ray can start new replicas of a rolling update before old ones stop."""
-    return tuple(map(int, version("ray").split(".")[:2])) >= _SURGES
 
 
 def import_ray(module: str = "ray") -> Any:

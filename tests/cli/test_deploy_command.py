@@ -85,6 +85,19 @@ def test_what_cannot_be_deployed_is_an_error_with_a_remedy(
     assert remedy in (ran.stderr or ran.exception.remedy)   # type: ignore[union-attr]
 
 
+def test_a_file_says_what_listening_to_others_would_need(repository: Path, tmp_path: Path) -> None:
+    text = run("--model-repository", str(repository), "--dry-run").stdout
+    [line] = [line for line in text.splitlines() if "allow_unauthenticated: true" in line]
+    assert line.endswith("# for a loopback host alone: with another one, remove this line and set a key")
+    file = tmp_path / "serve.yaml"
+    address = ("--address", "http://127.0.0.1:9", "--detach")   # nothing is deployed
+    file.write_text(text)
+    assert "warning" not in run("--config", str(file), *address).stderr
+    file.write_text(text.replace("host: 127.0.0.1", "host: 0.0.0.0"))
+    warning = "warning: genserve: host 0.0.0.0 lets other machines connect, and allow_unauthenticated"
+    assert warning in run("--config", str(file), *address).stderr
+
+
 def test_an_address_without_a_cluster_is_an_error(repository: Path) -> None:
     ran = run("--model-repository", str(repository), "--address", "http://127.0.0.1:9", "--detach")
     assert "no Ray cluster answers at http://127.0.0.1:9" in str(ran.exception)

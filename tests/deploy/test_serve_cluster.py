@@ -1,0 +1,164 @@
+"""`ServeCluster` and `genserve deploy ray --address` against a dashboard that answers as Ray's does."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from genserve.cli.main import app
+from genserve.deploy import serve_cluster
+from genserve.deploy.serve_cluster import ServeCluster
+from genserve.errors import DeployFailed, Unauthenticated, Unreachable
+
+APP = {"status": "DEPLOYING", "message": "", "deployments": {}, "deployed_app_config": {"name": "a"}}
+
+
+class Dashboard:
+    """The routes of a Ray dashboard that a deployment uses; each GET of the applications takes an answer.
+
+    Attributes:
+        configs: that were deployed.
+    """
+
+    def __init__(
+        self, applications: Sequence[dict[str, Any]], *, mode: str = "token", status: int = 200
+    ) -> None:
+        self.configs: list[dict[str, Any]] = []
+        self._applications = list(applications)     # the last answer stays
+        self._mode, self._status = mode, status
+        dashboard = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                dashboard._answer(self, dashboard._get(self.path))
+
+            def do_PUT(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                dashboard.configs.append(json.loads(body))
+                dashboard._answer(self, {})
+
+            def log_message(self, *words: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+    def _get(self, path: str) -> dict[str, Any]:
+        if path == "/api/ray/version":
+            return {"ray_version": "2.60.0"}
+        if path == "/api/authentication_mode":
+            return {"authentication_mode": self._mode}
+        many = len(self._applications) > 1
+        return {"applications": self._applications.pop(0) if many else self._applications[0]}
+
+    def _answer(self, handler: BaseHTTPRequestHandler, content: dict[str, Any]) -> None:
+        body = json.dumps(content).encode()
+        handler.send_response(self._status if "applications" in content else 200)
+        handler.send_header("Content-Length", str(len(body)))
+        handler.end_headers()
+        handler.wfile.write(body)
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve_cluster, "_POLL_S", 0)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    application = {"name": "a", "import_path": "somebody.elses:app"}
+    path = tmp_path / "serve.yaml"
+    path.write_text(yaml.safe_dump({"applications": [application]}))
+    return path
+
+
+def deploy(file: Path, url: str, *words: str) -> Any:
+    return CliRunner().invoke(app, ["deploy", "ray", "--config", str(file), "--address", url, *words])
+
+
+def test_a_cluster_that_goes_away_is_an_error_with_a_remedy() -> None:
+    dashboard = Dashboard([{"a": APP}])
+    cluster = ServeCluster(dashboard.url)
+    dashboard.close()
+    calls = (lambda: next(cluster.progress("a")), lambda: cluster.url("a"), lambda: cluster.delete("a"))
+    for call in calls:
+        with pytest.raises(Unreachable, match="does not answer any more") as raised:
+            call()
+        assert raised.value.remedy
+    with pytest.raises(Unreachable):
+        cluster.deploy({"applications": []})
+
+
+@pytest.mark.parametrize(("status", "error"), [(503, Unreachable), (401, Unauthenticated)])
+def test_a_dashboard_that_rejects_is_an_error(status: int, error: type[Exception]) -> None:
+    dashboard = Dashboard([{}], status=status)
+    with pytest.raises(error):
+        ServeCluster(dashboard.url).url("a")
+    dashboard.close()
+
+
+def test_an_application_that_vanishes_ends_its_progress() -> None:
+    dashboard = Dashboard([{"a": APP}, {}, {"a": APP}, {}])
+    with pytest.raises(DeployFailed, match="has no application 'a' any more"):
+        list(ServeCluster(dashboard.url).progress("a"))
+    with pytest.raises(DeployFailed, match="has no application 'a' any more"):
+        ServeCluster(dashboard.url).url("a")
+    dashboard.close()
+
+
+RUNNING = {"a": {**APP, "status": "RUNNING"}, "other": {**APP, "deployed_app_config": {"name": "other"}}}
+
+
+@pytest.fixture
+def ctrl_c(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def pause() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(signal, "pause", pause)
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_ctrl_c_deletes_what_the_command_created(ctrl_c: None, file: Path) -> None:
+    others = {"other": RUNNING["other"]}
+    dashboard = Dashboard([others, RUNNING, RUNNING, RUNNING, others])
+    ran = deploy(file, dashboard.url)
+    dashboard.close()
+    assert ran.exit_code == 0, ran.exception
+    assert "deleting a when its requests have ended" in ran.stderr
+    names = [[application["name"] for application in config["applications"]] for config in dashboard.configs]
+    assert names == [["a", "other"], ["other"]]
+
+
+def test_ctrl_c_leaves_what_ran_before(ctrl_c: None, file: Path) -> None:
+    dashboard = Dashboard([RUNNING])
+    ran = deploy(file, dashboard.url)
+    dashboard.close()
+    assert ran.exit_code == 0, ran.exception
+    assert "a ran before and goes on; --delete deletes it" in ran.stderr
+    assert len(dashboard.configs) == 1
+
+
+@pytest.mark.parametrize(("mode", "warns"), [("token", False), ("disabled", True)])
+def test_a_cluster_that_asks_for_no_token_is_a_warning(
+    ctrl_c: None, file: Path, mode: str, warns: bool
+) -> None:
+    dashboard = Dashboard([RUNNING], mode=mode)
+    ran = deploy(file, dashboard.url, "--detach")
+    dashboard.close()
+    assert ("asks for no token: whoever reaches its ports may run code" in ran.stderr) == warns
