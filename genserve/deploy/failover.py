@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from enum import StrEnum
@@ -13,7 +14,7 @@ from typing import Any
 
 from genserve.completion import Delta
 from genserve.deploy.messages import Broadcast, GenerationCall, InferenceItem, ReplicaSet
-from genserve.errors import Closed, GenserveError, NotResumable, ReplicaLost
+from genserve.errors import Closed, GenserveError, ModelNotReady, NotResumable, Overloaded, ReplicaLost
 from genserve.generation_metrics import Metrics
 from genserve.inference import InferenceRequest
 
@@ -21,6 +22,10 @@ logger = logging.getLogger(__name__)
 
 # A request may be the cause of the loss, so it reaches as many more replicas as this, and no others.
 MAX_FAILOVERS = 2
+# An answer that has begun waits until another replica has room for it, or is ready. A call that no replica
+# takes fails after two minutes (`serve_replicas.py`), so this is enough for a second one.
+_RETRY_S = 0.5
+_MAX_PAUSE_S = 180.0
 
 
 class Outcome(StrEnum):
@@ -49,12 +54,14 @@ class Failover:
         name: str,
         metrics: Metrics,
         clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """Call `replicas`, which are those of the model `name`; `clock` returns seconds."""
+        """Call `replicas`, which are those of the model `name`; `clock` and `sleep` are in seconds."""
         self._replicas = replicas
         self._name = name
         self._metrics = metrics
         self._clock = clock
+        self._sleep = sleep
         for outcome in Outcome:  # or a rate would miss the first one
             metrics.interrupted_calls.labels(name, outcome.value)
 
@@ -64,6 +71,7 @@ class Failover:
         Raises:
             NotResumable: no other replica can continue the answer; see `generation/resumption.py`.
             ReplicaLost: too many replicas were lost.
+            Overloaded, ModelNotReady: no replica takes the call; behind the first token, for three minutes.
         """
         answers = _ReceivedAnswers(call)
         losses = self._losses(call.request_id)
@@ -80,6 +88,13 @@ class Failover:
             except NotResumable as error:
                 losses.fail(error)
                 raise
+            except (Overloaded, ModelNotReady) as error:
+                if not answers.num_tokens:
+                    raise
+                if losses.pause_s >= _MAX_PAUSE_S:
+                    losses.fail(error)
+                    raise
+                await self._sleep(_RETRY_S)
             except (ReplicaLost, Closed) as error:
                 if answers.are_complete:
                     return
@@ -169,6 +184,11 @@ class _Losses:
         self._clock = clock
         self._count = 0
         self._since_s: float | None = None  # when the last one was lost, until another one responds
+
+    @property
+    def pause_s(self) -> float:
+        """For how long no replica has responded; infinite: none was lost."""
+        return math.inf if self._since_s is None else self._clock() - self._since_s
 
     def begin(self, error: GenserveError, outcome: Outcome, *, received: str) -> None:
         """Note a loss after which the call goes on; raises ReplicaLost after too many."""

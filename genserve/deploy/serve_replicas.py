@@ -20,12 +20,13 @@ from genserve.inference import InferenceRequest
 T = TypeVar("T")
 
 _BACK_PRESSURE_S = 1.0  # to retry after; Serve says nothing about it
+_MORE_REPLICAS = "try again later, or let the deployment have more replicas"
 # How often a replica sends something while it has a call, and after which time without anything it is lost.
 SIGN_OF_LIFE_S = 5.0
 SILENCE_S = 30.0
-# The same before the first item: the call may wait until a replica has started. It may also have been sent to
-# a machine that has vanished, which Ray notices after about a minute.
-FIRST_SILENCE_S = 120.0
+# How long a call waits until a replica takes it, which then gives the first sign of life. It waits while all
+# replicas are full or start, and also if it was sent to a machine that has vanished, until Ray notices that.
+MAX_WAIT_S = 120.0
 
 
 async def packed(items: AsyncIterator[T]) -> AsyncIterator[T | GenserveError | None]:
@@ -99,44 +100,65 @@ class ServeReplicas:
             request_serialization="pickle",
             response_serialization="pickle",
         )
+        self._num_alive = 0     # replicas that answered when all were asked the last time
 
     async def generate(self, call: GenerationCall) -> AsyncIterator[Sequence[Delta]]:
         """Yield the deltas of a call; see `ReplicaSet.generate`."""
-        async for deltas in _unpacked(self._streams.generate.remote(call)):
+        async for deltas in self._unpacked(self._streams.generate.remote(call)):
             yield deltas
 
     async def infer(self, request: InferenceRequest) -> AsyncIterator[InferenceItem]:
         """Yield the responses to a request; see `ReplicaSet.infer`."""
-        async for item in _unpacked(self._streams.infer.remote(request)):
+        async for item in self._unpacked(self._streams.infer.remote(request)):
             yield item
 
     async def broadcast(self, method: Broadcast) -> list[Any]:
         """Return what a method returns at each living replica; see `ReplicaSet.broadcast`."""
         with _as_ours():
+            self._num_alive = 0
             answers = await self._handle.broadcast(method).results_async(return_exceptions=True)
-            return [answer for answer in answers if not isinstance(answer, BaseException)]
+            alive = [answer for answer in answers if not isinstance(answer, BaseException)]
+            self._num_alive = len(alive)
+            return alive
 
+    async def _unpacked(self, response: Any) -> AsyncIterator[Any]:
+        """Yield the items of a call; cancels it if it is closed before its end."""
+        taken = ended = False
+        try:
+            with _as_ours():
+                while True:
+                    try:
+                        async with asyncio.timeout(SILENCE_S if taken else MAX_WAIT_S):
+                            item = await anext(response, _END)
+                    except TimeoutError:
+                        if taken:
+                            raise
+                        raise self._not_taken() from None
+                    taken = True
+                    ended = item is _END or isinstance(item, GenserveError)
+                    if item is _END:
+                        return
+                    if isinstance(item, GenserveError):
+                        raise item
+                    if item is not None:
+                        yield item
+        finally:
+            if not ended:
+                response.cancel()
 
-async def _unpacked(response: Any) -> AsyncIterator[Any]:
-    """Yield the items of a call; cancels it if it is closed before its end."""
-    ended = False
-    limit_s = FIRST_SILENCE_S
-    try:
-        with _as_ours():
-            while True:
-                async with asyncio.timeout(limit_s):
-                    item = await anext(response, _END)
-                limit_s = SILENCE_S
-                ended = item is _END or isinstance(item, GenserveError)
-                if item is _END:
-                    return
-                if isinstance(item, GenserveError):
-                    raise item
-                if item is not None:
-                    yield item
-    finally:
-        if not ended:
-            response.cancel()
+    def _not_taken(self) -> GenserveError:
+        """Return the error of a call that no replica has taken: that of a server which is full, or loads."""
+        if not self._num_alive:
+            return ModelNotReady(
+                f"no replica of the model was ready within {MAX_WAIT_S:g} s",
+                remedy="try again later",
+                retry_after_s=_BACK_PRESSURE_S,
+            )
+        return Overloaded(
+            f"no replica had room for the request within {MAX_WAIT_S:g} s",
+            retry_after_s=_BACK_PRESSURE_S,
+            remedy=_MORE_REPLICAS,
+        )
 
 
 @contextmanager
@@ -148,7 +170,7 @@ def _as_ours() -> Iterator[None]:
         raise Overloaded(
             "all replicas have as many requests as they may",
             retry_after_s=_BACK_PRESSURE_S,
-            remedy="try again later, or let the deployment have more replicas",
+            remedy=_MORE_REPLICAS,
         ) from None
     except DeploymentUnavailableError as error:
         raise ModelNotReady(f"no replica can be called: {error}", remedy="try again later") from None

@@ -14,7 +14,7 @@ from genserve.completion import Completion, Delta, FinishReason, join_choices
 from genserve.deploy.failover import MAX_FAILOVERS, Failover
 from genserve.deploy.messages import GenerationCall, InferenceItem
 from genserve.deploy.replica import ModelReplica
-from genserve.errors import Closed, GenserveError, NotResumable, ReplicaLost
+from genserve.errors import Closed, GenserveError, ModelNotReady, NotResumable, Overloaded, ReplicaLost
 from genserve.generation_metrics import Metrics
 from genserve.inference import InferenceRequest, InferenceResponse
 from genserve.sampling.sampling_params import SamplingParams
@@ -146,6 +146,13 @@ def test_a_replica_that_is_closed_is_a_lost_one(
     assert outcomes(metrics) == {"resumed": 1}
 
 
+class SleepingClock(Clock):
+    """A clock that moves while somebody sleeps."""
+
+    async def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
 class ScriptedReplicas:
     """A `ReplicaSet` whose calls yield the items of a script, and raise its errors."""
 
@@ -229,6 +236,37 @@ def test_an_answer_that_no_replica_can_continue_ends_with_its_error() -> None:
     with pytest.raises(NotResumable, match="another token"):
         run(Failover(scripted, name="m", metrics=metrics), CALL)
     assert outcomes(metrics) == {"resumed": 1, "failed": 1}
+
+
+FULL = Overloaded("all replicas are full", retry_after_s=1.0)
+
+
+@pytest.mark.parametrize("error", [FULL, ModelNotReady("none has started")])
+def test_an_answer_that_has_begun_waits_for_a_place(error) -> None:
+    scripted = ScriptedReplicas([FIRST, DIED], [error], [error], [LAST])
+    metrics, clock = Metrics(), SleepingClock()
+    failover = Failover(scripted, name="m", metrics=metrics, clock=clock, sleep=clock.sleep)
+    assert run(failover, replace(CALL, deadline_ms=9000)) == [FIRST, LAST]
+    assert [call.deadline_ms for call in scripted.calls] == [9000, 9000, 8500, 8000]
+    assert outcomes(metrics) == {"resumed": 1}
+
+
+def test_an_answer_that_has_begun_does_not_wait_for_ever() -> None:
+    scripted, metrics, clock = ScriptedReplicas([FIRST, DIED], [FULL]), Metrics(), SleepingClock()
+    failover = Failover(scripted, name="m", metrics=metrics, clock=clock, sleep=clock.sleep)
+    with pytest.raises(Overloaded):
+        run(failover, CALL)
+    assert clock.now_s == 180
+    assert outcomes(metrics) == {"resumed": 1, "failed": 1}
+
+
+@pytest.mark.parametrize("script", [([FULL],), ([DIED], [FULL])])
+def test_a_call_without_a_first_token_is_rejected_where_all_are_full(script) -> None:
+    scripted, metrics = ScriptedReplicas(*script), Metrics()
+    with pytest.raises(Overloaded):
+        run(Failover(scripted, name="m", metrics=metrics), CALL)
+    assert len(scripted.calls) == len(script)
+    assert outcomes(metrics) == ({"retried": 1} if len(script) > 1 else {})
 
 
 def test_the_time_that_is_left_shrinks() -> None:

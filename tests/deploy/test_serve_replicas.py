@@ -14,7 +14,14 @@ from ray.serve.exceptions import BackPressureError, ReplicaUnavailableError
 from genserve.deploy import serve_replicas
 from genserve.deploy.messages import GenerationCall
 from genserve.deploy.serve_replicas import ServeReplicas, packed
-from genserve.errors import Closed, ContextLengthExceeded, GenserveError, Overloaded, ReplicaLost
+from genserve.errors import (
+    Closed,
+    ContextLengthExceeded,
+    GenserveError,
+    ModelNotReady,
+    Overloaded,
+    ReplicaLost,
+)
 from genserve.sampling.sampling_params import SamplingParams
 
 CALL = GenerationCall(model="m", prompt=(5,), prompt_token_ids=(5,), params=SamplingParams(), seeds=(1,))
@@ -61,11 +68,18 @@ class Script:
 
 
 class Handle:
-    """A deployment handle whose `generate` returns a response."""
+    """A deployment handle whose `generate` returns a response, and whose `broadcast` returns `answers`."""
 
-    def __init__(self, response: Script) -> None:
+    def __init__(self, response: Script, *, answers: Sequence[object] = ()) -> None:
         self.generate = self
         self._response = response
+        self._answers = answers
+
+    def broadcast(self, _method: str) -> Handle:
+        return self
+
+    async def results_async(self, **_options: object) -> Sequence[object]:
+        return self._answers
 
     def options(self, **_options: object) -> Handle:
         return self
@@ -122,6 +136,29 @@ def test_a_replica_that_vanishes_is_lost(monkeypatch):
     response = Script(["a"], PAUSE)
     with pytest.raises(ReplicaLost, match="nothing for too long"):
         asyncio.run(received(response))
+    assert response.is_cancelled
+
+
+@pytest.mark.parametrize(
+    ("answers", "error"),
+    [
+        ([], ModelNotReady),
+        ([ActorDiedError()], ModelNotReady),
+        (["status"], Overloaded),
+    ],
+)
+def test_a_call_that_no_replica_takes_is_rejected(monkeypatch, answers, error):
+    """All are full, or none has started."""
+    monkeypatch.setattr(serve_replicas, "MAX_WAIT_S", 0.001)
+    response = Script(PAUSE)
+    replicas = ServeReplicas(Handle(response, answers=answers))
+
+    async def call() -> None:
+        await replicas.broadcast("status")
+        await anext(replicas.generate(CALL))
+
+    with pytest.raises(error, match="no replica"):
+        asyncio.run(call())
     assert response.is_cancelled
 
 
