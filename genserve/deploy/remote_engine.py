@@ -25,6 +25,8 @@ from genserve.log import CURRENT_REQUEST
 logger = logging.getLogger(__name__)
 
 _CLOSE_S = 10.0  # for the event loop to end the requests
+# A replica ends an answer at its deadline; this much later the ingress does, since no replica may have it.
+DEADLINE_MARGIN_S = 1.0
 
 
 class RemoteEngine:
@@ -188,18 +190,29 @@ class RemoteEngine:
 
     async def _run(self, call: _Call) -> None:
         error: GenserveError | None = None
+        left_s = call.left_s(self.now_s)
+        limit = asyncio.timeout(None if left_s is None else left_s + DEADLINE_MARGIN_S)
         try:
-            message = call.message(self._name, now_s=self.now_s)
-            async with aclosing(self._replicas.replicas.generate(message)) as arriving:  # type: ignore[type-var]
-                async for deltas in arriving:
-                    ended = call.deliver(deltas, now_s=self.now_s)
-                    self._forget(ended)
+            try:
+                async with limit:
+                    await self._read(call)
+            except TimeoutError:
+                if not limit.expired():
+                    raise
+                self._forget(call.expire(now_s=self.now_s))
         except GenserveError as failure:
             error = failure
         except Exception:
             logger.exception("a call of model %s failed", self._name)
             error = ModelFailed("the call of a replica failed", remedy=SEE_LOG)
         self._end(call, error or ReplicaLost("the replica ended the answer before its last token"))
+
+    async def _read(self, call: _Call) -> None:
+        message = call.message(self._name, now_s=self.now_s)
+        async with aclosing(self._replicas.replicas.generate(message)) as arriving:  # type: ignore[type-var]
+            async for deltas in arriving:
+                ended = call.deliver(deltas, now_s=self.now_s)
+                self._forget(ended)
 
     def _end(self, call: _Call, error: GenserveError | None) -> None:
         """End what is open of a call, with an error or by cancelling it; on the event loop."""
@@ -236,11 +249,16 @@ class _Call:
         self._sink = sink
         self._request_id = request_id
 
+    def left_s(self, now_s: float) -> float | None:
+        """Return the time until the deadline; None: there is none."""
+        deadline_s = self.answers[0].deadline_s
+        return None if deadline_s is None else deadline_s - now_s
+
     def message(self, model: str, *, now_s: float) -> GenerationCall:
         """Return the message to a replica."""
         first = self.answers[0]
         assert first.prompt is not None
-        left_s = None if first.deadline_s is None else first.deadline_s - now_s
+        left_s = self.left_s(now_s)
         return GenerationCall(
             model=model,
             prompt=first.prompt,
@@ -267,6 +285,18 @@ class _Call:
                 del self.open[answer]
         self._deliver(outputs)
         return ended
+
+    def expire(self, *, now_s: float) -> list[TokenSequence]:
+        """End the open sequences as an engine does at their deadline; return them."""
+        deltas: list[Delta] = []
+        for choice, answer in enumerate(self.answers):
+            if answer in self.open:
+                answer.skip_delivered()
+                answer.expire()
+                delta = answer.take_delta()
+                assert delta is not None
+                deltas.append(replace(delta, choice=choice))
+        return self.deliver(deltas, now_s=now_s)
 
     def fail(self, error: GenserveError) -> None:
         """End the open sequences with an error."""

@@ -464,6 +464,12 @@ class TokenSequence(Request):
         if self.finish_reason is None:
             self.finish(FinishReason.LENGTH, stop_reason="deadline")
 
+    def skip_delivered(self) -> None:
+        """Begin the next delta behind the answer so far, which another engine has generated and delivered."""
+        for token_id in self.token_ids[self.num_prompt_tokens :]:
+            self._text.push(token_id)
+        self._delta.skip_to(len(self.token_ids))
+
     def is_expired(self, now_s: float) -> bool:
         """Whether its deadline has passed before it finished."""
         return self.deadline_s is not None and self.deadline_s <= now_s and self.finish_reason is None
