@@ -11,6 +11,7 @@ from genserve.tuning.measured_steps import MeasuredStep, StepSize
 
 _NUM_ROUNDS = 20        # of the fit
 _LEAST_ERROR = 0.01     # relative; smaller ones are noise, which must not dominate the weights
+_LEAST_SHARE = 0.5      # of the shortest measured step; noise may make a fitted `h` negative
 
 
 class StepModel:
@@ -20,7 +21,7 @@ class StepModel:
 
     `tokens` are decodes and prompt tokens together, `h` is piecewise linear between the powers of two. The
     coefficients minimise the sum of the relative errors, which a few disturbed measurements hardly move. None
-    of a, b and c is negative.
+    of a, b and c is negative. No step takes less than half as long as the shortest one that was measured.
 
     Attributes:
         errors: of the measured steps, relative; positive: the model predicts too much.
@@ -43,6 +44,7 @@ class StepModel:
         )
         found = _fit(columns, seconds, num_free=len(self._knots))
         self.errors = columns @ found / seconds - 1
+        self._least_s = _LEAST_SHARE * float(seconds.min())
         self.context_token_s, self._pair_s, self._row_s = map(float, found[-3:])
         # By the number of tokens; a table is quicker than interpolation.
         self._tokens_s = [
@@ -51,11 +53,12 @@ class StepModel:
 
     def seconds(self, size: StepSize) -> float:
         """Return how long a step takes."""
-        return (
+        return max(
+            self._least_s,
             self._tokens_s[size.decodes + size.prompt_tokens]
             + self.context_token_s * size.context_tokens
             + self._pair_s * size.prompt_pairs
-            + self._row_s * size.rows
+            + self._row_s * size.rows,
         )
 
     def _hats(self, tokens: Sequence[int]) -> NDArray[np.float64]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from genserve.planner.step_model import StepModel
-from genserve.tuning.measured_steps import MeasuredEngine, StepSize
+from genserve.tuning.measured_steps import MeasuredEngine, MeasuredStep, StepSize
 from tests.planner.conftest import measured_steps, seconds
 
 
@@ -30,3 +30,12 @@ def test_more_context_is_never_faster() -> None:
     model = StepModel(steps, max_tokens=64)
     assert model.context_token_s == 0
     assert model.seconds(steps[0].size) == pytest.approx(0.02, rel=0.05)
+
+
+def test_a_step_takes_time_even_where_noise_makes_the_fit_negative() -> None:
+    decode = StepSize(decodes=1, context_tokens=100, prompt_tokens=0, prompt_pairs=0, rows=1)
+    sizes = [replace(decode, context_tokens=context) for context in (100, 200, 400)]
+    steps = [MeasuredStep(size=size, seconds=1e-4 * size.context_tokens - 0.005) for size in sizes]
+    model = StepModel(steps, max_tokens=64)
+    assert model.context_token_s == pytest.approx(1e-4)
+    assert model.seconds(replace(decode, context_tokens=1)) == steps[0].seconds / 2
