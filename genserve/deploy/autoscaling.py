@@ -51,7 +51,6 @@ def num_replicas_for(
 class _Deployment(Protocol):
     """What the policy reads of `ray.serve.config.AutoscalingContext`."""
 
-    current_num_replicas: int
     target_num_replicas: int
     aggregated_metrics: Mapping[str, Mapping[Any, float]] | None
 

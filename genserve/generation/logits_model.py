@@ -61,8 +61,8 @@ class ForwardBatch:
         )
 
 
-class LogitsModel(Protocol):
-    """A model with a KV cache of `num_blocks` blocks of `block_size` tokens. One thread calls all of it."""
+class LogitsSizes(Protocol):
+    """How much a logits model can hold and compute."""
 
     @property
     def max_num_seqs(self) -> int:
@@ -78,11 +78,15 @@ class LogitsModel(Protocol):
 
     @property
     def block_size(self) -> int:
-        """Tokens of a block."""
+        """Tokens of a block of the KV cache."""
 
     @property
     def num_blocks(self) -> int:
         """Blocks of the KV cache; at least as many as a sequence of `max_length` tokens needs."""
+
+
+class LogitsModel(LogitsSizes, Protocol):
+    """A model with a KV cache of `num_blocks` blocks of `block_size` tokens. One thread calls all of it."""
 
     def forward(self, batch: ForwardBatch) -> LogitsArray:
         """Run the tokens, and write their keys and values into the blocks of their sequences.

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 
+import numpy as np
+from numpy.typing import NDArray
+
 _MEASUREMENT_LASTS_S = 60.0     # what an engine did counts as known for this time after it was full
 
 
@@ -27,6 +30,7 @@ class WaitPrediction:
         self._last_full_s = 0.0                     # when it was full last
         # `_full_s` at each start. Answers of one length end together, so one round of them is too few.
         self._started_s: deque[float] = deque([0.0], maxlen=4 * max_num_seqs + 1)
+        self._times_s: NDArray[np.float64] | None = None    # these and `_full_s`, since the last step
         self._began_s: deque[float] = deque(maxlen=max_num_seqs)    # the last sequences, full or not
         self._held_s: deque[float] = deque(maxlen=max_num_seqs)     # by the places that were freed last
         self._last_end_s = 0.0                      # when the last of them was freed
@@ -56,6 +60,7 @@ class WaitPrediction:
             self._full_s += seconds
             self._last_full_s = now_s
             self._started_s.extend([self._full_s] * num_started)
+            self._times_s = None
 
     def seconds_per_place(self, now_s: float) -> float | None:
         """Return how long a full engine takes to free one place, on average; None: not known now."""
@@ -95,8 +100,10 @@ class WaitPrediction:
 
     def _longest_s(self, num_starts: int) -> float:
         """Return the longest time between a start and the start that came so many later, or may come now."""
-        started_s = [*self._started_s, self._full_s]
-        return max(later - earlier for earlier, later in zip(started_s, started_s[num_starts:], strict=False))
+        if self._times_s is None:   # many requests may ask between two steps
+            self._times_s = np.array([*self._started_s, self._full_s])
+        times_s = self._times_s
+        return float((times_s[num_starts:] - times_s[: len(times_s) - num_starts]).max())
 
     def _is_measured(self, now_s: float) -> bool:
         # More than one round: the first pause began before the engine was full.

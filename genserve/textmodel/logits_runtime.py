@@ -14,7 +14,7 @@ from genserve.backends.network_backend import RunFunction
 from genserve.backends.onnxruntime import open_graph
 from genserve.backends.pytorch import open_module, set_threads
 from genserve.config.model_config import ModelConfig
-from genserve.generation.logits_model import LogitsModel
+from genserve.generation.logits_model import LogitsModel, LogitsSizes
 from genserve.schedulers.model_instance import group_placements
 from genserve.textmodel.logits_config import (
     CacheKind,
@@ -37,28 +37,8 @@ logger = logging.getLogger(__name__)
 ON_CPU = Placement(name="cpu", kind="CPU")
 
 
-class LogitsFigures(Protocol):
+class LogitsFigures(LogitsSizes, Protocol):
     """The figures of a logits model that validate requests, or are shown to users."""
-
-    @property
-    def max_num_seqs(self) -> int:
-        """The most sequences in one forward."""
-
-    @property
-    def max_length(self) -> int:
-        """The most tokens of one sequence, prompt and answer together."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Length of a row of logits."""
-
-    @property
-    def block_size(self) -> int:
-        """Tokens of a block of the KV cache."""
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of the KV cache."""
 
     @property
     def kv_cache_bytes(self) -> int:

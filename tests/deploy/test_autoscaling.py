@@ -57,7 +57,7 @@ def test_targets_out_of_range_are_rejected(targets):
 
 
 def deployment(metrics, *, target: int = 2):
-    return SimpleNamespace(aggregated_metrics=metrics, current_num_replicas=1, target_num_replicas=target)
+    return SimpleNamespace(aggregated_metrics=metrics, target_num_replicas=target)
 
 
 def test_the_policy_reads_the_statistics_of_all_replicas():
