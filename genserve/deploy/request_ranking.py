@@ -28,9 +28,10 @@ _MAX_SEQUENCES = 65_536
 class RequestRanking(Generic[ReplicaId]):
     """Ranks the replicas of one model. For one thread.
 
-    A replica that has ended is forgotten with `keep_only`. The next request of a sequence that it held goes
-    to another replica, which rejects it as Triton rejects a sequence that it does not know: it "must specify
-    the START flag". So a sequence never starts again without its client's knowing.
+    A replica that has ended is forgotten with `keep_only`, and what is sent to it later is ignored. The next
+    request of a sequence that it held goes to another replica, which rejects it as Triton rejects a sequence
+    that it does not know: it "must specify the START flag". So a sequence never starts again without its
+    client's knowing.
     """
 
     def __init__(self, **weights: float) -> None:
@@ -40,6 +41,7 @@ class RequestRanking(Generic[ReplicaId]):
         self._prefixes: PrefixRouter[ReplicaId] = PrefixRouter(1, num_blocks=0, **weights)
         self._estimates: LoadEstimates[ReplicaId] = LoadEstimates()
         self._observed: dict[ReplicaId, ReplicaLoad] = {}
+        self._kept: frozenset[ReplicaId] | None = None  # None: all, before the first `keep_only`
         self._sent_to: dict[Hashable, ReplicaId] = {}  # by request
         self._sequences: OrderedDict[SequenceId, ReplicaId] = OrderedDict()  # least recently used first
 
@@ -65,13 +67,19 @@ class RequestRanking(Generic[ReplicaId]):
         loads = {replica: self._estimates.load(replica) for replica in replicas}
         return self._prefixes.rank(self._keys(request), loads)
 
+    def is_sent(self, request_id: Hashable) -> bool:
+        """Return whether `sent` was called for a request that has not ended."""
+        return request_id in self._sent_to
+
     def sent(self, request_id: Hashable, request: object, replica: ReplicaId) -> None:
         """Note that a request is, or is about to be, sent to a replica, and to none that was noted before."""
         before = self._sent_to.get(request_id)
         if before == replica:
             return
         if before is not None:
-            self._estimates.ended(request_id, before)
+            self.ended(request_id, before)
+        if self._kept is not None and replica not in self._kept:
+            return
         self._sent_to[request_id] = replica
         num_tokens = 0
         if isinstance(request, GenerationCall):
@@ -90,11 +98,13 @@ class RequestRanking(Generic[ReplicaId]):
 
     def keep_only(self, replicas: Collection[ReplicaId]) -> None:
         """Forget all other replicas, with their sequences."""
-        for replica in [known for known in self._observed if known not in replicas]:
-            del self._observed[replica]
+        self._kept = frozenset(replicas)
+        for replica in {*self._observed, *self._sent_to.values()} - self._kept:
+            self._observed.pop(replica, None)
             self._prefixes.forget(replica)
             self._estimates.forget(replica)
-        for sequence in [one for one, replica in self._sequences.items() if replica not in replicas]:
+        self._sent_to = {one: replica for one, replica in self._sent_to.items() if replica in self._kept}
+        for sequence in [one for one, replica in self._sequences.items() if replica not in self._kept]:
             del self._sequences[sequence]
 
     def _keys(self, request: object) -> Sequence[bytes]:

@@ -25,7 +25,8 @@ class PrefixAwareRouter(RequestRouter):  # type: ignore[misc]  # Ray has no type
     """Ranks replicas by cached prefixes and load; a request of a sequence goes to the one that holds it.
 
     The replicas' `record_routing_stats` returns the fields of `ReplicaLoad`. A request that a replica is
-    about to be asked to take counts as sent, so that those that come with it, and begin alike, follow it.
+    about to be asked to take counts as sent, so that those that come with it, and begin alike, follow it. One
+    that waits for a place at a replica does not.
     """
 
     def initialize_state(self, **weights: float) -> None:
@@ -47,7 +48,7 @@ class PrefixAwareRouter(RequestRouter):  # type: ignore[misc]  # Ray has no type
         request = _argument(pending_request)
         ranked = self._ranking.rank(request, replicas)
         if pending_request is not None:
-            self._expect(pending_request, ranked[0])
+            self._expect(pending_request, replicas[ranked[0]])
         return [[replicas[replica_id]] for replica_id in ranked]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
@@ -74,15 +75,23 @@ class PrefixAwareRouter(RequestRouter):  # type: ignore[misc]  # Ray has no type
         self._read = {one: stats for one, stats in self._read.items() if one in self.curr_replicas}
         self._ranking.keep_only(self.curr_replicas)
 
-    def _expect(self, pending_request: PendingRequest, replica_id: ReplicaID) -> None:
+    def _expect(self, pending_request: PendingRequest, best: RunningReplica) -> None:
+        """Note that Serve will probably send a request to the best replica; once, and not if that is full."""
         request_id = pending_request.metadata.internal_request_id
-        self._ranking.sent(request_id, _argument(pending_request), replica_id)
+        num_requests = self.replica_queue_len_cache.get(best.replica_id)     # None: Serve asks it
+        is_full = num_requests is not None and num_requests >= best.max_ongoing_requests
+        if is_full or self._ranking.is_sent(request_id):
+            return
+        request = _argument(pending_request)
+        self._ranking.sent(request_id, request, best.replica_id)
 
-        def drop_if_cancelled(future: asyncio.Future[Any]) -> None:
-            if future.cancelled():  # before a replica took it, so nothing else will say that it ended
-                self._ranking.ended(request_id, replica_id)
+        def correct(future: asyncio.Future[RunningReplica]) -> None:
+            if future.cancelled():  # before it was sent, so nothing else will say that it ended
+                self._ranking.ended(request_id, best.replica_id)
+            else:
+                self._ranking.sent(request_id, request, future.result().replica_id)
 
-        pending_request.future.add_done_callback(drop_if_cancelled)
+        pending_request.future.add_done_callback(correct)
 
 
 def _argument(pending_request: PendingRequest | None) -> object:

@@ -149,6 +149,25 @@ def test_a_lost_replica_is_forgotten(ranking):
     assert ranking.rank(generation(*range(20)), "bac") == ["b", "a", "c"], "as idle and empty as the others"
 
 
+def test_what_is_sent_to_a_lost_replica_is_not_remembered(ranking):
+    ranking.sent(1, generation(*range(20)), "a")
+    ranking.keep_only("ac")
+    ranking.sent(1, generation(*range(20)), "b")
+    ranking.sent(2, generation(*range(20)), "b")
+    assert not ranking.is_sent(1)
+    assert not ranking.is_sent(2)
+    ranking.keep_only("abc")
+    assert ranking.rank(generation(*range(20)), "bac") == ["a", "b", "c"], "which has the prefix"
+
+
+def test_a_replica_without_statistics_is_forgotten_too():
+    ranking = RequestRanking()
+    ranking.sent(1, None, "a")
+    ranking.keep_only("b")
+    assert not ranking.is_sent(1)
+    assert ranking.rank(None, "ab") == ["a", "b"]
+
+
 def test_requests_without_prompt_go_where_the_fewest_are():
     ranking = RequestRanking()
     for number, replica in enumerate("aab"):

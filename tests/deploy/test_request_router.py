@@ -92,3 +92,28 @@ async def test_a_request_that_is_cancelled_before_it_is_sent_counts_no_more(rout
         await waiting
     while router._ranking._sent_to:
         await asyncio.sleep(0)
+
+
+async def test_a_request_that_waits_for_a_place_is_remembered_nowhere(router, replicas):
+    for replica in replicas:
+        router.replica_queue_len_cache.update(replica.replica_id, replica.max_ongoing_requests)
+    waiting = pending(1, *range(40))
+    for _ in range(3):
+        await router.choose_replicas(replicas, waiting)
+    assert not router._ranking.is_sent("1")
+    router.replica_queue_len_cache.update(replicas[0].replica_id, 0)
+    router.on_request_routed(waiting, replicas[1].replica_id, None)
+    router.on_request_completed(replicas[1].replica_id, "1")
+    assert (await router.choose_replicas(replicas, pending(2, *range(40))))[0] == [replicas[1]]
+
+
+async def test_a_request_counts_where_it_is_sent_though_another_replica_was_better(router, replicas):
+    a, b, _ = replicas
+    call = pending(1, *range(40))
+    router.on_request_routed(pending(0, *range(40)), a.replica_id, None)
+    for _ in range(3):
+        assert (await router.choose_replicas(replicas, call))[0] == [a]
+    call.future.set_result(b)
+    await asyncio.sleep(0)
+    router.on_request_completed(b.replica_id, "1")      # it was cancelled there, or rejected
+    assert not router._ranking.is_sent("1")
