@@ -67,7 +67,7 @@ class ReplicaSet(Protocol):
         """
 
     async def broadcast(self, method: Broadcast) -> list[Any]:
-        """Return what a method of `ModelReplica` returns at each living replica, in no order."""
+        """Return what a method of `ModelReplica` returns at each replica that answers, in no order."""
 
     def infer(self, request: InferenceRequest) -> AsyncIterator[InferenceItem]:
         """Yield the responses to a request; the last item is the final one.

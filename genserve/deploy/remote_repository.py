@@ -123,8 +123,11 @@ class RemoteRepository(Repository):
         raise _not_here("unloaded")
 
     async def _follow(self) -> None:
+        await asyncio.gather(*map(self._follow_one, self._deployments.values()))
+
+    async def _follow_one(self, deployment: LiveReplicas) -> None:
         while True:
-            await asyncio.gather(*map(self._look_at, self._deployments.values()))
+            await self._look_at(deployment)
             if all(one.digest or one.failed for one in self._deployments.values()):
                 self._described.set()
             await asyncio.sleep(_FOLLOW_S)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -27,6 +27,8 @@ SILENCE_S = 30.0
 # How long a call waits until a replica takes it, which then gives the first sign of life. It waits while all
 # replicas are full or start, and also if it was sent to a machine that has vanished, until Ray notices that.
 MAX_WAIT_S = 120.0
+# How long all replicas are waited for when they are asked; Prometheus gives a scrape 10 s.
+ANSWER_S = 5.0
 
 
 async def packed(items: AsyncIterator[T]) -> AsyncIterator[T | GenserveError | None]:
@@ -113,13 +115,18 @@ class ServeReplicas:
             yield item
 
     async def broadcast(self, method: Broadcast) -> list[Any]:
-        """Return what a method returns at each living replica; see `ReplicaSet.broadcast`."""
-        with _as_ours():
-            self._num_alive = 0
-            answers = await self._handle.broadcast(method).results_async(return_exceptions=True)
-            alive = [answer for answer in answers if not isinstance(answer, BaseException)]
-            self._num_alive = len(alive)
-            return alive
+        """Return what a method returns at each replica that answers in time; see `ReplicaSet.broadcast`."""
+        answers: list[Any] = []
+        try:
+            with _as_ours():
+                async with asyncio.timeout(ANSWER_S):
+                    # The timeout of `results_async` drops all answers: a machine that has vanished would hide
+                    # the others until Ray notices, which takes about a minute.
+                    asked = await self._handle.broadcast(method)._fetch_replica_results_async()
+            answers = await _answers(asked)
+        finally:
+            self._num_alive = len(answers)
+        return answers
 
     async def _unpacked(self, response: Any) -> AsyncIterator[Any]:
         """Yield the items of a call; cancels it if it is closed before its end."""
@@ -159,6 +166,18 @@ class ServeReplicas:
             retry_after_s=_BACK_PRESSURE_S,
             remedy=_MORE_REPLICAS,
         )
+
+
+async def _answers(asked: Iterable[Any]) -> list[Any]:
+    """Return the answers that arrive in time without an error, of the `ReplicaResult`s of a broadcast."""
+    arriving = [asyncio.ensure_future(one.get_async()) for one in asked]
+    try:
+        answered, _ = await asyncio.wait(arriving, timeout=ANSWER_S)
+    finally:
+        for answer in arriving:
+            answer.cancel()
+        await asyncio.gather(*arriving, return_exceptions=True)
+    return [answer.result() for answer in answered if not answer.cancelled() and not answer.exception()]
 
 
 @contextmanager

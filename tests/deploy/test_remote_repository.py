@@ -73,6 +73,28 @@ async def test_an_error_of_a_cluster_does_not_end_the_following(tmp_path: Path) 
     assert not repository.errors
 
 
+async def test_a_deployment_that_does_not_answer_delays_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_repository, "_FOLLOW_S", 0.001)
+
+    class Silent:
+        async def broadcast(self, method: Broadcast) -> list[Any]:
+            await asyncio.Event().wait()
+            return []
+
+    good = described(b"\x0a\x01m")
+    replica: Any = Replica(lambda: ReplicaStatus(digest=digest([good]), load=ReplicaLoad()), good)
+    silent: Any = Silent()
+    repository = RemoteRepository(
+        [tmp_path], {"silent": silent, "m": replica}, options=RepositoryOptions(), metrics=DeploymentMetrics()
+    )
+    repository.follow()
+    while not repository.is_ready("m"):
+        await asyncio.sleep(0)
+    await repository.stop()
+
+
 async def test_what_cannot_be_served_is_tried_again_and_reported_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

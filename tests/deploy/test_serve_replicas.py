@@ -10,6 +10,7 @@ import grpc
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 from ray.serve.exceptions import BackPressureError, ReplicaUnavailableError
+from ray.serve.handle import DeploymentBroadcastResponse
 
 from genserve.deploy import serve_replicas
 from genserve.deploy.messages import GenerationCall
@@ -75,17 +76,31 @@ class Handle:
         self._response = response
         self._answers = answers
 
-    def broadcast(self, _method: str) -> Handle:
-        return self
+    def broadcast(self, _method: str) -> DeploymentBroadcastResponse:
+        async def asked() -> list[Answer]:
+            return [Answer(one) for one in self._answers]
 
-    async def results_async(self, **_options: object) -> Sequence[object]:
-        return self._answers
+        return DeploymentBroadcastResponse(asked(), asyncio.get_running_loop())
 
     def options(self, **_options: object) -> Handle:
         return self
 
     def remote(self, _call: object) -> Script:
         return self._response
+
+
+class Answer:
+    """What a replica answers that was asked: a value, an error, or nothing for ever."""
+
+    def __init__(self, answer: object) -> None:
+        self._answer = answer
+
+    async def get_async(self) -> object:
+        if self._answer is PAUSE:
+            await asyncio.Event().wait()
+        if isinstance(self._answer, Exception):
+            raise self._answer
+        return self._answer
 
 
 async def sent(script: Script) -> list[object]:
@@ -142,7 +157,6 @@ def test_a_replica_that_vanishes_is_lost(monkeypatch):
 @pytest.mark.parametrize(
     ("answers", "error"),
     [
-        ([], ModelNotReady),
         ([ActorDiedError()], ModelNotReady),
         (["status"], Overloaded),
     ],
@@ -177,6 +191,15 @@ def test_a_call_that_no_replica_takes_is_rejected(monkeypatch, answers, error):
 def test_errors_of_ray_become_ours(error: Exception, ours: type[GenserveError]):
     with pytest.raises(ours):
         asyncio.run(received(Script(["a"], error)))
+
+
+def test_all_replicas_that_answer_in_time_are_heard(monkeypatch):
+    async def asked(*answers: object) -> list[object]:
+        return sorted(await ServeReplicas(Handle(Script(), answers=answers)).broadcast("status"))
+
+    assert asyncio.run(asked("a", "b", ActorDiedError())) == ["a", "b"]
+    monkeypatch.setattr(serve_replicas, "ANSWER_S", 0.05)
+    assert asyncio.run(asked("a", PAUSE, "b")) == ["a", "b"]
 
 
 def test_a_closed_call_is_cancelled():
