@@ -127,10 +127,11 @@ def stage_path(stages: TextStages, role: str, version: int) -> Path:
 
 
 def digest_of_files(folder: Path) -> str:
-    """Return a digest of the names and contents of the files in a folder."""
+    """Return a digest of the names and contents of the files in a folder, hidden ones excluded."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
-        if path.is_file() and "__pycache__" not in path.parts:
+        parts = path.relative_to(folder).parts
+        if path.is_file() and not any(part.startswith((".", "__pycache__")) for part in parts):
             with path.open("rb") as file:
                 content = hashlib.file_digest(file, "sha256").hexdigest()
             digest.update(f"{path.relative_to(folder)} {content}\n".encode())

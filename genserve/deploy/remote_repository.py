@@ -169,6 +169,7 @@ class RemoteRepository(Repository):
         event_loop: asyncio.AbstractEventLoop,
     ) -> None:
         """Serve versions in place of those that the deployment has served so far; blocks."""
+        self._lifecycle.scan_folders()  # files may have changed since the ingress has started
         fresh: dict[str, list[ModelVersion]] = {}
         for one in described:
             if self._owners.setdefault(one.name, deployment.name) == deployment.name:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 
-from genserve.deploy.description import TextDescription, stage_path
+from genserve.deploy.description import StageFolder, TextDescription, digest_of_files, stage_path
 from genserve.deploy.live_replicas import LiveReplicas
 from genserve.deploy.remote_engine import RemoteEngine
+from genserve.errors import RepositoryError
 from genserve.repository.text_stages import TextStages
 from genserve.text.tokenizer import Tokenizer
 from genserve.textmodel.decoder_stage import load_decoding
@@ -33,8 +35,11 @@ def load_remote_text_model(
         event_loop: on which they are called.
 
     Raises:
-        RepositoryError: the files of the tokenizer or decoder stage cannot be loaded.
+        RepositoryError: the files of the tokenizer or decoder stage cannot be loaded, or those of the
+            tokenizer are not the replicas'.
     """
+    tokenizer = stage_path(stages, "tokenizer", described.tokenizer.version)
+    _check_same(tokenizer, described.tokenizer)
     decoder = stages["decoder"].config
     assert decoder is not None  # of a text model
     folder = stage_path(stages, "decoder", described.decoder.version)
@@ -48,7 +53,7 @@ def load_remote_text_model(
     )
     return TextModel(
         name=name,
-        tokenizer=Tokenizer.from_folder(stage_path(stages, "tokenizer", described.tokenizer.version)),
+        tokenizer=Tokenizer.from_folder(tokenizer),
         engine=engine,
         plugins=decoding.plugins,
         only_samples=decoding.only_samples,
@@ -58,3 +63,14 @@ def load_remote_text_model(
         loaded_s=time.time(),
         weights_bytes=described.weights_bytes,
     )
+
+
+def _check_same(folder: Path, described: StageFolder) -> None:
+    """Reject a tokenizer that is not the replicas': its token ids would mean other texts to them."""
+    if digest_of_files(folder) != described.digest:
+        raise RepositoryError(
+            f"the files of {described.model!r}, version {described.version}, differ between the ingress and "
+            "the replicas",
+            remedy="give all machines the same repository; if the files have changed since the replicas "
+            "started, run `genserve deploy ray` again",
+        )

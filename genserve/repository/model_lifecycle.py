@@ -113,7 +113,7 @@ class ModelLifecycle:
         self._scanning = threading.Lock()
         self.entries: Mapping[str, ModelEntry] = {}
         self.text_models: Mapping[str, TextStages] = {}
-        self._scan()
+        self.scan_folders()
 
     def load(self, request: LoadRequest) -> None:
         """Load a model; does nothing if it is loaded and its folder has not changed.
@@ -121,7 +121,7 @@ class ModelLifecycle:
         Raises:
             InferenceError: it cannot be loaded; the old versions keep answering.
         """
-        self._scan()
+        self.scan_folders()
         try:
             with _unexpected_as_failed(request.name):
                 entry, upload = request.resolve(self.entries, options=self._options)
@@ -173,7 +173,7 @@ class ModelLifecycle:
             Whether folders have changed since the last call, so that this should be called again soon.
         """
         before = self.entries
-        self._scan()
+        self.scan_folders()
         for name in before.keys() - self.entries.keys():
             self._unload(name)
             self._model(name).polled = None
@@ -196,7 +196,8 @@ class ModelLifecycle:
             self._unload(name, timeout_s=0)
         self._unloader.join()
 
-    def _scan(self) -> None:
+    def scan_folders(self) -> None:
+        """Read the folders again; nothing is loaded or unloaded."""
         directory = self._options.backend_directory
         with self._scanning:    # a scan never replaces the result of a later one
             self.entries = scan(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,12 @@ from genserve.deploy.deployment_metrics import DeploymentMetrics
 from genserve.deploy.description import ReplicaStatus, VersionDescription, digest
 from genserve.deploy.messages import Broadcast
 from genserve.deploy.remote_repository import RemoteRepository
+from genserve.deploy.replica import ModelReplica
 from genserve.deploy.replica_load import ReplicaLoad
+from genserve.prompt import Chat, Message, Tool
 from genserve.repository.model_versions import ModelState
 from genserve.repository.options import RepositoryOptions
+from tests.fakes.local_replicas import LocalReplicas
 
 
 class Replica:
@@ -109,3 +113,43 @@ async def test_what_cannot_be_served_is_tried_again_and_reported_once(
         await asyncio.sleep(0)
     await repository.stop()
     assert caplog.text.count("model m is not served") == 1
+
+
+TOOL_FORMAT = 'parameters { key: "tool_format" value { string_value: "mistral" } }\n'
+
+
+@pytest.fixture(scope="module")
+def replica(tiny_repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelReplica]:
+    """A replica whose decoder's config names a format of tool calls."""
+    root = shutil.copytree(tiny_repository, tmp_path_factory.mktemp("replica") / "models")
+    with (root / "tiny_decoder" / "config.pbtxt").open("a") as config:
+        config.write(TOOL_FORMAT)
+    replica = ModelReplica([root], "tiny")
+    yield replica
+    replica.close()
+
+
+async def test_a_text_model_has_the_files_of_its_replicas_or_is_not_served(
+    tiny_repository: Path, tmp_path: Path, replica: ModelReplica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_repository, "_FOLLOW_S", 0.001)
+    root = shutil.copytree(tiny_repository, tmp_path / "models")
+    tokenizer = root / "tiny_tokenizer" / "1" / "tokenizer.json"
+    original = tokenizer.read_bytes()
+    tokenizer.write_bytes(original + b"\n")
+    repository = RemoteRepository(
+        [root], {"tiny": LocalReplicas(replica)}, options=RepositoryOptions(), metrics=DeploymentMetrics()
+    )
+    repository.follow()
+    await repository.described(timeout_s=30)
+    assert "the files of 'tiny_tokenizer', version 1, differ" in repository.errors["tiny"].message
+    assert not repository.is_ready("tiny")
+
+    with (root / "tiny_decoder" / "config.pbtxt").open("a") as config:
+        config.write(TOOL_FORMAT)
+    tokenizer.write_bytes(original)
+    while repository.errors:
+        await asyncio.sleep(0)
+    chat = Chat(messages=(Message(role="user", content="Hello"),), tools=(Tool(name="f"),))
+    assert repository.text_model("tiny").encode(chat) == replica.repository.text_model("tiny").encode(chat)
+    await repository.stop()
