@@ -20,12 +20,13 @@ from genserve.inference import InferenceRequest, InferenceResponse
 from genserve.sampling.sampling_params import SamplingParams
 from tests.fakes.local_replicas import LocalReplicas
 from tests.fakes.sequences import Clock
+from tests.support.step_gate import StepGate
 
 SAMPLED = {"temperature": 1.0, "ignore_eos": True}
 # Requests that another replica continues, and those that it repeats: the last three.
 REQUESTS = [
     {},
-    {"logprobs": True, "top_logprobs": 2, "prompt_logprobs": 1},
+    {"logprobs": True, "top_logprobs": 2, "prompt_logprobs": 1, "ignore_eos": True},
     {**SAMPLED, "stop": ("zq", "e\0")},
     {**SAMPLED, "stream_interval": 4},
     {**SAMPLED, "repetition_penalty": 1.3, "dry_multiplier": 0.8},
@@ -75,6 +76,7 @@ def outcomes(metrics: Metrics) -> dict[str, float]:
 
 def test_answers_go_on_where_a_replica_died(replicas: list[ModelReplica], runner: asyncio.Runner) -> None:
     metrics = Metrics()
+    gate = StepGate(replicas[1].repository.text_model())
 
     async def survive() -> None:
         expected = [await whole(replicas[0].generate(call(replicas[0], n))) for n in range(24)]
@@ -87,16 +89,23 @@ def test_answers_go_on_where_a_replica_died(replicas: list[ModelReplica], runner
             async with aclosing(failover.generate(call(replicas[0], number))) as items:
                 async for some in items:
                     deltas += some
-                    if number == 1:     # the first call of the replica that dies
+                    if number % 2:      # of the replica that dies
                         begun.set()
             return join_choices(deltas)
 
+        gate.shut()
+        gate.allow(4)   # of its answers the first ones begin, and none ends
         reading = [asyncio.ensure_future(read(number)) for number in range(24)]
         await begun.wait()
+        assert local.calls[:24] == [0, 1] * 12
         local.kill(1)
+        gate.open()
         assert await asyncio.gather(*reading) == expected
 
-    runner.run(survive())
+    try:
+        runner.run(survive())
+    finally:
+        gate.remove()
     assert sum(outcomes(metrics).values()) == 12
     assert outcomes(metrics)["resumed"] >= 1
     count = metrics.registry.get_sample_value("genserve_interruption_seconds_count", {"model": "tiny"})

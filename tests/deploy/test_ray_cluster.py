@@ -14,7 +14,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -33,7 +32,7 @@ from typer.testing import CliRunner
 
 from benchmarks.streamed_texts import requests_of, stream_all
 from genserve.cli.main import app
-from tests.support.live_server import LiveServer
+from tests.support.live_server import LiveServer, wait_until
 
 # Seconds on an idle machine; but each of many processes imports a lot.
 pytestmark = pytest.mark.timeout(600)
@@ -104,9 +103,8 @@ def free_port() -> int:
         return port
 
 
-def wait_for(happened: Callable[[], bool]) -> None:
-    while not happened():
-        time.sleep(0.2)
+def wait_for(happened: Callable[[], bool], what: str) -> None:
+    wait_until(happened, what, timeout_s=240, every_s=0.2)
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +209,7 @@ def test_a_new_version_replaces_its_replicas_alone_and_no_request_fails(deployed
     with load(lambda: doubled(deployed.url), num_clients=2) as found:
         add_version(deployed.repository, 2, factor=3)
         ran = deployed.deploy("--config", str(deployed.file), "--detach")
-        wait_for(lambda: doubled(deployed.url) == [3, 6])
+        wait_for(lambda: doubled(deployed.url) == [3, 6], "the answer of the new version")
     assert ran.returncode == 0, ran.stderr
     assert found[0] == [2, 4]
     assert all(each in ([2, 4], [3, 6]) for each in found)
@@ -241,7 +239,10 @@ def test_streams_survive_the_kill_of_a_replica(deployed: Deployed) -> None:
     assert 'genserve_interrupted_calls_total{model="tiny",outcome="failed"} 0.0' in metrics
     [resumed] = re.findall('genserve_interrupted_calls_total{model="tiny",outcome="resumed"} (.*)', metrics)
     assert float(resumed) > 0
-    wait_for(lambda: pid not in deployed.pids("tiny") and len(deployed.pids("tiny")) == 3)
+    wait_for(
+        lambda: pid not in deployed.pids("tiny") and len(deployed.pids("tiny")) == 3,
+        "a new replica in place of the one that was killed",
+    )
 
 
 @pytest.mark.slow
@@ -252,7 +253,9 @@ def test_answers_that_stream_during_a_rolling_update_are_complete(deployed: Depl
         folder = deployed.repository / "tiny_logits"
         shutil.copytree(folder / "1", folder / "2")
         ran = deployed.deploy("--config", str(deployed.file), "--detach")
-        wait_for(lambda: not before.keys() & deployed.replicas()["tiny"].keys())
+        wait_for(
+            lambda: not before.keys() & deployed.replicas()["tiny"].keys(), "the replacement of all replicas"
+        )
     assert ran.returncode == 0, ran.stderr
     assert len(found) > 8
     assert all(text == undisturbed for text in found)
@@ -281,11 +284,11 @@ def test_replicas_follow_the_load_from_one_to_three_and_back(deployed: Deployed,
     def states() -> list[str]:
         return sorted(deployed.replicas()["tiny"].values())
 
-    wait_for(lambda: states() == ["RUNNING"])
+    wait_for(lambda: states() == ["RUNNING"], "one replica before the load")
     undisturbed = streamed(deployed.url)
     with load(lambda: streamed(deployed.url), num_clients=8) as found:
-        wait_for(lambda: states() == ["RUNNING"] * 3)
-    wait_for(lambda: states() == ["RUNNING"])
+        wait_for(lambda: states() == ["RUNNING"] * 3, "three replicas under load")
+    wait_for(lambda: states() == ["RUNNING"], "one replica after the load")
     assert all(text == undisturbed for text in found)
 
 

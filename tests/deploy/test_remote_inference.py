@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,7 +16,7 @@ from genserve.deploy.replica import ModelReplica
 from tests.deploy.test_ingress import shown
 from tests.fakes.local_replicas import LocalReplicas
 from tests.support.live_ingress import LiveIngress
-from tests.support.live_server import LiveServer
+from tests.support.live_server import LiveServer, wait_until
 from tests.support.python_models import write_model
 
 RESHAPING = """
@@ -183,10 +182,5 @@ def test_a_client_that_leaves_cancels_the_inference_in_the_replica(
         body = json.dumps(of("X", 1)).encode()
         head = f"Host: 127.0.0.1\r\nContent-Length: {len(body)}\r\n\r\n"
         client.sendall(f"POST /v2/models/waiting/infer HTTP/1.1\r\n{head}".encode() + body)
-        wait_for(folder / "begun")
-    wait_for(folder / "cancelled")
-
-
-def wait_for(file: Path) -> None:
-    while not file.exists():
-        time.sleep(0.01)
+        wait_until((folder / "begun").exists, "the begin of the inference")
+    wait_until((folder / "cancelled").exists, "its cancellation")

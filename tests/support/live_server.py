@@ -99,11 +99,11 @@ def slow_down(server: LiveServer, monkeypatch) -> None:
     monkeypatch.setattr(model, "forward", slow)
 
 
-def wait_until(holds, *, timeout_s: float = 30) -> None:
+def wait_until(holds, what: str = "it", *, timeout_s: float = 30, every_s: float = 0.001) -> None:
     deadline = time.monotonic() + timeout_s
     while not holds():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.001)
+        assert time.monotonic() < deadline, f"{what} never came true"
+        time.sleep(every_s)
 
 
 @contextmanager
