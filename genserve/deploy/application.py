@@ -7,7 +7,7 @@ of deployments, such as replicas and resources, are in the config file: `deploy/
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from genserve.deploy.serve_library import import_ray
 from genserve.deploy.serve_replicas import ServeReplicas, packed
 from genserve.errors import ModelNotReady
 from genserve.inference import InferenceRequest
+from genserve.kserve.log_settings import LogSettings
 from genserve.server.access_control import require_safe_addresses
 from genserve.server.repository_options import repository_options
 
@@ -60,11 +61,15 @@ class ServedModel:
     """One replica of a model, as Serve calls it."""
 
     def __init__(self, args: ApplicationArgs, name: str) -> None:
-        """Load the model; blocks. Raises as `ModelReplica` does."""
-        options = replace(repository_options(args.server_settings()), renumber_gpus=True)
+        """Load the model; blocks. Raises as `ModelReplica` and `LogSettings` do."""
+        settings = args.server_settings()
+        options = replace(repository_options(settings), renumber_gpus=True)
+        self._closing = ExitStack()
+        self._closing.enter_context(LogSettings(settings).written())
         self._replica = ModelReplica(
             args.model_repository, name, needed=args.models[name], options=options
         )
+        self._closing.callback(self._replica.close)
 
     async def generate(self, call: GenerationCall) -> AsyncIterator[Any]:
         """Yield the deltas of a call, packed; see `ReplicaSet.generate`."""
@@ -108,5 +113,5 @@ class ServedModel:
 
     def __del__(self) -> None:
         """Unload the model; Serve calls this when the last call has ended, or the time for that is over."""
-        if replica := self.__dict__.get("_replica"):
-            replica.close()
+        if closing := self.__dict__.get("_closing"):
+            closing.close()

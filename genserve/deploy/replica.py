@@ -26,6 +26,7 @@ from genserve.generation.engine_request import TokenSequence
 from genserve.generation.request_inbox import Reservation
 from genserve.generation_metrics import Metrics
 from genserve.inference import InferenceRequest
+from genserve.log import CURRENT_REQUEST, LoggedRequest
 from genserve.repository.model_versions import ModelState
 from genserve.repository.options import RepositoryOptions
 from genserve.repository.repository import Repository
@@ -34,7 +35,7 @@ from genserve.textmodel.text_model import TextModel, needs_grammar
 
 
 class ModelReplica:
-    """Answers the calls of an ingress by a repository of its own. For one event loop.
+    """Answers the calls of an ingress by a repository of its own. For one event loop, each call in a task.
 
     Attributes:
         name: of the model.
@@ -97,6 +98,7 @@ class ModelReplica:
                 yield deltas
 
     async def _submit(self, call: GenerationCall) -> AsyncDeltaStream:
+        CURRENT_REQUEST.set(LoggedRequest(id=call.request_id))
         model = self.repository.text_model(call.model)
         if self._sink is None:
             self._sink = EventLoopSink(asyncio.get_running_loop())
@@ -114,6 +116,7 @@ class ModelReplica:
     async def infer(self, request: InferenceRequest) -> AsyncIterator[InferenceItem]:
         """Yield the responses to a request, on the CPU; see `ReplicaSet.infer`."""
         self._check_open()
+        CURRENT_REQUEST.set(LoggedRequest(id=request.id))
         if self._dispatcher is None:
             self._dispatcher = ResponseDispatcher(asyncio.get_running_loop())
         with RunningInference(request, server=self.repository, dispatcher=self._dispatcher) as running:
