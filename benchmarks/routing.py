@@ -8,8 +8,8 @@ scheduler and KV cache; only its logits stage waits as long as a measured one co
 So what limits the replicas is the measured step, and not the cores of this machine.
 
 Round robin and power of two choices are what Ray Serve and most load balancers do: the second one sends a
-request to the one of two random replicas that has fewer requests. Ours is `genserve/deploy/prefix_router.py`,
-with statistics as old as in a deployment (`--statistics-s`).
+request to the one of two random replicas that has fewer requests. Ours is
+`genserve/deploy/routing/prefix_router.py`, with statistics as old as in a deployment (`--statistics-s`).
 
 Prints a table of medians over the rounds in Markdown. Cached tokens are the share of all prompt tokens that a
 replica did not compute. The ratio of a round is that to the better one of the two others.
@@ -35,8 +35,8 @@ from report import markdown, median
 from waiting_logits import SMOLLM2, WaitingLogits
 
 from genserve.deploy.messages import GenerationCall
-from genserve.deploy.replica_load import ReplicaLoad
-from genserve.deploy.request_ranking import RequestRanking
+from genserve.deploy.replica.replica_load import ReplicaLoad
+from genserve.deploy.routing.request_ranking import RequestRanking
 from genserve.figure_file import check_plot, new_figure
 from genserve.generation.admission_control import QueueLimits
 from genserve.generation.delta_streams import EventLoopSink

@@ -39,8 +39,8 @@ from targets import Work, server_at
 from waiting_deployment import ALONE, environment
 from waiting_logits import StepCost
 
-from genserve.deploy.deploy_config import Endpoint, Scale, find_models, serve_config
-from genserve.deploy.serve_cluster import ServeCluster, local_cluster
+from genserve.deploy.ray.deploy_config import Endpoint, Scale, find_models, serve_config
+from genserve.deploy.ray.serve_cluster import ServeCluster, local_cluster
 from genserve.figure_file import check_plot, new_figure
 
 NAME = "genserve"

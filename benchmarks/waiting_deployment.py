@@ -60,7 +60,7 @@ def build_alone(args: Mapping[str, Any]) -> Any:
     """An application of one process: the single server's own, with its engines, behind Serve's proxy."""
     from ray import serve
 
-    from genserve.deploy.application_args import ApplicationArgs
+    from genserve.deploy.ray.application_args import ApplicationArgs
     from genserve.generation_metrics import Metrics
     from genserve.repository.repository import Repository
     from genserve.server.app import create_app

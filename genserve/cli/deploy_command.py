@@ -17,7 +17,7 @@ from genserve.cli.flags import ModelRepositories
 from genserve.errors import GenserveError
 
 if TYPE_CHECKING:
-    from genserve.deploy.deploy_config import Endpoint, Scale
+    from genserve.deploy.ray.deploy_config import Endpoint, Scale
 
 _MODELS, _CLUSTER = "Models", "Cluster"
 
@@ -107,7 +107,7 @@ def deploy(
     Runs until Ctrl-C, which deletes the application unless it ran before, or with --detach until the models
     answer. `serve status` shows what runs.
     """
-    from genserve.deploy.serve_library import require_ray
+    from genserve.deploy.ray.serve_library import require_ray
 
     require_ray()
     if address is None and (detach or delete):
@@ -120,7 +120,7 @@ def deploy(
         _delete(name, address=address)
         return
     if config is None:
-        from genserve.deploy.deploy_config import Endpoint
+        from genserve.deploy.ray.deploy_config import Endpoint
 
         endpoint = Endpoint(name=name, route_prefix=route_prefix, host=host, port=port)
         scale = _scale(min_replicas, max_replicas)
@@ -130,7 +130,7 @@ def deploy(
             raise typer.BadParameter("names the models itself", param_hint="--config")
         deployed = _read(config)
     if dry_run:
-        from genserve.deploy.config_file import to_yaml
+        from genserve.deploy.ray.config_file import to_yaml
 
         print(to_yaml(deployed), end="")
         return
@@ -140,7 +140,7 @@ def deploy(
 
 
 def _scale(least: int, most: int | None) -> Scale:
-    from genserve.deploy.deploy_config import Scale
+    from genserve.deploy.ray.deploy_config import Scale
 
     if most is not None and most < least:
         raise typer.BadParameter(f"is {most}, less than --min-replicas {least}", param_hint="--max-replicas")
@@ -156,7 +156,7 @@ def _generated(
         GenserveError: other machines could connect without an API key, or as `find_models` does.
     """
     from genserve.cli.model_access import bring_models
-    from genserve.deploy.deploy_config import find_models, serve_config
+    from genserve.deploy.ray.deploy_config import find_models, serve_config
     from genserve.server.access_control import is_loopback
     from genserve.store import default_repository
 
@@ -177,9 +177,9 @@ def _generated(
 
 def _read(path: Path) -> dict[str, Any]:
     """Return the config of a file, with the fingerprints of its models; those of missing folders stay."""
-    from genserve.deploy.application_args import ApplicationArgs
-    from genserve.deploy.config_file import read_config
-    from genserve.deploy.deploy_config import IMPORT_PATH, find_models, with_fingerprints
+    from genserve.deploy.ray.application_args import ApplicationArgs
+    from genserve.deploy.ray.config_file import read_config
+    from genserve.deploy.ray.deploy_config import IMPORT_PATH, find_models, with_fingerprints
 
     config = read_config(path)
     for application in config["applications"]:
@@ -194,7 +194,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _warn_if_open(config: Mapping[str, Any]) -> None:
     """Warn if a file lets other machines connect without a key; the ingress rejects other open settings."""
-    from genserve.deploy.deploy_config import IMPORT_PATH
+    from genserve.deploy.ray.deploy_config import IMPORT_PATH
     from genserve.server.access_control import is_loopback
 
     host = (config.get("http_options") or {}).get("host", "0.0.0.0")    # Serve's default
@@ -214,8 +214,8 @@ def _warn_if_open(config: Mapping[str, Any]) -> None:
 @contextmanager
 def _cluster(address: str | None, *, config: Mapping[str, Any]) -> Iterator[str]:
     """Yield the URL of a dashboard: that of `address`, or of a cluster that ends with the block."""
-    from genserve.deploy.deploy_config import num_cpus
-    from genserve.deploy.serve_cluster import local_cluster
+    from genserve.deploy.ray.deploy_config import num_cpus
+    from genserve.deploy.ray.serve_cluster import local_cluster
 
     if address is not None:
         yield address
@@ -227,7 +227,7 @@ def _cluster(address: str | None, *, config: Mapping[str, Any]) -> Iterator[str]
 
 def _run(config: Mapping[str, Any], *, url: str, detach: bool) -> None:
     """Deploy, show the progress and the URLs, and wait for Ctrl-C, which deletes the new applications."""
-    from genserve.deploy.serve_cluster import ServeCluster
+    from genserve.deploy.ray.serve_cluster import ServeCluster
 
     cluster = ServeCluster(url)
     names = [application["name"] for application in config["applications"]]
@@ -259,7 +259,7 @@ def _run(config: Mapping[str, Any], *, url: str, detach: bool) -> None:
 
 
 def _delete(name: str, *, address: str) -> None:
-    from genserve.deploy.serve_cluster import ServeCluster
+    from genserve.deploy.ray.serve_cluster import ServeCluster
 
     ServeCluster(address).delete(name)
     print(f"deleted {name}")

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import count
 
-from genserve.deploy.prefix_router import PrefixRouter
-from genserve.deploy.replica_load import LoadEstimates
+from genserve.deploy.replica.replica_load import LoadEstimates
+from genserve.deploy.routing.prefix_router import PrefixRouter
 from genserve.errors import Overloaded
 from genserve.generation.prefix_cache import block_keys
 from genserve.planner.planned_request import PlannedRequest

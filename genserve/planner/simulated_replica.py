@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import cast
 
-from genserve.deploy.replica_load import ReplicaLoad
+from genserve.deploy.replica.replica_load import ReplicaLoad
 from genserve.generation.admission_control import AdmissionControl, QueueLimits
 from genserve.generation.engine_request import Request, TokenSequence
 from genserve.generation.kv_cache_manager import KVCacheManager

@@ -10,7 +10,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from genserve.cli.main import app
-from genserve.deploy.deploy_config import FINGERPRINT
+from genserve.deploy.ray.deploy_config import FINGERPRINT
 
 
 def run(*words: str) -> Result:

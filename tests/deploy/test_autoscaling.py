@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genserve.deploy.autoscaling import (
+from genserve.deploy.ray.autoscaling import (
     USAGE,
     WAITING_TOKENS,
     ScalingTargets,

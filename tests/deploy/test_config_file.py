@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from genserve.deploy.config_file import read_config, to_yaml
-from genserve.deploy.deploy_config import IMPORT_PATH, Endpoint, Scale, find_models, serve_config
+from genserve.deploy.ray.config_file import read_config, to_yaml
+from genserve.deploy.ray.deploy_config import IMPORT_PATH, Endpoint, Scale, find_models, serve_config
 from genserve.errors import ConfigError, RepositoryError
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from genserve.backends.onnx_session import default_threads
-from genserve.deploy.deploy_config import (
+from genserve.deploy.ray.deploy_config import (
     FINGERPRINT,
     INGRESS,
     Endpoint,

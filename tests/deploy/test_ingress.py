@@ -13,8 +13,8 @@ import httpx2
 import openai
 import pytest
 
-from genserve.deploy.ingress import make_ingress_app
-from genserve.deploy.replica import ModelReplica
+from genserve.deploy.ingress.ingress_app import make_ingress_app
+from genserve.deploy.replica.model_replica import ModelReplica
 from genserve.generation.engine_thread import EngineThread
 from genserve.log import CURRENT_REQUEST
 from genserve.settings import ServerSettings

@@ -5,8 +5,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genserve.deploy.prefix_router import PrefixRouter
-from genserve.deploy.replica_load import ReplicaLoad
+from genserve.deploy.replica.replica_load import ReplicaLoad
+from genserve.deploy.routing.prefix_router import PrefixRouter
 from genserve.generation.prefix_cache import block_key, root_key
 
 BLOCK = 4

@@ -273,7 +273,7 @@ def test_replicas_follow_the_load_from_one_to_three_and_back(deployed: Deployed,
         "downscale_delay_s": 2.0,
         "look_back_period_s": 2.0,
         "policy": {
-            "policy_function": "genserve.deploy.autoscaling:TokenLoadPolicy",
+            "policy_function": "genserve.deploy.ray.autoscaling:TokenLoadPolicy",
             "policy_kwargs": {"target_usage": 0.1, "target_waiting_tokens": 100.0},
         },
     }

@@ -12,10 +12,10 @@ import pytest
 
 from genserve.completion import Delta, join_deltas
 from genserve.deploy import remote_engine
-from genserve.deploy.live_replicas import LiveReplicas
+from genserve.deploy.ingress.live_replicas import LiveReplicas
+from genserve.deploy.ingress.remote_engine import RemoteEngine
 from genserve.deploy.messages import GenerationCall
-from genserve.deploy.remote_engine import RemoteEngine
-from genserve.deploy.replica import ModelReplica
+from genserve.deploy.replica.model_replica import ModelReplica
 from genserve.sampling.sampling_params import SamplingParams
 
 PROMPT = "Tell me"

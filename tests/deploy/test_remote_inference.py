@@ -12,7 +12,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from genserve.deploy.replica import ModelReplica
+from genserve.deploy.replica.model_replica import ModelReplica
 from tests.deploy.test_ingress import shown
 from tests.fakes.local_replicas import LocalReplicas
 from tests.support.live_ingress import LiveIngress

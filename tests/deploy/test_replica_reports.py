@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from genserve.deploy.deployment_metrics import merged
-from genserve.deploy.description import ReplicaReport, VersionReport
-from genserve.deploy.replica_reports import ReplicaReports
+from genserve.deploy.ingress.deployment_metrics import merged
+from genserve.deploy.ingress.replica_reports import ReplicaReports
+from genserve.deploy.replica.description import ReplicaReport, VersionReport
 from genserve.generation_metrics import Metrics
 from genserve.histogram import Histogram
 from genserve.inference_statistics import ModelStatistics

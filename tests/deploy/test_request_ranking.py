@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from genserve.deploy.messages import GenerationCall
-from genserve.deploy.replica import ModelReplica
-from genserve.deploy.replica_load import LoadEstimates, ReplicaLoad
-from genserve.deploy.request_ranking import RequestRanking
+from genserve.deploy.replica.model_replica import ModelReplica
+from genserve.deploy.replica.replica_load import LoadEstimates, ReplicaLoad
+from genserve.deploy.routing.request_ranking import RequestRanking
 from genserve.errors import InferenceError
 from genserve.inference import InferenceRequest, RequestFlags
 from genserve.sampling.sampling_params import SamplingParams

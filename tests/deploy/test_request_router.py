@@ -10,8 +10,8 @@ from ray.serve._private.common import DeploymentHandleSource, DeploymentID, Requ
 from ray.serve.request_router import PendingRequest, ReplicaID
 
 from genserve.deploy.messages import GenerationCall
-from genserve.deploy.replica_load import ReplicaLoad
-from genserve.deploy.request_router import PrefixAwareRouter
+from genserve.deploy.replica.replica_load import ReplicaLoad
+from genserve.deploy.routing.request_router import PrefixAwareRouter
 from genserve.sampling.sampling_params import SamplingParams
 
 DEPLOYMENT = DeploymentID(name="tiny", app_name="genserve")

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from genserve.cli.main import app
 from genserve.deploy import serve_cluster
-from genserve.deploy.serve_cluster import ServeCluster
+from genserve.deploy.ray.serve_cluster import ServeCluster
 from genserve.errors import DeployFailed, Unauthenticated, Unreachable
 
 APP = {"status": "DEPLOYING", "message": "", "deployments": {}, "deployed_app_config": {"name": "a"}}

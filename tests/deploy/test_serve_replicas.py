@@ -14,7 +14,7 @@ from ray.serve.handle import DeploymentBroadcastResponse
 
 from genserve.deploy import serve_replicas
 from genserve.deploy.messages import GenerationCall
-from genserve.deploy.serve_replicas import ServeReplicas, packed
+from genserve.deploy.ray.serve_replicas import ServeReplicas, packed
 from genserve.errors import (
     Closed,
     ContextLengthExceeded,

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from genserve.completion import Delta
 from genserve.deploy.messages import Broadcast, GenerationCall, InferenceItem
-from genserve.deploy.replica import ModelReplica
+from genserve.deploy.replica.model_replica import ModelReplica
 from genserve.errors import ReplicaLost
 from genserve.inference import InferenceRequest
 

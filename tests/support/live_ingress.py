@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import uvicorn
 
-from genserve.deploy.ingress import make_ingress_app
+from genserve.deploy.ingress.ingress_app import make_ingress_app
 from genserve.deploy.messages import ReplicaSet
 from genserve.settings import ServerSettings
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from uuid import uuid4
 
 from genserve.completion import Delta
-from genserve.deploy.description import (
+from genserve.deploy.messages import GenerationCall, InferenceItem
+from genserve.deploy.replica.description import (
     ReplicaReport,
     ReplicaStatus,
     VersionDescription,
@@ -18,8 +19,7 @@ from genserve.deploy.description import (
     describe,
     digest,
 )
-from genserve.deploy.messages import GenerationCall, InferenceItem
-from genserve.deploy.replica_load import ReplicaLoad
+from genserve.deploy.replica.replica_load import ReplicaLoad
 from genserve.errors import Closed
 from genserve.generation.delta_streams import AsyncDeltaStream, EventLoopSink
 from genserve.generation.engine_request import TokenSequence

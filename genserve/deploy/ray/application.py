@@ -1,7 +1,7 @@
 """Application: the Ray Serve application of a model repository, which Serve's config files import.
 
-`import_path: genserve.deploy.application:build`, with `args` as in `deploy/application_args.py`. The options
-of deployments, such as replicas and resources, are in the config file: `deploy/deploy_config.py`.
+`import_path: genserve.deploy.ray.application:build`, with `args` as in `application_args.py`. The options of
+deployments, such as replicas and resources, are in the config file: `deploy_config.py`.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from contextlib import ExitStack, aclosing
 from dataclasses import asdict, replace
 from typing import Any
 
-from genserve.deploy.application_args import ApplicationArgs
-from genserve.deploy.autoscaling import USAGE, WAITING_TOKENS
-from genserve.deploy.deploy_config import INGRESS
-from genserve.deploy.description import ReplicaReport, ReplicaStatus, VersionDescription
-from genserve.deploy.ingress import make_ingress_app
+from genserve.deploy.ingress.ingress_app import make_ingress_app
 from genserve.deploy.messages import GenerationCall
-from genserve.deploy.replica import ModelReplica
-from genserve.deploy.serve_library import import_ray
-from genserve.deploy.serve_replicas import ServeReplicas, packed
+from genserve.deploy.ray.application_args import ApplicationArgs
+from genserve.deploy.ray.autoscaling import USAGE, WAITING_TOKENS
+from genserve.deploy.ray.deploy_config import INGRESS
+from genserve.deploy.ray.serve_library import import_ray
+from genserve.deploy.ray.serve_replicas import ServeReplicas, packed
+from genserve.deploy.replica.description import ReplicaReport, ReplicaStatus, VersionDescription
+from genserve.deploy.replica.model_replica import ModelReplica
 from genserve.errors import ModelNotReady
 from genserve.inference import InferenceRequest
 from genserve.kserve.log_settings import LogSettings

@@ -10,13 +10,13 @@ from functools import partial
 from pathlib import Path
 
 from genserve.config.schema import model_config, new_model_config
-from genserve.deploy.deployment_metrics import DeploymentMetrics
-from genserve.deploy.description import ReplicaReport, VersionDescription, digest
-from genserve.deploy.failover import Failover
-from genserve.deploy.live_replicas import LiveReplicas
+from genserve.deploy.ingress.deployment_metrics import DeploymentMetrics
+from genserve.deploy.ingress.failover import Failover
+from genserve.deploy.ingress.live_replicas import LiveReplicas
+from genserve.deploy.ingress.remote_inference import RemoteInference
+from genserve.deploy.ingress.remote_text_model import load_remote_text_model
 from genserve.deploy.messages import ReplicaSet
-from genserve.deploy.remote_inference import RemoteInference
-from genserve.deploy.remote_text_model import load_remote_text_model
+from genserve.deploy.replica.description import ReplicaReport, VersionDescription, digest
 from genserve.errors import SEE_LOG, GenserveError, InferenceError, RepositoryError
 from genserve.histogram import Histogram
 from genserve.inference_statistics import ModelStatistics

@@ -14,8 +14,8 @@ from hashlib import blake2b
 from typing import Generic, TypeAlias, TypeVar
 
 from genserve.deploy.messages import GenerationCall
-from genserve.deploy.prefix_router import PrefixRouter
-from genserve.deploy.replica_load import LoadEstimates, ReplicaLoad
+from genserve.deploy.replica.replica_load import LoadEstimates, ReplicaLoad
+from genserve.deploy.routing.prefix_router import PrefixRouter
 from genserve.generation.prefix_cache import block_keys
 from genserve.inference import InferenceRequest
 

@@ -8,7 +8,7 @@ from contextlib import aclosing, suppress
 from contextvars import Context
 from dataclasses import replace
 
-from genserve.deploy.live_replicas import LiveReplicas
+from genserve.deploy.ingress.live_replicas import LiveReplicas
 from genserve.errors import SEE_LOG, Closed, GenserveError, ModelFailed
 from genserve.inference import Inference
 

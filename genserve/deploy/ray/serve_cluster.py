@@ -11,7 +11,7 @@ from typing import Any
 from urllib.request import urlopen
 
 from genserve.backends.onnx_session import num_cores
-from genserve.deploy.serve_library import import_ray
+from genserve.deploy.ray.serve_library import import_ray
 from genserve.errors import DeployFailed, Unauthenticated, Unreachable
 
 _POLL_S = 0.5

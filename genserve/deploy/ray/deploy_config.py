@@ -1,7 +1,7 @@
 """Deploy config: a model repository as the config file of a Ray Serve application.
 
 The file is Serve's own (`serve deploy FILE`, a RayService of Kubernetes), and people edit and keep it:
-`import_path` names the builder of `deploy/application.py`, `args` what it builds, `deployments` the options.
+`import_path` names the builder of `application.py`, `args` what it builds, `deployments` the options.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 from genserve.backends.onnx_session import default_threads
 from genserve.config.diagnostics import first_error
 from genserve.config.model_config import ModelConfig
-from genserve.deploy.autoscaling import ScalingTargets
+from genserve.deploy.ray.autoscaling import ScalingTargets
 from genserve.errors import RepositoryError, suggestion
 from genserve.repository.index import ModelEntry, all_step_models, fingerprint, scan, step_models
 from genserve.repository.text_stages import TextStages, text_models
 from genserve.settings import ServerSettings
 from genserve.textmodel.logits_config import num_pipeline_stages
 
-IMPORT_PATH = "genserve.deploy.application:build"
+IMPORT_PATH = "genserve.deploy.ray.application:build"
 INGRESS = "ingress"
 # A change of its value replaces the replicas of a deployment, since it is part of their environment.
 FINGERPRINT = "GENSERVE_MODEL_FINGERPRINT"
@@ -30,9 +30,9 @@ FINGERPRINT = "GENSERVE_MODEL_FINGERPRINT"
 _INGRESS_VARIABLES = {"RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0"}
 _REPLICA_VARIABLES = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
 _THREADS = ("intra_op_thread_count", "INTRA_OP_THREAD_COUNT", "TF_NUM_INTRA_THREADS")
-_POLICY = "genserve.deploy.autoscaling:TokenLoadPolicy"
+_POLICY = "genserve.deploy.ray.autoscaling:TokenLoadPolicy"
 _ROUTING = {
-    "request_router_class": "genserve.deploy.request_router:PrefixAwareRouter",
+    "request_router_class": "genserve.deploy.routing.request_router:PrefixAwareRouter",
     "request_routing_stats_period_s": 1.0,
 }
 # Answers may take this long to end on a replica that is being replaced.

@@ -27,7 +27,7 @@ _SETTINGS_OF_OTHERS = frozenset(
 
 
 class ApplicationArgs(BaseModel):
-    """The arguments of `deploy/application.py`.
+    """The arguments of `deploy/ray/application.py`.
 
     Attributes:
         model_repository: folders of the repository, at the same paths on every machine of the cluster.

@@ -6,9 +6,9 @@ import asyncio
 import time
 from pathlib import Path
 
-from genserve.deploy.description import StageFolder, TextDescription, digest_of_files, stage_path
-from genserve.deploy.live_replicas import LiveReplicas
-from genserve.deploy.remote_engine import RemoteEngine
+from genserve.deploy.ingress.live_replicas import LiveReplicas
+from genserve.deploy.ingress.remote_engine import RemoteEngine
+from genserve.deploy.replica.description import StageFolder, TextDescription, digest_of_files, stage_path
 from genserve.errors import RepositoryError
 from genserve.repository.text_stages import TextStages
 from genserve.text.tokenizer import Tokenizer

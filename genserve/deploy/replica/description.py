@@ -10,7 +10,7 @@ from typing import Any
 
 from prometheus_client.metrics_core import Metric
 
-from genserve.deploy.replica_load import ReplicaLoad
+from genserve.deploy.replica.replica_load import ReplicaLoad
 from genserve.inference_statistics import ModelStatistics
 from genserve.repository.model_versions import ModelVersion
 from genserve.repository.repository import Repository

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from genserve.deploy.deployment_metrics import merged
-from genserve.deploy.description import ReplicaReport
+from genserve.deploy.ingress.deployment_metrics import merged
+from genserve.deploy.replica.description import ReplicaReport
 
 # Replicas that do not answer and may still come back; the counts of earlier ones are kept as one sum.
 _MAX_ABSENT = 32

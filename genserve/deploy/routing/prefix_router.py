@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Generic, TypeVar
 
-from genserve.deploy.replica_load import ReplicaLoad
+from genserve.deploy.replica.replica_load import ReplicaLoad
 
 ReplicaId = TypeVar("ReplicaId", bound=Hashable)
 

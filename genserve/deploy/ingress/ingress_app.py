@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from genserve.deploy.deployment_metrics import DeploymentMetrics
+from genserve.deploy.ingress.deployment_metrics import DeploymentMetrics
+from genserve.deploy.ingress.remote_repository import RemoteRepository
 from genserve.deploy.messages import ReplicaSet
-from genserve.deploy.remote_repository import RemoteRepository
 from genserve.errors import InferenceError
 from genserve.kserve.shared_memory import SharedMemory
 from genserve.server.app import create_app

@@ -9,9 +9,9 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from genserve.deploy.application_args import ApplicationArgs, known_settings
-from genserve.deploy.deploy_config import IMPORT_PATH
-from genserve.deploy.serve_library import import_ray
+from genserve.deploy.ray.application_args import ApplicationArgs, known_settings
+from genserve.deploy.ray.deploy_config import IMPORT_PATH
+from genserve.deploy.ray.serve_library import import_ray
 from genserve.errors import ConfigError, RepositoryError, suggestion
 
 _HEADING = """\

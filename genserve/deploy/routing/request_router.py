@@ -15,8 +15,8 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from genserve.deploy.replica_load import ReplicaLoad
-from genserve.deploy.request_ranking import RequestRanking
+from genserve.deploy.replica.replica_load import ReplicaLoad
+from genserve.deploy.routing.request_ranking import RequestRanking
 
 _LOAD_FIELDS = frozenset(field.name for field in fields(ReplicaLoad))
 

@@ -13,9 +13,9 @@ from contextvars import Context
 from dataclasses import replace
 
 from genserve.completion import Delta
-from genserve.deploy.description import LogitsSizes
-from genserve.deploy.live_replicas import LiveReplicas
+from genserve.deploy.ingress.live_replicas import LiveReplicas
 from genserve.deploy.messages import GenerationCall
+from genserve.deploy.replica.description import LogitsSizes
 from genserve.errors import SEE_LOG, Closed, GenserveError, ModelFailed, ReplicaLost
 from genserve.generation.engine_request import Request, TokenSequence
 from genserve.generation.kv_cache_manager import max_tokens_per_sequence

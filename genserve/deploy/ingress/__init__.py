@@ -1,0 +1,1 @@
+"""The ingress: the single server's application over models that run in replicas."""

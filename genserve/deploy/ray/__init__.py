@@ -1,0 +1,1 @@
+"""Ray: the deployment as an application of Ray Serve."""

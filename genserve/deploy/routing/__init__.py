@@ -1,0 +1,1 @@
+"""Routing: which replica gets a request."""
