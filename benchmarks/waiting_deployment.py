@@ -43,7 +43,7 @@ def environment(cost: StepCost) -> dict[str, str]:
 
 def build(args: Mapping[str, Any]) -> Any:
     """The application of `genserve deploy ray`, with waiting logits stages."""
-    from genserve.deploy import application
+    from genserve.deploy.ray import application
 
     class WaitingModel(application.ServedModel):
         """One replica of a model, as Serve calls it."""

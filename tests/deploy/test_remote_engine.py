@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from genserve.completion import Delta, join_deltas
-from genserve.deploy import remote_engine
+from genserve.deploy.ingress import remote_engine
 from genserve.deploy.ingress.live_replicas import LiveReplicas
 from genserve.deploy.ingress.remote_engine import RemoteEngine
 from genserve.deploy.messages import GenerationCall

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from genserve.deploy import remote_repository
+from genserve.deploy.ingress import remote_repository
 from genserve.deploy.ingress.deployment_metrics import DeploymentMetrics
 from genserve.deploy.ingress.remote_repository import RemoteRepository
 from genserve.deploy.messages import Broadcast

@@ -15,7 +15,7 @@ import yaml
 from typer.testing import CliRunner
 
 from genserve.cli.main import app
-from genserve.deploy import serve_cluster
+from genserve.deploy.ray import serve_cluster
 from genserve.deploy.ray.serve_cluster import ServeCluster
 from genserve.errors import DeployFailed, Unauthenticated, Unreachable
 

@@ -12,8 +12,8 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 from ray.serve.exceptions import BackPressureError, ReplicaUnavailableError
 from ray.serve.handle import DeploymentBroadcastResponse
 
-from genserve.deploy import serve_replicas
 from genserve.deploy.messages import GenerationCall
+from genserve.deploy.ray import serve_replicas
 from genserve.deploy.ray.serve_replicas import ServeReplicas, packed
 from genserve.errors import (
     Closed,
