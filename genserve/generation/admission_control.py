@@ -13,9 +13,9 @@ from genserve.generation_metrics import GenerationMetrics
 _MAX_RETRY_AFTER_S = 60.0       # the official clients do not wait longer
 _MIN_RETRY_AFTER_S = 0.1
 _UNKNOWN_RETRY_AFTER_S = 1.0    # as long as the throughput is not known
-# Of the longest wait, what a request may be predicted to wait: predictions err, and a request that waits in
-# vain for the whole time is worse off than one that is rejected at once.
-_PREDICTED_SHARE = 0.8
+# Of the longest wait, what a request may be predicted to wait. An engine that shares its cores with a flood
+# of requests becomes a quarter slower, and a request that waits in vain is worse off than a rejected one.
+_PREDICTED_SHARE = 0.7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
