@@ -328,6 +328,7 @@ def loading(name: str) -> Iterator[None]:
     from genserve.cli.console import make_console
 
     with (
+        at_level("genserve.repository.load_errors", logging.CRITICAL),
         at_level("genserve.repository.model_lifecycle", logging.CRITICAL),
         make_console(stderr=True).status(f"loading {name}"),
     ):

@@ -1,4 +1,4 @@
-"""Model lifecycle: loads, replaces and unloads models; the reasons of failed loads, in Triton's words."""
+"""Model lifecycle: loads, replaces and unloads models."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from genserve.errors import (
     InferenceError,
     RepositoryError,
     Status,
-    drop_frames,
 )
 from genserve.repository.config_resolution import check_usable
 from genserve.repository.ensemble_rules import ensemble_diagnostics
 from genserve.repository.index import ModelEntry, all_step_models, fingerprint, not_polled, scan, step_models
+from genserve.repository.load_errors import step_error, stopping, unexpected_as_failed
 from genserve.repository.load_request import LoadRequest, Upload
-from genserve.repository.model_loader import ModelLoader, VersionFailed
+from genserve.repository.model_loader import ModelLoader
 from genserve.repository.model_versions import ModelState, ModelTable, ModelVersion
 from genserve.repository.options import RepositoryOptions
 from genserve.repository.text_stages import TextStages, stage_owners, text_models, text_stages
@@ -35,17 +35,6 @@ from genserve.textmodel.logits_config import is_logits_stage
 logger = logging.getLogger(__name__)
 
 _C_LIBRARY = ctypes.CDLL(None) if sys.platform == "linux" else None
-
-_STATUS_WORDS: Mapping[Status, str] = {
-    Status.UNKNOWN: "Unknown",
-    Status.INTERNAL: "Internal",
-    Status.NOT_FOUND: "Not found",
-    Status.INVALID_ARG: "Invalid argument",
-    Status.UNAVAILABLE: "Unavailable",
-    Status.UNSUPPORTED: "Unsupported",
-    Status.ALREADY_EXISTS: "Already exists",
-    Status.CANCELLED: "Cancelled",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +72,15 @@ class _Model:
     polled: object = None
     settling: object = None
     failed: _FailedLoad | None = None
+
+    def has_settled(self, files: object) -> bool:
+        """Record the fingerprint at a poll; whether it has changed, and is that of the poll before."""
+        is_changed = files != self.polled
+        is_settled = is_changed and files == self.settling
+        if is_settled:
+            self.polled = files
+        self.settling = files if is_changed and not is_settled else None
+        return is_settled
 
 
 class ModelLifecycle:
@@ -123,7 +121,7 @@ class ModelLifecycle:
         """
         self.scan_folders()
         try:
-            with _unexpected_as_failed(request.name):
+            with unexpected_as_failed(request.name):
                 entry, upload = request.resolve(self.entries, options=self._options)
                 self._load_with_steps(entry, is_override=bool(request.config_json), upload=upload)
         except GenserveError as error:
@@ -177,17 +175,11 @@ class ModelLifecycle:
         for name in before.keys() - self.entries.keys():
             self._unload(name)
             self._model(name).polled = None
-        is_settling = False
         for name, entry in self.entries.items():
-            model, current = self._model(name), self._fingerprint(entry)
-            is_changed, is_settled = current != model.polled, current == model.settling
-            model.settling = current if is_changed else None
-            is_settling |= is_changed and not is_settled
-            if is_changed and is_settled:
-                model.polled, model.settling = current, None
+            if self._model(name).has_settled(self._fingerprint(entry)):
                 self.load_noted(entry)
         self._follow_steps()
-        return is_settling
+        return any(self._model(name).settling is not None for name in self.entries)
 
     def close(self) -> None:
         """Unload all models; blocks."""
@@ -217,7 +209,7 @@ class ModelLifecycle:
         As in Triton. Not to be called with the lock of a model.
         """
         with self._following:
-            while torn := [served.name for served in self._table.served if self._lacks_step(served)]:
+            while torn := self._table.torn_ensembles():
                 for name in torn:
                     self._model(name).waits_for_steps = True
                     self._unload(name)
@@ -234,13 +226,10 @@ class ModelLifecycle:
         found = [model.override or self.entries.get(name) for name, model in waiting]
         return [entry for entry in found if entry is not None]
 
-    def _lacks_step(self, served: ModelVersion) -> bool:
-        return served.text_model is None and not self._table.has_steps(served.config)
-
     @contextmanager
     def _noting_errors(self, name: str) -> Iterator[None]:
         try:
-            with _unexpected_as_failed(name):
+            with unexpected_as_failed(name):
                 yield
         except GenserveError as error:
             cause = error.__cause__  # names file and line
@@ -291,8 +280,12 @@ class ModelLifecycle:
         model = self._model(entry.name)
         for each in {requested.name: requested, entry.name: entry}.values():
             _reject_unusable(each, entries)
-        self._check_loadable(entry, entries, is_uploaded=upload is not None)
-        fresh = self._load_or_note(entry, entries, upload)
+        is_text_model = entry.name in self.text_models
+        _reject_broken(entry, entries, is_text_model=is_text_model, is_uploaded=upload is not None)
+        if not is_text_model:
+            self._load_missing_steps(entry)
+        _reject_unfit(entry, entries)
+        fresh = self._loader.load(entry, entries, upload=upload)
         if self._unloader.is_closing:
             for served in fresh:
                 served.close(timeout_s=0)
@@ -308,26 +301,13 @@ class ModelLifecycle:
             self._model(requested.name).override = requested
         self.errors.pop(entry.name, None)
 
-    def _check_loadable(
-        self, entry: ModelEntry, entries: Mapping[str, ModelEntry], *, is_uploaded: bool
-    ) -> None:
-        """Reject a text model that a load request breaks; load the missing steps of another ensemble."""
-        in_engine = entry.name in self.text_models or is_logits_stage(entry.config)
-        is_broken = entry.name in self.text_models and not text_stages(entry, entries)
-        if is_broken or (in_engine and is_uploaded):
-            raise InferenceError(
-                f"model '{entry.name}' runs in a text engine, which cannot be loaded like this",
-                status=Status.UNSUPPORTED,
-                remedy="change its files in the repository, or its config so that its three stages remain",
-            )
-        if entry.name not in self.text_models:
-            self._load_missing_steps(entry)
-        _reject_unfit(entry, entries)
-
     def _load_missing_steps(self, entry: ModelEntry) -> None:
         """Load the models of an ensemble's steps that are not ready: all, even if one of them fails."""
         failures: list[tuple[ModelEntry, InferenceError]] = []
-        for step in self._missing_steps(entry):
+        for step in step_models(entry, self.entries):
+            below = {step.name, *(model.name for model in all_step_models(step, self.entries))}
+            if self._table.of(step.name) or entry.name in below:
+                continue    # it is ready, or depends on the ensemble itself
             try:
                 self._load_with_steps(step)
             except InferenceError as error:
@@ -335,36 +315,7 @@ class ModelLifecycle:
         if failures:
             self._model(entry.name).waits_for_steps = True
             step, failure = failures[0]
-            text = f"load failed for model '{entry.name}': {_step_failed(entry.name, step, failure)}"
-            raise InferenceError(text, remedy=failure.remedy) from (failure.__cause__ or failure)
-
-    def _missing_steps(self, entry: ModelEntry) -> Iterator[ModelEntry]:
-        """Yield the models of steps that are not ready, without those that depend on the ensemble itself."""
-        for step in step_models(entry, self.entries):
-            below = {step.name, *(model.name for model in all_step_models(step, self.entries))}
-            if not self._table.of(step.name) and entry.name not in below:
-                yield step
-
-    def _load_or_note(
-        self, entry: ModelEntry, entries: Mapping[str, ModelEntry], upload: Upload | None
-    ) -> list[ModelVersion]:
-        """Load a model; if that fails, the old versions keep answering, and the index has the reason."""
-        name, version = entry.name, (entry.versions or (1,))[-1]
-        serves = bool(self._table.of(name))
-        if not serves:
-            self._table.set_state(name, version, ModelState.LOADING)
-        try:
-            return self._loader.load(entry, entries, upload=upload)
-        except Exception as error:
-            failed = error if isinstance(error, VersionFailed) else VersionFailed(error, version=version)
-        if not serves:
-            reason = _reason(failed.error)
-            self._table.set_state(name, failed.version, ModelState.UNAVAILABLE, reason=reason)
-            for other in failed.others:
-                self._table.set_state(name, other, ModelState.UNAVAILABLE, reason="unloaded")
-        reported = _load_error(name, failed)
-        drop_frames(failed.error)   # which is kept: the next load may need the memory
-        raise reported from failed.error
+            raise step_error(entry.name, step, failure) from (failure.__cause__ or failure)
 
     def _unload(self, name: str, *, timeout_s: float | None = None) -> None:
         timeout_s = self._options.exit_timeout_s if timeout_s is None else timeout_s
@@ -430,13 +381,6 @@ class _Unloader:
                 self._table.set_state(name, version, state, reason=reason)
 
 
-def stopping() -> InferenceError:
-    """Return the error of a load while the server stops."""
-    return InferenceError(
-        "the server is stopping", status=Status.UNAVAILABLE, remedy="try again on another server"
-    )
-
-
 def _return_free_memory() -> None:
     """Return the C library's free memory to the system: 30 of 195 MB after a load of the default model."""
     trim = getattr(_C_LIBRARY, "malloc_trim", None)     # of glibc
@@ -453,25 +397,26 @@ def _log_not_loaded(name: str, error: GenserveError) -> None:
     logger.error("model %s is not loaded: %s", name, error)
 
 
-@contextmanager
-def _unexpected_as_failed(name: str) -> Iterator[None]:
-    """Turn an exception that nobody expected, such as MemoryError, into the failure of this load alone."""
-    try:
-        yield
-    except GenserveError:
-        raise
-    except Exception as error:
-        logger.exception("model %s failed to load", name)
-        text = f"load failed for model '{name}': {_reason(error)}"
-        raise InferenceError(text, status=Status.INTERNAL) from error
-
-
 def _reject_unusable(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> None:
     """Reject a config that Triton rejects before it loads: the model gets no version in the index."""
     try:
         check_usable(entry, entries)
     except RepositoryError as error:
         raise not_polled(entry.name, remedy=str(error)) from error
+
+
+def _reject_broken(
+    entry: ModelEntry, entries: Mapping[str, ModelEntry], *, is_text_model: bool, is_uploaded: bool
+) -> None:
+    """Reject a load request that breaks a text model."""
+    is_broken = is_text_model and not text_stages(entry, entries)
+    in_engine = is_text_model or is_logits_stage(entry.config)
+    if is_broken or (in_engine and is_uploaded):
+        raise InferenceError(
+            f"model '{entry.name}' runs in a text engine, which cannot be loaded like this",
+            status=Status.UNSUPPORTED,
+            remedy="change its files in the repository, or its config so that its three stages remain",
+        )
 
 
 def _reject_unfit(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> None:
@@ -484,35 +429,3 @@ def _reject_unfit(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> None:
 
 def _steps(served: ModelVersion) -> list[str]:
     return [step.model_name for step in served.config.ensemble_steps]
-
-
-def _load_error(name: str, failed: VersionFailed) -> InferenceError:
-    """Return the error of a load for the requester; log an unexpected one."""
-    error = failed.error
-    if not isinstance(error, GenserveError):
-        logger.error("model %s failed to load", name, exc_info=error)
-    text = f"version {failed.version} is at UNAVAILABLE state: {_reason(error)};\n"
-    remedy = str(error) if isinstance(error, ConfigError) else getattr(error, "remedy", "")
-    return InferenceError(f"load failed for model '{name}': {text}", remedy=remedy)
-
-
-def _reason(error: Exception) -> str:
-    """Return the reason of a failed load, in Triton's form: its word for the status, and the message."""
-    if isinstance(error, InferenceError | RepositoryError):
-        text = error.text if isinstance(error, ConfigError) else error.message
-        return f"{_STATUS_WORDS[error.status]}: {text}"
-    if isinstance(error, GenserveError):
-        return f"Internal: {error.message}"
-    return f"Internal: {type(error).__name__}: {error}"
-
-
-def _step_failed(ensemble: str, step: ModelEntry, error: InferenceError) -> str:
-    """Return the reason of a failed load of an ensemble, in Triton's words: a step's model has failed."""
-    start = f"load failed for model '{step.name}': "
-    if not error.message.startswith(start):     # it was not polled
-        return f"ensemble {ensemble} contains models that are not available or ambiguous: {step.name}\n"
-    clause = "is not valid. Model '{}'" if step.is_ensemble else "has no loaded version. Model '{}' loading"
-    return (
-        f"ensemble '{ensemble}' depends on '{step.name}' which {clause.format(step.name)} failed with error: "
-        f"{error.message.removeprefix(start)}"
-    )

@@ -13,7 +13,7 @@ from genserve.backends.registry import find_backend
 from genserve.backends.warmup import run_warmups, warmup_batches
 from genserve.config.model_config import EnsembleStep, InstanceGroup, ModelConfig
 from genserve.config.supported_fields import Role
-from genserve.errors import RepositoryError
+from genserve.errors import RepositoryError, drop_frames
 from genserve.generation.engine_thread import EngineThread
 from genserve.generation_metrics import Metrics
 from genserve.inference import InferenceServer
@@ -22,8 +22,9 @@ from genserve.regular_file import read_regular_text
 from genserve.repository.config_resolution import ResolvedModel, resolve_model
 from genserve.repository.ensemble import Ensemble
 from genserve.repository.index import ModelEntry
+from genserve.repository.load_errors import VersionFailed, load_reason, version_error
 from genserve.repository.load_request import Upload
-from genserve.repository.model_versions import ModelRuntime, ModelTable, ModelVersion
+from genserve.repository.model_versions import ModelRuntime, ModelState, ModelTable, ModelVersion
 from genserve.repository.options import RepositoryOptions
 from genserve.repository.response_cache import ResponseCache
 from genserve.schedulers.model_instance import ModelInstances, group_placements
@@ -39,16 +40,6 @@ from genserve.textmodel.text_model_loader import load_logits_stage, load_text_mo
 logger = logging.getLogger(__name__)
 
 _MAX_LABELS_BYTES = 64 << 20     # a million classes have about 20 MB
-
-
-class VersionFailed(Exception):
-    """A version cannot be loaded, and therefore none of the model's; `others` are these."""
-
-    def __init__(self, error: Exception, *, version: int, others: Sequence[int] = ()) -> None:
-        super().__init__(version)
-        self.error = error
-        self.version = version
-        self.others = others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,16 +68,37 @@ class ModelLoader:
     ) -> list[ModelVersion]:
         """Load the versions of a model, warmed up and ready, and two of the stages of a text model.
 
+        The index says that a model is loading, or why it could not be loaded, unless old versions answer.
+
         Args:
             entry: the model.
             entries: all models of the repository, by name.
             upload: the folder of the model's files, if they came with the load request.
 
         Raises:
-            VersionFailed: one version cannot be loaded; the others are closed again.
-            RepositoryError: the config of the model or a stage has an error.
-            MissingDependency: see `resolve_model`.
+            InferenceError: one version cannot be loaded; the others are closed again.
         """
+        name, version = entry.name, (entry.versions or (1,))[-1]
+        serves = bool(self.table.of(name))
+        if not serves:
+            self.table.set_state(name, version, ModelState.LOADING)
+        try:
+            return self._load_all(entry, entries, upload=upload)
+        except Exception as error:
+            failed = error if isinstance(error, VersionFailed) else VersionFailed(error, version=version)
+        if not serves:
+            reason = load_reason(failed.error)
+            self.table.set_state(name, failed.version, ModelState.UNAVAILABLE, reason=reason)
+            for other in failed.others:
+                self.table.set_state(name, other, ModelState.UNAVAILABLE, reason="unloaded")
+        reported = version_error(name, failed)
+        drop_frames(failed.error)   # which is kept: the next load may need the memory
+        raise reported from failed.error
+
+    def _load_all(
+        self, entry: ModelEntry, entries: Mapping[str, ModelEntry], *, upload: Upload | None
+    ) -> list[ModelVersion]:
+        """Load the versions of a model; raises VersionFailed, and what `resolve_model` raises."""
         model = resolve_model(entry, entries, options=self.options)
         for warning in model.warnings:
             logger.warning("%s: %s (%s)", warning.where, warning.message, warning.remedy)

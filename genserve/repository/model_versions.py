@@ -334,6 +334,11 @@ class ModelTable:
         steps = config.ensemble_steps if config else ()
         return all(self.get(step.model_name, step.model_version) for step in steps)
 
+    def torn_ensembles(self) -> list[str]:
+        """Return the names of the ensembles that answer, but whose steps do not all; not of text models."""
+        alone = [served for served in self.served if served.text_model is None]
+        return [served.name for served in alone if not self.has_steps(served.config)]
+
     def _not_found(self, name: str, version: int) -> InferenceError:
         known = [entry.version for entry in self.states(name)]
         start, status = f"Request for unknown model: '{name}'", Status.NOT_FOUND

@@ -20,8 +20,9 @@ from genserve.errors import (
 )
 from genserve.generation_metrics import Metrics
 from genserve.inference import Inference
+from genserve.repository.load_errors import stopping
 from genserve.repository.load_request import LoadRequest
-from genserve.repository.model_lifecycle import ModelLifecycle, stopping
+from genserve.repository.model_lifecycle import ModelLifecycle
 from genserve.repository.model_loader import ModelLoader
 from genserve.repository.model_versions import IndexEntry, ModelState, ModelTable, ModelVersion
 from genserve.repository.options import ControlMode, RepositoryOptions
@@ -145,7 +146,7 @@ class Repository:
         if served is not None and served.text_model is not None:
             return served.text_model
         if name not in self._lifecycle.entries:
-            raise self._not_found(name)
+            raise _not_found(name, self.text_model_names)
         if served is not None:
             known = ", ".join(self.text_model_names) or "none"
             raise ModelNotFound(
@@ -240,7 +241,7 @@ class Repository:
         self._wanted = list(entries if names is None else names)
         for name in self._wanted:
             if name not in entries:
-                raise self._not_found(name)
+                raise _not_found(name, self.text_model_names)
         self._lifecycle.note_folders()
         # Polling means that somebody changes the files of loaded models.
         ExternalWeights.mapped = self.options.control_mode is not ControlMode.POLL
@@ -280,14 +281,14 @@ class Repository:
             except Exception:
                 logger.exception("polling the repository failed")
 
-    def _not_found(self, name: str) -> ModelNotFound:
-        near = closest(name, known=self.text_model_names)
-        known = ", ".join(self.text_model_names) or "none"
-        return ModelNotFound(
-            f"there is no model {name[:_MAX_SHOWN]!r}",
-            remedy=f"did you mean {near}?" if near else f"models that generate text: {known}",
-            field="model",
-        )
+
+def _not_found(name: str, known: list[str]) -> ModelNotFound:
+    near, listed = closest(name, known=known), ", ".join(known) or "none"
+    return ModelNotFound(
+        f"there is no model {name[:_MAX_SHOWN]!r}",
+        remedy=f"did you mean {near}?" if near else f"models that generate text: {listed}",
+        field="model",
+    )
 
 
 def _unloaded(name: str, error: GenserveError | None) -> IndexEntry:
