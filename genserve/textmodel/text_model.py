@@ -91,6 +91,11 @@ class TextModel:
         self._workers = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix=f"prepare-{name}")
         self._compilers = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix=f"compile-{name}")
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests whose prompts are being prepared, and sequences that wait to be scheduled."""
+        return self.engine.num_preparing + max(0, self.engine.num_accepted - self.engine.num_running)
+
     def run_soon(self, work: Callable[[], T], *, compiles: bool) -> Future[T]:
         """Prepare a request on a thread of this model, in the order of these calls.
 

@@ -1,4 +1,4 @@
-"""The server that the tests of this folder share, in good health after each of them."""
+"""Fixtures of this folder: a server that its tests share, and a gate before the steps of a module's own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.faults.shared_server import SharedServer, faults_repository
-from tests.support.live_server import serving
+from tests.support.live_server import LiveServer, serving, wait_until
+from tests.support.step_gate import StepGate
 
 
 @pytest.fixture(scope="session")
@@ -33,3 +34,13 @@ def server(_shared_server: SharedServer, _beside_streams: None) -> Iterator[Shar
     """A running server; after the test: ready, without leaks, the other streams unharmed, its log clean."""
     yield _shared_server
     _shared_server.check()
+
+
+@pytest.fixture
+def gate(live: LiveServer) -> Iterator[StepGate]:
+    """A gate before each step of the module's server, `live`; after the test, its requests have ended."""
+    model = live.model
+    gate = StepGate(model)
+    yield gate
+    gate.remove()
+    wait_until(lambda: not model.engine.num_accepted)

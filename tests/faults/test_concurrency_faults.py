@@ -163,13 +163,6 @@ def live(tiny_repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         yield server
 
 
-@pytest.fixture
-def gate(live: LiveServer) -> Iterator[StepGate]:
-    gate = StepGate(live.model)
-    yield gate
-    gate.remove()
-
-
 def complete(live: LiveServer, *, prompt: int, tokens: int, **fields: Any) -> Any:
     """Send a prompt of so many tokens; return the connection."""
     body = {"model": "tiny", "prompt": [5] * prompt, "max_tokens": tokens, "ignore_eos": True, **fields}

@@ -24,14 +24,6 @@ def live(tiny_repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         yield server
 
 
-@pytest.fixture
-def gate(live: LiveServer) -> Iterator[StepGate]:
-    gate = StepGate(live.model)
-    yield gate
-    gate.remove()
-    wait_until(lambda: not live.model.engine.num_accepted)
-
-
 def check_released(live: LiveServer, gate: StepGate, *, num_left: int) -> None:
     """Check that the server notices it without a step, and that two steps free the place."""
     engine = live.model.engine

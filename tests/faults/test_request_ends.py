@@ -44,14 +44,6 @@ def ledger(live: LiveServer) -> RequestLedger:
     return RequestLedger(live)
 
 
-@pytest.fixture
-def gate(live: LiveServer) -> Iterator[StepGate]:
-    gate = StepGate(live.model)
-    yield gate
-    gate.remove()
-    wait_until(lambda: not live.model.engine.num_accepted)
-
-
 def answer_of(live: LiveServer, face: str, **request: Any) -> tuple[int, bytes]:
     with send(live, face, **request) as connection:
         response = HTTPResponse(connection)
