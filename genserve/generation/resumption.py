@@ -22,19 +22,6 @@ from genserve.generation.engine_request import TokenSequence
 from genserve.sampling.sampling_params import SamplingParams
 
 
-def can_replay(params: SamplingParams, *, only_samples: bool) -> bool:
-    """Return whether the state of an answer follows from its tokens alone; if not, they are repeated.
-
-    It does not for the scores of beams, for mirostat, which adapts to the probability of each token, and
-    wherever a logits processor or a decoding loop of the repository has seen logits.
-
-    Args:
-        params: of the request.
-        only_samples: whether the decoding loop does nothing but sample.
-    """
-    return only_samples and not (params.use_beam_search or params.mirostat_mode or params.logits_processors)
-
-
 class ResumedSequence(TokenSequence):
     """A token sequence whose caller has received the first tokens of the answer."""
 
@@ -112,3 +99,17 @@ def _diverged(reason: str) -> NotResumable:
         f"the replica of the model was lost, and the answer cannot be continued: {reason}",
         remedy="send the request again",
     )
+
+
+def resumed_kind(params: SamplingParams, *, only_samples: bool) -> type[ResumedSequence]:
+    """Return how an answer is resumed: replayed if its state follows from its tokens alone, else repeated.
+
+    The state depends on logits in a beam search, with mirostat, which adapts to the probability of each
+    token, and wherever a logits processor or a decoding loop of the repository sees them.
+
+    Args:
+        params: of the request.
+        only_samples: whether the decoding loop does nothing but sample.
+    """
+    depends_on_logits = params.use_beam_search or params.mirostat_mode or params.logits_processors
+    return ReplayedSequence if only_samples and not depends_on_logits else RepeatedSequence

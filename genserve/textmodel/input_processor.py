@@ -10,12 +10,7 @@ from typing import Any
 from genserve.errors import ContextLengthExceeded, InvalidRequest, ModelFailed
 from genserve.generation.beam_search import BeamSearch
 from genserve.generation.engine_request import TokenSequence
-from genserve.generation.resumption import (
-    RepeatedSequence,
-    ReplayedSequence,
-    ResumedSequence,
-    can_replay,
-)
+from genserve.generation.resumption import ResumedSequence, resumed_kind
 from genserve.generation.sequence_plugins import LogitsProcessor, PluginContext, ThinkingBudget
 from genserve.generation.text_engine import TextEngine
 from genserve.prompt import Chat, Prompt
@@ -111,6 +106,64 @@ class ReasoningTokens:
         return False
 
 
+class ContextLimits:
+    """Rejects requests that exceed the context or the concurrent sequences of one text model."""
+
+    def __init__(self, name: str, logits: LogitsFigures) -> None:
+        """Check requests to the model `name`."""
+        self._name = name
+        self._max_length = logits.max_length
+        self._max_num_seqs = logits.max_num_seqs
+
+    def check_beams(self, params: SamplingParams, *, width: int) -> None:
+        """Reject a search with more beams than sequences can run concurrently. Raises InvalidRequest."""
+        if width > self._max_num_seqs:
+            raise InvalidRequest(
+                f"the request has {width} beams; "
+                f"{self._name} runs {self._max_num_seqs} sequences concurrently",
+                field="beam_width" if params.beam_width else "n",
+                remedy=f"ask for {self._max_num_seqs} at most, or raise max_batch_size in the logits stage's "
+                "config.pbtxt",
+            )
+
+    def check_lengths(
+        self, num_prompt_tokens: int, params: SamplingParams, *, max_length: int, field: str
+    ) -> None:
+        """Reject a prompt that is empty, or that does not fit into `max_length` tokens with its answer.
+
+        Raises:
+            InvalidRequest: it is empty.
+            ContextLengthExceeded: it is too long; has both numbers.
+        """
+        if num_prompt_tokens == 0:
+            raise InvalidRequest(f"{field} is empty", field=field, remedy="give at least one token of text")
+        if num_prompt_tokens >= max_length:
+            counted = TooManyTokens(num_prompt_tokens, is_least=False)
+            raise self.too_long(counted, max_length=max_length, field=field)
+        room = max_length - num_prompt_tokens
+        if "max_tokens" in params.stated and params.max_tokens is not None and params.max_tokens > room:
+            raise ContextLengthExceeded(
+                f"max_tokens is {params.max_tokens}; the prompt's {num_prompt_tokens} tokens leave {room} "
+                f"of the context of {max_length}{self._per_beam(max_length)}",
+                field="max_tokens",
+                remedy=f"ask for {room} tokens at most, or shorten the prompt",
+            )
+
+    def too_long(self, prompt: TooManyTokens, *, max_length: int, field: str) -> ContextLengthExceeded:
+        """Return the error of a prompt with more than `max_length` tokens."""
+        number = f"at least {prompt.num_tokens}" if prompt.is_least else f"{prompt.num_tokens}"
+        return ContextLengthExceeded(
+            f"the prompt has {number} tokens; "
+            f"the context of {self._name} is {max_length}{self._per_beam(max_length)}, answer included",
+            field=field,
+            remedy="shorten the prompt, or raise max_sequence_length or, if the KV cache holds no more, "
+            "kv_cache_bytes in the logits stage's config.pbtxt",
+        )
+
+    def _per_beam(self, max_length: int) -> str:
+        return "" if max_length == self._max_length else " for each of its beams"
+
+
 class InputProcessor:
     """Makes the token sequences of requests to one text model. Safe from any thread.
 
@@ -138,6 +191,7 @@ class InputProcessor:
         self._plugins = plugins
         self._only_samples = only_samples
         self._logits = logits
+        self._limits = ContextLimits(name, logits)
         self._defaults = default_sampling_params
         self._tools = tools
         self._grammars = GrammarCompiler(tokenizer, vocab_size=logits.vocab_size)
@@ -154,7 +208,7 @@ class InputProcessor:
             is_truncated = params.truncate_prompt_tokens is not None
             whole = self.encode(prompt, max_tokens=None if is_truncated else max_length)
         except TooManyTokens as error:
-            raise self._too_long(error, max_length=max_length, field=field) from None
+            raise self._limits.too_long(error, max_length=max_length, field=field) from None
         token_ids = _truncated(whole, params, max_length=max_length, bos_id=self._tokenizer.bos_id)
         is_cut = len(token_ids) < len(whole) and params.truncation_side == "right"
         begun = self._begins_reasoning(prompt, token_ids, is_cut=is_cut)
@@ -176,11 +230,12 @@ class InputProcessor:
     ) -> list[TokenSequence]:
         """Return a token sequence for each of the seeds; see `TextModel.prepare_tokenized`."""
         max_length = self._max_length(params, num_choices=len(seeds))
-        self._check_lengths(len(token_ids), params, max_length=max_length, field=_field(prompt))
+        self._limits.check_lengths(len(token_ids), params, max_length=max_length, field=_field(prompt))
         self._check_ids(params)
         text = self._stop_checker(params, shown=self._tools.shown_ids(prompt))
+        is_resumed = any(resumed_token_ids)
         begin = partial(
-            self._kind_of_sequence(params, is_resumed=any(resumed_token_ids)),
+            resumed_kind(params, only_samples=self._only_samples) if is_resumed else TokenSequence,
             token_ids,
             params=params,
             eos_token_ids=self._tokenizer.eos_token_ids,
@@ -216,13 +271,8 @@ class InputProcessor:
     def _max_length(self, params: SamplingParams, *, num_choices: int) -> int:
         """Return how long the sequences of a request can be; raises InvalidRequest for too many beams."""
         width = _beam_width(params, num_choices=num_choices)
-        self._check_beams(params, width=width)
+        self._limits.check_beams(params, width=width)
         return self._engine.max_tokens_per_sequence(width) if width > 1 else self._logits.max_length
-
-    def _kind_of_sequence(self, params: SamplingParams, *, is_resumed: bool) -> type[TokenSequence]:
-        if not is_resumed:
-            return TokenSequence
-        return ReplayedSequence if can_replay(params, only_samples=self._only_samples) else RepeatedSequence
 
     def message_parser(self, prompt: Prompt, params: SamplingParams, *, begun: bool) -> MessageParser | None:
         """Return a parser of one answer; see `TextModel.message_parser`."""
@@ -250,16 +300,6 @@ class InputProcessor:
             return grammar if json_tokens is None else ClosingGrammar(grammar, json_tokens, room=room)
 
         return compiled
-
-    def _check_beams(self, params: SamplingParams, *, width: int) -> None:
-        max_num_seqs = self._logits.max_num_seqs
-        if width > max_num_seqs:
-            raise InvalidRequest(
-                f"the request has {width} beams; {self._name} runs {max_num_seqs} sequences concurrently",
-                field="beam_width" if params.beam_width else "n",
-                remedy=f"ask for {max_num_seqs} at most, or raise max_batch_size in the logits stage's "
-                "config.pbtxt",
-            )
 
     def _deadline_s(self, params: SamplingParams, arrived_s: float | None) -> float | None:
         if params.max_time_ms is None:
@@ -372,37 +412,6 @@ class InputProcessor:
             ending.update(() if params.ignore_eos else self._tokenizer.eos_token_ids)
             if ending.union(params.suppress_tokens) >= {*params.allowed_token_ids}:
                 raise InvalidRequest("min_tokens leaves no allowed token", field="min_tokens")
-
-    def _check_lengths(
-        self, num_prompt_tokens: int, params: SamplingParams, *, max_length: int, field: str
-    ) -> None:
-        if num_prompt_tokens == 0:
-            raise InvalidRequest(f"{field} is empty", field=field, remedy="give at least one token of text")
-        if num_prompt_tokens >= max_length:
-            counted = TooManyTokens(num_prompt_tokens, is_least=False)
-            raise self._too_long(counted, max_length=max_length, field=field)
-        room = max_length - num_prompt_tokens
-        if "max_tokens" in params.stated and params.max_tokens is not None and params.max_tokens > room:
-            raise ContextLengthExceeded(
-                f"max_tokens is {params.max_tokens}; the prompt's {num_prompt_tokens} tokens leave {room} "
-                f"of the context of {max_length}{self._per_beam(max_length)}",
-                field="max_tokens",
-                remedy=f"ask for {room} tokens at most, or shorten the prompt",
-            )
-
-    def _too_long(self, prompt: TooManyTokens, *, max_length: int, field: str) -> ContextLengthExceeded:
-        number = f"at least {prompt.num_tokens}" if prompt.is_least else f"{prompt.num_tokens}"
-        return ContextLengthExceeded(
-            f"the prompt has {number} tokens; "
-            f"the context of {self._name} is {max_length}{self._per_beam(max_length)}, answer included",
-            field=field,
-            remedy="shorten the prompt, or raise max_sequence_length or, if the KV cache holds no more, "
-            "kv_cache_bytes in the logits stage's config.pbtxt",
-        )
-
-    def _per_beam(self, max_length: int) -> str:
-        return "" if max_length == self._logits.max_length else " for each of its beams"
-
 
 def _field(prompt: Prompt) -> str:
     """Return the name of the field that a prompt comes from."""

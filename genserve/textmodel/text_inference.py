@@ -75,8 +75,7 @@ class TextInference:
     @property
     def num_waiting(self) -> int:
         """Inferences that are being prepared, or wait to be scheduled."""
-        engine = self.text_model.engine
-        return engine.num_preparing + max(0, engine.num_accepted - engine.num_running)
+        return self.text_model.num_waiting
 
     def submit(self, inference: Inference) -> None:
         """Prepare the request on a thread of the model, which submits it to the engine.
