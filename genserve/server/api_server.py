@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Self
 
@@ -276,12 +277,9 @@ class Server(uvicorn.Server):
             self.services.keys.report()
             self._watched_files.start()
             self._loading = asyncio.create_task(self._load(info))
-            watches = (ThroughputLog(self.services.metrics), EngineWatch(self._engines))
+            repository = self.services.repository
+            watches = (ThroughputLog(self.services.metrics), EngineWatch(partial(_engines, repository)))
             self._watching = tuple(asyncio.create_task(watch.run()) for watch in watches)
-
-    def _engines(self) -> list[tuple[str, EngineThread]]:
-        engines = [(model.name, model.engine) for model in self.services.repository.text_models]
-        return [(name, engine) for name, engine in engines if isinstance(engine, EngineThread)]
 
     @property
     def _scheme(self) -> str:
@@ -292,19 +290,7 @@ class Server(uvicorn.Server):
         settings = self.services.settings
         if settings.allow_metrics:
             host = settings.metrics_host or settings.host
-            self._metrics_port = MetricsPort(
-                lambda: metrics_text(self.services.metrics.registry),
-                host=host,
-                port=settings.metrics_port,
-                access=AccessControl(
-                    settings,
-                    host=host,
-                    keys=self.services.keys,
-                    asks_key=not settings.allow_unauthenticated_metrics,
-                ),
-                timeout_s=settings.head_timeout_s,
-                ssl_context=self._tls.context if self._tls else None,
-            )
+            self._metrics_port = _open_metrics_port(self.services, host=host, tls=self._tls)
             address = address_of(host, self._metrics_port.port)
             info = replace(info, metrics_url=f"{self._scheme}://{address}/metrics")
         if settings.allow_grpc:
@@ -419,6 +405,28 @@ def _connection_limits(settings: ServerSettings) -> ConnectionLimits:
         reader_s=settings.read_timeout_s,
         idle_s=settings.keep_alive_s,
     )
+
+
+def _open_metrics_port(services: Services, *, host: str, tls: TlsFiles | None) -> MetricsPort:
+    settings = services.settings
+    return MetricsPort(
+        lambda: metrics_text(services.metrics.registry),
+        host=host,
+        port=settings.metrics_port,
+        access=AccessControl(
+            settings,
+            host=host,
+            keys=services.keys,
+            asks_key=not settings.allow_unauthenticated_metrics,
+        ),
+        timeout_s=settings.head_timeout_s,
+        ssl_context=tls.context if tls else None,
+    )
+
+
+def _engines(repository: Repository) -> list[tuple[str, EngineThread]]:
+    engines = [(model.name, model.engine) for model in repository.text_models]
+    return [(name, engine) for name, engine in engines if isinstance(engine, EngineThread)]
 
 
 def _models_to_load(settings: ServerSettings) -> tuple[str, ...] | None:

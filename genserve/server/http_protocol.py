@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import httptools
 from uvicorn.config import Config
@@ -34,6 +34,9 @@ from genserve.server.connection_errors import (
     UriTooLong,
     set_connection_error,
 )
+
+if TYPE_CHECKING:
+    from uvicorn._types import HTTPScope
 
 logger = logging.getLogger(__name__)
 
@@ -144,12 +147,9 @@ class HttpProtocol(HttpToolsProtocol):
         if method == b"CONNECT":    # which is an upgrade without the headers of one
             self.fail(MalformedRequest("the server is not a proxy"))
             return
-        head = [method, b" ", self.url, b" HTTP/1.1\r\n"]
-        for name, value in self.headers:
-            if name not in (b"connection", b"upgrade"):
-                head += (name, b": ", value, b"\r\n")
+        head = _head_without_upgrade(method, self.url, self.headers)
         self.parser = httptools.HttpRequestParser(self)
-        self.data_received(b"".join((*head, b"\r\n", rest)))
+        self.data_received(head + rest)
 
     def _receive_body(self) -> None:
         """Take a part of a body that is not complete; its answer may end before it does."""
@@ -174,9 +174,7 @@ class HttpProtocol(HttpToolsProtocol):
         """Take a part of the target; raises UriTooLong."""
         self.url += url
         if len(self.url) > MAX_URI_BYTES:
-            raise UriTooLong(
-                f"the URI is longer than {MAX_URI_BYTES} bytes", remedy="send parameters in the body"
-            )
+            raise _uri_too_long()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Take a header field; raises MalformedRequest. A trailer comes after the request was admitted."""
@@ -233,9 +231,7 @@ class HttpProtocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         """Take a part of the body; raises BodyTooLarge."""
         if self._num_chunks > MAX_CHUNKS:
-            raise BodyTooLarge(
-                f"the body has more than {MAX_CHUNKS} chunks", remedy="send larger chunks, or Content-Length"
-            )
+            raise _too_many_chunks()
         self.body_bytes += len(body)
         cycle = self.cycle
         if not cycle.response_complete:
@@ -302,12 +298,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _answer_head(self, error: GenserveError) -> None:
         """Begin the answer to a request of which perhaps only a part of the head is known."""
-        path, _, query = self.url.partition(b"?")
-        is_known = path.startswith(b"/") and path.isascii()
-        self.scope["method"] = self.parser.get_method().decode() if is_known else "-"
-        self.scope["path"] = path.decode() if is_known else "/"
-        self.scope["raw_path"] = path
-        self.scope["query_string"] = query
+        _set_target(self.scope, self.url, self.parser)
         set_connection_error(self.scope, error)
         previous = self.cycle
         self.cycle = RequestResponseCycle(
@@ -439,6 +430,24 @@ def _num_sent_and_unread(transport: asyncio.BaseTransport) -> int:
     return 0
 
 
+def _head_without_upgrade(method: bytes, url: bytes, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    head = [method, b" ", url, b" HTTP/1.1\r\n"]
+    for name, value in headers:
+        if name not in (b"connection", b"upgrade"):
+            head += (name, b": ", value, b"\r\n")
+    return b"".join((*head, b"\r\n"))
+
+
+def _set_target(scope: HTTPScope, url: bytes, parser: httptools.HttpRequestParser) -> None:
+    """Set the method and the target of a request whose head is perhaps not complete."""
+    path, _, query = url.partition(b"?")
+    is_known = path.startswith(b"/") and path.isascii()
+    scope["method"] = parser.get_method().decode() if is_known else "-"
+    scope["path"] = path.decode() if is_known else "/"
+    scope["raw_path"] = path
+    scope["query_string"] = query
+
+
 def _malformed(error: httptools.HttpParserError) -> GenserveError:
     cause = error.__context__
     if isinstance(cause, GenserveError):
@@ -457,4 +466,14 @@ def _head_too_large() -> HeadTooLarge:
     return HeadTooLarge(
         f"the head of the request has more than {MAX_HEADERS} fields, or more than {MAX_HEAD_BYTES} bytes",
         remedy="send fewer or shorter header fields",
+    )
+
+
+def _uri_too_long() -> UriTooLong:
+    return UriTooLong(f"the URI is longer than {MAX_URI_BYTES} bytes", remedy="send parameters in the body")
+
+
+def _too_many_chunks() -> BodyTooLarge:
+    return BodyTooLarge(
+        f"the body has more than {MAX_CHUNKS} chunks", remedy="send larger chunks, or Content-Length"
     )

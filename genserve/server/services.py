@@ -114,7 +114,7 @@ class Services:
         return self._response_dispatcher
 
 
-def _services(request: Request) -> Services:
+async def _services(request: Request) -> Services:     # FastAPI would run a plain function on a thread
     services: Services = request.app.state.services
     return services
 

@@ -92,6 +92,27 @@ def test_a_full_queue_is_429_with_retry_after_on_every_route(
     assert full.engine.num_accepted == 1
 
 
+def test_a_full_queue_rejects_a_request_before_its_fields_are_validated(full: Gated) -> None:
+    no_chat = CHAT | {"messages": "tell me"}
+    with httpx2.Client(base_url=full.live.url) as http:
+        statuses = {
+            name: http.post("/v1/chat/completions", json=no_chat | fields).status_code
+            for name, fields in {
+                "the only model": {},
+                "named": {"model": "tiny"},
+                "unknown": {"model": "huge"},
+                "no name": {"model": 1},
+                "with priority": {"priority": -1},     # its wait depends on it
+            }.items()
+        }
+        empty = http.post("/v1/chat/completions").status_code
+        counted = http.post("/v1/messages/count_tokens", json={"messages": CHAT["messages"]}).status_code
+    assert statuses == {
+        "the only model": 429, "named": 429, "unknown": 400, "no name": 400, "with priority": 400,
+    }  # fmt: skip
+    assert (empty, counted) == (429, 200)
+
+
 @pytest.mark.parametrize(("path", "body"), ROUTES)
 def test_a_queue_timeout_is_429_before_the_first_byte_on_every_route(
     impatient: Gated, path: str, body: dict[str, Any]

@@ -16,7 +16,7 @@ from genserve.kserve.forwarded_headers import forwarded_headers
 from genserve.kserve.model_metadata import EXTENSIONS, find_for_statistics, model_metadata, statistics_json
 from genserve.kserve.triton_parsing import read_version
 from genserve.log import CURRENT_REQUEST, LoggedRequest
-from genserve.repository.model_lifecycle import stopping
+from genserve.repository.load_errors import stopping
 from genserve.repository.model_versions import ModelVersion
 from genserve.server.grpc.administration import Administration
 from genserve.server.grpc.infer_messages import GrpcRequest, read_request, write_response

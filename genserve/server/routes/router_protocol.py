@@ -113,12 +113,10 @@ def _only_model(services: Services) -> TextModel | None:
 
 
 def _load(model: TextModel, *, rank: int) -> dict[str, int]:
-    engine = model.engine
-    running = engine.num_running
-    waiting = engine.num_preparing + max(0, engine.num_accepted - running)
+    engine, waiting = model.engine, model.num_waiting
     return {
         "dp_rank": rank,
-        "num_reqs": running + waiting,
+        "num_reqs": engine.num_running + waiting,
         "num_waiting_reqs": waiting,
         "num_tokens": round(engine.cache_usage * _cached_tokens(model)) + engine.num_waiting_tokens,
     }
