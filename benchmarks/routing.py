@@ -34,8 +34,8 @@ from engine_overhead import NoText, decode
 from report import markdown, median
 from waiting_logits import SMOLLM2, WaitingLogits
 
-from genserve.deploy.messages import GenerationCall
 from genserve.deploy.replica.replica_load import ReplicaLoad
+from genserve.deploy.replica_messages import GenerationCall
 from genserve.deploy.routing.request_ranking import RequestRanking
 from genserve.figure_file import check_plot, new_figure
 from genserve.generation.admission_control import QueueLimits

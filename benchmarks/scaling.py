@@ -39,7 +39,7 @@ from targets import Work, server_at
 from waiting_deployment import ALONE, environment
 from waiting_logits import StepCost
 
-from genserve.deploy.ray.deploy_config import Endpoint, Scale, find_models, serve_config
+from genserve.deploy.ray.deploy_config import Scale, ServeEndpoint, find_models, serve_config
 from genserve.deploy.ray.serve_cluster import ServeCluster, local_cluster
 from genserve.figure_file import check_plot, new_figure
 
@@ -111,7 +111,7 @@ def deployed(options: argparse.Namespace, *, num_replicas: int) -> Iterator[Depl
         models[:1],
         roots=roots,
         settings={"allow_unauthenticated": True},
-        endpoint=Endpoint(name=NAME, port=port),
+        endpoint=ServeEndpoint(name=NAME, port=port),
         scale=Scale(min_replicas=num_replicas, max_replicas=num_replicas),
     )
     config["applications"][0]["import_path"] = WAITING_BUILDER

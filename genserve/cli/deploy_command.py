@@ -17,7 +17,7 @@ from genserve.cli.flags import ModelRepositories
 from genserve.errors import GenserveError
 
 if TYPE_CHECKING:
-    from genserve.deploy.ray.deploy_config import Endpoint, Scale
+    from genserve.deploy.ray.deploy_config import Scale, ServeEndpoint
 
 _MODELS, _CLUSTER = "Models", "Cluster"
 
@@ -120,9 +120,9 @@ def deploy(
         _delete(name, address=address)
         return
     if config is None:
-        from genserve.deploy.ray.deploy_config import Endpoint
+        from genserve.deploy.ray.deploy_config import ServeEndpoint
 
-        endpoint = Endpoint(name=name, route_prefix=route_prefix, host=host, port=port)
+        endpoint = ServeEndpoint(name=name, route_prefix=route_prefix, host=host, port=port)
         scale = _scale(min_replicas, max_replicas)
         deployed = _generated(model or [], roots=model_repository, endpoint=endpoint, scale=scale)
     else:
@@ -148,7 +148,7 @@ def _scale(least: int, most: int | None) -> Scale:
 
 
 def _generated(
-    names: Sequence[str], *, roots: Sequence[Path] | None, endpoint: Endpoint, scale: Scale
+    names: Sequence[str], *, roots: Sequence[Path] | None, endpoint: ServeEndpoint, scale: Scale
 ) -> dict[str, Any]:
     """Return the config of the models of a repository.
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from genserve.planner.plan import KindPlan
-    from genserve.planner.replica_search import FleetFigures, PlannedLoad, Target
+    from genserve.planner.replica_search import FleetFigures, FleetTarget, PlannedLoad
 
 _DEFAULT_REQUESTS = 10_000
 
@@ -54,7 +54,7 @@ def plan(
     from genserve.cli.console import print_json
     from genserve.figure_file import check_plot
     from genserve.planner.fleet_chart import draw
-    from genserve.planner.plan import Queue, as_document, make_plan, replica_kind
+    from genserve.planner.plan import QueueLimits, as_document, make_plan, replica_kind
 
     targets = flags.read_targets(target)
     flags.check_costs(cost_per_hour, num_kinds=len(step_times))
@@ -73,7 +73,7 @@ def plan(
         num_requests=num_requests or _DEFAULT_REQUESTS,
         seed=seed,
     )
-    queue = Queue(max_requests=max_queue, max_tokens=max_queue_tokens, max_wait_s=max_queue_wait_s)
+    queue = QueueLimits(max_requests=max_queue, max_tokens=max_queue_tokens, max_wait_s=max_queue_wait_s)
     kinds = [replica_kind(path, queue=queue) for path in step_times]
     costs: list[float | None] = [*cost_per_hour] if cost_per_hour else [None] * len(kinds)
     try:
@@ -147,7 +147,7 @@ def _show_progress(name: str, figures: FleetFigures) -> None:
     )
 
 
-def _print_plans(plans: Sequence[KindPlan], targets: Sequence[Target]) -> None:
+def _print_plans(plans: Sequence[KindPlan], targets: Sequence[FleetTarget]) -> None:
     from genserve.planner.plan import cheapest
 
     for each in plans:
@@ -175,7 +175,7 @@ def _answer(each: KindPlan) -> str:
     return f"{each.smallest.num_replicas} replicas meet them{cost}"
 
 
-def _print_fleets(fleets: Sequence[FleetFigures], targets: Sequence[Target]) -> None:
+def _print_fleets(fleets: Sequence[FleetFigures], targets: Sequence[FleetTarget]) -> None:
     from rich.table import Table
 
     from genserve.cli.console import print_table

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from genserve.planner.replica_search import Target
+    from genserve.planner.replica_search import FleetTarget
 
 _KINDS, _RATES, _TRACE, _TARGETS, _QUEUE = "Machines", "Load: rates", "Load: trace", "Targets", "Queue"
 _TARGET = re.compile(r"(?:(ttft|itl)_p(\d+(?:\.\d+)?)|(rejected)):(\d+(?:\.\d+)?)")
@@ -111,9 +111,9 @@ Processes = Annotated[
 PlotPath = Annotated[Path | None, typer.Option(help="Plot the fleets to this .png, .svg or .pdf.")]
 
 
-def read_targets(texts: Iterable[str]) -> list[Target]:
+def read_targets(texts: Iterable[str]) -> list[FleetTarget]:
     """Return the targets, with one for rejections in any case; raises BadParameter."""
-    from genserve.planner.replica_search import Target
+    from genserve.planner.replica_search import FleetTarget
 
     targets = []
     for text in texts:
@@ -124,9 +124,9 @@ def read_targets(texts: Iterable[str]) -> list[Target]:
                 param_hint="--target",
             )
         rank = float(matched[2]) if matched[2] else None
-        targets.append(Target(figure=matched[1] or matched[3], rank=rank, limit=float(matched[4])))
+        targets.append(FleetTarget(figure=matched[1] or matched[3], rank=rank, limit=float(matched[4])))
     if targets and not any(target.figure == "rejected" for target in targets):
-        targets.append(Target(figure="rejected", rank=None, limit=_DEFAULT_REJECTED))
+        targets.append(FleetTarget(figure="rejected", rank=None, limit=_DEFAULT_REJECTED))
     return targets
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from genserve.figure_file import new_figure
 from genserve.planner.plan import KindPlan
-from genserve.planner.replica_search import Target
+from genserve.planner.replica_search import FleetTarget
 
 
-def draw(plans: Sequence[KindPlan], targets: Sequence[Target], *, path: Path) -> None:
+def draw(plans: Sequence[KindPlan], targets: Sequence[FleetTarget], *, path: Path) -> None:
     """Draw first token, time between tokens, tokens per second and shares: lines for each kind of machine.
 
     Targets are dashed lines, and the smallest fleets that meet them are stars. The suffix of `path`

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from genserve.planner.replica_search import FleetFigures, PlannedLoad, Target, search, simulate
+from genserve.planner.replica_search import FleetFigures, FleetTarget, PlannedLoad, search, simulate
 from genserve.planner.simulated_replica import ReplicaKind
 from genserve.planner.step_model import StepModel
 from genserve.repository.options import RepositoryOptions
@@ -19,7 +19,7 @@ from genserve.tuning.measured_steps import MeasuredEngine, read_measured_engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Queue:
+class QueueLimits:
     """The limits of a replica's queue, as the flags of `genserve serve` give them."""
 
     max_requests: int
@@ -51,7 +51,7 @@ class KindPlan:
         return self.smallest.num_replicas * self.cost_per_hour
 
 
-def replica_kind(path: Path, *, queue: Queue) -> tuple[MeasuredEngine, ReplicaKind]:
+def replica_kind(path: Path, *, queue: QueueLimits) -> tuple[MeasuredEngine, ReplicaKind]:
     """Return the measured engine of a file, and replicas like it.
 
     Raises:
@@ -73,7 +73,7 @@ def replica_kind(path: Path, *, queue: Queue) -> tuple[MeasuredEngine, ReplicaKi
 def make_plan(
     measured: tuple[MeasuredEngine, ReplicaKind],
     load: PlannedLoad,
-    targets: Sequence[Target],
+    targets: Sequence[FleetTarget],
     *,
     name: str,
     cost_per_hour: float | None,
@@ -115,7 +115,7 @@ def cheapest(plans: Sequence[KindPlan]) -> KindPlan | None:
     return min(meeting, key=lambda pair: (_cost(pair[0]), pair[1].num_replicas))[0]
 
 
-def as_document(plans: Sequence[KindPlan], targets: Sequence[Target]) -> dict[str, Any]:
+def as_document(plans: Sequence[KindPlan], targets: Sequence[FleetTarget]) -> dict[str, Any]:
     """Return what `genserve plan --json` prints."""
     best = cheapest(plans) if targets else None
     return {

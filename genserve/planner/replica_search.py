@@ -29,7 +29,7 @@ class PlannedLoad(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class FleetTarget:
     """The greatest allowed value of a figure."""
 
     figure: str         # "ttft" or "itl", in milliseconds, or "rejected", a share of the requests
@@ -73,7 +73,7 @@ class FleetFigures:
 def search(
     kind: ReplicaKind,
     load: PlannedLoad,
-    targets: Sequence[Target],
+    targets: Sequence[FleetTarget],
     *,
     max_replicas: int,
     num_processes: int,
@@ -102,7 +102,7 @@ def search(
 def simulate(
     kind: ReplicaKind,
     load: PlannedLoad,
-    targets: Sequence[Target],
+    targets: Sequence[FleetTarget],
     *,
     counts: Sequence[int],
     num_processes: int,
@@ -135,7 +135,7 @@ def _next_counts(
 
 @contextmanager
 def _simulations(
-    kind: ReplicaKind, load: PlannedLoad, targets: Sequence[Target], *, num_processes: int
+    kind: ReplicaKind, load: PlannedLoad, targets: Sequence[FleetTarget], *, num_processes: int
 ) -> Iterator[Callable[[Sequence[int]], Iterable[FleetFigures]]]:
     """Yield a function that simulates fleets of some sizes at the same time."""
     run = partial(_simulate, kind, load, targets)
@@ -155,7 +155,7 @@ def _simulations(
 
 
 def _simulate(
-    kind: ReplicaKind, load: PlannedLoad, targets: Sequence[Target], num_replicas: int
+    kind: ReplicaKind, load: PlannedLoad, targets: Sequence[FleetTarget], num_replicas: int
 ) -> FleetFigures:
     started_s = time.process_time()
     collects = gc.isenabled()
@@ -169,7 +169,7 @@ def _simulate(
 
 
 def _figures(
-    result: FleetResult, targets: Sequence[Target], *, num_replicas: int, cpu_s: float
+    result: FleetResult, targets: Sequence[FleetTarget], *, num_replicas: int, cpu_s: float
 ) -> FleetFigures:
     num_requests, times = max(1, result.num_requests), result.times
     ttft_ms = {rank: times.first_s(rank) * 1e3 for rank in _ranks(targets, "ttft")}
@@ -200,7 +200,7 @@ def _figures(
     )
 
 
-def _ranks(targets: Sequence[Target], figure: str) -> list[float]:
+def _ranks(targets: Sequence[FleetTarget], figure: str) -> list[float]:
     """Return the percentiles of a figure that are shown, and those of the targets."""
     wanted = (target.rank for target in targets if target.figure == figure)
     return sorted({*_RANKS, *(rank for rank in wanted if rank is not None)})

@@ -415,7 +415,7 @@ class RenamedSpecials:
         return self.names.get(word, word)
 
 
-class TokenTexts(Protocol):
+class _Vocabulary(Protocol):
     """The part of a tokenizer that `Spellings` uses."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -434,7 +434,7 @@ class Spellings:
     tokenizer's encoding of the rest. Scans the vocabulary, and caches the latest texts. Safe from any thread.
     """
 
-    def __init__(self, tokenizer: TokenTexts) -> None:
+    def __init__(self, tokenizer: _Vocabulary) -> None:
         self._tokenizer = tokenizer
         self._known: dict[str, Sequence[Sequence[int]]] = {}
 

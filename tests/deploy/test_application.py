@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from genserve.deploy.messages import GenerationCall
 from genserve.deploy.ray.application import ServedModel
 from genserve.deploy.ray.application_args import ApplicationArgs
+from genserve.deploy.replica_messages import GenerationCall
 from genserve.sampling.sampling_params import SamplingParams
 from genserve.textmodel.text_model import TextModel
 

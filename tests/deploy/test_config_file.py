@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from genserve.deploy.ray.config_file import read_config, to_yaml
-from genserve.deploy.ray.deploy_config import IMPORT_PATH, Endpoint, Scale, find_models, serve_config
+from genserve.deploy.ray.deploy_config import IMPORT_PATH, Scale, ServeEndpoint, find_models, serve_config
 from genserve.errors import ConfigError, RepositoryError
 
 
@@ -20,7 +20,7 @@ def text(tiny_repository: Path) -> str:
             find_models([tiny_repository]),
             roots=[tiny_repository],
             settings={"max_queue": 8},
-            endpoint=Endpoint(name="app"),
+            endpoint=ServeEndpoint(name="app"),
             scale=Scale(min_replicas=1, max_replicas=3),
         )
     )

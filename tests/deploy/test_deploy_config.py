@@ -11,8 +11,8 @@ from genserve.backends.onnx_session import default_threads
 from genserve.deploy.ray.deploy_config import (
     FINGERPRINT,
     INGRESS,
-    Endpoint,
     Scale,
+    ServeEndpoint,
     find_models,
     num_cpus,
     serve_config,
@@ -44,7 +44,7 @@ def options_of(root: Path, *names: str, scale: Scale | None = None, **settings: 
         find_models([root], names),
         roots=[root],
         settings=settings,
-        endpoint=Endpoint(name="app"),
+        endpoint=ServeEndpoint(name="app"),
         scale=scale or Scale(),
     )
     return {options["name"]: options for options in config["applications"][0]["deployments"]}

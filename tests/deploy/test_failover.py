@@ -12,8 +12,8 @@ import pytest
 
 from genserve.completion import Completion, Delta, FinishReason, join_choices
 from genserve.deploy.ingress.failover import MAX_FAILOVERS, Failover
-from genserve.deploy.messages import GenerationCall, InferenceItem
 from genserve.deploy.replica.model_replica import ModelReplica
+from genserve.deploy.replica_messages import GenerationCall, InferenceItem
 from genserve.errors import Closed, GenserveError, ModelNotReady, NotResumable, Overloaded, ReplicaLost
 from genserve.generation_metrics import Metrics
 from genserve.inference import InferenceRequest, InferenceResponse

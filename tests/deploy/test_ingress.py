@@ -148,19 +148,13 @@ def shown(response: httpx2.Response) -> tuple[int, str, str]:
     )
 
 
+@pytest.mark.parametrize("kind", ["ingress", "lossy"])
 @pytest.mark.parametrize(("path", "body"), REQUESTS, ids=lambda value: json.dumps(value)[:60])
 def test_answers_as_a_single_server(
-    ingress: httpx2.Client, single: httpx2.Client, path: str, body: Any
+    request: pytest.FixtureRequest, single: httpx2.Client, kind: str, path: str, body: Any
 ) -> None:
-    expected, answered = (client.post(path, json=body) for client in (single, ingress))
-    assert shown(answered) == shown(expected)
-
-
-@pytest.mark.parametrize(("path", "body"), REQUESTS, ids=lambda value: json.dumps(value)[:60])
-def test_answers_as_a_single_server_while_replicas_are_lost(
-    lossy: httpx2.Client, single: httpx2.Client, path: str, body: Any
-) -> None:
-    expected, answered = (client.post(path, json=body) for client in (single, lossy))
+    several: httpx2.Client = request.getfixturevalue(kind)
+    expected, answered = (client.post(path, json=body) for client in (single, several))
     assert shown(answered) == shown(expected)
 
 

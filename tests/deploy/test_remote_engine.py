@@ -14,8 +14,8 @@ from genserve.completion import Delta, join_deltas
 from genserve.deploy.ingress import remote_engine
 from genserve.deploy.ingress.live_replicas import LiveReplicas
 from genserve.deploy.ingress.remote_engine import RemoteEngine
-from genserve.deploy.messages import GenerationCall
 from genserve.deploy.replica.model_replica import ModelReplica
+from genserve.deploy.replica_messages import GenerationCall
 from genserve.sampling.sampling_params import SamplingParams
 
 PROMPT = "Tell me"

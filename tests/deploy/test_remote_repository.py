@@ -13,10 +13,10 @@ import pytest
 from genserve.deploy.ingress import remote_repository
 from genserve.deploy.ingress.deployment_metrics import DeploymentMetrics
 from genserve.deploy.ingress.remote_repository import RemoteRepository
-from genserve.deploy.messages import Broadcast
 from genserve.deploy.replica.description import ReplicaStatus, VersionDescription, digest
 from genserve.deploy.replica.model_replica import ModelReplica
 from genserve.deploy.replica.replica_load import ReplicaLoad
+from genserve.deploy.replica_messages import Broadcast
 from genserve.prompt import Chat, Message, Tool
 from genserve.repository.model_versions import ModelState
 from genserve.repository.options import RepositoryOptions

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from genserve.completion import Completion, join_deltas
-from genserve.deploy.messages import GenerationCall
 from genserve.deploy.replica.model_replica import ModelReplica
+from genserve.deploy.replica_messages import GenerationCall
 from genserve.errors import Closed, Overloaded, ReplicaLost
 from genserve.generation.delta_streams import DeltaStream
 from genserve.repository.options import RepositoryOptions

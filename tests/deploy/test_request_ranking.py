@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from genserve.deploy.messages import GenerationCall
 from genserve.deploy.replica.model_replica import ModelReplica
 from genserve.deploy.replica.replica_load import LoadEstimates, ReplicaLoad
+from genserve.deploy.replica_messages import GenerationCall
 from genserve.deploy.routing.request_ranking import RequestRanking
 from genserve.errors import InferenceError
 from genserve.inference import InferenceRequest, RequestFlags

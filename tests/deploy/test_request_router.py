@@ -9,8 +9,8 @@ import pytest
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, RequestMetadata
 from ray.serve.request_router import PendingRequest, ReplicaID
 
-from genserve.deploy.messages import GenerationCall
 from genserve.deploy.replica.replica_load import ReplicaLoad
+from genserve.deploy.replica_messages import GenerationCall
 from genserve.deploy.routing.request_router import PrefixAwareRouter
 from genserve.sampling.sampling_params import SamplingParams
 

@@ -12,9 +12,9 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 from ray.serve.exceptions import BackPressureError, ReplicaUnavailableError
 from ray.serve.handle import DeploymentBroadcastResponse
 
-from genserve.deploy.messages import GenerationCall
 from genserve.deploy.ray import serve_replicas
 from genserve.deploy.ray.serve_replicas import ServeReplicas, packed
+from genserve.deploy.replica_messages import GenerationCall
 from genserve.errors import (
     Closed,
     ContextLengthExceeded,

@@ -9,8 +9,8 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 from genserve.completion import Delta
-from genserve.deploy.messages import Broadcast, GenerationCall, InferenceItem
 from genserve.deploy.replica.model_replica import ModelReplica
+from genserve.deploy.replica_messages import Broadcast, GenerationCall, InferenceItem
 from genserve.errors import ReplicaLost
 from genserve.inference import InferenceRequest
 

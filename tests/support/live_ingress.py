@@ -12,7 +12,7 @@ from typing import Any, Self
 import uvicorn
 
 from genserve.deploy.ingress.ingress_app import make_ingress_app
-from genserve.deploy.messages import ReplicaSet
+from genserve.deploy.replica_messages import ReplicaSet
 from genserve.settings import ServerSettings
 
 

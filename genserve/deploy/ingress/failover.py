@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Any
 
 from genserve.completion import Delta
-from genserve.deploy.messages import Broadcast, GenerationCall, InferenceItem, ReplicaSet
+from genserve.deploy.replica_messages import Broadcast, GenerationCall, InferenceItem, ReplicaSet
 from genserve.errors import Closed, GenserveError, ModelNotReady, NotResumable, Overloaded, ReplicaLost
 from genserve.generation_metrics import Metrics
 from genserve.inference import InferenceRequest

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from genserve.deploy.ingress.deployment_metrics import DeploymentMetrics
 from genserve.deploy.ingress.remote_repository import RemoteRepository
-from genserve.deploy.messages import ReplicaSet
+from genserve.deploy.replica_messages import ReplicaSet
 from genserve.errors import InferenceError
 from genserve.kserve.shared_memory import SharedMemory
 from genserve.server.app import create_app

@@ -7,9 +7,9 @@ from collections import Counter
 from typing import Any
 
 from genserve.deploy.ingress.replica_reports import ReplicaReports
-from genserve.deploy.messages import Broadcast, ReplicaSet
 from genserve.deploy.replica.description import ReplicaReport, ReplicaStatus
 from genserve.deploy.replica.replica_load import ReplicaLoad
+from genserve.deploy.replica_messages import Broadcast, ReplicaSet
 from genserve.errors import GenserveError
 
 logger = logging.getLogger(__name__)

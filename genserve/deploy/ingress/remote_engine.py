@@ -14,8 +14,8 @@ from dataclasses import replace
 
 from genserve.completion import Delta
 from genserve.deploy.ingress.live_replicas import LiveReplicas
-from genserve.deploy.messages import GenerationCall
-from genserve.deploy.replica.description import LogitsSizes
+from genserve.deploy.replica.description import LogitsDescription
+from genserve.deploy.replica_messages import GenerationCall
 from genserve.errors import SEE_LOG, Closed, GenserveError, ModelFailed, ReplicaLost
 from genserve.generation.engine_request import Request, TokenSequence
 from genserve.generation.kv_cache_manager import max_tokens_per_sequence
@@ -48,7 +48,7 @@ class RemoteEngine:
         replicas: LiveReplicas,
         *,
         event_loop: asyncio.AbstractEventLoop,
-        logits: LogitsSizes,
+        logits: LogitsDescription,
         capacity: int,
     ) -> None:
         """Call the replicas of a text model.

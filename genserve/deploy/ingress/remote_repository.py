@@ -15,8 +15,8 @@ from genserve.deploy.ingress.failover import Failover
 from genserve.deploy.ingress.live_replicas import LiveReplicas
 from genserve.deploy.ingress.remote_inference import RemoteInference
 from genserve.deploy.ingress.remote_text_model import load_remote_text_model
-from genserve.deploy.messages import ReplicaSet
 from genserve.deploy.replica.description import ReplicaReport, VersionDescription, digest
+from genserve.deploy.replica_messages import ReplicaSet
 from genserve.errors import SEE_LOG, GenserveError, InferenceError, RepositoryError
 from genserve.histogram import Histogram
 from genserve.inference_statistics import ModelStatistics

@@ -12,7 +12,6 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from genserve.deploy.ingress.ingress_app import make_ingress_app
-from genserve.deploy.messages import GenerationCall
 from genserve.deploy.ray.application_args import ApplicationArgs
 from genserve.deploy.ray.autoscaling import USAGE, WAITING_TOKENS
 from genserve.deploy.ray.deploy_config import INGRESS
@@ -20,6 +19,7 @@ from genserve.deploy.ray.serve_library import import_ray
 from genserve.deploy.ray.serve_replicas import ServeReplicas, packed
 from genserve.deploy.replica.description import ReplicaReport, ReplicaStatus, VersionDescription
 from genserve.deploy.replica.model_replica import ModelReplica
+from genserve.deploy.replica_messages import GenerationCall
 from genserve.errors import ModelNotReady
 from genserve.inference import InferenceRequest
 from genserve.kserve.log_settings import LogSettings

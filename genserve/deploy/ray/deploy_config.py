@@ -133,7 +133,7 @@ def _draft(stages: TextStages) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Endpoint:
+class ServeEndpoint:
     """Where an application answers.
 
     Attributes:
@@ -162,7 +162,7 @@ def serve_config(
     *,
     roots: Sequence[Path],
     settings: Mapping[str, Any],
-    endpoint: Endpoint,
+    endpoint: ServeEndpoint,
     scale: Scale,
 ) -> dict[str, Any]:
     """Return the config of a Serve application with one deployment for each model and one ingress.

@@ -13,7 +13,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
 
 from genserve.completion import Delta
-from genserve.deploy.messages import Broadcast, GenerationCall, InferenceItem
+from genserve.deploy.replica_messages import Broadcast, GenerationCall, InferenceItem
 from genserve.errors import Closed, GenserveError, ModelNotReady, Overloaded, ReplicaLost
 from genserve.inference import InferenceRequest
 

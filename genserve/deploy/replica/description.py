@@ -19,7 +19,7 @@ from genserve.textmodel.text_model import TextModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LogitsSizes:
+class LogitsDescription:
     """The `LogitsFigures` of a logits stage in another process."""
 
     max_num_seqs: int
@@ -46,7 +46,7 @@ class TextDescription:
 
     tokenizer: StageFolder
     decoder: StageFolder
-    logits: LogitsSizes
+    logits: LogitsDescription
     capacity: int  # sequences that may run and wait
     default_sampling_params: Mapping[str, Any]
     weights_bytes: int
@@ -146,7 +146,7 @@ def _text(served: ModelVersion, repository: Repository) -> TextDescription | Non
     return TextDescription(
         tokenizer=_stage(stages, "tokenizer"),
         decoder=_stage(stages, "decoder"),
-        logits=_sizes(model),
+        logits=_logits(model),
         capacity=model.engine.capacity,
         default_sampling_params=dict(model.default_sampling_params),
         weights_bytes=model.weights_bytes,
@@ -158,9 +158,9 @@ def _stage(stages: TextStages, role: str) -> StageFolder:
     return StageFolder(model=stages[role].name, version=int(folder.name), digest=digest_of_files(folder))
 
 
-def _sizes(model: TextModel) -> LogitsSizes:
+def _logits(model: TextModel) -> LogitsDescription:
     logits = model.logits
-    return LogitsSizes(
+    return LogitsDescription(
         max_num_seqs=logits.max_num_seqs,
         max_length=logits.max_length,
         vocab_size=logits.vocab_size,

@@ -10,7 +10,6 @@ from pathlib import Path
 from uuid import uuid4
 
 from genserve.completion import Delta
-from genserve.deploy.messages import GenerationCall, InferenceItem
 from genserve.deploy.replica.description import (
     ReplicaReport,
     ReplicaStatus,
@@ -20,6 +19,7 @@ from genserve.deploy.replica.description import (
     digest,
 )
 from genserve.deploy.replica.replica_load import ReplicaLoad
+from genserve.deploy.replica_messages import GenerationCall, InferenceItem
 from genserve.errors import Closed
 from genserve.generation.delta_streams import AsyncDeltaStream, EventLoopSink
 from genserve.generation.engine_request import TokenSequence
@@ -133,10 +133,9 @@ class ModelReplica:
         model = next((one for one in self.repository.text_models if one.name == self.name), None)
         if model is not None:
             engine, logits = model.engine, model.logits
-            running = engine.num_running
             return ReplicaLoad(
-                running=running,
-                waiting=engine.num_preparing + max(0, engine.num_accepted - running),
+                running=engine.num_running,
+                waiting=model.num_waiting,
                 waiting_tokens=engine.num_waiting_tokens,
                 kv_usage=engine.cache_usage,
                 block_size=logits.block_size if logits.kv_cache_bytes else 0,

@@ -13,8 +13,8 @@ from functools import lru_cache
 from hashlib import blake2b
 from typing import Generic, TypeAlias, TypeVar
 
-from genserve.deploy.messages import GenerationCall
 from genserve.deploy.replica.replica_load import LoadEstimates, ReplicaLoad
+from genserve.deploy.replica_messages import GenerationCall
 from genserve.deploy.routing.prefix_router import PrefixRouter
 from genserve.generation.prefix_cache import block_keys
 from genserve.inference import InferenceRequest
