@@ -164,7 +164,7 @@ def answers(url: str) -> list[Any]:
     return [
         whole.choices[0].message.content,
         whole.usage.completion_tokens if whole.usage else None,
-        [chunk.choices[0].delta.content for chunk in stream if chunk.choices],
+        "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices),
         hub.chat_completion(CHAT, model="tiny", temperature=0.0, max_tokens=8).choices[0].message.content,
         tokenized_by_triton(url),
     ]
