@@ -54,6 +54,66 @@ class Arrivals:
     cancelled: set[Request] = field(default_factory=set)
 
 
+class WaitingSequences:
+    """The accepted sequences that wait for their first step, in the order of arrival.
+
+    Counts them in the admission control, and finds those that have waited too long. Its caller holds a lock.
+    """
+
+    def __init__(self, admission: AdmissionControl) -> None:
+        self._admission = admission
+        self._states: dict[Request, RequestState] = {}
+        self._oldest_s = math.inf           # none of them came earlier
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def add(self, states: Iterable[RequestState]) -> None:
+        """Append the sequences of a submission."""
+        for state in states:
+            priority = state.sequence.priority
+            self._admission.wait(state.num_seqs, num_tokens=state.num_tokens, priority=priority)
+            self._states[state.sequence] = state
+            self._oldest_s = min(self._oldest_s, state.submission.arrived_s)
+
+    def remove(self, request: Request) -> None:
+        """Remove a sequence that starts or has ended; does nothing if it does not wait."""
+        state = self._states.pop(request, None)
+        if state is not None:
+            priority = state.sequence.priority
+            self._admission.start(state.num_seqs, num_tokens=state.num_tokens, priority=priority)
+
+    def among(self, requests: Iterable[Request]) -> list[RequestState]:
+        """Return those of the requests that wait."""
+        return [self._states[request] for request in requests if request in self._states]
+
+    @property
+    def next_overdue_s(self) -> float:
+        """When the next one will have waited too long; infinite: never. May be read without the lock."""
+        return self._overdue_s(self._oldest_s)
+
+    def overdue(self, scheduled: Container[Request], *, now_s: float) -> list[RequestOutput]:
+        """Return the errors of those in `scheduled` that have waited too long; they remain until removed."""
+        overdue: list[RequestOutput] = []
+        errors: dict[int, Overloaded] = {}      # by submission
+        self._oldest_s = math.inf
+        for state in self._states.values():
+            submission, sequence = state.submission, state.sequence
+            if submission.started:
+                continue
+            if now_s <= self._overdue_s(submission.arrived_s) or sequence not in scheduled:
+                self._oldest_s = min(self._oldest_s, submission.arrived_s)
+                continue
+            if id(submission) not in errors:
+                errors[id(submission)] = self._admission.timeout(now_s=now_s)
+            overdue.append((sequence, errors[id(submission)]))
+        return overdue
+
+    def _overdue_s(self, arrived_s: float) -> float:
+        limit_s = self._admission.limits.max_wait_s
+        return math.inf if limit_s is None else arrived_s + limit_s
+
+
 class ReservationKeeper(Protocol):
     """Keeps the places of reservations."""
 
@@ -119,8 +179,7 @@ class RequestInbox:
         # Guarded by the conditions.
         self._admission = admission
         self._arrivals = Arrivals()
-        self._waiting: dict[Request, RequestState] = {}     # for their first step, in the order of arrival
-        self._oldest_s = math.inf           # no waiting sequence came earlier
+        self._waiting = WaitingSequences(admission)
         self._num_awaited = 1               # how many arrivals wake the engine's thread
         self._closing = False
         self._failure: GenserveError | None = None
@@ -142,6 +201,11 @@ class RequestInbox:
     def num_preparing(self) -> int:
         """Places reserved for requests whose prompts are being prepared."""
         return self._admission.num_preparing
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Prompt tokens of the sequences that wait for their first step."""
+        return self._admission.num_tokens
 
     @property
     def now_s(self) -> float:
@@ -213,11 +277,7 @@ class RequestInbox:
                     now_s=now_s,
                 )
             self._admission.accept(num_seqs)
-            for state in states:
-                priority = state.sequence.priority
-                self._admission.wait(state.num_seqs, num_tokens=state.num_tokens, priority=priority)
-                self._waiting[state.sequence] = state
-            self._oldest_s = min(self._oldest_s, submission.arrived_s)
+            self._waiting.add(states)
             self._arrivals.sequences.extend(states)
             self._notify_arrival()
 
@@ -305,7 +365,7 @@ class RequestInbox:
             now_s: when the step ended.
         """
         with self._changed:
-            states = [self._waiting[request] for request in started if request in self._waiting]
+            states = self._waiting.among(started)
             self._admission.note_step(
                 seconds,
                 num_started=sum(state.num_seqs for state in states),
@@ -315,47 +375,22 @@ class RequestInbox:
             )
             for state in states:
                 state.submission.started = True
-                self._leave_queue(state.sequence)
+                state.sequence.started_s = max(now_s - seconds, state.submission.arrived_s)
+                self._waiting.remove(state.sequence)
         return states
 
-    def _overdue(self, accepted: Container[Request]) -> list[RequestOutput]:
+    def _overdue(self, scheduled: Container[Request]) -> list[RequestOutput]:
         """Return the errors of requests in the engine that have waited too long for their first step."""
-        limit_s, now_s = self._admission.limits.max_wait_s, self._clock()
-        if limit_s is None or now_s - self._oldest_s <= limit_s:
+        now_s = self._clock()
+        if now_s <= self._waiting.next_overdue_s:
             return []
-        overdue: list[RequestOutput] = []
-        errors: dict[int, Overloaded] = {}      # by submission
         with self._changed:
-            self._oldest_s = math.inf
-            for state in self._waiting.values():
-                submission, sequence = state.submission, state.sequence
-                if submission.started:
-                    continue
-                if now_s - submission.arrived_s <= limit_s or sequence not in accepted:
-                    self._oldest_s = min(self._oldest_s, submission.arrived_s)
-                    continue
-                if id(submission) not in errors:
-                    errors[id(submission)] = self._admission.timeout(now_s=now_s)
-                overdue.append((sequence, errors[id(submission)]))
-        return overdue
-
-    @property
-    def _next_overdue_s(self) -> float:
-        """When the next sequence will have waited too long for its first step; infinite: never."""
-        limit_s = self._admission.limits.max_wait_s
-        return math.inf if limit_s is None else self._oldest_s + limit_s
-
-    def _leave_queue(self, request: Request) -> None:
-        """Take a sequence out of the queue for its first step."""
-        state = self._waiting.pop(request, None)
-        if state is not None:
-            priority = state.sequence.priority
-            self._admission.start(state.num_seqs, num_tokens=state.num_tokens, priority=priority)
+            return self._waiting.overdue(scheduled, now_s=now_s)
 
     def _leave(self, request: Request, *, num_seqs: int, started_s: float | None = None) -> None:
         """Count a request that has ended; `started_s` is when a sequence had its first step."""
         with self._idle:
-            self._leave_queue(request)
+            self._waiting.remove(request)
             self._admission.leave(num_seqs)
             if started_s is not None:
                 now_s = self._clock()

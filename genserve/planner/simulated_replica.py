@@ -117,9 +117,9 @@ class SimulatedReplica(RequestInbox):
         """What the router reads."""
         waiting = len(self._waiting)
         return ReplicaLoad(
-            running=self._admission.num_accepted - waiting,
+            running=self.num_accepted - waiting,
             waiting=waiting,
-            waiting_tokens=self._admission.num_tokens,
+            waiting_tokens=self.num_waiting_tokens,
             kv_usage=self._kv.usage,
         )
 
@@ -275,15 +275,13 @@ class SimulatedReplica(RequestInbox):
 
     def _note_start(self, output: SchedulerOutput, *, seconds: float, now_s: float) -> None:
         """Tell admission control of the step; several at once never started or queued a request."""
-        states = self._start(
+        self._start(
             output.started,
             seconds=seconds,
             full=output.full,
             num_waiting=self._scheduler.num_waiting,
             now_s=now_s,
         )
-        for state in states:
-            state.sequence.started_s = max(self._began_s, state.submission.arrived_s)
 
 
 class _NoSink:
