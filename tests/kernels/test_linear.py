@@ -109,7 +109,7 @@ def test_a_row_does_not_depend_on_batch_chunks_and_threads(weight_format: str, n
     )
     x = rng.standard_normal((230, 333), dtype=np.float32)
     alone = np.concatenate([compute(layer, x[i : i + 1]) for i in range(len(x))])
-    for threads in (1, 2, 5):
+    for threads in (1, 2, 5, 12):
         np.testing.assert_array_equal(bits(compute(layer, x, threads=threads)), bits(alone))
     for chunk in (2, 3, 7, 12, 13, 33, 97, 129):
         parts = [compute(layer, x[i : i + chunk], threads=2) for i in range(0, len(x), chunk)]

@@ -706,7 +706,7 @@ class AttentionJob {
     for (int i = 0; i < threads.count; i++) take_workspace(scratch, rows, workspaces_[i]);
     plan();
     num_workspaces_ = threads.count;
-    auto work = [this] { this->work(); };
+    auto work = [this](size_t index) { this->work(workspaces_[index]); };
     threads.run(larger(num_items_, num_chunks()), work);
     return true;
   }
@@ -800,10 +800,7 @@ class AttentionJob {
     return item.segment == kWhole ? end : smaller(end, (item.segment + 1) * kSegment);
   }
 
-  void work() {
-    const int number = joined_.add(1);
-    if (number >= num_workspaces_) return;
-    Workspace& mine = workspaces_[number];
+  void work(Workspace& mine) {
     team_.run(0, num_chunks(), [&](int64_t chunk) { write_tokens(chunk, mine); });
     const auto compute = [&](int64_t i) { compute_item(i, mine); };
     if (!split_) return team_.run_last(1, num_items_, compute);
@@ -926,7 +923,6 @@ class AttentionJob {
   const Cache<T> cache_;
   const Tensor& output_;
   Team team_;
-  Atomic<int> joined_;
   bool split_ = false;
   int64_t num_tiles_ = 0;
   int64_t num_items_ = 0;

@@ -436,10 +436,9 @@ class Linear {
     const int64_t panels_of_chunk = panels_per_chunk(threads.count);
     const int64_t panel_chunks = (sizes_.panels + panels_of_chunk - 1) / panels_of_chunk;
     Team team;
-    auto work = [&] {
-      if (!team.has_chunks(1, row_groups * panel_chunks)) return;
+    auto work = [&](size_t index) {
       team.run(0, row_chunks, [&](int64_t chunk) { prepare(4 * chunk, smaller(4 * chunk + 4, num_rows_)); });
-      team.run_last(1, row_groups * panel_chunks, [&](int64_t chunk) {
+      team.run_ranges(1, row_groups * panel_chunks, index, threads.count, [&](int64_t chunk) {
         const int64_t group = chunk % row_groups, first = chunk / row_groups * panels_of_chunk;
         const int64_t from = num_rows_ * group / row_groups, to = num_rows_ * (group + 1) / row_groups;
         for (int64_t p = first; p < smaller(first + panels_of_chunk, sizes_.panels); p++) multiply_panel(p, from, to);

@@ -25,7 +25,8 @@
 
 namespace genserve {
 
-constexpr int kMaxPhases = 4;
+constexpr int kMaxPhases = 3;
+constexpr int kMaxRanges = 8;
 
 // A number or pointer shared by threads, like std::atomic but without the headers of a C++ library.
 template <class T>
@@ -83,7 +84,7 @@ class Team {
   template <class Body>
   void run(int phase, int64_t chunks, Body&& body) {
     take(phase, chunks, body);
-    for (int turn = 0; phases_[phase].done.load() < chunks; turn++) wait_a_moment(turn);
+    for (int turn = 0; phases_[phase].done.value.load() < chunks; turn++) wait_a_moment(turn);
   }
 
   // The same for a node's last phase, without waiting, since the caller of the threads waits for them.
@@ -92,24 +93,37 @@ class Team {
     take(phase, chunks, body);
   }
 
-  // Whether chunks of a phase are left for this thread.
-  bool has_chunks(int phase, int64_t chunks) const {
-    return phases_[phase].next.peek() < chunks;
+  // The same for a last phase in which chunk after chunk is best taken by the same thread, so that it can prefetch the
+  // next one: thread `index` of `count` starts with its own range of chunks, and then helps with those of others.
+  template <class Body>
+  void run_ranges(int phase, int64_t chunks, size_t index, int count, Body&& body) {
+    const int ranges = count < kMaxRanges ? count : kMaxRanges;
+    for (int i = 0; i < ranges; i++) {
+      const int range = (int)((index + (size_t)i) % (size_t)ranges);
+      const int64_t first = chunks * range / ranges, size = chunks * (range + 1) / ranges - first;
+      Atomic<int64_t>& next = phases_[phase].next[range].value;
+      if (next.peek() >= size) continue;
+      for (int64_t chunk; (chunk = next.add(1)) < size;) body(first + chunk);
+    }
   }
 
  private:
-  struct Phase {  // counters written by many threads have separate cache lines
-    alignas(128) Atomic<int64_t> next;
-    alignas(128) Atomic<int64_t> done;
+  struct alignas(128) Counter {  // counters written by many threads have separate cache lines
+    Atomic<int64_t> value;
+  };
+  struct Phase {
+    Counter next[kMaxRanges];
+    Counter done;
   };
 
   template <class Body>
   void take(int phase, int64_t chunks, Body& body) {
     Phase& p = phases_[phase];
-    if (!has_chunks(phase, chunks)) return;
-    for (int64_t chunk; (chunk = p.next.add(1)) < chunks;) {
+    Atomic<int64_t>& next = p.next[0].value;
+    if (next.peek() >= chunks) return;
+    for (int64_t chunk; (chunk = next.add(1)) < chunks;) {
       body(chunk);
-      p.done.add(1);
+      p.done.value.add(1);
     }
   }
 
@@ -123,12 +137,12 @@ struct Threads {
   void* host = nullptr;
   int count = 1;
 
-  // Calls work() on all threads, but on no more than there is work for.
+  // Calls work(index) on all threads, but on no more than there is work for.
   template <class Work>
   void run(int64_t useful, Work& work) const {
     const int64_t threads = useful < count ? useful : count;
-    if (parallel_for == nullptr || threads <= 1) return work();
-    parallel_for(host, (size_t)threads, [](void* job, size_t) { (*static_cast<Work*>(job))(); }, &work);
+    if (parallel_for == nullptr || threads <= 1) return work(0);
+    parallel_for(host, (size_t)threads, [](void* job, size_t index) { (*static_cast<Work*>(job))(index); }, &work);
   }
 };
 
