@@ -62,7 +62,7 @@ def leaks_a_block(release):
 
 def ends_twice(deliver):
     def delivers(self, outputs, *, now_s):
-        sinks = {id(sequence): self._states[sequence].sink for sequence, _ in outputs}
+        sinks = {id(sequence): self._open.sequences[sequence].sink for sequence, _ in outputs}
         deliver(self, outputs, now_s=now_s)
         for sequence, content in outputs:
             if sequence.finished:
