@@ -46,11 +46,11 @@ class FakeDeltas:
 
     def _answer(self, words: list[str]) -> Iterator[Delta]:
         for index, word in enumerate(words):
-            if word == "SILENT":
-                time.sleep(3600)
+            while word == "SILENT":
+                time.sleep(0.05)
             yield Delta(text=word if index == 0 else f" {word}", token_ids=(word_id(word),))
-            if word == "FOREVER":
-                time.sleep(3600)
+            while word == "FOREVER":
+                time.sleep(0.05)    # a signal just before a sleep does not end it
             while word == "GATED" and not self.gate.exists():
                 time.sleep(0.01)
         yield Delta(
