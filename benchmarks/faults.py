@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import random
 import resource
 import shutil
@@ -250,33 +251,47 @@ async def disconnects(server: Running, _repository: Path, options: argparse.Name
 
 
 class _Load:
-    """Streamed chats, and how they ended."""
+    """Streamed chats of half to one and a half times `new_tokens`, and how they ended.
+
+    Answers of one length would begin and end together with as many clients as slots, and step together
+    through the prompts of the next ones, as no load of independent clients does.
+    """
 
     def __init__(self, client: RawClient, options: argparse.Namespace, *, new_tokens: int) -> None:
         self.answers: list[Answer] = []
+        self._num_tokens: list[int] = []        # of each of them
         self._new_tokens = new_tokens
         self._client = client
         self._options = options
         self._number = 0
 
-    async def ask(self) -> Answer:
+    def request(self) -> tuple[bytes, int]:
+        """Return the next request, and the tokens of its answer."""
         self._number += 1
-        words = random.Random(self._number).choices(("red", "blue", "old", "new", "tree", "sea"), k=30)
+        draw = random.Random(self._number)
+        words = draw.choices(("red", "blue", "old", "new", "tree", "sea"), k=30)
+        tokens = draw.randint(self._new_tokens // 2, self._new_tokens * 3 // 2)
         path, body = request_of(
-            FACES["chat"], self._options.model, " ".join(words), tokens=self._new_tokens, stream=True
+            FACES["chat"], self._options.model, " ".join(words), tokens=tokens, stream=True
         )
-        answer = await self._client.ask(post_bytes(path, body))
+        return post_bytes(path, body), tokens
+
+    async def ask(self, request: bytes, tokens: int) -> Answer:
+        answer = await self._client.ask(request)
         self.answers.append(answer)
+        self._num_tokens.append(tokens)
         return answer
 
-    @property
-    def num_tokens(self) -> int:
-        """Of all complete answers."""
-        return sum(one.status == 200 for one in self.answers) * self._new_tokens
+    def num_tokens(self, begin_s: float = -math.inf, end_s: float = math.inf) -> int:
+        """Return the tokens of all complete answers that ended within a time."""
+        return sum(
+            tokens
+            for one, tokens in zip(self.answers, self._num_tokens, strict=True)
+            if one.status == 200 and begin_s <= one.end_s < end_s
+        )
 
     def tokens_per_s(self, begin_s: float, end_s: float) -> float:
-        finished = [one for one in self.answers if one.status == 200 and begin_s <= one.end_s < end_s]
-        return len(finished) * self._new_tokens / (end_s - begin_s)
+        return self.num_tokens(begin_s, end_s) / (end_s - begin_s)
 
 
 async def overload(server: Running, _repository: Path, options: argparse.Namespace) -> list[Figure]:
@@ -287,7 +302,7 @@ async def overload(server: Running, _repository: Path, options: argparse.Namespa
 
     async def repeat() -> None:
         while time.perf_counter() < ends_s:
-            await capacity.ask()
+            await capacity.ask(*capacity.request())
 
     used_s = [cpu_s(server.pid)]
     await asyncio.gather(*(repeat() for _ in range(options.slots)))
@@ -297,19 +312,20 @@ async def overload(server: Running, _repository: Path, options: argparse.Namespa
         raise SystemExit(f"no answer ended in {options.seconds} s: the overload needs more --seconds")
     rate = options.load * most / options.new_tokens
     beyond = _Load(client, options, new_tokens=options.new_tokens)
+    requests = [beyond.request() for _ in range(round(rate * options.seconds))]     # before the clock runs
     before = await _metrics(server, options)
     begin_s = time.perf_counter()
     tasks = []
-    while (now_s := time.perf_counter()) < begin_s + options.seconds:
-        while len(tasks) < (now_s - begin_s) * rate:
-            tasks.append(asyncio.create_task(beyond.ask()))
-        await asyncio.sleep(0.005)
+    for number, request in enumerate(requests):
+        await asyncio.sleep(begin_s + number / rate - time.perf_counter())
+        tasks.append(asyncio.create_task(beyond.ask(*request)))
+    await asyncio.sleep(begin_s + options.seconds - time.perf_counter())
     after = await _metrics(server, options)
     await asyncio.gather(*tasks)
     used_s.append(cpu_s(server.pid))
     client.close()
     goodput = beyond.tokens_per_s(begin_s + 0.25 * options.seconds, begin_s + options.seconds)
-    costs = [load.num_tokens / used for load, used in zip((capacity, beyond), np.diff(used_s), strict=True)]
+    costs = [load.num_tokens() / used for load, used in zip((capacity, beyond), np.diff(used_s), strict=True)]
     share = goodput / most
     return [
         Figure(name="capacity", value=f"{most:.0f} tokens/s"),
@@ -358,7 +374,7 @@ async def connections(server: Running, _repository: Path, options: argparse.Name
     held = sample(server.pid)
     load = _Load(client, options, new_tokens=STREAM_TOKENS)
     started_s = time.perf_counter()
-    tasks = [asyncio.create_task(load.ask()) for _ in range(options.streams)]
+    tasks = [asyncio.create_task(load.ask(*load.request())) for _ in range(options.streams)]
     most_open = 0
     while not all(task.done() for task in tasks):
         most_open = max(most_open, round((await _metrics(server, options)).num_open))

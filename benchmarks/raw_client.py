@@ -72,13 +72,16 @@ class Connection(asyncio.Protocol):
         """Send a request and return its answer, which is incomplete if either side has left."""
         answer = self._answer = Answer(sent_s=time.perf_counter())
         self._parts, self._tail, self._missing = [], b"", None
-        self._ended = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self._ended = loop.create_future()
         if self.is_open:
             self._transport.write(request)
         else:
             self._finish()
-        await asyncio.wait([self._ended], timeout=timeout_s if leave is None else leave.after_s)
-        if not self._ended.done():
+        timer = loop.call_later(timeout_s if leave is None else leave.after_s, self._finish)
+        await self._ended
+        timer.cancel()
+        if self.is_open and not answer.is_complete:
             answer.has_left = leave is not None
             self.close(reset=leave is not None and leave.reset)
         self._answer = None
