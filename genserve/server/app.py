@@ -16,6 +16,7 @@ from genserve.server.access_control import AccessControl, check_restriction, par
 from genserve.server.access_log import CLIENT_CLOSED_REQUEST, AccessLog
 from genserve.server.connection_errors import raise_connection_error
 from genserve.server.documented_errors import document_errors
+from genserve.server.early_rejection import EarlyRejection
 from genserve.server.error_responses import ErrorResponses
 from genserve.server.routes import (
     bundled_pages,
@@ -88,6 +89,7 @@ class _App(FastAPI):
         self._restrictions = parse_restrictions(settings.http_restricted_api)
         self._kserve: ASGIApp = KServe(services, check=self._check)
         self._other_routes: ASGIApp = AccessLog(self._handle_others, services.request_spans)
+        self._admitted: ASGIApp = EarlyRejection(super().__call__, services, errors)
         self._cors: ASGIApp | None = None
         if settings.allowed_origins:
             self._cors = CORSMiddleware(
@@ -127,7 +129,7 @@ class _App(FastAPI):
         return (self._kserve if is_of_kserve else self._other_routes)(scope, receive, send)
 
     async def _handle_others(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app: ASGIApp = super().__call__
+        app = self._admitted
         if scope["type"] == "http":
             if scope["method"] == "HEAD":   # answered as GET; uvicorn leaves out the body
                 scope = {**scope, "method": "GET"}

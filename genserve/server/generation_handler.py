@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
-from fastapi import Depends, Request, Response
+from fastapi import Request, Response
 from starlette.types import Receive
 
 from genserve.completion import Delta
-from genserve.errors import Closed, InvalidRequest, ModelNotFound, ModelNotReady, Overloaded
+from genserve.errors import Closed, InvalidRequest, ModelNotReady
 from genserve.generation.delta_streams import AsyncDeltaStream
 from genserve.generation.engine_request import TokenSequence
 from genserve.generation.request_inbox import Reservation
@@ -86,37 +85,6 @@ class GenerationBody(Protocol):
 
 
 _Body = TypeVar("_Body", bound=GenerationBody)
-
-
-async def _admitting_services(request: Request) -> Services:
-    """Return the services, unless the model would reject any request of the default priority now.
-
-    The body is parsed, but not validated. A request that states its priority, or does not name its model as
-    the repository does, is left to `submit`.
-
-    Raises:
-        Overloaded: as `submit` would.
-    """
-    services: Services = request.app.state.services
-    body: dict[str, Any] = await request.json() if await request.body() else {}
-    name, parameters = body.get("model"), body.get("parameters")    # the latter is TGI's
-    has_priority = "priority" in body or (isinstance(parameters, dict) and "priority" in parameters)
-    if services.draining or has_priority or not isinstance(name, str | None):
-        return services
-    with suppress(Closed, ModelNotFound, ModelNotReady):    # the rest of the request may be wrong, too
-        model = services.repository.text_model(name)
-        try:
-            model.engine.reserve(1).release()
-        except Overloaded:
-            if logged := CURRENT_REQUEST.get():
-                logged.model = model.name
-                logged.operation = "text_completion" if body.keys() & {"prompt", "inputs"} else "chat"
-            raise
-    return services
-
-
-# For routes that generate. FastAPI asks for it before it validates the body, which would cost more.
-AdmittingServices = Annotated[Services, Depends(_admitting_services)]
 
 
 async def handle_generation(

@@ -28,7 +28,7 @@ from genserve.prompt import Chat
 from genserve.redaction import redacted_error
 from genserve.sampling.sampling_params import SamplingParams, unused_parameters
 from genserve.server.error_responses import ErrorFormat, ErrorFormats, http_status
-from genserve.server.generation_handler import AdmittingServices, SubmittedRequest, handle_generation
+from genserve.server.generation_handler import SubmittedRequest, handle_generation
 from genserve.server.json_response import AnswerResponse
 from genserve.server.request_body import StrictRoute
 from genserve.server.routes.messages_body import MessagesBody, PromptFields
@@ -80,7 +80,7 @@ ERRORS: ErrorFormats = {"/v1/messages": ErrorFormat(anthropic_error, http_status
 
 
 @router.post("/messages", responses=documented("text/event-stream"))
-async def messages(body: MessagesBody, services: AdmittingServices, request: Request) -> Response:
+async def messages(body: MessagesBody, services: SharedServices, request: Request) -> Response:
     """Answer a chat, whole or as server-sent events."""
     generation = _MessagesRequest(body=body, model=services.repository.text_model(body.model))
     answer_to = partial(

@@ -13,7 +13,7 @@ from genserve.completion import Completion, Delta, FinishReason, ToolCallDelta
 from genserve.prompt import Message
 from genserve.sampling.chat_defaults import chat_sampling_params
 from genserve.server.error_responses import OPENAI_ERRORS, ErrorFormats
-from genserve.server.generation_handler import AdmittingServices, SubmittedRequest, handle_generation
+from genserve.server.generation_handler import SubmittedRequest, handle_generation
 from genserve.server.json_response import AnswerResponse
 from genserve.server.request_body import StrictRoute
 from genserve.server.routes.logprob_formats import TokenScores, prompt_logprobs
@@ -29,7 +29,7 @@ ERRORS: ErrorFormats = {"/v1/": OPENAI_ERRORS}
 
 
 @router.post("/chat/completions", responses=documented("text/event-stream"))
-async def chat_completions(body: ChatBody, services: AdmittingServices, request: Request) -> Response:
+async def chat_completions(body: ChatBody, services: SharedServices, request: Request) -> Response:
     """Answer a chat, whole or as server-sent events."""
     return await handle_generation(body, services, request, frames=ChatFrames, answer=_answer)
 

@@ -22,11 +22,12 @@ from genserve.sampling.param_table import Range
 from genserve.sampling.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from genserve.server.decoding_fields import parameter
 from genserve.server.error_responses import OPENAI_ERRORS, ErrorFormats
-from genserve.server.generation_handler import AdmittingServices, SubmittedRequest, handle_generation
+from genserve.server.generation_handler import SubmittedRequest, handle_generation
 from genserve.server.json_response import AnswerResponse
 from genserve.server.request_body import Items, StrictRoute
 from genserve.server.routes.logprob_formats import CompletionLogprobs, prompt_logprobs
 from genserve.server.routes.openai_protocol import FINISH_REASONS, OpenAIBody, OpenAIFrames, choose, head
+from genserve.server.services import SharedServices
 from genserve.server.sse_response import documented
 from genserve.text.tokenizer import Tokenizer
 
@@ -134,7 +135,7 @@ class CompletionBody(OpenAIBody):
 
 
 @router.post("/completions", responses=documented("text/event-stream"))
-async def completions(body: CompletionBody, services: AdmittingServices, request: Request) -> Response:
+async def completions(body: CompletionBody, services: SharedServices, request: Request) -> Response:
     """Complete prompts, whole or as server-sent events."""
     return await handle_generation(body, services, request, frames=CompletionFrames, answer=_answer)
 

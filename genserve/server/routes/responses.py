@@ -12,7 +12,7 @@ from fastapi.responses import Response
 from genserve.completion import Delta, FinishReason, Usage
 from genserve.errors import GenserveError, InvalidRequest, Overloaded
 from genserve.server.error_responses import OPENAI_ERRORS, ErrorFormats, openai_error
-from genserve.server.generation_handler import AdmittingServices, SubmittedRequest, handle_generation
+from genserve.server.generation_handler import SubmittedRequest, handle_generation
 from genserve.server.request_body import StrictRoute
 from genserve.server.routes.logprob_formats import ScoredToken, TokenScores
 from genserve.server.routes.response_items import ItemStatus, OutputItems
@@ -27,7 +27,7 @@ _COMPLETE = (FinishReason.END_OF_SEQUENCE, FinishReason.STOP_STRING)
 
 
 @router.post("/responses", responses=documented("text/event-stream"))
-async def create_response(body: ResponsesBody, services: AdmittingServices, request: Request) -> Response:
+async def create_response(body: ResponsesBody, services: SharedServices, request: Request) -> Response:
     """Answer the items of a conversation, whole or as server-sent events."""
     max_bytes = services.settings.max_body_bytes
     generation = ResponseRequest(body=body, store=services.responses, max_bytes=max_bytes)

@@ -16,7 +16,7 @@ from genserve.completion import Completion, Delta, FinishReason, Usage, join_cho
 from genserve.errors import GenserveError, InvalidRequest
 from genserve.sampling.sampling_params import MAX_BEST_OF, MAX_STOP_STRINGS, SamplingParams, unused_parameters
 from genserve.server.error_responses import TGI_ERRORS, ErrorFormats, tgi_error
-from genserve.server.generation_handler import AdmittingServices, SubmittedRequest, handle_generation
+from genserve.server.generation_handler import SubmittedRequest, handle_generation
 from genserve.server.json_response import AnswerResponse
 from genserve.server.request_body import StrictRoute
 from genserve.server.routes.logprob_formats import TopTokenReader, tgi_prefill
@@ -35,19 +35,19 @@ _NO_TOKEN: Mapping[str, Any] = {"id": 0, "text": "", "logprob": None, "special":
 
 
 @router.post("/generate")
-async def generate(body: GenerateBody, services: AdmittingServices, request: Request) -> Response:
+async def generate(body: GenerateBody, services: SharedServices, request: Request) -> Response:
     """Complete a prompt and answer with the whole text."""
     return await _handle(_TgiRequest(body=body), services, request)
 
 
 @router.post("/generate_stream", response_class=Response, responses=documented("text/event-stream"))
-async def generate_stream(body: GenerateBody, services: AdmittingServices, request: Request) -> Response:
+async def generate_stream(body: GenerateBody, services: SharedServices, request: Request) -> Response:
     """Complete a prompt and answer token by token, as server-sent events."""
     return await _handle(_TgiRequest(body=body, stream=True), services, request)
 
 
 @router.post("/", responses=documented("text/event-stream"))
-async def generate_or_stream(body: CompatibleBody, services: AdmittingServices, request: Request) -> Response:
+async def generate_or_stream(body: CompatibleBody, services: SharedServices, request: Request) -> Response:
     """Do as `/generate_stream` if `stream` is true, else as `/generate` with the answer in a list."""
     return await _handle(_TgiRequest(body=body, stream=body.stream, in_list=True), services, request)
 
