@@ -107,7 +107,8 @@ def test_requests_of_the_sdk_end_once(live: LiveServer, ledger: RequestLedger) -
 def pass_deadline(live: LiveServer, gate: StepGate) -> None:
     """Let the deadline of the newest request pass, and the engine notice it."""
     engine: Any = live.model.engine
-    [sequence] = (one for one in {**engine._open.sequences, **engine._waiting._states} if one.deadline_s is not None)
+    sequences = {**engine._open.sequences, **engine._waiting._states}
+    [sequence] = (sequence for sequence in sequences if sequence.deadline_s is not None)
     sequence.deadline_s = engine.now_s
     gate.allow(2)
 
