@@ -133,6 +133,13 @@ def test_an_empty_request_only_loads_the_model(http):
     assert (answer["done"], answer["done_reason"]) == (True, "load")
 
 
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
+def test_the_options_of_an_empty_request_are_validated(http, path):
+    rejected = http.post(path, json={"model": "tiny", "options": {"mirostat": -1}})
+    assert rejected.status_code == 400
+    assert rejected.json()["error"].startswith("options.mirostat ")
+
+
 def test_logprobs_are_those_of_the_tokens(tiny_server):
     ask = {"logprobs": True, "top_logprobs": 2, "options": {"temperature": 0, "num_predict": 4}}
     with httpx2.Client(base_url=tiny_server.url, timeout=60) as http:

@@ -44,6 +44,8 @@ def test_a_rendered_completion_has_the_token_ids_of_each_prompt(http, prompt, nu
         ("/v1/chat/completions/render", {"messages": [{"role": "x"}]}, 400, "messages[0].role"),
         ("/v1/completions/render", {"prompt": [10**9]}, 400, "prompt[0]"),
         ("/v1/completions/render", {"prompt": []}, 400, "prompt"),
+        ("/v1/completions/render", {"prompt": "a", "top_p": 7}, 400, "top_p"),
+        ("/v1/chat/completions/render", {"messages": CHAT, "max_tokens": -1}, 400, "max_tokens"),
     ],
 )
 def test_a_prompt_that_cannot_be_answered_is_not_rendered_either(http, path, body, status, field):

@@ -24,12 +24,12 @@ from genserve.completion import (
     join_deltas,
     joined_calls,
 )
-from genserve.errors import GenserveError, InferenceError, ModelNotFound, Status
+from genserve.errors import GenserveError, InferenceError, InvalidRequest, ModelNotFound, Status
 from genserve.log import CURRENT_REQUEST
 from genserve.prompt import Prompt, ToolCall
 from genserve.redaction import redacted_error
 from genserve.sampling.sampling_params import SamplingParams, unused_parameters
-from genserve.server.error_responses import ErrorFormat, ErrorFormats, http_status, kserve_status
+from genserve.server.error_responses import ErrorFormat, ErrorFormats, http_status, kserve_status, renamed
 from genserve.server.generation_handler import SubmittedRequest, handle_generation
 from genserve.server.request_body import StrictRoute, TolerantBody
 from genserve.server.routes.logprob_formats import TokenScores
@@ -289,6 +289,10 @@ async def _handle(body: OllamaBody, services: Services, request: Request) -> Res
     generation = _OllamaRequest(body=body, model=_model(services, body.model))
     if body.is_empty:
         generation.check()
+        try:
+            generation.params()     # the options of a load request are validated, too
+        except InvalidRequest as error:
+            raise renamed(error, generation.names()) from None
         fields = f'{generation.fields(MessageDelta())},"done":true,"done_reason":"load"'
         return Response(f"{_line_head(generation)}{fields}}}", media_type="application/json")
     return await handle_generation(

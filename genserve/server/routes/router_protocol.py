@@ -89,6 +89,7 @@ async def _render(
     body.check()
     model = services.repository.text_model(body.model_name)
     try:
+        body.params()   # validated, since the request is generated next
         prompts = body.prompts()
         future = model.run_soon(lambda: [model.encode(prompt) for prompt in prompts], compiles=False)
         token_ids = await asyncio.wrap_future(future)
