@@ -3,6 +3,9 @@ MODEL ?= smollm2
 REPOSITORY ?= model_repository
 PYTHON ?= python3
 
+# The processes of a test or a benchmark import the same modules, which the first of them compiles.
+unexport PYTHONDONTWRITEBYTECODE
+
 VENV := .venv
 BIN := $(VENV)/bin
 CORE := $(VENV)/.core-$(RUNTIME)

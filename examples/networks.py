@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 from tritonclient.utils import serialize_byte_tensor
 
 from tests.backends.networks import (
@@ -31,12 +30,17 @@ def save_tokenizer(folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Whitespace(), pre_tokenizers.Split(" ", "removed")]
     )
+    from transformers import PreTrainedTokenizerFast
+
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="[UNK]", pad_token="[PAD]"
     ).save_pretrained(folder)
 
 
 def save_sentiment(folder: Path) -> None:
+    # Here, since it takes seconds to import.
+    from transformers import BertConfig, BertForSequenceClassification
+
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=len(WORDS),

@@ -138,9 +138,11 @@ def test_a_silent_replica_gives_signs_of_life(monkeypatch):
 
     async def listen() -> list[object]:
         async with aclosing(packed(script.replica())) as items:
-            return [await anext(items) for _ in range(3)]
+            while await anext(items) is None:       # signs of a busy machine
+                pass
+            return [await anext(items) for _ in range(2)]
 
-    assert asyncio.run(listen()) == [["a"], None, None]
+    assert asyncio.run(listen()) == [None, None]
     assert script.is_closed
     assert asyncio.run(received(Script(None, ["a"], None))) == [["a"]]
 

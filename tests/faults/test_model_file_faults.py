@@ -9,7 +9,7 @@ import threading
 import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -87,6 +87,7 @@ def _saved(value: Any) -> bytes:
     return file.getvalue()
 
 
+@cache
 def _zip_bomb() -> bytes:
     """An archive of 250 KB whose code would take 256 MB."""
     file = io.BytesIO()

@@ -85,9 +85,11 @@ def test_an_exported_model_has_no_fields_without_effect(models, stage):
 def test_a_field_without_effect_in_the_engine_is_named(models, stage, config, fields):
     add(models, stage, config)
     role = f"{stage.partition('_')[2]} stage" if "_" in stage else "text model"
-    found = [line.partition(" in a ")[0] for line in reported(models, stage)]
-    assert found == [f"warning: {field} is ignored" for field in fields]
-    assert all(f"in a {role}: " in line for line in reported(models, stage))
+    lines = reported(models, stage)
+    assert [line.partition(" in a ")[0] for line in lines] == [
+        f"warning: {field} is ignored" for field in fields
+    ]
+    assert all(f"in a {role}: " in line for line in lines)
 
 
 STAGES = 'parameters [ { key: "pipeline_stages" value { string_value: "2" } } ]'
