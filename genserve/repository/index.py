@@ -23,6 +23,7 @@ class ModelEntry:
     path: Path
     parsed: ParsedConfig                    # its config.pbtxt
     wanted_version: int = -1                # of the step of an ensemble; -1: the latest
+    is_ambiguous: bool = False              # several repositories have a model of this name
 
     @property
     def config(self) -> ModelConfig | None:
@@ -257,7 +258,8 @@ def _ambiguous(entry: ModelEntry, *, other: Path) -> ModelEntry:
         message=f"failed to poll model '{entry.name}': not unique across all model repositories",
         remedy=f"rename one of {entry.path} and {other}, or serve only one of the repositories",
     )
-    return replace(entry, parsed=replace(entry.parsed, diagnostics=(diagnostic, *entry.parsed.diagnostics)))
+    parsed = replace(entry.parsed, diagnostics=(diagnostic, *entry.parsed.diagnostics))
+    return replace(entry, parsed=parsed, is_ambiguous=True)
 
 
 def step_models(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> list[ModelEntry]:

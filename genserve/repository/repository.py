@@ -20,6 +20,8 @@ from genserve.errors import (
 )
 from genserve.generation_metrics import Metrics
 from genserve.inference import Inference
+from genserve.log import note_change
+from genserve.repository.index import ModelEntry
 from genserve.repository.load_errors import stopping
 from genserve.repository.load_request import LoadRequest
 from genserve.repository.model_lifecycle import ModelLifecycle
@@ -113,7 +115,7 @@ class Repository:
         entries = self._lifecycle.entries
         errors = self._lifecycle.errors
         untouched = [
-            _unloaded(name, errors.get(name) or entry.error)
+            _unloaded(entry, errors.get(name) or entry.error)
             for name, entry in entries.items()
             if name not in names
         ]
@@ -216,6 +218,7 @@ class Repository:
             files: by `<version>/<name>`, instead of its folder; None: its folder.
             allow_code: whether config and files may cause code to run that is not in the repository.
         """
+        note_change(", ".join([*(["config"] if config else []), *(files or ())]))
         if self.options.control_mode is not ControlMode.EXPLICIT:
             raise _not_explicit()
         if self._stopping:
@@ -225,6 +228,7 @@ class Repository:
 
     def unload(self, name: str, *, dependents: bool = False) -> None:
         """Begin to unload a model, if it is loaded; see `InferenceServer`."""
+        note_change("with its dependents" if dependents else "")
         if self.options.control_mode is not ControlMode.EXPLICIT:
             raise _not_explicit()
         self._lifecycle.unload(name, dependents=dependents)
@@ -291,11 +295,14 @@ def _not_found(name: str, known: list[str]) -> ModelNotFound:
     )
 
 
-def _unloaded(name: str, error: GenserveError | None) -> IndexEntry:
+def _unloaded(entry: ModelEntry, error: GenserveError | None) -> IndexEntry:
     """Return the line of a model that has no version, with the reason if its config cannot be used."""
     if error is None:
-        return IndexEntry(name=name)
-    return IndexEntry(name=name, state=ModelState.UNAVAILABLE, reason=" ".join(str(error).split()))
+        return IndexEntry(name=entry.name)
+    reason = " ".join(str(error).split())
+    if entry.is_ambiguous:      # Triton's words in the index; those of the load are others
+        reason = "model appears in two or more repositories"
+    return IndexEntry(name=entry.name, state=ModelState.UNAVAILABLE, reason=reason)
 
 
 def _not_explicit() -> InferenceError:

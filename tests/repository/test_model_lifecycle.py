@@ -181,6 +181,23 @@ def test_the_index_shows_which_of_several_versions_failed(tmp_path: Path) -> Non
         assert (second.version, second.state, second.reason) == (2, "UNAVAILABLE", "unloaded")
 
 
+def test_a_model_in_two_repositories_is_rejected_in_tritons_words(tmp_path: Path) -> None:
+    roots = [tmp_path / "first", tmp_path / "second"]
+    for root in roots:
+        write_model(root, "one")
+    write_model(roots[1], "two")
+    repository = Repository(roots, options=RepositoryOptions(control_mode=ControlMode.EXPLICIT))
+    try:
+        repository.start(["one", "two"])
+        assert index(repository)["one"] == ("UNAVAILABLE", "model appears in two or more repositories")
+        assert index(repository)["two"][0] == "READY"
+        with pytest.raises(InferenceError, match="not unique across all model repositories"):
+            repository.load("one")
+        assert index(repository)["one"] == ("UNAVAILABLE", "model appears in two or more repositories")
+    finally:
+        repository.close()
+
+
 def test_an_invalid_config_gives_the_model_no_version(tmp_path: Path) -> None:
     write_model(tmp_path, "one", config=CONFIG + "max_batch_sise: 4")
     with opened(tmp_path) as repository:

@@ -9,7 +9,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from genserve.errors import InferenceError
 from genserve.kserve.model_metadata import reject_repository, require_ready_model
 from genserve.kserve.shared_memory import cuda_unsupported, reject_cuda_region
-from genserve.log import LOG_FORMATS, note_change
+from genserve.log import LOG_FORMATS
 from genserve.redaction import redacted_text
 from genserve.repository.repository import Repository
 from genserve.server.grpc.rpc_method import rpc_method
@@ -53,7 +53,6 @@ class Administration(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ig
                 files[name.removeprefix("file:")] = _load_parameter(name, parameter, "bytes_param")
             else:
                 raise InferenceError(f"unrecognized load parameter '{name}'.")
-        note_change(", ".join([*(["config"] if config else []), *files]))
         await run_for_long(
             self._models.load,
             request.model_name,
@@ -73,7 +72,6 @@ class Administration(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ig
                 text = "invalid value type for 'unload_dependents' parameter, expected bool_param."
                 raise InferenceError(text)
             dependents = parameter.bool_param
-        note_change("with its dependents" if dependents else "")
         await run_for_long(self._models.unload, request.model_name, dependents=dependents)
         return service_pb2.RepositoryModelUnloadResponse()
 

@@ -18,7 +18,6 @@ from genserve.kserve.model_metadata import (
 )
 from genserve.kserve.shared_memory import cuda_unsupported, reject_cuda_region
 from genserve.kserve.triton_parsing import JsonKind, checked, read_json
-from genserve.log import note_change
 from genserve.redaction import redacted_text
 from genserve.server.offload import offload_if_large, run_for_long
 from genserve.server.routes.kserve_http import KServeCall, KServeResponse, json_response, message_response
@@ -106,7 +105,6 @@ async def repository_load(call: KServeCall) -> KServeResponse:
             raise InferenceError(
                 text, remedy=f"{name!r} is neither config nor file:<version>/<name>"
             )
-    note_change(", ".join([*(["config"] if config else []), *files]))
     await run_for_long(
         call.services.repository.load,
         call.model,
@@ -122,7 +120,6 @@ async def repository_unload(call: KServeCall) -> KServeResponse:
     reject_repository(call.names["repository"])
     given = _members(_members(await call.json()).get("parameters"))
     dependents = given.get("unload_dependents") is True  # other values are ignored, as in Triton
-    note_change("with its dependents" if dependents else "")
     await run_for_long(call.services.repository.unload, call.model, dependents=dependents)
     return KServeResponse()
 
