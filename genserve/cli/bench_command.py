@@ -3,160 +3,167 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from genserve.cli import bench_flags as flags
-from genserve.cli.flags import Json
+from genserve.cli.bench_flags import BenchFlags
+from genserve.cli.flags import takes_flags
+from genserve.errors import InvalidRequest, Unauthenticated, Unreachable
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import httpx2
 
+    from genserve.bench.datasets import BenchPrompt
+    from genserve.bench.endpoint import Target
     from genserve.bench.token_counters import TokenCounter
-
 
 _LIST_TIMEOUT_S = 30.0
 
 
-def bench(
-    model: flags.ServedModel = None,
-    url: flags.ServerUrl = "http://127.0.0.1:8000",
-    backend: flags.Backend = "openai-chat",
-    endpoint: flags.EndpointPath = "",
-    header: flags.Header = [],  # noqa: B006  # typer copies it
-    ca: flags.Ca = None,
-    insecure: flags.Insecure = False,
-    extra_body: flags.ExtraBody = "{}",
-    temperature: flags.Temperature = 0.0,
-    ignore_eos: flags.IgnoreEos = None,
-    max_concurrency: flags.MaxConcurrency = None,
-    request_rate: flags.RequestRate = ["inf"],  # noqa: B006
-    burstiness: flags.Burstiness = 1.0,
-    ramp_up_strategy: flags.RampUpStrategy = None,
-    ramp_up_start: flags.RampUpStart = None,
-    ramp_up_end: flags.RampUpEnd = None,
-    num_prompts: flags.NumPrompts = None,
-    duration: flags.Duration = None,
-    num_warmups: flags.NumWarmups = 1,
-    timeout: flags.Timeout = 600.0,
-    retry_rejected: flags.RetryRejected = False,
-    dataset_path: flags.DatasetPath = None,
-    input_len: flags.InputLen = 40,
-    output_len: flags.OutputLen = None,
-    range_ratio: flags.RangeRatio = 0.0,
-    prefix_len: flags.PrefixLen = 0,
-    tokenizer: flags.CountingTokenizer = "server",
-    seed: flags.PromptSeed = None,
-    goodput: flags.Goodput = [],  # noqa: B006
-    percentiles: flags.Percentiles = "50,90,99",
-    json: Json = False,
-    output: flags.Output = None,
-    plot: flags.Plot = None,
-    save_detailed: flags.SaveDetailed = False,
-) -> None:
+@takes_flags(BenchFlags)
+def bench(flags: BenchFlags) -> None:
     """Measure a running server with streaming requests: tokens per second, latencies and errors.
 
     Each concurrency and request rate is a load of its own. On the server's machine, the client competes with
     it for the cores. Ctrl-C ends the measurement and shows the results so far.
     """
-    import httpx2
-
-    from genserve.bench.datasets import DEFAULT_OUTPUT_LEN, RandomLengths, random_dataset, read_dataset
-    from genserve.bench.dialects import DIALECTS, Requested, check_prompts
-    from genserve.bench.endpoint import Target, tls_context
     from genserve.cli.bench_plans import make_plans
     from genserve.cli.bench_report import Report
     from genserve.cli.bench_runs import Pace, run_plans, warm_up
     from genserve.figure_file import check_folder, check_plot
 
-    ranks, limits_ms = flags.read_percentiles(percentiles), flags.read_goodput(goodput)
-    rates = flags.read_rates(
-        request_rate, strategy=ramp_up_strategy, start_rps=ramp_up_start, end_rps=ramp_up_end
-    )
-    fields = flags.read_extra_body(extra_body)
-    if plot is not None:
-        check_plot(plot)
-    if output is not None:
-        check_folder(output, of="results")
-    base_url, headers = flags.read_url(url), _headers(header)
-    tls = tls_context(base_url, ca=ca, insecure=insecure)
-    seed = random.getrandbits(32) if seed is None else seed
-    with httpx2.Client(
-        base_url=base_url, headers=headers, verify=tls or False, timeout=_LIST_TIMEOUT_S, trust_env=False
-    ) as http:
-        name = _served_model(http) if model is None else model
-        lengths = RandomLengths(
-            input_len=input_len,
-            output_len=output_len or DEFAULT_OUTPUT_LEN,
-            prefix_len=prefix_len,
-            range_ratio=range_ratio,
-        )
-        counter = _counter(tokenizer, http=http, model=name)
-        if dataset_path is None:
-            prompts, num_in_file = random_dataset(lengths, seed=seed, counter=counter), None
-        else:
-            from_file = read_dataset(dataset_path, output_len=output_len, counter=counter)
-            check_prompts(from_file, backend=backend)
-            prompts, num_in_file = itertools.cycle(from_file), len(from_file)
-    target = Target(
-        base_url=base_url,
-        dialect=DIALECTS[backend],
-        requested=Requested(
-            model=name,
-            temperature=temperature,
-            ignore_eos=dataset_path is None if ignore_eos is None else ignore_eos,
-        ),
-        endpoint=endpoint,
-        headers=headers,
-        extra_body=fields,
-        tls=tls,
-    )
-    if num_warmups:
-        warm_up(target, prompts, num_requests=num_warmups, timeout_s=timeout)
+    ranks, limits_ms, rates = flags.ranks(), flags.goodput_limits_ms(), flags.rates()
+    if flags.plot is not None:
+        check_plot(flags.plot)
+    if flags.output is not None:
+        check_folder(flags.output, of="results")
+    seed = random.getrandbits(32) if flags.seed is None else flags.seed
+    target, prompts, num_in_file = _target_and_prompts(flags, seed=seed)
+    if flags.num_warmups:
+        warm_up(target, prompts, num_requests=flags.num_warmups, timeout_s=flags.timeout)
     plans = make_plans(
         rates=rates,
-        concurrencies=max_concurrency,
-        num_prompts=num_prompts or num_in_file,
-        duration_s=duration,
+        concurrencies=flags.max_concurrency,
+        num_prompts=flags.num_prompts or num_in_file,
+        duration_s=flags.duration,
     )
     pace = Pace(
-        burstiness=burstiness,
+        burstiness=flags.burstiness,
         seed=seed,
-        duration_s=duration,
-        timeout_s=timeout,
-        retry_rejected=retry_rejected,
+        duration_s=flags.duration,
+        timeout_s=flags.timeout,
+        retry_rejected=flags.retry_rejected,
     )
+    settings = {"url": target.url, "backend": flags.backend, "model": target.requested.model}
     report = Report(
-        {"url": target.url, "backend": backend, "model": name, "seed": seed, "burstiness": burstiness},
+        settings | {"seed": seed, "burstiness": flags.burstiness},
         ranks=ranks,
         limits_ms=limits_ms,
-        is_quiet=json,
-        is_detailed=save_detailed,
+        is_quiet=flags.json_,
+        is_detailed=flags.save_detailed,
     )
     is_interrupted = run_plans(plans, target, prompts, pace=pace, report=report)
-    report.end(output, plot, is_interrupted=is_interrupted)
+    report.end(flags.output, flags.plot, is_interrupted=is_interrupted)
     if is_interrupted or not report.has_completed:
         raise typer.Exit(130 if is_interrupted else 1)
 
 
-def _headers(assignments: list[str]) -> dict[str, str]:
-    from genserve.api_key import bearer
+def _target_and_prompts(flags: BenchFlags, *, seed: int) -> tuple[Target, Iterator[BenchPrompt], int | None]:
+    """Return where the requests go, prompts without end, and how many the file has, if there is one.
 
-    key = os.environ.get("GENSERVE_API_KEY")
-    return ({"authorization": bearer(key)} if key else {}) | flags.read_headers(assignments)
+    The server is asked for its only model and counts tokens, unless flags name a model and a tokenizer.
+    """
+    import httpx2
+
+    from genserve.bench.dialects import DIALECTS, Requested
+    from genserve.bench.endpoint import Target, tls_context
+
+    base_url, headers, extra_body = flags.base_url(), flags.headers(), flags.body_fields()
+    tls = tls_context(base_url, ca=flags.ca, insecure=flags.insecure)
+    with httpx2.Client(
+        base_url=base_url, headers=headers, verify=tls or False, timeout=_LIST_TIMEOUT_S, trust_env=False
+    ) as http:
+        model = _served_model(http) if flags.model is None else flags.model
+        counter = _counter(flags.tokenizer, http=http, model=model)
+        prompts, num_in_file = _prompts(flags, seed=seed, counter=counter)
+    ignore_eos = flags.dataset_path is None if flags.ignore_eos is None else flags.ignore_eos
+    target = Target(
+        base_url=base_url,
+        dialect=DIALECTS[flags.backend],
+        requested=Requested(model=model, temperature=flags.temperature, ignore_eos=ignore_eos),
+        endpoint=flags.endpoint,
+        headers=headers,
+        extra_body=extra_body,
+        tls=tls,
+    )
+    return target, prompts, num_in_file
+
+
+def _prompts(
+    flags: BenchFlags, *, seed: int, counter: TokenCounter | None
+) -> tuple[Iterator[BenchPrompt], int | None]:
+    from genserve.bench.datasets import DEFAULT_OUTPUT_LEN, RandomLengths, random_dataset, read_dataset
+    from genserve.bench.dialects import check_prompts
+
+    if flags.dataset_path is None:
+        lengths = RandomLengths(
+            input_len=flags.input_len,
+            output_len=flags.output_len or DEFAULT_OUTPUT_LEN,
+            prefix_len=flags.prefix_len,
+            range_ratio=flags.range_ratio,
+        )
+        return random_dataset(lengths, seed=seed, counter=counter), None
+    from_file = read_dataset(flags.dataset_path, output_len=flags.output_len, counter=counter)
+    check_prompts(from_file, backend=flags.backend)
+    return itertools.cycle(from_file), len(from_file)
 
 
 def _served_model(http: httpx2.Client) -> str:
     """Return the name of the only model of a server; a server that lists none has one without a name."""
-    from genserve.bench.model_names import served_models
     from genserve.cli.model_access import choose_remote
 
-    known = served_models(http)
+    # TGI has no such list, and its model no name.
+    known = _listed_models(http, "GET", "/v1/models") or _listed_models(http, "POST", "/v2/repository/index")
     return choose_remote(None, known) if known else ""
+
+
+def _listed_models(http: httpx2.Client, method: str, path: str) -> list[str]:
+    """Return the names that a list of a server has; none if the server has no such list.
+
+    Raises:
+        Unreachable: the server does not answer.
+        Unauthenticated: it rejects the key.
+        InvalidRequest: what it answers is no list of models.
+    """
+    import httpx2
+
+    try:
+        reply = http.request(method, path)
+    except httpx2.HTTPError as error:
+        raise Unreachable(
+            f"no server answers at {http.base_url}: {error}",
+            remedy="start one with `genserve serve`, or set --url",
+        ) from error
+    if reply.status_code in (401, 403):
+        raise Unauthenticated(
+            f"the server at {http.base_url} rejects the key", remedy="set GENSERVE_API_KEY, or --header"
+        )
+    if not reply.is_success:
+        return []
+    try:
+        return _names(reply.json())
+    except (ValueError, TypeError, KeyError):
+        raise InvalidRequest(f"{http.base_url}{path} does not list models", field="url") from None
+
+
+def _names(document: Any) -> list[str]:
+    entries = document["data"] if isinstance(document, dict) else document
+    return [str(entry["id"] if "id" in entry else entry["name"]) for entry in entries]
 
 
 def _counter(tokenizer: str, *, http: httpx2.Client, model: str) -> TokenCounter | None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import inspect
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast, get_type_hints
 
 import typer
 
@@ -186,6 +189,37 @@ Overwrite = Annotated[
         "that graph.",
     ),
 ]
+
+
+_FlagsT = TypeVar("_FlagsT")
+
+
+def takes_flags(flags: type[_FlagsT]) -> Callable[[Callable[[_FlagsT], None]], Callable[..., None]]:
+    """Decorate a command that takes a dataclass, so that typer has an option for each of its fields."""
+    kinds = get_type_hints(flags, include_extras=True)
+    parameters = []
+    for field in dataclasses.fields(flags):    # type: ignore[arg-type]
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        elif default is dataclasses.MISSING:
+            default = inspect.Parameter.empty
+        parameters.append(
+            inspect.Parameter(
+                field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kinds[field.name]
+            )
+        )
+
+    def decorated(command: Callable[[_FlagsT], None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def run(**values: Any) -> None:
+            command(flags(**values))
+
+        # typer reads the options of a command from its signature.
+        run.__signature__ = inspect.Signature(parameters)      # type: ignore[attr-defined]
+        return run
+
+    return decorated
 
 
 def with_assignments(options: SamplingOptions, assignments: Iterable[str]) -> SamplingOptions:

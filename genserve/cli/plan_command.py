@@ -2,49 +2,162 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import re
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from genserve.cli import plan_flags as flags
-from genserve.cli.flags import Json
+from genserve.cli.flags import Json, takes_flags
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from genserve.planner.plan import KindPlan
     from genserve.planner.replica_search import FleetFigures, FleetTarget, PlannedLoad
 
+_machine_option = partial(typer.Option, rich_help_panel="Machines")
+_rate_option = partial(typer.Option, rich_help_panel="Load: rates")
+_trace_option = partial(typer.Option, rich_help_panel="Load: trace")
+_target_option = partial(typer.Option, rich_help_panel="Targets")
+_queue_option = partial(typer.Option, rich_help_panel="Queue")
+_TARGET = re.compile(r"(?:(ttft|itl)_p(\d+(?:\.\d+)?)|(rejected)):(\d+(?:\.\d+)?)")
+_DEFAULT_REJECTED = 0.01    # share of the requests
 _DEFAULT_REQUESTS = 10_000
 
 
-def plan(
-    step_times: flags.StepTimes,
-    cost_per_hour: flags.CostPerHour = None,
-    request_rate: flags.RequestRate = None,
-    burstiness: flags.Burstiness = 1.0,
-    input_len: flags.InputLen = 256,
-    output_len: flags.OutputLen = 128,
-    length_variation: flags.LengthVariation = 0.5,
-    system_prompts: flags.SystemPrompts = 0,
-    system_len: flags.SystemLen = 0,
-    turns: flags.Turns = 1,
-    think_time: flags.ThinkTime = 10.0,
-    seed: flags.Seed = 0,
-    trace: flags.TraceFile = None,
-    speed: flags.Speed = 1.0,
-    num_requests: flags.NumRequests = None,
-    target: flags.Targets = [],  # noqa: B006  # typer copies it
-    replicas: flags.Replicas = None,
-    max_replicas: flags.MaxReplicas = 64,
-    max_queue: flags.MaxQueue = 256,
-    max_queue_tokens: flags.MaxQueueTokens = None,
-    max_queue_wait_s: flags.MaxQueueWait = 10.0,
-    processes: flags.Processes = None,
-    plot: flags.PlotPath = None,
-    json_: Json = False,
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PlanFlags:
+    """The options of `genserve plan`."""
+
+    step_times: Annotated[
+        list[Path],
+        _machine_option(
+            help="File of `genserve tune --step-times`; repeatable, one for each kind of machine."
+        ),
+    ]
+    cost_per_hour: Annotated[
+        list[float] | None,
+        _machine_option(min=0, help="Of a replica of each kind, in the order of --step-times."),
+    ] = None
+    request_rate: Annotated[
+        float | None, _rate_option(min=0.001, help="Requests per second, of all turns.")
+    ] = None
+    burstiness: Annotated[
+        float,
+        _rate_option(
+            min=0.001,
+            help="Shape of the gamma distribution of the intervals: 1 is Poisson, less is burstier.",
+        ),
+    ] = 1.0
+    input_len: Annotated[float, _rate_option(min=1, help="Mean tokens of the message of a turn.")] = 256
+    output_len: Annotated[float, _rate_option(min=1, help="Mean tokens of an answer.")] = 128
+    length_variation: Annotated[
+        float,
+        _rate_option(
+            min=0, help="Standard deviation of the lengths / their mean; log-normal. 0: all are equal."
+        ),
+    ] = 0.5
+    system_prompts: Annotated[int, _rate_option(min=0, help="System prompts that sessions share.")] = 0
+    system_len: Annotated[int, _rate_option(min=0, help="Tokens of a system prompt.")] = 0
+    turns: Annotated[int, _rate_option(min=1, help="Turns of a session; a prompt has all earlier turns.")] = 1
+    think_time: Annotated[
+        float, _rate_option(min=0, help="Mean seconds from an answer to the next turn.")
+    ] = 10.0
+    seed: Annotated[int, _rate_option(min=0, help="Of all that is drawn.")] = 0
+    trace: Annotated[
+        Path | None,
+        _trace_option(
+            help="JSON lines as Mooncake's, a CSV file of BurstGPT or Azure, or a detailed report of "
+            "`genserve bench`.",
+        ),
+    ] = None
+    speed: Annotated[float, _trace_option(min=0.001, help="2: replay the trace in half its time.")] = 1.0
+    num_requests: Annotated[
+        int | None,
+        typer.Option(min=1, help="Default: 10000 with rates, all of a trace.", rich_help_panel="Load"),
+    ] = None
+    target: Annotated[
+        list[str],
+        _target_option(
+            "--target",
+            metavar="FIGURE:LIMIT",
+            help="ttft_p99:MS, itl_p50:MS with any percentile, or rejected:SHARE (default 0.01); repeatable.",
+        ),
+    ] = field(default_factory=list)
+    replicas: Annotated[
+        list[int] | None, _target_option(min=1, help="Simulate this number instead of a search; repeatable.")
+    ] = None
+    max_replicas: Annotated[int, _target_option(min=1, help="Search up to here.")] = 64
+    max_queue: Annotated[int, _queue_option(min=1, help="As of `genserve serve`, for each replica.")] = 256
+    max_queue_tokens: Annotated[
+        int | None, _queue_option(min=0, help="Likewise. Default: 4 times the KV cache; 0: no limit.")
+    ] = None
+    max_queue_wait_s: Annotated[
+        float, _queue_option("--max-queue-wait-s", min=0, help="Likewise; 0: no limit.")
+    ] = 10.0
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="Fleets to simulate at the same time. Default: one per core.")
+    ] = None
+    plot: Annotated[Path | None, typer.Option(help="Plot the fleets to this .png, .svg or .pdf.")] = None
+    json_: Json = False
+
+    def targets(self) -> list[FleetTarget]:
+        """Return the targets, with one for rejections in any case; raises BadParameter."""
+        from genserve.planner.replica_search import FleetTarget
+
+        targets = []
+        for text in self.target:
+            matched = _TARGET.fullmatch(text)
+            if matched is None or float(matched[2] or 0) > 100 or (matched[3] and float(matched[4]) > 1):
+                raise typer.BadParameter(
+                    f"{text!r} is not ttft_p99:MS, itl_p99:MS, another percentile of them, or rejected:SHARE",
+                    param_hint="--target",
+                )
+            rank = float(matched[2]) if matched[2] else None
+            targets.append(FleetTarget(figure=matched[1] or matched[3], rank=rank, limit=float(matched[4])))
+        if targets and not any(target.figure == "rejected" for target in targets):
+            targets.append(FleetTarget(figure="rejected", rank=None, limit=_DEFAULT_REJECTED))
+        return targets
+
+    def costs(self) -> list[float] | list[None]:
+        """Return the cost of each kind per hour, or None for each; raises BadParameter."""
+        if not self.cost_per_hour:
+            return [None] * len(self.step_times)
+        if len(self.cost_per_hour) != len(self.step_times):
+            raise typer.BadParameter(
+                f"there are {len(self.cost_per_hour)} costs for {len(self.step_times)} files of --step-times",
+                param_hint="--cost-per-hour",
+            )
+        return self.cost_per_hour
+
+    def load(self) -> PlannedLoad:
+        """Return the load of the trace, or of the rates; raises BadParameter."""
+        from genserve.planner.synthetic_load import Lengths, SyntheticLoad
+        from genserve.planner.trace_files import TraceLoad
+
+        if (self.trace is None) == (self.request_rate is None):
+            raise typer.BadParameter("give either a trace or --request-rate", param_hint="--trace")
+        if self.trace is not None:
+            return TraceLoad(path=self.trace, speed=self.speed, num_requests=self.num_requests)
+        return SyntheticLoad(
+            num_requests=self.num_requests or _DEFAULT_REQUESTS,
+            rate=self.request_rate or 0.0,
+            burstiness=self.burstiness,
+            input_len=Lengths(mean=self.input_len, variation=self.length_variation),
+            output_len=Lengths(mean=self.output_len, variation=self.length_variation),
+            num_system_prompts=self.system_prompts,
+            system_len=self.system_len,
+            num_turns=self.turns,
+            think_s=self.think_time,
+            seed=self.seed,
+        )
+
+
+@takes_flags(_PlanFlags)
+def plan(flags: _PlanFlags) -> None:
     """Simulate a fleet under a load, and say how many replicas of which machine meet the targets.
 
     The scheduler, the KV cache, admission control and the router are the product's own; only the clock is
@@ -56,26 +169,16 @@ def plan(
     from genserve.planner.fleet_chart import draw
     from genserve.planner.plan import QueueLimits, as_document, make_plan, replica_kind
 
-    targets = flags.read_targets(target)
-    flags.check_costs(cost_per_hour, num_kinds=len(step_times))
-    if not targets and not replicas:
+    targets, costs = flags.targets(), flags.costs()
+    if not targets and not flags.replicas:
         raise typer.BadParameter("give targets, or --replicas to simulate", param_hint="--target")
-    if (trace is None) == (request_rate is None):
-        raise typer.BadParameter("give either a trace or --request-rate", param_hint="--trace")
-    if plot is not None:
-        check_plot(plot)
-    load = _trace_load(trace, speed, num_requests) if trace else _synthetic_load(
-        rate=request_rate or 0.0,
-        burstiness=burstiness,
-        lengths=(input_len, output_len, length_variation),
-        system=(system_prompts, system_len),
-        turns=(turns, think_time),
-        num_requests=num_requests or _DEFAULT_REQUESTS,
-        seed=seed,
+    load = flags.load()
+    if flags.plot is not None:
+        check_plot(flags.plot)
+    queue = QueueLimits(
+        max_requests=flags.max_queue, max_tokens=flags.max_queue_tokens, max_wait_s=flags.max_queue_wait_s
     )
-    queue = QueueLimits(max_requests=max_queue, max_tokens=max_queue_tokens, max_wait_s=max_queue_wait_s)
-    kinds = [replica_kind(path, queue=queue) for path in step_times]
-    costs: list[float | None] = [*cost_per_hour] if cost_per_hour else [None] * len(kinds)
+    kinds = [replica_kind(path, queue=queue) for path in flags.step_times]
     try:
         plans = [
             make_plan(
@@ -84,56 +187,23 @@ def plan(
                 targets,
                 name=path.stem,
                 cost_per_hour=cost,
-                counts=replicas or (),
-                max_replicas=max_replicas,
-                num_processes=processes or num_cores(),
+                counts=flags.replicas or (),
+                max_replicas=flags.max_replicas,
+                num_processes=flags.processes or num_cores(),
                 on_fleet=_show_progress,
             )
-            for kind, path, cost in zip(kinds, step_times, costs, strict=True)
+            for kind, path, cost in zip(kinds, flags.step_times, costs, strict=True)
         ]
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-    if plot is not None:
-        draw(plans, targets, path=plot)
-    if json_:
+    if flags.plot is not None:
+        draw(plans, targets, path=flags.plot)
+    if flags.json_:
         print_json(as_document(plans, targets))
     else:
         _print_plans(plans, targets)
     if targets and not any(each.smallest for each in plans):
         raise typer.Exit(1)
-
-
-def _trace_load(path: Path, speed: float, num_requests: int | None) -> PlannedLoad:
-    from genserve.planner.trace_files import TraceLoad
-
-    return TraceLoad(path=path, speed=speed, num_requests=num_requests)
-
-
-def _synthetic_load(
-    *,
-    rate: float,
-    burstiness: float,
-    lengths: tuple[float, float, float],
-    system: tuple[int, int],
-    turns: tuple[int, float],
-    num_requests: int,
-    seed: int,
-) -> PlannedLoad:
-    from genserve.planner.synthetic_load import Lengths, SyntheticLoad
-
-    input_len, output_len, variation = lengths
-    return SyntheticLoad(
-        num_requests=num_requests,
-        rate=rate,
-        burstiness=burstiness,
-        input_len=Lengths(mean=input_len, variation=variation),
-        output_len=Lengths(mean=output_len, variation=variation),
-        num_system_prompts=system[0],
-        system_len=system[1],
-        num_turns=turns[0],
-        think_s=turns[1],
-        seed=seed,
-    )
 
 
 def _show_progress(name: str, figures: FleetFigures) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from genserve.cli.flags import Json, ModelArgument, ModelRepository
+from genserve.cli.flags import Json, ModelArgument, ModelRepository, takes_flags
 from genserve.errors import RepositoryError
 from genserve.log import at_level
 
@@ -24,52 +24,53 @@ if TYPE_CHECKING:
 
 _MAX_STOLEN_SHARE = 0.1     # with more, the times depend more on other programs than on the model
 
-ObjectiveFlag = Annotated[
-    Literal["throughput", "latency"],
-    typer.Option(help="Most tokens per second, or the shortest time between tokens of a single request."),
-]
-MaxInterTokenMs = Annotated[float, typer.Option(min=0, help="Upper bound of the time between two tokens.")]
-BatchSizes = Annotated[
-    list[int] | None, typer.Option(min=1, help="Size to measure; repeatable. Default: 1, 2, 4 ... 64.")
-]
-Threads = Annotated[
-    list[int] | None,
-    typer.Option(min=1, help="Number to measure; repeatable. Default: all cores, half, a quarter."),
-]
-Contexts = Annotated[
-    list[int] | None, typer.Option(min=1, help="Tokens in the KV cache; repeatable. Default: 64 and 512.")
-]
-MinTop1Agreement = Annotated[
-    float, typer.Option(min=0, max=1, help="Minimum agreement of another graph with its source.")
-]
-BudgetSeconds = Annotated[
-    float, typer.Option(min=0, help="Time to measure; every setting is measured at least once.")
-]
-StepTimes = Annotated[
-    Path | None,
-    typer.Option(
-        help="Then measure whole engine steps with the config, for half as long, into this file for "
-        "`genserve plan`."
-    ),
-]
-PlotPath = Annotated[Path | None, typer.Option(help="Plot the measurements to this .png, .svg or .pdf.")]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TuneFlags:
+    """The options of `genserve tune`."""
+
+    model: ModelArgument = None
+    model_repository: ModelRepository = None
+    objective: Annotated[
+        Literal["throughput", "latency"],
+        typer.Option(help="Most tokens per second, or the shortest time between tokens of a single request."),
+    ] = "throughput"
+    max_inter_token_ms: Annotated[
+        float, typer.Option(min=0, help="Upper bound of the time between two tokens.")
+    ] = 100
+    batch_size: Annotated[
+        list[int] | None, typer.Option(min=1, help="Size to measure; repeatable. Default: 1, 2, 4 ... 64.")
+    ] = None
+    threads: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Number to measure; repeatable. Default: all cores, half, a quarter."),
+    ] = None
+    context: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Tokens in the KV cache; repeatable. Default: 64 and 512."),
+    ] = None
+    min_top1_agreement: Annotated[
+        float, typer.Option(min=0, max=1, help="Minimum agreement of another graph with its source.")
+    ] = 0.9
+    budget_seconds: Annotated[
+        float, typer.Option(min=0, help="Time to measure; every setting is measured at least once.")
+    ] = 60
+    step_times: Annotated[
+        Path | None,
+        typer.Option(
+            help="Then measure whole engine steps with the config, for half as long, into this file for "
+            "`genserve plan`."
+        ),
+    ] = None
+    plot: Annotated[
+        Path | None, typer.Option(help="Plot the measurements to this .png, .svg or .pdf.")
+    ] = None
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the changes, do not write them.")] = False
+    json_: Json = False
 
 
-def tune(
-    model: ModelArgument = None,
-    model_repository: ModelRepository = None,
-    objective: ObjectiveFlag = "throughput",
-    max_inter_token_ms: MaxInterTokenMs = 100,
-    batch_size: BatchSizes = None,
-    threads: Threads = None,
-    context: Contexts = None,
-    min_top1_agreement: MinTop1Agreement = 0.9,
-    budget_seconds: BudgetSeconds = 60,
-    step_times: StepTimes = None,
-    plot: PlotPath = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the changes, do not write them.")] = False,
-    json_: Json = False,
-) -> None:
+@takes_flags(_TuneFlags)
+def tune(flags: _TuneFlags) -> None:
     """Measure batch sizes, threads and graphs of a model on this machine, and write the best to config.pbtxt.
 
     Ctrl-C ends the measurement: the results so far are shown, and nothing is written.
@@ -81,16 +82,19 @@ def tune(
     from genserve.tuning.search_space import make_search_space
     from genserve.tuning.tuned_model import write_edits
 
-    if plot is not None:
-        check_plot(plot)
-    if step_times is not None:
-        check_folder(step_times, of="step times")
-    name, tuned = _find(model, repository=model_repository)
+    if flags.plot is not None:
+        check_plot(flags.plot)
+    if flags.step_times is not None:
+        check_folder(flags.step_times, of="step times")
+    name, tuned = _find(flags.model, repository=flags.model_repository)
     space = make_search_space(
-        tuned.logits, batch_sizes=batch_size or (), threads=threads or (), contexts=context or ()
+        tuned.logits,
+        batch_sizes=flags.batch_size or (),
+        threads=flags.threads or (),
+        contexts=flags.context or (),
     )
-    goal = Goal(objective=Objective(objective), max_inter_token_s=max_inter_token_ms / 1e3)
-    samples, is_interrupted = _measure(tuned, space, goal=goal, budget_s=budget_seconds)
+    goal = Goal(objective=Objective(flags.objective), max_inter_token_s=flags.max_inter_token_ms / 1e3)
+    samples, is_interrupted = _measure(tuned, space, goal=goal, budget_s=flags.budget_seconds)
     tuning = _Tuning(
         name=name,
         goal=goal,
@@ -100,22 +104,23 @@ def tune(
         stolen_share=samples.stolen_share,
         is_interrupted=is_interrupted,
     )
-    choice = tuning.choose(min_agreement=min_top1_agreement)
-    if choice is not None and plot is not None:
-        draw(tuning.measurements, choice=choice, goal=goal, title=f"genserve tune {name}", path=plot)
-    if not json_:
+    choice = tuning.choose(min_agreement=flags.min_top1_agreement)
+    if choice is not None and flags.plot is not None:
+        draw(tuning.measurements, choice=choice, goal=goal, title=f"genserve tune {name}", path=flags.plot)
+    if not flags.json_:
         _print_measurements(tuning, choice=choice)
     edits = _edits(tuned, choice, is_interrupted=is_interrupted)
-    if not dry_run:
+    if not flags.dry_run:
         write_edits(edits)
-    if json_:
-        print_json(_document(tuning, choice=choice, edits=edits, is_written=bool(edits) and not dry_run))
+    if flags.json_:
+        is_written = bool(edits) and not flags.dry_run
+        print_json(_document(tuning, choice=choice, edits=edits, is_written=is_written))
     else:
-        _print_edits(edits, is_interrupted=is_interrupted, dry_run=dry_run)
+        _print_edits(edits, is_interrupted=is_interrupted, dry_run=flags.dry_run)
     if is_interrupted:
         raise typer.Exit(130)
-    if step_times is not None:
-        _write_step_times(tuned, step_times, budget_s=budget_seconds / 2)
+    if flags.step_times is not None:
+        _write_step_times(tuned, flags.step_times, budget_s=flags.budget_seconds / 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

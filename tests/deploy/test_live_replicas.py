@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from genserve.deploy.ingress.deployment_metrics import merged
-from genserve.deploy.ingress.replica_reports import ReplicaReports
+from genserve.deploy.ingress.live_replicas import ReplicaReports
 from genserve.deploy.replica.description import ReplicaReport, VersionReport
 from genserve.generation_metrics import Metrics
 from genserve.histogram import Histogram
