@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from genserve.backends.libraries import import_onnxruntime, require_export_packages
 from genserve.errors import ExportError
@@ -17,6 +18,9 @@ from genserve.export.export_options import (
     Progress,
 )
 from genserve.export.model_folders import ModelFolders
+
+if TYPE_CHECKING:
+    from genserve.export.recording import Recording
 
 
 def export_model(
@@ -44,8 +48,7 @@ def export_model(
         file_format: of the logits stage.
         precision: of weights and activations, see `precision.py`; None: int8 in ONNX, else fp32.
         kv_cache: float is fp16, or fp32 in an fp32 export; int8 needs an ONNX graph of a known family.
-        pipeline_stages: number of graphs that the layers are cut into, which run as one logits stage on
-            several devices; more than one need an ONNX graph of a known family.
+        pipeline_stages: graphs that the layers are cut into; several need an ONNX graph of a known family.
         beside: add only the graph to an existing model, in a folder of this name next to its model.onnx.
             `default_model_filename` of the logits stage selects a graph, set by hand or by `genserve tune`.
         overwrite: replace weights, tokenizer and their configs; with `beside`, the graph of that name.
@@ -53,9 +56,8 @@ def export_model(
         progress: displays the stages of the work.
 
     Raises:
-        ExportError: the name, source, precision, KV cache type or number of pipeline stages is not usable,
-            the weights exist, the repository is not writable, or the exported graph is too far from its
-            source.
+        ExportError: an argument is not usable, the weights exist, the repository is not writable, or the
+            exported graph is too far from its source.
         MissingDependency: a package of the extra `export` is not installed, and there is no recording of the
             source; or ONNX Runtime is not, and the format is "onnx".
     """
@@ -66,30 +68,33 @@ def export_model(
         import_onnxruntime()        # fails now rather than in the check, which runs the graph
     from genserve.export.checkpoint_reader import locate, read_checkpoint
     from genserve.export.conversion import convert, write_model
-    from genserve.export.recording import find_recording
 
     # Outside of a stage, since the hub displays its own progress.
     path = locate(source, allow_pickled_weights=allow_pickled_weights)
+    recording = _find_recording(path, file_format=file_format, progress=progress)
+    with progress.stage("reading the checkpoint"):
+        checkpoint = read_checkpoint(
+            path, source=Path(source).resolve().name, allow_pickled_weights=allow_pickled_weights
+        )
+        conversion = convert(
+            checkpoint, recording=recording, folders=folders, export_format=ExportFormat(file_format),
+            precision=precision, kv_cache=kv_cache, pipeline_stages=pipeline_stages,
+        )
+    return write_model(
+        conversion, repository, beside=beside, overwrite=overwrite, progress=progress, started_s=started_s
+    )
+
+
+def _find_recording(path: Path, *, file_format: FileFormat, progress: Progress) -> Recording | None:
+    """Return the recording of a source, or else load the packages that run the source and return None."""
+    from genserve.export.recording import find_recording
+
     recording = find_recording(path) if path.is_file() else None
     if recording is None or file_format == "torchscript":
         require_export_packages(f"exporting {path.name}")
         with progress.stage("loading torch and transformers"):
             import_module("genserve.export.source_model")
-    with progress.stage("reading the checkpoint"):
-        conversion = convert(
-            read_checkpoint(
-                path, source=Path(source).resolve().name, allow_pickled_weights=allow_pickled_weights
-            ),
-            recording=recording,
-            folders=folders,
-            export_format=ExportFormat(file_format),
-            precision=precision,
-            kv_cache=kv_cache,
-            pipeline_stages=pipeline_stages,
-        )
-    return write_model(
-        conversion, repository, beside=beside, overwrite=overwrite, progress=progress, started_s=started_s
-    )
+    return recording
 
 
 def _require_free(folders: ModelFolders, repository: Path, *, beside: str | None, overwrite: bool) -> None:

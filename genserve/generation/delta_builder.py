@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from genserve.completion import Delta, FinishReason, StopReason, TokenLogprob, TopTokens, Usage
+from genserve.sampling.logits_array import LogitsArray
+from genserve.sampling.sampler import token_logprob
 from genserve.sampling.sampling_params import SamplingParams
 
 
@@ -30,7 +32,6 @@ class DeltaBuilder:
     Attributes:
         text: since the last delta.
         sampled: log-probability of the token to be appended next, if it was sampled and is asked for.
-        prompt_logprobs: log-probabilities of prompt tokens.
     """
 
     __slots__ = (
@@ -38,9 +39,10 @@ class DeltaBuilder:
         "_logprobs",
         "_num_delivered",
         "_num_prompt_tokens",
+        "_prompt_logprobs",
         "_top_logprobs",
+        "_top_prompt_logprobs",
         "_wants_top",
-        "prompt_logprobs",
         "sampled",
         "text",
     )
@@ -49,10 +51,11 @@ class DeltaBuilder:
         """Start behind the prompt."""
         self.text = ""
         self.sampled: TokenLogprob | None = None
-        self.prompt_logprobs: list[TokenLogprob] = []
+        self._prompt_logprobs: list[TokenLogprob] = []
         self._logprobs: list[float] = []
         self._top_logprobs: list[TopTokens] = []
         self._wants_top = bool(params.top_logprobs or params.logprob_token_ids)
+        self._top_prompt_logprobs = params.prompt_logprobs or 0
         self._interval = params.stream_interval
         self._num_prompt_tokens = num_prompt_tokens
         self._num_delivered = num_prompt_tokens
@@ -64,12 +67,16 @@ class DeltaBuilder:
         if self._wants_top:
             self._top_logprobs.append(() if sampled is None else sampled.top)
 
+    def add_prompt_logprob(self, logits: LogitsArray, token_id: int) -> None:
+        """Add the log-probability of a token of the prompt by the logits before it: [V] float32."""
+        self._prompt_logprobs.append(token_logprob(logits, token_id, num_top=self._top_prompt_logprobs))
+
     def skip_to(self, num_tokens: int) -> None:
         """Begin the next delta behind these many tokens of prompt and answer; all before were delivered."""
         self.text = ""
         self._logprobs.clear()
         self._top_logprobs.clear()
-        self.prompt_logprobs.clear()
+        self._prompt_logprobs.clear()
         self._num_delivered = num_tokens
 
     def take(
@@ -104,7 +111,7 @@ class DeltaBuilder:
             token_ids=tuple(token_ids[self._num_delivered :]),
             logprobs=tuple(self._logprobs),
             top_logprobs=tuple(self._top_logprobs),
-            prompt_logprobs=tuple(self.prompt_logprobs),
+            prompt_logprobs=tuple(self._prompt_logprobs),
             finish_reason=finish_reason,
             stop_reason=stop_reason,
             usage=usage,

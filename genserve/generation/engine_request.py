@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from types import coroutine
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -21,7 +21,6 @@ from genserve.sampling.batch_sampler import SamplingState
 from genserve.sampling.grammar_bitmask import StructuredOutputGrammar
 from genserve.sampling.logits_array import LogitsArray, TokenArray
 from genserve.sampling.logits_processors import TokenizedParams
-from genserve.sampling.sampler import token_logprob
 from genserve.sampling.sampling_params import SamplingParams
 
 _CHECK_FINISHED = "check `sequence.finished` before each append"
@@ -249,13 +248,11 @@ class TokenSequence(Request):
     Belongs to the engine's thread.
 
     Attributes:
-        token_ids: prompt and answer together; read only. For the others see `Request`.
         params: the sampling parameters of the request.
         sampling: the rules by which its tokens are sampled, and their state; survives a preemption.
         deadline_s: when the engine ends it, by the engine's clock; None: never.
         started_s: when its first step began, by the engine's clock; None: not yet.
-        first_token_s: when its first token was sampled; likewise.
-        last_token_s: when its last token so far was sampled; likewise.
+        first_token_s, last_token_s: when its first and its last token so far were sampled; likewise.
         begins_reasoning: whether the prompt ends within reasoning, which the answer continues.
         prompt: as the request has it; None: only its token ids are known.
         finish_reason: None while it runs.
@@ -286,6 +283,8 @@ class TokenSequence(Request):
         "started_s",
         "stop_reason",
     )
+
+    is_resumed = False      # True: its caller has received a part of the answer; see resumption.py
 
     def __init__(
         self,
@@ -332,9 +331,8 @@ class TokenSequence(Request):
         self._num_scored = 0
         self._num_to_score = 0 if params.prompt_logprobs is None else self.num_prompt_tokens - 1
         self._vocab_size = vocab_size
-        room = max_length - self.num_prompt_tokens
-        new_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        self._max_length = self.num_prompt_tokens + new_tokens
+        most = max_length if params.max_tokens is None else self.num_prompt_tokens + params.max_tokens
+        self._max_length = min(most, max_length)
 
     @property
     def finished(self) -> bool:
@@ -372,11 +370,6 @@ class TokenSequence(Request):
         return (self,) if self.search is None else self.search.answers
 
     @property
-    def is_resumed(self) -> bool:
-        """Whether its caller has received a part of the answer from another engine; see resumption.py."""
-        return False
-
-    @property
     def ending_ids(self) -> frozenset[int]:
         """The tokens that end the answer."""
         return self._eos_token_ids | self._stop_token_ids
@@ -392,20 +385,18 @@ class TokenSequence(Request):
         return len(self.token_ids) - self.num_prompt_tokens
 
     @coroutine
-    def sample(self) -> Generator[Awaited, Any, int]:
+    def sample(self) -> Generator[Awaited, int, int]:
         """Wait for the next token, sampled by the request's parameters."""
-        token_id: int = yield Awaited.TOKEN
-        return token_id
+        return (yield Awaited.TOKEN)
 
     @coroutine
-    def logits(self) -> Generator[Awaited, Any, LogitsArray]:
+    def logits(self) -> Generator[Awaited, LogitsArray, LogitsArray]:
         """Wait for the logits behind the last token: [vocab_size] float32.
 
         It is a view of the step's buffer: it may be changed, and is overwritten after the next await. A numpy
         array; of a model on a GPU, a torch tensor there, for which `int(logits.argmax())` works as well.
         """
-        row: LogitsArray = yield Awaited.LOGITS
-        return row
+        return (yield Awaited.LOGITS)
 
     def append(self, token_id: int) -> None:
         """Add one token to the answer and apply the stop conditions.
@@ -484,15 +475,8 @@ class TokenSequence(Request):
         After a preemption, tokens that were scored are computed again, but not scored again.
         """
         if self._num_scored < self.num_computed_tokens <= self._num_to_score:
-            token_id = self.token_ids[self.num_computed_tokens]
-            num_top = self.params.prompt_logprobs or 0
-            self._delta.prompt_logprobs.append(token_logprob(logits[row], token_id, num_top=num_top))
+            self._delta.add_prompt_logprob(logits[row], self.token_ids[self.num_computed_tokens])
             self._num_scored += 1
-
-    @property
-    def seed(self) -> int:
-        """The request's seed, or the one that `InputProcessor` drew."""
-        return self.sampling.seed
 
     def take_logprob(self, sampled: TokenLogprob | None) -> None:
         """Keep the log-probability of the token to be appended next; for the engine."""

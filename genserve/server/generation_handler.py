@@ -192,7 +192,7 @@ async def submit(
         stream=stream,
         prompt=prompts[0],
         prompts=prompt_ids,
-        seeds=tuple(sequence.seed for sequence in sequences),
+        seeds=tuple(sequence.sampling.seed for sequence in sequences),
         params=sequences[0].params,
         begins_reasoning=sequences[0].begins_reasoning,
     )

@@ -48,8 +48,7 @@ class Tokenizer:
         vocab_size: number of tokens, including added ones.
         eos_token_ids: the tokens that end a text; empty if the model has none.
         bos_id: the token that is prepended to a text, or None.
-        bos_token: text of the token that begins a text, or None.
-        eos_token: text of the token that ends a text, or None.
+        bos_token, eos_token: texts of the tokens that begin and end a text, or None.
         chat_template: None for a model without chat.
         config: tokenizer_config.json, with the special tokens as texts.
     """
@@ -146,8 +145,7 @@ class Tokenizer:
                 remedy="send a prompt to /generate, or add chat_template.jinja to its tokenizer stage",
                 field="messages",
             )
-        texts = _texts_of(chat)
-        written = sorted({special for text in texts for special in self._special_text.findall(text)})
+        written = sorted({name for text in _texts_of(chat) for name in self._special_text.findall(text)})
         if len(written) > len(SURROGATES):
             raise InvalidRequest("the messages contain too many special tokens", field="messages")
         placeholders = dict(zip(written, map(chr, SURROGATES), strict=False))
@@ -173,31 +171,15 @@ class Tokenizer:
         A continued message of the assistant is included, as the beginning of the answer.
 
         Raises:
-            InvalidRequest: as `encode_chat`.
-            ModelFailed: as `encode_chat`.
+            InvalidRequest, ModelFailed: as `encode_chat`.
         """
-        # Rendered with marks where messages end. Tags are broken up, since a template may drop a mark.
-        broken = START[0] + _END_OF_MESSAGE + START[1:]
-
-        def marked_text(text: str) -> str:
-            return text.replace(START, broken) + _END_OF_MESSAGE
-
-        def mark(message: Message) -> Message:
-            reasoning = message.reasoning_content and marked_text(message.reasoning_content)
-            calls = (
-                replace(call, arguments=json.dumps(map_strings(call.parsed_arguments(), marked_text)))
-                for call in message.tool_calls
-            )
-            content = marked_text(message.content)
-            return replace(message, content=content, reasoning_content=reasoning, tool_calls=tuple(calls))
-
         *before, last = chat.messages
         if chat.continue_final_message and last.role == "assistant":
             # The names of special tokens in it are text.
             last = replace(last, content=self._special_text.sub("", last.content))
         else:
-            last = mark(last)
-        marked = replace(chat, messages=(*map(mark, before), last))
+            last = _with_marked_end(last)
+        marked = replace(chat, messages=(*map(_with_marked_end, before), last))
         return self._encode(self._template_for(chat).render(marked).rpartition(_END_OF_MESSAGE)[2])
 
     def close(self) -> None:
@@ -298,14 +280,7 @@ class Tokenizer:
         if not placeholders:
             return self._encode(prompt, max_tokens=max_tokens)
         self._check_length(prompt, max_tokens)
-        if MARK in prompt:
-            raise InvalidRequest(
-                "the messages contain the noncharacter U+FDD0 together with the name of a special token",
-                field="messages",
-            )
-        renamed = self._special_text.sub(lambda match: self._renamed_specials.names[match[0]], prompt)
-        for text, char in placeholders.items():
-            renamed = renamed.replace(char, text)
+        renamed = self._renamed_specials.rename(prompt, self._special_text, placeholders=placeholders)
         with _tokenizer_call():
             return self._renamed_specials.encode(renamed)
 
@@ -388,6 +363,27 @@ class RenamedSpecials:
         self._rename_words(tokenizer["model"])
         tokenizer["post_processor"] = None  # it would add tokens by their names
         self._backend = tokenizers.Tokenizer.from_str(json.dumps(tokenizer))
+
+    def rename(self, prompt: str, special: re.Pattern[str], *, placeholders: Mapping[str, str]) -> str:
+        """Rename the special tokens that a template wrote; put the names in messages, which are text, back.
+
+        Args:
+            prompt: the messages have placeholders in it.
+            special: matches the names of the special tokens.
+            placeholders: one character for each name in a message.
+
+        Raises:
+            InvalidRequest: the messages contain a character of the new names.
+        """
+        if MARK in prompt:
+            raise InvalidRequest(
+                "the messages contain the noncharacter U+FDD0 together with the name of a special token",
+                field="messages",
+            )
+        renamed = special.sub(lambda match: self.names[match[0]], prompt)
+        for text, char in placeholders.items():
+            renamed = renamed.replace(char, text)
+        return renamed
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text in which special tokens have their names in `names`."""
@@ -490,6 +486,25 @@ def _reject_surrogates(text: str, *, field: str) -> None:
             remedy="send the text as UTF-8, or escape both halves",
             field=field,
         ) from None
+
+
+def _with_marked_end(message: Message) -> Message:
+    """Return the message with a mark behind each of its texts, to find where a template wrote it."""
+
+    def marked(text: str) -> str:
+        # Tags are broken up, since a template may drop the mark with the reasoning.
+        return text.replace(START, START[0] + _END_OF_MESSAGE + START[1:]) + _END_OF_MESSAGE
+
+    calls = (
+        replace(call, arguments=json.dumps(map_strings(call.parsed_arguments(), marked)))
+        for call in message.tool_calls
+    )
+    return replace(
+        message,
+        content=marked(message.content),
+        reasoning_content=message.reasoning_content and marked(message.reasoning_content),
+        tool_calls=tuple(calls),
+    )
 
 
 def _texts_of(chat: Chat) -> list[str]:

@@ -84,7 +84,7 @@ def resumed(model, prompt, sequences, *, received):
         first.params,
         token_ids=first.token_ids[: first.num_prompt_tokens],
         begins_reasoning=first.begins_reasoning,
-        seeds=[sequence.seed for sequence in sequences],
+        seeds=[sequence.sampling.seed for sequence in sequences],
         resumed_token_ids=received,
     )
 

@@ -29,9 +29,9 @@ def test_a_chat_goes_through_the_template(ensemble):
 
 
 def test_a_seed_is_drawn_where_none_is_given(ensemble):
-    drawn = {ensemble.prepare("x", SamplingParams()).seed for _ in range(4)}
+    drawn = {ensemble.prepare("x", SamplingParams()).sampling.seed for _ in range(4)}
     assert len(drawn) == 4
-    assert ensemble.prepare("x", SamplingParams(seed=5)).seed == 5
+    assert ensemble.prepare("x", SamplingParams(seed=5)).sampling.seed == 5
 
 
 @pytest.mark.parametrize("num_tokens", [-1, 0, 1])

@@ -265,7 +265,7 @@ class _Call:
             prompt_token_ids=tuple(first.token_ids),
             begins_reasoning=first.begins_reasoning,
             params=first.params,
-            seeds=tuple(answer.seed for answer in self.answers),
+            seeds=tuple(answer.sampling.seed for answer in self.answers),
             deadline_ms=None if left_s is None else max(1, math.ceil(left_s * 1000)),
             request_id=self._request_id,
         )
