@@ -2,7 +2,7 @@
 
     python scripts/record_source.py MODEL.gguf genserve/export/recordings/NAME.npz
 
-By default the model of `genserve pull smollm2`. See `genserve/export/recording.py`.
+By default the model of `genserve pull smollm2`. See `genserve/export/reference.py`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from transformers import AutoConfig
 
 from genserve.export.checkpoint_reader import read_checkpoint
 from genserve.export.conversion import Conversion
-from genserve.export.downloading import cache_folder, fetch_gguf, file_sha256
 from genserve.export.export_options import ExportFormat
 from genserve.export.model_folders import ModelFolders
-from genserve.export.recording import Recording
+from genserve.export.pulling import cache_folder, fetch_gguf
+from genserve.export.reference import Recording
 from genserve.export.source_model import run_source
+from genserve.files import file_sha256
 
 RECORDING = Path(__file__).parents[1] / "genserve/export/recordings/smollm2.npz"
 

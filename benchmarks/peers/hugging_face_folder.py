@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 
 from genserve.export.checkpoint_reader import locate, read_checkpoint
-from genserve.export.downloading import cache_folder, fetch_gguf
+from genserve.export.pulling import cache_folder, fetch_gguf
 from genserve.export.source_model import source_model
 
 

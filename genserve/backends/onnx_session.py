@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 from genserve.backends.backend import Placement, boolean_parameter, integer_parameter
 from genserve.backends.libraries import INSTALL_GPU_BUILD, import_onnxruntime
 from genserve.errors import GenserveError, RepositoryError, Status
+from genserve.files import read_regular_file
 from genserve.kernels import instruction_set, library_path
-from genserve.regular_file import read_regular_file
 
 logger = logging.getLogger(__name__)
 

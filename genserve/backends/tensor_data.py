@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from genserve.errors import InferenceError, InvalidRequest, RepositoryError, Status
-from genserve.regular_file import read_regular_file
+from genserve.files import read_regular_file
 from genserve.tensor import DataType, Tensor
 
 _MAX_FILE_BYTES = 2 << 30    # as the binary tensors of a request

@@ -24,7 +24,7 @@ from genserve.config.diagnostics import (
 from genserve.config.model_config import ModelConfig
 from genserve.config.schema import model_config, new_model_config
 from genserve.errors import RepositoryError, suggestion
-from genserve.regular_file import read_regular_text
+from genserve.files import read_regular_text
 
 # The largest configs have about 100 KB. A megabyte of entries takes half a second to parse.
 _MAX_BYTES = 1 << 20

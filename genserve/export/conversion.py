@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 
 from genserve.errors import ExportError
-from genserve.export.architectures import FAMILIES, architecture, family_of
 from genserve.export.checkpoint import Checkpoint
 from genserve.export.decoder import Decoder
 from genserve.export.decoder_graph import write_decoder
 from genserve.export.decoder_weights import DecoderWeights, tensor_sources
 from genserve.export.export_options import CacheType, ExportFormat, ExportReport, Precision, Progress
+from genserve.export.families import FAMILIES, architecture, family_of
 from genserve.export.family import Family, Unsupported
 from genserve.export.layers import FusedLayers, StandardLayers
 from genserve.export.layout import ModelLayout
@@ -27,11 +27,10 @@ from genserve.export.onnx_graph import OnnxGraphBuilder
 from genserve.export.parity import Parity, check_parity, num_compared
 from genserve.export.pipeline_stages import require_stages, split_layers
 from genserve.export.precision import SCHEMES, cache_dtype, require_cache, resolve_precision
-from genserve.export.recording import Recording
-from genserve.export.reference import Reference
+from genserve.export.reference import Recording, Reference
 from genserve.export.smoothquant import is_smoothable, smooth
+from genserve.files import staging_folder
 from genserve.sampling.logits_array import FloatArray
-from genserve.staging import staging_folder
 from genserve.textmodel.logits_config import pipeline_files
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from genserve.export.export_options import (
 from genserve.export.model_folders import ModelFolders
 
 if TYPE_CHECKING:
-    from genserve.export.recording import Recording
+    from genserve.export.reference import Recording
 
 
 def export_model(
@@ -87,7 +87,7 @@ def export_model(
 
 def _find_recording(path: Path, *, file_format: FileFormat, progress: Progress) -> Recording | None:
     """Return the recording of a source, or else load the packages that run the source and return None."""
-    from genserve.export.recording import find_recording
+    from genserve.export.reference import find_recording
 
     recording = find_recording(path) if path.is_file() else None
     if recording is None or file_format == "torchscript":

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from genserve.errors import ExportError
-from genserve.export.architectures import FAMILIES, architecture
 from genserve.export.checkpoint import Checkpoint
 from genserve.export.decoder import Dimensions
 from genserve.export.export_options import ExportFormat, Precision, Progress
+from genserve.export.families import FAMILIES, architecture
 from genserve.export.layout import ModelLayout
 from genserve.export.model_folders import ModelFolders
 from genserve.export.reference import Reference

@@ -14,10 +14,10 @@ from genserve.config.backends import deduce_backend
 from genserve.config.config_rules import MAX_NAME_BYTES
 from genserve.config.schema import new_model_config
 from genserve.errors import InferenceError, RepositoryError, Status
+from genserve.files import staging_folder
 from genserve.repository.config_resolution import with_config
 from genserve.repository.index import ModelEntry, not_polled, scan
 from genserve.repository.options import RepositoryOptions
-from genserve.staging import staging_folder
 
 _DATA_BACKENDS = frozenset({"onnxruntime", "tokenizer"})    # their models are no code
 _WORD_OR_NUMBER = re.compile(r"\w+|\d+\.\d+")

@@ -20,7 +20,7 @@ from genserve.config.model_config import ModelConfig
 from genserve.config.normalise import num_gpus
 from genserve.config.schema import model_config
 from genserve.errors import GenserveError, MissingDependency, RepositoryError, Status
-from genserve.regular_file import special_kind
+from genserve.files import special_kind
 from genserve.repository.index import ModelEntry
 from genserve.text.tokenizer import Tokenizer
 from genserve.text.tokenizer_files import recommended_sampling_params

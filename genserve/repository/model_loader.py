@@ -14,11 +14,11 @@ from genserve.backends.warmup import run_warmups, warmup_batches
 from genserve.config.model_config import EnsembleStep, InstanceGroup, ModelConfig
 from genserve.config.supported_fields import Role
 from genserve.errors import RepositoryError, drop_frames
+from genserve.files import read_regular_text
 from genserve.generation.engine_thread import EngineThread
 from genserve.generation_metrics import Metrics
 from genserve.inference import InferenceServer
 from genserve.inference_statistics import ModelStatistics
-from genserve.regular_file import read_regular_text
 from genserve.repository.config_resolution import ResolvedModel, resolve_model
 from genserve.repository.ensemble import Ensemble
 from genserve.repository.index import ModelEntry

@@ -10,7 +10,7 @@ from typing import Any
 import tokenizers
 
 from genserve.errors import InvalidRequest, RepositoryError
-from genserve.regular_file import read_regular_text
+from genserve.files import read_regular_text
 from genserve.sampling.model_defaults import default_sampling_params
 from genserve.text.chat_template import ChatTemplate
 

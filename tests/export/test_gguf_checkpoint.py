@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from genserve.errors import ExportError
-from genserve.export.architectures import family_of
 from genserve.export.checkpoint import Checkpoint
 from genserve.export.checkpoint_reader import read_checkpoint
 from genserve.export.decoder import Decoder
-from genserve.export.downloading import FILE, cache_folder
+from genserve.export.families import family_of
+from genserve.export.pulling import FILE, cache_folder
 from tests.export.ggufs import write_gguf
 from tests.export.graphs import write_graph
 from tests.export.rows import logits_of

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from transformers import Qwen2Tokenizer
 
 from genserve.export.checkpoint_reader import read_checkpoint
-from genserve.export.downloading import FILE, cache_folder
+from genserve.export.pulling import FILE, cache_folder
 from tests.export.ggufs import write_gguf
 from tests.support.tiny_llama import SPECIAL_TOKENS, tiny_llama_checkpoint
 

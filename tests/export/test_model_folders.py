@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from genserve.errors import ExportError
-from genserve.export.downloading import fetch_gguf
 from genserve.export.model_folders import ModelFolders, install, writing_into
-from genserve.staging import staging_folder
+from genserve.export.pulling import fetch_gguf
+from genserve.files import staging_folder
 
 STAGES = ModelFolders("m")
 FILES = (

@@ -14,9 +14,9 @@ import pytest
 from genserve.errors import ExportError
 from genserve.export import CacheType, Precision, SilentProgress, export_model, exporter
 from genserve.export.checkpoint_reader import read_checkpoint
-from genserve.export.downloading import FILE, cache_folder, fetch_gguf, file_sha256
-from genserve.export.recording import Recording, find_recording
-from genserve.export.reference import text_ids
+from genserve.export.pulling import FILE, cache_folder, fetch_gguf
+from genserve.export.reference import Recording, find_recording, text_ids
+from genserve.files import file_sha256
 from tests.support.slim_environment import slim_environment
 
 SHIPPED = Path(exporter.__file__).parent / "recordings" / "smollm2.npz"
@@ -137,7 +137,7 @@ def test_the_files_and_the_parity_are_those_of_an_export_with_transformers(
     arguments = [str(gguf), str(recorded), precision, kv_cache]
     subprocess.run([sys.executable, "-c", EXPORT, *arguments], env=slim, check=True)
     none: Callable[[Path], None] = lambda _path: None  # noqa: E731
-    monkeypatch.setattr("genserve.export.recording.find_recording", none)
+    monkeypatch.setattr("genserve.export.reference.find_recording", none)
     export_model(
         str(gguf), repository=run, name="m", precision=precision, kv_cache=kv_cache, progress=SilentProgress()
     )

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from genserve.completion import Completion
 from genserve.export.checkpoint_reader import read_checkpoint
-from genserve.export.downloading import cache_folder, fetch_gguf
+from genserve.export.pulling import cache_folder, fetch_gguf
 from genserve.export.source_model import source_model
 from genserve.llm import LLM
 from genserve.repository import config_resolution

@@ -1,0 +1,121 @@
+"""Files: reads files of models, and nothing that waits or never ends, such as a FIFO or a device.
+
+Files that are not complete are in hidden folders, which no killed process leaves behind for good.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from errno import EFBIG, EILSEQ, EINVAL
+from pathlib import Path
+
+
+def read_regular_file(path: Path, *, max_bytes: int) -> bytes:
+    """Read a whole file.
+
+    Args:
+        path: links are followed.
+        max_bytes: the longest file that is read.
+
+    Raises:
+        OSError: it cannot be read, is not a regular file, or is longer.
+    """
+    # Without O_NONBLOCK, opening a FIFO waits for a writer. It has no effect on regular files.
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(EINVAL, f"it is {_kind(status.st_mode)}, not a regular file", str(path))
+        if status.st_size > max_bytes:
+            raise OSError(EFBIG, f"it is longer than {max_bytes} bytes", str(path))
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            return file.read(status.st_size)
+    finally:
+        os.close(descriptor)
+
+
+def read_regular_text(path: Path, *, max_bytes: int) -> str:
+    """Read a whole file of UTF-8; see `read_regular_file`.
+
+    Raises:
+        OSError: it cannot be read, is not a regular file, is longer, or is not UTF-8; has a `strerror`.
+    """
+    try:
+        return read_regular_file(path, max_bytes=max_bytes).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise OSError(EILSEQ, str(error), str(path)) from None
+
+
+def special_kind(path: Path) -> str:
+    """Return what a path is if it is neither a regular file nor a folder; empty: it is, or is missing."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return ""
+    return "" if stat.S_ISREG(mode) or stat.S_ISDIR(mode) else _kind(mode)
+
+
+def _kind(mode: int) -> str:
+    if stat.S_ISDIR(mode):
+        return "a folder"
+    if stat.S_ISFIFO(mode):
+        return "a FIFO"
+    return "a socket" if stat.S_ISSOCK(mode) else "a device"
+
+
+def file_sha256(path: Path) -> str:
+    """Return the SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def staging_folder(parent: Path, name: str) -> Iterator[Path]:
+    """An empty hidden folder, deleted on exit together with those that killed processes left behind.
+
+    The folder of the same name of another running process is locked, and stays.
+    """
+    parent.mkdir(parents=True, exist_ok=True)
+    leftover = re.compile(rf"\.{re.escape(name)}\.[a-z0-9_]{{8}}\.tmp")
+    for path in parent.iterdir():
+        if leftover.fullmatch(path.name):
+            # Its process may end and delete it meanwhile; in /tmp it may be of another user, or no folder.
+            with suppress(OSError), _locked(path) as is_free:
+                if is_free:
+                    shutil.rmtree(path)
+    made = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=parent))
+    with _locked(made):
+        # An unlocked folder with this suffix counts as a leftover, so it is locked before it is renamed.
+        folder = made.rename(f"{made}.tmp")
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Lock a folder until the process ends at the latest; False: another process holds the lock."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        yield _lock(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:     # some network file systems have no locks
+        return True
+    return True
