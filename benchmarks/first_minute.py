@@ -28,7 +28,7 @@ from report import markdown
 from genserve import LLM
 from genserve.completion import Completion, FinishReason
 from genserve.prompt import Message
-from genserve.sampling.chat_defaults import chat_sampling_params
+from genserve.sampling.defaults import chat_sampling_params
 
 QUESTIONS = (
     "Hello, who are you?",

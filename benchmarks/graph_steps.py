@@ -14,7 +14,7 @@ from batches import TOKEN_ID
 from numpy.typing import NDArray
 
 from genserve.backends.onnx_session import register_kernels, session_options
-from genserve.textmodel.runtimes.logits_graph import cache_dtype
+from genserve.textmodel.runtimes.onnx_logits import cache_dtype
 
 __all__ = ["GraphSteps", "model_path", "open_session"]
 

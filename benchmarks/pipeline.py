@@ -32,8 +32,7 @@ from genserve.export import SilentProgress, pull
 from genserve.generation.logits_model import ForwardBatch, LogitsModel
 from genserve.textmodel.logits_config import pipeline_files
 from genserve.textmodel.runtimes.kv_cache_memory import HostMemory, KVCache
-from genserve.textmodel.runtimes.logits_graph import LogitsGraph
-from genserve.textmodel.runtimes.onnx_logits import OnnxLogits
+from genserve.textmodel.runtimes.onnx_logits import LogitsGraph, OnnxLogits
 from genserve.textmodel.runtimes.pipeline_logits import PipelineLogits, num_micro_batches
 
 MICRO_BATCHES = (1, 2, 4, 8)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from genserve.shapes import compatible, fits, reshape, shape_text
+from genserve.tensor import compatible, fits, reshape, shape_text
 
 
 def test_a_shape_has_tritons_text():

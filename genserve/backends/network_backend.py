@@ -21,8 +21,7 @@ from genserve.backends.backend import ModelSource, Placement, model_file
 from genserve.config.model_config import BatchInput, ModelConfig, TensorSpec
 from genserve.errors import InferenceError, Status
 from genserve.inference import Inference, InferenceResponse
-from genserve.shapes import fits
-from genserve.tensor import DataType, Tensor
+from genserve.tensor import DataType, Tensor, fits
 
 logger = logging.getLogger(__name__)
 

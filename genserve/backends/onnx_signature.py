@@ -9,8 +9,7 @@ from typing import Any
 
 from genserve.config.model_config import Control, ModelConfig, TensorSpec
 from genserve.errors import RepositoryError
-from genserve.shapes import fits, shape_text
-from genserve.tensor import DataType
+from genserve.tensor import DataType, fits, shape_text
 
 _DATA_TYPES = {
     "bool": DataType.BOOL, "uint8": DataType.UINT8, "uint16": DataType.UINT16, "uint32": DataType.UINT32,

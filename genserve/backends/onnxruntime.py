@@ -21,10 +21,9 @@ from genserve.backends.onnx_session import (
     runtime_message,
 )
 from genserve.backends.onnx_signature import GraphTensor, OnnxSignature, has_signature
-from genserve.backends.tensor_data import decode_strings, string_tensor
 from genserve.config.model_config import ModelConfig
 from genserve.errors import InferenceError, Status
-from genserve.tensor import DataType, Tensor
+from genserve.tensor import DataType, Tensor, decode_strings, string_tensor
 
 logger = logging.getLogger(__name__)
 

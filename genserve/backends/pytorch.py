@@ -16,10 +16,9 @@ import numpy as np
 from genserve.backends.backend import Placement, boolean_parameter, integer_parameter
 from genserve.backends.libraries import import_torch
 from genserve.backends.network_backend import NetworkBackend
-from genserve.backends.tensor_data import decode_strings, string_tensor
 from genserve.config.model_config import ModelConfig
 from genserve.errors import InferenceError, RepositoryError, Status
-from genserve.tensor import DataType, Tensor
+from genserve.tensor import DataType, Tensor, decode_strings, string_tensor
 
 logger = logging.getLogger(__name__)
 

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 
 from genserve.backends.backend import ModelSource, Placement
-from genserve.backends.tensor_data import decode_strings
 from genserve.errors import InferenceError
 from genserve.inference import Inference, InferenceResponse
-from genserve.tensor import Tensor
+from genserve.tensor import Tensor, decode_strings
 from genserve.text.tokenizer import Tokenizer
 
 

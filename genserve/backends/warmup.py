@@ -10,12 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from genserve.backends.tensor_data import read_tensor
 from genserve.config.model_config import ModelConfig, WarmupInput, WarmupSample
 from genserve.errors import GenserveError, InferenceError, RepositoryError
 from genserve.inference import Inference, InferenceRequest, InferenceResponse, with_request_id
-from genserve.shapes import reshape
-from genserve.tensor import DataType, Tensor
+from genserve.tensor import DataType, Tensor, read_tensor, reshape
 
 _FOLDER = "warmup"
 _MAX_ITERATIONS = 1000  # of an iterative request, which is then ended

@@ -18,7 +18,7 @@ from genserve.bench.answers import Answer, Failure
 from genserve.bench.datasets import BenchPrompt
 from genserve.bench.dialects import Dialect, Requested
 from genserve.client.sse_decoder import EventDecoder
-from genserve.client_certificate import load_client_certificate
+from genserve.client_credentials import load_client_certificate
 from genserve.errors import InvalidRequest
 
 _MAX_QUOTED = 300       # characters of a server's error

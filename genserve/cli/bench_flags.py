@@ -14,9 +14,9 @@ from urllib.parse import urlsplit
 
 import typer
 
-from genserve.api_key import bearer
 from genserve.cli.flags import Json
 from genserve.cli.help_text import HelpCommand
+from genserve.client_credentials import bearer
 
 if TYPE_CHECKING:
     from genserve.bench.arrivals import RampUp

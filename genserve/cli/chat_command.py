@@ -52,7 +52,7 @@ def chat(
     from genserve.cli.chat.conversation import Conversation
     from genserve.cli.chat.typed_keys import held_keys
     from genserve.cli.model_access import ModelSwitch, known_models, open_model
-    from genserve.sampling.chat_defaults import MAX_TOKENS, chat_sampling_params
+    from genserve.sampling.defaults import MAX_TOKENS, chat_sampling_params
 
     given = {"max_tokens": max_tokens, "seed": seed, "temperature": temperature}
     options = cast(SamplingOptions, {name: value for name, value in given.items() if value is not None})

@@ -196,7 +196,7 @@ def _describe(ensemble: ModelEntry, entries: Mapping[str, ModelEntry]) -> LocalM
 
 def _quality(stage: ModelEntry) -> Quality | None:
     """Return the parity of the stage's graph; None: this stage is not an exported graph."""
-    from genserve.textmodel.parity_file import read_parity
+    from genserve.textmodel.logits_config import read_parity
 
     # In the folder of the configured graph; other graphs of the stage have their own folders.
     folder = Path(stage.config.default_model_filename).parent if stage.config else Path()

@@ -12,9 +12,8 @@ from typing import TypeVar
 
 import httpx2
 
-from genserve.api_key import bearer
 from genserve.client.api_calls import ApiRequest
-from genserve.client_certificate import has_client_certificate, load_client_certificate
+from genserve.client_credentials import bearer, has_client_certificate, load_client_certificate
 from genserve.errors import GenserveError, InvalidRequest, ModelNotReady, Overloaded, Unreachable
 from genserve.version import __version__
 

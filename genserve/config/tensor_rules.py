@@ -10,7 +10,7 @@ from genserve.config.backends import BUILT_IN, version_folders
 from genserve.config.diagnostics import Diagnostic, ValidationContext
 from genserve.config.schema import enum_name
 from genserve.errors import suggestion
-from genserve.shapes import compatible, shape_text
+from genserve.tensor import compatible, shape_text
 
 _MAX_DIMS = 63  # numpy has 64, and one is the batch
 

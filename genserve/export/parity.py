@@ -19,8 +19,7 @@ from genserve.export.export_options import CacheType, ExportFormat, Precision
 from genserve.export.reference import Positions, Reference
 from genserve.generation.logits_model import ForwardBatch, LogitsModel
 from genserve.sampling.logits_array import FloatArray, on_host
-from genserve.textmodel.logits_config import pipeline_files
-from genserve.textmodel.parity_file import PARITY_FILE
+from genserve.textmodel.logits_config import PARITY_FILE, pipeline_files
 
 _ROWS = 16          # of logits that are compared together, by one thread: what its cache holds
 _TOGETHER = 128     # rows of decodes that are kept before they are compared

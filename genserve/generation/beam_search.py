@@ -25,7 +25,7 @@ from genserve.generation.beam_rules import (
 from genserve.generation.delta_builder import AnswerText
 from genserve.generation.engine_request import BeamReorder, LogitsConsumer, Request, TokenSequence
 from genserve.sampling.logits_array import FloatArray
-from genserve.sampling.logits_edits import apply_edits, join_edits
+from genserve.sampling.logits_processors import apply_edits, join_edits
 from genserve.sampling.sampler import token_logprob
 
 # Score of a beam that takes the place of a missing one, if the logits processors leave too few candidates.

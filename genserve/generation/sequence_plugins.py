@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from genserve.errors import SEE_LOG, GenserveError, ModelFailed
 from genserve.sampling.logits_array import LogitsArray
-from genserve.sampling.logits_edits import RowEdit
+from genserve.sampling.logits_processors import RowEdit
 from genserve.sampling.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)

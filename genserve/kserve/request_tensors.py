@@ -13,8 +13,7 @@ from genserve.errors import InferenceError, InvalidRequest
 from genserve.inference import with_request_id
 from genserve.kserve.shared_memory import RegionPart
 from genserve.repository.model_versions import ModelVersion
-from genserve.shapes import shape_text
-from genserve.tensor import DataType, Tensor
+from genserve.tensor import DataType, Tensor, shape_text
 
 # Limits of numpy, which ignore dimensions of size 0.
 _MAX_RANK = 64

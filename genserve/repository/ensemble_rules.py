@@ -13,7 +13,7 @@ from genserve.config.model_config import EnsembleStep, ModelConfig, TensorSpec
 from genserve.errors import RepositoryError, suggestion
 from genserve.repository.index import ModelEntry, all_step_models, is_decoupled, served_versions, step_models
 from genserve.repository.text_stages import text_stages
-from genserve.shapes import compatible, shape_text
+from genserve.tensor import compatible, shape_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ from genserve.repository.index import ModelEntry
 from genserve.text.tokenizer import Tokenizer
 from genserve.text.tokenizer_files import recommended_sampling_params
 from genserve.textmodel.logits_config import CacheKind, cache_kind, context_length, logits_files
-from genserve.textmodel.runtimes.logits_graph import check_logits_graph, max_length_of
+from genserve.textmodel.runtimes.onnx_logits import check_logits_graph, max_length_of
 
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _MAX_POINTER_BYTES = 1024   # by the Git LFS specification

@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from genserve.backends.python.source_rules import source_diagnostics
 from genserve.config.diagnostics import Diagnostic, Severity, first_error
 from genserve.config.model_config import ModelConfig, OldestStrategy, SpecificVersions
 from genserve.config.normalise import num_gpus
@@ -18,10 +17,10 @@ from genserve.errors import RepositoryError, Status
 from genserve.repository.ensemble_rules import ensemble_diagnostics
 from genserve.repository.index import ModelEntry, links_out, scan, served_versions
 from genserve.repository.model_file_rules import content_diagnostics, placeholder_diagnostics
+from genserve.repository.source_rules import decodes, plugin_diagnostics, source_diagnostics
 from genserve.repository.text_stages import role_of, stage_owners, text_models
 from genserve.tensor import DataType
 from genserve.textmodel.logits_config import CacheKind, cache_kind, context_length
-from genserve.textmodel.plugin_rules import decodes, plugin_diagnostics
 from genserve.textmodel.runtimes.kv_cache_memory import total_memory_bytes
 from genserve.textmodel.stage_rules import DRAFT_PARAMETERS, draft_diagnostics, stage_diagnostics
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from genserve.config.backends import DEFAULT_MAX_BATCH_SIZE
 from genserve.generation.admission_control import QueueLimits
-from genserve.sampling.model_defaults import default_sampling_params
+from genserve.sampling.defaults import default_sampling_params
 from genserve.schedulers.rate_limiter import ResourceCapacity
 from genserve.text.tokenizer_files import recommended_sampling_params
 

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from genserve.config.model_config import ModelConfig
 from genserve.errors import InferenceError, Status
 from genserve.inference import InferenceRequest, InferenceResponse, with_request_id
-from genserve.shapes import fits, reshape, shape_text
-from genserve.tensor import DataType, Tensor
+from genserve.tensor import DataType, Tensor, fits, reshape, shape_text
 
 _BATCH_NOTE = (
     "NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be prepended "

@@ -10,8 +10,8 @@ from genserve.config.model_config import ModelConfig
 from genserve.config.supported_fields import Role
 from genserve.errors import RepositoryError
 from genserve.repository.index import ModelEntry
+from genserve.repository.source_rules import decodes
 from genserve.textmodel.logits_config import CacheKind, cache_kind, is_logits_stage
-from genserve.textmodel.plugin_rules import decodes
 
 TextStages: TypeAlias = Mapping[str, ModelEntry]  # of a text model: "tokenizer", "logits", "decoder"
 

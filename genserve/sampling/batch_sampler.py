@@ -12,8 +12,14 @@ import numpy as np
 from genserve.completion import TokenLogprob
 from genserve.sampling.grammar_bitmask import StructuredOutputGrammar, grammar_bitmask
 from genserve.sampling.logits_array import LogitsArray
-from genserve.sampling.logits_edits import NO_EDITS, LogitsEdits, RowEdit, join_edits
-from genserve.sampling.logits_processors import BuiltinLogitsProcessors, TokenizedParams
+from genserve.sampling.logits_processors import (
+    NO_EDITS,
+    BuiltinLogitsProcessors,
+    LogitsEdits,
+    RowEdit,
+    TokenizedParams,
+    join_edits,
+)
 from genserve.sampling.sampler import (
     GREEDY_RULE,
     LogprobsRequest,

@@ -32,6 +32,13 @@ class StructuredOutputGrammar(Protocol):
         """Advance by one token; False: it may not follow, and the state is invalid from now on."""
 
 
+class ForkableGrammar(StructuredOutputGrammar, Protocol):
+    """A grammar whose state can be copied."""
+
+    def fork(self) -> ForkableGrammar | None:
+        """Return an independent copy; None: it has no way to its end yet."""
+
+
 def is_allowed(mask: NDArray[np.int32], token_id: int) -> bool:
     """Whether a mask of `StructuredOutputGrammar.fill` has the bit of a token."""
     return bool(int(mask[token_id // 32]) >> token_id % 32 & 1)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from genserve.completion import TokenLogprob
 from genserve.kernels.sampling_kernels import SAMPLING_RULE, sample_logits, scan_logits
 from genserve.sampling.logits_array import FloatArray, LogitsArray, TokenArray, on_host
-from genserve.sampling.logits_edits import LogitsEdits, apply_edits
+from genserve.sampling.logits_processors import LogitsEdits, apply_edits
 from genserve.sampling.sampling_params import SamplingParams
 from genserve.sampling.staged_sampler import NUMPY_OPS, DrawStages, apply_cutting
 

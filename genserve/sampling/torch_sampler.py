@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from genserve.completion import TokenLogprob
-from genserve.sampling.logits_edits import LogitsEdits, apply_edits
+from genserve.sampling.logits_processors import LogitsEdits, apply_edits
 from genserve.sampling.sampler import LOWEST_LOGPROB, LogprobsRequest, SamplerOutput, SamplingMetadata
 from genserve.sampling.staged_sampler import MASKED, ArrayOps, apply_stages
 

@@ -14,8 +14,14 @@ from genserve.errors import InferenceError, Status
 from genserve.inference import Inference, InferenceRequest, RequestFlags
 from genserve.schedulers.dynamic_batcher import QueuedRequest, batch_key
 from genserve.schedulers.request_queue import ANY_INSTANCE, BatchPlan, Rejection
-from genserve.schedulers.sequence_slots import DirectSlots, OldestSlots, RequestSequence, Slots
-from genserve.schedulers.sequence_tensors import SequenceControls, SequenceStates
+from genserve.schedulers.sequence_slots import (
+    DirectSlots,
+    OldestSlots,
+    RequestSequence,
+    SequenceControls,
+    SequenceStates,
+    Slots,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from genserve.api_key import require_header_value
+from genserve.client_credentials import require_header_value
 from genserve.errors import ControlForbidden, GenserveError, Unauthenticated, suggestion
 from genserve.log import CURRENT_REQUEST, LoggedRequest
 from genserve.server.key_limits import KeyLimits, KeyUsage

@@ -5,7 +5,7 @@ from __future__ import annotations
 from genserve.config.backends import BackendConfig
 from genserve.errors import GenserveError, InvalidRequest
 from genserve.repository.options import ControlMode, RepositoryOptions
-from genserve.sampling.model_defaults import default_sampling_params
+from genserve.sampling.defaults import default_sampling_params
 from genserve.schedulers.rate_limiter import ResourceCapacity
 from genserve.server.triton_metrics import read_metrics_config
 from genserve.settings import ServerSettings

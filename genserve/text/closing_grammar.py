@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from genserve.sampling.grammar_bitmask import StructuredOutputGrammar, allow_only, is_allowed
+from genserve.sampling.grammar_bitmask import ForkableGrammar, allow_only, is_allowed
 from genserve.text.tokenizer import Tokenizer
 
 MAX_STEPS = 512     # of a way to the end
@@ -19,13 +18,6 @@ LAST_SPARE = 4
 # With fewer tokens to spare than this, or than a whole call takes, no optional part begins: no further call,
 # item or property.
 FEW_SPARE = 32
-
-
-class ForkableGrammar(StructuredOutputGrammar, Protocol):
-    """A grammar whose state can be copied."""
-
-    def fork(self) -> ForkableGrammar | None:
-        """Return an independent copy; None: it has no way to its end yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

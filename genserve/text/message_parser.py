@@ -9,7 +9,7 @@ from pydantic_core import from_json
 
 from genserve.completion import Completion, Delta, FinishReason, MessageDelta, joined_calls
 from genserve.prompt import Message
-from genserve.text.reasoning_parser import ReasoningParser
+from genserve.text.reasoning import ReasoningParser
 from genserve.text.tool_call_parser import ToolCallParser
 
 

@@ -19,7 +19,7 @@ from genserve.errors import SEE_LOG, InvalidRequest, ModelFailed
 from genserve.prompt import Chat, Message
 from genserve.text.chat_template import ChatTemplate, map_strings
 from genserve.text.detokenizer import Detokenizer
-from genserve.text.reasoning_parser import START
+from genserve.text.reasoning import START
 from genserve.text.token_lengths import TokenLengths
 from genserve.text.tokenizer_files import TokenizerFiles, read_tokenizer_files
 

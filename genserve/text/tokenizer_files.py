@@ -11,7 +11,7 @@ import tokenizers
 
 from genserve.errors import InvalidRequest, RepositoryError
 from genserve.files import read_regular_text
-from genserve.sampling.model_defaults import default_sampling_params
+from genserve.sampling.defaults import default_sampling_params
 from genserve.text.chat_template import ChatTemplate
 
 GENERATION_CONFIG = "generation_config.json"

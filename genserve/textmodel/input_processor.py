@@ -14,17 +14,15 @@ from genserve.generation.resumption import ResumedSequence, resumed_kind
 from genserve.generation.sequence_plugins import LogitsProcessor, PluginContext, ThinkingBudget
 from genserve.generation.text_engine import TextEngine
 from genserve.prompt import Chat, Prompt
-from genserve.sampling.grammar_bitmask import StructuredOutputGrammar
+from genserve.sampling.defaults import with_model_defaults
+from genserve.sampling.grammar_bitmask import ForkableGrammar, StructuredOutputGrammar
 from genserve.sampling.logits_processors import DryBreakers, TokenizedParams
-from genserve.sampling.model_defaults import with_model_defaults
 from genserve.sampling.sampling_params import SamplingParams
-from genserve.text.closing_grammar import ClosingGrammar, ForkableGrammar
+from genserve.text.closing_grammar import ClosingGrammar
 from genserve.text.grammar_compiler import GrammarCompiler
 from genserve.text.message_parser import MessageParser
-from genserve.text.reasoning_grammar import ReasoningGrammar
-from genserve.text.reasoning_parser import THINKING_TAGS, ReasoningParser
-from genserve.text.stop_regex import StopRegex
-from genserve.text.stop_strings import StopChecker, StopFinder, StopStrings
+from genserve.text.reasoning import THINKING_TAGS, ReasoningGrammar, ReasoningParser
+from genserve.text.stop_conditions import StopChecker, StopFinder, StopRegex, StopStrings
 from genserve.text.tokenizer import Spellings, Tokenizer, TooManyTokens
 from genserve.textmodel.decoder_plugins import Plugins
 from genserve.textmodel.logits_runtime import LogitsFigures

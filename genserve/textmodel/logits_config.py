@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
+from typing import Any
 
 from genserve.backends.backend import integer_parameter, model_file
 from genserve.config.model_config import ModelConfig, TensorSpec
 from genserve.errors import RepositoryError
 
 _FILES: Mapping[str, str] = {"onnxruntime": "model.onnx", "pytorch": "model.pt"}
+# Beside a graph: how it agrees with its source, by its export.
+PARITY_FILE = "parity.json"
 _DEFAULT_LENGTH = 1024  # tokens; a graph without a cache does not say how many it takes
 
 
@@ -119,3 +123,12 @@ class LogitsNames:
 
 def _names(specs: tuple[TensorSpec, ...]) -> str:
     return ", ".join(spec.name for spec in specs) or "none"
+
+
+def read_parity(folder: Path) -> dict[str, Any]:
+    """Return the fields of the `export.parity.Parity` of the graph in a folder; empty without such a file."""
+    try:
+        found = json.loads((folder / PARITY_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -23,8 +23,8 @@ from genserve.textmodel.logits_config import (
     context_length,
     logits_files,
     num_pipeline_stages,
+    read_parity,
 )
-from genserve.textmodel.parity_file import read_parity
 from genserve.textmodel.runtimes.growing_logits import GrowingLogits
 from genserve.textmodel.runtimes.kv_cache_memory import HostMemory, LogitsMemory
 from genserve.textmodel.runtimes.onnx_logits import OnnxLogits

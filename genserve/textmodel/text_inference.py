@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from genserve.backends.tensor_data import decode_strings, string_tensor
 from genserve.completion import Delta, FinishReason
 from genserve.config.model_config import ModelConfig
 from genserve.errors import Closed, GenserveError, InferenceError, InvalidRequest, Status
@@ -26,7 +25,7 @@ from genserve.sampling.sampling_params import (
     sampling_params,
     without_rejected_methods,
 )
-from genserve.tensor import Tensor
+from genserve.tensor import Tensor, decode_strings, string_tensor
 from genserve.textmodel.text_model import TextModel
 
 # The sampling parameters that Triton's backends for language models have tensors for.

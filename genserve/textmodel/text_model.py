@@ -13,7 +13,7 @@ from genserve.generation.text_engine import TextEngine
 from genserve.prompt import Chat, Prompt
 from genserve.sampling.sampling_params import SamplingParams
 from genserve.text.message_parser import MessageParser
-from genserve.text.reasoning_parser import THINKING_TAGS
+from genserve.text.reasoning import THINKING_TAGS
 from genserve.text.tokenizer import Tokenizer
 from genserve.text.tool_formats import ToolFormat
 from genserve.textmodel.decoder_plugins import Plugins

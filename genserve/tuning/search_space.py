@@ -15,8 +15,7 @@ from genserve.config.parse import inspect_message
 from genserve.errors import RepositoryError
 from genserve.repository.index import ModelEntry
 from genserve.repository.model_loader import stage_placement
-from genserve.textmodel.logits_config import num_pipeline_stages, pipeline_files
-from genserve.textmodel.parity_file import read_parity
+from genserve.textmodel.logits_config import num_pipeline_stages, pipeline_files, read_parity
 
 _DATA_TYPES = {"FLOAT": "TYPE_FP32", "FLOAT16": "TYPE_FP16", "INT8": "TYPE_INT8"}
 # The parameter for the number of threads of a forward, by backend.

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from genserve.cli.chat_command import ChatArguments, read_arguments
 from genserve.cli.main import app
 from genserve.errors import InvalidRequest, ModelNotFound
-from genserve.sampling.chat_defaults import chat_sampling_params
+from genserve.sampling.defaults import chat_sampling_params
 from tests.client.scripted_server import Reply, event_reply, json_reply, models_reply, scripted
 
 MODELS = models_reply("m")

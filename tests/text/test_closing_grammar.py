@@ -12,7 +12,7 @@ from genserve.completion import joined_calls
 from genserve.prompt import Tool
 from genserve.text.closing_grammar import LAST_SPARE, ClosingGrammar, JsonTokens
 from genserve.text.grammar_compiler import GrammarCompiler
-from genserve.text.reasoning_grammar import ReasoningGrammar
+from genserve.text.reasoning import ReasoningGrammar
 from genserve.text.tokenizer import Tokenizer
 from genserve.text.tool_call_parser import ToolCallParser
 from genserve.text.tool_formats import TOOL_FORMATS

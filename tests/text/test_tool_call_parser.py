@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from genserve.completion import Delta, FinishReason, joined_calls
 from genserve.text.message_parser import MessageParser
-from genserve.text.reasoning_parser import ReasoningParser
+from genserve.text.reasoning import ReasoningParser
 from genserve.text.tool_call_parser import ToolCallParser
 from genserve.text.tool_formats import TOOL_FORMATS
 

@@ -16,7 +16,7 @@ from genserve.errors import InvalidRequest
 from genserve.prompt import Tool
 from genserve.sampling.structured_outputs import structured_outputs
 from genserve.text.grammar_compiler import GrammarCompiler
-from genserve.text.reasoning_grammar import ReasoningGrammar
+from genserve.text.reasoning import ReasoningGrammar
 from genserve.text.tokenizer import Tokenizer
 from genserve.text.tool_call_parser import ToolCallParser
 from genserve.text.tool_formats import TOOL_FORMATS

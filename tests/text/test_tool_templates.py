@@ -12,7 +12,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from genserve.prompt import Chat, read_messages, read_tools
 from genserve.text.tokenizer import Tokenizer
 from genserve.text.tool_formats import SMOLLM2
-from genserve.text.tool_prompt import calls_as_text, tools_as_text
+from genserve.textmodel.tool_calling import calls_as_text, tools_as_text
 
 # Hermes, Qwen 2.5 and 3: tools as lines of JSON, calls in tags, several results in one turn of the user.
 QWEN = """\

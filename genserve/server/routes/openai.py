@@ -11,7 +11,7 @@ from fastapi.responses import Response
 
 from genserve.completion import Completion, Delta, FinishReason, ToolCallDelta
 from genserve.prompt import Message
-from genserve.sampling.chat_defaults import chat_sampling_params
+from genserve.sampling.defaults import chat_sampling_params
 from genserve.server.error_responses import OPENAI_ERRORS, ErrorFormats
 from genserve.server.generation_handler import SubmittedRequest, handle_generation
 from genserve.server.json_response import AnswerResponse

@@ -27,7 +27,7 @@ from genserve.generation.logits_model import ForwardBatch
 from genserve.sampling.logits_array import LogitsArray
 from genserve.textmodel.runtimes.cached_logits import EXPORT_AGAIN, CachedLogits, CachePart, tokens_of
 from genserve.textmodel.runtimes.kv_cache_memory import HostMemory, LogitsMemory
-from genserve.textmodel.runtimes.logits_graph import LogitsGraph, check_written_cache, max_length_of
+from genserve.textmodel.runtimes.onnx_logits import LogitsGraph, check_written_cache, max_length_of
 
 logger = logging.getLogger(__name__)
 

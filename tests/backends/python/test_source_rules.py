@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from genserve.backends.python.source_rules import source_diagnostics
 from genserve.repository.model_validation import repository_diagnostics
+from genserve.repository.source_rules import source_diagnostics
 
 
 def diagnostics_of(path, source):

@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from genserve.text.reasoning_parser import ReasoningParser
+from genserve.text.reasoning import ReasoningParser
 
 PIECES = ["<think>", "</think>", "<", "</", "think>", "a", "b c", "\n", " "]
 

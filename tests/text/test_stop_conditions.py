@@ -13,8 +13,14 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from genserve.errors import InvalidRequest
-from genserve.text.stop_regex import MAX_MATCH_CHARS, StopRegex
-from genserve.text.stop_strings import Stop, StopChecker, StopFinder, StopStrings
+from genserve.text.stop_conditions import (
+    MAX_MATCH_CHARS,
+    Stop,
+    StopChecker,
+    StopFinder,
+    StopRegex,
+    StopStrings,
+)
 from tests.text.vocabularies import FAMILIES, tokenizer_of
 
 TOKENIZERS = {family.__name__: tokenizer_of(family()) for family in FAMILIES}

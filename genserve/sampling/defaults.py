@@ -1,4 +1,4 @@
-"""Model defaults: the sampling parameters that a model's generation_config.json recommends."""
+"""Sampling defaults: those that a model's generation_config.json recommends, and those of a chat."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from genserve.sampling.sampling_options import SamplingOptions
 from genserve.sampling.sampling_params import GENERATION_CONFIG, PARAMETERS, SamplingParams, sampling_params
 
 
@@ -48,3 +49,26 @@ def _contradicts(name: str, value: Any, params: SamplingParams) -> bool:
             return bool(value < params.min_tokens)
         case _:
             return excluded or skipped
+
+
+# For a model that recommends nothing; `benchmarks/first_minute.py` compares them. Truncated, since the
+# unlikely tokens of a small model are absurd. Without the penalty it falls into loops; without the window the
+# penalty suppresses the end of the turn too, which the prompt contains, and the answer rambles on.
+_OWN = SamplingOptions(temperature=0.5, min_p=0.1, repetition_penalty=1.1, penalty_window=256)
+_SAMPLERS = frozenset({"temperature", "top_k", "top_p", "min_p", "typical_p", "top_h"})
+# Less is no loop yet: the zeros of a matrix, the columns of a table, the rows of an empty board.
+_LOOPS = SamplingOptions(
+    repetition_detection={"min_pattern_size": 8, "max_pattern_size": 64, "min_count": 8}
+)
+# The limit of an answer in the terminal, lowered to what the context has left.
+MAX_TOKENS = 1024
+
+
+def chat_sampling_params(recommended: Mapping[str, Any]) -> SamplingOptions:
+    """Return the sampling options of a chat that gives none, in the terminal and on the chat page.
+
+    Args:
+        recommended: the model's default sampling params, which apply where a request leaves a value out.
+    """
+    own = _OWN if _SAMPLERS.isdisjoint(recommended) else SamplingOptions()
+    return {**own, **_LOOPS}

@@ -1,4 +1,4 @@
-"""Client certificate: what the SDK and the command line show to servers that ask for one."""
+"""Client credentials: the API key and the certificate that the SDK and the command line show to servers."""
 
 from __future__ import annotations
 
@@ -31,3 +31,23 @@ def load_client_certificate(context: ssl.SSLContext) -> None:
             f"{_VARIABLE}: {file} cannot be used: {getattr(error, 'reason', None) or error.strerror}",
             remedy="name a PEM file with the certificate and its private key",
         ) from error
+
+
+def bearer(api_key: str) -> str:
+    """Return the value of the header `Authorization`; raises what `require_header_value` raises."""
+    require_header_value(api_key)
+    return f"Bearer {api_key}"
+
+
+def require_header_value(api_key: str) -> None:
+    """Reject a key that no header can hold.
+
+    Raises:
+        InvalidRequest: the message does not quote it.
+    """
+    if not (api_key and api_key.isascii() and api_key.isprintable() and api_key == api_key.strip()):
+        raise InvalidRequest(
+            "the API key is not a valid header value",
+            remedy="use printable ASCII, without leading or trailing blanks",
+            field="api_key",
+        )

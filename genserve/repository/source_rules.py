@@ -1,6 +1,8 @@
-"""Plug-in rules: errors in the plug-ins of a decoder stage's model.py, which is parsed and not run.
+"""Source rules: errors in a model.py, which is parsed and not run, and in the plug-ins of a decoder stage's.
 
-A dict that is computed, or a class with bases, can only be validated by loading it.
+A dict of plug-ins that is computed, or a class with bases, can only be validated by loading it. Loading
+reports the same errors in Triton's words and without the position. Errors that need a run, such as a package
+that is not installed, are reported by loading alone.
 """
 
 from __future__ import annotations
@@ -10,15 +12,59 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from genserve.backends.python.source_rules import parse_source, source_diagnostic
-from genserve.config.diagnostics import Diagnostic
+from genserve.config.diagnostics import Diagnostic, Severity
 from genserve.textmodel.decoder_plugins import METHODS
 
+_CLASS = "TritonPythonModel"
 _DECODE = re.compile(r"^\s*async\s+def\s+decode\b", re.MULTILINE)
-
 _SIGNATURE = "write `def __init__(self, context, *, argument: type = default)`; see docs/decoding.md"
-
 _Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+_Finding = tuple[ast.expr | ast.stmt | ast.arg, str, str]
+
+
+def source_diagnostics(path: Path) -> tuple[Diagnostic, ...]:
+    """Return the diagnostics of a model.py: a syntax error, or a missing `TritonPythonModel`."""
+    module = _parse(path)
+    if isinstance(module, Diagnostic):
+        return (module,)
+    if _may_bind(module, _CLASS):
+        return ()
+    remedy = f"define `class {_CLASS}` in it"
+    return (_diagnostic(path, "", f"there is no class {_CLASS}", remedy=remedy),)
+
+
+def _parse(path: Path) -> ast.Module | Diagnostic:
+    """Return the syntax tree of a model.py, or the diagnostic that it is not Python."""
+    remedy = "model.py must be Python"
+    try:
+        return ast.parse(path.read_bytes(), filename=str(path))
+    except SyntaxError as error:
+        position = f"{error.lineno}:{error.offset or 1}" if error.lineno else ""
+        return _diagnostic(path, position, error.msg, remedy=remedy)
+    except ValueError as error:  # a byte of zero
+        return _diagnostic(path, "", str(error), remedy=remedy)
+
+
+def _may_bind(module: ast.Module, name: str) -> bool:
+    """Whether the name occurs anywhere in the file, or `import *` may bring it."""
+    for node in ast.walk(module):
+        match node:
+            case ast.ClassDef(name=found) | ast.FunctionDef(name=found) | ast.Name(id=found) if found == name:
+                return True
+            case ast.alias(name="*"):
+                return True
+            case ast.alias(name=found, asname=known_as) if name in (found, known_as):
+                return True
+            case ast.Constant(value=found) if found == name:    # globals()["TritonPythonModel"], setattr
+                return True
+    return False
+
+
+def _diagnostic(path: Path, position: str, message: str, *, remedy: str) -> Diagnostic:
+    """Return an error at a position of a model.py, `line:column`; empty: in the whole file."""
+    return Diagnostic(
+        severity=Severity.ERROR, path=path, position=position, message=message, remedy=remedy, at_load=True
+    )
 
 
 def decodes(path: Path) -> bool:
@@ -28,21 +74,18 @@ def decodes(path: Path) -> bool:
 
 def plugin_diagnostics(path: Path) -> tuple[Diagnostic, ...]:
     """Return the syntax error of a model.py, or the errors of its plug-ins."""
-    module = parse_source(path)
+    module = _parse(path)
     if isinstance(module, Diagnostic):
         return (module,)
     return tuple(
-        source_diagnostic(path, f"{node.lineno}:{node.col_offset + 1}", message, remedy=remedy)
+        _diagnostic(path, f"{node.lineno}:{node.col_offset + 1}", message, remedy=remedy)
         for node, message, remedy in _findings(module)
     )
 
 
-_Finding = tuple[ast.expr | ast.stmt | ast.arg, str, str]
-
-
 def _findings(module: ast.Module) -> Iterator[_Finding]:
     definitions = {node.name: node for node in module.body if isinstance(node, _Definition)}
-    model = definitions.get("TritonPythonModel")
+    model = definitions.get(_CLASS)
     for statement in model.body if isinstance(model, ast.ClassDef) else ():
         match statement:
             case ast.Assign(targets=[ast.Name(id=kind)], value=value) if kind in METHODS:

@@ -8,7 +8,7 @@ import pytest
 import transformers
 
 from genserve.errors import InvalidRequest
-from genserve.sampling.model_defaults import default_sampling_params, with_model_defaults
+from genserve.sampling.defaults import default_sampling_params, with_model_defaults
 from genserve.sampling.sampling_params import GENERATION_CONFIG, sampling_params, unused_parameters
 
 DEFAULTS: dict[str, Any] = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "max_tokens": 64}

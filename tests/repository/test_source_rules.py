@@ -6,8 +6,8 @@ import pytest
 
 from genserve.errors import RepositoryError
 from genserve.repository.model_validation import repository_diagnostics
+from genserve.repository.source_rules import plugin_diagnostics
 from genserve.textmodel.decoder_stage import load_decoding
-from genserve.textmodel.plugin_rules import plugin_diagnostics
 from tests.support.documented_plugins import copy_with_plugins, documented_model
 
 MODEL = """
