@@ -25,7 +25,8 @@ from genserve.repository.index import ModelEntry
 from genserve.text.tokenizer import Tokenizer
 from genserve.text.tokenizer_files import recommended_sampling_params
 from genserve.textmodel.logits_config import CacheKind, cache_kind, context_length, logits_files
-from genserve.textmodel.runtimes.onnx_logits import check_logits_graph, max_length_of
+from genserve.textmodel.runtimes.cached_logits import resolve_max_length
+from genserve.textmodel.runtimes.onnx_logits import check_logits_graph, exported_context_length
 
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _MAX_POINTER_BYTES = 1024   # by the Git LFS specification
@@ -135,7 +136,8 @@ def _onnx_diagnostics(entry: ModelEntry, config: ModelConfig, folder: Path) -> I
                     opened = session if path == file else open_for_inspection(path)
                     check_logits_graph(opened, path, stage=stage, num_stages=len(files))
                 metadata = session.get_modelmeta().custom_metadata_map
-                max_length_of(metadata, file, max_length=context_length(config))
+                exported_length = exported_context_length(metadata, file)
+                resolve_max_length(context_length(config), context_length=exported_length, path=file)
             case CacheKind.NONE:
                 message = type(entry.parsed.message)()
                 message.CopyFrom(entry.parsed.message)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypedDict
+from typing import Protocol
 
 from genserve.backends.backend import Placement, bytes_parameter, integer_parameter
 from genserve.backends.libraries import INSTALL_GPU_BUILD, import_onnxruntime, import_torch
@@ -25,6 +25,7 @@ from genserve.textmodel.logits_config import (
     num_pipeline_stages,
     read_parity,
 )
+from genserve.textmodel.runtimes.cached_logits import CacheSizes
 from genserve.textmodel.runtimes.growing_logits import GrowingLogits
 from genserve.textmodel.runtimes.kv_cache_memory import HostMemory, LogitsMemory
 from genserve.textmodel.runtimes.onnx_logits import OnnxLogits
@@ -104,14 +105,8 @@ def _spread(placements: Sequence[Placement], *, num_stages: int) -> list[Placeme
     return [placements[stage * len(placements) // num_stages] for stage in range(num_stages)]
 
 
-class _Sizes(TypedDict):
-    max_num_seqs: int
-    max_length: int                 # 0: as long as the graph can
-    kv_cache_bytes: int | None      # None: half of the free memory
-
-
-def _sizes(config: ModelConfig) -> _Sizes:
-    return _Sizes(
+def _sizes(config: ModelConfig) -> CacheSizes:
+    return CacheSizes(
         max_num_seqs=max(1, config.max_batch_size),
         max_length=context_length(config),
         kv_cache_bytes=bytes_parameter(config.parameters, "kv_cache_bytes"),

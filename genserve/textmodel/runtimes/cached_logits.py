@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Required, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,6 +105,14 @@ class CachePart:
     shapes: TokenShapes     # of one token in its buffers
 
 
+class CacheSizes(TypedDict, total=False):
+    """What bounds a KV cache: it has blocks for so many sequences of so many tokens, or as many as fit."""
+
+    max_num_seqs: Required[int]     # sequences of a forward
+    max_length: int | None          # tokens of a sequence; None or 0: the graph's context
+    kv_cache_bytes: int | None      # of the whole cache; None: half of the free memory of each device
+
+
 class CachedLogits:
     """The KV cache in blocks and the limits of a `LogitsModel`; subclasses add the forward.
 
@@ -122,23 +130,26 @@ class CachedLogits:
         parts: Sequence[CachePart],
         *,
         path: Path,
+        context_length: int,
         max_num_seqs: int,
-        max_length: int,
-        kv_cache_bytes: int | None,
+        max_length: int | None = None,
+        kv_cache_bytes: int | None = None,
     ) -> None:
-        """Reserve the cache: blocks for `max_num_seqs` sequences of `max_length` tokens, or as many as fit.
+        """Reserve the cache.
 
         Args:
             parts: of the cache: one, or one for each stage of a pipeline, all on devices of one kind.
             path: of the model, for messages.
-            max_num_seqs: maximum sequences of a forward.
-            max_length: maximum tokens of a sequence; reduced to what the cache holds.
-            kv_cache_bytes: bound of the cache's size; None: half of the free memory.
+            context_length: of the model, tokens.
+            max_num_seqs: see `CacheSizes`, as the next two.
+            max_length: reduced to what the cache holds.
+            kv_cache_bytes: shared by the parts in proportion to their size.
 
         Raises:
-            RepositoryError: memory, or `kv_cache_bytes`, is too small for one block; or memory cannot be
-                reserved.
+            RepositoryError: `max_length` exceeds the context; memory, or `kv_cache_bytes`, is too small for
+                one block; or memory cannot be reserved.
         """
+        max_length = resolve_max_length(max_length, context_length=context_length, path=path)
         self.max_num_seqs = max_num_seqs
         self.block_size = parts[0].memory.block_size
         block_bytes = self.block_size * sum(token_bytes(part.shapes) for part in parts)

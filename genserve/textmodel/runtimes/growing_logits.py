@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -19,8 +19,8 @@ from genserve.sampling.logits_array import FloatArray, TokenArray
 from genserve.textmodel.runtimes.cached_logits import (
     CachedLogits,
     CachePart,
+    CacheSizes,
     part_of,
-    resolve_max_length,
     rows_per_run,
     token_slots,
 )
@@ -45,22 +45,17 @@ class GrowingLogits(CachedLogits):
         self,
         path: Path,
         *,
-        max_num_seqs: int,
-        max_length: int | None = None,
-        kv_cache_bytes: int | None = None,
         parameters: Mapping[str, str] | None = None,
         providers: Sequence[Provider] = HostMemory.providers,
+        **sizes: Unpack[CacheSizes],
     ) -> None:
         """Load the graph.
 
         Args:
             path: of the model.onnx, with its weights in the same folder.
-            max_num_seqs: maximum sequences of a forward.
-            max_length: maximum tokens of a sequence, reduced to what the cache holds; None: the graph's
-                context.
-            kv_cache_bytes: bound of the cache's size; None: half of the free memory.
             parameters: of the config, see `open_session`.
             providers: execution providers; the cache stays in the memory of the host.
+            sizes: of the KV cache.
 
         Raises:
             MissingDependency: ONNX Runtime is not installed.
@@ -80,20 +75,11 @@ class GrowingLogits(CachedLogits):
                 remedy="export it with `genserve export`",
             )
         self.vocab_size = int(outputs["logits"].shape[-1])
-        context_length = int(self.metadata.get("genserve.context_length", 0))
-        super().__init__(
-            [
-                CachePart(
-                    memory=HostMemory(), shapes={name: _token_shape(inputs[name], path) for name in past}
-                )
-            ],
-            path=path,
-            max_num_seqs=max_num_seqs,
-            max_length=resolve_max_length(
-                max_length, context_length=context_length or max_length or _DEFAULT_LENGTH, path=path
-            ),
-            kv_cache_bytes=kv_cache_bytes,
-        )
+        exported_length = int(self.metadata.get("genserve.context_length", 0))
+        context_length = exported_length or sizes.get("max_length") or _DEFAULT_LENGTH
+        shapes = {name: _token_shape(inputs[name], path) for name in past}
+        parts = [CachePart(memory=HostMemory(), shapes=shapes)]
+        super().__init__(parts, path=path, context_length=context_length, **sizes)
 
     def forward(self, batch: ForwardBatch) -> FloatArray:
         """See `LogitsModel.forward`."""

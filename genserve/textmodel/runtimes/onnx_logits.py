@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,7 @@ from genserve.textmodel.runtimes.cached_logits import (
     EXPORT_AGAIN,
     CachedLogits,
     CachePart,
-    resolve_max_length,
+    CacheSizes,
 )
 from genserve.textmodel.runtimes.kv_cache_memory import HostMemory, KVCache, LogitsMemory, TokenShapes
 
@@ -166,21 +166,12 @@ def check_written_cache(
             )
 
 
-def max_length_of(metadata: Mapping[str, str], path: Path, *, max_length: int | None) -> int:
-    """Return the maximum tokens of a sequence of a graph with this metadata.
-
-    Args:
-        metadata: of the graph.
-        path: of the graph, for errors.
-        max_length: of the config; None or 0: the graph's context.
-
-    Raises:
-        RepositoryError: the graph does not contain its context, or it is shorter.
-    """
+def exported_context_length(metadata: Mapping[str, str], path: Path) -> int:
+    """Return the context of a graph, in tokens, by its metadata; raises RepositoryError if it is missing."""
     text = metadata.get("genserve.context_length", "")
     if not text.isdecimal():
         raise RepositoryError(f"{path} does not contain its context length", remedy=_EXPORT)
-    return resolve_max_length(max_length, context_length=int(text), path=path)
+    return int(text)
 
 
 def check_logits_graph(session: Any, path: Path, *, stage: int = 1, num_stages: int = 1) -> None:
@@ -312,22 +303,17 @@ class OnnxLogits(CachedLogits):
         self,
         path: Path,
         *,
-        max_num_seqs: int,
-        max_length: int | None = None,
-        kv_cache_bytes: int | None = None,
         num_threads: int | None = None,
         memory: LogitsMemory | None = None,
+        **sizes: Unpack[CacheSizes],
     ) -> None:
         """Load the graph.
 
         Args:
             path: of the model.onnx, with its weights in the same folder.
-            max_num_seqs: maximum sequences of a forward.
-            max_length: maximum tokens of a sequence, reduced to what the cache holds; None or 0: the graph's
-                context.
-            kv_cache_bytes: what the cache may take; None: half of the memory that is free.
             num_threads: None or 0: one per core that this process may use.
             memory: of the device that runs it; None: of the host. The logits are of its kind.
+            sizes: of the KV cache.
 
         Raises:
             MissingDependency: ONNX Runtime is not installed.
@@ -340,13 +326,12 @@ class OnnxLogits(CachedLogits):
         super().__init__(
             [CachePart(memory=self._memory, shapes=self._graph.token_shapes)],
             path=path,
-            max_num_seqs=max_num_seqs,
-            max_length=max_length_of(self.metadata, path, max_length=max_length),
-            kv_cache_bytes=kv_cache_bytes,
+            context_length=exported_context_length(self.metadata, path),
+            **sizes,
         )
         self._graph.bind_cache(self.cache)
         self.vocab_size = self._graph.width
-        self._logits = self._memory.rows(max_num_seqs, self.vocab_size, self._graph.dtype)
+        self._logits = self._memory.rows(self.max_num_seqs, self.vocab_size, self._graph.dtype)
         if not self._memory.is_host:
             check_written_cache(self.forward, self.cache, path=path, device=self._memory.device)
 

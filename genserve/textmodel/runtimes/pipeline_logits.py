@@ -19,15 +19,21 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from genserve.backends.onnx_session import default_threads
 from genserve.errors import RepositoryError
 from genserve.generation.logits_model import ForwardBatch
 from genserve.sampling.logits_array import LogitsArray
-from genserve.textmodel.runtimes.cached_logits import EXPORT_AGAIN, CachedLogits, CachePart, tokens_of
+from genserve.textmodel.runtimes.cached_logits import (
+    EXPORT_AGAIN,
+    CachedLogits,
+    CachePart,
+    CacheSizes,
+    tokens_of,
+)
 from genserve.textmodel.runtimes.kv_cache_memory import HostMemory, LogitsMemory
-from genserve.textmodel.runtimes.onnx_logits import LogitsGraph, check_written_cache, max_length_of
+from genserve.textmodel.runtimes.onnx_logits import LogitsGraph, check_written_cache, exported_context_length
 
 logger = logging.getLogger(__name__)
 
@@ -75,25 +81,19 @@ class PipelineLogits(CachedLogits):
         self,
         paths: Sequence[Path],
         *,
-        max_num_seqs: int,
-        max_length: int | None = None,
-        kv_cache_bytes: int | None = None,
         num_threads: int | None = None,
         memories: Sequence[LogitsMemory] | None = None,
         max_micro_batch: int | None = None,
+        **sizes: Unpack[CacheSizes],
     ) -> None:
         """Load the graphs, and measure what their runs cost.
 
         Args:
             paths: of the graphs, in order, with their weights in the same folder.
-            max_num_seqs: maximum sequences of a forward.
-            max_length: maximum tokens of a sequence, reduced to what the cache holds; None or 0: the graphs'
-                context.
-            kv_cache_bytes: what the cache of all stages may take; None: half of the memory that is free on
-                each device.
             num_threads: of each stage; None or 0: the cores that this process may use, divided among them.
             memories: of the device of each stage; None: of the host. The logits are of the last one's kind.
             max_micro_batch: maximum tokens of a micro-batch; None: by the measured costs.
+            sizes: of the KV cache of all stages.
 
         Raises:
             MissingDependency: ONNX Runtime is not installed.
@@ -107,9 +107,8 @@ class PipelineLogits(CachedLogits):
         super().__init__(
             [CachePart(memory=stage.memory, shapes=stage.token_shapes) for stage in self._stages],
             path=paths[0],
-            max_num_seqs=max_num_seqs,
-            max_length=max_length_of(self.metadata, paths[0], max_length=max_length),
-            kv_cache_bytes=kv_cache_bytes,
+            context_length=exported_context_length(self.metadata, paths[0]),
+            **sizes,
         )
         for stage in self._stages:
             stage.bind_cache(self.cache)
@@ -117,7 +116,7 @@ class PipelineLogits(CachedLogits):
         self._workers = [
             ThreadPoolExecutor(1, thread_name_prefix=f"{path.stem}-stage") for path in paths[:-1]
         ]
-        self._logits = self._rows(max(max_num_seqs, _MEASURED_TOKENS))
+        self._logits = self._rows(max(self.max_num_seqs, _MEASURED_TOKENS))
         if not memories[0].is_host:
             check_written_cache(self._run_in_turn, self.cache, path=paths[0], device=memories[0].device)
         self._costs = self._measured_costs(paths) if max_micro_batch is None else ()

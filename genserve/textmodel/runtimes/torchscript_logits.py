@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -17,8 +17,8 @@ from genserve.textmodel.runtimes.cached_logits import (
     EXPORT_AGAIN,
     CachedLogits,
     CachePart,
+    CacheSizes,
     part_of,
-    resolve_max_length,
 )
 from genserve.textmodel.runtimes.kv_cache_memory import HostMemory, LogitsMemory
 
@@ -33,23 +33,14 @@ class TorchLogits(CachedLogits):
     """
 
     def __init__(
-        self,
-        path: Path,
-        *,
-        max_num_seqs: int,
-        max_length: int | None = None,
-        kv_cache_bytes: int | None = None,
-        memory: LogitsMemory | None = None,
+        self, path: Path, *, memory: LogitsMemory | None = None, **sizes: Unpack[CacheSizes]
     ) -> None:
         """Load the module.
 
         Args:
             path: of the model.pt.
-            max_num_seqs: maximum sequences of a forward.
-            max_length: maximum tokens of a sequence, reduced to what the cache holds; None: the module's
-                context.
-            kv_cache_bytes: bound of the cache's size; None: half of the free memory.
             memory: of the device that runs it, and of the logits; None: of the host.
+            sizes: of the KV cache.
 
         Raises:
             MissingDependency: PyTorch is not installed.
@@ -67,13 +58,8 @@ class TorchLogits(CachedLogits):
             for layer in range(num_layers)
             for part in ("key", "value")
         }
-        super().__init__(
-            [CachePart(memory=memory, shapes=shapes)],
-            path=path,
-            max_num_seqs=max_num_seqs,
-            max_length=resolve_max_length(max_length, context_length=context_length, path=path),
-            kv_cache_bytes=kv_cache_bytes,
-        )
+        parts = [CachePart(memory=memory, shapes=shapes)]
+        super().__init__(parts, path=path, context_length=context_length, **sizes)
         self._past_key_values = [torch.as_tensor(buffer) for buffer in self.cache.buffers.values()]
         one = ForwardBatch.of([[0]], num_computed_tokens=[0], block_table=[[0]])
         for _ in range(2):  # the first two runs compile the module
