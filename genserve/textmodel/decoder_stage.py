@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import inspect
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from genserve.generation.engine_request import TokenSequence
 from genserve.generation.output_processor import DecodeFunction
 from genserve.generation.text_engine import TextEngine
 from genserve.inference import Inference
-from genserve.text.tool_formats import ToolFormat
+from genserve.text.tool_formats import TOOL_FORMATS, ToolFormat
 from genserve.textmodel.decoder_plugins import Plugins, plugins_of
 
 
@@ -62,10 +63,15 @@ class Decoding:
     tool_format: ToolFormat | None      # None: the chat template shows it
 
 
-def load_decoding(path: Path, *, name: str) -> Decoding:
+def load_decoding(path: Path, *, name: str, parameters: Mapping[str, str] | None = None) -> Decoding:
     """Return `TritonPythonModel().decode` of a decoder stage's model.py, and the model's plug-ins.
 
     The file is imported like that of other Python models, and its modules are dropped with `decode`.
+
+    Args:
+        path: of the model.py.
+        name: of the stage.
+        parameters: of its config; `tool_format` names the format of tool calls if the model declares none.
 
     Raises:
         RepositoryError: the file cannot be imported, or has no `async def decode(self, sequence)`, or a
@@ -80,7 +86,7 @@ def load_decoding(path: Path, *, name: str) -> Decoding:
     try:
         model = _model_of(package, path)
         plugins = plugins_of(model, path)
-        tool_format = _tool_format_of(model, path)
+        tool_format = _declared_tool_format(model, path) or _named_tool_format(parameters or {}, name)
         # A new callable, whose finalizer runs when the file's can no longer be called.
         loop = _decode_of(model, path)
         decode: DecodeFunction = partial(loop)
@@ -119,7 +125,7 @@ def _instructions(code: CodeType) -> list[tuple[str, object]]:
     return [(instruction.opname, instruction.argval) for instruction in dis.get_instructions(code)]
 
 
-def _tool_format_of(model: object, path: Path) -> ToolFormat | None:
+def _declared_tool_format(model: object, path: Path) -> ToolFormat | None:
     """Return the format of tool calls that a model declares by the fields of `ToolFormat`."""
     declared = getattr(model, "tool_format", None)
     if declared is None:
@@ -130,6 +136,17 @@ def _tool_format_of(model: object, path: Path) -> ToolFormat | None:
         raise RepositoryError(
             f"{path}: tool_format: {error}", remedy="write a dict as docs/tools.md shows it"
         ) from None
+
+
+def _named_tool_format(parameters: Mapping[str, str], stage: str) -> ToolFormat | None:
+    """Return the format of tool calls that a stage's config names; None: it names none."""
+    name = parameters.get("tool_format")
+    if name is None:
+        return None
+    if name not in TOOL_FORMATS:
+        remedy = f"write one of {', '.join(TOOL_FORMATS)}"
+        raise RepositoryError(f"{stage}: tool_format {name!r} is unknown", remedy=remedy)
+    return TOOL_FORMATS[name]
 
 
 def _decode_of(model: object, path: Path) -> DecodeFunction:

@@ -24,7 +24,7 @@ from genserve.text.message_parser import MessageParser
 from genserve.text.reasoning import THINKING_TAGS, ReasoningGrammar, ReasoningParser
 from genserve.text.stop_conditions import StopChecker, StopFinder, StopRegex, StopStrings
 from genserve.text.tokenizer import Spellings, Tokenizer, TooManyTokens
-from genserve.textmodel.decoder_plugins import Plugins
+from genserve.textmodel.decoder_stage import Decoding
 from genserve.textmodel.logits_runtime import LogitsFigures
 from genserve.textmodel.tool_calling import ToolCalling
 
@@ -175,23 +175,21 @@ class InputProcessor:
         name: str,
         tokenizer: Tokenizer,
         engine: TextEngine,
-        plugins: Plugins,
-        only_samples: bool,
-        tools: ToolCalling,
+        decoding: Decoding,
         logits: LogitsFigures,
         default_sampling_params: Mapping[str, Any],
     ) -> None:
-        """Process the requests of the model `name`, whose decoding loop `only_samples` or is another."""
+        """Process the requests of the model `name`."""
         self.reasoning = ReasoningTokens(tokenizer)
         self._name = name
         self._tokenizer = tokenizer
         self._engine = engine
-        self._plugins = plugins
-        self._only_samples = only_samples
+        self._plugins = decoding.plugins
+        self._only_samples = decoding.only_samples
         self._logits = logits
         self._limits = ContextLimits(name, logits)
         self._defaults = default_sampling_params
-        self._tools = tools
+        self._tools = ToolCalling(tokenizer, tool_format=decoding.tool_format)
         self._grammars = GrammarCompiler(tokenizer, vocab_size=logits.vocab_size)
         self._spellings_within = Spellings(tokenizer)
 
@@ -226,7 +224,22 @@ class InputProcessor:
         arrived_s: float | None = None,
         resumed_token_ids: Sequence[Sequence[int]] = (),
     ) -> list[TokenSequence]:
-        """Return a token sequence for each of the seeds; see `TextModel.prepare_tokenized`."""
+        """Turn a prompt that `process`, maybe of another process, has tokenized into token sequences.
+
+        Args:
+            prompt: of the request, whose tools and choice of a tool the grammar follows.
+            params: of the sequences, with the model's defaults.
+            token_ids: of the prompt, truncated.
+            begins_reasoning: see `TokenSequence.begins_reasoning`.
+            seeds: of the sequences to make; several are the answers of one beam search.
+            arrived_s: when `max_time_ms` begins, by the clock of the engine; None: now.
+            resumed_token_ids: of each answer, the first tokens, which another engine has generated with the
+                same seed and the caller has received; empty: none. What is delivered begins behind them.
+
+        Raises:
+            InvalidRequest, ContextLengthExceeded, ModelFailed: see `TextModel.prepare_choices`.
+            NotResumable: an answer cannot begin with the tokens received of it.
+        """
         max_length = self._max_length(params, num_choices=len(seeds))
         self._limits.check_lengths(len(token_ids), params, max_length=max_length, field=_field(prompt))
         self._check_ids(params)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
@@ -15,11 +16,9 @@ from genserve.sampling.sampling_params import SamplingParams
 from genserve.text.message_parser import MessageParser
 from genserve.text.reasoning import THINKING_TAGS
 from genserve.text.tokenizer import Tokenizer
-from genserve.text.tool_formats import ToolFormat
-from genserve.textmodel.decoder_plugins import Plugins
+from genserve.textmodel.decoder_stage import Decoding
 from genserve.textmodel.input_processor import InputProcessor
 from genserve.textmodel.logits_runtime import LogitsFigures
-from genserve.textmodel.tool_calling import ToolCalling
 
 T = TypeVar("T")
 
@@ -40,6 +39,7 @@ class TextModel:
         tokenizer: its tokenizer stage.
         engine: runs its logits and decoder stages.
         plugins: of its decoder stage.
+        inputs: turns requests into token sequences.
         logits: figures of the model that the engine runs.
         max_length: maximum tokens of prompt and answer together.
         max_num_seqs: sequences that run concurrently; more wait.
@@ -57,18 +57,15 @@ class TextModel:
         name: str,
         tokenizer: Tokenizer,
         engine: TextEngine,
-        plugins: Plugins,
-        only_samples: bool,
-        tool_format: ToolFormat | None,
+        decoding: Decoding,
         logits: LogitsFigures,
         default_sampling_params: Mapping[str, Any],
-        loaded_s: float,
         weights_bytes: int,
     ) -> None:
         self.name = name
         self.tokenizer = tokenizer
         self.engine = engine
-        self.plugins = plugins
+        self.plugins = decoding.plugins
         self.logits = logits
         self.max_length = logits.max_length
         self.max_num_seqs = logits.max_num_seqs
@@ -76,15 +73,13 @@ class TextModel:
         self.kv_cache_bytes = logits.kv_cache_bytes
         self.precision = logits.metadata.get("genserve.precision", "unknown")
         self.default_sampling_params = default_sampling_params
-        self.loaded_s = loaded_s
+        self.loaded_s = time.time()
         self.weights_bytes = weights_bytes
-        self._inputs = InputProcessor(
+        self.inputs = InputProcessor(
             name=name,
             tokenizer=tokenizer,
             engine=engine,
-            plugins=plugins,
-            only_samples=only_samples,
-            tools=ToolCalling(tokenizer, tool_format=tool_format),
+            decoding=decoding,
             logits=logits,
             default_sampling_params=default_sampling_params,
         )
@@ -146,44 +141,7 @@ class TextModel:
             ContextLengthExceeded: prompt and `max_tokens` do not fit; has both numbers.
             ModelFailed: the chat template, the tokenizer or a plug-in failed.
         """
-        return self._inputs.process(prompt, params, num_choices=num_choices, arrived_s=arrived_s)
-
-    def prepare_tokenized(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        token_ids: Sequence[int],
-        begins_reasoning: bool,
-        seeds: Sequence[int],
-        arrived_s: float | None = None,
-        resumed_token_ids: Sequence[Sequence[int]] = (),
-    ) -> list[TokenSequence]:
-        """Turn a prompt that `prepare_choices` of another process has tokenized into token sequences.
-
-        Args:
-            prompt: of the request, whose tools and choice of a tool the grammar follows.
-            params: of the sequences there, with the model's defaults.
-            token_ids: of the prompt, as they were truncated there.
-            begins_reasoning: see `TokenSequence.begins_reasoning`.
-            seeds: of the sequences to make; several are the answers of one beam search.
-            arrived_s: when `max_time_ms` begins, by the clock of `engine`; None: now.
-            resumed_token_ids: of each answer, the first tokens, which another engine has generated with the
-                same seed and the caller has received; empty: none. What is delivered begins behind them.
-
-        Raises:
-            InvalidRequest, ContextLengthExceeded, ModelFailed: see `prepare_choices`.
-            NotResumable: an answer cannot begin with the tokens received of it.
-        """
-        return self._inputs.sequences(
-            prompt,
-            params,
-            token_ids=token_ids,
-            begins_reasoning=begins_reasoning,
-            seeds=seeds,
-            arrived_s=arrived_s,
-            resumed_token_ids=resumed_token_ids,
-        )
+        return self.inputs.process(prompt, params, num_choices=num_choices, arrived_s=arrived_s)
 
     def message_parser(self, prompt: Prompt, params: SamplingParams, *, begun: bool) -> MessageParser | None:
         """Return a parser of one answer to a request; None: all of the text is content.
@@ -193,11 +151,11 @@ class TextModel:
             params: of the request.
             begun: whether the prompt begins the reasoning, see `TokenSequence.begins_reasoning`.
         """
-        return self._inputs.message_parser(prompt, params, begun=begun)
+        return self.inputs.message_parser(prompt, params, begun=begun)
 
     def encode(self, prompt: Prompt) -> Sequence[int]:
         """Return the token ids of a prompt; takes time as `prepare_choices` does, and raises its errors."""
-        return self._inputs.encode(prompt)
+        return self.inputs.encode(prompt)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Return the text of token ids.

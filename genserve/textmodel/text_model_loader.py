@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -22,7 +21,6 @@ from genserve.generation.speculation import DraftModel, PromptLookup, Speculatio
 from genserve.generation_metrics import Metrics
 from genserve.inference_statistics import ModelStatistics
 from genserve.text.tokenizer import Tokenizer
-from genserve.text.tool_formats import TOOL_FORMATS, ToolFormat
 from genserve.textmodel.decoder_stage import load_decoding
 from genserve.textmodel.logits_config import CacheKind, cache_kind
 from genserve.textmodel.logits_inference import LogitsInference
@@ -55,7 +53,8 @@ def load_text_model(
         undo.callback(tokenizer.close)      # an error refers to it, and is kept
         default_sampling_params = defaults(stages["tokenizer"].folder)
         decoder = stages["decoder"]
-        decoding = load_decoding(decoder.folder / decoder.config.default_model_filename, name=decoder.name)
+        path = decoder.folder / decoder.config.default_model_filename
+        decoding = load_decoding(path, name=decoder.name, parameters=decoder.config.parameters)
         logits = _load_warm(stages["logits"])
         config = stages["logits"].config
         speculation: Speculation | None = None
@@ -76,12 +75,9 @@ def load_text_model(
         name=name,
         tokenizer=tokenizer,
         engine=engine,
-        plugins=decoding.plugins,
-        only_samples=decoding.only_samples,
-        tool_format=decoding.tool_format or named_tool_format(decoder.config),
+        decoding=decoding,
         logits=logits,
         default_sampling_params=default_sampling_params,
-        loaded_s=time.time(),
         weights_bytes=sum(file.stat().st_size for file in stages["logits"].folder.rglob("*")),
     )
 
@@ -114,17 +110,6 @@ def looks_up_prompts(config: ModelConfig) -> bool:
         return method == "prompt_lookup"
     in_place = cache_kind(config) is CacheKind.IN_PLACE
     return config.backend == "onnxruntime" and in_place and engine_placements(config)[0].kind != "GPU"
-
-
-def named_tool_format(config: ModelConfig) -> ToolFormat | None:
-    """Return the format of tool calls that the config of a decoder stage names; None: it names none."""
-    name = config.parameters.get("tool_format")
-    if name is None:
-        return None
-    if name not in TOOL_FORMATS:
-        message = f"{config.name}: tool_format {name!r} is unknown"
-        raise RepositoryError(message, remedy=f"write one of {', '.join(TOOL_FORMATS)}")
-    return TOOL_FORMATS[name]
 
 
 async def _decode_nothing(sequence: TokenSequence) -> None:

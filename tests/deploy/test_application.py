@@ -13,7 +13,7 @@ from genserve.deploy.ray.application import ServedModel
 from genserve.deploy.ray.application_args import ApplicationArgs
 from genserve.deploy.replica_messages import GenerationCall
 from genserve.sampling.sampling_params import SamplingParams
-from genserve.textmodel.text_model import TextModel
+from genserve.textmodel.input_processor import InputProcessor
 
 CALL = GenerationCall(
     model="tiny",
@@ -29,13 +29,13 @@ def test_a_replica_writes_a_log_with_the_ids_of_requests(
     tiny_repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = tmp_path / "log"
-    prepare = TextModel.prepare_tokenized
+    prepare = InputProcessor.sequences
 
-    def prepare_and_log(model: TextModel, *args: Any, **options: Any) -> Any:
+    def prepare_and_log(inputs: InputProcessor, *args: Any, **options: Any) -> Any:
         logging.getLogger("genserve.plugin").info("prepares")
-        return prepare(model, *args, **options)
+        return prepare(inputs, *args, **options)
 
-    monkeypatch.setattr(TextModel, "prepare_tokenized", prepare_and_log)
+    monkeypatch.setattr(InputProcessor, "sequences", prepare_and_log)
     args = ApplicationArgs(
         model_repository=(tiny_repository,), models={"tiny": ()}, settings={"log_file": str(log)}
     )

@@ -68,7 +68,7 @@ async def expired(
 ) -> list[Delta]:
     """Return the deltas of a call whose deadline passes behind those that were received."""
     model = replica.repository.text_model()
-    sequences = model.prepare_tokenized(
+    sequences = model.inputs.sequences(
         PROMPT,
         SamplingParams(ignore_eos=True, max_time_ms=1, **params),
         token_ids=model.encode(PROMPT),

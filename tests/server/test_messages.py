@@ -216,12 +216,12 @@ def prompt(http, scripted, **fields):
     body = {"model": "tiny", **fields}
     chats = []
     model = scripted.model
-    encode = model._inputs.encode
-    model._inputs.encode = lambda chat: chats.append(encode(chat)) or encode(chat)
+    encode = model.inputs.encode
+    model.inputs.encode = lambda chat: chats.append(encode(chat)) or encode(chat)
     try:
         response = http.post("/v1/messages/count_tokens", json=body)
     finally:
-        del model._inputs.encode
+        del model.inputs.encode
     assert response.status_code == 200, response.text
     assert response.json() == {"input_tokens": len(chats[0])}
     return model.tokenizer.decode(chats[0])

@@ -156,7 +156,7 @@ def test_logprobs_are_those_of_the_tokens(tiny_server):
 def prompt(http, scripted, path="/api/chat", **fields):
     """The prompt that the template makes of a request."""
     encoded = []
-    inputs = scripted.model._inputs
+    inputs = scripted.model.inputs
     encode = inputs.encode
     inputs.encode = lambda chat, **limits: encoded.append(encode(chat, **limits)) or encoded[-1]
     try:

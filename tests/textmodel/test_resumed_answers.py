@@ -79,7 +79,7 @@ def stream(model, prompt, params, *, received=(), num_choices=1):
 def resumed(model, prompt, sequences, *, received):
     """Return other sequences for the same answers, behind the tokens received."""
     first = sequences[0]
-    return model.prepare_tokenized(
+    return model.inputs.sequences(
         prompt,
         first.params,
         token_ids=first.token_ids[: first.num_prompt_tokens],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
 
 from genserve.deploy.ingress.live_replicas import LiveReplicas
@@ -14,7 +13,6 @@ from genserve.repository.text_stages import TextStages
 from genserve.text.tokenizer import Tokenizer
 from genserve.textmodel.decoder_stage import load_decoding
 from genserve.textmodel.text_model import TextModel
-from genserve.textmodel.text_model_loader import named_tool_format
 
 
 def load_remote_text_model(
@@ -43,7 +41,8 @@ def load_remote_text_model(
     decoder = stages["decoder"].config
     assert decoder is not None  # of a text model
     folder = stage_path(stages, "decoder", described.decoder.version)
-    decoding = load_decoding(folder / (decoder.default_model_filename or "model.py"), name=decoder.name)
+    path = folder / (decoder.default_model_filename or "model.py")
+    decoding = load_decoding(path, name=decoder.name, parameters=decoder.parameters)
     engine = RemoteEngine(
         name,
         replicas,
@@ -55,12 +54,9 @@ def load_remote_text_model(
         name=name,
         tokenizer=Tokenizer.from_folder(tokenizer),
         engine=engine,
-        plugins=decoding.plugins,
-        only_samples=decoding.only_samples,
-        tool_format=decoding.tool_format or named_tool_format(decoder),
+        decoding=decoding,
         logits=described.logits,
         default_sampling_params=described.default_sampling_params,
-        loaded_s=time.time(),
         weights_bytes=described.weights_bytes,
     )
 

@@ -181,7 +181,7 @@ def _prepare(model: TextModel, call: GenerationCall, reservation: Reservation) -
     params = call.params
     if call.deadline_ms is not None:
         params = replace(params, max_time_ms=max(1, call.deadline_ms))
-    return model.prepare_tokenized(
+    return model.inputs.sequences(
         call.prompt,
         params,
         token_ids=call.prompt_token_ids,
