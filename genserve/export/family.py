@@ -41,7 +41,7 @@ class Unsupported(ExportError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """A model family: a table in `families/`, listed in its `__init__.py`."""
+    """A model family: a table in `families.py`."""
 
     name: str
     # Takes the config as transformers completes it; rejects unsupported options with `require`.

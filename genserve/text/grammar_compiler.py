@@ -18,9 +18,10 @@ from genserve.sampling.structured_outputs import JsonForm, StructuredOutputs
 from genserve.text.closing_grammar import JsonTokens
 from genserve.text.grammar_trial import LIMITS, MAX_MESSAGE_CHARS, compile_rejection
 from genserve.text.json_schema import guided_schema
-from genserve.text.tokenizer import Tokenizer, TokenNames
+from genserve.text.tokenizer import Tokenizer
 from genserve.text.tool_grammar import ToolGrammar
 from genserve.text.unique_keys import TokenBytes, UniqueKeys
+from genserve.text.vocabulary import TokenNames
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakValueDictionary
 
 import tokenizers
@@ -20,8 +20,8 @@ from genserve.prompt import Chat, Message
 from genserve.text.chat_template import ChatTemplate, map_strings
 from genserve.text.detokenizer import Detokenizer
 from genserve.text.reasoning import START
-from genserve.text.token_lengths import TokenLengths
 from genserve.text.tokenizer_files import TokenizerFiles, read_tokenizer_files
+from genserve.text.vocabulary import TokenLengths, TokenNames
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +31,6 @@ logger = logging.getLogger(__name__)
 MARK = "\ufdd0"
 SURROGATES = range(0xD800, 0xDFFE)
 _END_OF_MESSAGE = "\udffe"
-
-MAX_KNOWN_SPELLINGS = 64
 
 # By folder and its files: a tokenizer stage and its ensembles share one.
 _IN_USE: WeakValueDictionary[tuple[object, ...], Tokenizer] = WeakValueDictionary()
@@ -304,29 +302,6 @@ class TooManyTokens(Exception):
         self.is_least = is_least
 
 
-class TokenNames:
-    """The names of some tokens, to be found in texts.
-
-    Attributes:
-        pattern: matches any of the names.
-    """
-
-    def __init__(self, names: Mapping[int, str]) -> None:
-        """Store the names of the tokens, by id."""
-        self._ids = {name: token_id for token_id, name in names.items()}
-        longest_first = sorted(names.values(), key=len, reverse=True)
-        self.pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-
-    def split(self, text: str) -> list[str | int]:
-        """Split a text at the names: the texts between them, and the ids of the tokens."""
-        parts: list[str | int] = []
-        end = 0
-        for match in self.pattern.finditer(text):
-            parts += [text[end : match.start()], self._ids[match[0]]]
-            end = match.end()
-        return [part for part in (*parts, text[end:]) if part != ""]
-
-
 class _WithSpecialTokens:
     """Decodes for a detokenizer that shows special tokens, except those `hidden`."""
 
@@ -409,54 +384,6 @@ class RenamedSpecials:
 
     def _renamed(self, word: str) -> str:
         return self.names.get(word, word)
-
-
-class _Vocabulary(Protocol):
-    """The part of a tokenizer that `Spellings` uses."""
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a text."""
-        ...
-
-    def token_texts(self) -> list[str]:
-        """The text of each single token of the vocabulary, by id; empty for special ones."""
-        ...
-
-
-class Spellings:
-    """Finds the token sequences that can contain a text, for banned words and DRY's sequence breakers.
-
-    The text may begin and end within a token. If it takes several, the tokens after the first are the
-    tokenizer's encoding of the rest. Scans the vocabulary, and caches the latest texts. Safe from any thread.
-    """
-
-    def __init__(self, tokenizer: _Vocabulary) -> None:
-        self._tokenizer = tokenizer
-        self._known: dict[str, Sequence[Sequence[int]]] = {}
-
-    def of(self, text: str) -> Sequence[Sequence[int]]:
-        """Each minimal sequence of token ids that contains the text."""
-        found = self._known.get(text)
-        if found is None:
-            if len(self._known) >= MAX_KNOWN_SPELLINGS:
-                self._known.clear()
-            found = self._known[text] = tuple(self._spell(text))
-        return found
-
-    @cached_property
-    def _token_texts(self) -> list[str]:
-        return self._tokenizer.token_texts()
-
-    def _spell(self, text: str) -> Iterator[list[int]]:
-        starts = [text[:length] for length in range(1, len(text))]
-        rests = {
-            start: self._tokenizer.encode(text[len(start) :], add_special_tokens=False) for start in starts
-        }
-        for token_id, token_text in enumerate(self._token_texts):
-            if text in token_text:
-                yield [token_id]
-            elif token_text.endswith(tuple(starts)):
-                yield from ([token_id, *rest] for start, rest in rests.items() if token_text.endswith(start))
 
 
 @contextmanager

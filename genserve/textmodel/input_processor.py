@@ -23,7 +23,8 @@ from genserve.text.grammar_compiler import GrammarCompiler
 from genserve.text.message_parser import MessageParser
 from genserve.text.reasoning import THINKING_TAGS, ReasoningGrammar, ReasoningParser
 from genserve.text.stop_conditions import StopChecker, StopFinder, StopRegex, StopStrings
-from genserve.text.tokenizer import Spellings, Tokenizer, TooManyTokens
+from genserve.text.tokenizer import Tokenizer, TooManyTokens
+from genserve.text.vocabulary import Spellings
 from genserve.textmodel.decoder_stage import Decoding
 from genserve.textmodel.logits_runtime import LogitsFigures
 from genserve.textmodel.tool_calling import ToolCalling

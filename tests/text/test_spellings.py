@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from genserve.text.tokenizer import Spellings
+from genserve.text.vocabulary import Spellings
 from tests.text.vocabularies import byte_level_bpe, sentencepiece_bpe, tokenizer_of, unigram
 
 

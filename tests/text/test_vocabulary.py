@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from genserve.text.token_lengths import TokenLengths
+from genserve.text.vocabulary import TokenLengths
 from tests.support.tiny_llama import tiny_tokenizer
 from tests.text.vocabularies import FAMILIES, byte_level_bpe, sentencepiece_bpe, unigram
 
