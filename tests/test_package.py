@@ -41,8 +41,8 @@ def test_the_wall_clock_is_read_for_stamps_only() -> None:
     }
     assert reading <= {
         "bench_report.py",          # when a benchmark began
-        "ollama.py", "openai_protocol.py", "responses.py", "responses_body.py", "text_model_loader.py",
-        "remote_text_model.py",
+        "ollama.py", "openai_protocol.py", "responses.py", "responses_body.py",
+        "text_model.py",            # when a model was loaded
         "template_renderer.py",     # `strftime_now` of chat templates
         "inference_statistics.py",  # `last_inference`
         "request_spans.py",         # OpenTelemetry's times
