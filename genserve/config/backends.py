@@ -159,7 +159,7 @@ def deduce_backend(message: Any, model_folder: Path) -> None:
 
 
 def _files(model_folder: Path) -> set[str]:
-    """The names in the folder of the lowest version."""
+    """Return the names in the folder of the lowest version."""
     folders = version_folders(model_folder)
     try:
         return {path.name for path in folders[min(folders)].iterdir()} if folders else set()

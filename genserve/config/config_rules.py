@@ -160,7 +160,7 @@ def _backend(config: ValidationContext) -> Iterator[Diagnostic]:
 
 
 def _platforms(backend: str, platform: str) -> list[str]:
-    """The valid platforms of a backend: its own, or any if it has none."""
+    """Return the valid platforms of a backend: its own, or any if it has none."""
     formats = BUILT_IN[backend].formats if backend in BUILT_IN else ()
     return [form.platform for form in formats if form.platform] or [platform]
 

@@ -67,7 +67,7 @@ def change_text(text: str, change: ConfigChange) -> str:
 
 
 def _parent(message: Any, path: str) -> tuple[Any, str]:
-    """The message with the last field of a path, and the name of that field."""
+    """Return the message with the last field of a path, and the name of that field."""
     *steps, name = path.split(".")
     for step in map(_STEP.fullmatch, steps):
         assert step is not None, path
@@ -78,7 +78,7 @@ def _parent(message: Any, path: str) -> tuple[Any, str]:
 
 
 def _number(parent: Any, name: str, value: int | str) -> int | str:
-    """The value in a message: for an enum, its number."""
+    """Return the value in a message: for an enum, its number."""
     kind = parent.DESCRIPTOR.fields_by_name[name].enum_type
     return value if kind is None else int(kind.values_by_name[value].number)
 

@@ -188,7 +188,7 @@ def _controls(message: Any) -> Iterator[Control]:
 
 
 def _control_values(message: Any) -> Mapping[str, Any]:
-    """The data type and values of a control, from the field of its data type; a CORRID has no values."""
+    """Return the data type and values of a control, by the field of its data type; a CORRID has no values."""
     for data_type in ("int32", "fp32", "bool"):
         values = getattr(message, f"{data_type}_false_true")
         if len(values) == 2:

@@ -138,7 +138,7 @@ def _reshape_error(tensor: Any, *, batches: bool) -> str:
 
 
 def _runs(dims: Sequence[int]) -> list[int]:
-    """The number of elements between the dimensions -1."""
+    """Return the number of elements between the dimensions -1."""
     runs: list[list[int]] = [[]]
     for dim in dims:
         if dim == -1:

@@ -21,7 +21,7 @@ class Checkpoint:
     tokenizer_files: Mapping[str, bytes]    # by file name: tokenizer.json, tokenizer_config.json ...
 
     def tensor(self, name: str) -> FloatArray:
-        """The tensor of that name as float32.
+        """Return the tensor of that name as float32.
 
         Raises:
             ExportError: the checkpoint has no such tensor.

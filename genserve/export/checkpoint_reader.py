@@ -29,7 +29,7 @@ _PICKLED = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
 
 
 def locate(source: str, *, allow_pickled_weights: bool = False) -> Path:
-    """The folder or file of a checkpoint: the path `source`, or a download of ORG/NAME from the hub.
+    """Return the folder or file of a checkpoint: the path `source`, or a download of ORG/NAME from the hub.
 
     Weights in .bin files are downloaded only with `allow_pickled_weights`.
 
@@ -109,7 +109,7 @@ def _tensors(
 
 
 def _shards(index: Path) -> dict[str, Path]:
-    """The file of each tensor."""
+    """Return the file of each tensor."""
     files = _read_json(index).get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
         raise ExportError(f"{index} has no weight_map", remedy="download the checkpoint again")
@@ -145,7 +145,7 @@ def _unreadable(path: Path, error: Exception) -> ExportError:
 
 
 def _open_pickled(files: Iterable[Path]) -> Mapping[str, torch.Tensor]:
-    """The tensors of PyTorch's .bin files by name, mapped into memory; pickled code is rejected, not run."""
+    """Map the tensors of PyTorch's .bin files into memory, by name; pickled code is rejected, not run."""
     import torch
 
     tensors: dict[str, torch.Tensor] = {}

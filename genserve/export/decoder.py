@@ -90,7 +90,7 @@ class Decoder:
 
 
 def alibi_slopes(num_heads: int) -> FloatArray:
-    """The decrease of each head's score per token of distance: [num_heads] float32.
+    """Return the decrease of each head's score per token of distance: [num_heads] float32.
 
     A geometric series if the number of heads is a power of two; otherwise that of the power below, followed
     by every second value of the series of the power above.

@@ -138,7 +138,7 @@ class DecoderModule(nn.Module):
         return self._norm(x, "embedding.norm") if self._has("embedding.norm") else x
 
     def _mask(self, distances: Tensor, *, window: int | None) -> Tensor:
-        """The mask of the scores or, with ALiBi, their bias.
+        """Return the mask of the scores or, with ALiBi, their bias.
 
         Args:
             distances: [B, 1, 1, S, L], the position of a key less that of the query.
@@ -196,7 +196,7 @@ class DecoderModule(nn.Module):
         return torch.unflatten(heads, 2, (groups.size(2), -1)).flatten(1, 2).transpose(1, 2).flatten(2)
 
     def _after_attention(self, x: Tensor, residual: Tensor, layer: str) -> Tensor:
-        """The rest of a layer, up to the new residual."""
+        """Return the rest of a layer, up to the new residual."""
         x = self._post_norm(self._linear(x, f"{layer}.attention.output"), f"{layer}.attention")
         if self._decoder.parallel:
             return residual + x + self._mlp(self._norm(residual, f"{layer}.mlp.norm"), f"{layer}.mlp")

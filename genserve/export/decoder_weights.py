@@ -57,12 +57,12 @@ class DecoderWeights:
     load: Callable[[str], FloatArray]   # the tensor of a role, read again at each call
 
     def optional(self, role: str) -> FloatArray | None:
-        """The tensor of a role, or None if the decoder does not have it."""
+        """Return the tensor of a role, or None if the decoder does not have it."""
         return self.load(role) if role in self.roles else None
 
     @staticmethod
     def of(checkpoint: Checkpoint, *, names: TensorMap, decoder: Decoder) -> DecoderWeights:
-        """The tensors of a checkpoint: a weight for each role in `names`, and its bias, if any.
+        """Return the tensors of a checkpoint: a weight for each role in `names`, and its bias, if any.
 
         `load` raises ExportError for a tensor that the checkpoint lacks.
         """
@@ -83,7 +83,7 @@ class DecoderWeights:
 
 
 def tensor_sources(names: TensorMap, *, num_layers: int) -> dict[str, PackedTensor]:
-    """The source of each role of each layer, both without .weight and .bias."""
+    """Return the source of each role of each layer, both without .weight and .bias."""
     return {
         role.format(layer): _in_layer(source, layer=layer)
         for role, source in names.items()
@@ -102,7 +102,7 @@ def _unchanged(tensor: FloatArray, _decoder: Decoder) -> FloatArray:
 
 
 def packed(name: str, unpacking: Callable[[_Projection], Unpack]) -> TensorMap:
-    """The roles of queries, keys and values that are one tensor in the checkpoint."""
+    """Return the roles of queries, keys and values that are one tensor in the checkpoint."""
     return {
         f"layers.{{}}.attention.{projection}": PackedTensor(name=name, unpack=unpacking(projection))
         for projection in _PROJECTIONS

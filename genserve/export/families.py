@@ -219,7 +219,7 @@ _LLAMA_NAMES: TensorMap = MappingProxyType(
 
 
 def _describe_llama(config: Any, *, partial_rotary: bool = False) -> Decoder:
-    """The decoder of a config with Llama's fields, and optionally `layer_types` and `sliding_window`.
+    """Return the decoder of a config with Llama's fields, and optionally `layer_types` and `sliding_window`.
 
     `partial_rotary`: whether transformers honours `partial_rotary_factor` in this family.
     """
@@ -374,7 +374,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 
 
 def architecture(config: Mapping[str, Any]) -> str:
-    """The architecture that config.json names, or else the usual one of its model type."""
+    """Return the architecture that config.json names, or else the usual one of its model type."""
     match config.get("architectures"):
         case [str(named), *_]:
             return named
@@ -385,5 +385,5 @@ def architecture(config: Mapping[str, Any]) -> str:
 
 
 def family_of(config: Mapping[str, Any]) -> Family | None:
-    """The family of a config's architecture, or None."""
+    """Return the family of a config's architecture, or None."""
     return FAMILIES.get(architecture(config))

@@ -53,7 +53,7 @@ class Family:
     renamed: Mapping[str, str] = field(default_factory=dict)
 
     def decoder(self, config: Mapping[str, Any]) -> Decoder:
-        """The decoder of a config.json.
+        """Return the decoder of a config.json.
 
         Raises:
             Unsupported: the config has an option that the graph does not support.
@@ -73,7 +73,7 @@ class Family:
             ) from error
 
     def described(self, config: Any) -> Decoder:
-        """The decoder of a config that transformers has completed.
+        """Return the decoder of a config that transformers has completed.
 
         Raises:
             Unsupported: the config has an option that the graph does not support.
@@ -83,7 +83,7 @@ class Family:
         return decoder
 
     def completed(self, checkpoint: Checkpoint) -> Checkpoint:
-        """The checkpoint with its tensors renamed to the names of transformers' modules."""
+        """Return the checkpoint with its tensors renamed to the names of transformers' modules."""
         prefixed = any(name.startswith(self.prefix) for name in checkpoint.tensor_names)
         own = {self._module_name(name, prefixed=prefixed): name for name in checkpoint.tensor_names}
         return replace(checkpoint, tensor_names=frozenset(own), load=lambda name: checkpoint.load(own[name]))
@@ -99,7 +99,7 @@ class Family:
         return name.endswith((*self.ignored, _HEAD))
 
     def weights(self, checkpoint: Checkpoint, decoder: Decoder) -> DecoderWeights:
-        """The tensors of the checkpoint by their roles."""
+        """Return the tensors of the checkpoint by their roles."""
         return DecoderWeights.of(checkpoint, names=self.names, decoder=decoder)
 
 
@@ -118,7 +118,7 @@ def require(holds: bool, *, found: str, known: str) -> None:  # noqa: FBT001
 
 
 def read_activation(name: str) -> Activation:
-    """The activation that a config names.
+    """Return the activation that a config names.
 
     Raises:
         Unsupported: the graph does not support it.
@@ -128,7 +128,7 @@ def read_activation(name: str) -> Activation:
 
 
 def _completed(config: Mapping[str, Any]) -> Any:
-    """The config of transformers, with the defaults of its model type."""
+    """Return the config of transformers, with the defaults of its model type."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -153,7 +153,7 @@ def _require_sizes(decoder: Decoder) -> None:
 
 
 def read_rotary(config: Any, *, num_dims: int, layer_type: str | None = None) -> Rotary:
-    """The rotary positions of a config of transformers with `rope_parameters`.
+    """Return the rotary positions of a config of transformers with `rope_parameters`.
 
     Args:
         config: of transformers.
@@ -176,7 +176,7 @@ def read_rotary(config: Any, *, num_dims: int, layer_type: str | None = None) ->
 
 
 def rotary_limit(config: Any) -> int:
-    """The number of tokens with these angles; longrope applies others to all tokens of a longer text."""
+    """Return how many tokens have these angles; longrope applies others to all tokens of a longer text."""
     parameters, limit = config.rope_parameters, config.max_position_embeddings
     if parameters.get("rope_type") == "longrope":
         limit = parameters["original_max_position_embeddings"]
@@ -185,7 +185,7 @@ def rotary_limit(config: Any) -> int:
 
 
 def _frequencies(parameters: Mapping[str, Any], *, num_dims: int) -> tuple[float, ...]:
-    """Inverse frequencies. Source: Su et al., "RoFormer" (2021); in float32 as in transformers."""
+    """Return the inverse frequencies. Source: Su et al., "RoFormer" (2021); in float32 as in transformers."""
     exponents = np.arange(0, num_dims, 2, dtype=np.float32) / np.float32(num_dims)
     # numpy's powers in float32 are less exact than torch's.
     powers = (parameters["rope_theta"] ** exponents.astype(np.float64)).astype(np.float32)

@@ -246,7 +246,7 @@ _PRE_TOKENIZERS: Mapping[str, pre_tokenizers.PreTokenizer] = {
 
 
 def _tokenizer_files(metadata: Mapping[str, Any], *, source: str) -> dict[str, bytes]:
-    """The tokenizer files of a checkpoint folder, by name, from the metadata of a GGUF file.
+    """Return the tokenizer files of a checkpoint folder, by name, from the metadata of a GGUF file.
 
     Raises:
         ExportError: the tokenizer is not a byte-level BPE with a known pre-tokenizer, or is incomplete or

@@ -41,7 +41,7 @@ class GgufTensor:
     blocks: NDArray[np.uint8]       # [blocks, bytes of a block], a view of the file
 
     def read(self) -> FloatArray:
-        """The tensor as float32, writable."""
+        """Return the tensor as float32, writable."""
         num_blocks, block = len(self.blocks), prod(self.shape) // len(self.blocks)
         values: FloatArray = np.empty((num_blocks, block), np.float32)
         for start in range(0, num_blocks, _BLOCKS):
@@ -141,7 +141,7 @@ class _TensorHeader:
         return cls(name, dims[::-1], GGMLQuantizationType(reader.number("I")), reader.number("Q"))
 
     def tensor(self, data: NDArray[np.uint8]) -> GgufTensor:
-        """The tensor in the `data` of all tensors."""
+        """Return the tensor in the `data` of all tensors."""
         block, block_bytes = GGML_QUANT_SIZES[self.kind]
         num_blocks, rest = divmod(prod(self.shape), block)
         found = data[self.offset : self.offset + num_blocks * block_bytes]

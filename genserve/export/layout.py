@@ -110,13 +110,13 @@ class ModelLayout:
             path.write_bytes(content)
 
     def version_folder(self, folder: Path) -> Path:
-        """The version folder of the logits stage below `folder`, created if missing."""
+        """Return the version folder of the logits stage below `folder`, created if missing."""
         version = folder / self.folders.logits / "1"
         version.mkdir(parents=True, exist_ok=True)
         return version
 
     def metadata(self, *, family: str) -> dict[str, str]:
-        """The metadata in the file of the logits stage."""
+        """Return the metadata in the file of the logits stage."""
         return {
             "genserve.family": family,
             "genserve.precision": self.precision,
@@ -144,7 +144,7 @@ def stage_files(
     max_num_seqs: int = MAX_NUM_SEQS,
     pipeline_stages: int = 1,
 ) -> dict[str, str]:
-    """The configs and model.py of all four stages, by their paths in the repository.
+    """Return the configs and model.py of all four stages, by their paths in the repository.
 
     `cache` is the type of the keys and values in the KV cache.
     """
@@ -199,13 +199,13 @@ def _read(template: str) -> str:
 
 
 def _token_bytes(dimensions: Dimensions, cache: type[np.generic]) -> int:
-    """The bytes of one token in the KV cache; in int8, each head of its keys and values has a scale."""
+    """Return the bytes of a token in the KV cache; in int8, each head of its keys and values has a scale."""
     head_bytes = dimensions.head_dim * np.dtype(cache).itemsize + (4 if cache is np.int8 else 0)
     return 2 * dimensions.num_layers * dimensions.num_kv_heads * head_bytes
 
 
 def _states(dimensions: Dimensions, *, cache: type[np.generic], export_format: ExportFormat) -> str:
-    """The states of a sequence, in which -1 is the number of its tokens."""
+    """Return the states of a sequence, in which -1 is the number of its tokens."""
     heads, head_dim = dimensions.num_kv_heads, dimensions.head_dim
     is_traced = export_format is ExportFormat.TRACED
     data_type = DataType.of_numpy(np.dtype(cache)).config_name
@@ -220,7 +220,7 @@ def _states(dimensions: Dimensions, *, cache: type[np.generic], export_format: E
 
 
 def _batch_size(path: Path) -> int:
-    """The batch size in a config; 0 if the config is missing or unreadable."""
+    """Return the batch size in a config; 0 if the config is missing or unreadable."""
     try:
         return read_model_config(path).max_batch_size
     except RepositoryError:
@@ -228,7 +228,7 @@ def _batch_size(path: Path) -> int:
 
 
 def _signature(config: ModelConfig, *, state_types: bool) -> tuple[object, ...]:
-    """The part of a config that describes the graph: its backend, outputs, states and pipeline stages."""
+    """Return what a config says of the graph: its backend, outputs, states and pipeline stages."""
     states = config.sequence_batching.states if config.sequence_batching else ()
     places = [(state.input_name, state.dims, state.same_buffer) for state in states]
     types = [state.data_type if state_types else "" for state in states]

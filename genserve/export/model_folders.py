@@ -64,7 +64,7 @@ class ModelFolders:
         return any((folder / export_format.file_name).exists() for export_format in ExportFormat)
 
     def additional_graph(self, repository: Path, name: str) -> Path:
-        """The folder of an additional graph of the logits model.
+        """Return the folder of an additional graph of the logits model.
 
         Raises:
             ExportError: the name is not usable as a folder.

@@ -194,7 +194,7 @@ def _distances(logits: FloatArray, expected: FloatArray, nexts: NDArray[np.int64
 
 
 def _log_sum_exp(logits: FloatArray, weights: FloatArray) -> NDArray[np.float64]:
-    """The logarithm [n, 1] of what divides the `weights` [n, vocab], which are set, into probabilities."""
+    """Return the logarithm [n, 1] of what divides `weights` [n, vocab], which are set, into probabilities."""
     largest = logits.max(axis=-1, keepdims=True)
     np.exp(np.subtract(logits, largest, out=weights), out=weights)
     result: NDArray[np.float64] = largest + np.log(weights.sum(axis=-1, keepdims=True, dtype=np.float64))
@@ -204,7 +204,7 @@ def _log_sum_exp(logits: FloatArray, weights: FloatArray) -> NDArray[np.float64]
 def _exported_logits(
     model: LogitsModel, ids: NDArray[np.int64]
 ) -> Iterator[tuple[Positions, Positions, FloatArray]]:
-    """Logits [n, vocab] of the graph, with the rows and the positions [n] of their tokens."""
+    """Yield logits [n, vocab] of the graph, with the rows and the positions [n] of their tokens."""
     num_rows, length = ids.shape
     # One row at a time: the logits of all would take 2 GB with a vocabulary of 250,000 tokens.
     for row in range(num_rows):
@@ -234,7 +234,7 @@ def _exported_logits(
 
 
 def num_compared(ids: NDArray[np.int64]) -> int:
-    """The number of rows of logits that are compared for texts of tokens [rows, length]."""
+    """Return the number of rows of logits that are compared for texts of tokens [rows, length]."""
     num_rows, length = ids.shape
     return int(num_rows * (length + length - length // 2))
 

@@ -69,7 +69,7 @@ def split_layers(
 
 
 def _read_bytes(weights: DecoderWeights, role: str, *, scheme: QuantizationScheme) -> float:
-    """The bytes of a weight or a bias as the graph has it."""
+    """Return the bytes of a weight or a bias as the graph has it."""
     tensor = weights.load(role)
     weight_format = None if tensor.ndim == 1 else _format(role, scheme)
     if weight_format is None:

@@ -53,7 +53,7 @@ _KNOWN: Mapping[ExportFormat, tuple[Precision, ...]] = MappingProxyType(
 
 
 def resolve_precision(requested: Precision | None, export_format: ExportFormat) -> Precision:
-    """The requested precision; None: the format's default.
+    """Return the requested precision; None: the format's default.
 
     Raises:
         ExportError: the format does not support this precision.
@@ -81,5 +81,5 @@ def require_cache(requested: CacheType, export_format: ExportFormat) -> None:
 
 
 def cache_dtype(kv_cache: CacheType, precision: Precision) -> type[np.generic]:
-    """The type of keys and values in the KV cache of an ONNX graph."""
+    """Return the type of keys and values in the KV cache of an ONNX graph."""
     return np.int8 if kv_cache == "int8" else SCHEMES[precision].kv_cache

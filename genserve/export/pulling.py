@@ -108,14 +108,14 @@ def _pulled_by_one(name: str, *, progress: Progress) -> Iterator[None]:
 
 
 def cache_folder() -> Path:
-    """The folder of downloads: $GENSERVE_CACHE, or genserve/ in the user's cache folder."""
+    """Return the folder of downloads: $GENSERVE_CACHE, or genserve/ in the user's cache folder."""
     if folder := os.environ.get("GENSERVE_CACHE"):
         return Path(os.path.expanduser(folder))     # noqa: PTH111  # see `home_folder`
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "genserve"  # noqa: PTH111
 
 
 def fetch_gguf(folder: Path, *, sha256: str = SHA256) -> Path:
-    """The model's GGUF file in `folder`, downloaded if it is missing or differs from its hash.
+    """Return the model's GGUF file in `folder`, downloaded if it is missing or differs from its hash.
 
     Raises:
         ExportError: there is neither pip nor uv, the download failed, the folder is not writable, or the file

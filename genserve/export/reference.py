@@ -44,7 +44,7 @@ class Logits(Protocol):
     """Logits [rows, tokens, vocab], such as an array."""
 
     def __getitem__(self, at: tuple[Positions, Positions], /) -> Any:
-        """Those of some rows [n] and their tokens [n]: [n, vocab] float32."""
+        """Return those of some rows [n] and their tokens [n]: [n, vocab] float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class TextIds(NamedTuple):
 
 
 def read_text(name: Text) -> str:
-    """One of the two texts."""
+    """Read one of the two texts."""
     return (_TEXTS / f"{name}.txt").read_text(encoding="utf-8")
 
 
@@ -123,7 +123,7 @@ class Recording:
     activations: Mapping[str, FloatArray]   # see `Reference`
 
     def reference(self, checkpoint: Checkpoint, *, norms: Collection[str]) -> Reference:
-        """The reference that the source would compute; `norms` are the roles of those to observe."""
+        """Return the reference that the source would compute; `norms` are the roles of those to observe."""
         return Reference(
             ids=self.ids,
             hidden=self.hidden,
@@ -132,7 +132,7 @@ class Recording:
         )
 
     def completed_config(self) -> Any:
-        """The config with attributes, as the families read it."""
+        """Return the config with attributes, as the families read it."""
         return SimpleNamespace(**self.config)
 
     def save(self, path: Path) -> None:
@@ -190,7 +190,7 @@ class Recording:
 
 
 def find_recording(path: Path) -> Recording | None:
-    """The recording of the checkpoint file at `path`, or None; raises ExportError if one is damaged."""
+    """Return the recording of a checkpoint file, or None; raises ExportError if one is damaged."""
     size_bytes, sha256 = path.stat().st_size, ""
     for known in sorted(_FOLDER.glob("*.npz")):
         recording = Recording.load(known)

@@ -66,13 +66,13 @@ def _kind(role: str) -> str:
 
 
 def _readers(norm: str) -> list[str]:
-    """The roles of the linear layers that read a norm: for `layers.3.mlp.norm`, gate and up of that layer."""
+    """Return the roles of the linear layers that read a norm: of `layers.3.mlp.norm`, gate and up there."""
     kind = _kind(norm)
     return [f"{norm.removesuffix(kind)}{reader}" for reader in _READERS[kind]]
 
 
 def _largest(weight: FloatArray) -> FloatArray:
-    """The largest magnitude in each column."""
+    """Return the largest magnitude in each column."""
     largest: FloatArray = np.maximum(weight.max(axis=0), -weight.min(axis=0))
     return largest
 

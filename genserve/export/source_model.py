@@ -75,7 +75,7 @@ def run_source(
 
 
 def source_model(checkpoint: Checkpoint) -> PreTrainedModel:
-    """The model of the checkpoint as transformers builds it, in float32, with its weights loaded.
+    """Return the model of the checkpoint as transformers builds it, in float32, with its weights loaded.
 
     Raises:
         ExportError: the tensors do not have the shapes that the config states.
@@ -93,7 +93,7 @@ def source_model(checkpoint: Checkpoint) -> PreTrainedModel:
 
 
 def _empty_model(checkpoint: Checkpoint) -> PreTrainedModel:
-    """The model with uninitialized weights, whose memory is reserved and not yet touched."""
+    """Return the model with uninitialized weights, whose memory is reserved and not yet touched."""
     config = AutoConfig.for_model(**checkpoint.config)
     try:
         with no_init_weights():
@@ -109,7 +109,7 @@ def _empty_model(checkpoint: Checkpoint) -> PreTrainedModel:
 
 
 def _streamed_model(checkpoint: Checkpoint) -> PreTrainedModel:
-    """The model, each of whose modules has its weights only while it is called."""
+    """Return the model, each of whose modules has its weights only while it is called."""
     model = _empty_model(checkpoint)
     tied = dict(model.all_tied_weights_keys)
 

@@ -368,7 +368,7 @@ def _outputs(
 
 
 def _unknown(mapped: Iterable[str], *, tensors: tuple[TensorSpec, ...]) -> list[str]:
-    """The names without a tensor; a config without tensors is completed from the model's file."""
+    """Return the names without a tensor; a config without tensors is completed from the model's file."""
     names = [spec.name for spec in tensors]
     return [name for name in mapped if names and name not in names]
 

@@ -19,7 +19,7 @@ class TokenDecoder(Protocol):
     """The part of a tokenizer that a detokenizer uses."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of `token_ids`; invalid UTF-8 becomes U+FFFD."""
+        """Return the text of `token_ids`; invalid UTF-8 becomes U+FFFD."""
         ...
 
     def is_silent(self, token_id: int) -> bool:
@@ -71,7 +71,7 @@ class Detokenizer:
         return self._without_space(token_id, piece) if self._bare else piece
 
     def peek(self, token_id: int) -> str:
-        """The rest of the text if this id were the next and last one."""
+        """Return the rest of the text if this id were the next and last one."""
         return self._vocabulary.decode([*self._window, *self._byte_run, token_id])[self._num_sent :]
 
     def flush(self) -> str:
@@ -100,5 +100,5 @@ class Detokenizer:
 
 
 def _num_certain(text: str) -> int:
-    """The number of characters that no later token can change: all but an incomplete one at the end."""
+    """Return how many characters no later token can change: all but an incomplete one at the end."""
     return len(text) - text.endswith(REPLACEMENT)

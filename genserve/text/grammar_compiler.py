@@ -232,7 +232,7 @@ class _RejectedError(Exception):
 
 
 def _dead_end(matcher: LLMatcher) -> str:
-    """The reason why not even a first token can follow; empty if one can."""
+    """Return why not even a first token can follow; empty if one can."""
     if not matcher.is_error():
         matcher.compute_bitmask()
     if matcher.is_stopped() and not matcher.is_error():
@@ -241,7 +241,7 @@ def _dead_end(matcher: LLMatcher) -> str:
 
 
 def _failed_first_token(matcher: LLMatcher) -> str:
-    """The reason why a first token that is allowed cannot be read: there are too many ways to begin."""
+    """Return why a first token that is allowed cannot be read: there are too many ways to begin."""
     mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
     allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
     for token_id in allowed[:: max(1, len(allowed) // _FIRST_TOKENS)]:
@@ -287,7 +287,7 @@ def _source(outputs: StructuredOutputs) -> str:
 
 
 def _tags(*, structures: Sequence[Mapping[str, Any]], triggers: Sequence[str], form: JsonForm) -> str:
-    """The grammar of any text in which each trigger begins one of the structures."""
+    """Return the grammar of any text in which each trigger begins one of the structures."""
     from llguidance import StructTag
 
     tags = [

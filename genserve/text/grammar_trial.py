@@ -33,7 +33,7 @@ _TOKEN_IDS = re.compile(r"<\[(\^?)[\d,-]+\]>")
 
 
 def compile_rejection(grammar: str, *, max_cpu_s: int = MAX_CPU_S) -> str:
-    """The reason why a grammar of llguidance does not compile within its limits; empty if it does."""
+    """Return why a grammar of llguidance does not compile within its limits; empty if it does."""
     import llguidance  # lazily, for the first request that needs it
 
     packages = Path(llguidance.__file__).parents[1]

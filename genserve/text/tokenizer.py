@@ -72,7 +72,7 @@ class Tokenizer:
 
     @staticmethod
     def from_folder(path: Path) -> Tokenizer:
-        """The tokenizer of the files in `path`, shared with its users as long as the files do not change.
+        """Return the tokenizer of a folder, shared with its users as long as the files do not change.
 
         Raises:
             RepositoryError: a file is missing or broken; names it.
@@ -91,7 +91,7 @@ class Tokenizer:
     def encode(
         self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
     ) -> list[int]:
-        """The ids of a prompt; the names of special tokens in it are encoded as these tokens.
+        """Return the ids of a prompt; the names of special tokens in it are encoded as these tokens.
 
         Args:
             text: any length.
@@ -110,13 +110,13 @@ class Tokenizer:
         return [self.bos_id, *ids]
 
     def encode_plain(self, text: str) -> list[int]:
-        """The ids of a text in which the names of special tokens are ordinary text; raises as `encode`."""
+        """Return the ids of a text in which names of special tokens are ordinary text; raises as `encode`."""
         _reject_surrogates(text, field="prompt")
         with _tokenizer_call():
             return self._renamed_specials.encode(text)
 
     def encode_spans(self, text: str, *, add_special_tokens: bool = True) -> list[tuple[int, int, int]]:
-        """The ids of a prompt, as `encode`, with the characters where each token begins and ends."""
+        """Return the ids of a prompt, as `encode`, with the characters where each token begins and ends."""
         _reject_surrogates(text, field="prompt")
         with _tokenizer_call():
             [encoding] = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
@@ -127,7 +127,7 @@ class Tokenizer:
         return spans if begins or not add_special_tokens else [(self.bos_id or 0, 0, 0), *spans]
 
     def encode_chat(self, chat: Chat, *, max_tokens: int | None = None) -> list[int]:
-        """The ids of the prompt for the assistant's next turn, rendered with the model's chat template.
+        """Return the ids of the prompt for the assistant's next turn, by the model's chat template.
 
         The name of a special token in a message stays text, so that no message can end its own turn. (Tokens
         are special if tokenizer.json says so; `<think>` and the like usually are not.)
@@ -160,11 +160,11 @@ class Tokenizer:
         return self._tool_template or self.chat_template
 
     def added_names(self, is_wanted: Callable[[int], bool]) -> TokenNames:
-        """The names of the wanted added tokens; special tokens are some of these."""
+        """Return the names of the wanted added tokens; special tokens are some of these."""
         return TokenNames({token_id: name for token_id, name in self._added.items() if is_wanted(token_id)})
 
     def encode_generation_prompt(self, chat: Chat) -> list[int]:
-        """The ids of the text that the template writes after the last message.
+        """Return the ids of the text that the template writes after the last message.
 
         A continued message of the assistant is included, as the beginning of the answer.
 
@@ -187,27 +187,27 @@ class Tokenizer:
                 template.close()
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of the ids, by default without special tokens; invalid UTF-8 becomes U+FFFD."""
+        """Return the text of the ids, by default without special tokens; invalid UTF-8 becomes U+FFFD."""
         [text] = self._backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
         return str(text)
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token by its name in the vocabulary, or None."""
+        """Return the id of a token by its name in the vocabulary, or None."""
         token_id: int | None = self._backend.token_to_id(token)
         return token_id
 
     def token(self, token_id: int) -> str | None:
-        """The name of a token in the vocabulary, or None."""
+        """Return the name of a token in the vocabulary, or None."""
         name: str | None = self._backend.id_to_token(token_id)
         return name
 
     def token_texts(self) -> list[str]:
-        """The text of each single token of the vocabulary, by id; empty for special ones."""
+        """Return the text of each single token of the vocabulary, by id; empty for special ones."""
         alone = [[token_id] for token_id in range(self.vocab_size)]
         return list(self._backend.decode_batch(alone, skip_special_tokens=True))
 
     def as_plain_json(self) -> str:
-        """The tokenizer.json of a copy to which the names of special tokens are ordinary text."""
+        """Return the tokenizer.json of a copy to which the names of special tokens are ordinary text."""
         return self._renamed_specials.to_json()
 
     def detokenizer(
@@ -217,7 +217,7 @@ class Tokenizer:
         spaces_between_special_tokens: bool = True,
         shown: Collection[int] = (),
     ) -> Detokenizer:
-        """A new detokenizer for one token sequence.
+        """Return a new detokenizer for one token sequence.
 
         Args:
             skip_special_tokens: omit the text of special tokens, except those `shown`.
@@ -361,12 +361,12 @@ class RenamedSpecials:
         return renamed
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text in which special tokens have their names in `names`."""
+        """Return the ids of a text in which special tokens have their names in `names`."""
         [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=False)
         return list(encoding.ids)
 
     def to_json(self) -> str:
-        """The copy as a tokenizer.json."""
+        """Return the copy as a tokenizer.json."""
         return str(self._backend.to_str())
 
     def _rename_words(self, model: dict[str, Any]) -> None:
@@ -435,7 +435,7 @@ def _with_marked_end(message: Message) -> Message:
 
 
 def _texts_of(chat: Chat) -> list[str]:
-    """All texts of a request that its prompt may contain; raises InvalidRequest."""
+    """Return all texts of a request that its prompt may contain; raises InvalidRequest."""
     texts: list[str] = []
     for index, message in enumerate(chat.messages):
         place = f"messages[{index}]"
@@ -452,7 +452,7 @@ def _texts_of(chat: Chat) -> list[str]:
 
 
 def _strings_in(value: Any, *, field: str) -> list[str]:
-    """All strings in a JSON value, including the keys of its objects; raises InvalidRequest."""
+    """Return all strings in a JSON value, including the keys of its objects; raises InvalidRequest."""
     texts: list[str] = []
     try:
         map_strings(value, texts.append)

@@ -117,7 +117,7 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 
 def _eos_token_ids(folder: Path, *, backend: tokenizers.Tokenizer, eos_token: str | None) -> frozenset[int]:
-    """The ids in generation_config.json, and the tokenizer's eos token, which ends a turn of a chat."""
+    """Return the ids in generation_config.json, and the eos token, which ends a turn of a chat."""
     file = folder / GENERATION_CONFIG
     named = _read_generation_config(folder).get("eos_token_id")
     ids = named if isinstance(named, list) else [named] if named is not None else []

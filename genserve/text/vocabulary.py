@@ -43,11 +43,11 @@ class _Vocabulary(Protocol):
     """The part of a tokenizer that `Spellings` uses."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a text."""
+        """Return the ids of a text."""
         ...
 
     def token_texts(self) -> list[str]:
-        """The text of each single token of the vocabulary, by id; empty for special ones."""
+        """Return the text of each single token of the vocabulary, by id; empty for special ones."""
         ...
 
 
@@ -63,7 +63,7 @@ class Spellings:
         self._known: dict[str, Sequence[Sequence[int]]] = {}
 
     def of(self, text: str) -> Sequence[Sequence[int]]:
-        """Each minimal sequence of token ids that contains the text."""
+        """Return each minimal sequence of token ids that contains the text."""
         found = self._known.get(text)
         if found is None:
             if len(self._known) >= MAX_KNOWN_SPELLINGS:

@@ -113,7 +113,7 @@ def looks_up_prompts(config: ModelConfig) -> bool:
 
 
 async def _decode_nothing(sequence: TokenSequence) -> None:
-    """The decoding loop of an engine that is only asked for logits."""
+    """Decode nothing: the engine is only asked for logits."""
 
 
 def _load_warm(source: ModelSource) -> LoadedLogits:
