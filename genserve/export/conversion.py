@@ -26,9 +26,15 @@ from genserve.export.model_folders import ModelFolders, install, install_beside,
 from genserve.export.onnx_graph import OnnxGraphBuilder
 from genserve.export.parity import Parity, check_parity, num_compared
 from genserve.export.pipeline_stages import require_stages, split_layers
-from genserve.export.precision import SCHEMES, cache_dtype, require_cache, resolve_precision
+from genserve.export.quantization import (
+    SCHEMES,
+    cache_dtype,
+    is_smoothable,
+    require_cache,
+    resolve_precision,
+    smooth,
+)
 from genserve.export.reference import Recording, Reference
-from genserve.export.smoothquant import is_smoothable, smooth
 from genserve.files import staging_folder
 from genserve.sampling.logits_array import FloatArray
 from genserve.textmodel.logits_config import pipeline_files

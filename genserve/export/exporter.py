@@ -46,7 +46,7 @@ def export_model(
         repository: the model repository; created if missing.
         name: of the model in the repository.
         file_format: of the logits stage.
-        precision: of weights and activations, see `precision.py`; None: int8 in ONNX, else fp32.
+        precision: of weights and activations, see `quantization.py`; None: int8 in ONNX, else fp32.
         kv_cache: float is fp16, or fp32 in an fp32 export; int8 needs an ONNX graph of a known family.
         pipeline_stages: graphs that the layers are cut into; several need an ONNX graph of a known family.
         beside: add only the graph to an existing model, in a folder of this name next to its model.onnx.

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from genserve.export.decoder import Activation
 from genserve.export.onnx_graph import OnnxGraphBuilder
-from genserve.export.precision import QuantizationScheme
+from genserve.export.quantization import QuantizationScheme
 from genserve.kernels.packing import BLOCKS, Quantized, WeightFormat, pack_float32, pack_quantized, quantize
 from genserve.sampling.logits_array import FloatArray
 

@@ -17,7 +17,7 @@ from genserve.export.checkpoint import Checkpoint
 from genserve.export.decoder import Dimensions
 from genserve.export.export_options import CacheType, ExportFormat, Precision
 from genserve.export.model_folders import ModelFolders
-from genserve.export.precision import cache_dtype
+from genserve.export.quantization import cache_dtype
 from genserve.sampling.sampling_params import TRITON_TENSORS
 from genserve.tensor import DataType
 from genserve.textmodel.logits_config import num_pipeline_stages

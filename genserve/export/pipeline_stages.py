@@ -8,7 +8,7 @@ from genserve.errors import ExportError
 from genserve.export.decoder import Decoder
 from genserve.export.decoder_weights import DecoderWeights
 from genserve.export.export_options import ExportFormat
-from genserve.export.precision import QuantizationScheme
+from genserve.export.quantization import QuantizationScheme
 from genserve.kernels.packing import BLOCKS, WeightFormat
 
 _SCALE_BYTES = 4

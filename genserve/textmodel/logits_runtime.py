@@ -27,7 +27,7 @@ from genserve.textmodel.logits_config import (
 )
 from genserve.textmodel.runtimes.cached_logits import CacheSizes
 from genserve.textmodel.runtimes.growing_logits import GrowingLogits
-from genserve.textmodel.runtimes.kv_cache_memory import HostMemory, LogitsMemory
+from genserve.textmodel.runtimes.kv_cache_memory import DeviceMemory, HostMemory, LogitsMemory
 from genserve.textmodel.runtimes.onnx_logits import OnnxLogits
 from genserve.textmodel.runtimes.pipeline_logits import PipelineLogits
 from genserve.textmodel.runtimes.torchscript_logits import TorchLogits
@@ -114,12 +114,7 @@ def _sizes(config: ModelConfig) -> CacheSizes:
 
 
 def _memory(placement: Placement) -> LogitsMemory:
-    if placement.kind != "GPU":
-        return HostMemory()
-    import_torch("a KV cache on a GPU")
-    from genserve.textmodel.runtimes.device_memory import DeviceMemory  # imports torch, which takes seconds
-
-    return DeviceMemory(f"cuda:{placement.device_id}")
+    return DeviceMemory(f"cuda:{placement.device_id}") if placement.kind == "GPU" else HostMemory()
 
 
 def _load_growing(path: Path, config: ModelConfig, placement: Placement) -> LoadedLogits:

@@ -16,7 +16,7 @@ from genserve.export.decoder import Activation
 from genserve.export.export_options import Precision
 from genserve.export.layers import FusedLayers, Layers, Linear, LinearKind, Norm, StandardLayers
 from genserve.export.onnx_graph import OnnxGraphBuilder
-from genserve.export.precision import SCHEMES
+from genserve.export.quantization import SCHEMES
 
 # Largest error over the standard deviation of the product, from quantization.
 TOLERANCE: dict[Precision, float] = {"fp32": 1e-5, "fp16": 1e-2, "int8": 0.06, "int4": 0.6}

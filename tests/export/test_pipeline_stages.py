@@ -17,7 +17,7 @@ from genserve.export import ExportReport, FileFormat, SilentProgress, export_mod
 from genserve.export.decoder import Attention, Decoder
 from genserve.export.decoder_weights import DecoderWeights
 from genserve.export.pipeline_stages import split_layers
-from genserve.export.precision import SCHEMES
+from genserve.export.quantization import SCHEMES
 from genserve.llm import LLM
 from genserve.repository.index import scan
 from genserve.repository.model_validation import repository_diagnostics

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from genserve.export import SilentProgress, export_model, pull
-from genserve.textmodel.runtimes.device_memory import DeviceMemory
+from genserve.textmodel.runtimes.kv_cache_memory import DeviceMemory
 
 DEVICE = os.environ.get("GENSERVE_GPU_TESTS", "cuda:0")
 

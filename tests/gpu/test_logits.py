@@ -14,7 +14,7 @@ from genserve.errors import RepositoryError
 from genserve.export.export_options import ExportFormat
 from genserve.generation.logits_model import ForwardBatch, LogitsModel
 from genserve.textmodel.logits_config import pipeline_files
-from genserve.textmodel.runtimes.device_memory import DeviceMemory
+from genserve.textmodel.runtimes.kv_cache_memory import DeviceMemory
 from genserve.textmodel.runtimes.onnx_logits import OnnxLogits
 from genserve.textmodel.runtimes.pipeline_logits import PipelineLogits
 from genserve.textmodel.runtimes.torchscript_logits import TorchLogits

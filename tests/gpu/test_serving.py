@@ -21,7 +21,7 @@ from genserve.repository import config_resolution
 from genserve.repository.options import RepositoryOptions
 from genserve.repository.repository import Repository
 from genserve.textmodel import logits_runtime
-from genserve.textmodel.runtimes.device_memory import DeviceMemory
+from genserve.textmodel.runtimes.kv_cache_memory import DeviceMemory
 from tests.textmodel.test_text_inference import BLS_LOOP, LOOP_CONFIG, asked, greedy_ids, of, text
 
 ON_GPU = "instance_group [ { kind: KIND_GPU gpus: [ 0 ] } ]\n"

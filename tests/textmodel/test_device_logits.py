@@ -12,7 +12,7 @@ import torch
 
 from genserve.repository.repository import Repository
 from genserve.textmodel import logits_runtime
-from genserve.textmodel.runtimes.device_memory import DeviceMemory
+from genserve.textmodel.runtimes.kv_cache_memory import DeviceMemory
 from tests.textmodel.test_text_inference import BLS_LOOP, LOOP_CONFIG, asked, of, text
 
 OWN_LOOP = """

@@ -1,4 +1,4 @@
-"""KV cache memory: the buffers of a KV cache, the memory of the host, and how much of it is free."""
+"""KV cache memory: the buffers of a KV cache, in the memory of the host or of a GPU, and how much is free."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from genserve.backends.libraries import import_torch
 from genserve.backends.onnx_session import CPU_PROVIDER, Provider
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -196,3 +197,67 @@ class HostMemory:
 
     def settle(self) -> None:
         """Do nothing: numpy's operations are complete when they return."""
+
+
+class DeviceMemory:
+    """The memory of one device of torch; implements `LogitsMemory`.
+
+    ONNX Runtime and torch use separate streams. They are synchronized twice: a run of the graph ends with all
+    its work complete, and `settle` is called before the next run.
+    """
+
+    is_host = False
+    is_lazy = False
+    block_size = 256    # FlashAttention in ONNX Runtime reads tiles of 256 keys
+
+    def __init__(self, device: str) -> None:
+        """Choose the device by torch's name: "cuda:0", or "cpu" for tensors in the memory of the host.
+
+        Raises:
+            MissingDependency: torch is not installed.
+        """
+        self._torch = import_torch("a KV cache on a GPU")
+        self._torch_device = self._torch.device(device)
+        self.device = self._torch_device.type
+        self.device_id = self._torch_device.index or 0
+        # By default ONNX Runtime doubles its arena, which does not fit next to a large cache.
+        options = {"device_id": str(self.device_id), "arena_extend_strategy": "kSameAsRequested"}
+        cuda = Provider(name="CUDAExecutionProvider", options=options)
+        self.providers: Sequence[Provider] = (
+            (cuda, CPU_PROVIDER) if self.device == "cuda" else (CPU_PROVIDER,)
+        )
+
+    def free_bytes(self) -> int | None:
+        """See `LogitsMemory.free_bytes`."""
+        if self.device != "cuda":
+            return None
+        free_bytes: int = self._torch.cuda.mem_get_info(self._torch_device)[0]
+        return free_bytes
+
+    def zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        """See `LogitsMemory.zeros`."""
+        try:
+            return self._torch.zeros(shape, dtype=self._dtype(dtype), device=self._torch_device)
+        except self._torch.OutOfMemoryError as error:  # free memory may be fragmented
+            raise OverflowError(str(error)) from error
+
+    def rows(self, num_rows: int, width: int, dtype: np.dtype[Any]) -> Any:
+        """See `LogitsMemory.rows`."""
+        return self._torch.empty((num_rows, width), dtype=self._dtype(dtype), device=self._torch_device)
+
+    def moved(self, buffer: Any) -> Any:
+        """See `LogitsMemory.moved`."""
+        return buffer.to(self._torch_device)
+
+    def address(self, buffer: Any) -> int:
+        """See `LogitsMemory.address`."""
+        address: int = buffer.data_ptr()
+        return address
+
+    def settle(self) -> None:
+        """See `LogitsMemory.settle`."""
+        if self.device == "cuda":
+            self._torch.cuda.current_stream(self._torch_device).synchronize()
+
+    def _dtype(self, dtype: np.dtype[Any]) -> Any:
+        return self._torch.from_numpy(np.empty(0, dtype)).dtype

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from genserve.errors import RepositoryError
-from genserve.textmodel.runtimes.device_memory import DeviceMemory
+from genserve.textmodel.runtimes.kv_cache_memory import DeviceMemory
 from genserve.textmodel.runtimes.onnx_logits import OnnxLogits
 from tests.export.graphs import write_graph
 from tests.export.rows import logits_of

@@ -18,8 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 from genserve.errors import RepositoryError
 from genserve.export.export_options import Precision
-from genserve.textmodel.runtimes.device_memory import DeviceMemory
-from genserve.textmodel.runtimes.kv_cache_memory import HostMemory
+from genserve.textmodel.runtimes.kv_cache_memory import DeviceMemory, HostMemory
 from genserve.textmodel.runtimes.onnx_logits import OnnxLogits
 from tests.export.graphs import write_graph
 from tests.export.rows import BlockPool, Row, forward_batch, logits_of

@@ -16,8 +16,7 @@ from genserve.export.export_options import CacheType, Precision
 from genserve.generation.engine import Engine
 from genserve.generation.logits_model import LogitsModel
 from genserve.textmodel.logits_config import pipeline_files
-from genserve.textmodel.runtimes.device_memory import DeviceMemory
-from genserve.textmodel.runtimes.kv_cache_memory import HostMemory
+from genserve.textmodel.runtimes.kv_cache_memory import DeviceMemory, HostMemory
 from genserve.textmodel.runtimes.onnx_logits import OnnxLogits
 from genserve.textmodel.runtimes.pipeline_logits import PipelineLogits, StageCost, num_micro_batches
 from tests.export.graphs import write_graph

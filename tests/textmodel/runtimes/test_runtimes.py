@@ -15,9 +15,8 @@ from genserve.generation.engine import Engine
 from genserve.generation.logits_model import LogitsModel
 from genserve.generation.speculation import PromptLookup, Speculation
 from genserve.textmodel.logits_config import pipeline_files
-from genserve.textmodel.runtimes.device_memory import DeviceMemory
 from genserve.textmodel.runtimes.growing_logits import GrowingLogits
-from genserve.textmodel.runtimes.kv_cache_memory import HostMemory, LogitsMemory
+from genserve.textmodel.runtimes.kv_cache_memory import DeviceMemory, HostMemory, LogitsMemory
 from genserve.textmodel.runtimes.onnx_logits import OnnxLogits
 from genserve.textmodel.runtimes.pipeline_logits import PipelineLogits
 from genserve.textmodel.runtimes.torchscript_logits import TorchLogits

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from genserve.errors import RepositoryError
 from genserve.export.export_options import ExportFormat
 from genserve.generation.logits_model import ForwardBatch
-from genserve.textmodel.runtimes.device_memory import DeviceMemory
+from genserve.textmodel.runtimes.kv_cache_memory import DeviceMemory
 from genserve.textmodel.runtimes.torchscript_logits import TorchLogits
 from tests.backends.networks import two_outputs_torchscript
 from tests.export.graphs import write_graph
