@@ -1,4 +1,4 @@
-"""Triton parsing: JSON documents, tensor elements and numbers parsed as Triton does, with its error messages.
+"""Triton parsing: JSON, tensor elements, numbers and headers parsed as Triton does, with its error messages.
 
 orjson parses first. Documents that it rejects, with NaN or Infinity, which Triton accepts, or with syntax
 errors, go to RapidJSON, the parser that Triton uses: clients compare its messages and offsets. The status is
@@ -8,7 +8,7 @@ errors, go to RapidJSON, the parser that Triton uses: clients compare its messag
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from functools import partial
 from itertools import chain
@@ -20,6 +20,7 @@ import rapidjson
 from numpy.typing import NDArray
 
 from genserve.errors import InferenceError
+from genserve.inference import Parameter
 from genserve.tensor import DataType, Tensor
 
 _NUMBER = re.compile(r"\s*([+-]?[0-9]+)")
@@ -39,6 +40,12 @@ _READING: Mapping[str, tuple[frozenset[type], Any, str]] = {
     "u": (frozenset({int}), np.uint64, "non-unsigned-integer as unsigned-integer"),
     "f": (frozenset({int, float}), np.float64, "non-number as double"),
 }
+# Parameters that the protocol defines, for which no header may pass (kReservedParameterKeys of Triton).
+_RESERVED_HEADERS = frozenset(
+    {"sequence_id", "sequence_start", "sequence_end", "priority", "timeout", "headers", "binary_data_output"}
+)
+# Names are matched in any case, as header names are. A switch of RE2, Triton's library, changes that.
+_IN_THIS_CASE = "(?-i)"
 
 
 def leading_number(text: str) -> int | None:
@@ -244,3 +251,30 @@ def _strings(flat: list[Any], kinds: set[type]) -> NDArray[Any]:
     array = np.empty(len(flat), dtype=object)
     array[:] = [text.encode() for text in flat]
     return array
+
+
+def header_pattern(pattern: str) -> re.Pattern[str]:
+    """Compile the value of `--http-header-forward-pattern` or `--grpc-header-forward-pattern`.
+
+    Raises:
+        re.error: it is not a regular expression.
+    """
+    if pattern.startswith(_IN_THIS_CASE):
+        return re.compile(pattern.removeprefix(_IN_THIS_CASE))
+    return re.compile(pattern, re.IGNORECASE)
+
+
+def forwarded_headers(headers: Iterable[tuple[str, str]], pattern: str) -> dict[str, Parameter]:
+    """Return the headers whose names match; an empty pattern matches none.
+
+    Raises:
+        InferenceError: the name of one is reserved.
+    """
+    if not pattern:
+        return {}
+    search = header_pattern(pattern).search
+    forwarded: dict[str, Parameter] = {name: value for name, value in headers if search(name)}
+    for name in forwarded:
+        if name in _RESERVED_HEADERS or name.startswith("triton_"):
+            raise InferenceError(f"Header '{name}' is reserved for Triton usage and cannot be forwarded.")
+    return forwarded

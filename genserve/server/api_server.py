@@ -31,8 +31,7 @@ from genserve.server.http_protocol import ConnectionLimits, check_progress, limi
 from genserve.server.metrics_port import MetricsPort
 from genserve.server.metrics_text import metrics_text
 from genserve.server.offload import start_daemon
-from genserve.server.repository_options import repository_options
-from genserve.server.services import Services
+from genserve.server.services import Services, repository_options
 from genserve.server.startup_pages import unmap_startup_pages
 from genserve.server.throughput_log import ThroughputLog
 from genserve.server.tls import TlsFiles

@@ -15,9 +15,8 @@ from genserve.log import CURRENT_REQUEST
 from genserve.server.access_control import AccessControl, check_restriction, parse_restrictions
 from genserve.server.access_log import CLIENT_CLOSED_REQUEST, AccessLog
 from genserve.server.connection_errors import raise_connection_error
-from genserve.server.documented_errors import document_errors
 from genserve.server.early_rejection import EarlyRejection
-from genserve.server.error_responses import ErrorResponses
+from genserve.server.error_responses import ErrorResponses, document_errors
 from genserve.server.routes import (
     bundled_pages,
     docs_page,

@@ -10,9 +10,11 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
+import orjson
 from fastapi import Request, Response
+from fastapi.responses import JSONResponse
 from starlette.types import Receive
 
 from genserve.completion import Delta
@@ -34,6 +36,9 @@ _MAX_HEADER_CHARS = 1024
 # Delay before the client of a request that is being prepared is watched: nearly all are prepared sooner, and
 # to watch costs two tasks.
 _WATCH_DELAY_S = 0.05
+# Slices of a whole answer: a short list may have large objects, a long one has small ones.
+_MAX_SHORT = 256
+_SLICE = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,3 +244,30 @@ def _prepare(
         except InvalidRequest as error:
             raise renamed(error, {"prompt": f"prompt[{index}]"} if len(prompts) > 1 else {}) from None
     return sequences
+
+
+class AnswerResponse(JSONResponse):
+    """A response with a JSON document, which is a tenth of the work of `JSONResponse`."""
+
+    def render(self, content: Any) -> bytes:
+        """Return the JSON text; takes time in proportion to it."""
+        return json_bytes(content)
+
+
+def json_bytes(document: Any) -> bytes:
+    """Return a document as JSON, written part by part: orjson keeps other threads waiting while it writes.
+
+    The parts are the objects in short lists, such as the choices of an answer, and slices of long ones.
+    """
+    if not isinstance(document, dict):
+        return _written(document)
+    members = (orjson.dumps(name) + b":" + _written(value) for name, value in document.items())
+    return b"{" + b",".join(members) + b"}"
+
+
+def _written(value: Any) -> bytes:
+    if not isinstance(value, list) or not value or not isinstance(value[0], dict):
+        return orjson.dumps(value)
+    step = 1 if len(value) <= _MAX_SHORT else _SLICE
+    parts = (value[start : start + step] for start in range(0, len(value), step))
+    return b"[" + b",".join([orjson.dumps(part)[1:-1] for part in parts]) + b"]"

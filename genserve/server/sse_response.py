@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from fastapi import Request
 from sse_starlette import EventSourceResponse, ServerSentEvent
@@ -26,20 +27,24 @@ _PING_S = 15
 _T = TypeVar("_T")
 
 
-class Frames(Protocol):
+class Frames(ABC):
     """How a dialect writes a stream. All methods return bytes to send, which may be empty."""
 
     def start(self) -> bytes:
         """Return what precedes the events of the first delta."""
+        return b""
 
+    @abstractmethod
     def delta(self, delta: Delta) -> bytes:
         """Return the events of one delta, which may be the last."""
 
+    @abstractmethod
     def error(self, error: GenserveError) -> bytes:
         """Return the event of an error in the middle of the stream."""
 
     def end(self) -> bytes:
         """Return what follows the last delta, or an error."""
+        return b""
 
 
 def documented(*content_types: str) -> dict[int | str, dict[str, Any]]:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from genserve.server.json_limits import MAX_DEPTH
+from genserve.server.request_body import MAX_DEPTH
 from tests.faults.shared_server import CANARY, SharedServer
 
 # A path of each reader of bodies, and the field of a prompt in it.

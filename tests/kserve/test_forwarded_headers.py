@@ -1,7 +1,7 @@
 import pytest
 
 from genserve.errors import InferenceError
-from genserve.kserve.forwarded_headers import forwarded_headers
+from genserve.kserve.triton_parsing import forwarded_headers
 
 HEADERS = (("my_header_1", "a"), ("MY_HEADER_2", "b"), ("other", "c"))
 

@@ -16,7 +16,7 @@ from genserve.sampling.sampling_params import PARAMETERS
 from genserve.sampling.structured_outputs import StructuredOutputOptions
 from genserve.server.routes.openai import ChatBody
 from genserve.server.routes.openai_completions import CompletionBody
-from genserve.server.routes.tgi_fields import Parameters
+from genserve.server.routes.tgi import Parameters
 
 
 @pytest.mark.parametrize("body", [ChatBody, CompletionBody, Parameters])

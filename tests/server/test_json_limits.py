@@ -5,8 +5,7 @@ import json
 import pytest
 
 from genserve.errors import InvalidRequest
-from genserve.server.json_limits import MAX_CONTAINERS, MAX_KEYS, MAX_VALUES, check_num_values
-from genserve.server.request_body import parse_json
+from genserve.server.request_body import MAX_CONTAINERS, MAX_KEYS, MAX_VALUES, check_num_values, parse_json
 
 
 def keys(count: int) -> bytes:

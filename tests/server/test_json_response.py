@@ -3,7 +3,7 @@ from __future__ import annotations
 import orjson
 import pytest
 
-from genserve.server.json_response import json_bytes
+from genserve.server.generation_handler import json_bytes
 
 
 @pytest.mark.parametrize(

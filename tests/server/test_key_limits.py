@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from genserve.errors import RateLimited
-from genserve.server.key_limits import KeyLimits, KeyUsage
+from genserve.server.key_ring import KeyLimits, KeyUsage
 
 
 class Clock:

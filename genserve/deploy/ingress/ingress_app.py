@@ -16,8 +16,7 @@ from genserve.errors import InferenceError
 from genserve.kserve.shared_memory import SharedMemory
 from genserve.server.app import create_app
 from genserve.server.event_loop_lag import EventLoopLag
-from genserve.server.repository_options import repository_options
-from genserve.server.services import Services
+from genserve.server.services import Services, repository_options
 from genserve.server.triton_metrics import CpuCollector, InferenceCollector, read_metrics_config
 from genserve.server.watched_files import WatchedFiles
 from genserve.settings import ServerSettings

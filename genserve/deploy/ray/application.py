@@ -24,7 +24,7 @@ from genserve.errors import ModelNotReady
 from genserve.inference import InferenceRequest
 from genserve.kserve.log_settings import LogSettings
 from genserve.server.access_control import require_safe_addresses
-from genserve.server.repository_options import repository_options
+from genserve.server.services import repository_options
 
 # Each replica tries this often to load its model: most errors are of the model, and come again.
 _MAX_LOADS = 3

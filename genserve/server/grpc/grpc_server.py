@@ -16,8 +16,7 @@ from genserve.errors import Forbidden, GenserveError
 from genserve.log import LoggedRequest, quoted
 from genserve.server.access_control import Restrictions, address_of, credentials, parse_restrictions
 from genserve.server.grpc.inference_service import InferenceService
-from genserve.server.grpc.message_handlers import inference_handlers
-from genserve.server.grpc.rpc_method import abort, controls, log_call, status_code
+from genserve.server.grpc.rpc_method import abort, controls, inference_handlers, log_call, status_code
 from genserve.server.key_ring import CURRENT_KEY, KeyRing
 from genserve.server.services import Services
 from genserve.server.tls import TlsFiles

@@ -16,8 +16,7 @@ from genserve.log import LoggedRequest, fail_request
 from genserve.redaction import redacted_error
 from genserve.server.error_responses import as_genserve_error, message_of
 from genserve.server.grpc.infer_messages import GrpcRequest, empty_response, write_response
-from genserve.server.grpc.message_handlers import MalformedMessage
-from genserve.server.grpc.rpc_method import status_code
+from genserve.server.grpc.rpc_method import MalformedMessage, status_code
 from genserve.server.running_inference import RunningInference
 from genserve.tracing import Span
 

@@ -12,17 +12,22 @@ from tritonclient.grpc import service_pb2
 
 from genserve.errors import GenserveError, InferenceError, Status
 from genserve.inference import Parameter
-from genserve.kserve.forwarded_headers import forwarded_headers
 from genserve.kserve.model_metadata import EXTENSIONS, find_for_statistics, model_metadata, statistics_json
-from genserve.kserve.triton_parsing import read_version
+from genserve.kserve.triton_parsing import forwarded_headers, read_version
 from genserve.log import CURRENT_REQUEST, LoggedRequest
 from genserve.repository.load_errors import stopping
 from genserve.repository.model_versions import ModelVersion
 from genserve.server.grpc.administration import Administration
 from genserve.server.grpc.infer_messages import GrpcRequest, read_request, write_response
 from genserve.server.grpc.infer_stream import InferStream
-from genserve.server.grpc.message_handlers import MalformedMessage
-from genserve.server.grpc.rpc_method import abort, abort_malformed, begin_request, log_call, rpc_method
+from genserve.server.grpc.rpc_method import (
+    MalformedMessage,
+    abort,
+    abort_malformed,
+    begin_request,
+    log_call,
+    rpc_method,
+)
 from genserve.server.key_ring import CURRENT_KEY
 from genserve.server.offload import COST_PER_OBJECT_BYTE, offload_if_large
 from genserve.server.running_inference import RunningInference

@@ -1,4 +1,8 @@
-"""RPC method: what every method of a gRPC service does with its errors and its line in the log."""
+"""RPC method: what every method of a gRPC service does with its messages, its errors and its line in the log.
+
+A method also receives bytes that are no message: the library answers those with UNKNOWN, its name of a Python
+exception, and a traceback in the log.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +12,20 @@ import math
 import re
 import string
 from collections.abc import Callable, Coroutine
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 from urllib.parse import quote, unquote
 
 import grpc
+from google.protobuf.message import DecodeError
+from google.protobuf.message_factory import GetMessageClass
+from tritonclient.grpc import service_pb2
 
-from genserve.errors import GenserveError, Overloaded
+from genserve.errors import GenserveError, InferenceError, Overloaded
 from genserve.log import CURRENT_REQUEST, LoggedRequest
 from genserve.redaction import redacted_error
 from genserve.server.access_log import Spans, is_verbose, log_request
 from genserve.server.error_responses import as_genserve_error, grpc_status
-from genserve.server.grpc.message_handlers import MalformedMessage
 from genserve.server.key_ring import CURRENT_KEY
 
 logger = logging.getLogger(__name__)
@@ -142,4 +148,39 @@ def log_call(request: LoggedRequest, code: grpc.StatusCode, *, method: str) -> N
         client = unquote(request.client).removeprefix("ipv4:").removeprefix("ipv6:")
         log_request(
             request, client=client, call=f"gRPC {method}", status=code.name, failed=failed, as_info=False
+        )
+
+
+class MalformedMessage(InferenceError):
+    """Stands in for a message that could not be parsed; a method raises it."""
+
+
+def inference_handlers(service: Any) -> Any:
+    """Return the generic handler of a service, whose methods may receive a `MalformedMessage`."""
+    [described] = service_pb2.DESCRIPTOR.services_by_name.values()
+    handlers = {method.name: _handler(method, getattr(service, method.name)) for method in described.methods}
+    return grpc.method_handlers_generic_handler(described.full_name, handlers)
+
+
+def _handler(method: Any, answer: Callable[..., Any]) -> Any:
+    make = (
+        grpc.stream_stream_rpc_method_handler
+        if method.client_streaming
+        else grpc.unary_unary_rpc_method_handler
+    )
+    return make(
+        answer,
+        request_deserializer=partial(_parse, GetMessageClass(method.input_type)),
+        response_serializer=GetMessageClass(method.output_type).SerializeToString,
+    )
+
+
+def _parse(message_class: Any, data: bytes) -> Any:
+    try:
+        return message_class.FromString(data)
+    except DecodeError:
+        name = message_class.DESCRIPTOR.name
+        return MalformedMessage(
+            f"failed to parse the request: its {len(data)} bytes are not a {name}",
+            remedy="generate the client from this server's grpc_service.proto, or use tritonclient",
         )

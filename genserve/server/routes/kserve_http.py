@@ -12,8 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from genserve.errors import GenserveError, InferenceError, Status
 from genserve.inference import InferenceRequest, InferenceServer, Parameter
-from genserve.kserve.forwarded_headers import forwarded_headers
-from genserve.kserve.triton_parsing import read_json, read_version
+from genserve.kserve.triton_parsing import forwarded_headers, read_json, read_version
 from genserve.log import fail_request
 from genserve.server.connection_errors import raise_connection_error
 from genserve.server.error_responses import error_headers, kserve_error, kserve_status

@@ -28,12 +28,11 @@ from genserve.prompt import Chat
 from genserve.redaction import redacted_error
 from genserve.sampling.sampling_params import SamplingParams, unused_parameters
 from genserve.server.error_responses import ErrorFormat, ErrorFormats, http_status
-from genserve.server.generation_handler import SubmittedRequest, handle_generation
-from genserve.server.json_response import AnswerResponse
+from genserve.server.generation_handler import AnswerResponse, SubmittedRequest, handle_generation
 from genserve.server.request_body import StrictRoute
 from genserve.server.routes.messages_body import MessagesBody, PromptFields
 from genserve.server.services import SharedServices
-from genserve.server.sse_response import EventStream, documented, event
+from genserve.server.sse_response import EventStream, Frames, documented, event
 from genserve.text.message_parser import MessageParser, arguments_so_far, parsed_message, read_delta
 from genserve.textmodel.text_model import TextModel
 
@@ -87,9 +86,9 @@ async def messages(body: MessagesBody, services: SharedServices, request: Reques
         handle_generation,
         services=services,
         request=request,
-        frames=MessageFrames,
+        frames=_MessageFrames,
         answer=_answer,
-        stream_response=MessageStream,
+        stream_response=_MessageStream,
     )
     try:
         response = await answer_to(generation)
@@ -202,7 +201,7 @@ def _answer(submitted: SubmittedRequest, generation: _MessagesRequest, deltas: l
     return AnswerResponse(_head(submitted) | {"content": content, **ending, "usage": usage})
 
 
-class MessageStream(EventStream):
+class _MessageStream(EventStream):
     """A streamed answer with Anthropic's pings."""
 
     ping_event = ServerSentEvent(event="ping", data='{"type": "ping"}', sep="\n")
@@ -220,7 +219,7 @@ _DELTAS = {
 }
 
 
-class MessageFrames:
+class _MessageFrames(Frames):
     """The events of a streamed answer."""
 
     def __init__(self, submitted: SubmittedRequest, generation: _MessagesRequest) -> None:
@@ -234,14 +233,12 @@ class MessageFrames:
         self._before = self._after = ""     # what surrounds the text of a delta
 
     def start(self) -> bytes:
-        """See `Frames`."""
         usage = _usage(Usage(prompt_tokens=self._num_prompt_tokens, completion_tokens=0))
         ending = {"stop_reason": None, "stop_sequence": None}
         message = self._head | {"content": [], **ending, "usage": usage}
         return _event("message_start", f'"message": {json.dumps(message)}')
 
     def delta(self, delta: Delta) -> bytes:
-        """See `Frames`."""
         read = read_delta(self._parser, delta)
         written = b""
         if read.reasoning:
@@ -255,12 +252,7 @@ class MessageFrames:
         return written if delta.finish_reason is None else written + self._finish(delta)
 
     def error(self, error: GenserveError) -> bytes:
-        """See `Frames`."""
         return event(json.dumps(anthropic_error(error)), name="error")
-
-    def end(self) -> bytes:
-        """See `Frames`."""
-        return b""
 
     def _called(self, call: ToolCallDelta) -> bytes:
         written = b""

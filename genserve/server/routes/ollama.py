@@ -35,7 +35,7 @@ from genserve.server.request_body import StrictRoute, TolerantBody
 from genserve.server.routes.logprob_formats import TokenScores
 from genserve.server.routes.ollama_body import OllamaBody, OllamaChatBody, OllamaGenerateBody
 from genserve.server.services import Services, SharedServices
-from genserve.server.sse_response import EventStream, documented
+from genserve.server.sse_response import EventStream, Frames, documented
 from genserve.text.message_parser import arguments_so_far, parsed_message, read_delta
 from genserve.textmodel.text_model import TextModel
 
@@ -150,7 +150,7 @@ async def pull(body: ModelFields, services: SharedServices) -> Response:
     done = {"status": "success"}
     if body.stream is False:
         return JSONResponse(done)
-    return Response(json.dumps(done) + "\n", media_type=LineStream.content_type)
+    return Response(json.dumps(done) + "\n", media_type=_LineStream.content_type)
 
 
 def _reject(problem: str, *, remedy: str = _REPOSITORY) -> NoReturn:
@@ -299,9 +299,9 @@ async def _handle(body: OllamaBody, services: Services, request: Request) -> Res
         generation,
         services,
         request,
-        frames=LineFrames,
+        frames=_LineFrames,
         answer=_answer,
-        stream_response=LineStream,
+        stream_response=_LineStream,
     )
 
 
@@ -348,14 +348,14 @@ def _answer(submitted: SubmittedRequest, generation: _OllamaRequest, deltas: lis
     return Response(answer, media_type="application/json")
 
 
-class LineStream(EventStream):
+class _LineStream(EventStream):
     """A streamed answer in lines of JSON, which have no pings."""
 
     content_type = "application/x-ndjson"
     ping_s = 0
 
 
-class LineFrames:
+class _LineFrames(Frames):
     """The lines of a streamed answer."""
 
     def __init__(self, submitted: SubmittedRequest, generation: _OllamaRequest) -> None:
@@ -364,12 +364,7 @@ class LineFrames:
         self._scores = generation.scores()
         self._calls: list[ToolCallDelta] = []   # clients expect whole calls
 
-    def start(self) -> bytes:
-        """See `Frames`."""
-        return b""
-
     def delta(self, delta: Delta) -> bytes:
-        """See `Frames`."""
         read = read_delta(self._parser, delta)
         logprobs = _logprobs(self._scores, delta)
         written = b""
@@ -385,12 +380,7 @@ class LineFrames:
         return written + self._line(self._generation.fields(MessageDelta()), ending)
 
     def error(self, error: GenserveError) -> bytes:
-        """See `Frames`."""
         return f"{_json(ollama_error(error))}\n".encode()
-
-    def end(self) -> bytes:
-        """See `Frames`."""
-        return b""
 
     def _line(self, fields: str, ending: str) -> bytes:
         return f"{_line_head(self._generation)}{fields},{ending}}}\n".encode()

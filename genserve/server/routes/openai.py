@@ -13,8 +13,7 @@ from genserve.completion import Completion, Delta, FinishReason, ToolCallDelta
 from genserve.prompt import Message
 from genserve.sampling.defaults import chat_sampling_params
 from genserve.server.error_responses import OPENAI_ERRORS, ErrorFormats
-from genserve.server.generation_handler import SubmittedRequest, handle_generation
-from genserve.server.json_response import AnswerResponse
+from genserve.server.generation_handler import AnswerResponse, SubmittedRequest, handle_generation
 from genserve.server.request_body import StrictRoute
 from genserve.server.routes.logprob_formats import TokenScores, prompt_logprobs
 from genserve.server.routes.openai_chat_body import ChatBody
@@ -31,7 +30,7 @@ ERRORS: ErrorFormats = {"/v1/": OPENAI_ERRORS}
 @router.post("/chat/completions", responses=documented("text/event-stream"))
 async def chat_completions(body: ChatBody, services: SharedServices, request: Request) -> Response:
     """Answer a chat, whole or as server-sent events."""
-    return await handle_generation(body, services, request, frames=ChatFrames, answer=_answer)
+    return await handle_generation(body, services, request, frames=_ChatFrames, answer=_answer)
 
 
 @router.get("/models")
@@ -48,7 +47,7 @@ async def model(name: str, services: SharedServices) -> dict[str, Any]:
     return _model(services.repository.text_model(name))
 
 
-class ChatFrames(OpenAIFrames):
+class _ChatFrames(OpenAIFrames):
     """The chunks of a streamed chat."""
 
     def __init__(self, submitted: SubmittedRequest, body: ChatBody) -> None:
@@ -59,14 +58,12 @@ class ChatFrames(OpenAIFrames):
         super().__init__(submitted, body, kind="chat.completion.chunk", id_prefix="chatcmpl")
 
     def start(self) -> bytes:
-        """See `Frames`."""
         role = '{"role": "assistant", "content": ""}'
         top_fields = "".join(f', "{name}": {ids}' for name, ids in self._prompt_ids.items())
         chunks = (self._chunk(choice, role, top_fields=top_fields) for choice in range(len(self._scores)))
         return b"".join(chunks)
 
     def delta(self, delta: Delta) -> bytes:
-        """See `Frames`."""
         extra = f', "token_ids": {list(delta.token_ids)}' if self._token_ids else ""
         scores, chunks, logprobs = self._scores[delta.choice], b"", "null"
         if scores is not None:

@@ -22,8 +22,7 @@ from genserve.sampling.param_table import Range
 from genserve.sampling.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from genserve.server.decoding_fields import parameter
 from genserve.server.error_responses import OPENAI_ERRORS, ErrorFormats
-from genserve.server.generation_handler import SubmittedRequest, handle_generation
-from genserve.server.json_response import AnswerResponse
+from genserve.server.generation_handler import AnswerResponse, SubmittedRequest, handle_generation
 from genserve.server.request_body import Items, StrictRoute
 from genserve.server.routes.logprob_formats import CompletionLogprobs, prompt_logprobs
 from genserve.server.routes.openai_protocol import FINISH_REASONS, OpenAIBody, OpenAIFrames, choose, head
@@ -137,10 +136,10 @@ class CompletionBody(OpenAIBody):
 @router.post("/completions", responses=documented("text/event-stream"))
 async def completions(body: CompletionBody, services: SharedServices, request: Request) -> Response:
     """Complete prompts, whole or as server-sent events."""
-    return await handle_generation(body, services, request, frames=CompletionFrames, answer=_answer)
+    return await handle_generation(body, services, request, frames=_CompletionFrames, answer=_answer)
 
 
-class CompletionFrames(OpenAIFrames):
+class _CompletionFrames(OpenAIFrames):
     """The chunks of a streamed completion."""
 
     def __init__(self, submitted: SubmittedRequest, body: CompletionBody) -> None:
@@ -149,7 +148,6 @@ class CompletionFrames(OpenAIFrames):
         super().__init__(submitted, body, kind="text_completion", id_prefix="cmpl")
 
     def delta(self, delta: Delta) -> bytes:
-        """See `Frames`."""
         delta = self._requested_part(delta)
         fields = self._choices[delta.choice].part(delta)
         self.count(delta)

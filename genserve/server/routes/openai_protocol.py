@@ -32,7 +32,7 @@ from genserve.server.decoding_fields import COMMON, DecodingFields, Texts, param
 from genserve.server.error_responses import openai_error
 from genserve.server.generation_handler import SubmittedRequest
 from genserve.server.request_body import Body, Items
-from genserve.server.sse_response import event
+from genserve.server.sse_response import Frames, event
 from genserve.text.detokenizer import Detokenizer
 from genserve.text.tokenizer import Tokenizer
 
@@ -276,7 +276,7 @@ def _best(completions: Sequence[Completion], *, n: int, num_drawn: int) -> list[
     return [drawn[choice] for drawn in by_prompt for choice in likeliest(drawn)[:n]]
 
 
-class OpenAIFrames:
+class OpenAIFrames(Frames):
     """Base of both routes' `Frames`: everything except `delta`. Text that does not change is encoded once."""
 
     def __init__(self, submitted: SubmittedRequest, body: OpenAIBody, *, kind: str, id_prefix: str) -> None:
@@ -322,10 +322,6 @@ class OpenAIFrames:
             return b""
         total = _usage(usages, num_drawn=self._num_choices) | reasoning_usage(self._num_reasoning_tokens)
         return event(f'{self._head}, "choices": [], "usage": {json.dumps(total)}}}')
-
-    def start(self) -> bytes:
-        """See `Frames`."""
-        return b""
 
     def error(self, error: GenserveError) -> bytes:
         """See `Frames`."""

@@ -18,7 +18,7 @@ from genserve.server.routes.logprob_formats import ScoredToken, TokenScores
 from genserve.server.routes.response_items import ItemStatus, OutputItems
 from genserve.server.routes.responses_body import ResponseRequest, ResponsesBody
 from genserve.server.services import SharedServices
-from genserve.server.sse_response import documented
+from genserve.server.sse_response import Frames, documented
 
 router = APIRouter(prefix="/v1", route_class=StrictRoute, tags=["OpenAI Responses"])
 ERRORS: ErrorFormats = {"/v1/": OPENAI_ERRORS}
@@ -31,7 +31,7 @@ async def create_response(body: ResponsesBody, services: SharedServices, request
     """Answer the items of a conversation, whole or as server-sent events."""
     max_bytes = services.settings.max_body_bytes
     generation = ResponseRequest(body=body, store=services.responses, max_bytes=max_bytes)
-    return await handle_generation(generation, services, request, frames=ResponseFrames, answer=_answer)
+    return await handle_generation(generation, services, request, frames=_ResponseFrames, answer=_answer)
 
 
 @router.get("/responses/{response_id}")
@@ -90,7 +90,7 @@ async def list_input_items(
     }
 
 
-class ResponseFrames:
+class _ResponseFrames(Frames):
     """The events of a streamed response; a whole response is what they add up to.
 
     Attributes:
@@ -108,12 +108,10 @@ class ResponseFrames:
         self._scored: list[ScoredToken] = []    # tokens whose text is not in the message yet
 
     def start(self) -> bytes:
-        """See `Frames`."""
         kinds = ("response.created", "response.in_progress")
         return b"".join(self._items.event(kind, {"response": self.response}) for kind in kinds)
 
     def delta(self, delta: Delta) -> bytes:
-        """See `Frames`."""
         if self._scores is not None:
             self._scored += self._scores.answer(delta)
         if self._parser is None:
@@ -128,7 +126,6 @@ class ResponseFrames:
         return events + self._ending(delta.finish_reason, delta.usage)
 
     def error(self, error: GenserveError) -> bytes:
-        """See `Frames`."""
         fields = openai_error(error)["error"]
         code = "server_error"
         if isinstance(error, Overloaded):
@@ -138,10 +135,6 @@ class ResponseFrames:
         shown = {name: fields[name] for name in ("code", "message", "param")}
         events = self._items.event("error", shown)
         return events + self._end("failed", error={"code": code, "message": fields["message"]})
-
-    def end(self) -> bytes:
-        """See `Frames`."""
-        return b""
 
     def _scores_of(self, content: str) -> list[ScoredToken]:
         """Return the tokens of new content; those before it were reasoning, calls, or had no text."""
@@ -182,7 +175,7 @@ def _usage(usage: Usage, *, num_reasoning: int) -> dict[str, Any]:
 
 
 def _answer(submitted: SubmittedRequest, generation: ResponseRequest, deltas: list[Delta]) -> Response:
-    frames = ResponseFrames(submitted, generation)
+    frames = _ResponseFrames(submitted, generation)
     for delta in deltas:
         frames.delta(delta)
     return _json(json.dumps(frames.response).encode())

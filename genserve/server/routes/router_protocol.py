@@ -16,7 +16,7 @@ from fastapi.responses import Response
 
 from genserve.errors import InvalidRequest
 from genserve.server.error_responses import OPENAI_ERRORS, ErrorFormats, renamed
-from genserve.server.json_response import AnswerResponse
+from genserve.server.generation_handler import AnswerResponse
 from genserve.server.request_body import StrictRoute
 from genserve.server.routes.openai_chat_body import ChatBody
 from genserve.server.routes.openai_completions import CompletionBody

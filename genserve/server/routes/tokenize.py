@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field
 from genserve.errors import InvalidRequest
 from genserve.prompt import MAX_CHAT_MESSAGES, MAX_TOOLS, Chat, read_messages, read_tools
 from genserve.server.error_responses import OPENAI_ERRORS, ErrorFormats
-from genserve.server.json_response import AnswerResponse
+from genserve.server.generation_handler import AnswerResponse
 from genserve.server.request_body import Items, StrictRoute, TolerantBody
 from genserve.server.routes.openai_chat_body import ChatMessage, ChatTool
 from genserve.server.services import SharedServices
