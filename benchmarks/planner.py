@@ -32,19 +32,17 @@ from report import markdown
 from servers import genserve_server
 
 from genserve.bench.answers import LoadResult
-from genserve.bench.arrivals import arrival_times
-from genserve.bench.datasets import RandomLengths, random_dataset
+from genserve.bench.datasets import RandomLengths, random_dataset, server_counter
 from genserve.bench.dialects import DIALECTS, Requested
 from genserve.bench.endpoint import Target
 from genserve.bench.load_loop import Load, run_load
+from genserve.bench.load_plan import arrival_times
 from genserve.bench.summary import inter_token_latencies_s
-from genserve.bench.token_counters import server_counter
 from genserve.planner.fleet import Fleet, FleetResult
-from genserve.planner.planned_request import PlannedRequest
+from genserve.planner.loads import Lengths, PlannedRequest, SyntheticLoad
 from genserve.planner.serving_cost import measure_serving_cost
 from genserve.planner.simulated_replica import ReplicaKind
 from genserve.planner.step_model import StepModel
-from genserve.planner.synthetic_load import Lengths, SyntheticLoad
 from genserve.repository.options import RepositoryOptions
 from genserve.tuning.engine_steps import measure_engine
 from genserve.tuning.measured_steps import MeasuredEngine

@@ -34,10 +34,10 @@ from engine_overhead import NoText, decode
 from report import markdown, median
 from waiting_logits import SMOLLM2, WaitingLogits
 
+from genserve.cli.plots import check_plot, new_figure
 from genserve.deploy.replica.replica_load import ReplicaLoad
 from genserve.deploy.replica_messages import GenerationCall
 from genserve.deploy.routing.request_ranking import RequestRanking
-from genserve.figure_file import check_plot, new_figure
 from genserve.generation.admission_control import QueueLimits
 from genserve.generation.delta_streams import EventLoopSink
 from genserve.generation.engine import Engine

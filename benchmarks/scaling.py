@@ -39,9 +39,9 @@ from targets import Work, server_at
 from waiting_deployment import ALONE, environment
 from waiting_logits import StepCost
 
+from genserve.cli.plots import check_plot, new_figure
 from genserve.deploy.ray.deploy_config import Scale, ServeEndpoint, find_models, serve_config
 from genserve.deploy.ray.serve_cluster import ServeCluster, local_cluster
-from genserve.figure_file import check_plot, new_figure
 
 NAME = "genserve"
 WAITING_BUILDER, ALONE_BUILDER = "waiting_deployment:build", "waiting_deployment:build_alone"

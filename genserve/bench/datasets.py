@@ -1,18 +1,22 @@
-"""Datasets: the prompts of a load, of random words or from a file."""
+"""Datasets: the prompts of a load, of random words or from a file, and how many tokens they have."""
 
 from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+import httpx2
 import orjson
 
-from genserve.bench.token_counters import TokenCounter
-from genserve.errors import InvalidRequest
+from genserve.errors import InvalidRequest, Unreachable
+
+TokenCounter: TypeAlias = Callable[[str], int]      # of a text, without special tokens around it
 
 DEFAULT_OUTPUT_LEN = 128
 _WORDS = """
@@ -64,7 +68,7 @@ def random_dataset(
     """
     # Most tokenizers split text at blanks, so that a text has the tokens of its words.
     sizes = {
-        word: max(1, counter.count(f"{word} {word} {word} {word}") // 4) if counter else 1
+        word: max(1, counter(f"{word} {word} {word} {word}") // 4) if counter else 1
         for word in _WORDS.split()
     }
     return _random_prompts(lengths, sizes, random.Random(seed))
@@ -193,7 +197,7 @@ def _conversations(
 
 
 def _num_tokens(text: str, counter: TokenCounter | None) -> int:
-    return counter.count(text) if counter else -(-len(text) // _CHARACTERS_PER_TOKEN)
+    return counter(text) if counter else -(-len(text) // _CHARACTERS_PER_TOKEN)
 
 
 def _parsed(content: bytes, *, place: str) -> Any:
@@ -201,3 +205,67 @@ def _parsed(content: bytes, *, place: str) -> Any:
         return orjson.loads(content)
     except orjson.JSONDecodeError as error:
         raise InvalidRequest(f"{place} is not JSON: {error}", field="dataset_path") from None
+
+
+def local_counter(path: Path) -> TokenCounter:
+    """Return what counts with a tokenizer.json, or with that in a folder.
+
+    Raises:
+        InvalidRequest: there is none, or it cannot be read.
+    """
+    from tokenizers import Tokenizer
+
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise InvalidRequest(f"there is no tokenizer at {file}", field="tokenizer")
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises plain ones
+        raise InvalidRequest(f"{file} is not a tokenizer: {error}", field="tokenizer") from error
+    return lambda text: len(tokenizer.encode(text, add_special_tokens=False))
+
+
+def server_counter(http: httpx2.Client, *, model: str) -> TokenCounter | None:
+    """Return what counts with `POST /tokenize` of a server; None: it has none.
+
+    The counter raises Unreachable if the server does not answer as it should.
+    """
+    for body, read in _FORMS:
+        counter = partial(_count_at_server, http=http, model=model, body=body, read=read)
+        with suppress(Unreachable):
+            if counter("one two three") > 0:
+                return counter
+    return None
+
+
+# The forms of vLLM, llama.cpp and TGI: the body of a request, and the number of tokens in its reply.
+_FORMS: Sequence[tuple[Callable[[str, str], Any], Callable[[Any], int]]] = (
+    (
+        lambda text, model: {"model": model, "prompt": text, "add_special_tokens": False},
+        lambda reply: int(reply["count"]),
+    ),
+    (lambda text, _model: {"content": text}, lambda reply: len(reply["tokens"])),
+    (
+        lambda text, _model: {"inputs": text, "add_special_tokens": False},
+        lambda reply: len([token["id"] for token in reply]),
+    ),
+)
+
+
+def _count_at_server(
+    text: str,
+    *,
+    http: httpx2.Client,
+    model: str,
+    body: Callable[[str, str], Any],
+    read: Callable[[Any], int],
+) -> int:
+    try:
+        reply = http.post("/tokenize", json=body(text, model))
+        reply.raise_for_status()
+        return read(reply.json())
+    except (httpx2.HTTPError, KeyError, TypeError, ValueError) as error:
+        raise Unreachable(
+            f"{http.base_url} cannot count tokens with /tokenize: {error}",
+            remedy="try --tokenizer none, or the tokenizer.json of the model",
+        ) from error

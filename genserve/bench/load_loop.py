@@ -6,7 +6,8 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import repeat
 
 import anyio.lowlevel
 import uvloop
@@ -23,7 +24,7 @@ class Load:
     """The requests to send, and when."""
 
     prompts: Iterable[BenchPrompt]          # one of the two may have no end
-    arrivals_s: Iterable[float]             # when each request is due, since the start; 0 everywhere: at once
+    arrivals_s: Iterable[float] = field(default_factory=lambda: repeat(0.0))    # when each is due; 0: at once
     max_concurrency: int | None = None      # further requests wait in the client; None: no limit
     duration_s: float | None = None         # afterwards, unfinished answers are cut; None: until the last one
     timeout_s: float = 600.0                # of a request

@@ -18,9 +18,8 @@ if TYPE_CHECKING:
 
     import httpx2
 
-    from genserve.bench.datasets import BenchPrompt
+    from genserve.bench.datasets import BenchPrompt, TokenCounter
     from genserve.bench.endpoint import Target
-    from genserve.bench.token_counters import TokenCounter
 
 _LIST_TIMEOUT_S = 30.0
 
@@ -32,10 +31,10 @@ def bench(flags: BenchFlags) -> None:
     Each concurrency and request rate is a load of its own. On the server's machine, the client competes with
     it for the cores. Ctrl-C ends the measurement and shows the results so far.
     """
-    from genserve.cli.bench_plans import make_plans
-    from genserve.cli.bench_report import Report
-    from genserve.cli.bench_runs import Pace, run_plans, warm_up
-    from genserve.figure_file import check_folder, check_plot
+    from genserve.bench.load_loop import Load
+    from genserve.bench.load_plan import make_plans
+    from genserve.cli.bench_report import Report, run_plans, warm_up
+    from genserve.cli.plots import check_folder, check_plot
 
     ranks, limits_ms, rates = flags.ranks(), flags.goodput_limits_ms(), flags.rates()
     if flags.plot is not None:
@@ -52,9 +51,8 @@ def bench(flags: BenchFlags) -> None:
         num_prompts=flags.num_prompts or num_in_file,
         duration_s=flags.duration,
     )
-    pace = Pace(
-        burstiness=flags.burstiness,
-        seed=seed,
+    load = Load(
+        prompts=prompts,
         duration_s=flags.duration,
         timeout_s=flags.timeout,
         retry_rejected=flags.retry_rejected,
@@ -67,7 +65,9 @@ def bench(flags: BenchFlags) -> None:
         is_quiet=flags.json_,
         is_detailed=flags.save_detailed,
     )
-    is_interrupted = run_plans(plans, target, prompts, pace=pace, report=report)
+    is_interrupted = run_plans(
+        plans, load, target, burstiness=flags.burstiness, seed=seed, report=report
+    )
     report.end(flags.output, flags.plot, is_interrupted=is_interrupted)
     if is_interrupted or not report.has_completed:
         raise typer.Exit(130 if is_interrupted else 1)
@@ -168,7 +168,7 @@ def _names(document: Any) -> list[str]:
 
 def _counter(tokenizer: str, *, http: httpx2.Client, model: str) -> TokenCounter | None:
     """Return what counts the tokens of prompts; None: words are counted."""
-    from genserve.bench.token_counters import local_counter, server_counter
+    from genserve.bench.datasets import local_counter, server_counter
 
     match tokenizer:
         case "none":

@@ -19,7 +19,7 @@ from genserve.cli.help_text import HelpCommand
 from genserve.client_credentials import bearer
 
 if TYPE_CHECKING:
-    from genserve.bench.arrivals import RampUp
+    from genserve.bench.load_plan import RampUp
 
 _server_option = partial(typer.Option, rich_help_panel="Server")
 _load_option = partial(typer.Option, rich_help_panel="Load")
@@ -209,7 +209,7 @@ class BenchFlags:
 
     def rates(self) -> list[float | RampUp]:
         """Return the request rates, or the one that changes; raises BadParameter."""
-        from genserve.bench.arrivals import RampUp
+        from genserve.bench.load_plan import RampUp
 
         strategy, start_rps, end_rps = self.ramp_up_strategy, self.ramp_up_start, self.ramp_up_end
         if strategy is None and start_rps is None and end_rps is None:

@@ -1,9 +1,11 @@
-"""Bench report: what `genserve bench` prints while it measures, and afterwards."""
+"""Bench report: runs the loads of `genserve bench`, and prints how they go and what their figures are."""
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -13,14 +15,73 @@ import orjson
 from rich.table import Table
 
 from genserve.bench.answers import LoadResult
-from genserve.bench.charts import ChartedLoad, draw
+from genserve.bench.datasets import BenchPrompt
+from genserve.bench.endpoint import Target
+from genserve.bench.load_loop import Load, run_load
+from genserve.bench.load_plan import LoadPlan
 from genserve.bench.summary import TIME_LABELS, Distribution, Summary, inter_token_latencies_s, summarise
-from genserve.cli.bench_plans import Plan
 from genserve.cli.console import make_console, print_json, print_table
-from genserve.errors import InvalidRequest
+from genserve.cli.plots import ChartedLoad, draw_loads
+from genserve.errors import InvalidRequest, Unreachable
 from genserve.version import __version__
 
 _BUSY = 0.9         # of a core: from here on, the load generator may be what is measured
+
+
+def warm_up(
+    target: Target, prompts: Iterator[BenchPrompt], *, num_requests: int, timeout_s: float
+) -> None:
+    """Send some requests one after the other; the first ones of a server are slower.
+
+    Raises:
+        Unreachable: no server answers.
+        InvalidRequest: the server rejects all of them, or its answers are not those of the dialect.
+    """
+    result = LoadResult()
+    arrivals_s = itertools.repeat(0.0, num_requests)
+    load = Load(prompts=prompts, arrivals_s=arrivals_s, max_concurrency=1, timeout_s=timeout_s)
+    with ProgressLine("warm-up", result, total=num_requests) as line:
+        run_load(load, target, result, on_tick=line.show)
+    failures = result.failures()
+    if len(failures) < num_requests or not failures:
+        return
+    [failure, *_] = failures
+    if failure.kind in ("connection", "timeout"):
+        raise Unreachable(
+            f"no server answers at {target.url}: {failure.message}",
+            remedy="start one with `genserve serve`, or set --url",
+        )
+    raise InvalidRequest(
+        f"{target.url} failed with {failure.kind}: {failure.message}",
+        remedy="see the model, --backend, --endpoint, --extra-body and GENSERVE_API_KEY",
+    )
+
+
+def run_plans(
+    plans: Sequence[LoadPlan], load: Load, target: Target, *, burstiness: float, seed: int, report: Report
+) -> bool:
+    """Measure the loads, and report each when it ends; returns whether Ctrl-C ended the last one.
+
+    Args:
+        plans: the loads.
+        load: what they have in common. Its prompts have no end; each request takes the next one.
+        target: where the requests go.
+        burstiness: of the arrivals of an open loop.
+        seed: of their intervals.
+        report: receives the results.
+    """
+    for number, plan in enumerate(plans):
+        result = LoadResult()
+        arrivals_s = plan.arrivals_s(burstiness=burstiness, seed=[seed, number])
+        planned = replace(load, arrivals_s=arrivals_s, max_concurrency=plan.concurrency)
+        try:
+            with ProgressLine(plan.title, result, total=plan.num_prompts) as line:
+                run_load(planned, target, result, on_tick=line.show)
+        except KeyboardInterrupt:
+            report.add(plan, result)
+            return True
+        report.add(plan, result)
+    return False
 
 
 class ProgressLine:
@@ -93,7 +154,7 @@ class Report:
         """Whether any request has a complete answer."""
         return any(load.summary.completed for load in self._loads)
 
-    def add(self, plan: Plan, result: LoadResult) -> None:
+    def add(self, plan: LoadPlan, result: LoadResult) -> None:
         """Add the result of a load."""
         summary = summarise(result, ranks=self._ranks, limits_ms=self._limits_ms)
         self._loads.append(ChartedLoad(label=plan.title, result=result, summary=summary))
@@ -125,7 +186,7 @@ class Report:
                 indented = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
                 output.write_bytes(orjson.dumps(document, option=indented))
             if plot is not None:
-                draw(self._loads, title=f"genserve bench: {self._settings['url']}", path=plot)
+                draw_loads(self._loads, title=f"genserve bench: {self._settings['url']}", path=plot)
         except OSError as error:
             raise InvalidRequest(f"{error.filename} cannot be written: {error.strerror}") from error
 

@@ -15,8 +15,8 @@ from genserve.cli.flags import Json, takes_flags
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from genserve.planner.plan import KindPlan
-    from genserve.planner.replica_search import FleetFigures, FleetTarget, PlannedLoad
+    from genserve.planner.loads import PlannedLoad
+    from genserve.planner.plan import FleetFigures, FleetTarget, KindPlan
 
 _machine_option = partial(typer.Option, rich_help_panel="Machines")
 _rate_option = partial(typer.Option, rich_help_panel="Load: rates")
@@ -106,7 +106,7 @@ class _PlanFlags:
 
     def targets(self) -> list[FleetTarget]:
         """Return the targets, with one for rejections in any case; raises BadParameter."""
-        from genserve.planner.replica_search import FleetTarget
+        from genserve.planner.plan import FleetTarget
 
         targets = []
         for text in self.target:
@@ -135,8 +135,7 @@ class _PlanFlags:
 
     def load(self) -> PlannedLoad:
         """Return the load of the trace, or of the rates; raises BadParameter."""
-        from genserve.planner.synthetic_load import Lengths, SyntheticLoad
-        from genserve.planner.trace_files import TraceLoad
+        from genserve.planner.loads import Lengths, SyntheticLoad, TraceLoad
 
         if (self.trace is None) == (self.request_rate is None):
             raise typer.BadParameter("give either a trace or --request-rate", param_hint="--trace")
@@ -165,9 +164,9 @@ def plan(flags: _PlanFlags) -> None:
     """
     from genserve.backends.onnx_session import num_cores
     from genserve.cli.console import print_json
-    from genserve.figure_file import check_plot
-    from genserve.planner.fleet_chart import draw
-    from genserve.planner.plan import QueueLimits, as_document, make_plan, replica_kind
+    from genserve.cli.plots import check_plot, draw_fleets
+    from genserve.planner.plan import as_document, make_plan, replica_kind
+    from genserve.repository.options import RepositoryOptions
 
     targets, costs = flags.targets(), flags.costs()
     if not targets and not flags.replicas:
@@ -175,10 +174,12 @@ def plan(flags: _PlanFlags) -> None:
     load = flags.load()
     if flags.plot is not None:
         check_plot(flags.plot)
-    queue = QueueLimits(
-        max_requests=flags.max_queue, max_tokens=flags.max_queue_tokens, max_wait_s=flags.max_queue_wait_s
+    options = RepositoryOptions(
+        max_queue=flags.max_queue,
+        max_queue_tokens=flags.max_queue_tokens,
+        max_queue_wait_s=flags.max_queue_wait_s,
     )
-    kinds = [replica_kind(path, queue=queue) for path in flags.step_times]
+    kinds = [replica_kind(path, options=options) for path in flags.step_times]
     try:
         plans = [
             make_plan(
@@ -197,7 +198,7 @@ def plan(flags: _PlanFlags) -> None:
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     if flags.plot is not None:
-        draw(plans, targets, path=flags.plot)
+        draw_fleets(plans, targets, path=flags.plot)
     if flags.json_:
         print_json(as_document(plans, targets))
     else:

@@ -17,8 +17,7 @@ from genserve.log import at_level
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from genserve.tuning.best_setting import BestSetting, Goal
-    from genserve.tuning.measurement import Measurement, Samples
+    from genserve.tuning.measurement import BestSetting, Goal, Measurement, Samples
     from genserve.tuning.search_space import SearchSpace, Setting
     from genserve.tuning.tuned_model import ConfigEdit, TunedModel
 
@@ -76,9 +75,8 @@ def tune(flags: _TuneFlags) -> None:
     Ctrl-C ends the measurement: the results so far are shown, and nothing is written.
     """
     from genserve.cli.console import print_json
-    from genserve.figure_file import check_folder, check_plot
-    from genserve.tuning.best_setting import Goal, Objective
-    from genserve.tuning.plot import draw
+    from genserve.cli.plots import check_folder, check_plot, draw_settings
+    from genserve.tuning.measurement import Goal, Objective
     from genserve.tuning.search_space import make_search_space
     from genserve.tuning.tuned_model import write_edits
 
@@ -106,7 +104,8 @@ def tune(flags: _TuneFlags) -> None:
     )
     choice = tuning.choose(min_agreement=flags.min_top1_agreement)
     if choice is not None and flags.plot is not None:
-        draw(tuning.measurements, choice=choice, goal=goal, title=f"genserve tune {name}", path=flags.plot)
+        title = f"genserve tune {name}"
+        draw_settings(tuning.measurements, choice=choice, goal=goal, title=title, path=flags.plot)
     if not flags.json_:
         _print_measurements(tuning, choice=choice)
     edits = _edits(tuned, choice, is_interrupted=is_interrupted)
@@ -137,7 +136,7 @@ class _Tuning:
 
     def choose(self, *, min_agreement: float) -> BestSetting | None:
         """Return the best setting; None: nothing was measured."""
-        from genserve.tuning.best_setting import choose, eligible
+        from genserve.tuning.measurement import choose, eligible
 
         candidates = eligible(
             self.measurements, agreements=self.agreements, least=min_agreement, current=self.current

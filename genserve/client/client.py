@@ -224,13 +224,10 @@ class Client:
         self.close()
 
     def _call(self, call: api_calls.ApiCall[Answer]) -> Answer:
-        with reply_errors.closed_if(self._is_closed), closing(self._send(call.request)) as response:
-            url = self._connection.url(call.request)
-            body = reply_errors.ReplyBody(url, max_bytes=reply_errors.MAX_ANSWER_BYTES)
-            with reply_errors.unreachable_at(url):
-                for chunk in response.iter_bytes():
-                    body.add(chunk)
-            return call.read(response.headers, bytes(body))
+        with reply_errors.closed_if(self._is_closed):
+            response, url = self._send(call.request), self._connection.url(call.request)
+            body = _read(response, url=url, max_bytes=reply_errors.MAX_ANSWER_BYTES)
+            return call.read(response.headers, body)
 
     def _stream(self, call: api_calls.StreamingApiCall) -> Stream:
         deltas = self._deltas(call)
@@ -265,14 +262,11 @@ class Client:
         url = self._connection.url(request)
         with reply_errors.unreachable_at(url):
             response = self._http.send(self._connection.build(self._http, request), stream=True)
-            if response.is_success:
-                return response
-            body = reply_errors.ReplyBody(url, max_bytes=reply_errors.MAX_ERROR_BYTES)
-            with closing(response):
-                for chunk in response.iter_bytes():
-                    body.add(chunk)
+        if response.is_success:
+            return response
+        body = _read(response, url=url, max_bytes=reply_errors.MAX_ERROR_BYTES)
         raise reply_errors.error_of_reply(
-            status=response.status_code, headers=response.headers, body=bytes(body), url=url
+            status=response.status_code, headers=response.headers, body=body, url=url
         )
 
     def _is_closed(self) -> bool:
@@ -397,13 +391,9 @@ class AsyncClient:
 
     async def _call(self, call: api_calls.ApiCall[Answer]) -> Answer:
         with reply_errors.closed_if(self._is_closed):
-            async with aclosing(await self._send(call.request)) as response:
-                url = self._connection.url(call.request)
-                body = reply_errors.ReplyBody(url, max_bytes=reply_errors.MAX_ANSWER_BYTES)
-                with reply_errors.unreachable_at(url):
-                    async for chunk in response.aiter_bytes():
-                        body.add(chunk)
-                return call.read(response.headers, bytes(body))
+            response, url = await self._send(call.request), self._connection.url(call.request)
+            body = await _aread(response, url=url, max_bytes=reply_errors.MAX_ANSWER_BYTES)
+            return call.read(response.headers, body)
 
     async def _stream(self, call: api_calls.StreamingApiCall) -> AsyncStream:
         deltas = self._deltas(call)
@@ -431,14 +421,11 @@ class AsyncClient:
         url = self._connection.url(request)
         with reply_errors.unreachable_at(url):
             response = await self._http.send(self._connection.build(self._http, request), stream=True)
-            if response.is_success:
-                return response
-            body = reply_errors.ReplyBody(url, max_bytes=reply_errors.MAX_ERROR_BYTES)
-            async with aclosing(response):
-                async for chunk in response.aiter_bytes():
-                    body.add(chunk)
+        if response.is_success:
+            return response
+        body = await _aread(response, url=url, max_bytes=reply_errors.MAX_ERROR_BYTES)
         raise reply_errors.error_of_reply(
-            status=response.status_code, headers=response.headers, body=bytes(body), url=url
+            status=response.status_code, headers=response.headers, body=body, url=url
         )
 
     def _is_closed(self) -> bool:
@@ -447,3 +434,22 @@ class AsyncClient:
     def _reject_if_closed(self) -> None:
         if self._is_closed():
             raise reply_errors.closed()
+
+
+def _read(response: httpx2.Response, *, url: str, max_bytes: int) -> bytes:
+    """Receive the body of a reply, and end the reply; raises Unreachable."""
+    body = reply_errors.ReplyBody(url, max_bytes=max_bytes)
+    with reply_errors.unreachable_at(url), closing(response):
+        for chunk in response.iter_bytes():
+            body.add(chunk)
+    return bytes(body)
+
+
+async def _aread(response: httpx2.Response, *, url: str, max_bytes: int) -> bytes:
+    """Receive the body of a reply, and end the reply; raises Unreachable."""
+    body = reply_errors.ReplyBody(url, max_bytes=max_bytes)
+    with reply_errors.unreachable_at(url):
+        async with aclosing(response):
+            async for chunk in response.aiter_bytes():
+                body.add(chunk)
+    return bytes(body)

@@ -12,9 +12,8 @@ from genserve.deploy.replica.replica_load import LoadEstimates
 from genserve.deploy.routing.prefix_router import PrefixRouter
 from genserve.errors import Overloaded
 from genserve.generation.prefix_cache import block_keys
-from genserve.planner.planned_request import PlannedRequest
-from genserve.planner.simulated_replica import ReplicaKind, SimulatedReplica
-from genserve.planner.token_times import TokenTimes
+from genserve.planner.loads import PlannedRequest
+from genserve.planner.simulated_replica import ReplicaKind, SimulatedReplica, TokenTimes
 
 _STATISTICS_S = 1.0     # how often the router of a deployment hears of its replicas
 

@@ -1,30 +1,72 @@
-"""Plan: for each kind of machine, the smallest fleet that meets the targets."""
+"""Plan: for each kind of machine, the smallest fleet that meets the targets, found by simulating several."""
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import signal
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from functools import partial
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from genserve.planner.replica_search import FleetFigures, FleetTarget, PlannedLoad, search, simulate
+from genserve.planner.fleet import Fleet, FleetResult
+from genserve.planner.loads import PlannedLoad
 from genserve.planner.simulated_replica import ReplicaKind
 from genserve.planner.step_model import StepModel
 from genserve.repository.options import RepositoryOptions
 from genserve.tuning.measured_steps import MeasuredEngine, read_measured_engine
 
+_RANKS = (50.0, 99.0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QueueLimits:
-    """The limits of a replica's queue, as the flags of `genserve serve` give them."""
+class FleetTarget:
+    """The greatest allowed value of a figure."""
 
-    max_requests: int
-    max_tokens: int | None      # None: 4 full KV caches; 0: no limit
-    max_wait_s: float           # 0: no limit
+    figure: str         # "ttft" or "itl", in milliseconds, or "rejected", a share of the requests
+    rank: float | None  # the percentile; None for "rejected"
+    limit: float
+
+    @property
+    def name(self) -> str:
+        """Such as `ttft_p99`."""
+        return self.figure if self.rank is None else f"{self.figure}_p{self.rank:g}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetFigures:
+    """The figures of one simulated fleet. Percentiles by rank; NaN where there is no such time."""
+
+    num_replicas: int
+    num_requests: int
+    rejected: float                     # share of the requests
+    too_long: float                     # likewise: prompt and answer exceed the context
+    request_rate: float                 # per second, of the requests that were answered
+    output_rate: float                  # tokens per second
+    utilisation: float
+    cached: float                       # share of the prompt tokens
+    num_preempted: int
+    ttft_ms: Mapping[float, float]
+    itl_ms: Mapping[float, float]
+    simulated_s: float                  # by the virtual clock
+    cpu_s: float                        # that the simulation took
+    missed: Sequence[str]               # names of the targets that are not met
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the figures; percentiles as `p99_ttft_ms`, as in the reports of `genserve bench`."""
+        document = asdict(self) | {"meets_targets": not self.missed}
+        for name in ("ttft", "itl"):
+            times = document.pop(f"{name}_ms")
+            document |= {f"p{rank:g}_{name}_ms": ms for rank, ms in times.items()}
+        return document
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,17 +93,14 @@ class KindPlan:
         return self.smallest.num_replicas * self.cost_per_hour
 
 
-def replica_kind(path: Path, *, queue: QueueLimits) -> tuple[MeasuredEngine, ReplicaKind]:
-    """Return the measured engine of a file, and replicas like it.
+def replica_kind(path: Path, *, options: RepositoryOptions) -> tuple[MeasuredEngine, ReplicaKind]:
+    """Return the measured engine of a file, and replicas like it whose queues have the limits of `options`.
 
     Raises:
         InvalidRequest: the file cannot be read.
     """
     engine = read_measured_engine(path)
     limits = engine.limits
-    options = RepositoryOptions(
-        max_queue=queue.max_requests, max_queue_tokens=queue.max_tokens, max_queue_wait_s=queue.max_wait_s
-    )
     return engine, ReplicaKind(
         limits=limits,
         step_model=StepModel(engine.steps, max_tokens=limits.max_num_batched_tokens),
@@ -138,3 +177,139 @@ def as_document(plans: Sequence[KindPlan], targets: Sequence[FleetTarget]) -> di
 
 def _cost(plan: KindPlan) -> float:
     return math.inf if plan.cost is None else plan.cost
+
+
+def search(
+    kind: ReplicaKind,
+    load: PlannedLoad,
+    targets: Sequence[FleetTarget],
+    *,
+    max_replicas: int,
+    num_processes: int,
+    on_fleet: Callable[[FleetFigures], None],
+) -> list[FleetFigures]:
+    """Simulate fleets until the smallest is known that meets the targets; return all, by size.
+
+    It doubles the number of replicas until a fleet meets them, and then divides the interval by as many
+    fleets as there are processes. `on_fleet` is called with each fleet.
+
+    Raises:
+        GenserveError: the load cannot be read.
+    """
+    found: dict[int, FleetFigures] = {}
+    with _simulations(kind, load, targets, num_processes=num_processes) as run:
+        most_missing, least_meeting = 0, math.inf
+        while counts := _next_counts(most_missing, least_meeting, found, max_replicas, num_processes):
+            for figures in run(counts):
+                found[figures.num_replicas] = figures
+                on_fleet(figures)
+            least_meeting = min((n for n, f in found.items() if not f.missed), default=math.inf)
+            most_missing = max((n for n, f in found.items() if f.missed and n < least_meeting), default=0)
+    return [found[number] for number in sorted(found)]
+
+
+def simulate(
+    kind: ReplicaKind,
+    load: PlannedLoad,
+    targets: Sequence[FleetTarget],
+    *,
+    counts: Sequence[int],
+    num_processes: int,
+    on_fleet: Callable[[FleetFigures], None],
+) -> list[FleetFigures]:
+    """Simulate fleets of these sizes; `on_fleet` is called with each."""
+    with _simulations(kind, load, targets, num_processes=num_processes) as run:
+        found = []
+        for figures in run(counts):
+            found.append(figures)
+            on_fleet(figures)
+    return found
+
+
+def _next_counts(
+    most_missing: int,
+    least_meeting: float,
+    found: Collection[int],
+    max_replicas: int,
+    num_processes: int,
+) -> list[int]:
+    """Return the numbers of replicas to simulate next; empty: the least that meets the targets is known."""
+    if math.isinf(least_meeting):
+        doubled = (min(max(1, most_missing) * 2**power, max_replicas) for power in range(num_processes + 1))
+        return [number for number in dict.fromkeys(doubled) if number not in found][:num_processes]
+    between = range(most_missing + 1, int(least_meeting))
+    parts = min(num_processes, len(between))
+    return sorted({between[len(between) * (part + 1) // (parts + 1)] for part in range(parts)})
+
+
+@contextmanager
+def _simulations(
+    kind: ReplicaKind, load: PlannedLoad, targets: Sequence[FleetTarget], *, num_processes: int
+) -> Iterator[Callable[[Sequence[int]], Iterable[FleetFigures]]]:
+    """Yield a function that simulates fleets of some sizes at the same time."""
+    run = partial(_simulate, kind, load, targets)
+    if num_processes == 1:
+        yield partial(map, run)
+        return
+    ignore = (signal.SIGINT, signal.SIG_IGN)    # Ctrl-C reaches all processes, and this one ends the others
+    with ProcessPoolExecutor(
+        num_processes, mp_context=get_context("spawn"), initializer=signal.signal, initargs=ignore
+    ) as pool:
+        try:
+            yield partial(pool.map, run)
+        except KeyboardInterrupt:
+            for process in active_children():
+                process.terminate()
+            raise
+
+
+def _simulate(
+    kind: ReplicaKind, load: PlannedLoad, targets: Sequence[FleetTarget], num_replicas: int
+) -> FleetFigures:
+    started_s = time.process_time()
+    collects = gc.isenabled()
+    gc.disable()    # a simulation makes millions of objects and no cycles
+    try:
+        result = Fleet(kind, num_replicas=num_replicas).run(load.requests())
+    finally:
+        if collects:
+            gc.enable()
+    return _figures(result, targets, num_replicas=num_replicas, cpu_s=time.process_time() - started_s)
+
+
+def _figures(
+    result: FleetResult, targets: Sequence[FleetTarget], *, num_replicas: int, cpu_s: float
+) -> FleetFigures:
+    num_requests, times = max(1, result.num_requests), result.times
+    ttft_ms = {rank: times.first_s(rank) * 1e3 for rank in _ranks(targets, "ttft")}
+    itl_ms = {rank: times.gap_s(rank) * 1e3 for rank in _ranks(targets, "itl")}
+    rejected = result.num_rejected / num_requests
+    values: dict[str, Mapping[Any, float]] = {"rejected": {None: rejected}, "ttft": ttft_ms, "itl": itl_ms}
+    num_answered = result.num_requests - result.num_rejected - result.num_too_long
+    return FleetFigures(
+        num_replicas=num_replicas,
+        num_requests=result.num_requests,
+        rejected=rejected,
+        too_long=result.num_too_long / num_requests,
+        request_rate=num_answered / result.duration_s,
+        output_rate=times.num_tokens / result.duration_s,
+        utilisation=result.utilisation,
+        cached=result.cached_tokens / max(1, result.prompt_tokens),
+        num_preempted=result.num_preempted,
+        ttft_ms=ttft_ms,
+        itl_ms=itl_ms,
+        simulated_s=result.duration_s,
+        cpu_s=cpu_s,
+        # A fleet that answers nothing keeps no time.
+        missed=[
+            target.name
+            for target in targets
+            if values[target.figure][target.rank] > target.limit or not num_answered
+        ],
+    )
+
+
+def _ranks(targets: Sequence[FleetTarget], figure: str) -> list[float]:
+    """Return the percentiles of a figure that are shown, and those of the targets."""
+    wanted = (target.rank for target in targets if target.figure == figure)
+    return sorted({*_RANKS, *(rank for rank in wanted if rank is not None)})

@@ -7,10 +7,14 @@ step model says.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import cast
+
+import numpy as np
 
 from genserve.deploy.replica.replica_load import ReplicaLoad
 from genserve.generation.admission_control import AdmissionControl, QueueLimits
@@ -19,13 +23,13 @@ from genserve.generation.kv_cache_manager import KVCacheManager
 from genserve.generation.request_inbox import RequestInbox, RequestOutput
 from genserve.generation.scheduler import Scheduler, SchedulerOutput
 from genserve.generation_metrics import Metrics
-from genserve.planner.planned_request import PlannedRequest
+from genserve.planner.loads import PlannedRequest
 from genserve.planner.step_model import StepModel
-from genserve.planner.token_times import TokenTimes
 from genserve.tuning.measured_steps import EngineLimits, ServingCost, StepSize
 
 _num_computed_tokens = attrgetter("num_computed_tokens")
 _REMEMBERED_STEPS = 32      # earlier ones have no weight in the scheduler's moving averages
+_BINS = 200     # of times, per factor of e: a bin is half a percent wide
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,3 +296,56 @@ class _NoSink:
 
 
 _NO_SINK = _NoSink()
+
+
+class TokenTimes:
+    """Times to first tokens, each one, and times between tokens, in bins of half a percent."""
+
+    def __init__(self) -> None:
+        self._first_s = array("d")
+        self._gaps: Counter[int] = Counter()
+
+    def add_first(self, seconds: float) -> None:
+        """Add the time from the arrival of a request to its first token."""
+        self._first_s.append(seconds)
+
+    def add_gap(self, seconds: float, count: int) -> None:
+        """Add `count` equal times between two tokens of an answer."""
+        self._gaps[_bin(seconds)] += count
+
+    def add_gaps(self, first_s: float, last_s: float, count: int) -> None:
+        """Add `count` times between two tokens, spread evenly from the first to the last."""
+        if count == 1 or _bin(first_s) == _bin(last_s):
+            self._gaps[_bin(first_s)] += count
+            return
+        middle_s, num_lower = (first_s + last_s) / 2, count // 2
+        self.add_gaps(first_s, middle_s, num_lower)
+        self.add_gaps(middle_s, last_s, count - num_lower)
+
+    def merge(self, others: Iterable[TokenTimes]) -> None:
+        """Add the times of others."""
+        for other in others:
+            self._first_s.extend(other._first_s)
+            self._gaps.update(other._gaps)
+
+    @property
+    def num_tokens(self) -> int:
+        """All tokens."""
+        return len(self._first_s) + self._gaps.total()
+
+    def first_s(self, rank: float) -> float:
+        """Return a percentile of the times to the first token; NaN: there is none."""
+        return float(np.percentile(self._first_s, rank)) if self._first_s else math.nan
+
+    def gap_s(self, rank: float) -> float:
+        """Return a percentile of the times between tokens; NaN: there is none."""
+        if not self._gaps:
+            return math.nan
+        bins = sorted(self._gaps)
+        reached = np.cumsum([self._gaps[index] for index in bins])
+        index = int(np.searchsorted(reached, rank / 100 * reached[-1]))
+        return math.exp((bins[min(index, len(bins) - 1)] + 0.5) / _BINS)
+
+
+def _bin(seconds: float) -> int:
+    return math.floor(math.log(seconds) * _BINS)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genserve.bench.arrivals import RampUp, arrival_times
+from genserve.bench.load_plan import RampUp, arrival_times
 
 
 def times(count: int, **options) -> np.ndarray:

@@ -13,8 +13,15 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from genserve.bench.datasets import BenchPrompt, RandomLengths, random_dataset, random_prompts, read_dataset
-from genserve.bench.token_counters import local_counter, server_counter
+from genserve.bench.datasets import (
+    BenchPrompt,
+    RandomLengths,
+    local_counter,
+    random_dataset,
+    random_prompts,
+    read_dataset,
+    server_counter,
+)
 from genserve.errors import InvalidRequest, Unreachable
 from tests.bench.mock_server import MockServer
 from tests.support.live_server import LiveServer
@@ -59,7 +66,7 @@ def counter(request, mock: MockServer, tmp_path: Path):
 
 def test_random_prompts_have_exactly_the_tokens_that_are_counted(counter):
     prompts = take(4, counter=counter, prefix_len=5)
-    assert {counter.count(prompt.text) for prompt in prompts} == {12}
+    assert {counter(prompt.text) for prompt in prompts} == {12}
     assert len({tuple(prompt.text.split()[:5]) for prompt in prompts}) == 1
 
 
@@ -81,7 +88,7 @@ def test_the_servers_tokenizer_counts_without_special_tokens(tiny_server: LiveSe
         counter = server_counter(http, model="tiny")
         assert counter is not None
         text = "a name of cities"
-        assert counter.count(text) == len(tokenizer.encode(text, add_special_tokens=False).ids)
+        assert counter(text) == len(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 @pytest.mark.parametrize("form", ["llama.cpp", "tgi", "none"])
@@ -97,7 +104,7 @@ def test_tokenizers_of_other_servers(form: str):
     route = Route("/tokenize", tokenize, methods=["POST"])
     with MockServer(more=[route]) as server, httpx2.Client(base_url=server.url) as http:
         counter = server_counter(http, model="good")
-        assert counter is None if form == "none" else counter.count("a b c d") == 4
+        assert counter is None if form == "none" else counter("a b c d") == 4
 
 
 def test_a_server_that_no_longer_counts_is_an_error_with_a_remedy():
@@ -111,7 +118,7 @@ def test_a_server_that_no_longer_counts_is_an_error_with_a_remedy():
         counter = server_counter(http, model="good")
         assert counter is not None
         with pytest.raises(Unreachable, match="429") as caught:
-            counter.count("a b")
+            counter("a b")
     assert "--tokenizer" in caught.value.remedy
 
 

@@ -12,9 +12,8 @@ from genserve.generation.engine import Engine
 from genserve.generation.engine_request import TokenSequence
 from genserve.generation.logits_model import ForwardBatch
 from genserve.planner.fleet import Fleet, FleetResult
-from genserve.planner.planned_request import PlannedRequest
+from genserve.planner.loads import Lengths, PlannedRequest, SyntheticLoad
 from genserve.planner.simulated_replica import ReplicaKind
-from genserve.planner.synthetic_load import Lengths, SyntheticLoad
 from genserve.sampling.sampling_params import SamplingParams
 from genserve.tuning.measured_steps import ServingCost, StepSize
 from tests.fakes.sequences import IdText

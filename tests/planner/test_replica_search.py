@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from genserve.planner.replica_search import FleetFigures, FleetTarget, search, simulate
+from genserve.planner.loads import Lengths
+from genserve.planner.plan import FleetFigures, FleetTarget, search, simulate
 from genserve.planner.simulated_replica import ReplicaKind
-from genserve.planner.synthetic_load import Lengths
 from tests.planner.test_fleet import load
 
 BUSY = load(rate=60.0, num_requests=200)

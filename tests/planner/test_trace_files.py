@@ -7,8 +7,7 @@ import pytest
 
 from genserve.errors import InvalidRequest
 from genserve.generation.prefix_cache import block_keys
-from genserve.planner.planned_request import PlannedRequest
-from genserve.planner.trace_files import TraceLoad
+from genserve.planner.loads import PlannedRequest, TraceLoad
 
 
 def read(path: Path, text: str, **options: float) -> list[PlannedRequest]:

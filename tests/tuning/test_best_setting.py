@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genserve.tuning.best_setting import Goal, Objective, choose, eligible
-from genserve.tuning.measurement import Measurement
+from genserve.tuning.measurement import Goal, Measurement, Objective, choose, eligible
 from genserve.tuning.search_space import Setting
 
 NOW = Setting(graph="model.onnx", threads=2, batch_size=32)

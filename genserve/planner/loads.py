@@ -1,20 +1,26 @@
-"""Trace files: the requests of a recorded load, in the formats of published traces."""
+"""Loads: the requests to simulate, drawn at a rate, or read from a file in a format of published traces.
+
+Their tokens are numbers without a meaning.
+"""
 
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import orjson
 
+from genserve.bench.load_plan import arrival_times
 from genserve.errors import InvalidRequest
-from genserve.planner.planned_request import PlannedRequest
 
+_SESSION_IDS = 1 << 24      # token ids of one session
 _HASHED_TOKENS = 512        # of a prompt, for which Mooncake's traces have an id
 # Columns of CSV files: arrival, prompt tokens, new tokens.
 _COLUMNS = (
@@ -25,6 +31,130 @@ _FORMATS = (
     "JSON lines with `timestamp` (ms), `input_length` and `output_length` as Mooncake's, a CSV file of "
     "BurstGPT or of Azure's LLM traces, or a report of `genserve bench --save-detailed --output FILE.json`"
 )
+
+
+class Session(Protocol):
+    """The requests of one user, each sent some time after the answer to the one before."""
+
+    def next_turn(self, request: PlannedRequest, *, ended_s: float) -> PlannedRequest | None:
+        """Return the request after one whose answer ended at `ended_s`; None: it was the last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedRequest:
+    """When a request arrives, and its tokens.
+
+    Equal token ids mean equal tokens, so that prompts with the same beginning share blocks of the KV cache.
+    """
+
+    arrived_s: float
+    prompt: tuple[range, ...]       # token ids; the ranges follow each other
+    answer: range                   # token ids; at least one
+    session: Session | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """The length of the prompt."""
+        return sum(map(len, self.prompt))
+
+    def token_ids(self) -> list[int]:
+        """Return the token ids of the prompt."""
+        return list(chain.from_iterable(self.prompt))
+
+
+class PlannedLoad(Protocol):
+    """Requests to simulate. It is sent to other processes, so it says how to make them."""
+
+    def requests(self) -> Iterable[PlannedRequest]:
+        """Return the requests in the order of their arrival."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lengths:
+    """The distribution of a number of tokens: log-normal, at least 1."""
+
+    mean: float
+    variation: float = 0.0      # standard deviation / mean; 0: all are the same
+
+    def draw(self, rng: np.random.Generator, count: int) -> list[int]:
+        """Return `count` lengths."""
+        if not self.variation:
+            return [max(1, round(self.mean))] * count
+        variance = math.log(1 + self.variation**2)
+        drawn = rng.lognormal(math.log(self.mean) - variance / 2, math.sqrt(variance), count)
+        return [max(1, round(float(length))) for length in drawn]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyntheticLoad:
+    """Users that arrive at a rate; each has a session of some turns, at a pace of its own.
+
+    A turn's prompt is the system prompt, all earlier turns with their answers, and a new message.
+    """
+
+    num_requests: int           # of all turns together
+    rate: float                 # requests per second, of all turns together
+    burstiness: float = 1.0     # of the arrivals of sessions; 1: a Poisson process
+    input_len: Lengths          # of the message of a turn
+    output_len: Lengths
+    num_system_prompts: int = 0     # each session begins with one of these; 0: with none
+    system_len: int = 0
+    num_turns: int = 1
+    think_s: float = 0.0        # mean time from an answer to the next turn; exponentially distributed
+    seed: int = 0
+
+    def requests(self) -> Iterator[PlannedRequest]:
+        """Yield the first turns of all sessions, in the order of their arrival."""
+        rng = np.random.default_rng(self.seed)
+        count, turns = math.ceil(self.num_requests / self.num_turns), self.num_turns
+        arrivals_s = arrival_times(
+            count, rate=self.rate / self.num_turns, burstiness=self.burstiness, rng=rng
+        )
+        inputs, outputs = self.input_len.draw(rng, count * turns), self.output_len.draw(rng, count * turns)
+        thinking_s = rng.exponential(self.think_s, count * turns).tolist()
+        systems = rng.integers(max(1, self.num_system_prompts), size=count).tolist()
+        # System prompts have the ids before those of the first session.
+        first_session = -(-self.num_system_prompts * self.system_len // _SESSION_IDS)
+        for number, (arrived_s, system) in enumerate(zip(arrivals_s, systems, strict=True)):
+            places = slice(number * turns, (number + 1) * turns)
+            session = _Session(
+                lengths=list(zip(inputs[places], outputs[places], strict=True)), thinking_s=thinking_s[places]
+            )
+            first_id, num_input = (first_session + number) * _SESSION_IDS, inputs[number * turns]
+            prompt = [range(first_id, first_id + num_input)]
+            if self.num_system_prompts and self.system_len:
+                prompt.insert(0, range(system * self.system_len, (system + 1) * self.system_len))
+            end = first_id + num_input
+            yield PlannedRequest(
+                arrived_s=arrived_s,
+                prompt=tuple(prompt),
+                answer=range(end, end + outputs[number * turns]),
+                session=session if turns > 1 else None,
+            )
+
+
+class _Session:
+    """The turns of one user."""
+
+    def __init__(self, *, lengths: list[tuple[int, int]], thinking_s: list[float]) -> None:
+        self._lengths = lengths
+        self._thinking_s = thinking_s
+        self._turn = 0
+
+    def next_turn(self, request: PlannedRequest, *, ended_s: float) -> PlannedRequest | None:
+        """Return the next turn."""
+        self._turn += 1
+        if self._turn == len(self._lengths):
+            return None
+        num_input, num_output = self._lengths[self._turn]
+        *system, own = request.prompt
+        end = request.answer.stop + num_input
+        return replace(
+            request,
+            arrived_s=ended_s + self._thinking_s[self._turn],
+            prompt=(*system, range(own.start, end)),
+            answer=range(end, end + num_output),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +171,7 @@ class TraceLoad:
         Raises:
             InvalidRequest: the file cannot be read, or has another format.
         """
-        rows = sorted(_read(self.path), key=lambda row: row.arrived_s)
+        rows = sorted(_trace_rows(self.path), key=lambda row: row.arrived_s)
         if not rows:
             raise InvalidRequest(f"{self.path} has no request", field="trace", remedy=f"write {_FORMATS}")
         ids = _TokenIds(rows)
@@ -80,7 +210,7 @@ class _TokenIds:
         return (*prompt, own), answer
 
 
-def _read(path: Path) -> list[_Row]:
+def _trace_rows(path: Path) -> list[_Row]:
     try:
         match path.suffix:
             case ".csv":
@@ -121,7 +251,7 @@ def _csv_rows(path: Path, reader: csv.DictReader[str]) -> Iterator[_Row]:
     for number, row in enumerate(reader, 2):
         try:
             arrival, num_prompt, num_new = (row[column] for column in columns)
-            yield _Row(arrived_s=_seconds(arrival), num_prompt=int(num_prompt), num_new=int(num_new))
+            yield _Row(arrived_s=_arrival_s(arrival), num_prompt=int(num_prompt), num_new=int(num_new))
         except (ValueError, TypeError) as error:
             raise _malformed(path, number, error) from None
 
@@ -141,7 +271,7 @@ def _bench_rows(path: Path) -> Iterator[_Row]:
         raise _malformed(path, 1, error) from None
 
 
-def _seconds(text: str) -> float:
+def _arrival_s(text: str) -> float:
     """Return the seconds of a number, or of a date without a time zone."""
     try:
         return float(text)

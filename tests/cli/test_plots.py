@@ -5,11 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from genserve.cli.plots import check_plot, draw_settings
 from genserve.errors import RepositoryError
-from genserve.figure_file import check_plot
-from genserve.tuning.best_setting import BestSetting, Goal, Objective
-from genserve.tuning.measurement import Measurement
-from genserve.tuning.plot import draw
+from genserve.tuning.measurement import BestSetting, Goal, Measurement, Objective
 from genserve.tuning.search_space import Setting
 
 pytest.importorskip("matplotlib")
@@ -31,7 +29,8 @@ def test_a_plot_has_a_line_per_session_the_bound_and_the_choice(tmp_path: Path) 
     rows, path = measurements(), tmp_path / "tune.svg"
     check_plot(path)
     goal = Goal(objective=Objective.THROUGHPUT, max_inter_token_s=0.05)
-    draw(rows, choice=BestSetting(best=rows[2], meets_bound=True), goal=goal, title="a title", path=path)
+    choice = BestSetting(best=rows[2], meets_bound=True)
+    draw_settings(rows, choice=choice, goal=goal, title="a title", path=path)
     drawn_words = set(re.findall("<!-- (.*) -->", path.read_text(encoding="utf-8")))
     lines = {"model.onnx, threads 3", "model.onnx, threads 5", "chosen", "bound"}
     assert {"a title", *lines, "1", "2", "24", "ms between tokens, at a context of 512"} <= drawn_words
@@ -40,7 +39,7 @@ def test_a_plot_has_a_line_per_session_the_bound_and_the_choice(tmp_path: Path) 
 def test_the_suffix_is_the_format(tmp_path: Path) -> None:
     rows, path = measurements(), tmp_path / "tune.png"
     goal = Goal(objective=Objective.THROUGHPUT, max_inter_token_s=0.05)
-    draw(rows, choice=BestSetting(best=rows[2], meets_bound=True), goal=goal, title="t", path=path)
+    draw_settings(rows, choice=BestSetting(best=rows[2], meets_bound=True), goal=goal, title="t", path=path)
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
