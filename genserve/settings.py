@@ -93,9 +93,13 @@ def _compile(pattern: str) -> None:
         raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerSettings:
-    """The settings of one server; `genserve serve` fills them from flags and GENSERVE_* variables."""
+# One class per heading of `--help`. They have no slots: a class with several bases could not have their
+# fields otherwise.
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ModelSettings:
+    """The repository, how models are loaded, and the queues of text models."""
 
     model_repository: tuple[Path, ...] = _flag(
         lambda: (default_repository(),), _MODELS,
@@ -183,6 +187,12 @@ class ServerSettings:
         "or is expected to, is rejected with status 429.",
         minimum=0,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PortSettings:
+    """Addresses and ports."""
+
     host: str = _flag(
         "127.0.0.1", _PORTS,
         "Address to listen on; 0.0.0.0 lets other machines in.",
@@ -199,6 +209,19 @@ class ServerSettings:
     reuse_grpc_port: bool = _flag(False, _PORTS,
         "Share the gRPC port with other servers that set this flag; the system distributes connections.",
     )
+    allow_metrics: bool = _flag(
+        True, _PORTS, "Serve /metrics on a separate port; the HTTP port always has it."
+    )
+    metrics_host: str = _flag(
+        "", _PORTS, "Address for metrics, if it differs from --host.", "--metrics-address"
+    )
+    metrics_port: int = _port(8002)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _GrpcSettings:
+    """What connections of gRPC do."""
+
     grpc_infer_response_compression_level: Literal["none", "low", "medium", "high"] = _flag(
         "none", _GRPC,
         "Compression of responses, for clients that support it.",
@@ -230,13 +253,12 @@ class ServerSettings:
     grpc_max_connection_age_grace: int | None = _grpc(
         "grpc.max_connection_age_grace_ms", "Additional time for active calls at that age, ms."
     )
-    allow_metrics: bool = _flag(
-        True, _PORTS, "Serve /metrics on a separate port; the HTTP port always has it."
-    )
-    metrics_host: str = _flag(
-        "", _PORTS, "Address for metrics, if it differs from --host.", "--metrics-address"
-    )
-    metrics_port: int = _port(8002)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ClientSettings:
+    """What clients may send and take, and what is reported about them."""
+
     trace_config: tuple[str, ...] = _flag(
         (), _CLIENTS,
         "triton,file=PATH, level=TIMESTAMPS, level=TENSORS, rate=N, count=N or triton,log-frequency=N: "
@@ -256,55 +278,9 @@ class ServerSettings:
         2000.0, _CLIENTS, "Minimum interval over which CPU usage is measured, milliseconds.", minimum=0
     )
     server_id: str = _flag("genserve", _CLIENTS, "The server's name in the metadata of KServe.", "--id")
-    allowed_hosts: tuple[str, ...] = _flag(
-        (), _ACCESS,
-        "Accept requests for this host name, in addition to localhost and IP addresses; repeatable. "
-        "*.example.com accepts all subdomains, * every name.",
-        "--allowed-host",
-    )
-    allowed_origins: tuple[str, ...] = _flag(
-        (), _ACCESS,
-        "Allow web pages of this origin to call the server (CORS), such as https://example.com; repeatable. "
-        "* allows all.",
-        "--allowed-origin",
-    )
-    allow_unauthenticated: bool = _flag(
-        False, _ACCESS, "Allow addresses that other machines can reach without an API key."
-    )
-    allow_unauthenticated_metrics: bool = _flag(
-        False, _ACCESS, "Do not require the API key on the metrics port."
-    )
-    allow_uploaded_code: bool = _flag(
-        False, _ACCESS,
-        "Allow load calls to upload files that run as code in the server: model.py, TorchScript.",
-    )
-    api_key_file: Path | None = _flag(
-        None, _ACCESS,
-        "TOML file of named API keys and limits; requests need one of them. Read again when it changes.",
-    )
-    ssl_certfile: Path | None = _flag(
-        None, _ACCESS, "PEM file with the server's certificate; enables TLS on all ports."
-    )
-    ssl_keyfile: Path | None = _flag(
-        None, _ACCESS, "PEM file with the private key, if it is not in the same file."
-    )
-    ssl_ca_certs: Path | None = _flag(
-        None, _ACCESS,
-        "PEM file with CA certificates: clients need a certificate that one of these has signed.",
-    )
     allow_client_shm: bool = _flag(
         False, _CLIENTS,
         "Allow clients on this machine to pass tensors in shared memory; they must be trusted.",
-    )
-    http_restricted_api: tuple[str, ...] = _flag(
-        (), _ACCESS,
-        "PART,PART:HEADER=VALUE: require this header for these parts of the protocol; repeatable. "
-        "Parts: health, metadata, inference, shared-memory, model-config, model-repository, "
-        "statistics, trace, logging.",
-        is_secret=True,
-    )
-    grpc_restricted_protocol: tuple[str, ...] = _flag(
-        (), _ACCESS, "Same for gRPC, with the metadata triton-grpc-protocol-HEADER.", is_secret=True
     )
     http_header_forward_pattern: str = _flag(
         "", _CLIENTS,
@@ -350,6 +326,64 @@ class ServerSettings:
         "Seconds for active requests to end after SIGTERM, and before a model is unloaded.",
         "--drain-s", "--exit-timeout-secs", minimum=0,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _AccessSettings:
+    """Who may connect, and what they may do."""
+
+    allowed_hosts: tuple[str, ...] = _flag(
+        (), _ACCESS,
+        "Accept requests for this host name, in addition to localhost and IP addresses; repeatable. "
+        "*.example.com accepts all subdomains, * every name.",
+        "--allowed-host",
+    )
+    allowed_origins: tuple[str, ...] = _flag(
+        (), _ACCESS,
+        "Allow web pages of this origin to call the server (CORS), such as https://example.com; repeatable. "
+        "* allows all.",
+        "--allowed-origin",
+    )
+    allow_unauthenticated: bool = _flag(
+        False, _ACCESS, "Allow addresses that other machines can reach without an API key."
+    )
+    allow_unauthenticated_metrics: bool = _flag(
+        False, _ACCESS, "Do not require the API key on the metrics port."
+    )
+    allow_uploaded_code: bool = _flag(
+        False, _ACCESS,
+        "Allow load calls to upload files that run as code in the server: model.py, TorchScript.",
+    )
+    api_key_file: Path | None = _flag(
+        None, _ACCESS,
+        "TOML file of named API keys and limits; requests need one of them. Read again when it changes.",
+    )
+    ssl_certfile: Path | None = _flag(
+        None, _ACCESS, "PEM file with the server's certificate; enables TLS on all ports."
+    )
+    ssl_keyfile: Path | None = _flag(
+        None, _ACCESS, "PEM file with the private key, if it is not in the same file."
+    )
+    ssl_ca_certs: Path | None = _flag(
+        None, _ACCESS,
+        "PEM file with CA certificates: clients need a certificate that one of these has signed.",
+    )
+    http_restricted_api: tuple[str, ...] = _flag(
+        (), _ACCESS,
+        "PART,PART:HEADER=VALUE: require this header for these parts of the protocol; repeatable. "
+        "Parts: health, metadata, inference, shared-memory, model-config, model-repository, "
+        "statistics, trace, logging.",
+        is_secret=True,
+    )
+    grpc_restricted_protocol: tuple[str, ...] = _flag(
+        (), _ACCESS, "Same for gRPC, with the metadata triton-grpc-protocol-HEADER.", is_secret=True
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _LogSettings:
+    """What is logged."""
+
     log_verbose: int = _flag(
         0, _LOG,
         "1 also logs inferences, health checks, reasons of rejections, and verbose lines of models.",
@@ -360,6 +394,13 @@ class ServerSettings:
     log_error: bool = _flag(True, _LOG, "Log errors.")
     log_format: Literal["default", "ISO8601"] = _flag("default", _LOG, "ISO8601 writes times in UTC.")
     log_file: Path | None = _flag(None, _LOG, "Append the log to this file instead of stderr.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings(
+    _LogSettings, _AccessSettings, _ClientSettings, _GrpcSettings, _PortSettings, _ModelSettings
+):
+    """The settings of one server; `genserve serve` fills them from flags and GENSERVE_* variables."""
 
     # Without a flag.
     # Keys in printable ASCII, from GENSERVE_API_KEY and GENSERVE_CONTROL_KEY.

@@ -50,7 +50,7 @@ def chat(
     """
     from genserve.cli.chat.chat_session import ChatSession
     from genserve.cli.chat.conversation import Conversation
-    from genserve.cli.chat.typed_keys import held_keys
+    from genserve.cli.chat.keyboard import held_keys
     from genserve.cli.model_access import ModelSwitch, known_models, open_model
     from genserve.sampling.defaults import MAX_TOKENS, chat_sampling_params
 

@@ -70,14 +70,9 @@ def test_random_prompts_have_exactly_the_tokens_that_are_counted(counter):
     assert len({tuple(prompt.text.split()[:5]) for prompt in prompts}) == 1
 
 
-class Letters:
-    def count(self, text: str) -> int:
-        return len(text)
-
-
 @pytest.mark.parametrize("input_len", [1, 3, 50])
 def test_words_of_several_tokens_fill_the_length_as_far_as_they_fit(input_len: int):
-    for prompt in take(20, input_len=input_len, counter=Letters()):
+    for prompt in take(20, input_len=input_len, counter=len):
         words = prompt.text.split()
         assert len(words) == 1 or input_len - 3 < sum(map(len, words)) <= input_len
 
@@ -176,12 +171,11 @@ def test_sharegpt_conversations_have_the_length_of_their_answer(tmp_path: Path):
     path = tmp_path / "sharegpt.json"
     assert read(path, json.dumps(conversations)) == [BenchPrompt(text=turns[0], max_tokens=9)]
 
-    class Words:
-        def count(self, text: str) -> int:
-            return len(text.split())
+    def num_words(text: str) -> int:
+        return len(text.split())
 
-    assert [prompt.max_tokens for prompt in read_dataset(path, output_len=None, counter=Words())] == [6]
-    assert [prompt.max_tokens for prompt in read_dataset(path, output_len=2, counter=Words())] == [2]
+    assert [prompt.max_tokens for prompt in read_dataset(path, output_len=None, counter=num_words)] == [6]
+    assert [prompt.max_tokens for prompt in read_dataset(path, output_len=2, counter=num_words)] == [2]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 
 from prompt_toolkit.application import Application
 from prompt_toolkit.formatted_text import StyleAndTextTuples
@@ -12,9 +14,8 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.layout import Dimension, FormattedTextControl, HSplit, Layout, Window
 
 from genserve.cli.chat.conversation import Conversation
-from genserve.cli.chat.token_texts import TokenTexts
 from genserve.cli.console import visible
-from genserve.cli.model_access import OpenedModel
+from genserve.cli.model_access import OpenedModel, TextGenerator
 from genserve.completion import TokenLogprob
 from genserve.errors import InvalidRequest
 from genserve.prompt import Chat
@@ -22,6 +23,7 @@ from genserve.prompt import Chat
 _NUM_ALTERNATIVES = 8
 _SURE = 0.5     # the probability from which a token needs no look
 _BAR_COLUMNS = 20
+_NUM_THREADS = 16   # a model on a server is asked for each text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,3 +198,29 @@ def beginning_text(model: OpenedModel, token_ids: Sequence[int]) -> tuple[str, b
     if text.endswith("\ufffd"):
         raise InvalidRequest("this token is a part of a character", remedy="choose the tokens before it")
     return text, not model.text_model.detokenize(token_ids[-1:], skip_special_tokens=True)
+
+
+class TokenTexts:
+    """The texts of the tokens of one model."""
+
+    def __init__(self, model: TextGenerator) -> None:
+        self._decode = cache(model.detokenize)
+
+    def after(self, previous: int | None, token_id: int) -> str:
+        """Return what a token adds after another one; None: at the beginning of a text.
+
+        A token that is a part of a character adds U+FFFD.
+        """
+        if previous is None:
+            return self._decode((token_id,))
+        before, both = self._decode((previous,)), self._decode((previous, token_id))
+        return both[len(before) :] if both.startswith(before) else self._decode((token_id,))
+
+    def all_after(self, pairs: Sequence[tuple[int | None, int]]) -> list[str]:
+        """Return the results of `after`."""
+        with ThreadPoolExecutor(_NUM_THREADS) as threads:
+            return list(threads.map(lambda pair: self.after(*pair), pairs))
+
+    def of(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the texts of the tokens of one text."""
+        return self.all_after(list(zip([None, *token_ids], token_ids, strict=False)))

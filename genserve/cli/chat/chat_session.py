@@ -14,8 +14,8 @@ from rich.console import Console, ConsoleDimensions
 from rich.text import Text
 
 from genserve.cli.chat.conversation import Conversation, Exchange
+from genserve.cli.chat.keyboard import held_keys
 from genserve.cli.chat.markdown_stream import answer_display
-from genserve.cli.chat.typed_keys import held_keys
 from genserve.cli.console import make_console, visible
 from genserve.cli.model_access import ModelSwitch, OpenedModel
 from genserve.completion import FinishReason, Stream, Usage

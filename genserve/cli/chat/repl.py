@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.buffer import Buffer
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
+from prompt_toolkit.document import Document
 from prompt_toolkit.enums import DEFAULT_BUFFER
 from prompt_toolkit.filters import Condition, has_focus
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
 from genserve.cli.chat.chat_session import ChatSession, defect
-from genserve.cli.chat.editor import edited
-from genserve.cli.chat.slash_commands import run_slash
-from genserve.cli.chat.slash_completer import SlashCompleter
-from genserve.cli.chat.typed_keys import held_keys
+from genserve.cli.chat.keyboard import edited, held_keys
+from genserve.cli.chat.slash_commands import COMMANDS, run_slash
 from genserve.errors import ContextLengthExceeded, GenserveError
+from genserve.sampling.sampling_options import SamplingOptions
+from genserve.sampling.sampling_params import SamplingParams
 
 _BLOCK = '"""'
 
@@ -160,3 +165,75 @@ class _LenientHistory(FileHistory):
     def store_string(self, string: str) -> None:
         with suppress(OSError):
             super().store_string(string)
+
+
+class SlashCompleter(Completer):
+    """Completes lines of a chat that begin with /."""
+
+    def __init__(self, session: ChatSession) -> None:
+        self._session = session
+        self._files = PathCompleter(expanduser=True)
+
+    def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
+        """Return what the text before the cursor may go on with."""
+        typed = document.text_before_cursor
+        if not typed.startswith("/") or "\n" in typed:
+            return
+        name, space, argument = typed.partition(" ")
+        if not space:
+            for command, described in COMMANDS.items():
+                if command.startswith(typed):
+                    yield Completion(command, start_position=-len(typed), display_meta=described.summary)
+        elif name in COMMANDS:
+            kind = COMMANDS[name].argument
+            if kind == "file":
+                yield from self._files.get_completions(Document(argument), complete_event)
+            elif kind is not None:
+                words = _WORDS[kind](self._session, argument)
+                begun = argument.rpartition(" ")[2]
+                fitting = (word for word in words if word.startswith(begun))
+                yield from (Completion(word, start_position=-len(begun)) for word in fitting)
+
+
+def _parameters(session: ChatSession, argument: str) -> Iterator[str]:
+    name, space, value = argument.partition(" ")
+    if not space:
+        yield from SamplingOptions.__annotations__
+    elif " " not in value and name in SamplingOptions.__annotations__:
+        yield from _values(session, name)
+
+
+def _values(session: ChatSession, name: str) -> Iterator[str]:
+    """Yield the values of a parameter with few of them, the present one and the default."""
+    kind = get_type_hints(SamplingOptions)[name]
+    kinds = {kind, *get_args(kind)}
+    known: list[Any] = [field.default for field in fields(SamplingParams) if field.name == name]
+    known.insert(0, session.options.get(name))
+    known += [value for literal in kinds if get_origin(literal) is Literal for value in get_args(literal)]
+    known += [True, False] if bool in kinds else []
+    seen = []
+    for value in known:
+        if isinstance(value, (str, bool, int, float)) and value not in seen:
+            seen.append(value)
+            yield value if isinstance(value, str) else json.dumps(value)
+    if type(None) in kinds:
+        yield "none"
+
+
+def _models(session: ChatSession, argument: str) -> Iterator[str]:
+    if " " not in argument:
+        try:
+            yield from session.models.names()
+        except GenserveError:   # the server is not there; the command will say so
+            return
+
+
+def _switch(_session: ChatSession, _argument: str) -> Iterator[str]:
+    yield from ("on", "off")
+
+
+_WORDS: dict[str, Callable[[ChatSession, str], Iterator[str]]] = {
+    "parameter": _parameters,
+    "model": _models,
+    "switch": _switch,
+}

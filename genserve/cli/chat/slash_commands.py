@@ -13,11 +13,17 @@ from typing import Literal, cast
 from rich.table import Column, Table
 from rich.text import Text
 
+from genserve.cli.chat.alternatives import (
+    TokenPicker,
+    TokenTexts,
+    beginning_text,
+    pick_alternative,
+    score_last_answer,
+)
 from genserve.cli.chat.chat_session import ChatSession
 from genserve.cli.chat.conversation import read_conversation, save_conversation
-from genserve.cli.chat.editor import edited
+from genserve.cli.chat.keyboard import edited
 from genserve.cli.chat.side_by_side import compare
-from genserve.cli.chat.token_texts import TokenTexts
 from genserve.cli.console import visible
 from genserve.cli.flags import read_value
 from genserve.errors import closest
@@ -198,13 +204,6 @@ def _tokens(session: ChatSession, argument: str) -> None:
 
 
 def _alternatives(session: ChatSession, _argument: str) -> None:
-    from genserve.cli.chat.alternatives import (  # an application, which most chats do not need
-        TokenPicker,
-        beginning_text,
-        pick_alternative,
-        score_last_answer,
-    )
-
     answer = score_last_answer(session.model, session.conversation)
     picker = TokenPicker(answer, TokenTexts(session.model.text_model))
     if pick_alternative(picker):

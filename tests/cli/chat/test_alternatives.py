@@ -8,11 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from genserve.cli.chat.alternatives import ScoredAnswer, TokenPicker, beginning_text, score_last_answer
+from genserve.cli.chat.alternatives import (
+    ScoredAnswer,
+    TokenPicker,
+    TokenTexts,
+    beginning_text,
+    score_last_answer,
+)
 from genserve.cli.chat.chat_session import ChatSession
 from genserve.cli.chat.conversation import Conversation, Exchange
 from genserve.cli.chat.slash_commands import run_slash
-from genserve.cli.chat.token_texts import TokenTexts
 from genserve.cli.model_access import ModelSwitch, OpenedModel, open_model
 from genserve.completion import TokenLogprob
 from genserve.errors import InvalidRequest

@@ -9,8 +9,8 @@ from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
 
 from genserve.cli.chat.chat_session import ChatSession
+from genserve.cli.chat.repl import SlashCompleter
 from genserve.cli.chat.slash_commands import COMMANDS, run_slash
-from genserve.cli.chat.slash_completer import SlashCompleter
 from genserve.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from genserve.sampling.sampling_options import SamplingOptions
 from tests.cli.fake_model import FakeModel, chat_with
