@@ -34,8 +34,7 @@ from servers import genserve_server
 from genserve.bench.answers import LoadResult
 from genserve.bench.datasets import RandomLengths, random_dataset, server_counter
 from genserve.bench.dialects import DIALECTS, Requested
-from genserve.bench.endpoint import Target
-from genserve.bench.load_loop import Load, run_load
+from genserve.bench.load_generator import Load, Target, run_load
 from genserve.bench.load_plan import arrival_times
 from genserve.bench.summary import inter_token_latencies_s
 from genserve.planner.fleet import Fleet, FleetResult

@@ -16,7 +16,7 @@ Event = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requested:
-    """What all requests of a load ask for."""
+    """The parameters that all requests of a load share."""
 
     model: str
     temperature: float
@@ -25,7 +25,7 @@ class Requested:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """What one event of an answer says."""
+    """The content of one event of an answer."""
 
     has_text: bool
     prompt_tokens: int | None = None    # counts of the whole answer so far; None: the event has none

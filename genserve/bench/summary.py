@@ -20,8 +20,6 @@ TIME_LABELS = MappingProxyType(
         "e2el": "whole answer (E2EL)",
     }
 )
-# The times that a goodput may limit.
-GOODPUT_NAMES = ("ttft", "tpot", "e2el")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +101,7 @@ def summarise(
     Args:
         result: its answers.
         ranks: the percentiles to compute, from 0 to 100.
-        limits_ms: the longest times of a request that counts for the goodput, by a name of `GOODPUT_NAMES`.
+        limits_ms: the longest times of a request that counts for the goodput: "ttft", "tpot", "e2el".
     """
     complete, unfinished = result.complete(), result.unfinished()
     duration_s = max(result.elapsed_s, 1e-9)

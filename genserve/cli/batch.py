@@ -54,7 +54,7 @@ class Batch:
 
 @dataclass(slots=True)
 class BatchResult:
-    """What a batch has done so far."""
+    """The progress of a batch."""
 
     num_answers: int = 0
     num_failed: int = 0
@@ -114,7 +114,7 @@ def run_batch(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Server:
-    """Whom the lines are sent to."""
+    """The server that answers the lines."""
 
     connection: Connection
     model: str                  # of lines that name none

@@ -1,6 +1,6 @@
 """Batch files: the requests and the answers of a batch as JSON lines.
 
-A request is `{"prompt": ...}` or `{"messages": [...]}` with sampling parameters beside it, or a line of
+A request is `{"prompt": ...}` or `{"messages": [...]}` with sampling parameters, or a line of
 OpenAI's batches: `{"custom_id": ..., "method": "POST", "url": "/v1/...", "body": {...}}`. Each answer has the
 id of its request, by default the number of its line.
 """

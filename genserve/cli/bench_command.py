@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import httpx2
 
     from genserve.bench.datasets import BenchPrompt, TokenCounter
-    from genserve.bench.endpoint import Target
+    from genserve.bench.load_generator import Target
 
 _LIST_TIMEOUT_S = 30.0
 
@@ -31,7 +31,7 @@ def bench(flags: BenchFlags) -> None:
     Each concurrency and request rate is a load of its own. On the server's machine, the client competes with
     it for the cores. Ctrl-C ends the measurement and shows the results so far.
     """
-    from genserve.bench.load_loop import Load
+    from genserve.bench.load_generator import Load
     from genserve.bench.load_plan import make_plans
     from genserve.cli.bench_report import Report, run_plans, warm_up
     from genserve.cli.plots import check_folder, check_plot
@@ -81,7 +81,7 @@ def _target_and_prompts(flags: BenchFlags, *, seed: int) -> tuple[Target, Iterat
     import httpx2
 
     from genserve.bench.dialects import DIALECTS, Requested
-    from genserve.bench.endpoint import Target, tls_context
+    from genserve.bench.load_generator import Target, tls_context
 
     base_url, headers, extra_body = flags.base_url(), flags.headers(), flags.body_fields()
     tls = tls_context(base_url, ca=flags.ca, insecure=flags.insecure)

@@ -16,8 +16,7 @@ from rich.table import Table
 
 from genserve.bench.answers import LoadResult
 from genserve.bench.datasets import BenchPrompt
-from genserve.bench.endpoint import Target
-from genserve.bench.load_loop import Load, run_load
+from genserve.bench.load_generator import Load, Target, run_load
 from genserve.bench.load_plan import LoadPlan
 from genserve.bench.summary import TIME_LABELS, Distribution, Summary, inter_token_latencies_s, summarise
 from genserve.cli.console import make_console, print_json, print_table

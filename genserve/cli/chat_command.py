@@ -82,7 +82,7 @@ def chat(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatArguments:
-    """What the arguments of a command line mean."""
+    """The meaning of the arguments of a command line."""
 
     model: str | None       # None: the default one
     question: str | None    # None: none was given

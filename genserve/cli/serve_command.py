@@ -21,7 +21,8 @@ from genserve.settings import Flag, ServerSettings
 from genserve.store import default_repository
 
 if TYPE_CHECKING:
-    from genserve.server import ServerInfo, VersionInfo
+    from genserve.repository.model_versions import IndexEntry
+    from genserve.server import ServerInfo
 
 
 logger = logging.getLogger(__name__)
@@ -178,7 +179,7 @@ def _print_banner(server: ServerInfo) -> None:
         _print_first_steps(server)
 
 
-def _print_table(versions: tuple[VersionInfo, ...]) -> None:
+def _print_table(versions: tuple[IndexEntry, ...]) -> None:
     from rich.table import Table
 
     from genserve.cli.console import make_console, visible

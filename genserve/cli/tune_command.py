@@ -124,7 +124,7 @@ def tune(flags: _TuneFlags) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tuning:
-    """What was measured, and for which goal."""
+    """The measurements of one run, and their goal."""
 
     name: str
     goal: Goal

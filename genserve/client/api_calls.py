@@ -21,7 +21,7 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCard:
-    """What a server says about one of its models."""
+    """A model, as its server describes it."""
 
     max_length: int | None      # the context length in tokens; None: servers of others may not say
     default_sampling_params: SamplingOptions    # that the model recommends

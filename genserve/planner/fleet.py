@@ -20,7 +20,7 @@ _STATISTICS_S = 1.0     # how often the router of a deployment hears of its repl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetResult:
-    """What became of a load."""
+    """The outcome of a load."""
 
     duration_s: float           # from the first arrival to the last end
     num_requests: int

@@ -37,7 +37,7 @@ class FleetTarget:
 
     @property
     def name(self) -> str:
-        """Such as `ttft_p99`."""
+        """The name, such as `ttft_p99`."""
         return self.figure if self.rank is None else f"{self.figure}_p{self.rank:g}"
 
 
@@ -87,7 +87,7 @@ class KindPlan:
 
     @property
     def cost(self) -> float | None:
-        """What that fleet costs per hour; None: it is not known, or there is none."""
+        """The cost of that fleet per hour; None: it is not known, or there is none."""
         if self.smallest is None or self.cost_per_hour is None:
             return None
         return self.smallest.num_replicas * self.cost_per_hour

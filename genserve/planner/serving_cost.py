@@ -20,8 +20,7 @@ import httpx2
 from genserve.bench.answers import Answer, LoadResult
 from genserve.bench.datasets import RandomLengths, random_dataset, server_counter
 from genserve.bench.dialects import DIALECTS, Requested
-from genserve.bench.endpoint import Target
-from genserve.bench.load_loop import Load, run_load
+from genserve.bench.load_generator import Load, Target, run_load
 from genserve.config.edit import ConfigChange, change_text
 from genserve.errors import Unreachable
 from genserve.planner.step_model import StepModel

@@ -34,7 +34,7 @@ _BINS = 200     # of times, per factor of e: a bin is half a percent wide
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaKind:
-    """What all replicas of a fleet have in common."""
+    """The properties that all replicas of a fleet share."""
 
     limits: EngineLimits
     step_model: StepModel
@@ -118,7 +118,7 @@ class SimulatedReplica(RequestInbox):
 
     @property
     def load(self) -> ReplicaLoad:
-        """What the router reads."""
+        """The load, as the router reads it."""
         waiting = len(self._waiting)
         return ReplicaLoad(
             running=self.num_accepted - waiting,

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from genserve.server.api_server import ModelInfo, ServerInfo, VersionInfo, serve
+from genserve.server.api_server import ModelInfo, ServerInfo, serve
 
-__all__ = ["ModelInfo", "ServerInfo", "VersionInfo", "serve"]
+__all__ = ["ModelInfo", "ServerInfo", "serve"]

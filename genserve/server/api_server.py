@@ -22,6 +22,7 @@ import uvicorn
 from genserve.errors import GenserveError, RepositoryError
 from genserve.generation.engine_thread import EngineThread
 from genserve.generation_metrics import Metrics
+from genserve.repository.model_versions import IndexEntry
 from genserve.repository.repository import Repository
 from genserve.server.access_control import AccessControl, address_of, require_safe_addresses
 from genserve.server.app import create_app
@@ -72,16 +73,6 @@ class ModelInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VersionInfo:
-    """One version of any model; a line of the repository's index."""
-
-    name: str
-    version: int | None         # None: never loaded
-    state: str                  # "READY", "UNAVAILABLE" ...
-    reason: str                 # of an unavailable one
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerInfo:
     """A server that is ready, for the user who started it."""
 
@@ -89,7 +80,7 @@ class ServerInfo:
     grpc_address: str = ""                  # host and port; empty: no gRPC
     metrics_url: str = ""                   # empty: metrics are only on the HTTP port
     models: tuple[ModelInfo, ...]           # those that generate text
-    versions: tuple[VersionInfo, ...] = ()
+    versions: tuple[IndexEntry, ...] = ()
     errors: tuple[GenserveError, ...]       # of models that could not be loaded
 
     def with_models(self, repository: Repository) -> Self:
@@ -104,11 +95,8 @@ class ServerInfo:
             )
             for model in repository.text_models
         )
-        versions = tuple(
-            VersionInfo(name=line.name, version=line.version, state=line.state or "", reason=line.reason)
-            for line in repository.index()
-        )
-        return replace(self, models=models, versions=versions, errors=tuple(repository.errors.values()))
+        versions, errors = tuple(repository.index()), tuple(repository.errors.values())
+        return replace(self, models=models, versions=versions, errors=errors)
 
 
 def serve(

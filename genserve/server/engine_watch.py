@@ -30,7 +30,7 @@ _COMPUTING_SHARE = 0.02
 
 @dataclass(slots=True)
 class _Sample:
-    """What was seen of an engine, and for how many checks it has not changed."""
+    """The last state of an engine, and the number of checks since it has changed."""
 
     turns: int
     cpu_s: float | None

@@ -62,7 +62,7 @@ _CHECKED = frozenset({b"expect", b"host", b"transfer-encoding"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
-    """What a client may take of a server.
+    """The limits of the connections of clients.
 
     Attributes:
         max_connections: that are open at the same time.
@@ -174,7 +174,8 @@ class HttpProtocol(HttpToolsProtocol):
         """Take a part of the target; raises UriTooLong."""
         self.url += url
         if len(self.url) > MAX_URI_BYTES:
-            raise _uri_too_long()
+            message = f"the URI is longer than {MAX_URI_BYTES} bytes"
+            raise UriTooLong(message, remedy="send parameters in the body")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Take a header field; raises MalformedRequest. A trailer comes after the request was admitted."""
@@ -231,7 +232,8 @@ class HttpProtocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         """Take a part of the body; raises BodyTooLarge."""
         if self._num_chunks > MAX_CHUNKS:
-            raise _too_many_chunks()
+            message = f"the body has more than {MAX_CHUNKS} chunks"
+            raise BodyTooLarge(message, remedy="send larger chunks, or Content-Length")
         self.body_bytes += len(body)
         cycle = self.cycle
         if not cycle.response_complete:
@@ -466,14 +468,4 @@ def _head_too_large() -> HeadTooLarge:
     return HeadTooLarge(
         f"the head of the request has more than {MAX_HEADERS} fields, or more than {MAX_HEAD_BYTES} bytes",
         remedy="send fewer or shorter header fields",
-    )
-
-
-def _uri_too_long() -> UriTooLong:
-    return UriTooLong(f"the URI is longer than {MAX_URI_BYTES} bytes", remedy="send parameters in the body")
-
-
-def _too_many_chunks() -> BodyTooLarge:
-    return BodyTooLarge(
-        f"the body has more than {MAX_CHUNKS} chunks", remedy="send larger chunks, or Content-Length"
     )

@@ -46,7 +46,7 @@ class KeyLimits:
 
 
 class KeyUsage:
-    """What the requests of one key have used. For the event loop.
+    """The requests and tokens that one key has used. For the event loop.
 
     Requests and tokens per minute are allowances: up to a minute's worth can be used at once, and what was
     used comes back evenly. A request is admitted while tokens are left; those that it uses beyond them are a

@@ -48,7 +48,7 @@ class StoredResponse:
 
     @property
     def num_bytes(self) -> int:
-        """What the response counts towards the limit."""
+        """The size that counts towards the limit, bytes."""
         overhead = _OVERHEAD_BYTES + _ID_BYTES * len(self.item_ids)
         return len(self.body) + len(self.inputs) + overhead
 

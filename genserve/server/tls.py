@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Contents:
-    """What the files had when they were read together."""
+    """The contents of the files, read together."""
 
     certificate: bytes
     key: bytes

@@ -115,7 +115,7 @@ class _StepBench:
             self._drop(sequences)
 
     def _room(self, context: int) -> int:
-        """Return how many sequences fit beside the first one and a prompt."""
+        """Return the number of sequences that fit in addition to the first one and a prompt."""
         num_blocks = self._kv.num_free_blocks - self._kv.num_blocks_for(
             context + self.limits.max_num_batched_tokens
         )

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSize:
-    """What determines how long a step takes."""
+    """The quantities that determine the duration of a step."""
 
     decodes: int            # sequences with one token
     context_tokens: int     # cached tokens of these, together
@@ -35,7 +35,7 @@ class MeasuredStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
-    """What an engine has room for."""
+    """The capacity of an engine."""
 
     max_num_seqs: int               # sequences of a step
     max_num_batched_tokens: int     # tokens of a step
@@ -46,7 +46,7 @@ class EngineLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingCost:
-    """What a server adds to the steps of its engine: HTTP, templates, tokenizing and sending."""
+    """The time that a server adds to the steps of its engine: HTTP, templates, tokenizing and sending."""
 
     request_s: float = 0.0      # from the arrival of a request to the engine's queue
     busy_s: float = 0.0         # by which the arrival of a request lengthens the steps of the others

@@ -22,7 +22,7 @@ _NUM_STEPS = 3      # per sample, after a warmup step that binds buffers and all
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Some consecutive steps of one setting."""
+    """Consecutive steps of one setting, timed."""
 
     setting: Setting
     context: int                    # tokens in the KV cache of each sequence

@@ -11,8 +11,7 @@ import pytest
 from genserve.bench.answers import LoadResult
 from genserve.bench.datasets import BenchPrompt, read_dataset
 from genserve.bench.dialects import DIALECTS, Requested
-from genserve.bench.endpoint import Target
-from genserve.bench.load_loop import Load, run_load
+from genserve.bench.load_generator import Load, Target, run_load
 from tests.support.live_server import LiveServer
 
 PROMPT = BenchPrompt(text="people of the world", max_tokens=12)

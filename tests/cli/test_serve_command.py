@@ -10,7 +10,8 @@ from genserve.cli.main import COMMANDS, app
 from genserve.cli.serve_command import print_startup_banner
 from genserve.cli.tritonserver_flags import REJECTED_FLAGS
 from genserve.errors import GenserveError, RepositoryError
-from genserve.server import ModelInfo, ServerInfo, VersionInfo
+from genserve.repository.model_versions import IndexEntry, ModelState
+from genserve.server import ModelInfo, ServerInfo
 from genserve.settings import ServerSettings
 from tests.cli.test_model_access import add_model
 
@@ -215,8 +216,8 @@ def test_the_banner_has_the_models_the_url_and_a_curl_command(capsys: pytest.Cap
 
 def test_the_banner_lists_every_version_and_the_ports(capsys: pytest.CaptureFixture[str]) -> None:
     versions = (
-        VersionInfo(name="m", version=1, state="READY", reason=""),
-        VersionInfo(name="x", version=2, state="UNAVAILABLE", reason="no weights"),
+        IndexEntry(name="m", version=1, state=ModelState.READY, reason=""),
+        IndexEntry(name="x", version=2, state=ModelState.UNAVAILABLE, reason="no weights"),
     )
     print_startup_banner(
         ServerInfo(

@@ -26,7 +26,7 @@ class Line(NamedTuple):
 
 @dataclass(slots=True)
 class _Painted:
-    """What is on the terminal; the cursor is at the end of the last line."""
+    """The lines on the terminal; the cursor is at the end of the last one."""
 
     lines: list[Line]
     num_scrolled: int   # lines above the screen, which nothing can change

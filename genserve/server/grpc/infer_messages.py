@@ -93,7 +93,9 @@ def read_request(
     Raises:
         InferenceError: the request contradicts itself. `submit` validates it against the model's config.
     """
-    parameters = _read_parameters(message.parameters)
+    custom: dict[str, Parameter] = {}
+    fields = _read_parameters(message.parameters, custom)
+    empty_final_response = fields.pop("empty_final_response", False)
     requested: dict[str, None] = {}
     for output in message.outputs:
         if model.config.output(output.name) is None:
@@ -113,11 +115,8 @@ def read_request(
         id=message.id,
         inputs=inputs,
         requested_outputs=tuple(requested),
-        parameters={**parameters.custom, **headers} if headers else parameters.custom,
-        correlation_id=parameters.correlation_id,
-        flags=parameters.flags,
-        priority=parameters.priority,
-        timeout_us=parameters.timeout_us,
+        parameters={**custom, **headers} if headers else custom,
+        **fields,
     )
     return GrpcRequest(
         inference=request,
@@ -128,43 +127,29 @@ def read_request(
             for output in message.outputs
             if output.parameters
         },
-        empty_final_response=parameters.empty_final_response,
+        empty_final_response=empty_final_response,
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _RequestParameters:
-    """The parsed parameters of a request; `custom` are those that the model receives."""
-
-    custom: Mapping[str, Parameter]
-    correlation_id: int | str = 0
-    flags: RequestFlags = RequestFlags.NONE
-    priority: int = 0
-    timeout_us: int = 0
-    empty_final_response: bool = False
-
-
-def _read_parameters(messages: Mapping[str, Any]) -> _RequestParameters:
-    """Parse `ModelInferRequest.parameters`: names to `InferParameter`.
+def _read_parameters(messages: Mapping[str, Any], custom: dict[str, Parameter]) -> dict[str, Any]:
+    """Return the request fields that parameters set; add all other parameters to `custom`.
 
     Raises:
         InferenceError: a value has the wrong type, or a name is reserved.
     """
-    custom: dict[str, Parameter] = {}
-    known: dict[str, Any] = {}
-    flags = RequestFlags.NONE
+    fields: dict[str, Any] = {"flags": RequestFlags.NONE}
     for name, message in messages.items():
         if name == "sequence_id":
-            correlation_id = _typed(message, "int64_param", "string_param", what=f"'{name}' parameter")
-            known["correlation_id"] = _unsigned(correlation_id)
+            given = _typed(message, "int64_param", "string_param", what=f"'{name}' parameter")
+            fields["correlation_id"] = _unsigned(given)
         elif name in _FLAGS:
-            flags |= _FLAGS[name] * _typed(message, "bool_param", what=f"'{name}' parameter")
+            fields["flags"] |= _FLAGS[name] * _typed(message, "bool_param", what=f"'{name}' parameter")
         elif name == "priority":
-            known["priority"] = _priority(message)
+            fields["priority"] = _priority(message)
         elif name == "timeout":
-            known["timeout_us"] = _unsigned(_typed(message, "int64_param", what=f"'{name}' parameter"))
+            fields["timeout_us"] = _unsigned(_typed(message, "int64_param", what=f"'{name}' parameter"))
         elif name == _EMPTY_FINAL:
-            known["empty_final_response"] = _typed(message, "bool_param", what=f"'{name}' parameter")
+            fields["empty_final_response"] = _typed(message, "bool_param", what=f"'{name}' parameter")
         elif name.startswith("triton_"):
             raise InferenceError(
                 "parameter keys starting with 'triton_' are reserved for Triton usage. "
@@ -172,7 +157,7 @@ def _read_parameters(messages: Mapping[str, Any]) -> _RequestParameters:
             )
         else:
             custom[name] = _custom(name, message)
-    return _RequestParameters(custom=custom, flags=flags, **known)
+    return fields
 
 
 def _read_classification(messages: Mapping[str, Any]) -> int:

@@ -16,8 +16,7 @@ import trustme
 from genserve.bench.answers import LoadResult
 from genserve.bench.datasets import BenchPrompt
 from genserve.bench.dialects import DIALECTS, Requested
-from genserve.bench.endpoint import Target, tls_context
-from genserve.bench.load_loop import Load, run_load
+from genserve.bench.load_generator import Load, Target, run_load, tls_context
 from genserve.errors import InvalidRequest
 from tests.bench.mock_server import KEY, NUM_TOKENS, MockServer
 from tests.support.live_server import wait_until
