@@ -174,8 +174,7 @@ class HttpProtocol(HttpToolsProtocol):
         """Take a part of the target; raises UriTooLong."""
         self.url += url
         if len(self.url) > MAX_URI_BYTES:
-            message = f"the URI is longer than {MAX_URI_BYTES} bytes"
-            raise UriTooLong(message, remedy="send parameters in the body")
+            raise _uri_too_long()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Take a header field; raises MalformedRequest. A trailer comes after the request was admitted."""
@@ -232,8 +231,7 @@ class HttpProtocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         """Take a part of the body; raises BodyTooLarge."""
         if self._num_chunks > MAX_CHUNKS:
-            message = f"the body has more than {MAX_CHUNKS} chunks"
-            raise BodyTooLarge(message, remedy="send larger chunks, or Content-Length")
+            raise _too_many_chunks()
         self.body_bytes += len(body)
         cycle = self.cycle
         if not cycle.response_complete:
@@ -468,4 +466,14 @@ def _head_too_large() -> HeadTooLarge:
     return HeadTooLarge(
         f"the head of the request has more than {MAX_HEADERS} fields, or more than {MAX_HEAD_BYTES} bytes",
         remedy="send fewer or shorter header fields",
+    )
+
+
+def _uri_too_long() -> UriTooLong:
+    return UriTooLong(f"the URI is longer than {MAX_URI_BYTES} bytes", remedy="send parameters in the body")
+
+
+def _too_many_chunks() -> BodyTooLarge:
+    return BodyTooLarge(
+        f"the body has more than {MAX_CHUNKS} chunks", remedy="send larger chunks, or Content-Length"
     )
