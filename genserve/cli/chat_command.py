@@ -12,15 +12,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from genserve.cli.completion_command import model_names
-from genserve.cli.flags import (
-    ChatTemperature,
-    MaxTokens,
-    ModelRepository,
-    Seed,
-    Set,
-    Url,
-    with_assignments,
-)
+from genserve.cli.flags import MaxTokens, ModelRepository, Seed, Set, Url, sampling_option, with_assignments
 from genserve.errors import InvalidRequest, ModelNotFound, closest
 from genserve.sampling.sampling_options import SamplingOptions
 
@@ -39,7 +31,13 @@ def chat(
     model_repository: ModelRepository = None,
     url: Url = None,
     system: Annotated[str | None, typer.Option(envvar="GENSERVE_SYSTEM", help="The system prompt.")] = None,
-    temperature: ChatTemperature = None,
+    temperature: Annotated[
+        float | None,
+        sampling_option(
+            envvar="GENSERVE_TEMPERATURE",
+            help="0: always the likeliest token. Default: what the model recommends, or else 0.5.",
+        ),
+    ] = None,
     max_tokens: MaxTokens = None,
     seed: Seed = None,
     set_: Set = [],  # noqa: B006  # typer copies it

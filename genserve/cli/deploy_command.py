@@ -5,100 +5,91 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from genserve.cli.completion_command import model_names
-from genserve.cli.flags import ModelRepositories
+from genserve.cli.flags import ModelRepositories, takes_flags
 from genserve.errors import GenserveError
 
-if TYPE_CHECKING:
-    from genserve.deploy.ray.deploy_config import Scale, ServeEndpoint
-
-_MODELS, _CLUSTER = "Models", "Cluster"
-
-Target = Annotated[Literal["ray"], typer.Argument(help="Where to deploy: ray is a cluster of Ray Serve.")]
-Models = Annotated[
-    list[str] | None,
-    typer.Argument(
-        help="Models to deploy: of the repository, smollm2, or ORG/NAME. Default: all there that are no part "
-        "of another one.",
-        autocompletion=model_names,
-        show_default=False,
-    ),
-]
-Config = Annotated[
-    Path | None,
-    typer.Option(
-        help="Deploy this file, which --dry-run has printed and you may have edited, instead of the models, "
-        "replicas and ports of the flags.",
-        rich_help_panel=_MODELS,
-    ),
-]
-Name = Annotated[str, typer.Option(help="Name of the application in the cluster.", rich_help_panel=_CLUSTER)]
-RoutePrefix = Annotated[
-    str,
-    typer.Option(
-        help="Prefix of its paths, such as /mine; each application of a cluster has another one.",
-        rich_help_panel=_CLUSTER,
-    ),
-]
-MinReplicas = Annotated[
-    int, typer.Option(min=1, help="Least replicas of each generation model.", rich_help_panel=_MODELS)
-]
-MaxReplicas = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="Most replicas of each generation model, which follow its load. Default: the least.",
-        rich_help_panel=_MODELS,
-        show_default=False,
-    ),
-]
-Address = Annotated[
-    str | None,
-    typer.Option(
-        envvar="RAY_DASHBOARD_ADDRESS",
-        help="Ray dashboard of a cluster, such as http://127.0.0.1:8265. Default: a cluster of this machine "
-        "that ends with the command.",
-        rich_help_panel=_CLUSTER,
-    ),
-]
-Host = Annotated[
-    str,
-    typer.Option(
-        help="Address to listen on, on every machine; 0.0.0.0 lets others in. Fixed while Serve runs.",
-        rich_help_panel=_CLUSTER,
-    ),
-]
-Port = Annotated[
-    int,
-    typer.Option(
-        min=1, max=65535, help="Port to listen on; fixed while Serve runs.", rich_help_panel=_CLUSTER
-    ),
-]
+_models_option = partial(typer.Option, rich_help_panel="Models")
+_cluster_option = partial(typer.Option, rich_help_panel="Cluster")
 
 
-def deploy(
-    target: Target,     # there is one
-    model: Models = None,
-    model_repository: ModelRepositories = None,
-    config: Config = None,
-    min_replicas: MinReplicas = 1,
-    max_replicas: MaxReplicas = None,
-    address: Address = None,
-    name: Name = "genserve",
-    route_prefix: RoutePrefix = "/",
-    host: Host = "127.0.0.1",
-    port: Port = 8000,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the config file only.")] = False,
-    detach: Annotated[bool, typer.Option("--detach", help="Return as soon as the models answer.")] = False,
-    delete: Annotated[bool, typer.Option("--delete", help="Delete the application of this name.")] = False,
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _DeployFlags:
+    """The options of `genserve deploy`."""
+
+    target: Annotated[Literal["ray"], typer.Argument(help="Where to deploy: ray is a cluster of Ray Serve.")]
+    model: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Models to deploy: of the repository, smollm2, or ORG/NAME. Default: all there that are no "
+            "part of another one.",
+            autocompletion=model_names,
+            show_default=False,
+        ),
+    ] = None
+    model_repository: ModelRepositories = None
+    config: Annotated[
+        Path | None,
+        _models_option(
+            help="Deploy this file, which --dry-run has printed and you may have edited, instead of the "
+            "models, replicas and ports of the flags.",
+        ),
+    ] = None
+    min_replicas: Annotated[
+        int, _models_option(min=1, help="Least replicas of each generation model.")
+    ] = 1
+    max_replicas: Annotated[
+        int | None,
+        _models_option(
+            min=1,
+            help="Most replicas of each generation model, which follow its load. Default: the least.",
+            show_default=False,
+        ),
+    ] = None
+    address: Annotated[
+        str | None,
+        _cluster_option(
+            envvar="RAY_DASHBOARD_ADDRESS",
+            help="Ray dashboard of a cluster, such as http://127.0.0.1:8265. Default: a cluster of this "
+            "machine that ends with the command.",
+        ),
+    ] = None
+    name: Annotated[str, _cluster_option(help="Name of the application in the cluster.")] = "genserve"
+    route_prefix: Annotated[
+        str,
+        _cluster_option(
+            help="Prefix of its paths, such as /mine; each application of a cluster has another one."
+        ),
+    ] = "/"
+    host: Annotated[
+        str,
+        _cluster_option(
+            help="Address to listen on, on every machine; 0.0.0.0 lets others in. Fixed while Serve runs."
+        ),
+    ] = "127.0.0.1"
+    port: Annotated[
+        int, _cluster_option(min=1, max=65535, help="Port to listen on; fixed while Serve runs.")
+    ] = 8000
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the config file only.")] = False
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Return as soon as the models answer.")
+    ] = False
+    delete: Annotated[
+        bool, typer.Option("--delete", help="Delete the application of this name.")
+    ] = False
+
+
+@takes_flags(_DeployFlags)
+def deploy(flags: _DeployFlags) -> None:
     """Serve the models of a repository by replicas in several processes or machines, on Ray Serve.
 
     They answer behind an ingress with all HTTP interfaces of `genserve serve`. To deploy again replaces the
@@ -110,56 +101,50 @@ def deploy(
     from genserve.deploy.ray.serve_library import require_ray
 
     require_ray()
-    if address is None and (detach or delete):
+    if flags.address is None and (flags.detach or flags.delete):
         raise typer.BadParameter(
             "needs the --address of a cluster, which `ray start --head` starts",
-            param_hint="--detach" if detach else "--delete",
+            param_hint="--detach" if flags.detach else "--delete",
         )
-    if delete:
-        assert address is not None
-        _delete(name, address=address)
+    if flags.delete:
+        assert flags.address is not None
+        _delete(flags.name, address=flags.address)
         return
-    if config is None:
-        from genserve.deploy.ray.deploy_config import ServeEndpoint
-
-        endpoint = ServeEndpoint(name=name, route_prefix=route_prefix, host=host, port=port)
-        scale = _scale(min_replicas, max_replicas)
-        deployed = _generated(model or [], roots=model_repository, endpoint=endpoint, scale=scale)
+    if flags.config is None:
+        deployed = _generated(flags)
+    elif flags.model:
+        raise typer.BadParameter("names the models itself", param_hint="--config")
     else:
-        if model:
-            raise typer.BadParameter("names the models itself", param_hint="--config")
-        deployed = _read(config)
-    if dry_run:
+        deployed = _read(flags.config)
+    if flags.dry_run:
         from genserve.deploy.ray.config_file import to_yaml
 
         print(to_yaml(deployed), end="")
         return
     _warn_if_open(deployed)
-    with _cluster(address, config=deployed) as url:
-        _run(deployed, url=url, detach=detach)
+    with _cluster(flags.address, config=deployed) as url:
+        _run(deployed, url=url, detach=flags.detach)
 
 
-def _scale(least: int, most: int | None) -> Scale:
-    from genserve.deploy.ray.deploy_config import Scale
-
-    if most is not None and most < least:
-        raise typer.BadParameter(f"is {most}, less than --min-replicas {least}", param_hint="--max-replicas")
-    return Scale(min_replicas=least, max_replicas=most or least)
-
-
-def _generated(
-    names: Sequence[str], *, roots: Sequence[Path] | None, endpoint: ServeEndpoint, scale: Scale
-) -> dict[str, Any]:
+def _generated(flags: _DeployFlags) -> dict[str, Any]:
     """Return the config of the models of a repository.
 
     Raises:
+        BadParameter: the most replicas are less than the least.
         GenserveError: other machines could connect without an API key, or as `find_models` does.
     """
     from genserve.cli.model_access import bring_models
-    from genserve.deploy.ray.deploy_config import find_models, serve_config
+    from genserve.deploy.ray.deploy_config import Scale, ServeEndpoint, find_models, serve_config
     from genserve.server.access_control import is_loopback
     from genserve.store import default_repository
 
+    least, most = flags.min_replicas, flags.max_replicas
+    if most is not None and most < least:
+        raise typer.BadParameter(f"is {most}, less than --min-replicas {least}", param_hint="--max-replicas")
+    scale = Scale(min_replicas=least, max_replicas=most or least)
+    endpoint = ServeEndpoint(
+        name=flags.name, route_prefix=flags.route_prefix, host=flags.host, port=flags.port
+    )
     settings = {}
     if not os.environ.get("GENSERVE_API_KEY"):
         if not is_loopback(endpoint.host):
@@ -170,8 +155,8 @@ def _generated(
                 "--dry-run prints, and deploy it with --config",
             )
         settings = {"allow_unauthenticated": True}
-    folders = list(roots or [default_repository()])
-    models = find_models(folders, bring_models(names, roots=folders))
+    folders = list(flags.model_repository or [default_repository()])
+    models = find_models(folders, bring_models(flags.model or (), roots=folders))
     return serve_config(models, roots=folders, settings=settings, endpoint=endpoint, scale=scale)
 
 

@@ -3,23 +3,57 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from genserve.cli.flags import (
-    Beside,
-    FileFormat,
-    KvCache,
-    ModelRepository,
-    Overwrite,
-    PipelineStages,
-    Precision,
-)
+from genserve.cli.flags import ModelRepository
 from genserve.store import default_repository, described, display_path, repository_flag
 
 if TYPE_CHECKING:
     from genserve.export import ExportReport
+
+FileFormat = Annotated[
+    Literal["onnx", "torchscript"],
+    typer.Option("--format", help="Format of the graph; ONNX is faster, TorchScript runs in torch."),
+]
+Precision = Annotated[
+    Literal["int8", "int4", "fp16", "fp32"] | None,
+    typer.Option(
+        envvar="GENSERVE_PRECISION",
+        help="Precision of the weights. Default: usually int8; fp32 for TorchScript.",
+    ),
+]
+KvCache = Annotated[
+    Literal["float", "int8"],
+    typer.Option(
+        help="Keys and values in fp16 (fp32 in an fp32 export), or in int8 with half of the memory."
+    ),
+]
+PipelineStages = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="Cut the layers into N graphs, for a model that is larger than one device; `instance_group` in "
+        "config.pbtxt names the devices.",
+    ),
+]
+Beside = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="Add the graph to an existing model, in this subfolder; `genserve tune` chooses a graph.",
+    ),
+]
+Overwrite = Annotated[
+    bool,
+    typer.Option(
+        "--overwrite",
+        help="Replace the weights and configs, and delete additional graphs; with --beside: replace only "
+        "that graph.",
+    ),
+]
 
 
 def export(

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from genserve.cli.flags import Json, ModelArgument, ModelRepository, takes_flags
+from genserve.cli.completion_command import model_names
+from genserve.cli.flags import Json, ModelRepository, takes_flags
 from genserve.errors import RepositoryError
 from genserve.log import at_level
 
@@ -28,7 +29,14 @@ _MAX_STOLEN_SHARE = 0.1     # with more, the times depend more on other programs
 class _TuneFlags:
     """The options of `genserve tune`."""
 
-    model: ModelArgument = None
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            envvar="GENSERVE_MODEL",
+            help="Default: the only text model, or smollm2.",
+            autocompletion=model_names,
+        ),
+    ] = None
     model_repository: ModelRepository = None
     objective: Annotated[
         Literal["throughput", "latency"],

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from typing import get_args
 
-from genserve.cli.flags import FileFormat, Precision
+from genserve.cli.export_command import FileFormat, Precision
 from genserve.export import export_options
 
 
