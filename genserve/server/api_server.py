@@ -28,7 +28,7 @@ from genserve.server.access_control import AccessControl, address_of, require_sa
 from genserve.server.app import create_app
 from genserve.server.engine_watch import EngineWatch
 from genserve.server.event_loop_lag import EventLoopLag
-from genserve.server.http_protocol import ConnectionLimits, check_progress, limited_protocol
+from genserve.server.http_protocol import HttpProtocol, check_progress
 from genserve.server.metrics_port import MetricsPort
 from genserve.server.metrics_text import metrics_text
 from genserve.server.offload import start_daemon
@@ -179,7 +179,7 @@ class Server(uvicorn.Server):
                 log_config=None,
                 server_header=False,
                 lifespan="off",
-                http=limited_protocol(_connection_limits(settings)),
+                http=partial(HttpProtocol, settings=settings),  # type: ignore[arg-type]  # uvicorn only calls it
                 ws="none",
                 timeout_graceful_shutdown=round(settings.drain_s + _LAST_EVENTS_S),
                 ssl_context_factory=(lambda *_: tls.context) if tls else None,
@@ -382,16 +382,6 @@ async def _wait(doing: str, work: asyncio.Future[None], *, until: float) -> None
         work.result()
     else:
         logger.error("%s takes too long; stopping without waiting for it", doing)
-
-
-def _connection_limits(settings: ServerSettings) -> ConnectionLimits:
-    return ConnectionLimits(
-        max_connections=settings.max_connections,
-        head_s=settings.head_timeout_s,
-        body_s=settings.body_timeout_s,
-        reader_s=settings.read_timeout_s,
-        idle_s=settings.keep_alive_s,
-    )
 
 
 def _open_metrics_port(services: Services, *, host: str, tls: TlsFiles | None) -> MetricsPort:

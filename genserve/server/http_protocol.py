@@ -13,8 +13,6 @@ import re
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import httptools
@@ -34,6 +32,7 @@ from genserve.server.connection_errors import (
     UriTooLong,
     set_connection_error,
 )
+from genserve.settings import ServerSettings
 
 if TYPE_CHECKING:
     from uvicorn._types import HTTPScope
@@ -60,31 +59,12 @@ _HOST = re.compile(rb"[A-Za-z0-9._~%!$&'()*+,;=:\[\]-]*")     # RFC 3986, sectio
 _CHECKED = frozenset({b"expect", b"host", b"transfer-encoding"})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConnectionLimits:
-    """The limits of the connections of clients.
-
-    Attributes:
-        max_connections: that are open at the same time.
-        head_s: from the first byte of a request, or from the connection, to the end of its head.
-        body_s: in which 1 KiB per second of a body must arrive, or its end.
-        reader_s: in which 1 KiB per second of waiting bytes of an answer must be read, or all.
-        idle_s: between two requests of a connection.
-    """
-
-    max_connections: int
-    head_s: float
-    body_s: float
-    reader_s: float
-    idle_s: float
-
-
 # What a connection reads: nothing, if the next request has not begun. Members of an Enum would be slower.
 _NOTHING, _HEAD, _BODY = range(3)
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """One connection; `check_progress` is to be called for it about twice a second."""
+    """One connection, under the limits of the settings; call `check_progress` about twice a second."""
 
     def __init__(
         self,
@@ -93,10 +73,10 @@ class HttpProtocol(HttpToolsProtocol):
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
         *,
-        limits: ConnectionLimits,
+        settings: ServerSettings,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        self._limits = limits
+        self._settings = settings
         self._is_surplus = False
         self.reading = _NOTHING
         self.num_requests = 0                      # that have begun
@@ -108,14 +88,14 @@ class HttpProtocol(HttpToolsProtocol):
         self._max_body_bytes = math.inf             # set when the rest is not needed
         self._ended = False                         # what arrives from now on is dropped
         self._lingering_since_s: float | None = None
-        self._pace = _Pace(self, limits)
+        self._pace = _Pace(self, settings)
 
     # What asyncio calls.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin. A connection too many is answered: a client would not understand why it is closed."""
         super().connection_made(transport)
-        self._is_surplus = len(self.connections) > self._limits.max_connections
+        self._is_surplus = len(self.connections) > self._settings.max_connections
 
     def data_received(self, data: bytes) -> None:
         """Parse what a client sends, until a request is malformed or the last one is complete."""
@@ -345,15 +325,15 @@ class _Progress(NamedTuple):
 class _Pace:
     """How quickly the client of a connection sends and reads."""
 
-    def __init__(self, connection: HttpProtocol, limits: ConnectionLimits) -> None:
+    def __init__(self, connection: HttpProtocol, settings: ServerSettings) -> None:
         self._connection = connection
-        self._limits = limits
+        self._settings = settings
         self._sender: _Progress | None = None
         self._reader: _Progress | None = None
 
     def check_sender(self, now_s: float) -> None:
         """Reject a request that arrives too slowly, and close a connection that is idle for too long."""
-        connection, sender, limits = self._connection, self._sender, self._limits
+        connection, sender, settings = self._connection, self._sender, self._settings
         reading, cycle = connection.reading, connection.cycle
         is_answering = cycle is not None and not cycle.response_complete
         is_waiting = connection.flow.read_paused or (reading == _NOTHING and is_answering)
@@ -364,30 +344,30 @@ class _Pace:
         waited_s = now_s - sender.since_s
         if reading == _NOTHING:
             # A new connection has no more time than a head: browsers open some in advance.
-            if waited_s > (limits.idle_s if connection.num_requests else limits.head_s):
+            if waited_s > (settings.keep_alive_s if connection.num_requests else settings.head_timeout_s):
                 connection.transport.close()
         elif reading == _HEAD:
-            if waited_s > limits.head_s:
+            if waited_s > settings.head_timeout_s:
                 connection.fail(_too_slow("head"))
-        elif waited_s > limits.body_s:
-            if connection.body_bytes - sender.num_bytes < limits.body_s * _MIN_BYTES_PER_S:
+        elif waited_s > settings.body_timeout_s:
+            if connection.body_bytes - sender.num_bytes < settings.body_timeout_s * _MIN_BYTES_PER_S:
                 connection.fail(_too_slow("body"))
             self._sender = _Progress(phase, now_s, connection.body_bytes)
 
     def check_reader(self, num_waiting: int, now_s: float) -> None:
         """Check a client for which bytes wait; while more of them are being written, it has time."""
-        connection, reader, limits = self._connection, self._reader, self._limits
+        connection, reader, timeout_s = self._connection, self._reader, self._settings.read_timeout_s
         cycle, is_paused = connection.cycle, connection.flow.write_paused
         is_writing = cycle is not None and not cycle.response_complete and not is_paused
         if is_writing or reader is None or num_waiting > reader.num_bytes:
             self._reader = _Progress(None, now_s, num_waiting)
-        elif now_s - reader.since_s > limits.reader_s:
-            if reader.num_bytes - num_waiting >= limits.reader_s * _MIN_BYTES_PER_S:
+        elif now_s - reader.since_s > timeout_s:
+            if reader.num_bytes - num_waiting >= timeout_s * _MIN_BYTES_PER_S:
                 self._reader = _Progress(None, now_s, num_waiting)
             else:
                 host, port = connection.client or ("-", 0)
                 logger.warning(
-                    "%s:%d is disconnected: for %g s it has not read its answer", host, port, limits.reader_s
+                    "%s:%d is disconnected: for %g s it has not read its answer", host, port, timeout_s
                 )
                 connection.transport.abort()
 
@@ -403,11 +383,6 @@ class _Lingering:
     def close(self) -> None:
         """Close the connection, in some seconds if the client may not have sent everything."""
         self._connection.close_after_answer()
-
-
-def limited_protocol(limits: ConnectionLimits) -> type[asyncio.Protocol]:
-    """Return the protocol for uvicorn's configuration."""
-    return partial(HttpProtocol, limits=limits)  # type: ignore[return-value]  # uvicorn only calls it
 
 
 def check_progress(connections: Iterable[object], *, now_s: float) -> None:

@@ -47,17 +47,8 @@ _FIELDS: Mapping[str, str] = {
     "FP64": "fp64_contents",
     "BYTES": "bytes_contents",
 }
-# The type that an error names for the elements of an unexpected field.
-_FIELD_TYPES: Mapping[str, str] = {
-    "bool_contents": "BOOL",
-    "int_contents": "INT32",
-    "int64_contents": "INT64",
-    "uint_contents": "UINT32",
-    "uint64_contents": "UINT64",
-    "fp32_contents": "FP32",
-    "fp64_contents": "FP64",
-    "bytes_contents": "BYTES",
-}
+# The type that an error names for the elements of an unexpected field: the widest.
+_FIELD_TYPES = {field: name for name, field in _FIELDS.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
