@@ -116,7 +116,7 @@ def _check_expected(name: str, word: str, *, config: ModelConfig, request_id: st
         )
 
 
-def classify(tensor: Tensor, *, count: int, labels: Sequence[str] = (), batched: bool) -> Tensor:
+def classify(tensor: Tensor, *, count: int, labels: Sequence[str], batched: bool) -> Tensor:
     """Return the `count` highest values of each row as `value:index:label`, the highest first.
 
     Args:

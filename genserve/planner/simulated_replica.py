@@ -40,7 +40,6 @@ class ReplicaKind:
     step_model: StepModel
     serving: ServingCost
     queue_limits: QueueLimits
-    prefix_cache: bool = True
 
 
 class SimulatedSequence(TokenSequence):
@@ -101,9 +100,7 @@ class SimulatedReplica(RequestInbox):
         self.num_preempted = 0
         self._kind = kind
         self._model = kind.step_model
-        self._kv = KVCacheManager(
-            num_blocks=limits.num_blocks, block_size=limits.block_size, prefix_cache=kind.prefix_cache
-        )
+        self._kv = KVCacheManager(num_blocks=limits.num_blocks, block_size=limits.block_size)
         self._scheduler = Scheduler(
             self._kv, max_num_seqs=limits.max_num_seqs, max_num_batched_tokens=limits.max_num_batched_tokens
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -29,9 +29,8 @@ class EventLoopLag(Collector):
         longest_s: the longest lag since the probe was started.
     """
 
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Keep an empty histogram; `clock` returns seconds."""
-        self._clock = clock
+    def __init__(self) -> None:
+        """Keep an empty histogram."""
         text = "How late the event loop runs what is due, probed fifty times a second."
         self._family = HistogramCollector(f"{_NAME}_seconds", text, (), _BOUNDS_S)
         self._histogram = self._family.labels()
@@ -55,11 +54,11 @@ class EventLoopLag(Collector):
         yield GaugeMetricFamily(f"{_NAME}_max_seconds", text, value=self.longest_s)
 
     def _schedule(self) -> None:
-        self._due_s = self._clock() + _INTERVAL_S
+        self._due_s = time.monotonic() + _INTERVAL_S
         self._next = asyncio.get_running_loop().call_later(_INTERVAL_S, self._probe)
 
     def _probe(self) -> None:
-        late_s = max(0.0, self._clock() - self._due_s)
+        late_s = max(0.0, time.monotonic() - self._due_s)
         self._histogram.observe(late_s)
         self.longest_s = max(self.longest_s, late_s)
         self._schedule()

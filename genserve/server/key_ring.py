@@ -170,14 +170,13 @@ class KeyRing:
             required.
     """
 
-    def __init__(self, settings: ServerSettings, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, settings: ServerSettings) -> None:
         """Read the keys.
 
         Raises:
             GenserveError: no header can hold a key, or the file cannot be used; it names no value.
         """
         self._file = settings.api_key_file
-        self._clock = clock
         self._used: dict[str, KeyUsage] = {}                # by name, of keys with limits
         self._running: dict[LoggedRequest, KeyUsage] = {}
         self._of_environment: list[NamedKey] = []
@@ -238,7 +237,7 @@ class KeyRing:
             return
         usage = self._used.get(key.name)
         if usage is None:
-            usage = self._used[key.name] = KeyUsage(key.limits, clock=self._clock)
+            usage = self._used[key.name] = KeyUsage(key.limits, clock=time.monotonic)
         usage.change(key.limits)
         usage.admit(request)
         self._running[request] = usage

@@ -1,4 +1,4 @@
-"""Services: the parts of a running server, and whether it is ready."""
+"""Services: the parts of a running server, whether it is ready, and the options of its repository."""
 
 from __future__ import annotations
 

@@ -199,9 +199,9 @@ class KServeResponse:
         await send({"type": "http.response.body", "body": self._body})
 
 
-def json_response(document: Any, *, status_code: int = 200) -> KServeResponse:
+def json_response(document: Any) -> KServeResponse:
     """Return a response with JSON."""
-    return KServeResponse(orjson.dumps(document), status_code=status_code)
+    return KServeResponse(orjson.dumps(document))
 
 
 def message_response(

@@ -322,7 +322,7 @@ class OutputItems:
             events += self._text(call.arguments) if call.arguments else b""
         return events
 
-    def add_content(self, text: str, *, scores: Sequence[ScoredToken] = ()) -> bytes:
+    def add_content(self, text: str, *, scores: Sequence[ScoredToken]) -> bytes:
         """Add text to the message; see `add`."""
         return self._begun("message") + self._text(text, scores)
 
