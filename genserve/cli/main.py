@@ -30,16 +30,16 @@ OK, ERROR, USAGE, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141
 class CommandEntry:
     """A command; its module is imported when it is used, so that `--help` and completion are quick."""
 
-    module: str                                 # in genserve.cli
     heading: str                                # in `genserve --help`
     summary: str
     examples: tuple[str, ...]
+    module: str = ""                            # in genserve.cli; empty: NAME_command
     command_class: type[TyperCommand] = HelpCommand
 
     def load(self, name: str) -> TyperCommand:
         """Import the command: the function of this name."""
         single = typer.Typer(add_completion=False, rich_markup_mode=None)
-        function = getattr(import_module(f"genserve.cli.{self.module}"), name)
+        function = getattr(import_module(f"genserve.cli.{self.module or f'{name}_command'}"), name)
         single.command(name, cls=self.command_class, epilog="\n".join(self.examples))(function)
         command = typer.main.get_command(single)
         assert isinstance(command, TyperCommand)
@@ -49,14 +49,12 @@ class CommandEntry:
 _RUN, _MODELS, _MEASURE, _MORE = "Serve and generate", "Models", "Measure", "More"
 COMMANDS = {
     "serve": CommandEntry(
-        module="serve_command",
         heading=_RUN,
         summary="Serve models over HTTP and gRPC",
         examples=("genserve serve smollm2", "genserve serve --model-repository ./models --http-port 8000"),
         command_class=TritonserverCommand,
     ),
     "chat": CommandEntry(
-        module="chat_command",
         heading=_RUN,
         summary="Chat with a model in the terminal",
         examples=(
@@ -66,7 +64,6 @@ COMMANDS = {
         ),
     ),
     "generate": CommandEntry(
-        module="generate_command",
         heading=_RUN,
         summary="Complete a prompt, or answer a file of prompts",
         examples=(
@@ -75,7 +72,6 @@ COMMANDS = {
         ),
     ),
     "deploy": CommandEntry(
-        module="deploy_command",
         heading=_RUN,
         summary="Serve models by replicas on a cluster",
         examples=(
@@ -91,31 +87,26 @@ COMMANDS = {
         examples=("genserve pull smollm2",),
     ),
     "export": CommandEntry(
-        module="export_command",
         heading=_MODELS,
         summary="Convert a checkpoint to a model of the repository",
         examples=("genserve export ./checkpoint --name mine --precision int8",),
     ),
     "models": CommandEntry(
-        module="models_command",
         heading=_MODELS,
         summary="List the models of a repository or of a server",
         examples=("genserve models", "genserve models --url http://127.0.0.1:8000"),
     ),
     "remove": CommandEntry(
-        module="remove_command",
         heading=_MODELS,
         summary="Delete a model from the repository",
         examples=("genserve remove smollm2",),
     ),
     "check": CommandEntry(
-        module="check_command",
         heading=_MODELS,
         summary="Find the errors in a model repository",
         examples=("genserve check --model-repository ./model_repository --strict",),
     ),
     "bench": CommandEntry(
-        module="bench_command",
         heading=_MEASURE,
         summary="Measure a running server",
         examples=(
@@ -126,7 +117,6 @@ COMMANDS = {
         command_class=BenchCommand,
     ),
     "tune": CommandEntry(
-        module="tune_command",
         heading=_MEASURE,
         summary="Find the best settings of a model on this machine",
         examples=(
@@ -135,7 +125,6 @@ COMMANDS = {
         ),
     ),
     "plan": CommandEntry(
-        module="plan_command",
         heading=_MEASURE,
         summary="Find how many replicas a load needs, by simulation",
         examples=(
@@ -144,7 +133,6 @@ COMMANDS = {
         ),
     ),
     "completion": CommandEntry(
-        module="completion_command",
         heading=_MORE,
         summary="Print the script that completes commands in bash, zsh or fish",
         examples=(
