@@ -33,13 +33,6 @@ _FORMATS = (
 )
 
 
-class Session(Protocol):
-    """The requests of one user, each sent some time after the answer to the one before."""
-
-    def next_turn(self, request: PlannedRequest, *, ended_s: float) -> PlannedRequest | None:
-        """Return the request after one whose answer ended at `ended_s`; None: it was the last."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRequest:
     """When a request arrives, and its tokens.
@@ -117,7 +110,7 @@ class SyntheticLoad:
         first_session = -(-self.num_system_prompts * self.system_len // _SESSION_IDS)
         for number, (arrived_s, system) in enumerate(zip(arrivals_s, systems, strict=True)):
             places = slice(number * turns, (number + 1) * turns)
-            session = _Session(
+            session = Session(
                 lengths=list(zip(inputs[places], outputs[places], strict=True)), thinking_s=thinking_s[places]
             )
             first_id, num_input = (first_session + number) * _SESSION_IDS, inputs[number * turns]
@@ -133,8 +126,8 @@ class SyntheticLoad:
             )
 
 
-class _Session:
-    """The turns of one user."""
+class Session:
+    """The requests of one user, each sent some time after the answer to the one before."""
 
     def __init__(self, *, lengths: list[tuple[int, int]], thinking_s: list[float]) -> None:
         self._lengths = lengths
@@ -142,7 +135,7 @@ class _Session:
         self._turn = 0
 
     def next_turn(self, request: PlannedRequest, *, ended_s: float) -> PlannedRequest | None:
-        """Return the next turn."""
+        """Return the request after one whose answer ended at `ended_s`; None: it was the last."""
         self._turn += 1
         if self._turn == len(self._lengths):
             return None

@@ -14,14 +14,14 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Iterable
-from typing import Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from genserve.errors import GenserveError, InferenceError, ModelFailed
-from genserve.log import AUDIT, CURRENT_REQUEST, LoggedRequest, LoggedSpan, quoted
+from genserve.errors import ModelFailed
+from genserve.log import AUDIT, CURRENT_REQUEST, LoggedRequest, quoted
 from genserve.server.access_control import PAGE_FILES, PROBES
+from genserve.server.error_responses import error_code
+from genserve.server.request_spans import RequestSpans
 from genserve.server.sse_response import ClientLeft
 
 logger = logging.getLogger(__name__)
@@ -36,17 +36,10 @@ _numbers = itertools.count()
 CLIENT_CLOSED_REQUEST = 499  # as in the logs of nginx; no client receives it
 
 
-class Spans(Protocol):
-    """The spans of a server; see `RequestSpans`."""
-
-    def begin(self, headers: Iterable[tuple[bytes | str, bytes | str]]) -> LoggedSpan:
-        """Return the span of a request with these headers."""
-
-
 class AccessLog:
     """ASGI middleware that logs each request, and returns its id as `X-Request-Id`."""
 
-    def __init__(self, app: ASGIApp, spans: Spans | None) -> None:
+    def __init__(self, app: ASGIApp, spans: RequestSpans | None) -> None:
         self._app = app
         self._spans = spans
 
@@ -58,7 +51,7 @@ class AccessLog:
             await self._app(scope, receive, send)
 
 
-def begin_request(scope: Scope, spans: Spans | None) -> LoggedRequest:
+def begin_request(scope: Scope, spans: RequestSpans | None) -> LoggedRequest:
     """Return the log's record of a request, and make it the current one; call `log_http` when it has ended.
 
     Its id is the caller's or a new one, and is in each line that is logged for the request. It has a span if
@@ -195,8 +188,3 @@ def _is_verbose(path: str, *, method: str) -> bool:
     if path.startswith("/v2"):
         return method in ("GET", "HEAD") or path.endswith(("/infer", "/generate", "/generate_stream"))
     return path == "/metrics"
-
-
-def error_code(error: GenserveError) -> str:
-    """Return the code of an error, as the log shows it."""
-    return error.status.lower() if isinstance(error, InferenceError) else error.code

@@ -171,6 +171,11 @@ def grpc_status(error: GenserveError) -> str:
     return _statuses(error).grpc
 
 
+def error_code(error: GenserveError) -> str:
+    """Return the code of an error, as the log shows it."""
+    return error.status.lower() if isinstance(error, InferenceError) else error.code
+
+
 def _statuses(error: GenserveError) -> _Statuses:
     return next(_STATUSES[kind] for kind in type(error).__mro__ if kind in _STATUSES)
 

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from genserve.errors import GenserveError, MissingDependency
 from genserve.generation.engine_request import TokenSequence
 from genserve.log import LoggedRequest
-from genserve.server.access_log import error_code
+from genserve.server.error_responses import error_code
 from genserve.server.metrics_text import VLLM_REASONS
 from genserve.version import __version__
 

@@ -24,9 +24,10 @@ from tritonclient.grpc import service_pb2
 from genserve.errors import GenserveError, InferenceError, Overloaded
 from genserve.log import CURRENT_REQUEST, LoggedRequest
 from genserve.redaction import redacted_error
-from genserve.server.access_log import Spans, is_verbose, log_request
+from genserve.server.access_log import is_verbose, log_request
 from genserve.server.error_responses import as_genserve_error, grpc_status
 from genserve.server.key_ring import CURRENT_KEY
+from genserve.server.request_spans import RequestSpans
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +114,7 @@ def _details(error: GenserveError) -> str:
     return unquote(encoded, errors="ignore")
 
 
-def begin_request(message: Any, context: Any, *, client: str, spans: Spans | None) -> LoggedRequest:
+def begin_request(message: Any, context: Any, *, client: str, spans: RequestSpans | None) -> LoggedRequest:
     """Return the record of a request for the log, and make it the current one; see `access_log`.
 
     `client` is the call's `peer()`, read when the call begins: gRPC crashes the process if it is asked for
