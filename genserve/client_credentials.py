@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
-import ssl
+from typing import TYPE_CHECKING
 
 from genserve.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    import ssl  # which the help of the command line does not need
 
 _VARIABLE = "GENSERVE_CLIENT_CERT"
 
