@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import genserve
@@ -16,6 +18,45 @@ def _nodes() -> Iterator[tuple[Path, ast.AST]]:
     for path in sorted(Path(genserve.__file__).parent.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             yield path, node
+
+
+def test_no_two_modules_or_public_classes_have_the_same_name() -> None:
+    modules = Counter(path.stem for path in _modules().values() if path.stem != "__init__")
+    assert [name for name, count in modules.items() if count > 1] == []
+    classes = Counter(
+        node.name
+        for path, node in _nodes()
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and path.parent.name != "pb_utils"
+    )
+    assert [name for name, count in classes.items() if count > 1] == []
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Imports for type checkers count; imports in functions do not."""
+    modules = _modules()
+    imported = {name: set(_imported(path, modules)) for name, path in modules.items()}
+    TopologicalSorter(imported).prepare()   # raises CycleError, which names a circle
+
+
+def _modules() -> Mapping[str, Path]:
+    """Return the files of the package by the names of their modules."""
+    root = Path(genserve.__file__).parent
+    files = {path.relative_to(root.parent).with_suffix("").parts: path for path in root.rglob("*.py")}
+    return {".".join(parts).removesuffix(".__init__"): path for parts, path in files.items()}
+
+
+def _imported(path: Path, modules: Mapping[str, Path]) -> Iterator[str]:
+    statements = list(ast.parse(path.read_text()).body)
+    for statement in statements:
+        if isinstance(statement, ast.If | ast.Try):
+            statements += statement.body
+        names = [alias.name for alias in getattr(statement, "names", ()) if isinstance(alias, ast.alias)]
+        if isinstance(statement, ast.Import):
+            yield from (name for name in names if name in modules)
+        elif isinstance(statement, ast.ImportFrom) and statement.module in modules:
+            for name in names:
+                submodule = f"{statement.module}.{name}"
+                yield submodule if submodule in modules else statement.module
 
 
 def test_no_process_is_forked() -> None:
