@@ -1,82 +1,50 @@
 from __future__ import annotations
 
-import textwrap
-
 import pytest
 
-from genserve.errors import RepositoryError
 from genserve.repository.model_validation import repository_diagnostics
-from genserve.repository.source_rules import plugin_diagnostics
-from genserve.textmodel.decoder_stage import load_decoding
-from tests.support.documented_plugins import copy_with_plugins, documented_model
-
-MODEL = """
-class TritonPythonModel:
-    {plugins}
-
-    async def decode(self, sequence):
-        pass
-"""
+from genserve.repository.source_rules import source_diagnostics
 
 
-def write(folder, code, plugins):
-    path = folder / "model.py"
-    path.write_text(textwrap.dedent(code) + MODEL.format(plugins=plugins))
-    return path
-
-
-def test_a_model_with_valid_plugins_has_no_diagnostics(tmp_path):
-    path = tmp_path / "model.py"
-    path.write_text(documented_model())
-    assert plugin_diagnostics(path) == ()
+def diagnostics_of(path, source):
+    path.write_bytes(source)
+    return [(diagnostic.position, diagnostic.message) for diagnostic in source_diagnostics(path)]
 
 
 @pytest.mark.parametrize(
-    ("code", "plugins", "place", "words"),
+    ("source", "position", "message"),
     [
-        ("class P:\n  def __init__(self, c): pass\n", "stop_rules = {'p': P}", "1:1", "no method __call__"),
-        ("class P:\n  def __call__(self): pass\n", "stop_rules = {'p': P}", "1:1", "takes no context"),
-        ("def p(c, x): pass\n", "stop_rules = {'p': p}", "1:1", "keyword-only"),
-        ("def p(c, **x): pass\n", "stop_rules = {'p': p}", "1:1", "keyword-only"),
-        ("def p(*, x: int): pass\n", "logits_processors = {'p': p}", "1:1", "keyword-only"),
-        ("def p(c, *, x=3): pass\n", "logits_processors = {'p': p}", "1:13", "x of p has no annotation"),
-        ("", "logits_processors = {'p': 3}", "3:31", "3 is neither a class nor a function"),
-        ("", "logits_processors = ['p']", "3:25", "must be a dict"),
-        ("p = (\n", "", "", "'(' was never closed"),
+        (b"class TritonPythonModel:\n    def execute(self)\n        pass\n", "2:22", "expected ':'"),
+        (b"x = 1\n", "", "there is no class TritonPythonModel"),
+        (b"", "", "there is no class TritonPythonModel"),
+        (b"class TritonModel:\n    pass\n", "", "there is no class TritonPythonModel"),
     ],
 )
-def test_an_error_is_reported_at_its_position_and_fails_the_load(tmp_path, code, plugins, place, words):
-    path = write(tmp_path, code, plugins)
-    [diagnostic] = plugin_diagnostics(path)
-    assert words in diagnostic.message
-    assert diagnostic.position == (place or "1:5")
-    with pytest.raises(RepositoryError):
-        load_decoding(path, name="stage")
-
-
-def test_a_parser_needs_both_methods(tmp_path):
-    code = "class P:\n  def __init__(self, context): pass\n"
-    found = plugin_diagnostics(write(tmp_path, code, "output_parsers = {'p': P}"))
-    messages = [each.message for each in found]
-    assert messages == ["output_parsers: P has no method push", "output_parsers: P has no method flush"]
+def test_a_source_that_cannot_be_loaded_is_reported_with_a_position(tmp_path, source, position, message):
+    assert diagnostics_of(tmp_path / "model.py", source) == [(position, message)]
 
 
 @pytest.mark.parametrize(
-    ("code", "plugins"),
+    "source",
     [
-        ("from other import P\n", "stop_rules = {'p': P}"),
-        ("class P(dict): pass\n", "stop_rules = {'p': P}"),
-        ("@wrapped\nclass P: pass\n", "stop_rules = {'p': P}"),
-        ("", "stop_rules = rules()"),
-        ("", "stop_rules = {**rules}"),
+        b"class TritonPythonModel: pass",
+        b"from .model_code import TritonPythonModel",
+        b"from .model_code import Model as TritonPythonModel",
+        b"from .model_code import *",
+        b"TritonPythonModel = make()",
+        b"if True:\n    class TritonPythonModel: pass",
+        b"globals()['TritonPythonModel'] = make()",
+        "# -*- coding: latin-1 -*-\n# caf\xe9\nclass TritonPythonModel: pass".encode("latin-1"),
     ],
 )
-def test_errors_that_need_a_run_are_left_to_loading(tmp_path, code, plugins):
-    assert plugin_diagnostics(write(tmp_path, code, plugins)) == ()
+def test_a_source_that_may_define_the_class_is_accepted(tmp_path, source):
+    assert diagnostics_of(tmp_path / "model.py", source) == []
 
 
-def test_check_reports_plugin_errors(tmp_path, tiny_repository):
-    root = copy_with_plugins(tiny_repository, tmp_path / "repository", more="\nif\n")
-    [diagnostic] = repository_diagnostics([root])["tiny_decoder"]
-    lines = len(documented_model().splitlines())
-    assert diagnostic.where.startswith(f"{root}/tiny_decoder/1/model.py:{lines + 2}:")
+def test_the_served_versions_are_checked(tmp_path):
+    for version, source in ((1, "x ="), (2, "y =")):
+        (tmp_path / "m" / str(version)).mkdir(parents=True)
+        (tmp_path / "m" / str(version) / "model.py").write_text(source)
+    (tmp_path / "m" / "config.pbtxt").write_text('backend: "python"')
+    [diagnostic] = repository_diagnostics([tmp_path])["m"]
+    assert diagnostic.where == f"{tmp_path}/m/2/model.py:1:4"

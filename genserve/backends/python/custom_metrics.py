@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 import threading
 import weakref
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 from prometheus_client.core import Metric
@@ -16,6 +15,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 from prometheus_client.utils import floatToGoString
 
 from genserve.generation_metrics import bare_family
+from genserve.histogram import Histogram
 
 _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 _OTHER_TYPE = "Family name already exists with different type"
@@ -131,8 +131,7 @@ class CustomMetric:
         self._kind = kind
         self._lock = threading.Lock()
         self._value = 0.0
-        self._buckets = tuple(buckets)
-        self._counts = [0] * (len(buckets) + 1)
+        self._histogram = Histogram(buckets)
 
     def increment(self, value: float) -> None:
         """Add to a counter or gauge.
@@ -158,9 +157,7 @@ class CustomMetric:
     def observe(self, value: float) -> None:
         """Count a value in a histogram."""
         self._check("Observe", MetricKind.HISTOGRAM)
-        with self._lock:
-            self._value += value
-            self._counts[bisect_left(self._buckets, value)] += 1
+        self._histogram.observe(value)
 
     def value(self) -> float:
         """Return the value of a counter or gauge."""
@@ -173,11 +170,10 @@ class CustomMetric:
         if self._kind is not MetricKind.HISTOGRAM:
             metric.add_sample(name, labels, self._value)
             return
-        with self._lock:
-            total, counts = self._value, list(accumulate(self._counts))
-        metric.add_sample(f"{name}_count", labels, counts[-1])
+        buckets, total = self._histogram.read()
+        metric.add_sample(f"{name}_count", labels, buckets[-1][1])
         metric.add_sample(f"{name}_sum", labels, total)
-        for boundary, count in zip((*self._buckets, float("inf")), counts, strict=True):
+        for boundary, count in buckets:
             upper = floatToGoString(boundary)  # type: ignore[no-untyped-call]
             metric.add_sample(f"{name}_bucket", {**labels, "le": upper}, count)
 
