@@ -78,6 +78,23 @@ def file_sha256(path: Path) -> str:
 
 
 @contextmanager
+def replacement(path: Path) -> Iterator[Path]:
+    """A hidden file, empty and private, that takes the name of another when it is complete.
+
+    After an exception it is deleted, and the other stays.
+    """
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    os.close(descriptor)
+    made = Path(name)
+    try:
+        yield made
+        made.replace(path)
+    except BaseException:
+        made.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
 def staging_folder(parent: Path, name: str) -> Iterator[Path]:
     """An empty hidden folder, deleted on exit together with those that killed processes left behind.
 

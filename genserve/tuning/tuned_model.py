@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import difflib
-import os
 import shutil
-import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from genserve.config.edit import ConfigChange, change_text
 from genserve.errors import ModelNotFound, RepositoryError, suggestion
+from genserve.files import replacement
 from genserve.repository.index import ModelEntry, scan
 from genserve.repository.model_validation import accept, model_diagnostics
 from genserve.repository.text_stages import stage_owners, text_models
@@ -147,7 +146,9 @@ def write_edits(edits: list[ConfigEdit]) -> None:
     """
     for edit in edits:
         try:
-            _write(edit.path, edit.after)
+            with replacement(edit.path) as complete:
+                complete.write_bytes(edit.after.encode("utf-8"))
+                shutil.copymode(edit.path, complete)
         except OSError as error:
             raise RepositoryError(
                 f"{edit.path} cannot be written: {error.strerror}",
@@ -160,16 +161,3 @@ def _read(path: Path) -> str:
         return path.read_bytes().decode("utf-8")    # bytes, to keep its line ends
     except (OSError, UnicodeDecodeError) as error:
         raise RepositoryError(f"{path} cannot be read: {error}", remedy="check that it exists") from error
-
-
-def _write(path: Path, text: str) -> None:
-    """Replace a file atomically, by a temporary file in its folder."""
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(text.encode("utf-8"))
-        shutil.copymode(path, name)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise

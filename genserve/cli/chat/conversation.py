@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from genserve.errors import InvalidRequest
+from genserve.files import replacement
 from genserve.prompt import Message, read_messages
 
 _MAX_FILE_BYTES = 64 * 2**20
@@ -126,7 +126,8 @@ def save_conversation(conversation: Conversation, path: Path, *, may_replace: bo
         if not may_replace:
             path.open("x").close()      # of two chats, one gets the name
         try:
-            _replace(path, text.encode(errors="replace"))
+            with replacement(path) as complete:
+                complete.write_bytes(text.encode(errors="replace"))
         except OSError:
             if not may_replace:
                 path.unlink(missing_ok=True)
@@ -135,15 +136,3 @@ def save_conversation(conversation: Conversation, path: Path, *, may_replace: bo
         raise InvalidRequest(f"{path} exists", remedy="name another file, or remove it") from None
     except OSError as error:
         raise InvalidRequest(f"{path} cannot be written: {error.strerror}") from None
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write a file under another name, and give it its own name when it is complete."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        try:
-            file.write(content)
-            file.close()
-            Path(file.name).replace(path)
-        except BaseException:
-            Path(file.name).unlink()
-            raise
