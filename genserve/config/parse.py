@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from genserve.files import read_regular_text
 
 # The largest configs have about 100 KB. A megabyte of entries takes half a second to parse.
 _MAX_BYTES = 1 << 20
+_MAX_KEPT = 1 << 16      # characters; what takes memory between reads is bounded
 _MAX_PROBLEM = 400      # characters; protobuf quotes the whole text of a string that does not end
 # The prefix of protobuf's messages: the position, and the line.
 PREFIX = re.compile(r"^\d+:\d+ : ('.*': )?")
@@ -83,6 +85,14 @@ def parse_message(text: str) -> Any:
     Raises:
         google.protobuf.text_format.ParseError: the text does not follow the schema.
     """
+    message = new_model_config()
+    message.CopyFrom(_parsed(text) if len(text) <= _MAX_KEPT else _parsed.__wrapped__(text))
+    return message
+
+
+@lru_cache(maxsize=256)
+def _parsed(text: str) -> Any:
+    """Read a text; the load of one model reads the configs of all, and protobuf takes 0.5 ms for each."""
     return text_format.Parse(_with_new_name(text), new_model_config())
 
 

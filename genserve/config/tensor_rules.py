@@ -35,8 +35,9 @@ def _tensor(config: ValidationContext, tensor: Any, *, kind: str, path: str) -> 
     start, end = f"model {kind} '{tensor.name}'", f"for {config.name}"
     if not tensor.name:
         yield config.error(path, f"model {kind} must specify 'name' {end}", remedy='add `name: "..."`')
-    if config.completed or not _may_be_completed(config):
-        yield from _missing(config, tensor, start=start, path=path)
+    missing = list(_missing(config, tensor, start=start, path=path))
+    if missing and (config.completed or not _may_be_completed(config)):
+        yield from missing
     if not all(map(_is_size, tensor.dims)):
         yield config.error(
             f"{path}.dims",
