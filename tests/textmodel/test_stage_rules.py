@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 from pathlib import Path
 
@@ -241,7 +242,7 @@ def test_a_warmup_with_an_undeclared_input_fails_the_load(models):
 
 
 def test_each_execution_of_a_warmup_computes_all_its_tokens(models, monkeypatch):
-    """Nothing of an earlier one is in the prefix cache."""
+    """Nothing of an earlier one is in the prefix cache. Two rows may come in two steps."""
     add(models, "tiny_logits", sample(12, "zero_data: true", more="count: 3"))
     lengths: list[int] = []
     forward = OnnxLogits.forward
@@ -252,9 +253,7 @@ def test_each_execution_of_a_warmup_computes_all_its_tokens(models, monkeypatch)
 
     monkeypatch.setattr(OnnxLogits, "forward", counted)
     assert load_error(models) == ""
-    once = lengths[: len(lengths) // 3]
-    assert lengths == once * 3
-    assert sum(once) >= 12
+    assert re.fullmatch("(24 |12 12 |12 1 ){3}", "".join(f"{length} " for length in lengths))
 
 
 def test_the_versions_of_the_stages_are_those_of_policy_and_step(models):

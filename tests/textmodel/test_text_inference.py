@@ -22,6 +22,8 @@ from genserve.repository.options import ControlMode, RepositoryOptions
 from genserve.repository.repository import Repository
 from genserve.sampling.sampling_params import sampling_params
 from genserve.tensor import Tensor
+from tests.support.live_server import wait_until
+from tests.support.step_gate import StepGate
 
 BLS_LOOP = """
 import numpy as np
@@ -214,8 +216,10 @@ def test_the_decoder_stage_names_the_model_to_ask(repository: Repository) -> Non
 def test_a_plain_loop_computes_one_token_a_step_and_shares_steps(repository: Repository) -> None:
     prompts = [[3, 4, 5, 6], [7, 8, 9], [10, 11], [12, 13, 14, 15, 16]]
     expected = [greedy_ids(repository, prompt, count=12) for prompt in prompts]
-    loop = repository.text_model("tiny").engine
-    before = loop.num_steps
+    model = repository.text_model("tiny")
+    before = model.engine.num_steps
+    gate = StepGate(model)
+    gate.shut()
     answers: dict[int, list[int]] = {}
 
     def run(number: int) -> None:
@@ -226,10 +230,12 @@ def test_a_plain_loop_computes_one_token_a_step_and_shares_steps(repository: Rep
     threads = [threading.Thread(target=run, args=(number,)) for number in range(len(prompts))]
     for thread in threads:
         thread.start()
+    wait_until(lambda: model.engine.num_accepted == len(prompts))
+    gate.remove()
     for thread in threads:
         thread.join()
     assert [answers[number] for number in range(len(prompts))] == expected
-    assert loop.num_steps - before < 4 * 12
+    assert model.engine.num_steps - before < 4 * 12
 
 
 def test_executions_are_counted(repository: Repository) -> None:
