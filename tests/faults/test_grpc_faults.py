@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, BinaryIO
 
@@ -66,6 +66,9 @@ def repeated(count: int) -> service_pb2.ModelInferRequest:
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
     return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + payload
+
+
+START = PREFACE + frame(SETTINGS, 0, 0)
 
 
 def read_until(kind: int, received: BinaryIO) -> None:
@@ -228,33 +231,33 @@ def test_metadata_beyond_the_limit(stub: Any, metadata: list[tuple[str, Any]]) -
 @pytest.mark.parametrize(
     "sent",
     [
-        PREFACE + frame(SETTINGS, 0, 0) + frame(PING, 0, 0, bytes(8)) * 5000,
-        PREFACE + frame(SETTINGS, 0, 0) * 5000,
-        PREFACE
-        + frame(SETTINGS, 0, 0)
-        + b"".join(head(n) + frame(RST_STREAM, 0, n, bytes(4)) for n in range(1, 10_001, 2)),
-        PREFACE + frame(SETTINGS, 0, 0) + b"".join(map(head, range(1, 20_001, 2))),
-        PREFACE + frame(SETTINGS, 0, 0) + frame(HEADERS, END_HEADERS, 1, b"\xff" * 100),
-        PREFACE + frame(SETTINGS, 0, 0) + head(1, flags=0) + frame(CONTINUATION, 0, 1, bytes(16_000)) * 100,
-        PREFACE + frame(DATA, 0, 1, b"no headers"),
-        b"GET /v2/health/ready HTTP/1.1\r\nHost: localhost\r\n\r\n",
-        random.Random(2).randbytes(100_000),
+        lambda: START + frame(PING, 0, 0, bytes(8)) * 5000,
+        lambda: PREFACE + frame(SETTINGS, 0, 0) * 5000,
+        lambda: START + b"".join(head(n) + frame(RST_STREAM, 0, n, bytes(4)) for n in range(1, 10_001, 2)),
+        lambda: START + b"".join(map(head, range(1, 20_001, 2))),
+        lambda: START + frame(HEADERS, END_HEADERS, 1, b"\xff" * 100),
+        lambda: START + head(1, flags=0) + frame(CONTINUATION, 0, 1, bytes(16_000)) * 100,
+        lambda: PREFACE + frame(DATA, 0, 1, b"no headers"),
+        lambda: b"GET /v2/health/ready HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        lambda: random.Random(2).randbytes(100_000),
     ],
     ids=[
         "pings", "settings", "calls-and-resets", "10000-calls-without-an-end", "headers-that-are-no-hpack",
         "headers-without-an-end", "data-before-headers", "http-1", "random-bytes",
     ],
 )  # fmt: skip
-def test_a_connection_that_breaks_the_rules_of_http_2(server: SharedServer, stub: Any, sent: bytes) -> None:
+def test_a_connection_that_breaks_the_rules_of_http_2(
+    server: SharedServer, stub: Any, sent: Callable[[], bytes]
+) -> None:
     with server.connect(port="grpc") as connection:
         with suppress(ConnectionError):     # closed while it still sent
-            connection.sendall(sent)
+            connection.sendall(sent())
         assert stub.ModelInfer(infer(), timeout=20).model_name == "identity_fp32"
 
 
 def test_grpc_to_the_http_port_is_told_what_it_is(server: SharedServer) -> None:
     with server.connect() as connection:
-        connection.sendall(PREFACE + frame(SETTINGS, 0, 0) + head(1))
+        connection.sendall(START + head(1))
         assert b"400" in connection.recv(100)
 
 
@@ -268,7 +271,7 @@ def test_a_connection_ends_while_its_calls_run(server: SharedServer, end: str) -
         for number in range(20):
             stream = 2 * number + 1
             connection.sendall(
-                (PREFACE + frame(SETTINGS, 0, 0) if not number else b"")
+                (START if not number else b"")
                 + head(stream, method="ModelStreamInfer") + frame(DATA, END_STREAM, stream, body)
             )
         connection.recv(65536)

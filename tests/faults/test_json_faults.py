@@ -53,7 +53,7 @@ TEXTS = {
     "too-deep-for-the-stack": nested(100_000),
     "brackets-without-end": b'{"prompt": ' + b"[" * 5_000_000,
     "braces-without-end": b'{"a":' * 1_000_000,
-    "million-keys": b"{" + b",".join(b'"k%d":1' % i for i in range(500_000)) + b"}",
+    "million-keys": b"{" + b",".join([b'"k%d":1' % i for i in range(500_000)]) + b"}",
     "key-of-a-megabyte": b'{"prompt": [{"%b": 1}]}' % (b"k" * 2**20),
 }
 

@@ -108,7 +108,7 @@ BROKEN: dict[str, tuple[Write, str]] = {
     "git-lfs-pointer": (_onnx(_POINTER), "model.onnx is a Git LFS pointer"),
     "zeros": (_onnx(bytes(5000)), "Protobuf parsing failed"),
     "random": (_onnx(Random(0).randbytes(5000)), "Protobuf parsing failed"),
-    "archive": (_onnx(_zip_bomb()), "Protobuf parsing failed"),
+    "archive": (lambda folder: _onnx(_zip_bomb())(folder), "Protobuf parsing failed"),
     **{f"cut-at-{part}0%": (_onnx(GOOD[: len(GOOD) * part // 10]), "onnx runtime") for part in range(1, 10)},
     "opset-too-new": (_onnx(graph(opset=999)), "opset"),
     "ir-version-too-new": (_onnx(graph(ir_version=99)), "Unsupported model IR version: 99"),
@@ -147,7 +147,7 @@ BROKEN: dict[str, tuple[Write, str]] = {
     "torchscript-saved-pickle": (_torchscript(_saved(_Marker())), "constants.pkl"),
     "torchscript-weights-only": (_torchscript(_saved({"W": torch.ones(2)})), "constants.pkl"),
     "torchscript-cut": (_torchscript(_saved({"W": torch.ones(2)})[:300]), "failed finding central directory"),
-    "torchscript-zip-bomb": (_torchscript(_zip_bomb()), "failed to load model"),
+    "torchscript-zip-bomb": (lambda folder: _torchscript(_zip_bomb())(folder), "failed to load model"),
 }
 
 
