@@ -1,7 +1,12 @@
-"""Fixtures that several folders of tests share, and what holds for all tests."""
+"""Fixtures that several folders of tests share, and what holds for all tests.
+
+Heavy packages are imported in the functions that need them: a run in several processes begins with one that
+only distributes the tests.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import shutil
@@ -12,22 +17,18 @@ import sys
 from collections.abc import Callable, Generator, Iterator
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import httpcore2
 import pytest
-import torch
 from filelock import FileLock
 from httpx2._config import DEFAULT_TIMEOUT_CONFIG
 from hypothesis import HealthCheck, settings
 
-from genserve.backends.onnx_session import num_cores
-from genserve.export import export_model
-from genserve.export.export_options import SilentProgress
-from tests.export import tiny_models
-from tests.support.live_server import LiveServer
 from tests.support.slim_environment import slim_environment
-from tests.support.tiny_llama import tiny_llama_checkpoint
-from tests.support.torch_threads import torch_threads
+
+if TYPE_CHECKING:
+    from tests.support.live_server import LiveServer
 
 # No test judges by the clock: an example may take long on a busy machine.
 settings.register_profile("genserve", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -40,19 +41,33 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     There is one process more than cores, since tests wait for servers a quarter of the time.
     """
     selects = config.args_source is config.ArgsSource.ARGS or config.option.keyword
-    if selects or config.option.markexpr != "not slow" or torch.cuda.is_available():
+    if selects or config.option.markexpr != "not slow" or _has_gpu():
         return 0
-    return min(num_cores() + 1, 4)
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(num_cores + 1, 4)
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_finish() -> None:
+def _has_gpu() -> bool:
+    """As torch does, which takes seconds to import."""
+    try:
+        return ctypes.CDLL("libcuda.so.1").cuInit(0) == 0
+    except OSError:
+        return False
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
     """Keep the tests and their modules out of garbage collections, as `genserve serve` does with its modules.
 
     An unload collects garbage, for half a second among 10,000 tests.
     """
-    gc.collect()
-    gc.freeze()
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -108,7 +123,45 @@ def _clients_wait_on_a_busy_machine() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread_of_torch() -> Iterator[None]:
     """Matrix products of the tiny models are several times slower on several threads."""
+    from tests.support.torch_threads import torch_threads
+
     with torch_threads(1):
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _collections_are_of_this_module() -> Iterator[None]:
+    """Each unload collects garbage, among all that earlier modules have left for 0.2 s."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _templates_are_compiled_once() -> Iterator[None]:
+    """The loads of this process start hundreds of processes for the same templates, 65 ms of CPU each."""
+    from genserve.text import chat_template
+
+    compiled: dict[bytes, frozenset[str]] = {}
+
+    class StartsToRender(chat_template.TemplateProcess):
+        """Starts with the first chat, if its template was compiled before; most tests send none."""
+
+        def compile(self) -> frozenset[str]:
+            if self._template not in compiled:
+                compiled[self._template] = super().compile()
+            return compiled[self._template]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chat_template, "TemplateProcess", StartsToRender)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _pages_stay_mapped() -> Iterator[None]:
+    """Those of this process, which has many servers, each of which would begin by reading torch again."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("genserve.server.api_server.unmap_startup_pages", lambda: None)
         yield
 
 
@@ -128,12 +181,16 @@ def built_once(factory: pytest.TempPathFactory, name: str, build: Callable[[Path
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.support.tiny_llama import tiny_llama_checkpoint
+
     return tiny_llama_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny")
 
 
 @pytest.fixture(scope="session")
 def tiny_repository(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -> Path:
     """A random model of two layers as model `tiny`, fp32."""
+    from genserve.export import SilentProgress, export_model
+
     repository = tmp_path_factory.mktemp("repository")
     export_model(
         str(tiny_checkpoint), repository=repository, name="tiny", precision="fp32", progress=SilentProgress()
@@ -144,6 +201,8 @@ def tiny_repository(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: P
 @pytest.fixture(scope="session")
 def stablelm_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of an architecture that no family builds."""
+    from tests.export.tiny_models import tiny_checkpoint
+
     folder = tmp_path_factory.mktemp("stablelm") / "checkpoint"
     sizes = {
         "num_hidden_layers": 2,
@@ -153,7 +212,7 @@ def stablelm_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "intermediate_size": 96,
         "max_position_embeddings": 128,
     }
-    tiny_models.tiny_checkpoint(folder, model_type="stablelm", **sizes)
+    tiny_checkpoint(folder, model_type="stablelm", **sizes)
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
     return folder
 
@@ -161,6 +220,7 @@ def stablelm_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def traced_repository(tmp_path_factory: pytest.TempPathFactory, stablelm_checkpoint: Path) -> Path:
     """That checkpoint as model `traced`."""
+    from genserve.export import SilentProgress, export_model
 
     def export(repository: Path) -> None:
         source = str(stablelm_checkpoint)
@@ -171,6 +231,8 @@ def traced_repository(tmp_path_factory: pytest.TempPathFactory, stablelm_checkpo
 
 @pytest.fixture(scope="module")
 def tiny_server(tiny_repository: Path) -> Iterator[LiveServer]:
+    from tests.support.live_server import LiveServer
+
     with LiveServer(tiny_repository) as server:
         yield server
 

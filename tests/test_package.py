@@ -3,6 +3,7 @@ from __future__ import annotations
 import ast
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -14,9 +15,14 @@ def test_every_public_name_exists_and_is_in_dir() -> None:
     assert all(getattr(genserve, name) is not None for name in genserve.__all__)
 
 
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def _nodes() -> Iterator[tuple[Path, ast.AST]]:
     for path in sorted(Path(genserve.__file__).parent.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(_tree(path)):
             yield path, node
 
 
@@ -46,7 +52,7 @@ def _modules() -> Mapping[str, Path]:
 
 
 def _imported(path: Path, modules: Mapping[str, Path]) -> Iterator[str]:
-    statements = list(ast.parse(path.read_text()).body)
+    statements = list(_tree(path).body)
     for statement in statements:
         if isinstance(statement, ast.If | ast.Try):
             statements += statement.body

@@ -37,12 +37,6 @@ MAX_SEEDS = 300
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _collections_are_of_this_module() -> None:
-    """Among all that other modules have left, each takes half a second."""
-    gc.freeze()
-
-
 @pytest.fixture(autouse=True)
 def _virtual() -> Iterator[None]:
     with virtual_product():
