@@ -7,7 +7,7 @@ embedding, and writes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,8 @@ HEAD = "head"
 LAYERS = "matrix products of the layers"
 ATTENTION = "attention"
 
-# The input with the weights, which each row multiplies once.
-WEIGHTS = {"Gemm": 1, "Linear": 1, "MatMul": 1}
+# The inputs with weights, which each row multiplies once.
+WEIGHTS = {"DecoderLayer": (8, 11, 14, 17), "Gemm": (1,), "Linear": (1,), "MatMul": (1,)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,34 +56,49 @@ def read_parts(path: Path) -> list[Part]:
     """The parts of a graph of `genserve export`: head, layers and attention."""
     graph = onnx.load(str(path), load_external_data=False).graph
     initializers = {tensor.name: tensor for tensor in graph.initializer}
-    products = [_product(node, initializers) for node in graph.node if _has_weights(node, initializers)]
+    products = [product for node in graph.node for product in _products(node, initializers)]
     [vocab_size] = (o.type.tensor_type.shape.dim[-1].dim_value for o in graph.output if o.name == "logits")
     head = [part for columns, part in products if columns == vocab_size]
     layers = [part for columns, part in products if columns != vocab_size]
     return [_sum(HEAD, head), _sum(LAYERS, layers), _attention(graph)]
 
 
-def _has_weights(node: Any, initializers: Mapping[str, Any]) -> bool:
-    return node.op_type in WEIGHTS and node.input[WEIGHTS[node.op_type]] in initializers
-
-
-def _product(node: Any, initializers: Mapping[str, Any]) -> tuple[int, Part]:
-    """The number of columns of a matrix of weights, and its product with rows."""
+def _products(node: Any, initializers: Mapping[str, Any]) -> Iterator[tuple[int, Part]]:
+    """The products of rows with matrices of weights, each with its number of columns."""
     attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
-    weights = initializers[node.input[WEIGHTS[node.op_type]]]
-    if node.op_type == "Linear":
-        inputs, columns = attributes["in_features"], attributes["out_features"]
-    else:
-        inputs, columns = reversed(weights.dims) if attributes.get("transB") else weights.dims
-    is_float = attributes.get("weight_format", b"float32") == b"float32"
-    part = Part(
-        name=node.op_type,
-        arithmetic="float32" if is_float else "int8",
-        # The scales are the next input.
-        weight_bytes=sum(_bytes(initializers[name]) for name in node.input[1:3] if name in initializers),
-        operations_per_row=2 * inputs * columns,
-    )
-    return columns, part
+    indices = [i for i in WEIGHTS.get(node.op_type, ()) if node.input[i] in initializers]
+    for number, index in enumerate(indices):
+        weights = initializers[node.input[index]]
+        weight_format = attributes.get("weight_format", b"float32")
+        match node.op_type:
+            case "Linear":
+                inputs, columns = attributes["in_features"], attributes["out_features"]
+            case "DecoderLayer":
+                inputs, columns = _layer_sizes(attributes)[number]
+                weight_format = attributes["residual_weight_format"] if number in (1, 3) else weight_format
+            case _:
+                inputs, columns = reversed(weights.dims) if attributes.get("transB") else weights.dims
+        yield columns, Part(
+            name=node.op_type,
+            arithmetic="float32" if weight_format == b"float32" else "int8",
+            # The scales are the next input.
+            weight_bytes=sum(
+                _bytes(initializers[name]) for name in node.input[index : index + 2] if name in initializers
+            ),
+            operations_per_row=2 * inputs * columns,
+        )
+
+
+def _layer_sizes(attributes: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """The inputs and outputs of the linear layers of a DecoderLayer."""
+    hidden, intermediate = attributes["hidden_size"], attributes["intermediate_size"]
+    heads, kv_heads, dim = attributes["num_heads"], attributes["kv_num_heads"], attributes["head_dim"]
+    return [
+        (hidden, (heads + 2 * kv_heads) * dim),
+        (heads * dim, hidden),
+        (hidden, intermediate * (2 if attributes["gated"] else 1)),
+        (intermediate, hidden),
+    ]
 
 
 def _bytes(tensor: Any) -> int:
@@ -110,7 +125,7 @@ def _attention(graph: Any) -> Part:
     """Attention: keys and values of a token are read once, and multiplied once per query head."""
     heads = 0
     for node in graph.node:
-        if node.op_type == "PagedAttention":
+        if node.op_type in ("DecoderLayer", "PagedAttention"):
             heads += next(a.i for a in node.attribute if a.name == "num_heads")
     caches = [i.type.tensor_type for i in graph.input if i.name.startswith("past_key_values.")]
     token_bytes, head_dim = 0, 0

@@ -1,6 +1,7 @@
 """Decoder graph: writes the ONNX graph of any decoder, from its description and its weights.
 
-Attention (MHA, GQA or MQA, by the number of kv_heads) is one PagedAttention node per layer.
+A layer is one DecoderLayer node where there is one, or else a PagedAttention node between linear layers.
+Attention is MHA, GQA or MQA, by the number of kv_heads.
 
 The graph runs the new tokens of B sequences, packed: the tokens of a sequence are contiguous and in order,
 and follow its tokens in the KV cache. The cache is paged: a token at position p of sequence b is in the block
@@ -35,13 +36,13 @@ from typing import Any
 import numpy as np
 from onnx import AttributeProto, FunctionProto, TensorProto, helper
 
-from genserve.export.decoder import Attention, Decoder, Rotary, alibi_slopes
+from genserve.export.decoder import Decoder, Rotary, alibi_slopes
 from genserve.export.decoder_weights import DecoderWeights
-from genserve.export.layers import Layers, Linear, LinearKind, Norm
+from genserve.export.layers import SEQUENCE_INPUTS, DecoderLayer, Layers, Linear, LinearKind, Norm
 from genserve.export.onnx_graph import Dims, OnnxGraphBuilder
 
 _ATTENTION_INPUTS = (
-    "query", "key_cache", "value_cache", "cumulative_sequence_length", "past_seqlens", "block_table",
+    "query", "key_cache", "value_cache", *SEQUENCE_INPUTS,
     "cos_cache", "sin_cache", "q_norm_weight", "k_norm_weight", "alibi_slopes", "key_scales", "value_scales",
     "attention_metadata",
 )
@@ -87,11 +88,15 @@ def write_decoder(
     writer.inputs()
     residual = writer.embedding() if writer.is_first else writer.hidden_states()
     for index in part:
-        heads = writer.attention(residual, decoder.attentions[index], index=index)
-        if index + 1 == len(decoder.attentions):
-            # After the last keys and values, only the rows that reach the head matter.
-            heads, residual = writer.select_rows(heads), writer.select_rows(residual)
-        residual = writer.after_attention(heads, residual, f"layers.{index}")
+        is_last = index + 1 == len(decoder.attentions)
+        if layers.has_decoder_layers and not is_last and not writer.has_post_norm(index):
+            residual = writer.decoder_layer(residual, index)
+        else:
+            heads = writer.attention(residual, index)
+            if is_last:
+                # After the last keys and values, only the rows that reach the head matter.
+                heads, residual = writer.select_rows(heads), writer.select_rows(residual)
+            residual = writer.after_attention(heads, residual, f"layers.{index}")
         advance(1)
     if writer.is_last:
         writer.head(residual)
@@ -168,47 +173,55 @@ class _GraphWriter:
         self.graph.node("Identity", [x], "next_hidden_states")
         self.graph.output("next_hidden_states", self.layers.scheme.activations, self._hidden)
 
-    def attention(self, x: str, attention: Attention, *, index: int) -> str:
-        """Attention over the KV cache, to which it appends: [num_tokens, heads * head_dim]."""
-        decoder, layer = self.decoder, f"layers.{index}.attention"
-        roles, norm = ("query", "key", "value"), self.norm(f"{layer}.norm")
-        packed = self._linear(x, layer, *roles, output="qkv", kind="normed", norm=norm)
+    def decoder_layer(self, x: str, index: int) -> str:
+        """A layer as one operator: the new residual."""
+        layer = f"layers.{index}"
         past, present = self._cache(index)
-        # A layer without rotary positions gets another's tables, which the function's body needs.
-        tables = self.tables.get(attention.rotary) or next(iter(self.tables.values()), ["", ""])
-        output = self.graph.value(f"{layer}.heads", self.layers.scheme.activations)
+        cos, sin, query_norm, key_norm, slopes = self._attention_constants(index)
+        return self.layers.decoder_layer(
+            DecoderLayer(
+                qkv=self._qkv(x, layer),
+                output=self._linear("", f"{layer}.attention", "output", output="output", kind="inner"),
+                inner=self._inner_mlp(x, f"{layer}.mlp"),
+                down=self._linear("", f"{layer}.mlp", "down", output="down", kind="inner"),
+                past=past,
+                present=present,
+                constants=[cos, sin, query_norm, key_norm, slopes],
+                attributes={
+                    **self._attention_attributes(index),
+                    "head_dim": self.decoder.head_dim,
+                    "parallel": int(self.decoder.parallel),
+                },
+            )
+        )
+
+    def attention(self, x: str, index: int) -> str:
+        """Attention over the KV cache, to which it appends: [num_tokens, heads * head_dim]."""
+        packed = self.layers.linear(self._qkv(x, f"layers.{index}"))
+        past, present = self._cache(index)
+        output = self.graph.value(f"layers.{index}.attention.heads", self.layers.scheme.activations)
         inputs = [
             packed,
             *past[:2],
-            "cumulative_sequence_length",
-            "past_seqlens",
-            "block_table",
-            *tables,
-            *(self._fp32(f"{layer}.{part}_norm.weight") for part in ("query", "key")),
-            "alibi.slopes" if decoder.alibi else "",
+            *SEQUENCE_INPUTS,
+            *self._attention_constants(index),
             *(past[2:] or ["", ""]),
             "attention_metadata",
         ]
-        return self.graph.node(
-            "PagedAttention",
-            inputs,
-            output,
-            *present,
-            num_heads=decoder.num_heads,
-            kv_num_heads=decoder.num_kv_heads,
-            scale=decoder.attention_scale,
-            do_rotary=int(attention.rotary is not None),
-            softcap=decoder.attention_softcap or 0.0,
-            local_window_size=attention.window or -1,
-            qk_norm_epsilon=decoder.norm_epsilon,
-        )
+        attributes = self._attention_attributes(index)
+        return self.graph.node("PagedAttention", inputs, output, *present, **attributes)
 
     def after_attention(self, heads: str, residual: str, layer: str) -> str:
         """The rest of a layer, up to the new residual."""
         attended = self._add_residual(f"{layer}.attention", heads, residual, "output")
         # The MLP of a parallel layer reads the input of its attention.
         x = residual if self.decoder.parallel else attended
-        return self._add_residual(f"{layer}.mlp", self._inner_mlp(x, f"{layer}.mlp"), attended, "down")
+        inner = self.layers.linear(self._inner_mlp(x, f"{layer}.mlp"))
+        return self._add_residual(f"{layer}.mlp", inner, attended, "down")
+
+    def has_post_norm(self, index: int) -> bool:
+        """Whether the outputs of a layer's attention or MLP are normed before they are added."""
+        return any(self._has(f"layers.{index}.{part}.post_norm") for part in ("attention", "mlp"))
 
     def head(self, x: str) -> None:
         """Add the logits, and declare them as output."""
@@ -258,7 +271,35 @@ class _GraphWriter:
             self.graph.output(name, *buffer)
         return past, present
 
-    def _inner_mlp(self, x: str, layer: str) -> str:
+    def _attention_attributes(self, index: int) -> dict[str, float]:
+        attention = self.decoder.attentions[index]
+        return {
+            "num_heads": self.decoder.num_heads,
+            "kv_num_heads": self.decoder.num_kv_heads,
+            "scale": self.decoder.attention_scale,
+            "do_rotary": int(attention.rotary is not None),
+            "softcap": self.decoder.attention_softcap or 0.0,
+            "local_window_size": attention.window or -1,
+            "qk_norm_epsilon": self.decoder.norm_epsilon,
+        }
+
+    def _attention_constants(self, index: int) -> list[str]:
+        """Tables of cosines and sines, norms of queries and keys, ALiBi's slopes; "" for absent ones."""
+        # A layer without rotary positions gets another's tables, which the function's body needs.
+        rotary = self.decoder.attentions[index].rotary
+        return [
+            *(self.tables.get(rotary) or next(iter(self.tables.values()), ["", ""])),
+            *(self._fp32(f"layers.{index}.attention.{part}_norm.weight") for part in ("query", "key")),
+            "alibi.slopes" if self.decoder.alibi else "",
+        ]
+
+    def _qkv(self, x: str, layer: str) -> Linear:
+        """Queries, keys and values, concatenated."""
+        part = f"{layer}.attention"
+        norm = self.norm(f"{part}.norm")
+        return self._linear(x, part, "query", "key", "value", output="qkv", kind="normed", norm=norm)
+
+    def _inner_mlp(self, x: str, layer: str) -> Linear:
         """f(gate(x)) * up(x), or f(up(x)) without a gate."""
         gated = self._has(f"{layer}.gate")
         return self._linear(
@@ -275,17 +316,21 @@ class _GraphWriter:
 
     def _add_residual(self, part: str, x: str, residual: str, role: str) -> str:
         """The last linear layer of attention or MLP, its norm if the decoder has one, plus the residual."""
-        if not self._has(f"{part}.post_norm"):
-            return self._linear(x, part, role, output=role, kind="inner", residual=residual)
-        x = self._linear(x, part, role, output=role, kind="inner")
+        has_norm = self._has(f"{part}.post_norm")
+        linear = self._linear(x, part, role, output=role, kind="inner", residual="" if has_norm else residual)
+        x = self.layers.linear(linear)
+        if not has_norm:
+            return x
         normed = self.layers.norm(x, self.norm(f"{part}.post_norm"))
         return self.graph.node("Add", [normed, residual], f"{part}.residual")
 
-    def _linear(self, x: str, part: str, *roles: str, output: str, kind: LinearKind, **options: Any) -> str:
-        """Add linear layers as one, with their outputs concatenated."""
+    def _linear(
+        self, x: str, part: str, *roles: str, output: str, kind: LinearKind, **options: Any
+    ) -> Linear:
+        """Describe linear layers as one, with their outputs concatenated."""
         names = [f"{part}.{role}" for role in roles]
         biases = [bias for name in names if (bias := self.weights.optional(f"{name}.bias")) is not None]
-        layer = Linear(
+        return Linear(
             x=x,
             weight=np.concatenate([self.weights.load(f"{name}.weight") for name in names]),
             bias=np.concatenate(biases) if biases else None,
@@ -293,7 +338,6 @@ class _GraphWriter:
             kind=kind,
             **options,
         )
-        return self.layers.linear(layer)
 
     def _fp32(self, role: str) -> str:
         """The tensor of a role in float32; an empty name if the decoder does not have it."""

@@ -7,9 +7,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,9 @@ from genserve.kernels.packing import BLOCKS, Quantized, WeightFormat, pack_float
 from genserve.sampling.logits_array import FloatArray
 
 LinearKind = Literal["normed", "inner", "head"]   # the field of `QuantizationScheme` for the weight
+
+# The inputs of a graph that describe its sequences, in the order in which operators take them.
+SEQUENCE_INPUTS = ("cumulative_sequence_length", "past_seqlens", "block_table")
 
 _ROWS = 1024    # that are quantized together
 
@@ -52,12 +55,28 @@ class Linear:
     softcap: float | None = None            # of a head: outputs s become softcap * tanh(s / softcap)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderLayer:
+    """A layer of a decoder: the norms, linear layers and residuals around attention, which `qkv` starts."""
+
+    qkv: Linear
+    output: Linear      # reads the attention's heads; its output is added to the x of `qkv`
+    inner: Linear       # reads this sum; in a parallel layer the x of `qkv`
+    down: Linear        # reads the output of `inner`; its output is added to the same sum
+    past: Sequence[str]         # the layer's buffers in the KV cache: keys, values, in int8 also their scales
+    present: Sequence[str]      # the same, after the layer
+    constants: Sequence[str]    # cosines, sines, norms of queries and keys, ALiBi's slopes; "": none
+    attributes: Mapping[str, float]     # of the attention
+
+
 @dataclass(frozen=True, slots=True)
 class Layers(ABC):
     """Adds layers to a graph; every method returns the name of the value that it adds."""
 
     graph: OnnxGraphBuilder
     scheme: QuantizationScheme
+
+    has_decoder_layers: ClassVar[bool] = False     # whether `decoder_layer` is implemented
 
     def vector(self, name: str, value: FloatArray) -> str:
         """Add the weight of a norm, a bias or a table, in the type of the activations."""
@@ -78,6 +97,10 @@ class Layers(ABC):
     @abstractmethod
     def linear(self, layer: Linear) -> str:
         """Add a linear layer."""
+
+    def decoder_layer(self, layer: DecoderLayer) -> str:
+        """Add a layer of a decoder as one operator; its value is named like the output of `down`."""
+        raise NotImplementedError
 
     @abstractmethod
     def head(self, layer: Linear, *, tied: bool) -> str:
@@ -138,7 +161,9 @@ class StandardLayers(Layers):
 
 @dataclass(frozen=True, slots=True)
 class FusedLayers(Layers):
-    """Layers of `genserve.Linear`: float32 activations, packed weights; a tied head is packed separately."""
+    """Layers of our operators: float32 activations, packed weights; a tied head is packed separately."""
+
+    has_decoder_layers: ClassVar[bool] = True
 
     def embedding(self, ids: str, weight: FloatArray, output: str) -> str:
         """See `Layers.embedding`."""
@@ -167,28 +192,45 @@ class FusedLayers(Layers):
 
     def linear(self, layer: Linear) -> str:
         """See `Layers.linear`."""
-        weight_format: WeightFormat | None = getattr(self.scheme, layer.kind)
         norm = layer.norm
-        inputs = [
-            layer.x,
-            *self._packed(layer, weight_format),
-            "" if layer.bias is None else self.vector(f"{layer.output}.bias", layer.bias),
-            *self._norm_weights(norm),
-            layer.residual,
-        ]
         self.graph.node(
             "Linear",
-            inputs,
+            [layer.x, *self._weights(layer), *self._norm_weights(norm), layer.residual],
             self.graph.value(layer.output, np.float32),
             out_features=layer.weight.shape[0],
             in_features=layer.weight.shape[1],
-            weight_format=weight_format or "float32",
+            weight_format=self._format(layer) or "float32",
             activation=layer.activation or "",
             gated=int(layer.gated),
             softcap=layer.softcap or 0.0,
             **({"norm": norm.kind, "epsilon": norm.epsilon} if norm else {}),
         )
         return layer.output
+
+    def decoder_layer(self, layer: DecoderLayer) -> str:
+        """See `Layers.decoder_layer`."""
+        qkv, inner, down = layer.qkv, layer.inner, layer.down
+        assert qkv.norm
+        assert inner.norm
+        inputs = [qkv.x, *layer.past[:2], *SEQUENCE_INPUTS, *(layer.past[2:] or ["", ""])]
+        for linear in (qkv, layer.output, inner, down):
+            inputs += self._weights(linear)
+        inputs += [*self._norm_weights(qkv.norm), *self._norm_weights(inner.norm), *layer.constants]
+        return self.graph.node(
+            "DecoderLayer",
+            inputs,
+            self.graph.value(down.output, np.float32),
+            *layer.present,
+            hidden_size=qkv.weight.shape[1],
+            intermediate_size=down.weight.shape[1],
+            weight_format=self._format(qkv) or "float32",
+            residual_weight_format=self._format(down) or "float32",
+            activation=inner.activation or "",
+            gated=int(inner.gated),
+            norm=qkv.norm.kind,
+            epsilon=qkv.norm.epsilon,
+            **layer.attributes,
+        )
 
     def head(self, layer: Linear, *, tied: bool) -> str:
         """See `Layers.head`."""
@@ -201,15 +243,24 @@ class FusedLayers(Layers):
         weight = self.vector(f"{norm.name}.weight", norm.weight)
         return [weight, "" if norm.bias is None else self.vector(f"{norm.name}.bias", norm.bias)]
 
-    def _packed(self, layer: Linear, weight_format: WeightFormat | None) -> Sequence[str]:
-        """Add the packed weight [N, K] and its scales, which float32 does not have."""
+    def _format(self, layer: Linear) -> WeightFormat | None:
+        weight_format: WeightFormat | None = getattr(self.scheme, layer.kind)
+        return weight_format
+
+    def _weights(self, layer: Linear) -> list[str]:
+        """Add the packed weight [N, K], its scales, which float32 does not have, and the bias."""
         name, weight, gated = f"{layer.output}.weight", layer.weight, layer.gated
+        weight_format = self._format(layer)
         if weight_format is None:
-            return [*self.graph.weights([name], lambda: [pack_float32(weight, gated=gated)]), ""]
-        return self.graph.weights(
-            [name, f"{name}.scales"],
-            lambda: pack_quantized(_quantized(weight, weight_format), weight_format, gated=gated),
-        )
+            names = [*self.graph.weights([name], lambda: [pack_float32(weight, gated=gated)]), ""]
+        else:
+            names = [
+                *self.graph.weights(
+                    [name, f"{name}.scales"],
+                    lambda: pack_quantized(_quantized(weight, weight_format), weight_format, gated=gated),
+                )
+            ]
+        return [*names, "" if layer.bias is None else self.vector(f"{layer.output}.bias", layer.bias)]
 
     def _first_columns(self, x: str, output: str, *, width: int) -> str:
         bounds = {"starts": 0, "ends": width, "axes": -1}

@@ -23,7 +23,13 @@ Dims = Sequence[int | str]
 _ALIGNMENT = 4096  # bytes, so that weights can be mapped into memory
 _OPSETS = {"": 21, "com.microsoft": 1, "genserve": 1}
 _IR_VERSION = 10
-_DOMAINS = {"GatherBlockQuantized": "com.microsoft", "Linear": "genserve", "PagedAttention": "genserve"}
+_DOMAINS = {
+    "DecoderLayer": "genserve",
+    "GatherBlockQuantized": "com.microsoft",
+    "Linear": "genserve",
+    "PagedAttention": "genserve",
+}
+_OPERATORS = 2      # version of the set of genserve's operators; 2 has DecoderLayer
 
 
 class OnnxGraphBuilder:
@@ -101,7 +107,7 @@ class OnnxGraphBuilder:
         model = helper.make_model(
             graph, functions=self._functions, opset_imports=opsets, ir_version=_IR_VERSION
         )
-        helper.set_model_props(model, {**metadata, "genserve.operators": str(_OPSETS["genserve"])})
+        helper.set_model_props(model, {**metadata, "genserve.operators": str(_OPERATORS)})
         self._data.close()
         self._path.write_bytes(model.SerializeToString())
 

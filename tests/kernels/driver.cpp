@@ -7,6 +7,7 @@
 #include <stdlib.h>
 
 #include "attention.hpp"
+#include "decoder_layer.hpp"
 #include "linear.hpp"
 #include "logits.hpp"
 #include "sampling.hpp"
@@ -188,8 +189,75 @@ void run_attention(Type cache_type, int64_t heads, int64_t kv_heads, int64_t dim
     PagedAttention call;
     Error error;
     for (int turn = 0; turn < 2; turn++) {  // the second reads what the first has written
-      if (!call.open(a, in, error) || !call.compute(in, out, team_of(threads), error)) fail(name, error.message);
+      if (!call.open(a, in, error) || !attend(call, in, out, team_of(threads), error)) fail(name, error.message);
     }
+    hashes[threads > 1] = hash(y) ^ hash(keys) ^ hash(values);
+  }
+  if (hashes[0] != hashes[1]) fail(name, "several threads give other bits than one");
+  printf("%s: %016llx\n", name, (unsigned long long)hashes[0]);
+}
+
+void run_decoder_layer(WeightFormat format, bool parallel, int64_t rows, int64_t hidden, int64_t intermediate) {
+  char name[96];
+  snprintf(name, sizeof name, "decoder layer format %d parallel %d, %lld x %lld -> %lld", (int)format, parallel,
+           (long long)rows, (long long)hidden, (long long)intermediate);
+  constexpr int64_t heads = 6, kv_heads = 2, dim = 20, block_size = 16;
+  DecoderLayerAttributes a{};
+  a.qkv = a.inner = {hidden, 0, format, Norm::kRms, Activation::kNone, 0, 1e-5f, 0.0f};
+  a.output = a.down = {intermediate, 0, format, Norm::kNone, Activation::kNone, 0, 1e-5f, 0.0f};
+  a.inner.activation = Activation::kSilu;
+  a.inner.gated = 1;
+  a.attention = {heads, kv_heads, 0, -1, 0.0f, 0.0f, 1e-6f};
+  a.head_dim = dim;
+  a.parallel = parallel;
+  Error error;
+  if (!complete(a, hidden, intermediate, error)) fail(name, error.message);
+  Numbers numbers{(uint64_t)(hidden * 131 + rows)};
+  struct Weights {
+    Owned weight, scales;
+    Weights(const LinearAttributes& a, const LinearSizes& s)
+        : weight(a.weight_format == WeightFormat::kFloat32 ? Type::kFloat32 : Type::kUint8, s.panels,
+                 a.weight_format == WeightFormat::kFloat32 ? s.inputs : s.inputs / 4, kPanel, 4),
+          scales(Type::kFloat32, s.panels, kPanel) {
+      if (a.weight_format == WeightFormat::kFloat32) weight.tensor.rank = 3;
+    }
+  };
+  Weights qkv(a.qkv, LinearSizes(a.qkv)), output(a.output, LinearSizes(a.output));
+  Weights inner(a.inner, LinearSizes(a.inner)), down(a.down, LinearSizes(a.down));
+  Owned x(Type::kFloat32, rows, hidden), norm(Type::kFloat32, hidden);
+  x.fill(numbers);
+  norm.fill(numbers);
+  Weights* const all[] = {&qkv, &output, &inner, &down};
+  for (Weights* each : all) {
+    each->weight.fill(numbers);
+    each->scales.fill(numbers);
+  }
+  Owned cu(Type::kInt32, 2), past(Type::kInt32, 1), table(Type::kInt32, 1, 16);
+  cu.tensor.as<int32_t>()[0] = past.tensor.as<int32_t>()[0] = 0;
+  cu.tensor.as<int32_t>()[1] = (int32_t)rows;
+  for (int32_t i = 0; i < 16; i++) table.tensor.as<int32_t>()[i] = 15 - i;
+  uint64_t hashes[2];
+  for (int threads : kThreads) {
+    Owned y(Type::kFloat32, rows, hidden), keys(Type::kFloat16, 16, block_size, kv_heads, dim);
+    Owned values(Type::kFloat16, 16, block_size, kv_heads, dim);
+    memset(keys.tensor.data, 0, keys.bytes());
+    memset(values.tensor.data, 0, values.bytes());
+    DecoderLayerInputs in{};
+    in.x = x.tensor;
+    in.key_cache = keys.tensor;
+    in.value_cache = values.tensor;
+    in.cumulative_sequence_length = cu.tensor;
+    in.past_seqlens = past.tensor;
+    in.block_table = table.tensor;
+    Tensor* const weights[] = {&in.qkv_weight, &in.output_weight, &in.inner_weight, &in.down_weight};
+    for (int i = 0; i < 4; i++) {
+      weights[i][0] = all[i]->weight.tensor;  // the scales follow
+      if (format != WeightFormat::kFloat32) weights[i][1] = all[i]->scales.tensor;
+    }
+    in.attention_norm_weight = in.mlp_norm_weight = norm.tensor;
+    DecoderLayer layer(a, in, y.tensor);
+    const AttentionOutputs caches{{}, keys.tensor, values.tensor, {}, {}};
+    if (!layer.check_weights(error) || !layer.compute(caches, team_of(threads), error)) fail(name, error.message);
     hashes[threads > 1] = hash(y) ^ hash(keys) ^ hash(values);
   }
   if (hashes[0] != hashes[1]) fail(name, "several threads give other bits than one");
@@ -239,6 +307,9 @@ int main() {
     run_attention(cache, 9, 3, 64, 16);
     run_attention(cache, 4, 4, 40, 32);
   }
+  run_decoder_layer(WeightFormat::kInt8, false, 1, 120, 200);
+  run_decoder_layer(WeightFormat::kInt8, true, 37, 77, 45);
+  run_decoder_layer(WeightFormat::kFloat32, false, 37, 77, 45);
   run_logits(5, 5);
   run_logits(5000, 50);
   run_sampling(3);

@@ -91,16 +91,9 @@ def make_layer(rng: np.random.Generator, *, bias: bool = True, **attributes: Any
     return layer
 
 
-class LinearError(Exception):
-    pass
-
-
-def compute(
-    layer: Layer, x: Array, residual: Array | None = None, *, isa: str = "", threads: int = 1
-) -> Array:
-    """Call genserve_linear."""
-    given = layer.inputs | {"x": x} | ({} if residual is None else {"residual": residual})
-    attributes = Attributes(
+def attributes_of(layer: Layer) -> Attributes:
+    """The attributes of a layer as its C structure."""
+    return Attributes(
         layer.in_features,
         layer.out_features,
         FORMATS.index(layer.weight_format),
@@ -110,6 +103,18 @@ def compute(
         EPSILON,
         layer.softcap,
     )
+
+
+class LinearError(Exception):
+    pass
+
+
+def compute(
+    layer: Layer, x: Array, residual: Array | None = None, *, isa: str = "", threads: int = 1
+) -> Array:
+    """Call genserve_linear."""
+    given = layer.inputs | {"x": x} | ({} if residual is None else {"residual": residual})
+    attributes = attributes_of(layer)
     y = np.full((len(x), layer.outputs), np.nan, np.float32)
     tensors = (Tensor * len(INPUTS))(*(Tensor.of(given.get(name)) for name in INPUTS))
     y_tensor, error = Tensor.of(y), Error()

@@ -126,7 +126,9 @@ struct PagedAttention {
 
   bool open(const AttentionAttributes& attributes, const AttentionInputs& inputs, Error& error);
   bool check_sequences(Error& error) const;
-  bool compute(const AttentionInputs& in, const AttentionOutputs& out, const Threads& threads, Error& error) const;
+  bool check_outputs(const AttentionInputs& in, const AttentionOutputs& out, Error& error) const;
+  template <class Use>
+  bool with_job(const Tensor& output, Use&& use) const;
 };
 
 // Whether the attributes are valid, apart from the inputs.
@@ -680,35 +682,64 @@ struct Workspace {
 template <class T>
 class AttentionJob {
  public:
+  static constexpr int kPhases = 3;  // tokens written, items, tiles merged
+
   AttentionJob(const PagedAttention& call, const Tensor& output) : a(call), cache_(call), output_(output) {}
 
-  bool run(const Threads& threads, Error& error) {
+  bool compute(const Threads& threads, Error& error) {
+    if (!open(threads.count, error)) return false;
+    Phase phases[kPhases]{};
+    auto work = [&](size_t index) {
+      Prefetch none;
+      this->work(Team(phases), index, none);
+    };
+    threads.run(larger(num_items_, num_chunks()), work);
+    return true;
+  }
+
+  // The parts of compute(): open(), and then on each thread work(), and wait() if more is computed behind it.
+  bool open(int num_threads, Error& error) {
     int64_t segments = 0, kept_rows = 0;
     num_tiles_ = each_tile([&](const QueryTile& tile) {
       segments += tile.num_segments;
       kept_rows += tile.num_segments * tile.count * a.heads_per_kv();
     });
-    split_ = threads.count > 1 && num_tiles_ < kItemsPerThread * threads.count && segments > num_tiles_;
+    split_ = num_threads > 1 && num_tiles_ < kItemsPerThread * num_threads && segments > num_tiles_;
     num_items_ = split_ ? segments : num_tiles_;
     if (!split_) kept_rows = 0;
     const int64_t rows = tokens_per_tile() * a.heads_per_kv();
     const size_t bytes = Scratch::bytes_of<int32_t>((size_t)a.num_tokens) +
                          Scratch::bytes_of<QueryTile>((size_t)num_tiles_) +
                          Scratch::bytes_of<WorkItem>((size_t)num_items_) + bytes_of_sums(kept_rows) +
-                         (size_t)threads.count * bytes_of_workspace(rows);
-    Scratch scratch(bytes);
-    if (!scratch) return error.set("out of memory");
-    sequences_ = scratch.take<int32_t>((size_t)a.num_tokens);
-    tiles_ = scratch.take<QueryTile>((size_t)num_tiles_);
-    items_ = scratch.take<WorkItem>((size_t)num_items_);
-    kept_ = take_sums(scratch, kept_rows);
-    workspaces_ = scratch.take<Workspace>((size_t)threads.count);
-    for (int i = 0; i < threads.count; i++) take_workspace(scratch, rows, workspaces_[i]);
+                         (size_t)num_threads * bytes_of_workspace(rows);
+    scratch_.open(bytes);
+    if (!scratch_) return error.set("out of memory");
+    sequences_ = scratch_.take<int32_t>((size_t)a.num_tokens);
+    tiles_ = scratch_.take<QueryTile>((size_t)num_tiles_);
+    items_ = scratch_.take<WorkItem>((size_t)num_items_);
+    kept_ = take_sums(scratch_, kept_rows);
+    workspaces_ = scratch_.take<Workspace>((size_t)num_threads);
+    for (int i = 0; i < num_threads; i++) take_workspace(scratch_, rows, workspaces_[i]);
     plan();
-    num_workspaces_ = threads.count;
-    auto work = [this](size_t index) { this->work(workspaces_[index]); };
-    threads.run(larger(num_items_, num_chunks()), work);
+    num_workspaces_ = num_threads;
     return true;
+  }
+
+  // All phases; a thread that waits prefetches what comes behind this call.
+  void work(Team team, size_t index, Prefetch& next) {
+    Workspace& mine = workspaces_[index];
+    team.take(0, num_chunks(), [&](int64_t chunk) { write_tokens(chunk, mine); });
+    team.wait(0, num_chunks(), next);
+    team.take(1, num_items_, [&](int64_t i) { compute_item(i, mine); });
+    if (!split_) return;
+    team.wait(1, num_items_, next);
+    team.take(2, num_tiles_, [&](int64_t i) { merge_tile(tiles_[i]); });
+  }
+
+  // Waits until the output is complete.
+  void wait(Team team, Prefetch& next) {
+    if (split_) return team.wait(2, num_tiles_, next);
+    team.wait(1, num_items_, next);
   }
 
  private:
@@ -798,14 +829,6 @@ class AttentionJob {
   int64_t end_of(const WorkItem& item) const {
     const int64_t end = tiles_[item.tile].position + tiles_[item.tile].count;
     return item.segment == kWhole ? end : smaller(end, (item.segment + 1) * kSegment);
-  }
-
-  void work(Workspace& mine) {
-    team_.run(0, num_chunks(), [&](int64_t chunk) { write_tokens(chunk, mine); });
-    const auto compute = [&](int64_t i) { compute_item(i, mine); };
-    if (!split_) return team_.run_last(1, num_items_, compute);
-    team_.run(1, num_items_, compute);
-    team_.run_last(2, num_tiles_, [&](int64_t i) { merge_tile(tiles_[i]); });
   }
 
   // Phase 0: the keys and values of a chunk of tokens, for one head.
@@ -922,7 +945,7 @@ class AttentionJob {
   const PagedAttention& a;
   const Cache<T> cache_;
   const Tensor& output_;
-  Team team_;
+  Scratch scratch_;
   bool split_ = false;
   int64_t num_tiles_ = 0;
   int64_t num_items_ = 0;
@@ -934,9 +957,8 @@ class AttentionJob {
   Workspace* workspaces_ = nullptr;
 };
 
-// Checks the outputs, and computes the call that open() has checked.
-inline bool PagedAttention::compute(const AttentionInputs& in, const AttentionOutputs& out, const Threads& threads,
-                                    Error& error) const {
+// Whether the outputs have the right shape, and the caches are those of the inputs.
+inline bool PagedAttention::check_outputs(const AttentionInputs& in, const AttentionOutputs& out, Error& error) const {
   if (!check(out.output, "output", query_type, error, num_tokens, num_heads * head_dim)) return false;
   if (out.key_cache.data != in.key_cache.data || out.value_cache.data != in.value_cache.data) {
     return error.set("key_cache_out and value_cache_out are not bound to the memory of key_cache and value_cache");
@@ -945,12 +967,26 @@ inline bool PagedAttention::compute(const AttentionInputs& in, const AttentionOu
       (out.key_scales.data != in.key_scales.data || out.value_scales.data != in.value_scales.data)) {
     return error.set("key_scales_out and value_scales_out are not bound to the memory of key_scales and value_scales");
   }
-  if (num_tokens == 0) return true;
+  return true;
+}
+
+// Calls use(job) with the AttentionJob for the type of the cache.
+template <class Use>
+bool PagedAttention::with_job(const Tensor& output, Use&& use) const {
+  const auto with = [&](auto job) { return use(job); };
   switch (cache_type) {
-    case Type::kFloat16: return AttentionJob<_Float16>(*this, out.output).run(threads, error);
-    case Type::kInt8: return AttentionJob<int8_t>(*this, out.output).run(threads, error);
-    default: return AttentionJob<float>(*this, out.output).run(threads, error);
+    case Type::kFloat16: return with(AttentionJob<_Float16>(*this, output));
+    case Type::kInt8: return with(AttentionJob<int8_t>(*this, output));
+    default: return with(AttentionJob<float>(*this, output));
   }
+}
+
+// Computes a call that open() has checked.
+inline bool attend(const PagedAttention& call, const AttentionInputs& in, const AttentionOutputs& out,
+                   const Threads& threads, Error& error) {
+  if (!call.check_outputs(in, out, error)) return false;
+  if (call.num_tokens == 0) return true;
+  return call.with_job(out.output, [&](auto& job) { return job.compute(threads, error); });
 }
 
 }  // namespace genserve

@@ -77,6 +77,12 @@ struct LinearSizes {
   }
 };
 
+// Whether all required weights are given; in a graph, some may only come with the rows.
+inline bool has_weights(const LinearAttributes& a, const LinearInputs& in) {
+  return in.weight.present() && (in.scales.present() || a.weight_format == WeightFormat::kFloat32) &&
+         (in.norm_weight.present() || a.norm != Norm::kRms);
+}
+
 // Whether the weights match the attributes.
 inline bool check_weights(const LinearAttributes& a, const LinearInputs& in, Error& error) {
   const Type f32 = Type::kFloat32;
@@ -409,53 +415,80 @@ GENSERVE_INLINE f32x16 activate(Activation activation, f32x16 v) {
 
 class Linear {
  public:
+  static constexpr int kPhases = 2;  // rows, panels
+
+  // `inputs` and y [T, outputs] may be filled after the constructor, except for the number of rows.
   Linear(const LinearAttributes& attributes, const LinearInputs& inputs, float* y)
       : a_(attributes), in_(inputs), sizes_(attributes), y_(y), num_rows_(inputs.x.shape[0]) {}
 
-  // Computes y [T, outputs] from checked inputs.
+  // Computes y from checked inputs.
   bool compute(const Threads& threads, Error& error) {
-    const bool as_they_are = a_.weight_format == WeightFormat::kFloat32 && a_.norm == Norm::kNone;
+    if (!open(threads.count, error)) return false;
+    // Few inputs are quantized before the other threads are woken, which is faster than synchronizing them.
+    if (row_chunks_ > 0 && num_rows_ * sizes_.inputs <= 4096) {
+      prepare(0, num_rows_);
+      row_chunks_ = 0;
+    }
+    Phase phases[kPhases]{};
+    auto work = [&](size_t index) {
+      Prefetch none;
+      this->work(Team(phases), index, none);
+    };
+    threads.run(panel_chunks_, work);
+    return true;
+  }
+
+  // The parts of compute(), for several operators in one call of the threads: open(), then on each thread work(), and
+  // wait() unless it is the last one.
+  bool open(int num_threads, Error& error) {
+    num_threads_ = num_threads;
+    as_they_are_ = a_.weight_format == WeightFormat::kFloat32 && a_.norm == Norm::kNone;
     const size_t bytes_of_input = a_.weight_format == WeightFormat::kFloat32 ? sizeof(float) : sizeof(int8_t);
-    const size_t num_values = as_they_are ? 0 : (size_t)(num_rows_ * sizes_.inputs);
+    const size_t num_values = as_they_are_ ? 0 : (size_t)(num_rows_ * sizes_.inputs);
     const size_t num_scales = (size_t)(num_rows_ * sizes_.blocks);
-    Scratch scratch(Scratch::bytes_of<char>(num_values * bytes_of_input) + Scratch::bytes_of<float>(num_scales) +
-                    Scratch::bytes_of<int32_t>(num_scales));
-    if (!scratch) return error.set("out of memory for %lld rows", (long long)num_rows_);
-    char* values = scratch.take<char>(num_values * bytes_of_input);
+    scratch_.open(Scratch::bytes_of<char>(num_values * bytes_of_input) + Scratch::bytes_of<float>(num_scales) +
+                  Scratch::bytes_of<int32_t>(num_scales));
+    if (!scratch_) return error.set("out of memory for %lld rows", (long long)num_rows_);
+    char* values = scratch_.take<char>(num_values * bytes_of_input);
     q_ = reinterpret_cast<int8_t*>(values);
     normed_ = reinterpret_cast<float*>(values);
-    scales_ = scratch.take<float>(num_scales);
-    starts_ = scratch.take<int32_t>(num_scales);
-
-    // Few inputs are quantized before the other threads are woken, which is faster than synchronizing them.
-    const bool at_once = num_rows_ * sizes_.inputs <= 4096;
-    if (!as_they_are && at_once) prepare(0, num_rows_);
-    const int64_t row_chunks = as_they_are || at_once ? 0 : (num_rows_ + 3) / 4;
-
-    const int64_t row_groups = (num_rows_ + kChunkRows - 1) / kChunkRows;
-    const int64_t panels_of_chunk = panels_per_chunk(threads.count);
-    const int64_t panel_chunks = (sizes_.panels + panels_of_chunk - 1) / panels_of_chunk;
-    Team team;
-    auto work = [&](size_t index) {
-      team.run(0, row_chunks, [&](int64_t chunk) { prepare(4 * chunk, smaller(4 * chunk + 4, num_rows_)); });
-      team.run_ranges(1, row_groups * panel_chunks, index, threads.count, [&](int64_t chunk) {
-        const int64_t group = chunk % row_groups, first = chunk / row_groups * panels_of_chunk;
-        const int64_t from = num_rows_ * group / row_groups, to = num_rows_ * (group + 1) / row_groups;
-        for (int64_t p = first; p < smaller(first + panels_of_chunk, sizes_.panels); p++) multiply_panel(p, from, to);
-      });
-    };
-    threads.run(row_groups * panel_chunks, work);
+    scales_ = scratch_.take<float>(num_scales);
+    starts_ = scratch_.take<int32_t>(num_scales);
+    row_chunks_ = as_they_are_ ? 0 : (num_rows_ + 3) / 4;
+    row_groups_ = (num_rows_ + kChunkRows - 1) / kChunkRows;
+    // A chunk has about 64 KiB of weights, to be worth its overhead, but each thread gets several.
+    panels_of_chunk_ = smaller(65536 / sizes_.panel_bytes, sizes_.panels / (8 * num_threads));
+    if (panels_of_chunk_ < 1) panels_of_chunk_ = 1;
+    panel_chunks_ = (sizes_.panels + panels_of_chunk_ - 1) / panels_of_chunk_ * row_groups_;
     return true;
+  }
+
+  // Both phases. `weights` are prefetched while the thread waits for the rows of others.
+  void work(Team team, size_t index, Prefetch& weights) {
+    if (row_chunks_ > 0) {
+      team.take(0, row_chunks_, [&](int64_t chunk) { prepare(4 * chunk, smaller(4 * chunk + 4, num_rows_)); });
+      team.wait(0, row_chunks_, weights);
+    }
+    team.take_ranges(1, panel_chunks_, index, num_threads_, [&](int64_t chunk) {
+      const int64_t group = chunk % row_groups_, first = chunk / row_groups_ * panels_of_chunk_;
+      const int64_t from = num_rows_ * group / row_groups_, to = num_rows_ * (group + 1) / row_groups_;
+      for (int64_t p = first; p < smaller(first + panels_of_chunk_, sizes_.panels); p++) multiply_panel(p, from, to);
+    });
+  }
+
+  // Waits until y is complete.
+  void wait(Team team, Prefetch& next) { team.wait(1, panel_chunks_, next); }
+
+  // The weights that a thread multiplies first, for earlier waits: at most what its L2 cache has room for.
+  Prefetch first_weights(size_t index) const {
+    constexpr int64_t kMost = 192 << 10;
+    const int64_t first = Team::first_chunk(panel_chunks_, index, num_threads_) / row_groups_ * panels_of_chunk_;
+    const int64_t bytes = (sizes_.panels - first) * sizes_.panel_bytes;
+    return {in_.weight.as<char>() + first * sizes_.panel_bytes, smaller(bytes, kMost)};
   }
 
  private:
   static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-
-  // A chunk has about 64 KiB of weights, to be worth its overhead, but each thread gets several.
-  int64_t panels_per_chunk(int threads) const {
-    const int64_t few = smaller(65536 / sizes_.panel_bytes, sizes_.panels / (8 * threads));
-    return few < 1 ? 1 : few;
-  }
 
   // Normalises and quantizes rows [from, to) of x.
   void prepare(int64_t from, int64_t to) {
@@ -497,9 +530,8 @@ class Linear {
   // Multiplies a panel by rows [from, to), in tiles of about equal heights.
   template <class Format>
   void multiply_panel(int64_t panel, int64_t from, int64_t to) {
-    const bool as_they_are = a_.weight_format == WeightFormat::kFloat32 && a_.norm == Norm::kNone;
     const InputRows rows{q_ + from * sizes_.inputs,
-                    (as_they_are ? in_.x.as<float>() : normed_) + from * sizes_.inputs,
+                    (as_they_are_ ? in_.x.as<float>() : normed_) + from * sizes_.inputs,
                     sizes_.inputs,
                     scales_ + from * sizes_.blocks,
                     starts_ + from * sizes_.blocks,
@@ -544,6 +576,13 @@ class Linear {
   const LinearSizes sizes_;
   float* y_;
   int64_t num_rows_;
+  int num_threads_ = 1;
+  bool as_they_are_ = false;  // rows of x are read without preparation
+  int64_t row_chunks_ = 0;
+  int64_t row_groups_ = 0;    // of up to kChunkRows rows
+  int64_t panels_of_chunk_ = 0;
+  int64_t panel_chunks_ = 0;
+  Scratch scratch_;
   int8_t* q_ = nullptr;
   float* normed_ = nullptr;
   float* scales_ = nullptr;

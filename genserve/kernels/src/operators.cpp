@@ -2,6 +2,7 @@
 
 #include "attention.hpp"
 #include "cpu.hpp"
+#include "decoder_layer.hpp"
 #include "linear.hpp"
 #include "logits.hpp"
 #include "sampling.hpp"
@@ -52,14 +53,7 @@ struct LinearKernel {
            ort::attribute(info, "norm", kNorms, attributes.norm, error) &&
            ort::attribute(info, "activation", kActivations, attributes.activation, error) &&
            ort::constant_inputs(info, begin(constants), kNumLinearInputs, num_inputs, error) &&
-           (!weights_are_constant() || check_weights(attributes, constants, error));
-  }
-
-  // Whether all required weights are constants; others may be inputs of the graph.
-  bool weights_are_constant() const {
-    return constants.weight.present() &&
-           (constants.scales.present() || attributes.weight_format == WeightFormat::kFloat32) &&
-           (constants.norm_weight.present() || attributes.norm != Norm::kRms);
+           (!has_weights(attributes, constants) || check_weights(attributes, constants, error));
   }
 
   bool compute(ort::KernelContext* context, Error& error) const {
@@ -107,6 +101,18 @@ inline Tensor* begin(AttentionInputs& inputs) { return &inputs.query; }
 static_assert(sizeof(AttentionInputs) == kNumAttentionInputs * sizeof(Tensor));
 static_assert(sizeof(AttentionOutputs) == kNumAttentionOutputs * sizeof(Tensor));
 
+inline AttentionAttributes attention_attributes(const ort::KernelInfo* info) {
+  return {
+      .num_heads = ort::attribute(info, "num_heads", int64_t{0}),
+      .kv_num_heads = ort::attribute(info, "kv_num_heads", int64_t{0}),
+      .do_rotary = ort::attribute(info, "do_rotary", int64_t{0}),
+      .local_window_size = ort::attribute(info, "local_window_size", int64_t{-1}),
+      .scale = ort::attribute(info, "scale", 0.0f),
+      .softcap = ort::attribute(info, "softcap", 0.0f),
+      .qk_norm_epsilon = ort::attribute(info, "qk_norm_epsilon", 1e-6f),
+  };
+}
+
 struct PagedAttentionKernel {
   static constexpr const char* kName = "genserve.PagedAttention";
   AttentionAttributes attributes;
@@ -116,13 +122,7 @@ struct PagedAttentionKernel {
 
   bool create(const ort::KernelInfo* info, Error& error) {
     num_threads = count_cores();
-    attributes.num_heads = ort::attribute(info, "num_heads", int64_t{0});
-    attributes.kv_num_heads = ort::attribute(info, "kv_num_heads", int64_t{0});
-    attributes.do_rotary = ort::attribute(info, "do_rotary", int64_t{0});
-    attributes.local_window_size = ort::attribute(info, "local_window_size", int64_t{-1});
-    attributes.scale = ort::attribute(info, "scale", 0.0f);
-    attributes.softcap = ort::attribute(info, "softcap", 0.0f);
-    attributes.qk_norm_epsilon = ort::attribute(info, "qk_norm_epsilon", 1e-6f);
+    attributes = attention_attributes(info);
     return check_attributes(attributes, error) &&
            ort::constant_inputs(info, begin(constants), kNumAttentionInputs, num_inputs, error);
   }
@@ -141,7 +141,7 @@ struct PagedAttentionKernel {
            ort::allocate_output(context, 2, inputs.value_cache, outputs.value_cache, error) &&
            (!scales || (ort::allocate_output(context, 3, inputs.key_scales, outputs.key_scales, error) &&
                         ort::allocate_output(context, 4, inputs.value_scales, outputs.value_scales, error))) &&
-           attention.compute(inputs, outputs, ort::threads_of(context, num_threads), error);
+           attend(attention, inputs, outputs, ort::threads_of(context, num_threads), error);
   }
 };
 
@@ -160,6 +160,79 @@ struct PagedAttentionOperator {
   }
 };
 
+// ------------------------------------------------------------------------------------------- genserve.DecoderLayer
+
+constexpr size_t kNumLayerInputs = sizeof(DecoderLayerInputs) / sizeof(Tensor);
+constexpr size_t kFirstOptionalInput = 6;  // key_scales
+
+inline Tensor* begin(DecoderLayerInputs& inputs) { return &inputs.x; }
+
+struct DecoderLayerKernel {
+  static constexpr const char* kName = "genserve.DecoderLayer";
+  DecoderLayerAttributes attributes;
+  DecoderLayerInputs constants;
+  size_t num_inputs;
+  int num_threads;
+
+  bool create(const ort::KernelInfo* info, Error& error) {
+    num_threads = count_cores();
+    LinearAttributes normed{}, inner{};
+    normed.epsilon = ort::attribute(info, "epsilon", 1e-5f);
+    if (!ort::attribute(info, "norm", kNorms, normed.norm, error) ||
+        !ort::attribute(info, "weight_format", kWeightFormats, normed.weight_format, error) ||
+        !ort::attribute(info, "residual_weight_format", kWeightFormats, inner.weight_format, error)) {
+      return false;
+    }
+    attributes.qkv = attributes.inner = normed;
+    attributes.output = attributes.down = inner;
+    attributes.inner.gated = ort::attribute(info, "gated", int64_t{0}) != 0;
+    attributes.parallel = ort::attribute(info, "parallel", int64_t{0}) != 0;
+    attributes.head_dim = ort::attribute(info, "head_dim", int64_t{0});
+    attributes.attention = attention_attributes(info);
+    return ort::attribute(info, "activation", kActivations, attributes.inner.activation, error) &&
+           complete(attributes, ort::attribute(info, "hidden_size", int64_t{0}),
+                    ort::attribute(info, "intermediate_size", int64_t{0}), error) &&
+           ort::constant_inputs(info, begin(constants), kNumLayerInputs, num_inputs, error) &&
+           weights_are_valid(error);
+  }
+
+  // Whether the weights match the attributes; those that are inputs of the graph are checked in each run.
+  bool weights_are_valid(Error& error) const {
+    const DecoderLayer layer(attributes, constants, Tensor{});
+    return !layer.has_weights() || layer.check_weights(error);
+  }
+
+  bool compute(ort::KernelContext* context, Error& error) const {
+    DecoderLayerInputs inputs = constants;
+    if (!ort::inputs(context, begin(inputs), num_inputs, error)) return false;
+    Tensor y;
+    DecoderLayer layer(attributes, inputs, y);
+    AttentionOutputs caches{};
+    const Tensor like{nullptr, Type::kFloat32, 2, {inputs.x.shape[0], attributes.qkv.in_features}};
+    return layer.check_weights(error) && ort::allocate_output(context, 0, like, y, error) &&
+           ort::allocate_output(context, 1, inputs.key_cache, caches.key_cache, error) &&
+           ort::allocate_output(context, 2, inputs.value_cache, caches.value_cache, error) &&
+           (!inputs.key_scales.present() ||
+            (ort::allocate_output(context, 3, inputs.key_scales, caches.key_scales, error) &&
+             ort::allocate_output(context, 4, inputs.value_scales, caches.value_scales, error))) &&
+           layer.compute(caches, ort::threads_of(context, num_threads), error);
+  }
+};
+
+// An operator per type of the cache, as for PagedAttention.
+struct DecoderLayerOperator {
+  ort::Port inputs[kNumLayerInputs], outputs[kNumAttentionOutputs];
+  ort::CustomOp op;
+
+  explicit DecoderLayerOperator(Type cache) {
+    for (size_t i = 0; i < kNumLayerInputs; i++) inputs[i] = {Type::kMissing, i >= kFirstOptionalInput};
+    memcpy(outputs, kAttentionOutputs, sizeof outputs);
+    inputs[0].type = outputs[0].type = Type::kFloat32;
+    inputs[1].type = inputs[2].type = outputs[1].type = outputs[2].type = cache;
+    op = ort::make_operator<DecoderLayerKernel>("DecoderLayer", inputs, kNumLayerInputs, outputs, kNumAttentionOutputs);
+  }
+};
+
 }  // namespace genserve
 
 using namespace genserve;
@@ -172,6 +245,9 @@ static const PagedAttentionOperator attention[] = {
     {Type::kFloat16, Type::kFloat32}, {Type::kFloat16, Type::kFloat16}, {Type::kFloat16, Type::kInt8},
 };
 
+static const DecoderLayerOperator decoder_layer[] = {
+    DecoderLayerOperator(Type::kFloat32), DecoderLayerOperator(Type::kFloat16), DecoderLayerOperator(Type::kInt8)};
+
 // Called by SessionOptions.register_custom_ops_library.
 GENSERVE_EXPORT ort::Status* RegisterCustomOps(ort::SessionOptions* options, const ort::ApiBase* base) {
   if (!ort::Api::open(base)) return ort::Api::refuse(base);
@@ -179,6 +255,9 @@ GENSERVE_EXPORT ort::Status* RegisterCustomOps(ort::SessionOptions* options, con
   if (ort::Status* failed = ort::Api::create_domain("genserve", &domain)) return failed;
   if (ort::Status* failed = ort::Api::add_to_domain(domain, &linear)) return failed;
   for (const PagedAttentionOperator& each : attention) {
+    if (ort::Status* failed = ort::Api::add_to_domain(domain, &each.op)) return failed;
+  }
+  for (const DecoderLayerOperator& each : decoder_layer) {
     if (ort::Status* failed = ort::Api::add_to_domain(domain, &each.op)) return failed;
   }
   return ort::Api::add_domain(options, domain);
@@ -203,7 +282,18 @@ GENSERVE_EXPORT int32_t genserve_paged_attention(const AttentionAttributes* attr
                                                  const AttentionOutputs* outputs, const Threads* threads,
                                                  Error* error) {
   PagedAttention attention;
-  return attention.open(*attributes, *inputs, *error) && attention.compute(*inputs, *outputs, *threads, *error);
+  return attention.open(*attributes, *inputs, *error) && attend(attention, *inputs, *outputs, *threads, *error);
+}
+
+// DecoderLayer on the caller's tensors, in the same way; `outputs` are y and the caches. The sizes of the layer are
+// qkv.in_features, down.in_features and head_dim.
+GENSERVE_EXPORT int32_t genserve_decoder_layer(const DecoderLayerAttributes* attributes,
+                                               const DecoderLayerInputs* inputs, const AttentionOutputs* outputs,
+                                               const Threads* threads, Error* error) {
+  DecoderLayerAttributes a = *attributes;
+  if (!complete(a, a.qkv.in_features, a.down.in_features, *error)) return false;
+  DecoderLayer layer(a, *inputs, outputs->output);
+  return layer.check_weights(*error) && layer.compute(*outputs, *threads, *error);
 }
 
 // The best tokens of rows of logits: see scan_logits.

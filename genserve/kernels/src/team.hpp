@@ -2,7 +2,8 @@
 //
 // A node is computed in phases, a phase in chunks. All threads run the same code: a thread takes chunks of the current
 // phase until none is left, waits for the chunks of the others, and goes on to the next phase. A thread without a chunk
-// is never waited for, so that one thread alone finishes, and a late one finds the phases done.
+// is never waited for, so that one thread alone finishes, and a late one finds the phases done. A thread that waits
+// prefetches what it will read next.
 //
 //     thread 0   | chunk 0 | chunk 2 | chunk 3 |-wait-| chunk 0 | chunk 1 |
 //     thread 1        | chunk 1      | chunk 4 |      | chunk 2 |
@@ -25,7 +26,6 @@
 
 namespace genserve {
 
-constexpr int kMaxPhases = 3;
 constexpr int kMaxRanges = 8;
 
 // A number or pointer shared by threads, like std::atomic but without the headers of a C++ library.
@@ -77,47 +77,47 @@ inline int count_cores() {
 #endif
 }
 
-class Team {
+// Memory that a thread will read, in slices that it prefetches while it waits.
+class Prefetch {
  public:
-  // Runs chunks 0 .. chunks - 1 of a phase together with the other threads, and returns once all are done.
-  // Phases are numbered from 0, in the same order on every thread.
-  template <class Body>
-  void run(int phase, int64_t chunks, Body&& body) {
-    take(phase, chunks, body);
-    for (int turn = 0; phases_[phase].done.value.load() < chunks; turn++) wait_a_moment(turn);
-  }
+  Prefetch() = default;
+  Prefetch(const char* at, int64_t bytes) : at_(at), end_(at + bytes) {}
 
-  // The same for a node's last phase, without waiting, since the caller of the threads waits for them.
-  template <class Body>
-  void run_last(int phase, int64_t chunks, Body&& body) {
-    take(phase, chunks, body);
-  }
-
-  // The same for a last phase in which chunk after chunk is best taken by the same thread, so that it can prefetch the
-  // next one: thread `index` of `count` starts with its own range of chunks, and then helps with those of others.
-  template <class Body>
-  void run_ranges(int phase, int64_t chunks, size_t index, int count, Body&& body) {
-    const int ranges = count < kMaxRanges ? count : kMaxRanges;
-    for (int i = 0; i < ranges; i++) {
-      const int range = (int)((index + (size_t)i) % (size_t)ranges);
-      const int64_t first = chunks * range / ranges, size = chunks * (range + 1) / ranges - first;
-      Atomic<int64_t>& next = phases_[phase].next[range].value;
-      if (next.peek() >= size) continue;
-      for (int64_t chunk; (chunk = next.add(1)) < size;) body(first + chunk);
-    }
+  // Prefetches the next slice into the L2 cache; false: there is none.
+  bool next() {
+    if (at_ >= end_) return false;
+    for (int line = 0; line < 8; line++) __builtin_prefetch(at_ + 64 * line, 0, 2);
+    at_ += 8 * 64;
+    return true;
   }
 
  private:
-  struct alignas(128) Counter {  // counters written by many threads have separate cache lines
-    Atomic<int64_t> value;
-  };
-  struct Phase {
-    Counter next[kMaxRanges];
-    Counter done;
-  };
+  const char* at_ = nullptr;
+  const char* end_ = nullptr;
+};
 
+struct alignas(128) Counter {  // counters written by many threads have separate cache lines
+  Atomic<int64_t> value;
+};
+
+// The progress of a phase.
+struct Phase {
+  Counter next[kMaxRanges];
+  Counter done;
+};
+
+class Team {
+ public:
+  // `phases` are all zero at the start.
+  explicit Team(Phase* phases) : phases_(phases) {}
+
+  // The team for a part of the work whose phases begin at `phase`, and are numbered from 0 again.
+  Team from(int phase) const { return Team(phases_ + phase); }
+
+  // Takes chunks 0 .. chunks - 1 of a phase together with the other threads, until none is left. Every thread goes
+  // through the phases in the same order.
   template <class Body>
-  void take(int phase, int64_t chunks, Body& body) {
+  void take(int phase, int64_t chunks, Body&& body) {
     Phase& p = phases_[phase];
     Atomic<int64_t>& next = p.next[0].value;
     if (next.peek() >= chunks) return;
@@ -127,7 +127,41 @@ class Team {
     }
   }
 
-  Phase phases_[kMaxPhases];
+  // The same where chunk after chunk is best taken by the same thread, so that it can prefetch the next one: thread
+  // `index` of `count` starts with its own range of chunks, and then helps with those of others.
+  template <class Body>
+  void take_ranges(int phase, int64_t chunks, size_t index, int count, Body&& body) {
+    Phase& p = phases_[phase];
+    const int ranges = num_ranges(count);
+    int64_t taken = 0;
+    for (int i = 0; i < ranges; i++) {
+      const int range = (int)((index + (size_t)i) % (size_t)ranges);
+      const int64_t first = range_start(chunks, range, ranges), size = range_start(chunks, range + 1, ranges) - first;
+      Atomic<int64_t>& next = p.next[range].value;
+      if (next.peek() >= size) continue;
+      for (int64_t chunk; (chunk = next.add(1)) < size; taken++) body(first + chunk);
+    }
+    if (taken > 0) p.done.value.add(taken);
+  }
+
+  // Waits until all chunks of a phase are done. After the last phase this is not needed, because the caller of the
+  // threads waits for them.
+  void wait(int phase, int64_t chunks, Prefetch& prefetch) {
+    for (int turn = 0; phases_[phase].done.value.load() < chunks;) {
+      if (!prefetch.next()) wait_a_moment(turn++);
+    }
+  }
+
+  // The first chunk that a thread takes in `take_ranges`.
+  static int64_t first_chunk(int64_t chunks, size_t index, int count) {
+    return range_start(chunks, (int)(index % (size_t)num_ranges(count)), num_ranges(count));
+  }
+
+ private:
+  static int num_ranges(int count) { return count < kMaxRanges ? count : kMaxRanges; }
+  static int64_t range_start(int64_t chunks, int range, int ranges) { return chunks * range / ranges; }
+
+  Phase* phases_;
 };
 
 // The threads of a kernel: `parallel_for` calls work(job, i) for each i below `count`, on any threads, and returns when
@@ -150,16 +184,8 @@ struct Threads {
 // get separate memory; the consecutive nodes of a session get the same memory, which is warm in cache.
 class Scratch {
  public:
-  explicit Scratch(size_t bytes) {
-    for (auto& kept : store()) {
-      if ((block_ = kept.exchange(nullptr)) != nullptr) break;
-    }
-    if (block_ != nullptr && block_->size >= bytes) return;
-    free_aligned(block_);
-    const size_t size = (bytes + bytes / 4 + 4095) / 4096 * 4096;
-    block_ = static_cast<Block*>(allocate_aligned(size + sizeof(Block)));
-    if (block_ != nullptr) block_->size = size;
-  }
+  Scratch() = default;
+  explicit Scratch(size_t bytes) { open(bytes); }
   ~Scratch() {
     if (block_ == nullptr) return;
     for (auto& kept : store()) {
@@ -169,6 +195,18 @@ class Scratch {
   }
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
+
+  // Borrows the memory; once.
+  void open(size_t bytes) {
+    for (auto& kept : store()) {
+      if ((block_ = kept.exchange(nullptr)) != nullptr) break;
+    }
+    if (block_ != nullptr && block_->size >= bytes) return;
+    free_aligned(block_);
+    const size_t size = (bytes + bytes / 4 + 4095) / 4096 * 4096;
+    block_ = static_cast<Block*>(allocate_aligned(size + sizeof(Block)));
+    if (block_ != nullptr) block_->size = size;
+  }
 
   // False: out of memory.
   explicit operator bool() const { return block_ != nullptr; }

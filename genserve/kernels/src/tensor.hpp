@@ -8,6 +8,7 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
+#include <string.h>
 
 namespace genserve {
 
@@ -56,6 +57,15 @@ struct Error {
     va_start(values, format);
     vsnprintf(message, sizeof message, format, values);
     va_end(values);
+    return false;
+  }
+
+  // Puts the name of a part before its message; returns `good`, whether the part has none.
+  bool in(const char* part, bool good) {
+    if (good) return true;
+    char text[sizeof message];
+    memcpy(text, message, sizeof text);
+    snprintf(message, sizeof message, "%s: %.*s", part, (int)(sizeof text - 16), text);
     return false;
   }
 };

@@ -35,7 +35,7 @@ _INPUTS = frozenset({"cumulative_sequence_length", "past_seqlens", "block_table"
 _FIRST_INPUTS = frozenset({"input_ids", "position_ids"})
 _LATER_INPUTS = frozenset({"hidden_states"})    # of the stages of a pipeline behind the first
 _LAST_INPUTS = frozenset({"logits_indices"})
-_OPERATORS = "1"    # version of the operators and layouts of `genserve.kernels`
+_OPERATORS = {"1", "2"}     # supported versions of the operators and layouts of `genserve.kernels`
 _EXPORT = "export it with `genserve export`"
 _ON_THE_CPU = "write `instance_group [ { kind: KIND_CPU } ]` into the logits stage's config.pbtxt"
 _MARK = 3   # no key or value has this in all its numbers
@@ -209,7 +209,7 @@ def check_logits_graph(session: Any, path: Path, *, stage: int = 1, num_stages: 
             "exported by an older version of genserve, or by another program",
             remedy=EXPORT_AGAIN,
         )
-    if metadata.get("genserve.operators") != _OPERATORS:
+    if metadata.get("genserve.operators") not in _OPERATORS:
         raise RepositoryError(f"{path} is for another version of genserve's operators", remedy=EXPORT_AGAIN)
 
 

@@ -144,7 +144,7 @@ def truncate_weights(folder: Path, model: onnx.ModelProto) -> None:
 
 
 def write_another_version_of_operators(folder: Path, model: onnx.ModelProto) -> None:
-    next(entry for entry in model.metadata_props if entry.key == "genserve.operators").value = "2"
+    next(entry for entry in model.metadata_props if entry.key == "genserve.operators").value = "3"
 
 
 def rename_an_operator(folder: Path, model: onnx.ModelProto) -> None:
@@ -183,8 +183,7 @@ def shorten_a_norm(folder: Path, model: onnx.ModelProto) -> None:
 
 
 def change_the_number_of_heads(folder: Path, model: onnx.ModelProto) -> None:
-    node = next(node for node in model.graph.node if node.op_type == "PagedAttention")
-    next(attribute for attribute in node.attribute if attribute.name == "num_heads").i = 8
+    set_attribute(model, "PagedAttention", "num_heads", 8)
 
 
 def change_the_size_of_heads(folder: Path, model: onnx.ModelProto) -> None:
@@ -193,9 +192,25 @@ def change_the_size_of_heads(folder: Path, model: onnx.ModelProto) -> None:
             value.type.tensor_type.shape.dim[3].dim_value = 8
 
 
+def set_attribute(model: onnx.ModelProto, op_type: str, name: str, value: int) -> None:
+    node = next(node for node in model.graph.node if node.op_type == op_type)
+    next(attribute for attribute in node.attribute if attribute.name == name).i = value
+
+
+def change_the_number_of_a_layers_heads(folder: Path, model: onnx.ModelProto) -> None:
+    set_attribute(model, "DecoderLayer", "num_heads", 8)
+
+
+def claim_larger_heads(folder: Path, model: onnx.ModelProto) -> None:
+    set_attribute(model, "DecoderLayer", "head_dim", 1 << 31)
+
+
+def claim_a_larger_layer(folder: Path, model: onnx.ModelProto) -> None:
+    set_attribute(model, "DecoderLayer", "hidden_size", 1 << 40)
+
+
 def claim_more_inputs(folder: Path, model: onnx.ModelProto) -> None:
-    node = next(node for node in model.graph.node if node.op_type == "Linear")
-    next(attribute for attribute in node.attribute if attribute.name == "in_features").i = 1 << 40
+    set_attribute(model, "Linear", "in_features", 1 << 40)
 
 
 @pytest.mark.parametrize(
@@ -207,12 +222,15 @@ def claim_more_inputs(folder: Path, model: onnx.ModelProto) -> None:
         shorten_a_norm,
         change_the_number_of_heads,
         change_the_size_of_heads,
+        change_the_number_of_a_layers_heads,
+        claim_larger_heads,
+        claim_a_larger_layer,
         claim_more_inputs,
     ],
 )
 def test_weights_of_other_sizes_are_an_error_and_no_crash(path, tmp_path, spoil):
     """At the load, or by the first forward: nothing is read behind the end of a buffer."""
-    with pytest.raises(Exception, match=r"export|Linear|PagedAttention"):
+    with pytest.raises(Exception, match=r"export|Linear|PagedAttention|DecoderLayer"):
         logits_of(OnnxLogits(spoilt(path, tmp_path, spoil), max_num_seqs=1, max_length=32), [5, 6])
 
 
