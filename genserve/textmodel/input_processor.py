@@ -163,6 +163,46 @@ class ContextLimits:
         return "" if max_length == self._max_length else " for each of its beams"
 
 
+class ParamTokens:
+    """The token ids in sampling parameters, and the texts in them as token ids, of one vocabulary."""
+
+    def __init__(self, tokenizer: Tokenizer, *, vocab_size: int) -> None:
+        """Check and read the parameters of requests to a model with rows of `vocab_size` logits."""
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._spellings_within = Spellings(tokenizer)
+
+    def check(self, params: SamplingParams) -> None:
+        """Raise InvalidRequest if an id is not in the vocabulary, or `min_tokens` leaves none to sample."""
+        vocab_size = self._vocab_size
+        for name, named_ids in params.token_ids().items():
+            if any(token_id >= vocab_size for token_id in named_ids):
+                raise InvalidRequest(f"{name} must be below the vocabulary's size, {vocab_size}", field=name)
+        if params.min_tokens and params.allowed_token_ids:
+            ending = {*params.stop_token_ids}
+            ending.update(() if params.ignore_eos else self._tokenizer.eos_token_ids)
+            if ending.union(params.suppress_tokens) >= {*params.allowed_token_ids}:
+                raise InvalidRequest("min_tokens leaves no allowed token", field="min_tokens")
+
+    def tokenized(self, params: SamplingParams) -> TokenizedParams:
+        """Return the token ids of the words in the parameters."""
+        breakers = params.dry_sequence_breakers if params.dry_multiplier else ()
+        spared: list[int] = []
+        if params.xtc_probability:
+            newline = self._tokenizer.encode("\n", add_special_tokens=False)[-1:]
+            spared = [i for i in (*self._tokenizer.eos_token_ids, *newline) if i < self._vocab_size]
+        return TokenizedParams(
+            bad_words=[ids for word in params.bad_words for ids in self._spellings(word)],
+            dry_breakers=DryBreakers(ids for text in breakers for ids in self._spellings_within.of(text)),
+            spared_ids=spared,
+        )
+
+    def _spellings(self, word: str) -> list[list[int]]:
+        """Return the ids of a word at the beginning of a text, and after another word."""
+        spelled = (self._tokenizer.encode(text, add_special_tokens=False) for text in (word, f" {word}"))
+        return [ids for ids in spelled if ids and max(ids) < self._vocab_size]
+
+
 class InputProcessor:
     """Makes the token sequences of requests to one text model. Safe from any thread.
 
@@ -192,7 +232,7 @@ class InputProcessor:
         self._defaults = default_sampling_params
         self._tools = ToolCalling(tokenizer, tool_format=decoding.tool_format)
         self._grammars = GrammarCompiler(tokenizer, vocab_size=logits.vocab_size)
-        self._spellings_within = Spellings(tokenizer)
+        self._param_tokens = ParamTokens(tokenizer, vocab_size=logits.vocab_size)
 
     def process(
         self, prompt: Prompt, params: SamplingParams, *, num_choices: int, arrived_s: float | None = None
@@ -243,20 +283,11 @@ class InputProcessor:
         """
         max_length = self._max_length(params, num_choices=len(seeds))
         self._limits.check_lengths(len(token_ids), params, max_length=max_length, field=_field(prompt))
-        self._check_ids(params)
+        self._param_tokens.check(params)
         text = self._stop_checker(params, shown=self._tools.shown_ids(prompt))
-        is_resumed = any(resumed_token_ids)
-        begin = partial(
-            resumed_kind(params, only_samples=self._only_samples) if is_resumed else TokenSequence,
-            token_ids,
-            params=params,
-            eos_token_ids=self._tokenizer.eos_token_ids,
-            max_length=max_length,
-            vocab_size=self._logits.vocab_size,
-            tokenized=self._tokenized(params),
-            deadline_s=self._deadline_s(params, arrived_s),
-            begins_reasoning=begins_reasoning,
-            prompt=prompt,
+        begin = self._begin(
+            prompt, params, token_ids, max_length=max_length, begins_reasoning=begins_reasoning,
+            arrived_s=arrived_s, is_resumed=any(resumed_token_ids),
         )
         room = min(params.max_tokens or max_length, max_length - len(token_ids))
         grammar = self._grammar_of(prompt, params, begun=begins_reasoning, room=room)
@@ -279,6 +310,31 @@ class InputProcessor:
             if isinstance(sequence, ResumedSequence) and received:
                 sequence.resume(received)
         return sequences
+
+    def _begin(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        token_ids: Sequence[int],
+        *,
+        max_length: int,
+        begins_reasoning: bool,
+        arrived_s: float | None,
+        is_resumed: bool,
+    ) -> Callable[..., TokenSequence]:
+        """Return the class of a request's sequences, with the arguments that they share."""
+        return partial(
+            resumed_kind(params, only_samples=self._only_samples) if is_resumed else TokenSequence,
+            token_ids,
+            params=params,
+            eos_token_ids=self._tokenizer.eos_token_ids,
+            max_length=max_length,
+            vocab_size=self._logits.vocab_size,
+            tokenized=self._param_tokens.tokenized(params),
+            deadline_s=self._deadline_s(params, arrived_s),
+            begins_reasoning=begins_reasoning,
+            prompt=prompt,
+        )
 
     def _max_length(self, params: SamplingParams, *, num_choices: int) -> int:
         """Return how long the sequences of a request can be; raises InvalidRequest for too many beams."""
@@ -372,23 +428,6 @@ class InputProcessor:
             if not self._engine.alive:  # the model was closed before, so only this ends the process
                 self._tokenizer.close()
 
-    def _spellings(self, word: str) -> list[list[int]]:
-        """Return the ids of a word at the beginning of a text, and after another word."""
-        spelled = (self._tokenizer.encode(text, add_special_tokens=False) for text in (word, f" {word}"))
-        return [ids for ids in spelled if ids and max(ids) < self._logits.vocab_size]
-
-    def _tokenized(self, params: SamplingParams) -> TokenizedParams:
-        breakers = params.dry_sequence_breakers if params.dry_multiplier else ()
-        spared: list[int] = []
-        if params.xtc_probability:
-            newline = self._tokenizer.encode("\n", add_special_tokens=False)[-1:]
-            spared = [i for i in (*self._tokenizer.eos_token_ids, *newline) if i < self._logits.vocab_size]
-        return TokenizedParams(
-            bad_words=[ids for word in params.bad_words for ids in self._spellings(word)],
-            dry_breakers=DryBreakers(ids for text in breakers for ids in self._spellings_within.of(text)),
-            spared_ids=spared,
-        )
-
     def _begins_reasoning(self, prompt: Prompt, token_ids: Sequence[int], *, is_cut: bool) -> bool:
         """Whether the answer to a prompt begins within reasoning.
 
@@ -414,16 +453,6 @@ class InputProcessor:
             return False
         return self.reasoning.is_open_after(suffix)
 
-    def _check_ids(self, params: SamplingParams) -> None:
-        vocab_size = self._logits.vocab_size
-        for name, named_ids in params.token_ids().items():
-            if any(token_id >= vocab_size for token_id in named_ids):
-                raise InvalidRequest(f"{name} must be below the vocabulary's size, {vocab_size}", field=name)
-        if params.min_tokens and params.allowed_token_ids:
-            ending = {*params.stop_token_ids}
-            ending.update(() if params.ignore_eos else self._tokenizer.eos_token_ids)
-            if ending.union(params.suppress_tokens) >= {*params.allowed_token_ids}:
-                raise InvalidRequest("min_tokens leaves no allowed token", field="min_tokens")
 
 def _field(prompt: Prompt) -> str:
     """Return the name of the field that a prompt comes from."""
