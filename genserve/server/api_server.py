@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,8 +14,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Self
-
-import uvicorn
 
 from genserve.errors import GenserveError, RepositoryError
 from genserve.generation.engine_thread import EngineThread
@@ -28,7 +24,7 @@ from genserve.server.access_control import AccessControl, address_of, require_sa
 from genserve.server.app import create_app
 from genserve.server.engine_watch import EngineWatch
 from genserve.server.event_loop_lag import EventLoopLag
-from genserve.server.http_protocol import HttpProtocol, check_progress
+from genserve.server.http_server import HttpServer, open_http_port
 from genserve.server.metrics_port import MetricsPort
 from genserve.server.metrics_text import metrics_text
 from genserve.server.offload import start_daemon
@@ -57,8 +53,6 @@ _REPORT_S = 5
 # the machine is busy.
 _EXIT_S = 1
 _CLOSED_EXIT_S = 2
-# Open files besides the connections of HTTP: models, logs, pipes, gRPC, metrics.
-_OTHER_FILES = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,8 +127,8 @@ def serve(
         end_process(server.exit_code)
 
 
-class Server(uvicorn.Server):
-    """A uvicorn server that loads the models after the port is open, and closes them after the drain.
+class Server(HttpServer):
+    """An HTTP server that loads the models after the port is open, and closes them after the drain.
 
     The port opens first, so that a probe sees `loading` while large weights are read. Setting
     `should_exit` from any thread stops the server as SIGTERM does.
@@ -173,17 +167,10 @@ class Server(uvicorn.Server):
         if settings.model_control_mode == "none" and not self.services.repository.index():
             raise _nothing_to_load(settings)
         super().__init__(
-            uvicorn.Config(
-                create_app(self.services),
-                access_log=False,
-                log_config=None,
-                server_header=False,
-                lifespan="off",
-                http=partial(HttpProtocol, settings=settings),  # type: ignore[arg-type]  # uvicorn only calls it
-                ws="none",
-                timeout_graceful_shutdown=round(settings.drain_s + _LAST_EVENTS_S),
-                ssl_context_factory=(lambda *_: tls.context) if tls else None,
-            )
+            create_app(self.services),
+            settings=settings,
+            tls=tls,
+            drain_s=round(settings.drain_s + _LAST_EVENTS_S),
         )
         self._on_ready = on_ready
         self._end_process = end_process
@@ -198,8 +185,7 @@ class Server(uvicorn.Server):
 
     def serve_until_stopped(self) -> None:
         """Bind, load, serve, drain and close; raises what `serve` raises."""
-        _allow_open_files(self.services.settings.max_connections)
-        with _bind(self.services.settings) as listener:
+        with open_http_port(self.services.settings) as listener:
             self.run(sockets=[listener])
         if self._failure is not None:
             raise self._failure
@@ -218,12 +204,6 @@ class Server(uvicorn.Server):
                 yield
             finally:
                 signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
-    async def on_tick(self, counter: int) -> bool:
-        """Look for slow clients twice a second; uvicorn calls this ten times."""
-        if counter % 5 == 0:
-            check_progress(self.server_state.connections, now_s=asyncio.get_running_loop().time())
-        return await super().on_tick(counter)
 
     def _hang_up(self, sig: int, frame: FrameType | None) -> None:
         # The shell and the kernel send one each, so a second one does not cut the drain short.
@@ -420,47 +400,6 @@ def _check_started(settings: ServerSettings, repository: Repository) -> None:
     for error in repository.errors.values():
         if settings.exit_on_error:
             raise error
-
-
-def _allow_open_files(max_connections: int) -> None:
-    """Raise the limit of open files, which is often 1,024, as far as the system allows it."""
-    if sys.platform == "win32":
-        return
-    import resource
-
-    wanted = max_connections + _OTHER_FILES
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, allowed), hard))
-        if allowed < wanted:
-            logger.warning(
-                "the system allows %d open files: too few for %d connections; raise `ulimit -n`, or lower "
-                "--max-connections",
-                allowed,
-                max_connections,
-            )
-
-
-def _bind(settings: ServerSettings) -> socket.socket:
-    try:
-        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-        return socket.create_server(
-            (settings.host, settings.http_port),
-            family=family,
-            backlog=2048,
-            reuse_port=settings.reuse_http_port,
-        )
-    except OSError as error:
-        is_taken = error.errno in (errno.EADDRINUSE, errno.EACCES)
-        raise GenserveError(
-            # Python's message repeats the address.
-            f"cannot listen on {address_of(settings.host, settings.http_port)}: "
-            f"{str(error.strerror).partition(' (while ')[0]}",
-            remedy="choose another port with --http-port; 0 takes a free one"
-            if is_taken
-            else "choose an address of this machine with --host: 127.0.0.1, ::1, or 0.0.0.0 for all",
-        ) from error
 
 
 def _log_listening(info: ServerInfo) -> None:

@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import httptools
@@ -59,6 +60,13 @@ _HOST = re.compile(rb"[A-Za-z0-9._~%!$&'()*+,;=:\[\]-]*")     # RFC 3986, sectio
 _CHECKED = frozenset({b"expect", b"host", b"transfer-encoding"})
 
 
+@dataclass(slots=True)
+class Handover:
+    """Whether a server leaves its port to another one: each connection then ends with its next answer."""
+
+    begun: bool = False
+
+
 # What a connection reads: nothing, if the next request has not begun. Members of an Enum would be slower.
 _NOTHING, _HEAD, _BODY = range(3)
 
@@ -74,9 +82,11 @@ class HttpProtocol(HttpToolsProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
         *,
         settings: ServerSettings,
+        handover: Handover,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self._settings = settings
+        self._handover = handover
         self._is_surplus = False
         self.reading = _NOTHING
         self.num_requests = 0                      # that have begun
@@ -191,6 +201,8 @@ class HttpProtocol(HttpToolsProtocol):
             raise MalformedRequest(f"more than {_MAX_PIPELINED} requests wait for their answers")
         super().on_headers_complete()
         self.reading = _BODY
+        if self._handover.begun:
+            self.cycle.keep_alive = False
         if self._is_surplus:
             self.cycle.keep_alive = False
             if self.scope["path"] not in PROBES:
