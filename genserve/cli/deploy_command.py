@@ -64,20 +64,14 @@ class _DeployFlags:
         ),
     ] = None
     name: Annotated[str, _cluster_option(help="Name of the application in the cluster.")] = "genserve"
-    route_prefix: Annotated[
-        str,
-        _cluster_option(
-            help="Prefix of its paths, such as /mine; each application of a cluster has another one."
-        ),
-    ] = "/"
     host: Annotated[
-        str,
-        _cluster_option(
-            help="Address to listen on, on every machine; 0.0.0.0 lets others in. Fixed while Serve runs."
-        ),
+        str, _cluster_option(help="Address to listen on; 0.0.0.0 lets other machines in.")
     ] = "127.0.0.1"
     port: Annotated[
-        int, _cluster_option(min=1, max=65535, help="Port to listen on; fixed while Serve runs.")
+        int,
+        _cluster_option(
+            min=1, max=65535, help="Port to listen on; each application of a cluster has another one."
+        ),
     ] = 8000
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the config file only.")] = False
     detach: Annotated[
@@ -134,7 +128,7 @@ def _generated(flags: _DeployFlags) -> dict[str, Any]:
         GenserveError: other machines could connect without an API key, or as `find_models` does.
     """
     from genserve.cli.model_access import bring_models
-    from genserve.deploy.ray.deploy_config import Scale, ServeEndpoint, find_models, serve_config
+    from genserve.deploy.ray.deploy_config import Scale, find_models, serve_config
     from genserve.server.access_control import is_loopback
     from genserve.store import default_repository
 
@@ -142,22 +136,21 @@ def _generated(flags: _DeployFlags) -> dict[str, Any]:
     if most is not None and most < least:
         raise typer.BadParameter(f"is {most}, less than --min-replicas {least}", param_hint="--max-replicas")
     scale = Scale(min_replicas=least, max_replicas=most or least)
-    endpoint = ServeEndpoint(
-        name=flags.name, route_prefix=flags.route_prefix, host=flags.host, port=flags.port
-    )
-    settings = {}
-    if not os.environ.get("GENSERVE_API_KEY"):
-        if not is_loopback(endpoint.host):
-            raise GenserveError(
-                f"--host {endpoint.host} lets other machines connect, and no API key is set",
-                remedy="set GENSERVE_API_KEY here and on the machines of the cluster; or write "
-                "`api_key_file: PATH` or `allow_unauthenticated: true` under `settings` in the file that "
-                "--dry-run prints, and deploy it with --config",
-            )
-        settings = {"allow_unauthenticated": True}
+    if not os.environ.get("GENSERVE_API_KEY") and not is_loopback(flags.host):
+        raise GenserveError(
+            f"--host {flags.host} lets other machines connect, and no API key is set",
+            remedy="set GENSERVE_API_KEY here and on the machines of the cluster; or write "
+            "`api_key_file: PATH` or `allow_unauthenticated: true` under `settings` in the file that "
+            "--dry-run prints, and deploy it with --config",
+        )
     folders = list(flags.model_repository or [default_repository()])
-    models = find_models(folders, bring_models(flags.model or (), roots=folders))
-    return serve_config(models, roots=folders, settings=settings, endpoint=endpoint, scale=scale)
+    return serve_config(
+        find_models(folders, bring_models(flags.model or (), roots=folders)),
+        name=flags.name,
+        roots=folders,
+        settings={"host": flags.host, "http_port": flags.port},
+        scale=scale,
+    )
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -182,11 +175,13 @@ def _warn_if_open(config: Mapping[str, Any]) -> None:
     from genserve.deploy.ray.deploy_config import IMPORT_PATH
     from genserve.server.access_control import is_loopback
 
-    host = (config.get("http_options") or {}).get("host", "0.0.0.0")    # Serve's default
     for application in config["applications"]:
-        if application["import_path"] != IMPORT_PATH or is_loopback(host):
+        if application["import_path"] != IMPORT_PATH:
             continue
         settings = application["args"].get("settings", {})
+        host = settings.get("host", "127.0.0.1")
+        if is_loopback(host):
+            continue
         if settings.get("allow_unauthenticated") and not settings.get("api_key_file"):
             print(
                 f"warning: {application['name']}: host {host} lets other machines connect, and "

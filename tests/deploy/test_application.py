@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from genserve.deploy.calls.call_channel import CallChannel
 from genserve.deploy.ray.application import ServedModel
 from genserve.deploy.ray.application_args import ApplicationArgs
 from genserve.deploy.replica_messages import GenerationCall
@@ -42,11 +43,16 @@ def test_a_replica_writes_a_log_with_the_ids_of_requests(
     replica = ServedModel(args, "tiny")
 
     async def call() -> None:
-        async for _deltas in replica.generate(CALL):
+        port = (await replica.status()).port
+        assert port is not None
+        channel = await CallChannel.open(port, on_end=lambda: None)
+        async for _deltas in channel.call("generate", CALL):
             pass
+        stopping = replica.__del__()
+        assert stopping is not None
+        await stopping
 
     asyncio.run(call())
-    replica.__del__()
     lines = log.read_text().splitlines()
     assert any("INFO genserve.repository" in line and "tiny" in line for line in lines)
     assert any(line.endswith("INFO genserve.plugin: [mine] prepares") for line in lines)

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from genserve.deploy.ray.config_file import read_config, to_yaml
-from genserve.deploy.ray.deploy_config import IMPORT_PATH, Scale, ServeEndpoint, find_models, serve_config
+from genserve.deploy.ray.deploy_config import IMPORT_PATH, Scale, find_models, serve_config
 from genserve.errors import ConfigError, RepositoryError
 
 
@@ -19,8 +19,8 @@ def text(tiny_repository: Path) -> str:
         serve_config(
             find_models([tiny_repository]),
             roots=[tiny_repository],
+            name="app",
             settings={"max_queue": 8},
-            endpoint=ServeEndpoint(name="app"),
             scale=Scale(min_replicas=1, max_replicas=3),
         )
     )
@@ -39,16 +39,17 @@ def test_what_is_written_is_valid_for_serve_and_read_again(text, tmp_path):
 @pytest.mark.parametrize(
     ("before", "after", "message", "remedy"),
     [
-        ("http_options:", "http_option:", "unknown key 'http_option'", "did you mean http_options?"),
+        ("proxy_location:", "proxy_place:", "unknown key 'proxy_place'", "did you mean proxy_location?"),
         ("max_replicas:", "max_replica:", "unknown key 'max_replica'", "did you mean max_replicas?"),
         ("num_cpus:", "num_cpu:", "unknown key 'num_cpu'", "did you mean num_cpus?"),
         ("models:", "model:", "unknown key 'model'", "did you mean models?"),
         ("max_queue:", "max_quee:", "unknown key 'max_quee'", "did you mean max_queue?"),
-        ("max_queue: 8", "keep_alive_s: 8", "unknown key 'keep_alive_s'", ""),
+        ("max_queue: 8", "grpc_port: 8", "unknown key 'grpc_port'", ""),
         ("max_queue: 8", "max_queue: -8", "args.settings: max_queue must be at least 0", "--dry-run"),
         ("max_queue: 8", "max_queue: many", "args.settings: max_queue: Input should be", "--dry-run"),
         ("num_cpus: 1", "num_cpus: -1", "num_cpus: Input should be greater than or equal to 0", "--dry-run"),
-        ("port: 8000", "port: 8000s", "http_options.port: Input should be a valid integer", "--dry-run"),
+        ("max_queue: 8", "http_port: 0", "http_port must be a port that clients know", "--dry-run"),
+        ("max_queue: 8", "http_port: 80a", "http_port: Input should be a valid integer", "--dry-run"),
         ("TokenLoadPolicy", "TokenPolicy", "cannot import: module 'genserve.deploy", "--dry-run"),
     ],
 )

@@ -12,7 +12,6 @@ from genserve.deploy.ray.deploy_config import (
     FINGERPRINT,
     INGRESS,
     Scale,
-    ServeEndpoint,
     find_models,
     num_cpus,
     serve_config,
@@ -43,8 +42,8 @@ def options_of(root: Path, *names: str, scale: Scale | None = None, **settings: 
     config = serve_config(
         find_models([root], names),
         roots=[root],
+        name="app",
         settings=settings,
-        endpoint=ServeEndpoint(name="app"),
         scale=scale or Scale(),
     )
     return {options["name"]: options for options in config["applications"][0]["deployments"]}
@@ -72,13 +71,8 @@ def test_each_model_that_is_no_part_of_another_has_a_deployment_behind_the_ingre
     assert list(options_of(tmp_path)) == [INGRESS, "alone", "tiny", "whole"]
 
 
-def test_the_queue_of_a_generation_model_bounds_its_calls(tiny_repository):
-    options = options_of(tiny_repository, max_queue=8)["tiny"]
-    [model] = find_models([tiny_repository])
-    num_sequences = model.stages["logits"].config.max_batch_size
-    assert options["max_ongoing_requests"] == int(1.25 * (num_sequences + 8))
-    assert options["max_queued_requests"] == 8
-    assert options["ray_actor_options"]["num_cpus"] == default_threads()
+def test_a_generation_model_asks_for_the_cores_of_this_machine(tiny_repository):
+    assert options_of(tiny_repository)["tiny"]["ray_actor_options"]["num_cpus"] == default_threads()
 
 
 def test_a_range_of_replicas_is_scaled_by_the_policy_and_a_number_is_fixed(tiny_repository):
@@ -121,15 +115,6 @@ def test_threads_of_an_instance_are_cpus(tmp_path):
         f'backend: "onnxruntime"\ninstance_group [ {{ count: 2 kind: KIND_CPU }} ]\n{parameters}'
     )
     assert resources(tmp_path, "m") == (8, 0)
-
-
-def test_a_queue_policy_bounds_the_calls_of_a_model(tmp_path):
-    add_model(
-        tmp_path,
-        "m",
-        "max_batch_size: 8\ndynamic_batching { default_queue_policy { max_queue_size: 92 } }",
-    )
-    assert options_of(tmp_path)["m"]["max_ongoing_requests"] == 125
 
 
 def test_a_new_version_changes_the_fingerprint_of_its_model_alone(tmp_path):

@@ -13,11 +13,9 @@ import httpx2
 import openai
 import pytest
 
-from genserve.deploy.ingress.ingress_app import make_ingress_app
+from genserve.deploy.ingress import ingress_server
 from genserve.deploy.replica.model_replica import ModelReplica
 from genserve.generation.engine_thread import EngineThread
-from genserve.log import CURRENT_REQUEST
-from genserve.settings import ServerSettings
 from tests.fakes.local_replicas import LocalReplicas, LossyReplicas
 from tests.support.live_ingress import LiveIngress
 from tests.support.live_server import LiveServer
@@ -175,21 +173,6 @@ def test_a_client_that_leaves_cancels_the_sequence_in_the_replica(
         assert engine.num_accepted == 0
 
 
-def test_the_calls_of_a_request_do_not_run_in_its_context(
-    ingress: httpx2.Client, replicas: LocalReplicas, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ray Serve keeps there the id of a request, and takes two calls with the same id for one."""
-    seen = []
-
-    def choose(_call: object) -> int:
-        seen.append(CURRENT_REQUEST.get())
-        return next(iter(replicas.replicas))
-
-    monkeypatch.setattr(replicas, "_choose", choose)
-    ingress.post("/v1/completions", json={"prompt": "Hello", "n": 2, "max_tokens": 2})
-    assert seen == [None, None]
-
-
 def test_tokens_of_a_time_limit_end_at_the_replica(ingress: httpx2.Client) -> None:
     body = {"prompt": "Hello", "ignore_eos": True, "max_time_ms": 1}
     answer = ingress.post("/v1/completions", json=body).json()
@@ -268,13 +251,16 @@ def counted(client: httpx2.Client, name: str) -> float:
     return float(value.rpartition(" ")[2])
 
 
-async def test_all_routes_answer_below_a_route_prefix(tiny_repository: Path, replicas: LocalReplicas) -> None:
-    app = make_ingress_app(ServerSettings(model_repository=(tiny_repository,)), {"tiny": replicas})
-    transport = httpx2.ASGITransport(app=app, root_path="/other")
-    async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1/other") as client:
-        paths = ("/v2/health/live", "/v2", "/v1/models", "/version", "/docs")
-        assert [(await client.get(path)).status_code for path in paths] == [200] * len(paths)
-        assert (await client.get("/v2")).json()["name"] == "genserve"
+def test_answers_the_probe_of_kuberay(
+    repository: Path, ingress: httpx2.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """KubeRay looks for the word in the answer of a pod's port, without a key."""
+    answer = ingress.get("/-/healthz")
+    assert (answer.status_code, answer.text) == (200, "success")
+    monkeypatch.setattr(ingress_server, "_START_S", 0.01)   # no model will ever answer
+    with LiveIngress(repository, {"tiny": LocalReplicas()}, api_key="key") as server:
+        answer = httpx2.get(f"{server.url}/-/healthz")
+    assert (answer.status_code, answer.text) == (503, "not ready")
 
 
 def test_a_request_that_every_replica_dies_of_is_not_to_be_sent_again(
@@ -284,8 +270,10 @@ def test_a_request_that_every_replica_dies_of_is_not_to_be_sent_again(
     with LiveIngress(repository, {"tiny": dying}) as server:
         body = {"prompt": "Hello", "max_tokens": 200, "ignore_eos": True}
         answer = httpx2.post(f"{server.url}/v1/completions", json=body)
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=2)
-        with pytest.raises(openai.InternalServerError, match="3 replicas of 'tiny' died"):
+        with (
+            openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=2) as client,
+            pytest.raises(openai.InternalServerError, match="3 replicas of 'tiny' died"),
+        ):
             client.completions.create(model="tiny", prompt="Hello", extra_body=body)
     assert answer.status_code == 500
     assert answer.json()["error"]["code"] == "replica_lost"

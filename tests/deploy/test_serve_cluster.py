@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from genserve.cli.main import app
 from genserve.deploy.ray import serve_cluster
+from genserve.deploy.ray.deploy_config import IMPORT_PATH
 from genserve.deploy.ray.serve_cluster import ServeCluster
 from genserve.errors import DeployFailed, Unauthenticated, Unreachable
 
@@ -27,12 +28,14 @@ class Dashboard:
 
     Attributes:
         configs: that were deployed.
+        proxies: the options of Serve's proxies; empty: Serve does not run.
     """
 
     def __init__(
         self, applications: Sequence[dict[str, Any]], *, mode: str = "token", status: int = 200
     ) -> None:
         self.configs: list[dict[str, Any]] = []
+        self.proxies: dict[str, Any] = {}
         self._applications = list(applications)     # the last answer stays
         self._mode, self._status = mode, status
         dashboard = self
@@ -59,7 +62,8 @@ class Dashboard:
         if path == "/api/authentication_mode":
             return {"authentication_mode": self._mode}
         many = len(self._applications) > 1
-        return {"applications": self._applications.pop(0) if many else self._applications[0]}
+        applications = self._applications.pop(0) if many else self._applications[0]
+        return {**self.proxies, "applications": applications}
 
     def _answer(self, handler: BaseHTTPRequestHandler, content: dict[str, Any]) -> None:
         body = json.dumps(content).encode()
@@ -142,7 +146,7 @@ def test_ctrl_c_deletes_what_the_command_created(ctrl_c: None, file: Path) -> No
     assert ran.exit_code == 0, ran.exception
     assert "deleting a when its requests have ended" in ran.stderr
     names = [[application["name"] for application in config["applications"]] for config in dashboard.configs]
-    assert names == [["a", "other"], ["other"]]
+    assert names == [["other", "a"], ["other"]]
 
 
 def test_ctrl_c_leaves_what_ran_before(ctrl_c: None, file: Path) -> None:
@@ -162,3 +166,64 @@ def test_a_cluster_that_asks_for_no_token_is_a_warning(
     ran = deploy(file, dashboard.url, "--detach")
     dashboard.close()
     assert ("asks for no token: whoever reaches its ports may run code" in ran.stderr) == warns
+
+
+def ours(name: str, **settings: Any) -> dict[str, Any]:
+    """The config of an application of genserve."""
+    args = {"model_repository": ["/models"], "models": {}, "settings": settings}
+    return {"name": name, "import_path": IMPORT_PATH, "route_prefix": None, "args": args}
+
+
+@pytest.mark.parametrize(
+    ("applications", "running", "proxies", "owner"),
+    [
+        ([ours("a"), ours("b", http_port=8000)], [], "Disabled", "a"),
+        ([ours("b")], [ours("a")], "Disabled", "a"),
+        ([ours("b")], [], "EveryNode", "Serve's proxies"),
+        ([ours("b", http_port=9000)], [ours("a")], "Disabled", ""),
+        ([ours("a", max_queue=8)], [ours("a")], "Disabled", ""),
+        ([ours("b", http_port=9000)], [], "EveryNode", ""),
+    ],
+)
+def test_two_applications_do_not_share_a_port(
+    applications: list[dict[str, Any]], running: list[dict[str, Any]], proxies: str, owner: str
+) -> None:
+    """The system would share their clients among them."""
+    dashboard = Dashboard([{one["name"]: {**APP, "deployed_app_config": one} for one in running}])
+    dashboard.proxies = {"proxy_location": proxies, "http_options": {"port": 8000}}
+    cluster = ServeCluster(dashboard.url)
+    if owner:
+        with pytest.raises(DeployFailed, match=f"b and {owner} would both listen on port 8000"):
+            cluster.deploy({"proxy_location": "Disabled", "applications": applications})
+    else:
+        cluster.deploy({"proxy_location": "EveryNode", "applications": applications})
+    assert len(dashboard.configs) == (not owner)
+    dashboard.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "url"),
+    [
+        ({}, "http://127.0.0.1:8000"),
+        ({"host": "0.0.0.0", "http_port": 9000}, "http://10.0.0.7:9000"),
+        ({"host": "::", "ssl_certfile": "/server.pem"}, "https://10.0.0.7:8000"),
+        ({"host": "::1"}, "http://[::1]:8000"),
+    ],
+)
+def test_the_url_is_that_of_a_machine_with_an_ingress(settings: dict[str, Any], url: str) -> None:
+    replicas = [{"state": "STARTING", "node_ip": "10.0.0.6"}, {"state": "RUNNING", "node_ip": "10.0.0.7"}]
+    application = {
+        **APP,
+        "deployed_app_config": ours("a", **settings),
+        "deployments": {"ingress": {"replicas": replicas}},
+    }
+    dashboard = Dashboard([{"a": application}])
+    assert ServeCluster(dashboard.url).url("a") == url
+    dashboard.close()
+
+
+def test_the_url_of_an_application_of_somebody_else_is_that_of_the_proxies() -> None:
+    dashboard = Dashboard([{"a": {**APP, "route_prefix": "/a"}}])
+    dashboard.proxies = {"proxy_location": "EveryNode", "http_options": {"host": "0.0.0.0", "port": 8001}}
+    assert ServeCluster(dashboard.url).url("a") == "http://127.0.0.1:8001/a"
+    dashboard.close()

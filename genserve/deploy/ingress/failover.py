@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 # A request may be the cause of the loss, so it reaches as many more replicas as this, and no others.
 MAX_FAILOVERS = 2
 # An answer that has begun waits until another replica has room for it, or is ready. A call that no replica
-# takes fails after two minutes (`serve_replicas.py`), so this is enough for a second one.
+# takes fails after two minutes (`routed_replicas.py`), so this is enough for a second one.
 _RETRY_S = 0.5
 _MAX_PAUSE_S = 180.0
 

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
-from contextvars import Context
 from dataclasses import replace
 
 from genserve.completion import Delta
@@ -185,8 +184,7 @@ class RemoteEngine:
     def _start(self, calls: Sequence[_Call]) -> None:
         for call in calls:
             if call.open:  # not cancelled meanwhile
-                # Not in the context of the request: Serve would give all its calls one id, and confuse them.
-                call.task = self._event_loop.create_task(self._run(call), context=Context())
+                call.task = self._event_loop.create_task(self._run(call))
 
     async def _run(self, call: _Call) -> None:
         error: GenserveError | None = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import aclosing, suppress
-from contextvars import Context
 from dataclasses import replace
 
 from genserve.deploy.ingress.live_replicas import LiveReplicas
@@ -46,8 +45,7 @@ class RemoteInference:
         """Do nothing: who unloads a version fails its inferences, which cancels the calls."""
 
     def _start(self, inference: Inference) -> None:
-        # Not in the context of the request, whose id Serve would give to this call.
-        task = self._event_loop.create_task(self._run(inference), context=Context())
+        task = self._event_loop.create_task(self._run(inference))
 
         def cancel() -> None:
             with suppress(RuntimeError):  # the event loop is closed

@@ -6,27 +6,28 @@ deployments, such as replicas and resources, are in the config file: `deploy_con
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
-from contextlib import ExitStack, aclosing
-from dataclasses import asdict, replace
+import asyncio
+from collections.abc import Awaitable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
-from genserve.deploy.ingress.ingress_app import make_ingress_app
+from genserve.deploy.calls.call_protocol import CallPort
+from genserve.deploy.calls.call_server import CallServer
+from genserve.deploy.calls.routed_replicas import RoutedReplicas
+from genserve.deploy.ingress.ingress_server import IngressServer
 from genserve.deploy.ray.application_args import ApplicationArgs
 from genserve.deploy.ray.autoscaling import USAGE, WAITING_TOKENS
 from genserve.deploy.ray.deploy_config import INGRESS
 from genserve.deploy.ray.serve_library import import_ray
-from genserve.deploy.ray.serve_replicas import ServeReplicas, packed
+from genserve.deploy.ray.serve_replicas import ServeReplicas
 from genserve.deploy.replica.description import ReplicaReport, ReplicaStatus, VersionDescription
 from genserve.deploy.replica.model_replica import ModelReplica
-from genserve.deploy.replica_messages import GenerationCall
 from genserve.errors import ModelNotReady
-from genserve.inference import InferenceRequest
 from genserve.kserve.log_settings import LogSettings
-from genserve.server.access_control import require_safe_addresses
 from genserve.server.services import repository_options
 
-# Each replica tries this often to load its model: most errors are of the model, and come again.
+# Each replica tries this often to start: most errors are of a model or a port, and come again.
 _MAX_LOADS = 3
 
 
@@ -39,22 +40,55 @@ def build(args: Mapping[str, Any]) -> Any:
     """
     serve = import_ray("ray.serve")
     checked = ApplicationArgs.model_validate(dict(args))
-    models = [
-        serve.deployment(
-            ServedModel, name=name, max_constructor_retry_count=_MAX_LOADS
-        ).bind(checked, name)
+    models = {
+        name: serve.deployment(ServedModel, name=name, max_constructor_retry_count=_MAX_LOADS).bind(
+            checked, name
+        )
         for name in checked.models
-    ]
+    }
+    return serve.deployment(Ingress, name=INGRESS, max_constructor_retry_count=_MAX_LOADS).bind(
+        checked, models
+    )
 
-    def make_app() -> Any:
-        settings = checked.server_settings()
-        # The proxies' address is not known here; they listen on all, unless the config file says otherwise.
-        require_safe_addresses(replace(settings, host="0.0.0.0"))
-        replicas = {name: ServeReplicas(serve.get_deployment_handle(name)) for name in checked.models}
-        return make_ingress_app(settings, replicas)
 
-    ingress = serve.deployment(serve.ingress(make_app)(), name=INGRESS)
-    return ingress.bind(*models)
+class Ingress:
+    """One replica of the ingress, as Serve calls it: an HTTP server of its own, without Serve's proxy."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, args: ApplicationArgs, models: Mapping[str, Any]
+    ) -> None:
+        """Open the port, when the models answer.
+
+        Others on this machine share it: replicas beside this one, and the one that will take its place.
+
+        Args:
+            args: of the application.
+            models: the handle of the deployment of each model, by name.
+
+        Raises:
+            GenserveError: see `IngressServer`.
+        """
+        settings = replace(args.server_settings(), reuse_http_port=True)
+        weights = args.routing.model_dump(exclude_none=True)
+        self._replicas = {
+            name: RoutedReplicas(ServeReplicas(handle).broadcast, weights) for name, handle in models.items()
+        }
+        self._server = IngressServer(settings, self._replicas)
+        await self._server.start()
+
+    def check_health(self) -> None:
+        """Raise Closed if the server has ended: Serve then replaces the replica."""
+        self._server.check()
+
+    def __del__(self) -> Awaitable[None] | None:
+        """Let the requests end; Serve calls this when another replica has taken its place, and waits."""
+        server = self.__dict__.pop("_server", None)     # a second time Python calls it
+        return None if server is None else self._stop(server)
+
+    async def _stop(self, server: IngressServer) -> None:
+        await server.stop()
+        for replicas in self._replicas.values():
+            replicas.close()
 
 
 class ServedModel:
@@ -64,28 +98,23 @@ class ServedModel:
         """Load the model; blocks. Raises as `ModelReplica` and `LogSettings` do."""
         settings = args.server_settings()
         options = replace(repository_options(settings), renumber_gpus=True)
+        self._listening: asyncio.Future[CallPort] | None = None
         self._closing = ExitStack()
         self._closing.enter_context(LogSettings(settings).written())
         self._replica = ModelReplica(
             args.model_repository, name, needed=args.models[name], options=options
         )
         self._closing.callback(self._replica.close)
-
-    async def generate(self, call: GenerationCall) -> AsyncIterator[Any]:
-        """Yield the deltas of a call, packed; see `ReplicaSet.generate`."""
-        async with aclosing(packed(self._replica.generate(call))) as items:  # type: ignore[type-var]
-            async for item in items:
-                yield item
-
-    async def infer(self, request: InferenceRequest) -> AsyncIterator[Any]:
-        """Yield the responses to a request, packed; see `ReplicaSet.infer`."""
-        async with aclosing(packed(self._replica.infer(request))) as items:  # type: ignore[type-var]
-            async for item in items:
-                yield item
+        self._calls = CallServer(self._replica)
 
     async def status(self) -> ReplicaStatus:
-        """See `ModelReplica.status`."""
-        return await self._replica.status()
+        """See `ModelReplica.status`; begins to take calls."""
+        if self._calls.stopping:
+            return await self._replica.status()
+        if self._listening is None:     # here, since the constructor may run without an event loop
+            address = import_ray("ray.util").get_node_ip_address()
+            self._listening = asyncio.ensure_future(self._calls.start(address))
+        return replace(await self._replica.status(), port=await self._listening)
 
     async def describe(self) -> list[VersionDescription]:
         """See `ModelReplica.describe`."""
@@ -94,10 +123,6 @@ class ServedModel:
     async def report(self) -> ReplicaReport:
         """See `ModelReplica.report`."""
         return await self._replica.report()
-
-    def record_routing_stats(self) -> dict[str, Any]:
-        """Return the load, for the router."""
-        return asdict(self._replica.load())
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the statistics that `TokenLoadPolicy` reads."""
@@ -111,7 +136,16 @@ class ServedModel:
         if not self._replica.ready:
             raise ModelNotReady("the model has failed", remedy="the replica's log has the reason")
 
-    def __del__(self) -> None:
-        """Unload the model; Serve calls this when the last call has ended, or the time for that is over."""
-        if closing := self.__dict__.get("_closing"):
+    def __del__(self) -> Awaitable[None] | None:
+        """Let the calls end, and unload the model; Serve calls this when others take them, and waits."""
+        closing = self.__dict__.pop("_closing", None)   # a second time Python calls it
+        if closing is not None and self._listening is not None:
+            return self._stop(closing)
+        if closing is not None:     # nobody has ever called; perhaps it could not be loaded
             closing.close()
+        return None
+
+    async def _stop(self, closing: ExitStack) -> None:
+        with closing:
+            await self._calls.stop()
+            self._calls.close()

@@ -13,17 +13,26 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, field_
 from genserve.errors import InvalidRequest, require, suggestion
 from genserve.settings import Flag, ServerSettings
 
-# Serve listens, keeps the connections and chooses the models itself; a deployment has no gRPC port and no
-# shared memory, and does not poll.
+# Serve starts the processes and chooses the models; a deployment has no ports but that of HTTP, which the
+# replicas of its ingress share, and no shared memory.
 _PANELS_OF_OTHERS = ("Ports", "Connections of gRPC")
+_PORTS = frozenset(("host", "http_port"))
 _SETTINGS_OF_OTHERS = frozenset(
     (
         "model_repository", "model_control_mode", "load_model", "repository_poll_s", "exit_on_error",
-        "ssl_certfile", "ssl_keyfile", "ssl_ca_certs",
-        "head_timeout_s", "body_timeout_s", "read_timeout_s", "keep_alive_s", "allow_client_shm",
-        "grpc_header_forward_pattern", "grpc_restricted_protocol",
+        "allow_client_shm", "grpc_header_forward_pattern", "grpc_restricted_protocol",
     )
 )  # fmt: skip
+
+
+class RoutingWeights(BaseModel):
+    """The weights of `PrefixRouter`; None: its default."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    new_weight: float | None = None
+    decode_tokens: float | None = None
+    blocked_weight: float | None = None
 
 
 class ApplicationArgs(BaseModel):
@@ -33,6 +42,7 @@ class ApplicationArgs(BaseModel):
         model_repository: folders of the repository, at the same paths on every machine of the cluster.
         models: the models to serve; of each, the models that its code calls by BLS.
         settings: fields of `ServerSettings` that differ from their defaults.
+        routing: weights of the router.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -40,6 +50,7 @@ class ApplicationArgs(BaseModel):
     model_repository: tuple[Path, ...]
     models: dict[str, tuple[str, ...]]
     settings: dict[str, Any] = {}
+    routing: RoutingWeights = RoutingWeights()
 
     @field_validator("settings")
     @classmethod
@@ -67,7 +78,7 @@ def known_settings() -> dict[str, Field[Any]]:
         for setting in fields(ServerSettings)
         if setting.name not in _SETTINGS_OF_OTHERS
         and (flag := setting.metadata.get("flag")) is not None
-        and flag.panel not in _PANELS_OF_OTHERS
+        and (flag.panel not in _PANELS_OF_OTHERS or setting.name in _PORTS)
     }
 
 
@@ -78,6 +89,7 @@ def checked_settings(values: Mapping[str, Any]) -> ServerSettings:
         InvalidRequest: a name is unknown, or a value is not allowed; `field` is the name.
     """
     known = known_settings()
+    require(values.get("http_port") != 0, "http_port", "must be a port that clients know")
     for name, value in values.items():
         if name not in known:
             raise InvalidRequest(

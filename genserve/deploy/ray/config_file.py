@@ -18,15 +18,13 @@ _HEADING = """\
 # A Ray Serve application of genserve, to be edited and kept. `genserve deploy ray --config FILE` deploys it,
 # and later what has changed. `serve deploy FILE` takes it too, and it is the `serveConfigV2` of a RayService.
 """
-_OPEN = "allow_unauthenticated: true\n"
-_OPEN_NOTE = "for a loopback host alone: with another one, remove this line and set a key"
 _EXAMPLE = "`genserve deploy ray --dry-run` prints one"
 
 
 def to_yaml(config: Mapping[str, Any]) -> str:
     """Return the text of a config file."""
     text: str = yaml.safe_dump(dict(config), sort_keys=False, width=100)
-    return _HEADING + text.replace(_OPEN, f"{_OPEN.rstrip()}     # {_OPEN_NOTE}\n")
+    return _HEADING + text
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -19,29 +19,20 @@ from genserve.deploy.ray.autoscaling import ScalingTargets
 from genserve.errors import RepositoryError, suggestion
 from genserve.repository.index import ModelEntry, all_step_models, fingerprint, scan, step_models
 from genserve.repository.text_stages import TextStages, text_models
-from genserve.settings import ServerSettings
 from genserve.textmodel.logits_config import num_pipeline_stages
 
 IMPORT_PATH = "genserve.deploy.ray.application:build"
 INGRESS = "ingress"
 # A change of its value replaces the replicas of a deployment, since it is part of their environment.
 FINGERPRINT = "GENSERVE_MODEL_FINGERPRINT"
-# Serve's router and the replicas get no event loop of their own: an item of a stream then costs a third less.
-_INGRESS_VARIABLES = {"RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0"}
-_REPLICA_VARIABLES = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
+# What a replica does, Serve's part included, runs on one event loop: a second one would take turns with it.
+_VARIABLES = {"RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0", "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
 _THREADS = ("intra_op_thread_count", "INTRA_OP_THREAD_COUNT", "TF_NUM_INTRA_THREADS")
 _POLICY = "genserve.deploy.ray.autoscaling:TokenLoadPolicy"
-_ROUTING = {
-    "request_router_class": "genserve.deploy.routing.request_router:PrefixAwareRouter",
-    "request_routing_stats_period_s": 1.0,
-}
 # Answers may take this long to end on a replica that is being replaced.
 _DRAIN_S = 600.0
 # Of the replicas, rounded up: so many new ones start before old ones stop.
 _SURGE_PERCENT = 25
-# The replica rejects with 429 what is too much for it. Serve, which would queue without bound, lets it.
-_SPARE_CALLS = 1.25
-_MIN_CALLS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,23 +124,6 @@ def _draft(stages: TextStages) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServeEndpoint:
-    """Where an application answers.
-
-    Attributes:
-        name: of the application in its cluster.
-        route_prefix: of all its paths.
-        host: address on which the proxies of the machines listen.
-        port: of the proxies.
-    """
-
-    name: str = "genserve"
-    route_prefix: str = "/"
-    host: str = "127.0.0.1"
-    port: int = 8000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
     """The range in which the replicas of generation models are scaled."""
 
@@ -160,41 +134,36 @@ class Scale:
 def serve_config(
     models: Sequence[DeployedModel],
     *,
+    name: str,
     roots: Sequence[Path],
     settings: Mapping[str, Any],
-    endpoint: ServeEndpoint,
     scale: Scale,
 ) -> dict[str, Any]:
     """Return the config of a Serve application with one deployment for each model and one ingress.
 
     Args:
         models: to deploy.
+        name: of the application.
         roots: folders of the repository, which every machine of the cluster has at these paths.
         settings: those of `ServerSettings` that differ from their defaults.
-        endpoint: of the application.
         scale: of generation models.
     """
-    args: dict[str, Any] = {
+    args = {
         "model_repository": [str(root.resolve()) for root in roots],
         "models": {model.name: list(model.needed) for model in models},
+        "settings": dict(settings),
     }
-    if settings:
-        args["settings"] = dict(settings)
-    deployments = [_model_options(model, settings=settings, scale=scale) for model in models]
+    deployments = [_model_options(model, scale=scale) for model in models]
     application = {
-        "name": endpoint.name,
-        "route_prefix": endpoint.route_prefix,
+        "name": name,
+        "route_prefix": None,   # of Serve's proxies, which have no part in it
         "import_path": IMPORT_PATH,
         "args": args,
         "logging_config": {"enable_access_log": False},     # the ingress has one of its own
-        "deployments": [_ingress_options(settings), *deployments],
+        "deployments": [_ingress_options(), *deployments],
     }
-    config = {
-        "proxy_location": "EveryNode",
-        "http_options": {"host": endpoint.host, "port": endpoint.port},
-        "applications": [application],
-    }
-    return with_fingerprints(config, models, application=endpoint.name)
+    config = {"proxy_location": "Disabled", "applications": [application]}
+    return with_fingerprints(config, models, application=name)
 
 
 def with_fingerprints(
@@ -237,42 +206,35 @@ def _most_replicas(options: Mapping[str, Any]) -> int:
     return int(most)
 
 
-def _model_options(model: DeployedModel, *, settings: Mapping[str, Any], scale: Scale) -> dict[str, Any]:
+def _model_options(model: DeployedModel, *, scale: Scale) -> dict[str, Any]:
     if model.stages:
-        return _generation_options(model, settings=settings, scale=scale)
+        return _generation_options(model, scale=scale)
     configs = [part.config for part in (model.entry, *model.parts) if part.config and not part.is_ensemble]
     return {
         "name": model.name,
         "num_replicas": 1,
-        "request_router_config": dict(_ROUTING),
-        "max_ongoing_requests": max(_MIN_CALLS, sum(map(_max_calls, configs))),
         **_replacement(),
         "ray_actor_options": {
             "num_cpus": max(1, sum(map(_num_cpus, configs))),
             "num_gpus": max(map(_num_gpus, configs), default=0),    # each model numbers its GPUs from 0
-            "runtime_env": {"env_vars": dict(_REPLICA_VARIABLES)},
+            "runtime_env": {"env_vars": dict(_VARIABLES)},
         },
     }
 
 
-def _generation_options(model: DeployedModel, *, settings: Mapping[str, Any], scale: Scale) -> dict[str, Any]:
+def _generation_options(model: DeployedModel, *, scale: Scale) -> dict[str, Any]:
     config = model.stages["logits"].config
     assert config is not None, model.name
-    max_queue = settings.get("max_queue", ServerSettings().max_queue)
-    num_sequences = max(1, config.max_batch_size)
     num_stages = num_pipeline_stages(config)
     num_gpus = _num_gpus(config, most=num_stages)   # one engine runs the model, on a device for each stage
     return {
         "name": model.name,
         **_scaling(scale),
-        "request_router_config": dict(_ROUTING),
-        "max_ongoing_requests": int(_SPARE_CALLS * (num_sequences + max_queue)),
-        "max_queued_requests": max(1, max_queue),
         **_replacement(),
         "ray_actor_options": {
             "num_cpus": 1 if num_gpus else num_stages * _threads(config) or default_threads(),
             "num_gpus": num_gpus,
-            "runtime_env": {"env_vars": dict(_REPLICA_VARIABLES)},
+            "runtime_env": {"env_vars": dict(_VARIABLES)},
         },
     }
 
@@ -297,13 +259,12 @@ def _scaling(scale: Scale) -> dict[str, Any]:
     return {"autoscaling_config": scaling}
 
 
-def _ingress_options(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _ingress_options() -> dict[str, Any]:
     return {
         "name": INGRESS,
         "num_replicas": 1,
-        "max_ongoing_requests": settings.get("max_connections", ServerSettings().max_connections),
         **_replacement(),
-        "ray_actor_options": {"num_cpus": 1, "runtime_env": {"env_vars": dict(_INGRESS_VARIABLES)}},
+        "ray_actor_options": {"num_cpus": 1, "runtime_env": {"env_vars": dict(_VARIABLES)}},
     }
 
 
@@ -326,12 +287,3 @@ def _num_gpus(config: ModelConfig, *, most: int | None = None) -> int:
     if not named:
         return (most or 1) if groups else 0
     return len(named) if most is None else min(most, len(named))
-
-
-def _max_calls(config: ModelConfig) -> int:
-    """Return the requests that a model runs and queues, and some more."""
-    num_instances = sum(group.count for group in config.instance_groups) or 1
-    batching = config.dynamic_batching
-    queued = batching.default_queue_policy.max_queue_size if batching else 0
-    running = num_instances * max(1, config.max_batch_size)
-    return int(_SPARE_CALLS * (running + (queued or 3 * running)))

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from urllib.request import urlopen
 
 from genserve.backends.onnx_session import num_cores
+from genserve.deploy.ray.application_args import checked_settings
+from genserve.deploy.ray.deploy_config import IMPORT_PATH, INGRESS
 from genserve.deploy.ray.serve_library import import_ray
 from genserve.errors import DeployFailed, Unauthenticated, Unreachable
+from genserve.server.access_control import address_of
+from genserve.settings import ServerSettings
 
 _POLL_S = 0.5
 _MAX_ABSENT = 20    # polls; Serve's controller may be restarting, and knows no application for a moment
@@ -61,12 +65,16 @@ class ServeCluster:
             The names of those that did not run before.
 
         Raises:
-            DeployFailed: the cluster rejects the config.
+            DeployFailed: two would listen on one port, or the cluster rejects the config.
             Unreachable, Unauthenticated: it does not answer any more.
         """
-        names = {application["name"] for application in config["applications"]}
-        running = self._applications()
-        self._put({**config, "applications": [*config["applications"], *_configs(running, besides=names)]})
+        details = self._details()
+        running: dict[str, Any] = details["applications"]
+        names: set[str] = {application["name"] for application in config["applications"]}
+        applications = [*_configs(running, besides=names), *config["applications"]]
+        # Serve ignores those of a config while it runs.
+        _check_ports(applications, proxies=details if details.get("proxy_location") else config)
+        self._put({**config, "applications": applications})
         return names - running.keys()
 
     def delete(self, name: str) -> None:
@@ -85,20 +93,25 @@ class ServeCluster:
             time.sleep(_POLL_S)
 
     def url(self, name: str) -> str:
-        """Return the URL of an application on the machine of the dashboard.
+        """Return the URL of an application: on the machine of one of its ingresses, or of the dashboard.
 
         Raises:
             DeployFailed: there is none of this name.
             Unreachable, Unauthenticated: the cluster does not answer any more.
         """
         details = self._details()
-        if name not in details["applications"]:
+        application = details["applications"].get(name)
+        if application is None:
             raise _vanished(name)
-        options = details.get("http_options") or {}
-        host = options.get("host", "127.0.0.1")
-        prefix = (details["applications"][name].get("route_prefix") or "/").rstrip("/")
-        host = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-        return f"http://{host}:{options.get('port', 8000)}{prefix}"
+        settings = _settings(application["deployed_app_config"])
+        if settings is None:    # of somebody else, behind Serve's proxies
+            options = details.get("http_options") or {}
+            address = f"{_reachable(options.get('host', '127.0.0.1'))}:{options.get('port', 8000)}"
+            return f"http://{address}{(application.get('route_prefix') or '/').rstrip('/')}"
+        replicas = application["deployments"].get(INGRESS, {}).get("replicas", [])
+        machine = next((one["node_ip"] for one in replicas if one["state"] == "RUNNING"), "127.0.0.1")
+        scheme = "https" if settings.ssl_certfile else "http"
+        return f"{scheme}://{address_of(_reachable(settings.host, machine=machine), settings.http_port)}"
 
     def progress(self, name: str) -> Iterator[str]:
         """Yield a line for each change until all replicas of an application answer.
@@ -174,6 +187,35 @@ def _configs(applications: Mapping[str, Any], *, besides: set[str]) -> list[dict
     ]
 
 
+def _settings(application: Mapping[str, Any]) -> ServerSettings | None:
+    """Return the settings in the config of an application; None: it is not ours."""
+    if application.get("import_path") != IMPORT_PATH:
+        return None
+    return checked_settings(application["args"].get("settings", {}))
+
+
+def _check_ports(applications: Iterable[Mapping[str, Any]], *, proxies: Mapping[str, Any]) -> None:
+    """Reject applications that would listen on one port: the system would share their clients among them."""
+    owners: dict[int, str] = {}
+    if proxies.get("proxy_location", "EveryNode") != "Disabled":
+        owners[(proxies.get("http_options") or {}).get("port", 8000)] = "Serve's proxies"
+    for application in applications:
+        settings = _settings(application)
+        if settings is None:
+            continue
+        owner = owners.setdefault(settings.http_port, application["name"])
+        if owner != application["name"]:
+            raise DeployFailed(
+                f"{application['name']} and {owner} would both listen on port {settings.http_port}",
+                remedy="give it another port: --port, or `http_port` under `settings` of the config file",
+            )
+
+
+def _reachable(host: str, *, machine: str = "127.0.0.1") -> str:
+    """Return an address to which clients connect, where a server listens on `host` of a machine."""
+    return machine if host in ("0.0.0.0", "::") else host
+
+
 def _vanished(name: str) -> DeployFailed:
     return DeployFailed(
         f"the cluster has no application {name!r} any more",
@@ -226,6 +268,8 @@ def local_cluster(*, num_cpus: float) -> Iterator[str]:
         _node_ip_address="127.0.0.1",
         log_to_driver=False,
         logging_level="ERROR",
+        # By default workers have a niceness of 15, and answers wait for anything else that runs.
+        _system_config={"worker_niceness": 0},
     )
     try:
         yield f"http://{context.dashboard_url}"

@@ -10,6 +10,7 @@ from typing import Any
 
 from prometheus_client.metrics_core import Metric
 
+from genserve.deploy.calls.call_protocol import CallPort
 from genserve.deploy.replica.replica_load import ReplicaLoad
 from genserve.inference_statistics import ModelStatistics
 from genserve.repository.model_versions import ModelVersion
@@ -75,6 +76,7 @@ class ReplicaStatus:
 
     digest: str  # see `digest`
     load: ReplicaLoad
+    port: CallPort | None = None    # None: it takes no calls over a port, or no more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

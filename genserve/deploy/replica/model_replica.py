@@ -38,6 +38,7 @@ class ModelReplica:
     """Answers the calls of an ingress by a repository of its own. For one event loop, each call in a task.
 
     Attributes:
+        id: that no other replica has.
         name: of the model.
         repository: has loaded the model, its steps and stages, and `needed`.
         metrics: of the repository.
@@ -66,7 +67,7 @@ class ModelReplica:
         self.name = name
         self.metrics = Metrics()
         self.repository = Repository(roots, options=options, metrics=self.metrics)
-        self._id = uuid4().hex
+        self.id = uuid4().hex
         self._closing = False
         self._sink: EventLoopSink | None = None
         self._dispatcher: ResponseDispatcher | None = None
@@ -156,7 +157,7 @@ class ModelReplica:
     async def report(self) -> ReplicaReport:
         """Return what it has done so far."""
         return ReplicaReport(
-            replica=self._id,
+            replica=self.id,
             versions={
                 (served.name, served.version): VersionReport(
                     statistics=served.statistics, num_waiting=served.num_waiting

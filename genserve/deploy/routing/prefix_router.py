@@ -4,7 +4,7 @@ The router remembers which blocks it has sent to which replica, by the same keys
 caches (`genserve/generation/prefix_cache.py`). Its memory of a replica holds as many keys as that replica's
 KV cache has blocks and forgets the least recently used ones first, like the cache itself.
 
-It has no clock, no threads and no I/O. `request_router.py` calls it for Ray Serve; `genserve plan` simulates
+It has no clock, no threads and no I/O. `calls/routed_replicas.py` calls it; `genserve plan` simulates
 with it.
 """
 

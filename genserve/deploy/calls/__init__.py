@@ -1,0 +1,1 @@
+"""Calls: how an ingress calls the replicas of a model, over connections of their own."""
