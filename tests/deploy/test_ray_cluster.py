@@ -118,12 +118,15 @@ def deployed(tiny_repository: Path, tmp_path_factory: pytest.TempPathFactory) ->
     environment = os.environ | {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),    # otherwise Ray writes one into the home folder
-        # The defaults are for minutes of load.
+        # The defaults are for minutes of load, here and below.
         "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "0.5",
         "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "0.5",
     }
     file = folder / "serve.yaml"
-    file.write_text(CliRunner().invoke(app, ["deploy", "ray", *words, "--dry-run"]).stdout)
+    config = yaml.safe_load(CliRunner().invoke(app, ["deploy", "ray", *words, "--dry-run"]).stdout)
+    for options in config["applications"][0]["deployments"]:
+        options |= {"health_check_period_s": 0.5, "graceful_shutdown_wait_loop_s": 0.1}
+    file.write_text(yaml.safe_dump(config))
     with (folder / "stderr").open("w") as stderr:
         process = subprocess.Popen(
             command_line("--config", str(file)),
@@ -246,16 +249,25 @@ def test_streams_survive_the_kill_of_a_replica(deployed: Deployed) -> None:
 
 
 @pytest.mark.slow
-def test_answers_that_stream_during_a_rolling_update_are_complete(deployed: Deployed) -> None:
-    before = deployed.replicas()["tiny"]
+def test_answers_that_stream_during_a_rolling_update_are_complete(deployed: Deployed, tmp_path: Path) -> None:
+    """Of a model, and of the ingress, whose successor shares its port with it for a moment."""
+    before = deployed.replicas()
+    config = yaml.safe_load(deployed.file.read_text())
+    [ingress] = [one for one in config["applications"][0]["deployments"] if one["name"] == "ingress"]
+    ingress["ray_actor_options"]["runtime_env"]["env_vars"]["GENSERVE_UPDATE"] = "1"
+    file = tmp_path / "updated.yaml"
+    file.write_text(yaml.safe_dump(config))
+
+    def replaced() -> bool:
+        after = deployed.replicas()
+        return not any(before[name].keys() & after[name].keys() for name in ("ingress", "tiny"))
+
     undisturbed = streamed(deployed.url)
     with load(lambda: streamed(deployed.url), num_clients=8) as found:
         folder = deployed.repository / "tiny_logits"
         shutil.copytree(folder / "1", folder / "2")
-        ran = deployed.deploy("--config", str(deployed.file), "--detach")
-        wait_for(
-            lambda: not before.keys() & deployed.replicas()["tiny"].keys(), "the replacement of all replicas"
-        )
+        ran = deployed.deploy("--config", str(file), "--detach")
+        wait_for(replaced, "the replacement of all replicas")
     assert ran.returncode == 0, ran.stderr
     assert len(found) > 8
     assert all(text == undisturbed for text in found)
