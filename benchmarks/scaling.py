@@ -4,13 +4,13 @@
 
 deploys the repository on a Ray cluster of this machine, as `genserve deploy ray` does, with 1, 2, 3 and 8
 replicas. Their logits stage only waits as long as a measured one computes (`waiting_deployment.py`), so that
-a few cores can run all of them; the rest is the product: Serve's HTTP proxy, ingress, router, replicas. Each
-number of replicas gets the same number of streams per replica. `x1` is the ratio to one replica, and ideal
-are the tokens per second of the waits alone.
+a few cores can run all of them; the rest is the product: ingress, router, replicas. Each number of replicas
+gets the same number of streams per replica. `x1` is the ratio to one replica, and ideal are the tokens per
+second of the waits alone.
 
-Then single requests go, in turns, to a server without Ray (`genserve serve`), to the same server in one
-process behind Serve's proxy, and to the deployment. The differences of the times to the first token are what
-the proxy adds, and what ingress and router add.
+Then single requests go, with pauses, to a server in one process (`genserve serve`) and to the deployment: in
+each round one to the deployment and two to the server, in random order. What the deployment adds to the time
+to the first token is the difference in each round, and the noise is that of the two to the server.
 
 CPU time per token is that of each kind of process. The client, Ray and all replicas share the cores of this
 machine: as soon as these are busy, the machine limits the tokens per second, and a line says so.
@@ -26,7 +26,7 @@ import random
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,18 +36,17 @@ from raw_client import RawClient
 from report import markdown
 from servers import cpu_s, free_port, genserve_server
 from targets import Work, server_at
-from waiting_deployment import ALONE, environment
+from waiting_deployment import environment
 from waiting_logits import StepCost
 
 from genserve.cli.plots import check_plot, new_figure
-from genserve.deploy.ray.deploy_config import Scale, ServeEndpoint, find_models, serve_config
+from genserve.deploy.ray.deploy_config import Scale, find_models, serve_config
 from genserve.deploy.ray.serve_cluster import ServeCluster, local_cluster
 
 NAME = "genserve"
-WAITING_BUILDER, ALONE_BUILDER = "waiting_deployment:build", "waiting_deployment:build_alone"
+WAITING_BUILDER = "waiting_deployment:build"
 HEADINGS = ("replicas", "streams", "tokens/s", "ideal", "x1", "first token p50, ms", "p99, ms", "CPU busy")
 KINDS = {
-    "proxy": "ray::ProxyActor",
     "ingress and router": f"ray::ServeReplica:{NAME}:ingress",
     "replicas": f"ray::ServeReplica:{NAME}:",
     "rest of Ray": "",
@@ -64,7 +63,7 @@ def main() -> None:
     os.environ |= environment(cost)
     with deployed(options, num_replicas=options.replicas[0]) as deployment:
         rows = [_measure(deployment, number, options) for number in options.replicas]
-        first = compare_first_tokens(deployment, options)
+        first, first_busy, first_cpu_ms = compare_first_tokens(deployment, options)
     print(markdown(HEADINGS, [_row(row, rows[0]) for row in rows]))
     for row in rows:
         if row["busy"] > _BUSY:
@@ -75,10 +74,15 @@ def main() -> None:
     headings = ("first token, ms", "p10", "p50", "p99")
     rows_ms = [[name, *(f"{value:.1f}" for value in times.values())] for name, times in first.items()]
     print(markdown(headings, rows_ms))
+    print(f"with {first_busy:.0%} of the cores busy")
+    print()
+    cpu_rows = [[kind, f"{ms:.1f}"] for kind, ms in first_cpu_ms.items()]
+    print(markdown(("CPU time per request, ms", ""), cpu_rows))
     if options.plot:
         draw(rows, options.plot)
     if options.json:
-        options.json.write_text(json.dumps({"rows": rows, "first_token": first}, indent=2))
+        figures = {"rows": rows, "first_token": first, "cpu_ms_per_request": first_cpu_ms}
+        options.json.write_text(json.dumps(figures, indent=2))
 
 
 class Deployment:
@@ -110,15 +114,13 @@ def deployed(options: argparse.Namespace, *, num_replicas: int) -> Iterator[Depl
     config = serve_config(
         models[:1],
         roots=roots,
-        settings={"allow_unauthenticated": True},
-        endpoint=ServeEndpoint(name=NAME, port=port),
+        name=NAME,
+        settings={"http_port": port},
         scale=Scale(min_replicas=num_replicas, max_replicas=num_replicas),
     )
     config["applications"][0]["import_path"] = WAITING_BUILDER
     for deployment in config["applications"][0]["deployments"]:
         deployment["ray_actor_options"]["num_cpus"] = 0.1   # a replica only waits
-    alone = {"name": "alone", "route_prefix": ALONE, "import_path": ALONE_BUILDER}
-    config["applications"].append({**alone, "args": config["applications"][0]["args"]})
     with local_cluster(num_cpus=1) as url:
         deployment = Deployment(ServeCluster(url), config, model=models[0].name, port=port)
         deployment.scale_to(num_replicas)
@@ -157,49 +159,64 @@ def _measure(deployment: Deployment, num_replicas: int, options: argparse.Namesp
     }
 
 
-def compare_first_tokens(deployment: Deployment, options: argparse.Namespace) -> dict[str, Any]:
-    """Send single requests to the server, the server behind the proxy, and the deployment, in turns."""
+def compare_first_tokens(
+    deployment: Deployment, options: argparse.Namespace
+) -> tuple[dict[str, dict[str, float]], float, dict[str, float]]:
+    """Send single requests to a server and to the deployment, in turns.
+
+    Returns:
+        Percentiles of the milliseconds to the first token; the share of the cores that was busy; and the
+        milliseconds of CPU time of a request by kind of process.
+    """
     command = (sys.executable, str(Path(__file__).with_name("waiting_deployment.py")))
     with genserve_server(options.model_repository, command=command) as server:
-        targets = {
-            "server": (RawClient(server.http), ""),
-            "server behind the proxy": (RawClient(deployment.port), ALONE),
-            "deployment": (RawClient(deployment.port), ""),
+        clients = {
+            "server": RawClient(server.http),
+            "server, again": RawClient(server.http),
+            "deployment": RawClient(deployment.port),
         }
-        times_ms = asyncio.run(_first_tokens(targets, deployment.model, options))
-    alone, proxied, whole = (np.array(times) for times in times_ms.values())
-    times = {**times_ms, "added by the proxy": proxied - alone, "by ingress and router": whole - proxied}
-    return {
+        asyncio.run(_first_tokens(clients, deployment.model, options, rounds=_NUM_FIRST))
+        before_s, server_s = cpu_by_kind(besides={server.pid}), cpu_s(server.pid)
+        busy_s, started_s = busy_cores_s(), time.perf_counter()
+        times_ms = asyncio.run(_first_tokens(clients, deployment.model, options, rounds=options.pairs))
+        seconds = time.perf_counter() - started_s
+        busy = (busy_cores_s() - busy_s) / seconds / (os.cpu_count() or 1)
+        after_s = cpu_by_kind(besides={server.pid})
+        cpu_ms = {kind: (now_s - before_s[kind]) / options.pairs * 1e3 for kind, now_s in after_s.items()}
+        cpu_ms["server"] = (cpu_s(server.pid) - server_s) / options.pairs / 2 * 1e3
+    alone, again, whole = (np.array(times) for times in times_ms.values())
+    times = {**times_ms, "added by the deployment": whole - alone, "noise: by the server": again - alone}
+    percentiles = {
         name: {f"p{share}_ms": float(np.percentile(values, share)) for share in (10, 50, 99)}
         for name, values in times.items()
     }
+    return percentiles, busy, cpu_ms
 
 
 async def _first_tokens(
-    targets: Mapping[str, tuple[RawClient, str]], model: str, options: argparse.Namespace
+    clients: Mapping[str, RawClient], model: str, options: argparse.Namespace, *, rounds: int
 ) -> dict[str, list[float]]:
     """The milliseconds to the first token of each request, by target; a request of each in each round."""
-    times_ms: dict[str, list[float]] = {name: [] for name in targets}
-    names = list(targets)
-    for number in range(_NUM_FIRST + options.pairs):
-        prompt = f"{number} " + "word " * options.prompt_words
-        body = {"model": model, "prompt": prompt, "max_tokens": 1, "stream": True}
-        for name in random.sample(names, len(names)):
-            client, prefix = targets[name]
-            answer = await client.post(f"{prefix}/v1/completions", body)
+    times_ms: dict[str, list[float]] = {name: [] for name in clients}
+    for _ in range(rounds):
+        for name in random.sample(list(clients), len(clients)):
+            # As long as all others, and in no prefix cache.
+            prompt = f"{random.randrange(10**8, 10**9)} " + "word " * options.prompt_words
+            body = {"model": model, "prompt": prompt, "max_tokens": 1, "stream": True}
+            await asyncio.sleep(options.pause_ms / 1e3)
+            answer = await clients[name].post("/v1/completions", body)
             if answer.status != 200:
                 raise SystemExit(f"{name}: {answer.status} {answer.body!r}")
-            if number >= _NUM_FIRST:
-                times_ms[name].append((answer.first_s - answer.sent_s) * 1e3)
-    for client, _ in targets.values():
+            times_ms[name].append((answer.first_s - answer.sent_s) * 1e3)
+    for client in clients.values():
         client.close()
     return times_ms
 
 
-def cpu_by_kind() -> dict[str, float]:
+def cpu_by_kind(*, besides: Collection[int] = ()) -> dict[str, float]:
     """The CPU time of the processes of the cluster so far, by their kind; Linux only."""
     seconds: dict[str, float] = dict.fromkeys(KINDS, 0.0)
-    for pid in _descendants(os.getpid()):
+    for pid in _descendants(os.getpid()).difference(besides):
         try:
             title = Path(f"/proc/{pid}/cmdline").read_text()
             kind = next(kind for kind, start in KINDS.items() if title.startswith(start))
@@ -284,7 +301,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--waves", type=int, default=3, help="requests of each stream, one after another")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--prompt-words", type=int, default=40)
-    parser.add_argument("--pairs", type=int, default=300, help="requests to each target, for the first token")
+    parser.add_argument("--pairs", type=int, default=300, help="rounds, for the first token")
+    parser.add_argument("--pause-ms", type=float, default=10.0, help="before each request of a round")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     return parser.parse_args()

@@ -25,9 +25,7 @@ from genserve.config.model_config import ModelConfig
 from genserve.textmodel import text_model_loader
 from genserve.textmodel.logits_config import context_length
 
-__all__ = ["ALONE", "environment"]
-
-ALONE = "/alone"    # the path of the application of one process
+__all__ = ["environment"]
 
 _COST = "GENSERVE_BENCHMARK_STEP_COST"
 _DEFAULT_LENGTH = 2048
@@ -54,32 +52,6 @@ def build(args: Mapping[str, Any]) -> Any:
 
     with patch.object(application, "ServedModel", WaitingModel):
         return application.build(args)
-
-
-def build_alone(args: Mapping[str, Any]) -> Any:
-    """An application of one process: the single server's own, with its engines, behind Serve's proxy."""
-    from ray import serve
-
-    from genserve.deploy.ray.application_args import ApplicationArgs
-    from genserve.generation_metrics import Metrics
-    from genserve.repository.repository import Repository
-    from genserve.server.app import create_app
-    from genserve.server.services import Services
-
-    def make_app() -> Any:
-        settings, metrics = ApplicationArgs.model_validate(dict(args)).server_settings(), Metrics()
-        repository = Repository(settings.model_repository, metrics=metrics)
-        with waiting_stages():
-            repository.start(args["models"])
-        app = create_app(Services(settings=settings, repository=repository, metrics=metrics))
-
-        async def at_prefix(scope: dict[str, Any], receive: Any, send: Any) -> None:
-            path = scope.get("path", "").removeprefix(ALONE)
-            await app({**scope, "path": path, "root_path": ""}, receive, send)
-
-        return at_prefix
-
-    return serve.deployment(serve.ingress(make_app)(), name="alone").bind()
 
 
 @contextmanager
