@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from genserve.generation.engine_request import Request
@@ -20,11 +20,15 @@ from genserve.generation.logits_model import ForwardBatch, LogitsModel
 
 logger = logging.getLogger(__name__)
 
-# The acceptance rate of a new sequence, as moving averages of the numbers of right and wrong tokens.
+# The acceptance rate while nothing is known, as moving averages of the numbers of right and wrong tokens.
 _INITIAL_RIGHT = 2.0
 _INITIAL_WRONG = 1.0
-_NEWEST = 0.2                # weight of the last draft
-_ACCEPTANCE_DECAY = 0.005    # share of the way back to the initial averages in each step without a draft
+_NEWEST = 0.2                # weight of the last draft in the rate of its sequence
+_NEWEST_OF_ALL = 0.05        # and in that of all sequences, with which new ones start
+# Share of the way back in each step without a draft: of a sequence to the rate of all, of that to the initial
+# one. Otherwise drafting would never be tried again.
+_RECOVERY = 0.005
+_RECOVERY_OF_ALL = 0.0005
 
 _NGRAM_SIZES = (4, 3, 2)    # of the last tokens that prompt lookup searches for, in this order
 _CHUNK = 256                # tokens of a prompt that a draft model computes in one step, while others wait
@@ -32,6 +36,11 @@ _CHUNK = 256                # tokens of a prompt that a draft model computes in 
 
 class Proposer(Protocol):
     """Proposes the tokens that may come next in a sequence."""
+
+    def kind(self, request: Request) -> int | None:
+        """Return which kind of guess it has, each with its own acceptance rate; None: it has no good one."""
+        del request
+        return 0
 
     def propose(self, request: Request, count: int) -> Sequence[int]:
         """Return up to `count` tokens that may follow the last one; empty if it has no good guess."""
@@ -45,23 +54,38 @@ class _AcceptanceRate:
     num_right: float = _INITIAL_RIGHT
     num_wrong: float = _INITIAL_WRONG
 
+    @property
+    def chance(self) -> float:
+        """How likely the next drafted token is accepted, if all before it are."""
+        return self.num_right / (self.num_right + self.num_wrong)
+
     def move(self, num_right: float, num_wrong: float, share: float) -> None:
         self.num_right += share * (num_right - self.num_right)
         self.num_wrong += share * (num_wrong - self.num_wrong)
 
 
+@dataclass(slots=True)
+class _Drafting:
+    """What is known of one sequence."""
+
+    rates: dict[int, _AcceptanceRate] = field(default_factory=dict)     # by the kind of guess
+    kind: int = 0       # of the last draft
+
+
 class Speculation:
     """Decides for each sequence how many tokens to draft. Belongs to the engine's thread.
 
-    Its decisions affect when a text comes, never the text, so they may depend on measured times.
+    Its decisions affect when a text comes, never the text, so they may depend on measured times and on other
+    sequences.
     """
 
     def __init__(self, proposer: Proposer, *, num_tokens: int = 5) -> None:
-        """Start with the initial acceptance rate for every sequence; a draft has at most `num_tokens`."""
+        """Start with the initial acceptance rates; a draft has at most `num_tokens`."""
         self._proposer = proposer
         self._num_tokens = num_tokens
         self._has_failed = False
-        self._rates: dict[Request, _AcceptanceRate] = {}
+        self._rates: dict[int, _AcceptanceRate] = {}    # of all sequences, by the kind of guess
+        self._sequences: dict[Request, _Drafting] = {}
 
     def draft(self, request: Request, *, max_tokens: int, min_chance: float) -> Sequence[int]:
         """Return tokens that may follow the last one of a sequence; none if drafting does not pay.
@@ -71,43 +95,63 @@ class Speculation:
             max_tokens: how many the step can take.
             min_chance: how likely a token must be accepted to be worth its time in the step.
         """
-        max_tokens = min(max_tokens, self._num_tokens)
-        rate = self._rates.get(request)
-        if rate is None:
-            rate = self._rates[request] = _AcceptanceRate()
-        chance = rate.num_right / (rate.num_right + rate.num_wrong)
-        count, cumulative = 0, chance
-        while count < max_tokens and cumulative >= min_chance:
-            count, cumulative = count + 1, cumulative * chance
-        if count:
-            return self._propose(request, count)
-        rate.move(_INITIAL_RIGHT, _INITIAL_WRONG, _ACCEPTANCE_DECAY)
-        return ()
-
-    def note_outcome(self, request: Request, *, num_drafted: int, num_accepted: int) -> None:
-        """Update the acceptance rate of a sequence."""
-        if request in self._rates:
-            self._rates[request].move(num_accepted, num_accepted < num_drafted, _NEWEST)
-
-    def drop(self, request: Request) -> None:
-        """Forget a request that leaves; does nothing if it is unknown."""
-        if self._rates.pop(request, None) is not None:
-            self._proposer.drop(request)
-
-    def _propose(self, request: Request, count: int) -> Sequence[int]:
-        """Ask the proposer; once it has failed, sequences are decoded without it."""
         if self._has_failed:
             return ()
+        drafting = self._sequences.get(request)
+        if drafting is None:
+            drafting = self._sequences[request] = _Drafting()
         try:
-            return self._proposer.propose(request, count)[:count]
+            return self._draft(request, drafting, min(max_tokens, self._num_tokens), min_chance)
         except Exception:
             logger.exception("drafting failed; speculation is off until the model is loaded again")
             self._has_failed = True
             return ()
 
+    def note_outcome(self, request: Request, *, num_drafted: int, num_accepted: int) -> None:
+        """Update the acceptance rates of a sequence and of all."""
+        drafting = self._sequences.get(request)
+        if drafting is None:
+            return
+        num_wrong = num_accepted < num_drafted
+        self._rate_of_all(drafting.kind).move(num_accepted, num_wrong, _NEWEST_OF_ALL)
+        self._rate(drafting, drafting.kind).move(num_accepted, num_wrong, _NEWEST)
 
-class PromptLookup:
-    """Proposes the tokens behind the latest earlier occurrence of the last tokens; a `Proposer`.
+    def drop(self, request: Request) -> None:
+        """Forget a request that leaves; does nothing if it is unknown."""
+        if self._sequences.pop(request, None) is not None:
+            self._proposer.drop(request)
+
+    def _draft(
+        self, request: Request, drafting: _Drafting, max_tokens: int, min_chance: float
+    ) -> Sequence[int]:
+        kind = self._proposer.kind(request)
+        if kind is None:
+            return ()
+        rate = self._rate(drafting, kind)
+        chance = rate.chance
+        count, cumulative = 0, chance
+        while count < max_tokens and cumulative >= min_chance:
+            count, cumulative = count + 1, cumulative * chance
+        if count:
+            drafting.kind = kind
+            return self._proposer.propose(request, count)[:count]
+        of_all = self._rate_of_all(kind)
+        rate.move(of_all.num_right, of_all.num_wrong, _RECOVERY)
+        of_all.move(_INITIAL_RIGHT, _INITIAL_WRONG, _RECOVERY_OF_ALL)
+        return ()
+
+    def _rate(self, drafting: _Drafting, kind: int) -> _AcceptanceRate:
+        rate = drafting.rates.get(kind)
+        if rate is None:
+            rate = drafting.rates[kind] = replace(self._rate_of_all(kind))
+        return rate
+
+    def _rate_of_all(self, kind: int) -> _AcceptanceRate:
+        return self._rates.setdefault(kind, _AcceptanceRate())
+
+
+class PromptLookup(Proposer):
+    """Proposes the tokens behind the latest earlier occurrence of the last tokens.
 
     Takes a few microseconds per sequence. Belongs to the engine's thread.
 
@@ -117,12 +161,18 @@ class PromptLookup:
     def __init__(self) -> None:
         self._indices: dict[Request, _NgramIndex] = {}
 
-    def propose(self, request: Request, count: int) -> Sequence[int]:
-        """See `Proposer.propose`."""
+    def kind(self, request: Request) -> int | None:
+        """Return the length of the n-gram that has occurred: the longer, the more likely it goes on alike."""
         index = self._indices.get(request)
         if index is None:
             index = self._indices[request] = _NgramIndex()
-        return index.tokens_after(request.token_ids, count)
+        return index.find(request.token_ids)
+
+    def propose(self, request: Request, count: int) -> Sequence[int]:
+        """See `Proposer.propose`."""
+        if self.kind(request) is None:
+            return ()
+        return self._indices[request].tokens_after(request.token_ids, count)
 
     def drop(self, request: Request) -> None:
         """See `Proposer.drop`."""
@@ -135,17 +185,23 @@ class _NgramIndex:
     def __init__(self) -> None:
         self._ends: dict[tuple[int, ...], int] = {}     # n-gram -> index of the token behind it
         self._num_read = 0
+        self._start = 0     # the index of the token behind the n-gram that was found
 
-    def tokens_after(self, token_ids: Sequence[int], count: int) -> Sequence[int]:
-        """Return `count` tokens that may follow, or none."""
+    def find(self, token_ids: Sequence[int]) -> int | None:
+        """Find the longest n-gram at the end that has occurred before, and return its length."""
         self._read(token_ids)
         for size in _NGRAM_SIZES:
             start = self._ends.get(tuple(token_ids[-size:]))
             if start is not None:
-                # If fewer than `count` tokens follow, the text is assumed to repeat with this period.
-                period = len(token_ids) - start
-                return [token_ids[start + i % period] for i in range(count)]
-        return ()
+                self._start = start
+                return size
+        return None
+
+    def tokens_after(self, token_ids: Sequence[int], count: int) -> Sequence[int]:
+        """Return `count` tokens that may follow the n-gram that was found."""
+        # If fewer than `count` tokens follow, the text is assumed to repeat with this period.
+        period = len(token_ids) - self._start
+        return [token_ids[self._start + i % period] for i in range(count)]
 
     def _read(self, token_ids: Sequence[int]) -> None:
         """Index all n-grams that a token follows."""
@@ -164,8 +220,8 @@ class _DraftSequence:
     blocks: list[int] = field(default_factory=list)
 
 
-class DraftModel:
-    """Proposes the most likely tokens of a smaller model; a `Proposer`. Belongs to the engine's thread.
+class DraftModel(Proposer):
+    """Proposes the most likely tokens of a smaller model. Belongs to the engine's thread.
 
     Each sequence holds blocks of that model's KV cache. If no block is free, the least recently drafted
     sequence is evicted, and is computed again when it is drafted next.

@@ -6,11 +6,12 @@ import random
 from collections.abc import Sequence
 
 from genserve.generation.engine_request import Request, TokenSequence
+from genserve.generation.speculation import Proposer
 from tests.fakes.logits import VOCAB_SIZE, greedy_answer
 
 
-class Foreseen:
-    """Implements `Proposer` by answers that were given before, to the same prompts."""
+class Foreseen(Proposer):
+    """Proposes the answers that were given before, to the same prompts."""
 
     def __init__(self, answered: Sequence[TokenSequence], *, error_rate: float) -> None:
         self._answers = {tuple(s.token_ids[: s.num_prompt_tokens]): s.token_ids for s in answered}
@@ -26,8 +27,8 @@ class Foreseen:
         pass
 
 
-class Oracle:
-    """Implements `Proposer` for greedy answers of `PagedLogits`."""
+class Oracle(Proposer):
+    """Proposes the greedy answers of `PagedLogits`."""
 
     def __init__(self, *, error_rate: float = 0.0, seed: int = 0) -> None:
         self._error_rate = error_rate

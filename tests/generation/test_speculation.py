@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from genserve.completion import Delta, FinishReason
 from genserve.generation.engine import Engine
 from genserve.generation.engine_request import TokenSequence
-from genserve.generation.speculation import DraftModel, PromptLookup, Speculation
+from genserve.generation.speculation import DraftModel, PromptLookup, Proposer, Speculation
 from tests.fakes.drafts import Foreseen, Oracle
 from tests.fakes.logits import VOCAB_SIZE, PagedLogits, greedy_answer
 from tests.fakes.sequences import Clock, logits_request, sample_loop, sequence_of
@@ -19,7 +19,7 @@ from tests.fakes.sequences import Clock, logits_request, sample_loop, sequence_o
 PROMPT = [5, 6, 7]
 
 
-class Fixed:
+class Fixed(Proposer):
     """Proposes the same tokens every time; counts the calls."""
 
     def __init__(self, *token_ids: int) -> None:
@@ -219,6 +219,35 @@ def test_drafts_grow_after_right_ones():
     assert propose(speculation, sequence, min_chance=0.3) > before
 
 
+class Kinds(Fixed):
+    """Has the kinds of guesses that it is given, one after the other."""
+
+    def __init__(self, *kinds: int | None) -> None:
+        super().__init__(1, 2, 3)
+        self.kinds = list(kinds)
+
+    def kind(self, sequence: TokenSequence) -> int | None:
+        return self.kinds.pop(0)
+
+
+def test_a_new_sequence_starts_with_what_others_have_shown():
+    speculation = Speculation(Fixed(1, 2, 3))
+    for _ in range(30):
+        other = sequence_of(PROMPT)
+        propose(speculation, other, min_chance=0.0)
+        speculation.note_outcome(other, num_drafted=3, num_accepted=0)
+        speculation.drop(other)
+    assert propose(speculation, sequence_of(PROMPT), min_chance=0.5) == 0
+
+
+def test_each_kind_of_guess_has_a_rate_of_its_own():
+    sequence, speculation = sequence_of(PROMPT), Speculation(Kinds(*[2] * 10, 2, 4, None))
+    for _ in range(10):
+        propose(speculation, sequence, min_chance=0.0)
+        speculation.note_outcome(sequence, num_drafted=3, num_accepted=0)
+    assert [propose(speculation, sequence, min_chance=0.5) for _ in range(3)] == [0, 1, 0]
+
+
 def test_a_failing_proposer_is_not_asked_again_and_the_answer_continues(caplog):
     class Broken(Fixed):
         def propose(self, sequence: TokenSequence, count: int) -> Sequence[int]:
@@ -282,6 +311,16 @@ def test_a_growing_sequence_gets_the_same_proposals_as_a_new_one():
         assert list(lookup.propose(sequence, 4)) == proposed(sequence.token_ids, 4)
         for _ in range(rng.randint(1, 3)):
             sequence.append(rng.randrange(4))
+
+
+def test_the_kind_of_a_guess_is_the_length_of_its_ngram():
+    def kind(*token_ids: int) -> int | None:
+        return PromptLookup().kind(sequence_of(token_ids, max_length=100))
+
+    assert kind(1, 2, 3, 4, 5, 1, 2, 3, 4) == 4
+    assert kind(1, 2, 3, 9, 5, 1, 2, 3) == 3
+    assert kind(1, 2, 9, 5, 1, 2) == 2
+    assert kind(1, 2, 3, 1) is None
 
 
 def test_sequences_do_not_share_ngrams():

@@ -8,6 +8,7 @@ from typing import Any
 
 from genserve.generation.engine import Engine, StepResult
 from genserve.generation.engine_request import Request
+from genserve.generation.speculation import Proposer
 from tests.simulation.simulated_logits import VOCAB_SIZE, SimulatedLogits, best_after
 
 # How many steps a request may wait or run without progress: more than all requests of a seed need in turn.
@@ -18,8 +19,8 @@ class EngineDied(Exception):
     """A defect of the engine that was injected."""
 
 
-class GreedyDrafts:
-    """Implements `Proposer`: drafts the best tokens, with errors; fails once if it is told to."""
+class GreedyDrafts(Proposer):
+    """Drafts the best tokens, with errors; fails once if it is told to."""
 
     def __init__(self, rng: Random, *, error_rate: float, failure_rate: float) -> None:
         self._rng = rng
