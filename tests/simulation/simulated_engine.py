@@ -90,7 +90,7 @@ class SimulatedEngine(Engine):
             or self.cache_usage
             or self._timed
             or len(self._loops)
-            or (drafts is not None and (drafts._rates or getattr(drafts._proposer, "known", ())))
+            or (drafts is not None and (drafts._sequences or getattr(drafts._proposer, "known", ())))
         )
 
     def check_contents(self) -> None:
