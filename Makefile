@@ -24,7 +24,7 @@ help:
 	@echo "make soak    100,000 seeds of the simulation; SEEDS=5000 runs fewer"
 	@echo "make check   ruff, mypy, import layers, known vulnerabilities"
 	@echo "make docs    the documentation as a site, in site/"
-	@echo "make bench   the server beside the bare forward loop"
+	@echo "make bench   the server compared with the bare forward loop"
 	@echo "make conformance   real clients of many libraries, each in an environment of its own, in one table"
 	@echo "make page    checks and bundles the chat page and the dashboard; needs npm"
 	@echo "make manifests  the plain manifests for Kubernetes, from the Helm chart"

@@ -26,13 +26,13 @@ def _nodes() -> Iterator[tuple[Path, ast.AST]]:
             yield path, node
 
 
-def test_no_two_modules_or_public_classes_have_the_same_name() -> None:
+def test_no_two_modules_or_classes_have_the_same_name() -> None:
     modules = Counter(path.stem for path in _modules().values() if path.stem != "__init__")
     assert [name for name, count in modules.items() if count > 1] == []
     classes = Counter(
         node.name
         for path, node in _nodes()
-        if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and path.parent.name != "pb_utils"
+        if isinstance(node, ast.ClassDef) and path.parent.name != "pb_utils"
     )
     assert [name for name, count in classes.items() if count > 1] == []
 

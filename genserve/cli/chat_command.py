@@ -50,7 +50,7 @@ def chat(
     from genserve.cli.chat.conversation import Conversation
     from genserve.cli.chat.keyboard import held_keys
     from genserve.cli.model_access import ModelSwitch, known_models, open_model
-    from genserve.sampling.defaults import MAX_TOKENS, chat_sampling_params
+    from genserve.sampling.defaults import CHAT_MAX_TOKENS, chat_sampling_params
 
     given = {"max_tokens": max_tokens, "seed": seed, "temperature": temperature}
     options = cast(SamplingOptions, {name: value for name, value in given.items() if value is not None})
@@ -66,7 +66,7 @@ def chat(
             conversation=Conversation(system=system),
             initial_options=lambda opened: {
                 **chat_sampling_params(opened.default_sampling_params),
-                "max_tokens": MAX_TOKENS,
+                "max_tokens": CHAT_MAX_TOKENS,
                 **options,
             },
         )

@@ -66,7 +66,7 @@ class ResourceClaim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceGroup:
-    """Instances of one kind."""
+    """Instances of one kind; `normalise.py` resolves KIND_AUTO, and a KIND_GPU without its GPUs."""
 
     name: str
     kind: str                                   # "KIND_AUTO", "KIND_CPU", "KIND_GPU", "KIND_MODEL"

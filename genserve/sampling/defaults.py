@@ -1,4 +1,7 @@
-"""Sampling defaults: those that a model's generation_config.json recommends, and those of a chat."""
+"""Sampling defaults: those of a model's generation_config.json, and those of chats in terminal and browser.
+
+The default of each parameter is in its row in `sampling_params.py`.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,9 @@ def default_sampling_params(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_model_defaults(params: SamplingParams, defaults: Mapping[str, Any]) -> SamplingParams:
-    """Return the parameters with the model's defaults for what the request does not state.
+    """Return the parameters with the model's defaults for parameters that the request does not state.
 
-    A default that contradicts what the request gives is left out.
+    A default that contradicts a stated parameter is left out.
     """
     missing = {
         name: value
@@ -60,8 +63,8 @@ _SAMPLERS = frozenset({"temperature", "top_k", "top_p", "min_p", "typical_p", "t
 _LOOPS = SamplingOptions(
     repetition_detection={"min_pattern_size": 8, "max_pattern_size": 64, "min_count": 8}
 )
-# The limit of an answer in the terminal, lowered to what the context has left.
-MAX_TOKENS = 1024
+# The limit of an answer in the terminal, lowered to the tokens that the context has left.
+CHAT_MAX_TOKENS = 1024
 
 
 def chat_sampling_params(recommended: Mapping[str, Any]) -> SamplingOptions:

@@ -218,9 +218,10 @@ def message_of(error: GenserveError) -> str:
 
 
 def error_headers(error: GenserveError) -> dict[str, str]:
-    """Return the headers that an error has in every dialect; `error_response` adds when to retry a 503.
+    """Return the headers that an error has in every dialect.
 
-    When to retry is HTTP's header, in whole seconds, and OpenAI's, in milliseconds.
+    When to retry is HTTP's header, in whole seconds, and OpenAI's, in milliseconds; `ErrorResponses.response`
+    adds them to any other 503.
     """
     if isinstance(error, Overloaded) or (isinstance(error, ModelNotReady) and error.retry_after_s):
         return _retry_headers(error.retry_after_s)

@@ -1,4 +1,4 @@
-"""Event loop lag: how late the event loop runs what is due, which is what a stall adds to every answer.
+"""Event loop lag: how late the event loop runs due callbacks; a stall delays every answer by as much.
 
 A stall is a call that takes long on the event loop's thread, or one on another thread that keeps the
 interpreter's lock meanwhile.
@@ -31,7 +31,7 @@ class EventLoopLag(Collector):
 
     def __init__(self) -> None:
         """Keep an empty histogram."""
-        text = "How late the event loop runs what is due, probed fifty times a second."
+        text = "How late the event loop runs due callbacks, probed fifty times a second."
         self._family = HistogramCollector(f"{_NAME}_seconds", text, (), _BOUNDS_S)
         self._histogram = self._family.labels()
         self._due_s = 0.0

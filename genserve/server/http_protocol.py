@@ -67,7 +67,7 @@ class Handover:
     begun: bool = False
 
 
-# What a connection reads: nothing, if the next request has not begun. Members of an Enum would be slower.
+# What a connection reads; nothing before a request begins. Members of an Enum would be slower.
 _NOTHING, _HEAD, _BODY = range(3)
 
 
@@ -313,11 +313,7 @@ class HttpProtocol(HttpToolsProtocol):
             self.pipeline.appendleft((self.cycle, self.app))
 
     def check_progress(self, now_s: float) -> None:
-        """Reject a request that arrives too slowly, and disconnect a client that does not read.
-
-        Args:
-            now_s: the time of the event loop.
-        """
+        """By the event loop's time, reject a request that is too slow; drop a client that does not read."""
         if not self._ended:
             self._pace.check_sender(now_s)
         if num_waiting := self.transport.get_write_buffer_size():

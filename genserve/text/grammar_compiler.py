@@ -98,7 +98,7 @@ class GrammarCompiler:
         needs_trial = outputs.form in ("json", "grammar", "structural_tag")
         try:
             matcher = self._grammar(outputs, partial(_source, outputs), needs_trial=needs_trial)
-        except _RejectedError as error:
+        except _CompileError as error:
             raise _unusable(str(error)) from None
         is_json = outputs.form in ("json", "json_object")
         return GuidanceGrammar(matcher, UniqueKeys(self._token_bytes) if is_json else None)
@@ -116,7 +116,7 @@ class GrammarCompiler:
         source = tools.source(self._names.split, text=None if text is None else self._text_grammar(text))
         try:
             matcher = self._grammar(source, lambda: source, needs_trial=True)
-        except _RejectedError as error:
+        except _CompileError as error:
             raise self._blamed(tools, error) from None
         # Quotes in free text are not those of keys.
         return GuidanceGrammar(matcher, UniqueKeys(self._token_bytes) if tools.must_call else None)
@@ -127,7 +127,7 @@ class GrammarCompiler:
         source = _source(outputs)
         return dict(json.loads(source)["grammars"][0]) if source[:1] == "{" else {"lark_grammar": source}
 
-    def _blamed(self, tools: ToolGrammar, error: _RejectedError) -> InvalidRequest:
+    def _blamed(self, tools: ToolGrammar, error: _CompileError) -> InvalidRequest:
         """Return the error of the first tool without which the tools before it compile."""
         indices = list(tools.tools)
         reasons = {len(indices): str(error)}
@@ -143,7 +143,7 @@ class GrammarCompiler:
     def _grammar(
         self, key: StructuredOutputs | str, source: Callable[[], str], *, needs_trial: bool
     ) -> LLMatcher:
-        """Return a copy of a compiled grammar; raises _RejectedError."""
+        """Return a copy of a compiled grammar; raises _CompileError."""
         matcher = self._copied(key)
         if matcher is None:
             with self._compiling:
@@ -175,14 +175,14 @@ class GrammarCompiler:
         try:
             grammar = source()
         except (ValueError, RecursionError) as error:   # RecursionError: nested too deeply
-            raise _RejectedError(str(error)) from None
+            raise _CompileError(str(error)) from None
         reason = compile_rejection(grammar) if needs_trial else ""
         if not reason:
             limits = LLParserLimits(**LIMITS)
             matcher = LLMatcher(self._vocabulary, grammar, limits=limits, log_level=0)
             reason = _dead_end(matcher.deep_copy()) or _failed_first_token(matcher.deep_copy())
         if reason:
-            raise _RejectedError(reason)
+            raise _CompileError(reason)
         with self._lock:
             self._compiled[key] = matcher
             while len(self._compiled) > MAX_COMPILED:
@@ -227,7 +227,7 @@ class GrammarCompiler:
             raise _unusable(f"llguidance rejects the tokenizer of this model: {error}") from None
 
 
-class _RejectedError(Exception):
+class _CompileError(Exception):
     """A grammar does not compile; the message says why."""
 
 

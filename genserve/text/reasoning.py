@@ -15,7 +15,7 @@ from genserve.sampling.grammar_bitmask import ForkableGrammar, allow, forbid
 THINKING_TAGS = START, END = ("<think>", "</think>")
 
 
-class _State(Enum):
+class _ReasoningState(Enum):
     BEFORE = auto()     # reasoning may begin
     INSIDE = auto()
     AFTER = auto()
@@ -35,16 +35,16 @@ class ReasoningParser:
     def __init__(self, *, begun: bool = False, tag_ids: tuple[int, int] = (-1, -1)) -> None:
         self._begun = self._found = begun
         self._tag_ids = tag_ids
-        self._state = _State.INSIDE if begun else _State.BEFORE
+        self._state = _ReasoningState.INSIDE if begun else _ReasoningState.BEFORE
         self._held = ""
         self._strip_start = True    # of the reasoning, or of the content after it, nothing was returned yet
 
     def push(self, text: str, *, last: bool = False) -> MessageDelta:
         """Add a piece; return the reasoning and content that no later piece can change."""
         self._held += text
-        if self._state is _State.BEFORE:
+        if self._state is _ReasoningState.BEFORE:
             self._read_start(last=last)
-        reasoning = self._read_reasoning(last=last) if self._state is _State.INSIDE else ""
+        reasoning = self._read_reasoning(last=last) if self._state is _ReasoningState.INSIDE else ""
         return MessageDelta(reasoning=reasoning, content=self._read_content())
 
     def num_tokens(self, token_ids: Sequence[int]) -> int:
@@ -65,15 +65,15 @@ class ReasoningParser:
     def _read_start(self, *, last: bool) -> None:
         text = self._held.lstrip()
         if text.startswith(START):
-            self._state, self._held, self._found = _State.INSIDE, text.removeprefix(START), True
+            self._state, self._held, self._found = _ReasoningState.INSIDE, text.removeprefix(START), True
         elif last or not START.startswith(text):
-            self._state, self._strip_start = _State.AFTER, False
+            self._state, self._strip_start = _ReasoningState.AFTER, False
 
     def _read_reasoning(self, *, last: bool) -> str:
         before, tag, after = self._held.partition(END)
         if tag:
             reasoning = self._stripped(before.rstrip())
-            self._state, self._held, self._strip_start = _State.AFTER, after, True
+            self._state, self._held, self._strip_start = _ReasoningState.AFTER, after, True
             return reasoning
         # A possible beginning of the tag is held back, and so is the whitespace before it.
         num_tag = 0 if last else max(n for n in range(len(END)) if before.endswith(END[:n]))
@@ -82,7 +82,7 @@ class ReasoningParser:
         return self._stripped(certain)
 
     def _read_content(self) -> str:
-        if self._state is not _State.AFTER:
+        if self._state is not _ReasoningState.AFTER:
             return ""
         content, self._held = self._held, ""
         return self._stripped(content)
@@ -120,45 +120,45 @@ class ReasoningGrammar:
         self._start_id = start_id
         self._end_id = end_id
         self._ending_ids = frozenset(ending_ids)
-        self._state = _State.INSIDE if begun else _State.BEFORE
+        self._state = _ReasoningState.INSIDE if begun else _ReasoningState.BEFORE
 
     cut = False
 
     def fork(self) -> ForkableGrammar | None:
         """See `ForkableGrammar`."""
-        return None if self._state is _State.INSIDE else self._grammar.fork()
+        return None if self._state is _ReasoningState.INSIDE else self._grammar.fork()
 
     @property
     def complete(self) -> bool:
         """See `StructuredOutputGrammar`."""
-        return self._state is not _State.INSIDE and self._grammar.complete
+        return self._state is not _ReasoningState.INSIDE and self._grammar.complete
 
     @property
     def failure(self) -> str:
         """See `StructuredOutputGrammar`."""
-        return "" if self._state is _State.INSIDE else self._grammar.failure
+        return "" if self._state is _ReasoningState.INSIDE else self._grammar.failure
 
     def fill(self, mask: NDArray[np.int32]) -> None:
         """See `StructuredOutputGrammar`."""
-        if self._state is _State.INSIDE:
+        if self._state is _ReasoningState.INSIDE:
             mask[:] = -1
             for token_id in self._ending_ids:
                 if token_id < 32 * len(mask):
                     forbid(mask, token_id)
             return
         self._grammar.fill(mask)
-        if self._state is _State.BEFORE:
+        if self._state is _ReasoningState.BEFORE:
             allow(mask, self._start_id)
 
     def accept(self, token_id: int) -> bool:
         """See `StructuredOutputGrammar`."""
         match self._state:
-            case _State.BEFORE if token_id == self._start_id:
-                self._state = _State.INSIDE
-            case _State.INSIDE:
-                self._state = _State.AFTER if token_id == self._end_id else _State.INSIDE
+            case _ReasoningState.BEFORE if token_id == self._start_id:
+                self._state = _ReasoningState.INSIDE
+            case _ReasoningState.INSIDE:
+                self._state = _ReasoningState.AFTER if token_id == self._end_id else _ReasoningState.INSIDE
                 return token_id not in self._ending_ids
             case _:
-                self._state = _State.AFTER
+                self._state = _ReasoningState.AFTER
                 return self._grammar.accept(token_id)
         return True

@@ -77,7 +77,7 @@ class Renderer:
             text = template.render({**self._special_tokens, **variables})
         except MemoryError:
             raise
-        except (_RejectedError, UndefinedError) as error:
+        except (_TemplateRejectionError, UndefinedError) as error:
             return "rejected", _reason(error)
         except Exception as error:  # the template may raise anything
             return "failed", f"{type(error).__name__}: {_reason(error)}"
@@ -86,7 +86,7 @@ class Renderer:
         return "done", text
 
 
-class _RejectedError(TemplateError):
+class _TemplateRejectionError(TemplateError):
     """The template called `raise_exception`."""
 
 
@@ -114,7 +114,7 @@ def _to_json(value: Any, **options: Any) -> str:
 
 
 def _raise_exception(message: str) -> None:
-    raise _RejectedError(message)
+    raise _TemplateRejectionError(message)
 
 
 def _strftime_now(form: str) -> str:

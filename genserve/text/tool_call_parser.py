@@ -16,7 +16,7 @@ _JSON_SIGN = re.compile(r'\\.?|["{}\[\]]', re.DOTALL)
 _LETTERS = string.ascii_letters + string.digits
 
 
-class _State(Enum):
+class _CallState(Enum):
     CONTENT = auto()        # before the first call
     ARGUMENTS = auto()
     TAIL = auto()           # after the arguments of a call
@@ -45,7 +45,7 @@ class ToolCallParser:
         tail = _squeezed(tool_format.after_arguments)
         self._separator = None if tool_format.separator is None else tail + _squeezed(tool_format.separator)
         self._closing = tail + _squeezed(tool_format.closing)
-        self._state = _State.CONTENT
+        self._state = _CallState.CONTENT
         self._held = ""
         self._num_read = 0          # characters of `_held` in which no call begins
         self._may_lack_mark = tool_format.begin_is_optional
@@ -56,7 +56,7 @@ class ToolCallParser:
     @property
     def within_call(self) -> bool:
         """Whether the text so far ends within the arguments of a call."""
-        return self._state is _State.ARGUMENTS
+        return self._state is _CallState.ARGUMENTS
 
     def push(self, text: str, *, last: bool) -> MessageDelta:
         """Add a piece; return the content and the calls that no later piece can change."""
@@ -67,15 +67,15 @@ class ToolCallParser:
         while before is not self._state:    # each state reads until the next one, or all there is
             before = self._state
             match before:
-                case _State.CONTENT:
+                case _CallState.CONTENT:
                     content.append(self._read_content(calls, last=last))
-                case _State.ARGUMENTS:
+                case _CallState.ARGUMENTS:
                     self._read_arguments(calls)
-                case _State.TAIL:
+                case _CallState.TAIL:
                     self._read_tail(last=last)
-                case _State.HEAD:
+                case _CallState.HEAD:
                     self._read_head(calls, last=last)
-                case _State.AFTER:
+                case _CallState.AFTER:
                     content.append(self._read_rest())
         return MessageDelta(content="".join(content), tool_calls=tuple(calls))
 
@@ -118,7 +118,7 @@ class ToolCallParser:
                 return
             head = None
         if head is None:
-            self._state = _State.AFTER
+            self._state = _CallState.AFTER
         else:
             self._begin_call(calls, *head)
 
@@ -142,7 +142,7 @@ class ToolCallParser:
         self._num_calls += 1
         self._held = self._held[start:]
         self._arguments = _JsonObject()
-        self._state = _State.ARGUMENTS
+        self._state = _CallState.ARGUMENTS
 
     def _new_id(self) -> str:
         if self._format.has_short_ids:
@@ -154,23 +154,23 @@ class ToolCallParser:
         if text := self._take(len(self._held) if end is None else end):
             calls.append(ToolCallDelta(index=self._num_calls - 1, arguments=text))
         if end is not None:
-            self._state = _State.TAIL
+            self._state = _CallState.TAIL
 
     def _read_tail(self, *, last: bool) -> None:
         """Find out whether another call follows."""
-        for pattern, state in ((self._separator, _State.HEAD), (self._closing, _State.AFTER)):
+        for pattern, state in ((self._separator, _CallState.HEAD), (self._closing, _CallState.AFTER)):
             try:
                 end = None if pattern is None else self._after(pattern, 0)
             except _Cut:
                 if not last:
                     return
-                if state is _State.AFTER:
+                if state is _CallState.AFTER:
                     self._held = ""     # the end of the answer cuts the end of the calls
                 continue
             if end is not None:
                 self._held, self._state = self._held[end:], state
                 return
-        self._state = _State.AFTER
+        self._state = _CallState.AFTER
 
     def _read_rest(self) -> str:
         """Return what follows the calls, without whitespace at its start."""

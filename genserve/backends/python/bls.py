@@ -29,7 +29,7 @@ def bls_exec(
     Returns:
         The response; failures of any kind are in its `error`.
     """
-    answer = _Answer()
+    answer = _AwaitedResponses()
     inference = Inference(request=request, on_response=answer.receive, takes_stream=False)
     wait = Wait(inference, executor)
     try:
@@ -54,7 +54,7 @@ class _Thread(threading.local):
 _THREAD = _Thread()
 
 
-class _Answer:
+class _AwaitedResponses:
     """The responses to one request, for the thread that waits for them."""
 
     __slots__ = ("_ended", "_wakeup", "responses")
