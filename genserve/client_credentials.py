@@ -22,7 +22,7 @@ def load_client_certificate(context: ssl.SSLContext) -> None:
     """Let connections use the certificate and key in the PEM file of GENSERVE_CLIENT_CERT, if it is set.
 
     Raises:
-        InvalidRequest: the file cannot be read, or has not both.
+        InvalidRequest: the file cannot be read, or lacks one of them.
     """
     file = os.environ.get(_VARIABLE)
     if not file:

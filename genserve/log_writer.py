@@ -88,7 +88,7 @@ class LogWriter(logging.Handler):
 
 
 class _LogFile(WatchedFileHandler):
-    """A file that is opened anew when it has been moved, as logrotate does."""
+    """A file that is reopened when it has been moved, as logrotate does."""
 
     def _open(self) -> io.FileIO:   # type: ignore[override]  # without a buffer, which would keep failed lines
         return io.FileIO(self.baseFilename, "a")

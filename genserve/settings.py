@@ -257,7 +257,7 @@ class _GrpcSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class _ClientSettings:
-    """What clients may send and take, and what is reported about them."""
+    """The limits of clients, and the reports about their requests."""
 
     trace_config: tuple[str, ...] = _flag(
         (), _CLIENTS,
@@ -300,7 +300,7 @@ class _ClientSettings:
     )
     max_connections: int = _flag(
         8192, _CLIENTS,
-        "Open connections of HTTP; further ones are only told so, with status 503, or asked for health.",
+        "Open connections of HTTP; further ones get status 503, except for probes of health.",
         minimum=1,
     )
     head_timeout_s: float = _flag(
@@ -314,7 +314,7 @@ class _ClientSettings:
     )
     read_timeout_s: float = _flag(
         30.0, _CLIENTS,
-        "Seconds in which a client must read 1 KiB per second of what waits of its answer; otherwise it is "
+        "Seconds in which a client must read 1 KiB per second of its waiting answer; otherwise it is "
         "disconnected.",
         minimum=0.1,
     )

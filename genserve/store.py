@@ -36,5 +36,5 @@ def described(repository: Path) -> str:
 
 
 def repository_flag(repository: Path) -> str:
-    """Return the flag that a command in a remedy needs, behind a space; empty for the store."""
+    """Return the flag that a command in a remedy needs, after a space; empty for the store."""
     return "" if repository == default_repository() else f" --model-repository {shlex.quote(str(repository))}"

@@ -1,4 +1,4 @@
-"""Network backend: what the backends of neural networks share.
+"""Network backend: the base class of the backends of neural networks.
 
 `NetworkBackend` opens one network per device. `BatchRunner` joins the requests of a batch into one run and
 splits its outputs. A ragged batch holds requests of different shapes: flat inputs, tensors that describe

@@ -47,7 +47,7 @@ CPU_PROVIDER = Provider(name="CPUExecutionProvider", options={})
 
 
 class ExternalWeights:
-    """How this process loads weights in files beside model.onnx.
+    """How this process loads weights in files next to model.onnx.
 
     Attributes:
         mapped: ONNX Runtime maps them, which takes no memory, but ends the process (SIGBUS) if somebody
@@ -163,7 +163,7 @@ def create_session(
 def _external_weights(file: Path) -> dict[str, bytes]:
     """Return the contents of the files with the weights of a graph, by their names in it.
 
-    Those that ONNX Runtime will reject are left to it.
+    Files that ONNX Runtime will reject are left out, so that it reports them.
     """
     import onnx
 

@@ -45,7 +45,7 @@ _TIMEOUT_S = 24 * 3600      # an answer of a busy server may take long
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """The requests, and what they have in common."""
+    """The requests, and the options that they share."""
 
     lines: Sequence[BatchLine]
     options: SamplingOptions        # of lines that do not state them; not of OpenAI's

@@ -87,7 +87,7 @@ def _invalid(number: int, message: str) -> BatchLine:
 
 
 def answer_document(completion: Completion) -> dict[str, Any]:
-    """Return an answer for JSON: what every answer has, and what was requested."""
+    """Return an answer for JSON: the fields of every answer, and the requested ones."""
     document = {key: value for key, value in asdict(completion).items() if key in _ALWAYS or value}
     if not completion.prompt_logprobs:
         document.pop("prompt_token_ids", None)
@@ -118,7 +118,7 @@ class AnswerFile:
     is_on_terminal = False
 
     def __init__(self, path: Path, lines: Sequence[BatchLine]) -> None:
-        """Read what is there.
+        """Read the file if it exists.
 
         Raises:
             InvalidRequest: the file has an answer to none of the requests, or cannot be written.
@@ -167,7 +167,7 @@ class AnswerFile:
             return
         except OSError as error:
             raise _no_output(self._path, error) from None
-        *whole, cut = content.split(b"\n")     # behind the last line feed is nothing, or half a row
+        *whole, cut = content.split(b"\n")     # after the last line feed is nothing, or half a row
         if not _BEGIN.startswith(cut[: len(_BEGIN)]):
             raise self._not_ours()
         for raw in whole:

@@ -138,7 +138,7 @@ def _listed_models(http: httpx2.Client, method: str, path: str) -> list[str]:
     Raises:
         Unreachable: the server does not answer.
         Unauthenticated: it rejects the key.
-        InvalidRequest: what it answers is no list of models.
+        InvalidRequest: its answer is no list of models.
     """
     import httpx2
 

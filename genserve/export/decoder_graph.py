@@ -165,7 +165,7 @@ class _GraphWriter:
         return self.layers.norm(x, self.norm("embedding.norm")) if self._has("embedding.norm") else x
 
     def hidden_states(self) -> str:
-        """The input of a stage behind the first: what the layers before it have computed."""
+        """The input of a stage after the first: the output of the layers before it."""
         return self.graph.input("hidden_states", self.layers.scheme.activations, self._hidden)
 
     def pass_on(self, x: str) -> None:

@@ -19,7 +19,7 @@ def require_stages(num_stages: int, export_format: ExportFormat, *, num_layers: 
     """Reject a pipeline of more stages than layers, or of another format than ONNX graphs of known families.
 
     Raises:
-        ExportError: the model cannot be cut into so many stages.
+        ExportError: the model cannot be cut into this number of stages.
     """
     if num_stages > 1 and export_format is not ExportFormat.ONNX:
         raise ExportError(

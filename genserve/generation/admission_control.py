@@ -104,7 +104,7 @@ class WaitPrediction:
         return max(0.0, began_s + held_s - now_s) + rounds * held_s
 
     def _longest_s(self, num_starts: int) -> float:
-        """Return the longest time between a start and the start that came so many later, or may come now."""
+        """Return the longest time between a start and the `num_starts`-th one after it, or now."""
         if self._times_s is None:   # many requests may ask between two steps
             self._times_s = np.array([*self._started_s, self._full_s])
         times_s = self._times_s
@@ -129,8 +129,8 @@ class WaitPrediction:
 _MAX_RETRY_AFTER_S = 60.0       # the official clients do not wait longer
 _MIN_RETRY_AFTER_S = 0.1
 _UNKNOWN_RETRY_AFTER_S = 1.0    # as long as the throughput is not known
-# Of the longest wait, what a request may be predicted to wait. An engine that shares its cores with a flood
-# of requests becomes a quarter slower, and a request that waits in vain is worse off than a rejected one.
+# The share of the longest wait that a request may be predicted to wait. An engine that shares its cores with
+# a flood of requests becomes a quarter slower, and to time out in the queue is worse than to be rejected.
 _PREDICTED_SHARE = 0.7
 
 

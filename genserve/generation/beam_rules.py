@@ -32,7 +32,7 @@ class BeamRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One more token behind one of the beams."""
+    """One more token after one of the beams."""
 
     beam: int                           # index of the row that it continues
     token_id: int
@@ -86,7 +86,7 @@ def best_candidates(log_probs: FloatArray, *, scores: Sequence[float], count: in
     """Return the best `count` candidates, or all possible ones if there are fewer, the best first.
 
     Args:
-        log_probs: [R, V] float32, of the token behind each of R beams; -inf: not possible.
+        log_probs: [R, V] float32, of the token after each of R beams; -inf: not possible.
         scores: R of them, of the beams; -inf: a spare beam, which gets no candidates.
         count: at least 1.
     """

@@ -64,7 +64,7 @@ class Beam(Request):
 
     @property
     def answer(self) -> list[int]:
-        """Its tokens behind the prompt."""
+        """Its tokens after the prompt."""
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
@@ -145,7 +145,7 @@ class BeamGroup:
         """Add a token to each beam.
 
         Args:
-            log_probs: [R, V] float32, behind the last tokens of the beams; R = 1 behind the prompt.
+            log_probs: [R, V] float32, after the last tokens of the beams; R = 1 after the prompt.
             logprobs_of: called for the tokens that are appended.
 
         Returns:
@@ -218,7 +218,7 @@ class BeamSearch:
     its blocks.
 
     Attributes:
-        answers: those that the caller reads, the best first. A token is appended to them once every
+        answers: the sequences that the caller reads, the best first. A token is appended to them once every
             hypothesis that may still win has it, so none is ever taken back.
         lead: the beam that computes the prompt, and is scheduled for all.
         beams: the live beams, the best first.
@@ -266,7 +266,7 @@ class BeamSearch:
         """Add a token to each beam, and append to the answers the tokens that have become certain.
 
         Args:
-            logits: [R, V] float32, behind the last tokens of the beams; of the lead alone, R = 1, behind the
+            logits: [R, V] float32, after the last tokens of the beams; of the lead alone, R = 1, after the
                 prompt. Not modified.
 
         Returns:

@@ -48,7 +48,7 @@ class DeltaBuilder:
     )
 
     def __init__(self, params: SamplingParams, *, num_prompt_tokens: int) -> None:
-        """Start behind the prompt."""
+        """Start after the prompt."""
         self.text = ""
         self.sampled: TokenLogprob | None = None
         self._prompt_logprobs: list[TokenLogprob] = []
@@ -72,7 +72,7 @@ class DeltaBuilder:
         self._prompt_logprobs.append(token_logprob(logits, token_id, num_top=self._top_prompt_logprobs))
 
     def skip_to(self, num_tokens: int) -> None:
-        """Begin the next delta behind these many tokens of prompt and answer; all before were delivered."""
+        """Begin the next delta after this number of tokens of prompt and answer, which were delivered."""
         self.text = ""
         self._logprobs.clear()
         self._top_logprobs.clear()

@@ -28,7 +28,7 @@ _KEEP_GRAMMAR = "append only tokens of sequence.sample(), and do not undo the gr
 
 
 class LogitsConsumer(Protocol):
-    """Receives the logits behind the last token of a request, by the kind of the request."""
+    """Receives the logits after the last token of a request, by the kind of the request."""
 
     def generate(self, sequence: TokenSequence, row: int) -> None:
         """Pass the row, or a token sampled from it, to the decoding loop of the sequence."""
@@ -81,7 +81,7 @@ class Request:
 
     @property
     def logits_start(self) -> int:
-        """Index of the first token behind which it needs logits; it needs them behind all later ones too."""
+        """Index of the first token after which it needs logits; it needs them after all later ones too."""
         return len(self.token_ids) - 1
 
     @property
@@ -91,12 +91,12 @@ class Request:
 
     @property
     def skip_reading_prefix_cache(self) -> bool:
-        """Whether it must compute its whole prompt, because it needs logits behind those tokens too."""
+        """Whether it must compute its whole prompt, because it needs logits after those tokens too."""
         return False
 
     @property
     def max_draft_tokens(self) -> int:
-        """How many drafted tokens a step can use behind the last one."""
+        """How many drafted tokens a step can use after the last one."""
         return 0
 
     @property
@@ -125,11 +125,11 @@ class Request:
         self.num_preemptions += 1
 
     def give_logits(self, consumer: LogitsConsumer, row: int) -> None:
-        """Call the method of `consumer` for this kind of request, with the row behind its last token."""
+        """Call the method of `consumer` for this kind of request, with the row after its last token."""
         raise NotImplementedError
 
     def score(self, logits: LogitsArray, row: int) -> None:
-        """Read the logits behind the token before `num_computed_tokens`, if prompt_logprobs needs them.
+        """Read the logits after the token before `num_computed_tokens`, if prompt_logprobs needs them.
 
         Args:
             logits: [R, V] float32 of the step.
@@ -138,7 +138,7 @@ class Request:
 
 
 class LogitsRequest(Request):
-    """One row of logits behind some tokens, for a caller that is independent of blocks and steps.
+    """One row of logits after some tokens, for a caller that is independent of blocks and steps.
 
     A loop that calls again with one more token does not compute the others again: they stay cached, and the
     next request that starts with them continues there. Belongs to the engine's thread.
@@ -162,7 +162,7 @@ class LogitsRequest(Request):
 
         Args:
             token_ids: [n] integers.
-            on_logits: called once, on the engine's thread, with the logits behind the last token or with the
+            on_logits: called once, on the engine's thread, with the logits after the last token or with the
                 error; must not block. The logits are [vocab_size] float32 on the model's device, unchanged
                 even if they are NaN, and belong to the receiver.
             vocab_size: of the model.
@@ -346,7 +346,7 @@ class TokenSequence(Request):
 
     @property
     def logits_start(self) -> int:
-        """The last token, or the first one of the prompt behind which a token is to be scored."""
+        """The last token, or the first one of the prompt after which a token is to be scored."""
         return self._num_scored if self._num_scored < self._num_to_score else len(self.token_ids) - 1
 
     @property
@@ -356,7 +356,7 @@ class TokenSequence(Request):
 
     @property
     def max_draft_tokens(self) -> int:
-        """The remaining tokens of the answer, less the one that is sampled behind the draft."""
+        """The remaining tokens of the answer, less the one that is sampled after the draft."""
         return self._max_length - len(self.token_ids) - 1
 
     @property
@@ -391,7 +391,7 @@ class TokenSequence(Request):
 
     @coroutine
     def logits(self) -> Generator[Awaited, LogitsArray, LogitsArray]:
-        """Wait for the logits behind the last token: [vocab_size] float32.
+        """Wait for the logits after the last token: [vocab_size] float32.
 
         It is a view of the step's buffer: it may be changed, and is overwritten after the next await. A numpy
         array; of a model on a GPU, a torch tensor there, for which `int(logits.argmax())` works as well.
@@ -456,7 +456,7 @@ class TokenSequence(Request):
             self.finish(FinishReason.LENGTH, stop_reason="deadline")
 
     def skip_delivered(self) -> None:
-        """Begin the next delta behind the answer so far, which another engine has generated and delivered."""
+        """Begin the next delta after the answer so far, which another engine has generated and delivered."""
         for token_id in self.token_ids[self.num_prompt_tokens :]:
             self._text.push(token_id)
         self._delta.skip_to(len(self.token_ids))

@@ -202,7 +202,7 @@ class KVCacheManager:
     def _cached_prefix(self, request: Request, table: BlockTable) -> tuple[list[int], int]:
         """Return the cached blocks that a request starts with, and how many of its tokens they hold.
 
-        At least one token is left to compute, since the request needs the logits behind it. So a last block
+        At least one token is left to compute, since the request needs the logits after it. So a last block
         that is cached whole, or with some of the tokens that follow, is reused and written if it is free.
         """
         block_ids: list[int] = []

@@ -18,7 +18,7 @@ IndexArray = NDArray[np.int32]
 class ForwardBatch:
     """The tokens of one forward: T tokens of B sequences, grouped by sequence and in order.
 
-    A sequence has one or more tokens behind any number of computed ones. Prompts, chunks of prompts, decodes
+    A sequence has one or more tokens after any number of computed ones. Prompts, chunks of prompts, decodes
     and decodes with drafted tokens differ in nothing else. The arrays are C-contiguous; they belong to the
     caller, who may overwrite them after the forward.
     """
@@ -27,8 +27,8 @@ class ForwardBatch:
     positions: TokenArray               # [T], of each token in its sequence
     query_start_loc: IndexArray         # [B + 1]: sequence b has tokens query_start_loc[b] to [b + 1] - 1
     num_computed_tokens: IndexArray     # [B]: how many tokens of each are in the KV cache already
-    block_table: IndexArray             # [B, max_blocks]: block ids in order; undefined behind the last
-    logits_indices: TokenArray          # [R]: the tokens behind which logits are needed, ascending
+    block_table: IndexArray             # [B, max_blocks]: block ids in order; undefined after the last
+    logits_indices: TokenArray          # [R]: the tokens after which logits are needed, ascending
 
     @classmethod
     def of(
@@ -92,7 +92,7 @@ class LogitsModel(LogitsSizes, Protocol):
         """Run the tokens, and write their keys and values into the blocks of their sequences.
 
         Returns:
-            [R, vocab_size] float32: the logits behind the tokens of `logits_indices`; a view of a buffer that
+            [R, vocab_size] float32: the logits after the tokens of `logits_indices`; a view of a buffer that
             the next forward overwrites.
         """
 

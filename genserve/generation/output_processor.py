@@ -47,7 +47,7 @@ class OutputProcessor:
     def __init__(
         self, kv_cache_manager: KVCacheManager, loops: DecodingLoops, *, speculation: Speculation | None
     ) -> None:
-        """See `Engine`."""
+        """Continue the sequences of `loops`; `speculation` learns which drafted tokens were accepted."""
         self._kv = kv_cache_manager
         self._loops = loops
         self._speculation = speculation
@@ -97,7 +97,7 @@ class OutputProcessor:
         self._searching.setdefault(search, {})[beam] = row
 
     def _give(self, logits: LogitsArray, ready: Sequence[tuple[Request, int]]) -> None:
-        """Give each of these requests the row behind its last token."""
+        """Give each of these requests the row after its last token."""
         for request, row in ready:
             request.give_logits(self, row)
         if self._answering:
@@ -146,7 +146,7 @@ class OutputProcessor:
             try:
                 awaited = self._loops.awaited(sequence)
                 if sequence.num_pending:
-                    continue  # the loop appended tokens when it started, and awaits the logits behind them
+                    continue  # the loop appended tokens when it started, and awaits the logits after them
                 if awaited is Awaited.TOKEN:
                     sampling.append(sequence)
                     rows.append(row)
@@ -202,7 +202,7 @@ class OutputProcessor:
 
 
 def _score(request: Request, logits: LogitsArray, rows: range) -> None:
-    """Give a request the rows behind its last computed tokens, one after the other."""
+    """Give a request the rows after its last computed tokens, one after the other."""
     request.num_computed_tokens -= len(rows)
     for row in rows:
         request.num_computed_tokens += 1

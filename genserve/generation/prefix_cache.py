@@ -39,7 +39,7 @@ class PrefixCache:
         return self._blocks.get(key)
 
     def find_partial(self, parent: bytes, token_ids: list[int]) -> tuple[int, int] | None:
-        """Return the partly filled block behind `parent` that holds the longest prefix of `token_ids`.
+        """Return the partly filled block after `parent` that holds the longest prefix of `token_ids`.
 
         Returns:
             How many tokens it holds, and the block; None: no such block.
@@ -64,7 +64,7 @@ class PrefixCache:
             self._keys[block] = key
 
     def insert_partial(self, block: int, parent: bytes, token_ids: list[int]) -> None:
-        """Cache a block that holds `token_ids`, unless another block behind `parent` holds the same ones."""
+        """Cache a block that holds `token_ids`, unless another block after `parent` holds the same ones."""
         candidates = self._partial_after.setdefault(parent, [])
         index = bisect_left(candidates, token_ids, key=_tokens_of)
         if index == len(candidates) or candidates[index][0] != token_ids:

@@ -1,7 +1,7 @@
-"""Resumption: an answer goes on behind tokens that another engine generated and its caller has received.
+"""Resumption: an answer goes on after tokens that another engine generated and its caller has received.
 
-The draws of a sequence depend on its seed and on positions only, so the rest of the answer is what the other
-engine would have generated. There are two ways to come to the state behind the received tokens:
+The draws of a sequence depend on its seed and on positions only, so the rest of the answer is the one
+that the other engine would have generated. There are two ways to come to the state after the received tokens:
 
 - *replay*: they are appended without logits, which moves text, stop conditions and grammar, and are then
   computed as the tokens of a prompt are, after a preemption;
@@ -30,7 +30,7 @@ class ResumedSequence(TokenSequence):
     is_resumed = True
 
     def resume(self, token_ids: Sequence[int]) -> None:
-        """Begin behind these tokens of the answer, at least one; called once, before the first step.
+        """Begin after these tokens of the answer, at least one; called once, before the first step.
 
         No part of the answer up to there is delivered, the log-probabilities of the prompt included.
 

@@ -42,8 +42,8 @@ class SchedulerOutput:
 
     Attributes:
         requests: whose tokens are computed.
-        num_tokens: how many of each, behind its computed tokens.
-        drafts: drafted tokens of each, computed behind these.
+        num_tokens: how many of each, after its computed tokens.
+        drafts: drafted tokens of each, computed after these.
         num_decodes: how many of the requests have one token and no prompt.
         num_prompt_tokens: of all other requests.
         num_drafted: tokens of all drafts.

@@ -117,12 +117,12 @@ class SequencePlugins:
         return any(self._processors.values())
 
     def edits(self, hook: str, token_ids: Sequence[int], *, row: int) -> tuple[RowEdit, ...]:
-        """Return the edits of one hook to the logits behind `token_ids`, row `row` of the step's."""
+        """Return the edits of one hook to the logits after `token_ids`, row `row` of the step's."""
         processors = self._processors[hook]
         return (RowEdit(row=row, apply=partial(self._process, processors, token_ids)),) if processors else ()
 
     def stopped_by(self, token_ids: Sequence[int], text: str) -> str | None:
-        """Return the name of the first rule that ends the answer behind `token_ids`; None: none does.
+        """Return the name of the first rule that ends the answer after `token_ids`; None: none does.
 
         Raises:
             ModelFailed: a rule raised.
@@ -182,7 +182,7 @@ class ThinkingBudget:
     If an answer reasons several times, each time has the whole budget.
     """
 
-    hook = "post_penalty"   # behind all rules of the request, so none of them can forbid the end tag
+    hook = "post_penalty"   # after all rules of the request, so none of them can forbid the end tag
 
     def __init__(
         self, *, num_tokens: int, start_id: int, end_id: int, num_prompt_tokens: int, begun: bool
@@ -196,7 +196,7 @@ class ThinkingBudget:
         self._start_id = start_id
         self._end_id = end_id
         self._num_read = num_prompt_tokens
-        # Index of the first token of the current reasoning, behind its tag.
+        # Index of the first token of the current reasoning, after its tag.
         self._thought_start = num_prompt_tokens if begun else None
 
     def __call__(self, token_ids: Sequence[int], logits: LogitsArray) -> None:

@@ -1,6 +1,6 @@
 """Speculation: verify several drafted tokens of a sequence in one step.
 
-Drafted tokens run in the same forward, behind the last token of their sequence. The sequence's tokens are
+Drafted tokens run in the same forward, after the last token of their sequence. The sequence's tokens are
 then sampled one by one from the model's own logits, by the request's parameters and draws. As long as the
 sampled token is the drafted one, the next row of logits is already there. So the text is the same as without
 speculation, random draws included. This is the acceptance rule of Leviathan et al., "Fast Inference from
@@ -151,7 +151,7 @@ class Speculation:
 
 
 class PromptLookup(Proposer):
-    """Proposes the tokens behind the latest earlier occurrence of the last tokens.
+    """Proposes the tokens after the latest earlier occurrence of the last tokens.
 
     Takes a few microseconds per sequence. Belongs to the engine's thread.
 
@@ -183,9 +183,9 @@ class _NgramIndex:
     """The last occurrence of each n-gram in a growing list; reads each token once."""
 
     def __init__(self) -> None:
-        self._ends: dict[tuple[int, ...], int] = {}     # n-gram -> index of the token behind it
+        self._ends: dict[tuple[int, ...], int] = {}     # n-gram -> index of the token after it
         self._num_read = 0
-        self._start = 0     # the index of the token behind the n-gram that was found
+        self._start = 0     # the index of the token after the n-gram that was found
 
     def find(self, token_ids: Sequence[int]) -> int | None:
         """Find the longest n-gram at the end that has occurred before, and return its length."""
@@ -243,7 +243,7 @@ class DraftModel(Proposer):
         if len(token_ids) + count > self._model.max_length:
             return ()
         drafted = self._sequences[request] = self._sequences.pop(request, _DraftSequence())
-        # At least the last token is computed, because the draft needs the logits behind it.
+        # At least the last token is computed, because the draft needs the logits after it.
         num_computed = min(_common_prefix_length(drafted.token_ids, token_ids), len(token_ids) - 1)
         del drafted.token_ids[num_computed:]
         best = self._run(drafted, token_ids[num_computed : num_computed + _CHUNK])
@@ -261,7 +261,7 @@ class DraftModel(Proposer):
             self._free_blocks += drafted.blocks
 
     def _run(self, drafted: _DraftSequence, token_ids: Sequence[int]) -> int:
-        """Compute the next tokens of the sequence; return the most likely one behind them."""
+        """Compute the next tokens of the sequence; return the most likely one after them."""
         num_computed = len(drafted.token_ids)
         drafted.token_ids += token_ids
         while len(drafted.blocks) * self._model.block_size < len(drafted.token_ids):

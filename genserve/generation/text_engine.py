@@ -1,4 +1,4 @@
-"""Text engine: what a text model needs of its engine, which runs in this process or in another one."""
+"""Text engine: the interface of a text model's engine, which runs in this process or in another one."""
 
 from __future__ import annotations
 

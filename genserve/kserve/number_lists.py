@@ -68,7 +68,7 @@ def cut_lists(text: bytes | bytearray | memoryview) -> CutText:
 
 
 def _end_of_list(source: memoryview, start: int) -> int:
-    """Return the place behind the last bracket of a run of numbers and brackets."""
+    """Return the place after the last bracket of a run of numbers and brackets."""
     end, is_last = start, False
     closing = start
     while not is_last:

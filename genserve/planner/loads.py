@@ -269,7 +269,7 @@ def _arrival_s(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        # Azure's have seven digits behind the comma, and Python reads six.
+        # Azure's have seven digits after the comma, and Python reads six.
         whole, _, fraction = text.partition(".")
         return datetime.fromisoformat(whole).replace(tzinfo=UTC).timestamp() + float(f"0.{fraction or 0}")
 

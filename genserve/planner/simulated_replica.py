@@ -243,7 +243,7 @@ class SimulatedReplica(RequestInbox):
         self.ends_s = self._began_s + self._duration_s(least)
 
     def _advance(self, output: SchedulerOutput, count: int, *, now_s: float) -> list[SimulatedSequence]:
-        """Compute the tokens of the step, and generate those behind completed ones."""
+        """Compute the tokens of the step, and generate those after completed ones."""
         kv, block_size = self._kv, self._kv.block_size
         gaps: dict[float, int] = {}     # sequences by the time of their last token: most have the same
         ended: list[SimulatedSequence] = []

@@ -82,7 +82,7 @@ def _knots(tokens: Sequence[int]) -> NDArray[np.float64]:
 def _fit(columns: NDArray[np.float64], seconds: NDArray[np.float64], *, num_free: int) -> NDArray[np.float64]:
     """Return the coefficients with the least sum of relative errors.
 
-    Those behind the first `num_free` are not negative.
+    Those after the first `num_free` are not negative.
     """
     kept = list(range(columns.shape[1]))
     while True:

@@ -32,7 +32,7 @@ class JsonForm:
     """How JSON is written, by the names of vLLM's options.
 
     Attributes:
-        disable_any_whitespace: one space behind each colon and comma, and no other whitespace.
+        disable_any_whitespace: one space after each colon and comma, and no other whitespace.
         disable_additional_properties: an object that names its properties has no others, unless its schema
             has `additionalProperties`.
         whitespace_pattern: a regex of the whitespace between any two parts, which may also be left out;

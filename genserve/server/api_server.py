@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 # Streams may write their error event for this long after the drain, before their tasks are cancelled.
 _LAST_EVENTS_S = 1
-# A collector that does not answer may delay the end by so much.
+# A collector that does not answer may delay the end by this time.
 _LAST_SPANS_S = 3
 # Interval of the lines that say what a server that stops still waits for.
 _REPORT_S = 5

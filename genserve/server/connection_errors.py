@@ -1,4 +1,4 @@
-"""Connection errors: what a connection finds wrong with a request; the route of the request answers it."""
+"""Connection errors: errors of a request that its connection finds; the route of the request answers them."""
 
 from __future__ import annotations
 

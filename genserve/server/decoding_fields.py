@@ -1,11 +1,11 @@
 """Decoding fields: the sampling parameters in the bodies of all dialects, by vLLM's names.
 
-The fields are derived from the table of sampling parameters. A dialect only declares those that have another
-name, type or default in it, by `parameter`. The table validates the values; the OpenAPI document has the same
+The fields are derived from the table of sampling parameters. A dialect only declares fields with another
+name, type or default, by `parameter`. The table validates the values; the OpenAPI document has the same
 texts, defaults and ranges, for the pages of the server and for clients. A field there has the keywords of
 JSON schemas, and
 
-- `default`: what a request without the field gets, if anything, and the model has no default of its own,
+- `default`: the value for a request without the field, unless the model has a default of its own,
 - `x-section`: the heading of the parameter in docs/sampling.md,
 - `x-common`: true if many requests have the field; pages show it first.
 """
@@ -60,7 +60,7 @@ FormFields: TypeAlias = Annotated[
                 "grammar": _form("In Lark's notation, or llama.cpp's GBNF.", type="string"),
                 "structural_tag": _form("Between some tags, JSON.", type=["object", "string"]),
                 "disable_any_whitespace": _form(
-                    "A space behind each colon and comma, no other whitespace.", type="boolean", default=True
+                    "A space after each colon and comma, no other whitespace.", type="boolean", default=True
                 ),
                 "disable_additional_properties": _form(
                     "No properties that a schema does not name, unless it has `additionalProperties`.",
@@ -134,7 +134,7 @@ def parameter(name: str, *, default: Any = _OF_ROW, bounds: Range | None = None,
 
     Args:
         name: of the parameter in `SamplingParams`; the field may have another.
-        default: what a request without the field gets, if that is another value than the parameter's default.
+        default: the value for a request without the field, if it is not the parameter's default.
             It is only described: the field is then None.
         bounds: the numbers that the dialect takes, if they are others than the parameter's.
         options: of pydantic's `Field`; a `description` replaces that of the row.
@@ -146,7 +146,7 @@ def parameter(name: str, *, default: Any = _OF_ROW, bounds: Range | None = None,
 
 
 def _describe(schema: dict[str, Any], *, row: Param, default: Any, bounds: Range | None) -> None:
-    """Add what the table knows to the schema of a field."""
+    """Add the keywords of the table's row to the schema of a field."""
     schema.setdefault("description", _description(row))
     # An empty list would be rejected as a value of some parameters.
     schema["default"] = None if default in ((), {}) else [*default] if isinstance(default, tuple) else default
@@ -156,7 +156,7 @@ def _describe(schema: dict[str, Any], *, row: Param, default: Any, bounds: Range
     for case in schema.get("anyOf", [schema]):
         match case.get("type"):
             case "integer" | "number" if bounds is not None:
-                # Those that pydantic checks by itself are there already.
+                # The bounds that pydantic checks by itself are there already.
                 given = {name for pair in _BOUNDS if pair & case.keys() for name in pair}
                 keywords = bounds.as_json_schema().items()
                 case.update({name: value for name, value in keywords if name not in given})

@@ -69,7 +69,7 @@ class EarlyRejection:
 
 
 def _parsed(message: Message) -> dict[str, Any]:
-    """Return the fields of a body that has arrived as a whole; none if it has not, or is no JSON object."""
+    """Return the fields of a whole body; empty if it is in parts, long or no JSON object."""
     body = message.get("body", b"")
     if message.get("more_body") or len(body) > _MAX_BYTES:
         return {}

@@ -48,8 +48,8 @@ class KeyLimits:
 class KeyUsage:
     """The requests and tokens that one key has used. For the event loop.
 
-    Requests and tokens per minute are allowances: up to a minute's worth can be used at once, and what was
-    used comes back evenly. A request is admitted while tokens are left; those that it uses beyond them are a
+    Requests and tokens per minute are allowances: up to a minute's worth can be used at once, and they are
+    refilled evenly. A request is admitted while tokens are left; the tokens that it uses beyond them are a
     debt, which delays the next request. So a request is never cut, and a key stays within its rate.
     """
 
@@ -62,7 +62,7 @@ class KeyUsage:
         self._tokens = _Allowance(limits.tokens_per_minute, now_s=clock())
 
     def change(self, limits: KeyLimits) -> None:
-        """Apply these limits from now on; what was used before still counts."""
+        """Apply these limits from now on; earlier use still counts."""
         if limits == self._limits:
             return
         now_s = self._clock()
@@ -112,7 +112,7 @@ class _Allowance:
         self._updated_s = now_s
 
     def change(self, per_minute: int | None, *, now_s: float) -> None:
-        """Replace the amount; what is missing from the old one is missing from the new one."""
+        """Replace the amount; the used part stays used."""
         self.use(0, now_s=now_s)
         used = (self._per_minute or 0) - self._left
         self._per_minute = per_minute
@@ -254,7 +254,7 @@ class KeyRing:
             self.end(request)
 
     def end(self, request: LoggedRequest) -> None:
-        """Count what a request has used; does nothing for one that is not counted."""
+        """Count the tokens of a request; does nothing for one that is not counted."""
         usage = self._running.pop(request, None)
         if usage is not None:
             usage.end(request)

@@ -48,7 +48,7 @@ class Frames(ABC):
 
 
 def documented(*content_types: str) -> dict[int | str, dict[str, Any]]:
-    """Return what the OpenAPI document says of a successful answer that is not, or not always, JSON."""
+    """Return the OpenAPI entry of a successful answer that is not, or not always, JSON."""
     return {200: {"content": {content_type: {} for content_type in content_types}}}
 
 

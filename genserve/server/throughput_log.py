@@ -18,7 +18,7 @@ _INTERVAL_S = 10.0
 
 
 class ThroughputLog:
-    """Logs what the text models that work have done since the last line, from their metrics."""
+    """Logs the throughput of busy text models since the last line, from their metrics."""
 
     def __init__(self, metrics: Metrics, *, clock: Callable[[], float] = time.monotonic) -> None:
         """Begin the first interval; `clock` returns seconds."""

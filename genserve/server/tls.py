@@ -26,7 +26,7 @@ class _Contents:
 class TlsFiles:
     """The certificate, its key, and the authorities of clients, as every new connection uses them.
 
-    Connections that are open keep what they began with.
+    Open connections keep the files that they began with.
 
     Attributes:
         files: whose change calls for `reload`.

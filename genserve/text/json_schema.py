@@ -138,7 +138,7 @@ class _Closing:
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
         self._copies: dict[str, str] = {}       # the names of open copies in $defs, by the reference
-        self._referred: dict[str, _Names] = {}  # what a reference names
+        self._referred: dict[str, _Names] = {}  # by reference
 
     def result(self) -> dict[str, Any]:
         """Return the closed schema."""
@@ -210,7 +210,7 @@ class _Closing:
         return opened
 
     def _names(self, schema: Any, *, with_choices: bool = False) -> _Names:
-        """Return what the parts name that describe one value: those of `anyOf` and `oneOf` if asked for."""
+        """Return the properties that a schema names, with those of `anyOf` and `oneOf` if asked for."""
         names = _Names()
         if not isinstance(schema, Mapping):
             return names
@@ -244,7 +244,7 @@ class _Closing:
         return self._referred[reference]
 
     def _target(self, reference: str) -> Any:
-        """Return what a JSON pointer within the schema refers to; None: nothing."""
+        """Return the target of a JSON pointer within the schema; None: there is none."""
         if reference != "#" and not reference.startswith("#/"):
             return None
         found: Any = self._root

@@ -97,7 +97,7 @@ class ReasoningParser:
 class ReasoningGrammar:
     """Lets an answer reason freely before it follows a grammar; implements `ForkableGrammar`.
 
-    Reasoning may have any tokens except those that end an answer. It costs nothing but the mask.
+    Reasoning may have any tokens except the ones that end an answer. It costs nothing but the mask.
 
     Args:
         grammar: of what follows.

@@ -416,7 +416,7 @@ def _reject_surrogates(text: str, *, field: str) -> None:
 
 
 def _with_marked_end(message: Message) -> Message:
-    """Return the message with a mark behind each of its texts, to find where a template wrote it."""
+    """Return the message with a mark after each of its texts, to find where a template wrote it."""
 
     def marked(text: str) -> str:
         # Tags are broken up, since a template may drop the mark with the reasoning.

@@ -275,7 +275,7 @@ class InputProcessor:
             seeds: of the sequences to make; several are the answers of one beam search.
             arrived_s: when `max_time_ms` begins, by the clock of the engine; None: now.
             resumed_token_ids: of each answer, the first tokens, which another engine has generated with the
-                same seed and the caller has received; empty: none. What is delivered begins behind them.
+                same seed and the caller has received; empty: none. What is delivered begins after them.
 
         Raises:
             InvalidRequest, ContextLengthExceeded, ModelFailed: see `TextModel.prepare_choices`.

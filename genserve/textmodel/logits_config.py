@@ -1,4 +1,4 @@
-"""Logits config: what the config and the folder of a logits stage say about its graph."""
+"""Logits config: the properties of a logits stage's graph that its config and its folder declare."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from genserve.config.model_config import ModelConfig, TensorSpec
 from genserve.errors import RepositoryError
 
 _FILES: Mapping[str, str] = {"onnxruntime": "model.onnx", "pytorch": "model.pt"}
-# Beside a graph: how it agrees with its source, by its export.
+# Next to a graph: how closely it agrees with its source, by its export.
 PARITY_FILE = "parity.json"
 _DEFAULT_LENGTH = 1024  # tokens; a graph without a cache does not say how many it takes
 

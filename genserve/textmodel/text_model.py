@@ -46,7 +46,7 @@ class TextModel:
         kv_cache_bytes: largest size of the KV cache.
         precision: of the weights, from the file's metadata.
         vocab_size: length of a row of logits.
-        default_sampling_params: of the model, for what a request does not give.
+        default_sampling_params: of the model, for parameters that a request does not state.
         loaded_s: wall-clock time of the load, seconds since 1970.
         weights_bytes: size of the files of the logits stage.
     """

@@ -28,7 +28,7 @@ from genserve.textmodel.logits_runtime import LoadedLogits, engine_placements, l
 from genserve.textmodel.text_model import TextModel
 
 Stages: TypeAlias = Mapping[str, ModelSource]       # "tokenizer", "logits" and "decoder", resolved
-Limits: TypeAlias = Callable[[int], QueueLimits]    # of an engine whose KV cache holds so many tokens
+Limits: TypeAlias = Callable[[int], QueueLimits]    # of an engine, by the tokens of its KV cache
 SamplingDefaults: TypeAlias = Callable[[Path], Mapping[str, Any]]   # of the folder of a tokenizer stage
 
 

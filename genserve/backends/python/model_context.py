@@ -1,4 +1,4 @@
-"""Model context: what the code of one instance of a Python model can reach in its server."""
+"""Model context: the parts of its server that the code of one instance of a Python model can reach."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ class Stub:
         self._number_of: dict[Inference, int] = {}
         self._replies: dict[int, Future[Any]] = {}
         self._lock = threading.Lock()
-        # If two threads poll a process that has just died, one of them is told that it is alive.
+        # If two threads poll a process that has just died, one of them sees it alive.
         self._process_lock = threading.Lock()
         spawn = multiprocessing.get_context("spawn")
         here, there = spawn.Pipe()

@@ -63,7 +63,7 @@ def run_model(pipe: Connection[Any, Any], setup: ModelSetup, context: ModelConte
 
 
 def _kill_group() -> None:
-    """Kill this process, and those that the model has started: there is no server any more that does."""
+    """Kill this process and the processes that the model has started, since the server is gone."""
     if hasattr(os, "killpg"):
         os.killpg(0, signal.SIGKILL)
 

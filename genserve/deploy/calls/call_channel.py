@@ -83,7 +83,7 @@ class CallChannel(MessageProtocol):
                 self.send(EndCall(number))
 
     def message_received(self, message: CallItem | CallEnded | Stopping | None) -> None:
-        """Hand an item to who waits for it."""
+        """Hand an item to the call that it belongs to."""
         if isinstance(message, CallItem | CallEnded):
             if message.number in self._calls:
                 self._calls[message.number].put_nowait(message)

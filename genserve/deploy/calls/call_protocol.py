@@ -1,8 +1,8 @@
 """Call protocol: messages over a connection between an ingress and a replica.
 
-An ingress begins with the secret of the replica. From then on both sides send pickled messages, each behind
+An ingress begins with the secret of the replica. From then on both sides send pickled messages, each after
 its length in 4 bytes. The ingress sends a `Call`, or an `EndCall` for one that nobody waits for any more; the
-replica a `CallItem` for each item of a call and `CallEnded` behind the last one, and None as a sign of life.
+replica a `CallItem` for each item of a call and `CallEnded` after the last one, and None as a sign of life.
 """
 
 from __future__ import annotations

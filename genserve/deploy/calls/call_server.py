@@ -86,7 +86,7 @@ class _Connection(MessageProtocol):
         self._timer = self._event_loop.call_later(SECRET_S, self.close)
 
     def data_received(self, data: bytes) -> None:
-        """Take messages, behind the secret."""
+        """Take the secret, and then messages."""
         missing = SECRET_BYTES - len(self._secret)
         if missing:
             self._secret += data[:missing]

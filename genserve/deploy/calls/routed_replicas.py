@@ -104,7 +104,7 @@ class RoutedReplicas:
         return self._ranking.rank(argument, random.sample(callable_ones, len(callable_ones)))
 
     def _callable(self) -> list[str]:
-        # A connection is lost a moment before its channel is told so, and a lost call is tried again at once.
+        # A connection is lost a moment before its channel learns it, and a lost call is tried again at once.
         return [
             name for name, one in self._channels.items() if name in self._listed and not one.is_lost
         ]

@@ -1,4 +1,4 @@
-"""Failover: the calls of a lost replica go on at another one, behind what the client has received."""
+"""Failover: the calls of a lost replica go on at another one, after the tokens that the client has."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MAX_PAUSE_S = 180.0
 class Outcome(StrEnum):
     """What becomes of a call whose replica is lost; the label of `genserve_interrupted_calls_total`."""
 
-    RESUMED = "resumed"  # it goes on behind what has been sent
+    RESUMED = "resumed"  # it goes on after the tokens that were sent
     RETRIED = "retried"  # nothing had been sent, so it begins again
     FAILED = "failed"  # its client gets an error
 
@@ -71,7 +71,7 @@ class Failover:
         Raises:
             NotResumable: no other replica can continue the answer; see `generation/resumption.py`.
             ReplicaLost: too many replicas were lost.
-            Overloaded, ModelNotReady: no replica takes the call; behind the first token, for three minutes.
+            Overloaded, ModelNotReady: no replica takes the call; after the first token, for three minutes.
         """
         answers = _ReceivedAnswers(call)
         losses = self._losses(call.request_id)
@@ -204,7 +204,7 @@ class _Losses:
             self._since_s = self._clock()
         self._note(outcome)
         logger.warning(
-            "the call of '%s' is %s at another replica, behind %s: %s",
+            "the call of '%s' is %s at another replica, after %s: %s",
             self._name,
             outcome,
             received,

@@ -59,7 +59,7 @@ class Ingress:
     ) -> None:
         """Open the port, when the models answer.
 
-        Others on this machine share it: replicas beside this one, and the one that will take its place.
+        Others on this machine share it: its other replicas, and the one that will take its place.
 
         Args:
             args: of the application.

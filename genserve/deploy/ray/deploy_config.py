@@ -31,7 +31,7 @@ _THREADS = ("intra_op_thread_count", "INTRA_OP_THREAD_COUNT", "TF_NUM_INTRA_THRE
 _POLICY = "genserve.deploy.ray.autoscaling:TokenLoadPolicy"
 # Answers may take this long to end on a replica that is being replaced.
 _DRAIN_S = 600.0
-# Of the replicas, rounded up: so many new ones start before old ones stop.
+# The share of the replicas, rounded up, that start anew before old ones stop.
 _SURGE_PERCENT = 25
 
 
@@ -66,7 +66,7 @@ class DeployedModel:
 def find_models(
     roots: Sequence[Path], names: Iterable[str] = (), *, needed: Mapping[str, Sequence[str]] | None = None
 ) -> list[DeployedModel]:
-    """Return the models to deploy: those that are named, or all that are no part of another one.
+    """Return the models to deploy: the named ones, or all that are no part of another one.
 
     Args:
         roots: folders of the repository.

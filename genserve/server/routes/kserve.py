@@ -40,7 +40,7 @@ _REGION = r"(?:/region/(?P<region>[^/]+))?"
 _SYSTEM_REGION = "/v2/systemsharedmemory" + _REGION
 _CUDA_REGION = "/v2/cudasharedmemory" + _REGION
 _TRACED: frozenset[Handler] = frozenset({inference.infer, inference.generate, inference.generate_stream})
-# Those that change the server.
+# The handlers that change the server.
 _CONTROL: frozenset[Handler] = frozenset({
     admin.repository_load, admin.repository_unload, admin.register_region, admin.unregister_region,
     admin.register_cuda_region, admin.unregister_cuda_region, admin.set_log_settings,

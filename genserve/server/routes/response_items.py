@@ -2,7 +2,7 @@
 
 Input items become messages for the model. They are stored as dicts of the form in which OpenAI's API lists
 them: a message of the user has parts of the type `input_text`, each item has an id. Output items are made
-together with the events of a stream that say so, so that a whole response is what its stream adds up to.
+together with their events, so a whole response and a streamed one have the same items.
 """
 
 from __future__ import annotations
@@ -298,7 +298,7 @@ class OutputItems:
     """The output items of one response. The methods that change them return the events that say so.
 
     Attributes:
-        items: those that are complete, as the response has them.
+        items: the complete ones, as the response has them.
     """
 
     def __init__(self) -> None:

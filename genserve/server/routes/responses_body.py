@@ -25,7 +25,7 @@ _WITHOUT_EFFECT = (
     "max_tool_calls", "prompt_cache_key", "reasoning", "safety_identifier", "service_tier", "user",
 )  # fmt: skip
 _INCLUDED_LOGPROBS = "message.output_text.logprobs"
-# Fields of OpenAI's for what this server does not have.
+# Fields of OpenAI's for features that this server does not have.
 _NOTHING: Mapping[str, None] = dict.fromkeys(
     (
         "access_programs",
@@ -220,7 +220,7 @@ class ResponsesBody(OpenAIFields):
     text: TextOptions | None = Field(default=None, description="The form of the text.")
     reasoning: ReasoningOptions | None = Field(default=None, description="How the model reasons.")
     include: Items[_Include] | None = Field(
-        default=None, description=f"Additional output; `{_INCLUDED_LOGPROBS}` is what the server has."
+        default=None, description=f"Additional output; the server has `{_INCLUDED_LOGPROBS}`."
     )
     top_logprobs: int | None = parameter("top_logprobs", ge=0, le=MAX_TOP_LOGPROBS)
     truncation: Literal["auto", "disabled"] | None = Field(

@@ -106,7 +106,7 @@ class CachePart:
 
 
 class CacheSizes(TypedDict, total=False):
-    """What bounds a KV cache: it has blocks for so many sequences of so many tokens, or as many as fit."""
+    """The bounds of a KV cache: it has blocks for all these sequences at full length, or as many as fit."""
 
     max_num_seqs: Required[int]     # sequences of a forward
     max_length: int | None          # tokens of a sequence; None or 0: the graph's context
@@ -142,7 +142,7 @@ class CachedLogits:
             path: of the model, for messages.
             context_length: of the model, tokens.
             max_num_seqs: see `CacheSizes`, as the next two.
-            max_length: reduced to what the cache holds.
+            max_length: at most the tokens that the cache holds.
             kv_cache_bytes: shared by the parts in proportion to their size.
 
         Raises:

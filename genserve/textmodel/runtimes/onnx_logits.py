@@ -33,7 +33,7 @@ from genserve.textmodel.runtimes.kv_cache_memory import HostMemory, KVCache, Log
 _PAST, _PRESENT = "past_key_values", "present"
 _INPUTS = frozenset({"cumulative_sequence_length", "past_seqlens", "block_table", "attention_metadata"})
 _FIRST_INPUTS = frozenset({"input_ids", "position_ids"})
-_LATER_INPUTS = frozenset({"hidden_states"})    # of the stages of a pipeline behind the first
+_LATER_INPUTS = frozenset({"hidden_states"})    # of the stages of a pipeline after the first
 _LAST_INPUTS = frozenset({"logits_indices"})
 _OPERATORS = {"1", "2"}     # supported versions of the operators and layouts of `genserve.kernels`
 _EXPORT = "export it with `genserve export`"

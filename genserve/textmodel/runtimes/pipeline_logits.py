@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 _MEASURED_TOKENS = 32       # of the forward that is compared with one of a single token
 _MAX_MICRO_BATCHES = 16
-# What a micro-batch costs beside the runs of its stages: two threads wake each other.
+# The cost of a micro-batch besides the runs of its stages: two threads wake each other.
 _HANDOVER_S = 1e-4
 
 
