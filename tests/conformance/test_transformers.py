@@ -15,7 +15,7 @@ from genserve.export.pulling import cache_folder, fetch_gguf
 from genserve.export.source_model import source_model
 from tests.export.graphs import write_graph
 
-NUM_TOKENS = 40
+NUM_TOKENS = 64
 END = 2  # <|im_end|>
 PROMPTS = [
     "The capital of France is",
