@@ -138,26 +138,6 @@ def _collections_are_of_this_module() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _templates_are_compiled_once() -> Iterator[None]:
-    """The loads of this process start hundreds of processes for the same templates, 65 ms of CPU each."""
-    from genserve.text import chat_template
-
-    compiled: dict[bytes, frozenset[str]] = {}
-
-    class StartsToRender(chat_template.TemplateProcess):
-        """Starts with the first chat, if its template was compiled before; most tests send none."""
-
-        def compile(self) -> frozenset[str]:
-            if self._template not in compiled:
-                compiled[self._template] = super().compile()
-            return compiled[self._template]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chat_template, "TemplateProcess", StartsToRender)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
 def _pages_stay_mapped() -> Iterator[None]:
     """Those of this process, which has many servers, each of which would begin by reading torch again."""
     with pytest.MonkeyPatch.context() as patch:
