@@ -17,7 +17,7 @@ from genserve.errors import GenserveError
 _MAX_WAITING = 4096
 # What a destination that takes nothing costs the end of the process.
 _CLOSE_TIMEOUT_S = 1.0
-# A pipe that another process has made non-blocking is tried again after so long.
+# A pipe that another process has made non-blocking is tried again after this time.
 _RETRY_S = 0.05
 
 

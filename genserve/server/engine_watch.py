@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _INTERVAL_S = 1
-# An engine's thread that waits so long within a step, without using the processor, hangs: a probe hears of it
-# within 5 s.
+# The time within a step after which a thread that does not use the processor hangs: a probe learns it within
+# 5 s.
 _IDLE_CHECKS = 4
-# One that computes may be in a long step of a large model, of at most 256 tokens. It hangs after so long, or
-# after ten times the longest step so far.
+# A thread that computes may be in a long step of a large model, of at most 256 tokens. It hangs after this
+# time, or after ten times the longest step so far.
 _COMPUTING_CHECKS = 60
 _LONGER_THAN_BEFORE = 10
 # A thread that polls or waits for a lock uses less of the processor than this share.

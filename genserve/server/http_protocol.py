@@ -51,7 +51,7 @@ MAX_CHUNKS = 65_536
 _MAX_PIPELINED = 256
 # The least rate of a body and of a reader; each is measured over its whole timeout.
 _MIN_BYTES_PER_S = 1024
-# What a client sends after its last answer is dropped for so long: a connection that is closed at once is
+# What a client sends after its last answer is dropped for this time: a connection that is closed at once is
 # reset, and the answer may be lost.
 _LINGER_S = 2
 # Longer rests of bodies that have been answered end their connection.

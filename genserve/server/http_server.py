@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 # Open files besides the connections of HTTP: models, logs, pipes, gRPC, metrics.
 _OTHER_FILES = 1024
 _BACKLOG = 2048
-# A client that keeps its connection alive has so long for its last request before the connection is closed.
+# The time that a connection which is kept alive has for its last request, before it is closed.
 _LAST_REQUEST_S = 3
 
 

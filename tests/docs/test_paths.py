@@ -1,7 +1,8 @@
-"""The files that the documentation names."""
+"""The files, classes and methods that the documentation names."""
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
 GENERATED = re.compile(r"^(\.\./)*reference/(cli|environment|http|sampling|config|sdk)\.md$")
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 BASES = (ROOT, ROOT / "genserve", *(path for path in (ROOT / "genserve").rglob("*") if path.is_dir()))
 
 
@@ -22,6 +24,30 @@ def test_named_source_files_exist(page):
     named = set(re.findall(r"`((?:\w+/)*\w+\.(?:py|hpp|cpp|json))`", page.read_text(encoding="utf-8")))
     ours = {name for name in named if "/" in name and "NAME" not in name}
     assert {name for name in ours if not any((base / name).is_file() for base in BASES)} == set()
+
+
+@pytest.mark.parametrize("name", ["docs/architecture.md", "CONTRIBUTING.md"])
+def test_the_walks_name_modules_classes_and_methods_of_today(name):
+    text = (ROOT / name).read_text(encoding="utf-8")
+    files = set(re.findall(r"`(\w+\.(?:py|hpp|cpp))`", text)) - {"model.py"}    # which is the user's
+    assert {file for file in files if not any((base / file).is_file() for base in BASES)} == set()
+    members = _members_of_classes()
+    known = members.keys() | set().union(*members.values())
+    named = set(re.findall(r"`([A-Z][a-z]\w*)(?:\.(\w+))?`", text))
+    assert {(owner, member) for owner, member in named if owner not in known} == set()
+    assert {(owner, member) for owner, member in named if member and member not in members[owner]} == set()
+
+
+def _members_of_classes() -> dict[str, set[str]]:
+    """Return the methods and annotated attributes that each class of the package has in its own body."""
+    members: dict[str, set[str]] = {}
+    for path in (ROOT / "genserve").rglob("*.py"):
+        for owner in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(owner, ast.ClassDef):
+                functions = {node.name for node in owner.body if isinstance(node, FUNCTIONS)}
+                fields = {ast.unparse(node.target) for node in owner.body if isinstance(node, ast.AnnAssign)}
+                members.setdefault(owner.name, set()).update(functions, fields)
+    return members
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

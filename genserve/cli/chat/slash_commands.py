@@ -263,7 +263,7 @@ COMMANDS: Mapping[str, SlashCommand] = {
     ),
     "/compare": SlashCommand(
         usage="/compare SEED|MODEL [QUESTION]",
-        summary="let another one answer side by side, and pick an answer",
+        summary="let another one answer beside this, and pick an answer",
         run=_compare,
         argument="model",
     ),
