@@ -29,7 +29,7 @@ of the activations: what the next layer reads.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -177,20 +177,28 @@ class _GraphWriter:
         """A layer as one operator: the new residual."""
         layer = f"layers.{index}"
         past, present = self._cache(index)
-        cos, sin, query_norm, key_norm, slopes = self._attention_constants(index)
+
+        def linears() -> Iterator[Linear]:
+            yield self._qkv(x, layer)
+            yield self._linear("", f"{layer}.attention", "output", output="output", kind="inner")
+            yield self._inner_mlp(x, f"{layer}.mlp")
+            yield self._linear("", f"{layer}.mlp", "down", output="down", kind="inner")
+
         return self.layers.decoder_layer(
             DecoderLayer(
-                qkv=self._qkv(x, layer),
-                output=self._linear("", f"{layer}.attention", "output", output="output", kind="inner"),
-                inner=self._inner_mlp(x, f"{layer}.mlp"),
-                down=self._linear("", f"{layer}.mlp", "down", output="down", kind="inner"),
+                x=x,
+                linears=linears(),
                 past=past,
                 present=present,
-                constants=[cos, sin, query_norm, key_norm, slopes],
+                constants=self._attention_constants(index),
                 attributes={
                     **self._attention_attributes(index),
                     "head_dim": self.decoder.head_dim,
                     "parallel": int(self.decoder.parallel),
+                    "norm": self.decoder.norm,
+                    "epsilon": self.decoder.norm_epsilon,
+                    "activation": self.decoder.activation,
+                    "gated": int(self._has(f"{layer}.mlp.gate")),
                 },
             )
         )

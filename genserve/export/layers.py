@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -57,16 +57,15 @@ class Linear:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderLayer:
-    """A layer of a decoder: the norms, linear layers and residuals around attention, which `qkv` starts."""
+    """A layer of a decoder: attention and MLP, with norms before them and residuals around them."""
 
-    qkv: Linear
-    output: Linear      # reads the attention's heads; its output is added to the x of `qkv`
-    inner: Linear       # reads this sum; in a parallel layer the x of `qkv`
-    down: Linear        # reads the output of `inner`; its output is added to the same sum
+    x: str                      # a value [num_tokens, hidden]
+    # qkv, output, inner and down; iterated once, so that few of their weights are in memory.
+    linears: Iterable[Linear]
     past: Sequence[str]         # the layer's buffers in the KV cache: keys, values, in int8 also their scales
     present: Sequence[str]      # the same, after the layer
     constants: Sequence[str]    # cosines, sines, norms of queries and keys, ALiBi's slopes; "": none
-    attributes: Mapping[str, float]     # of the attention
+    attributes: Mapping[str, float | str]   # of the operator, except for those of the weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,26 +208,22 @@ class FusedLayers(Layers):
 
     def decoder_layer(self, layer: DecoderLayer) -> str:
         """See `Layers.decoder_layer`."""
-        qkv, inner, down = layer.qkv, layer.inner, layer.down
-        assert qkv.norm
-        assert inner.norm
-        inputs = [qkv.x, *layer.past[:2], *SEQUENCE_INPUTS, *(layer.past[2:] or ["", ""])]
-        for linear in (qkv, layer.output, inner, down):
+        inputs = [layer.x, *layer.past[:2], *SEQUENCE_INPUTS, *(layer.past[2:] or ["", ""])]
+        norms: list[str] = []
+        for linear in layer.linears:
             inputs += self._weights(linear)
-        inputs += [*self._norm_weights(qkv.norm), *self._norm_weights(inner.norm), *layer.constants]
+            if linear.norm:
+                norms += self._norm_weights(linear.norm)
+        hidden_size, intermediate_size = linear.weight.shape    # of the last one, down
         return self.graph.node(
             "DecoderLayer",
-            inputs,
-            self.graph.value(down.output, np.float32),
+            [*inputs, *norms, *layer.constants],
+            self.graph.value(linear.output, np.float32),
             *layer.present,
-            hidden_size=qkv.weight.shape[1],
-            intermediate_size=down.weight.shape[1],
-            weight_format=self._format(qkv) or "float32",
-            residual_weight_format=self._format(down) or "float32",
-            activation=inner.activation or "",
-            gated=int(inner.gated),
-            norm=qkv.norm.kind,
-            epsilon=qkv.norm.epsilon,
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
+            weight_format=self.scheme.normed or "float32",
+            residual_weight_format=self.scheme.inner or "float32",
             **layer.attributes,
         )
 

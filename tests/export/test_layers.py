@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,7 +15,7 @@ from torch import nn, tensor
 from genserve.backends.onnx_session import register_kernels
 from genserve.export.decoder import Activation
 from genserve.export.export_options import Precision
-from genserve.export.layers import FusedLayers, Layers, Linear, LinearKind, Norm, StandardLayers
+from genserve.export.layers import DecoderLayer, FusedLayers, Layers, Linear, LinearKind, Norm, StandardLayers
 from genserve.export.onnx_graph import OnnxGraphBuilder
 from genserve.export.quantization import SCHEMES
 
@@ -141,6 +142,35 @@ def test_a_large_row_does_not_affect_the_precision_of_another(tmp_path: Path, ki
 def test_a_row_of_zeros_gives_zeros(tmp_path: Path, kind: LinearKind) -> None:
     weight, x = random(OUTPUTS, INPUTS), np.zeros((3, INPUTS), np.float32)
     assert not run_layer(tmp_path, "int8", weight, x=x, kind=kind, num_outputs=OUTPUTS).any()
+
+
+def test_a_decoder_layer_is_written_with_few_of_its_weights_in_memory(tmp_path: Path) -> None:
+    norm = Norm(name="norm", kind="rms", epsilon=1e-5, weight=np.ones(64, np.float32), bias=None)
+    weights: list[weakref.ref[NDArray[np.float32]]] = []
+    in_memory: list[int] = []
+
+    def linear(output: str, kind: LinearKind, norm: Norm | None) -> Linear:
+        in_memory.append(sum(weight() is not None for weight in weights))
+        weight = random(64, 64)
+        weights.append(weakref.ref(weight))
+        return Linear(x="", weight=weight, output=output, kind=kind, norm=norm)
+
+    parts: list[tuple[str, LinearKind, Norm | None]] = [
+        ("qkv", "normed", norm), ("output", "inner", None), ("inner", "normed", norm), ("down", "inner", None)
+    ]
+    with OnnxGraphBuilder(tmp_path) as graph:
+        layers_of(graph, "int8").decoder_layer(
+            DecoderLayer(
+                x="x",
+                linears=(linear(*part) for part in parts),
+                past=["key", "value"],
+                present=["new_key", "new_value"],
+                constants=[""] * 5,
+                attributes={},
+            )
+        )
+    # That of the last linear layer, and the one that is being written.
+    assert max(in_memory) <= 2
 
 
 def test_weights_are_aligned_to_pages(tmp_path: Path) -> None:

@@ -240,6 +240,16 @@ def test_a_new_sequence_starts_with_what_others_have_shown():
     assert propose(speculation, sequence_of(PROMPT), min_chance=0.5) == 0
 
 
+def test_after_wrong_drafts_of_all_new_sequences_try_again_some_steps_later():
+    speculation, sequence = Speculation(Fixed(1, 2, 3)), sequence_of(PROMPT)
+    propose(speculation, sequence, min_chance=0.0)
+    for _ in range(200):
+        speculation.note_outcome(sequence, num_drafted=3, num_accepted=0)
+    counts = [propose(speculation, sequence_of(PROMPT), min_chance=0.5) for _ in range(3000)]
+    assert not any(counts[:1000])
+    assert any(counts)
+
+
 def test_each_kind_of_guess_has_a_rate_of_its_own():
     sequence, speculation = sequence_of(PROMPT), Speculation(Kinds(*[2] * 10, 2, 4, None))
     for _ in range(10):

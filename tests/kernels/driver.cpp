@@ -189,7 +189,7 @@ void run_attention(Type cache_type, int64_t heads, int64_t kv_heads, int64_t dim
     PagedAttention call;
     Error error;
     for (int turn = 0; turn < 2; turn++) {  // the second reads what the first has written
-      if (!call.open(a, in, error) || !attend(call, in, out, team_of(threads), error)) fail(name, error.message);
+      if (!call.open(a, in, error) || !call.compute(in, out, team_of(threads), error)) fail(name, error.message);
     }
     hashes[threads > 1] = hash(y) ^ hash(keys) ^ hash(values);
   }
@@ -255,9 +255,10 @@ void run_decoder_layer(WeightFormat format, bool parallel, int64_t rows, int64_t
       if (format != WeightFormat::kFloat32) weights[i][1] = all[i]->scales.tensor;
     }
     in.attention_norm_weight = in.mlp_norm_weight = norm.tensor;
-    DecoderLayer layer(a, in, y.tensor);
-    const AttentionOutputs caches{{}, keys.tensor, values.tensor, {}, {}};
-    if (!layer.check_weights(error) || !layer.compute(caches, team_of(threads), error)) fail(name, error.message);
+    DecoderLayer layer(a, in);
+    const AttentionOutputs out{y.tensor, keys.tensor, values.tensor, {}, {}};
+    const bool good = layer.check_weights(error) && layer.check_rows(error) && layer.compute(out, team_of(threads), error);
+    if (!good) fail(name, error.message);
     hashes[threads > 1] = hash(y) ^ hash(keys) ^ hash(values);
   }
   if (hashes[0] != hashes[1]) fail(name, "several threads give other bits than one");

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -16,14 +17,15 @@ from tests.kernels.attention_calls import CACHES, FAMILIES, INPUTS, bits, make_c
 from tests.kernels.reference_attention import PagedAttentionCall
 
 
-def make_session(call: PagedAttentionCall) -> onnxruntime.InferenceSession:
-    """A graph with only the operator; norms and tables are its constants."""
+def make_session(call: PagedAttentionCall, *, num_outputs: int = 5) -> onnxruntime.InferenceSession:
+    """A graph with only the operator and its first outputs; norms and tables are its constants."""
     constants = ("cos_cache", "sin_cache", "q_norm_weight", "k_norm_weight", "alibi_slopes")
     present = {name: getattr(call, name, None) for name in INPUTS}
     names = [name if present[name] is not None else "" for name in INPUTS]
     kinds = {name: helper.np_dtype_to_tensor_dtype(x.dtype) for name, x in present.items() if x is not None}
     outputs = {"output": kinds["query"]}
     outputs |= {f"{name}_out": kinds[name] for name in CACHES if name in kinds}
+    outputs = dict(islice(outputs.items(), num_outputs))
     attributes = {"num_heads": call.num_heads, "kv_num_heads": call.kv_num_heads, "do_rotary": 1}
     attributes |= {"local_window_size": call.local_window_size, "softcap": call.softcap}
     node = helper.make_node("PagedAttention", names, [*outputs], domain="genserve", **attributes)
@@ -91,3 +93,9 @@ def test_errors_of_a_session_have_the_reason() -> None:
     call.num_heads = 5
     with pytest.raises(Exception, match="num_heads is 5, not a multiple of kv_num_heads, 2"):
         make_session(call)
+
+
+def test_a_node_without_the_scales_of_its_cache_is_an_error_and_no_crash() -> None:
+    call = make_call(FAMILIES["llama, int8 cache"], [(30, 4)])
+    with pytest.raises(Exception, match="PagedAttention: output 3 is left out"):
+        run_session(make_session(call, num_outputs=3), call)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import copy
 import ctypes
 import dataclasses
+import os
 import re
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -226,3 +229,40 @@ def test_outputs_that_are_not_bound_in_place_are_refused() -> None:
     case = make_case(Model(), [(40, 4)])
     with pytest.raises(ValueError, match="not bound to the memory of"):
         run(case, outputs={"value_cache": case.call.value_cache.copy()})
+
+
+def make_full_case() -> Case:
+    """A layer that has every input."""
+    model = Model(cache_type="int8", rotary_dims=32, qk_norm=True, alibi=True)
+    return make_case(model, [(40, 4), (20, 1)], formats=("int8", "int4_block"), norm="layer", bias=True)
+
+
+@pytest.mark.parametrize("name", INPUTS)
+@pytest.mark.parametrize(
+    "spoil",
+    [lambda x: x.astype(np.float64), lambda x: x[..., None].copy(), lambda x: x.ravel()[:1].reshape(())],
+    ids=["type", "one_dimension_more", "no_dimension"],
+)
+def test_every_input_must_have_its_type_and_its_dimensions(
+    name: str, spoil: Callable[[Array], Array]
+) -> None:
+    case = make_full_case()
+    run(copy.deepcopy(case))
+    replace(**{name: spoil})(case)
+    with pytest.raises(ValueError, match=rf"\b({name}|{name.partition('_')[2]}|query) has (type|shape)"):
+        run(case)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_layers_compute_in_the_memory_of_the_layers_before_them() -> None:
+    tokens, intermediate = 4096, 4096
+    case = make_case(Model(), [(0, 16)] * (tokens // 16), hidden=64, intermediate=intermediate)
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    run(case)
+    before = resident()
+    for _ in range(4):
+        run(case)
+    assert resident() - before < tokens * intermediate * 4

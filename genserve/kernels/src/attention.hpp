@@ -127,6 +127,7 @@ struct PagedAttention {
   bool open(const AttentionAttributes& attributes, const AttentionInputs& inputs, Error& error);
   bool check_sequences(Error& error) const;
   bool check_outputs(const AttentionInputs& in, const AttentionOutputs& out, Error& error) const;
+  bool compute(const AttentionInputs& in, const AttentionOutputs& out, const Threads& threads, Error& error) const;
   template <class Use>
   bool with_job(const Tensor& output, Use&& use) const;
 };
@@ -981,12 +982,12 @@ bool PagedAttention::with_job(const Tensor& output, Use&& use) const {
   }
 }
 
-// Computes a call that open() has checked.
-inline bool attend(const PagedAttention& call, const AttentionInputs& in, const AttentionOutputs& out,
-                   const Threads& threads, Error& error) {
-  if (!call.check_outputs(in, out, error)) return false;
-  if (call.num_tokens == 0) return true;
-  return call.with_job(out.output, [&](auto& job) { return job.compute(threads, error); });
+// Computes the call that open() has checked.
+inline bool PagedAttention::compute(const AttentionInputs& in, const AttentionOutputs& out, const Threads& threads,
+                                    Error& error) const {
+  if (!check_outputs(in, out, error)) return false;
+  if (num_tokens == 0) return true;
+  return with_job(out.output, [&](auto& job) { return job.compute(threads, error); });
 }
 
 }  // namespace genserve

@@ -40,7 +40,6 @@ struct DecoderLayerInputs {
 inline bool complete(DecoderLayerAttributes& a, int64_t hidden, int64_t intermediate, Error& error) {
   typedef long long ll;
   if (!check_attributes(a.attention, error)) return false;
-  const auto is_size = [](int64_t n) { return n >= 1 && n <= INT32_MAX; };
   const int64_t heads = a.attention.num_heads, all_heads = heads + 2 * a.attention.kv_num_heads;
   if (!is_size(hidden) || !is_size(intermediate) || !is_size(a.head_dim) ||
       a.head_dim > INT32_MAX / all_heads) {
@@ -57,9 +56,7 @@ inline bool complete(DecoderLayerAttributes& a, int64_t hidden, int64_t intermed
 
 class DecoderLayer {
  public:
-  // A call whose y, [T, hidden], and caches may have no memory as long as only weights are checked.
-  DecoderLayer(const DecoderLayerAttributes& attributes, const DecoderLayerInputs& in, const Tensor& y)
-      : a_(attributes), y_(y) {
+  DecoderLayer(const DecoderLayerAttributes& attributes, const DecoderLayerInputs& in) : a_(attributes) {
     qkv_ = {in.x, in.qkv_weight, in.qkv_scales, in.qkv_bias, in.attention_norm_weight, in.attention_norm_bias, {}};
     output_ = {{}, in.output_weight, in.output_scales, in.output_bias, {}, {}, in.x};
     inner_ = {in.x, in.inner_weight, in.inner_scales, in.inner_bias, in.mlp_norm_weight, in.mlp_norm_bias, {}};
@@ -83,12 +80,13 @@ class DecoderLayer {
            error.in("down", genserve::check_weights(a_.down, down_, error));
   }
 
-  // Checks the other inputs and outputs, and computes y. `caches` are the outputs behind y.
-  bool compute(AttentionOutputs caches, const Threads& threads, Error& error) {
-    const int64_t hidden = a_.qkv.in_features;
-    if (!check(qkv_.x, "x", Type::kFloat32, error, kAny, hidden)) return false;
-    const int64_t rows = qkv_.x.shape[0];
-    if (!check(y_, "y", Type::kFloat32, error, rows, hidden)) return false;
+  bool check_rows(Error& error) const { return genserve::check_rows(a_.qkv, qkv_, error); }
+
+  // Checks the other inputs and the outputs, of which the first is y [T, hidden], and computes them.
+  bool compute(const AttentionOutputs& outputs, const Threads& threads, Error& error) {
+    const int64_t hidden = a_.qkv.in_features, rows = qkv_.x.shape[0];
+    const Tensor& y = outputs.output;
+    if (!check(y, "y", Type::kFloat32, error, rows, hidden)) return false;
     Tensor packed = rows_of(rows, a_.qkv.out_features), heads = rows_of(rows, a_.output.in_features);
     Tensor attended = rows_of(rows, hidden), expanded = rows_of(rows, a_.down.in_features);
     Tensor* const made[] = {&packed, &heads, &attended, &expanded};
@@ -98,19 +96,24 @@ class DecoderLayer {
     if (!scratch) return error.set("out of memory for %lld rows", (long long)rows);
     for (Tensor* each : made) each->data = scratch.take<float>(size_of(*each));
     attention_.query = packed;
-    caches.output = output_.x = heads;
+    output_.x = heads;
     down_.residual = attended;
     if (!a_.parallel) inner_.x = attended;
     down_.x = expanded;
+    AttentionOutputs attention_outputs = outputs;
+    attention_outputs.output = heads;
     PagedAttention call;
-    if (!call.open(a_.attention, attention_, error) || !call.check_outputs(attention_, caches, error)) return false;
+    if (!call.open(a_.attention, attention_, error) || !call.check_outputs(attention_, attention_outputs, error)) {
+      return false;
+    }
     if (rows == 0) return true;
     Linear qkv(a_.qkv, qkv_, packed.as<float>()), output(a_.output, output_, attended.as<float>());
-    Linear inner(a_.inner, inner_, expanded.as<float>()), down(a_.down, down_, y_.as<float>());
+    Linear inner(a_.inner, inner_, expanded.as<float>()), down(a_.down, down_, y.as<float>());
     return call.with_job(heads, [&](auto& attention) {
       const int count = threads.count;
-      if (!qkv.open(count, error) || !attention.open(count, error) || !output.open(count, error) ||
-          !inner.open(count, error) || !down.open(count, error)) {
+      // In the reverse order of their destructors: see Scratch.
+      if (!qkv.open(count, error) || !output.open(count, error) || !inner.open(count, error) ||
+          !down.open(count, error) || !attention.open(count, error)) {
         return false;
       }
       run(threads, qkv, attention, output, inner, down);
@@ -147,7 +150,6 @@ class DecoderLayer {
   }
 
   const DecoderLayerAttributes& a_;
-  const Tensor& y_;
   LinearInputs qkv_, output_, inner_, down_;
   AttentionInputs attention_;
 };

@@ -86,7 +86,6 @@ inline bool has_weights(const LinearAttributes& a, const LinearInputs& in) {
 // Whether the weights match the attributes.
 inline bool check_weights(const LinearAttributes& a, const LinearInputs& in, Error& error) {
   const Type f32 = Type::kFloat32;
-  const auto is_size = [](int64_t n) { return n >= 1 && n <= INT32_MAX; };
   if (!is_size(a.in_features) || !is_size(a.out_features) || (a.gated && a.out_features % 2 != 0)) {
     return error.set("in_features %lld and out_features %lld make no layer", (long long)a.in_features,
                      (long long)a.out_features);

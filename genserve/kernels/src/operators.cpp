@@ -113,6 +113,18 @@ inline AttentionAttributes attention_attributes(const ort::KernelInfo* info) {
   };
 }
 
+// Allocates the output, of the shape of `like`, and the caches; `inputs` are those of PagedAttention or DecoderLayer.
+template <class Inputs>
+bool allocate_outputs(ort::KernelContext* context, const Tensor& like, const Inputs& inputs, AttentionOutputs& outputs,
+                      Error& error) {
+  const bool scales = inputs.key_scales.present();
+  return ort::allocate_output(context, 0, like, outputs.output, error) &&
+         ort::allocate_output(context, 1, inputs.key_cache, outputs.key_cache, error) &&
+         ort::allocate_output(context, 2, inputs.value_cache, outputs.value_cache, error) &&
+         (!scales || (ort::allocate_output(context, 3, inputs.key_scales, outputs.key_scales, error) &&
+                      ort::allocate_output(context, 4, inputs.value_scales, outputs.value_scales, error)));
+}
+
 struct PagedAttentionKernel {
   static constexpr const char* kName = "genserve.PagedAttention";
   AttentionAttributes attributes;
@@ -135,13 +147,8 @@ struct PagedAttentionKernel {
     }
     AttentionOutputs outputs{};
     const Tensor like{nullptr, inputs.query.type, 2, {inputs.query.shape[0], attributes.num_heads * attention.head_dim}};
-    const bool scales = inputs.key_scales.present();
-    return ort::allocate_output(context, 0, like, outputs.output, error) &&
-           ort::allocate_output(context, 1, inputs.key_cache, outputs.key_cache, error) &&
-           ort::allocate_output(context, 2, inputs.value_cache, outputs.value_cache, error) &&
-           (!scales || (ort::allocate_output(context, 3, inputs.key_scales, outputs.key_scales, error) &&
-                        ort::allocate_output(context, 4, inputs.value_scales, outputs.value_scales, error))) &&
-           attend(attention, inputs, outputs, ort::threads_of(context, num_threads), error);
+    return allocate_outputs(context, like, inputs, outputs, error) &&
+           attention.compute(inputs, outputs, ort::threads_of(context, num_threads), error);
   }
 };
 
@@ -176,15 +183,15 @@ struct DecoderLayerKernel {
 
   bool create(const ort::KernelInfo* info, Error& error) {
     num_threads = count_cores();
-    LinearAttributes normed{}, inner{};
+    LinearAttributes normed{}, residual{};
     normed.epsilon = ort::attribute(info, "epsilon", 1e-5f);
     if (!ort::attribute(info, "norm", kNorms, normed.norm, error) ||
         !ort::attribute(info, "weight_format", kWeightFormats, normed.weight_format, error) ||
-        !ort::attribute(info, "residual_weight_format", kWeightFormats, inner.weight_format, error)) {
+        !ort::attribute(info, "residual_weight_format", kWeightFormats, residual.weight_format, error)) {
       return false;
     }
     attributes.qkv = attributes.inner = normed;
-    attributes.output = attributes.down = inner;
+    attributes.output = attributes.down = residual;
     attributes.inner.gated = ort::attribute(info, "gated", int64_t{0}) != 0;
     attributes.parallel = ort::attribute(info, "parallel", int64_t{0}) != 0;
     attributes.head_dim = ort::attribute(info, "head_dim", int64_t{0});
@@ -198,24 +205,18 @@ struct DecoderLayerKernel {
 
   // Whether the weights match the attributes; those that are inputs of the graph are checked in each run.
   bool weights_are_valid(Error& error) const {
-    const DecoderLayer layer(attributes, constants, Tensor{});
+    const DecoderLayer layer(attributes, constants);
     return !layer.has_weights() || layer.check_weights(error);
   }
 
   bool compute(ort::KernelContext* context, Error& error) const {
     DecoderLayerInputs inputs = constants;
     if (!ort::inputs(context, begin(inputs), num_inputs, error)) return false;
-    Tensor y;
-    DecoderLayer layer(attributes, inputs, y);
-    AttentionOutputs caches{};
-    const Tensor like{nullptr, Type::kFloat32, 2, {inputs.x.shape[0], attributes.qkv.in_features}};
-    return layer.check_weights(error) && ort::allocate_output(context, 0, like, y, error) &&
-           ort::allocate_output(context, 1, inputs.key_cache, caches.key_cache, error) &&
-           ort::allocate_output(context, 2, inputs.value_cache, caches.value_cache, error) &&
-           (!inputs.key_scales.present() ||
-            (ort::allocate_output(context, 3, inputs.key_scales, caches.key_scales, error) &&
-             ort::allocate_output(context, 4, inputs.value_scales, caches.value_scales, error))) &&
-           layer.compute(caches, ort::threads_of(context, num_threads), error);
+    AttentionOutputs outputs{};
+    DecoderLayer layer(attributes, inputs);
+    if (!layer.check_weights(error) || !layer.check_rows(error)) return false;
+    return allocate_outputs(context, inputs.x, inputs, outputs, error) &&
+           layer.compute(outputs, ort::threads_of(context, num_threads), error);
   }
 };
 
@@ -282,7 +283,7 @@ GENSERVE_EXPORT int32_t genserve_paged_attention(const AttentionAttributes* attr
                                                  const AttentionOutputs* outputs, const Threads* threads,
                                                  Error* error) {
   PagedAttention attention;
-  return attention.open(*attributes, *inputs, *error) && attend(attention, *inputs, *outputs, *threads, *error);
+  return attention.open(*attributes, *inputs, *error) && attention.compute(*inputs, *outputs, *threads, *error);
 }
 
 // DecoderLayer on the caller's tensors, in the same way; `outputs` are y and the caches. The sizes of the layer are
@@ -292,8 +293,8 @@ GENSERVE_EXPORT int32_t genserve_decoder_layer(const DecoderLayerAttributes* att
                                                const Threads* threads, Error* error) {
   DecoderLayerAttributes a = *attributes;
   if (!complete(a, a.qkv.in_features, a.down.in_features, *error)) return false;
-  DecoderLayer layer(a, *inputs, outputs->output);
-  return layer.check_weights(*error) && layer.compute(*outputs, *threads, *error);
+  DecoderLayer layer(a, *inputs);
+  return layer.check_weights(*error) && layer.check_rows(*error) && layer.compute(*outputs, *threads, *error);
 }
 
 // The best tokens of rows of logits: see scan_logits.

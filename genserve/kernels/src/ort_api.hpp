@@ -128,8 +128,9 @@ inline bool view(const Value* value, Tensor& tensor, Error& error) {
 inline bool allocate_output(KernelContext* context, size_t index, const Tensor& like, Tensor& tensor, Error& error) {
   Value* value = nullptr;
   tensor = like;
-  return ok(Api::output(context, index, like.shape, (size_t)like.rank, &value), error) &&
-         ok(Api::data(value, &tensor.data), error);
+  if (!ok(Api::output(context, index, like.shape, (size_t)like.rank, &value), error)) return false;
+  if (value == nullptr) return error.set("output %zu is left out", index);
+  return ok(Api::data(value, &tensor.data), error);
 }
 
 // The threads of the session that runs a node: `count`, including the caller's.

@@ -181,7 +181,9 @@ struct Threads {
 };
 
 // Memory for intermediate results, borrowed from a pool of the process until the end of the scope. Concurrent sessions
-// get separate memory; the consecutive nodes of a session get the same memory, which is warm in cache.
+// get separate memory; the consecutive nodes of a session get the same memory, which is warm in cache. The block that was
+// returned last is borrowed first. Parts of a node that return their blocks in the reverse order thus get the same ones in
+// the next node; otherwise every block would grow to the size of the largest.
 class Scratch {
  public:
   Scratch() = default;
@@ -198,8 +200,9 @@ class Scratch {
 
   // Borrows the memory; once.
   void open(size_t bytes) {
-    for (auto& kept : store()) {
-      if ((block_ = kept.exchange(nullptr)) != nullptr) break;
+    Store& kept = store();
+    for (int i = kKept; i-- > 0 && block_ == nullptr;) {
+      if (kept[i].peek() != nullptr) block_ = kept[i].exchange(nullptr);
     }
     if (block_ != nullptr && block_->size >= bytes) return;
     free_aligned(block_);

@@ -97,6 +97,9 @@ inline bool check_shape(const Tensor& tensor, const char* name, Type type, const
   return error.set("%s has shape [%s], not [%s]", name, texts[0], texts[1]);
 }
 
+// Whether n may be the number of rows or columns of a weight.
+inline bool is_size(int64_t n) { return n >= 1 && n <= INT32_MAX; }
+
 // check(tensor, "bias", Type::kFloat32, error, n): one dimension with n values.
 template <class... Sizes>
 bool check(const Tensor& tensor, const char* name, Type type, Error& error, Sizes... sizes) {
