@@ -50,6 +50,7 @@ def test_what_is_written_is_valid_for_serve_and_read_again(text, tmp_path):
         ("num_cpus: 1", "num_cpus: -1", "num_cpus: Input should be greater than or equal to 0", "--dry-run"),
         ("max_queue: 8", "http_port: 0", "http_port must be a port that clients know", "--dry-run"),
         ("max_queue: 8", "http_port: 80a", "http_port: Input should be a valid integer", "--dry-run"),
+        ("min_replicas: 1", "min_replicas: 0", "min_replicas: must be at least 1", "--dry-run"),
         ("TokenLoadPolicy", "TokenPolicy", "cannot import: module 'genserve.deploy", "--dry-run"),
     ],
 )
@@ -74,6 +75,14 @@ def test_a_mistake_is_reported_with_its_place_and_a_remedy(text, tmp_path, befor
 def test_another_file_is_rejected(tmp_path, text, message):
     with pytest.raises(ConfigError, match=message):
         read_config(written(tmp_path, text))
+
+
+def test_autoscaling_by_the_policy_of_serve_is_rejected(text, tmp_path):
+    config = yaml.safe_load(text)
+    for options in config["applications"][0]["deployments"]:
+        options.get("autoscaling_config", {}).pop("policy", None)
+    with pytest.raises(ConfigError, match=r"autoscaling_config: needs a policy.*TokenLoadPolicy"):
+        read_config(written(tmp_path, yaml.safe_dump(config)))
 
 
 def test_the_documented_file_is_valid(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import replace
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import trustme
 
-from genserve.deploy.calls import call_channel, call_server, routed_replicas
+from genserve.deploy.calls import call_protocol, call_server, routed_replicas
 from genserve.deploy.calls.call_protocol import SECRET_BYTES, CallPort
 from genserve.deploy.calls.call_server import CallServer
 from genserve.deploy.calls.routed_replicas import RoutedReplicas
@@ -141,6 +142,25 @@ async def test_errors_cross(error: BaseException, kind: type[GenserveError], mes
         assert raised.value.field == error.field
 
 
+class Unavailable(Overloaded):
+    """An error class of a model.py, which the ingress does not have."""
+
+    def __init__(self) -> None:
+        super().__init__("no tool", retry_after_s=3.0)
+        self.cause = threading.Lock()       # cannot be pickled
+
+
+async def test_an_error_class_of_a_model_crosses_as_that_of_genserve_which_it_extends() -> None:
+    a = Script("a", ["a"], Unavailable())
+    async with Fleet(a) as fleet:
+        with pytest.raises(Overloaded, match="no tool") as raised:
+            await fleet.received()
+        assert type(raised.value) is Overloaded
+        assert raised.value.retry_after_s == 3.0
+        a.items = (["b"],)
+        assert await fleet.received() == [["b"]], "the connection is as it was"
+
+
 async def test_a_call_that_is_closed_ends_at_the_replica() -> None:
     a = Script("a", ["a"], PAUSE)
     async with Fleet(a) as fleet:
@@ -191,7 +211,7 @@ async def test_nothing_is_unpickled_of_who_does_not_know_the_secret(tmp_path: Pa
         port = fleet.statuses["a"].port
         assert port is not None
         message = pickle.dumps(Touch(tmp_path / "made"))
-        framed = len(message).to_bytes(4) + message
+        framed = len(message).to_bytes(8) + message
         for secret, is_closed in ((bytes(SECRET_BYTES), True), (port.secret, False)):
             reader, writer = await asyncio.open_connection(port.host, port.port)
             writer.write(secret + framed)
@@ -318,17 +338,37 @@ async def test_prompts_that_begin_alike_go_to_one_replica_until_it_has_too_much_
 
 async def test_a_replica_that_vanishes_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing comes, not even an error."""
-    monkeypatch.setattr(call_channel, "SIGN_OF_LIFE_S", 0.001)      # how often the channel looks
+    monkeypatch.setattr(call_protocol, "SIGN_OF_LIFE_S", 0.001)     # how often both sides look
     async with Fleet(Script("a", ["a"], PAUSE)) as fleet:
         items = fleet.replicas.generate(CALL)
         await anext(items)
-        monkeypatch.setattr(call_channel, "SILENCE_S", 0.0)
+        [connection] = fleet.servers["a"].connections
+        silence(connection)
+        monkeypatch.setattr(call_protocol, "SILENCE_S", 0.0)
         with pytest.raises(ReplicaLost):
             await anext(items)
 
 
+async def test_the_calls_of_an_ingress_that_vanishes_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_protocol, "SIGN_OF_LIFE_S", 0.001)
+    a = Script("a", ["a"], PAUSE)
+    async with Fleet(a) as fleet:
+        items = fleet.replicas.generate(CALL)
+        await anext(items)
+        [channel] = fleet.replicas._channels.values()
+        silence(channel)
+        monkeypatch.setattr(call_protocol, "SILENCE_S", 0.0)
+        await a.closed.wait()
+
+
+def silence(side: call_protocol.MessageProtocol) -> None:
+    """Let one side of a connection neither give signs of life nor look for them."""
+    assert side._checking is not None
+    side._checking.cancel()
+
+
 async def test_signs_of_life_arrive_while_a_call_has_no_item(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_server, "SIGN_OF_LIFE_S", 0.001)
+    monkeypatch.setattr(call_protocol, "SIGN_OF_LIFE_S", 0.001)
     a = Script("a", ["a"], PAUSE, ["end"])
     async with Fleet(a) as fleet:
         items = fleet.replicas.generate(CALL)
@@ -361,9 +401,8 @@ async def test_a_replica_that_cannot_be_reached_is_tried_again(caplog: pytest.Lo
         assert await fleet.received() == [["a"]]
 
 
-async def test_connections_are_encrypted_in_a_cluster_that_uses_tls(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def tls_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     authority = trustme.CA()
     certificate = authority.issue_cert("127.0.0.1")
     authority.cert_pem.write_to_path(tmp_path / "ca.pem")
@@ -373,6 +412,10 @@ async def test_connections_are_encrypted_in_a_cluster_that_uses_tls(
     monkeypatch.setenv("RAY_TLS_CA_CERT", str(tmp_path / "ca.pem"))
     monkeypatch.setenv("RAY_TLS_SERVER_CERT", str(tmp_path / "server.pem"))
     monkeypatch.setenv("RAY_TLS_SERVER_KEY", str(tmp_path / "server.key"))
+
+
+@pytest.mark.usefixtures("tls_cluster")
+async def test_connections_are_encrypted_in_a_cluster_that_uses_tls() -> None:
     async with Fleet(Script("a", ["a"])) as fleet:
         assert await fleet.received() == [["a"]]
         port = fleet.statuses["a"].port
@@ -381,3 +424,18 @@ async def test_connections_are_encrypted_in_a_cluster_that_uses_tls(
         writer.write(port.secret)
         assert await reader.read() == b"", "it is no handshake"
         writer.close()
+
+
+async def test_what_a_transport_hands_over_after_a_wrong_secret_is_not_unpickled(tmp_path: Path) -> None:
+    """It may do so while it closes."""
+    async with Fleet(Script("a")) as fleet:
+        port = fleet.statuses["a"].port
+        assert port is not None
+        message = pickle.dumps(Touch(tmp_path / "made"))
+        reader, writer = await asyncio.open_connection(port.host, port.port)
+        connection = call_server._Connection(fleet.servers["a"])
+        connection.connection_made(writer.transport)    # any one that can be closed
+        connection.data_received(bytes(SECRET_BYTES))
+        connection.data_received(len(message).to_bytes(8) + message)
+        assert not (tmp_path / "made").exists()
+        assert await reader.read() == b""

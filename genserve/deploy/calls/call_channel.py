@@ -9,8 +9,6 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any, Literal
 
 from genserve.deploy.calls.call_protocol import (
-    SIGN_OF_LIFE_S,
-    SILENCE_S,
     Call,
     CallEnded,
     CallItem,
@@ -37,7 +35,6 @@ class CallChannel(MessageProtocol):
         self._on_end = on_end
         self._numbers = itertools.count()
         self._calls: dict[int, asyncio.Queue[CallItem | CallEnded]] = {}
-        self._checking: asyncio.TimerHandle | None = None
 
     @classmethod
     async def open(cls, port: CallPort, *, on_end: Callable[[], object]) -> CallChannel:
@@ -51,7 +48,7 @@ class CallChannel(MessageProtocol):
                 lambda: cls(on_end), port.host, port.port, ssl=tls_of_cluster(ssl.Purpose.SERVER_AUTH)
             )
         channel._transport.write(port.secret)
-        channel._check()
+        channel.check()
         return channel
 
     async def call(self, method: Literal["generate", "infer"], argument: Any) -> AsyncIterator[Any]:
@@ -65,8 +62,8 @@ class CallChannel(MessageProtocol):
         arrived: asyncio.Queue[CallItem | CallEnded] = asyncio.Queue()
         if self.is_lost:
             raise _lost()
-        self._calls[number] = arrived
         self.send(Call(number, method, argument))
+        self._calls[number] = arrived
         ended = False
         try:
             while True:
@@ -93,8 +90,6 @@ class CallChannel(MessageProtocol):
     def connection_lost(self, error: Exception | None) -> None:
         """Let all calls fail."""
         super().connection_lost(error)
-        if self._checking is not None:
-            self._checking.cancel()
         for number, arrived in self._calls.items():
             arrived.put_nowait(CallEnded(number, _lost()))
         self._on_end()
@@ -107,13 +102,6 @@ class CallChannel(MessageProtocol):
     def close(self) -> None:
         """Close the connection; its calls fail."""
         self._transport.close()
-
-    def _check(self) -> None:
-        """Take the replica for lost if it has sent nothing for too long: its machine has vanished."""
-        if self._event_loop.time() - self.heard_s > SILENCE_S:
-            self._transport.abort()
-        else:
-            self._checking = self._event_loop.call_later(SIGN_OF_LIFE_S, self._check)
 
 
 def _lost() -> ReplicaLost:

@@ -1,8 +1,9 @@
 """Call protocol: messages over a connection between an ingress and a replica.
 
 An ingress begins with the secret of the replica. From then on both sides send pickled messages, each after
-its length in 4 bytes. The ingress sends a `Call`, or an `EndCall` for one that nobody waits for any more; the
-replica a `CallItem` for each item of a call and `CallEnded` after the last one, and None as a sign of life.
+its length in 8 bytes. The ingress sends a `Call`, or an `EndCall` for one that nobody waits for any more; the
+replica a `CallItem` for each item of a call and `CallEnded` after the last one. Both send
+None as a sign of life.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from genserve.errors import GenserveError
 
 SECRET_BYTES = 32
 SECRET_S = 10.0     # for a connection to send it
-# How often a replica sends something, and after which time without anything its machine has vanished.
+# How often each side sends something, and after which time without anything the other machine has vanished.
 SIGN_OF_LIFE_S = 5.0
 SILENCE_S = 30.0
 
-_LENGTH_BYTES = 4
+_LENGTH_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +86,7 @@ class MessageProtocol(asyncio.Protocol):
     def __init__(self) -> None:
         self._event_loop = asyncio.get_running_loop()
         self._received = bytearray()
+        self._checking: asyncio.TimerHandle | None = None
         self._writable = asyncio.Event()
         self._writable.set()
         self.heard_s = self._event_loop.time()
@@ -131,6 +133,16 @@ class MessageProtocol(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         """Release who waits to write; asyncio calls this."""
         self._writable.set()
+        if self._checking is not None:
+            self._checking.cancel()
+
+    def check(self) -> None:
+        """Give signs of life from now on, and close the connection if the other side gives none."""
+        if self._event_loop.time() - self.heard_s > SILENCE_S:
+            self._transport.abort()
+        else:
+            self.send(None)
+            self._checking = self._event_loop.call_later(SIGN_OF_LIFE_S, self.check)
 
 
 def tls_of_cluster(purpose: ssl.Purpose) -> ssl.SSLContext | None:

@@ -13,7 +13,6 @@ from functools import partial
 from genserve.deploy.calls.call_protocol import (
     SECRET_BYTES,
     SECRET_S,
-    SIGN_OF_LIFE_S,
     Call,
     CallEnded,
     CallItem,
@@ -39,14 +38,12 @@ class CallServer:
         self.connections: set[_Connection] = set()
         self.secret = secrets.token_bytes(SECRET_BYTES)
         self._server: asyncio.Server | None = None
-        self._alive: asyncio.Task[None] | None = None
 
     async def start(self, host: str) -> CallPort:
         """Listen on a free port of an address of this machine."""
         event_loop = asyncio.get_running_loop()
         tls = tls_of_cluster(ssl.Purpose.CLIENT_AUTH)
         self._server = await event_loop.create_server(partial(_Connection, self), host, 0, ssl=tls)
-        self._alive = event_loop.create_task(self._show_life())
         port: int = self._server.sockets[0].getsockname()[1]
         return CallPort(replica=self.replica.id, host=host, port=port, secret=self.secret)
 
@@ -63,16 +60,8 @@ class CallServer:
 
     def close(self) -> None:
         """Close the connections. A second call does nothing."""
-        if self._alive is not None:
-            self._alive.cancel()
         for connection in tuple(self.connections):
             connection.close()
-
-    async def _show_life(self) -> None:
-        while True:
-            await asyncio.sleep(SIGN_OF_LIFE_S)
-            for connection in self.connections:
-                connection.send(None)
 
 
 class _Connection(MessageProtocol):
@@ -87,6 +76,8 @@ class _Connection(MessageProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Take the secret, and then messages."""
+        if self._transport.is_closing():    # a transport may hand over what has arrived meanwhile
+            return
         missing = SECRET_BYTES - len(self._secret)
         if missing:
             self._secret += data[:missing]
@@ -98,16 +89,17 @@ class _Connection(MessageProtocol):
                 return
             self._timer.cancel()
             self._server.connections.add(self)
+            self.check()
             data = data[missing:]
         super().data_received(data)
 
-    def message_received(self, message: Call | EndCall) -> None:
+    def message_received(self, message: Call | EndCall | None) -> None:
         """Begin or end a call."""
         if isinstance(message, Call):
             task = self._event_loop.create_task(self._answer(message))
             self.calls[message.number] = task
             task.add_done_callback(lambda _: self.calls.pop(message.number))
-        elif message.number in self.calls:
+        elif isinstance(message, EndCall) and message.number in self.calls:
             self.calls[message.number].cancel()
 
     async def _answer(self, call: Call) -> None:
@@ -115,7 +107,7 @@ class _Connection(MessageProtocol):
         try:
             await self._send_items(call)
         except GenserveError as failure:
-            error = failure
+            error = _of_genserve(failure)
         except asyncio.CancelledError:  # by the ingress, unless something in the replica was
             error = Closed("the replica was stopped before the answer was complete")
         except Exception:
@@ -144,3 +136,18 @@ class _Connection(MessageProtocol):
     def close(self) -> None:
         """Close it, and with it its calls."""
         self._transport.close()
+
+
+def _of_genserve(error: GenserveError) -> GenserveError:
+    """Return an error without classes of a model's code, which the ingress could not unpickle."""
+    kind = next(one for one in type(error).__mro__ if _is_known(one))
+    if kind is type(error):
+        return error
+    assert issubclass(kind, GenserveError)
+    known = kind.__new__(kind, error.message)
+    known.__dict__.update({name: value for name, value in vars(error).items() if _is_known(type(value))})
+    return known
+
+
+def _is_known(kind: type) -> bool:
+    return kind.__module__ == "builtins" or kind.__module__.startswith("genserve.")

@@ -10,7 +10,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from genserve.deploy.ray.application_args import ApplicationArgs, known_settings
-from genserve.deploy.ray.deploy_config import IMPORT_PATH
+from genserve.deploy.ray.deploy_config import IMPORT_PATH, POLICY
 from genserve.deploy.ray.serve_library import import_ray
 from genserve.errors import ConfigError, RepositoryError, suggestion
 
@@ -112,6 +112,20 @@ def _errors(config: Any, schema: type[BaseModel]) -> Iterator[dict[str, Any]]:
             except ValidationError as error:
                 for one in error.errors():
                     yield {"loc": ("applications", index, "args", *one["loc"]), "message": one["msg"]}
+            yield from _scaling_errors(application, ("applications", index, "deployments"))
+
+
+def _scaling_errors(application: Mapping[str, Any], loc: tuple[str | int, ...]) -> Iterator[dict[str, Any]]:
+    """Yield what would never add a replica: Serve sees no requests, since none passes through it."""
+    for index, options in enumerate(application.get("deployments") or ()):
+        scaling = options.get("autoscaling_config")
+        place = (*loc, index, "autoscaling_config")
+        if scaling and "policy" not in scaling:
+            message = f"needs a policy, such as {{policy_function: '{POLICY}'}}: Serve's own sees no requests"
+            yield {"loc": place, "message": message}
+        elif scaling and scaling.get("min_replicas") == 0:
+            message = "must be at least 1: a request starts no replica"
+            yield {"loc": (*place, "min_replicas"), "message": message}
 
 
 def _invalid(path: Path, root: yaml.Node, *, loc: Sequence[str | int], message: str) -> ConfigError:

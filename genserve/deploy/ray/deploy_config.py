@@ -23,12 +23,12 @@ from genserve.textmodel.logits_config import num_pipeline_stages
 
 IMPORT_PATH = "genserve.deploy.ray.application:build"
 INGRESS = "ingress"
+POLICY = "genserve.deploy.ray.autoscaling:TokenLoadPolicy"
 # A change of its value replaces the replicas of a deployment, since it is part of their environment.
 FINGERPRINT = "GENSERVE_MODEL_FINGERPRINT"
 # What a replica does, Serve's part included, runs on one event loop: a second one would take turns with it.
 _VARIABLES = {"RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0", "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
 _THREADS = ("intra_op_thread_count", "INTRA_OP_THREAD_COUNT", "TF_NUM_INTRA_THREADS")
-_POLICY = "genserve.deploy.ray.autoscaling:TokenLoadPolicy"
 # Answers may take this long to end on a replica that is being replaced.
 _DRAIN_S = 600.0
 # The share of the replicas, rounded up, that start anew before old ones stop.
@@ -254,7 +254,7 @@ def _scaling(scale: Scale) -> dict[str, Any]:
         "max_replicas": scale.max_replicas,
         "upscale_delay_s": 10.0,
         "downscale_delay_s": 300.0,
-        "policy": {"policy_function": _POLICY, "policy_kwargs": kwargs},
+        "policy": {"policy_function": POLICY, "policy_kwargs": kwargs},
     }
     return {"autoscaling_config": scaling}
 
