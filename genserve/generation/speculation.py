@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from genserve.generation.engine_request import Request
 from genserve.generation.logits_model import ForwardBatch, LogitsModel
@@ -163,20 +163,34 @@ class PromptLookup(Proposer):
 
     def kind(self, request: Request) -> int | None:
         """Return the length of the n-gram that has occurred: the longer, the more likely it goes on alike."""
+        found = self._find(request)
+        return None if found is None else found.size
+
+    def propose(self, request: Request, count: int) -> Sequence[int]:
+        """See `Proposer.propose`."""
+        found, token_ids = self._find(request), request.token_ids
+        if found is None:
+            return ()
+        # If fewer than `count` tokens follow, the text is assumed to repeat with this period.
+        period = len(token_ids) - found.start
+        return [token_ids[found.start + i % period] for i in range(count)]
+
+    def drop(self, request: Request) -> None:
+        """See `Proposer.drop`."""
+        self._indices.pop(request, None)
+
+    def _find(self, request: Request) -> _Ngram | None:
         index = self._indices.get(request)
         if index is None:
             index = self._indices[request] = _NgramIndex()
         return index.find(request.token_ids)
 
-    def propose(self, request: Request, count: int) -> Sequence[int]:
-        """See `Proposer.propose`."""
-        if self.kind(request) is None:
-            return ()
-        return self._indices[request].tokens_after(request.token_ids, count)
 
-    def drop(self, request: Request) -> None:
-        """See `Proposer.drop`."""
-        self._indices.pop(request, None)
+class _Ngram(NamedTuple):
+    """An n-gram at the end of a sequence that has occurred before."""
+
+    size: int
+    start: int      # the index of the token after its earlier occurrence
 
 
 class _NgramIndex:
@@ -185,23 +199,15 @@ class _NgramIndex:
     def __init__(self) -> None:
         self._ends: dict[tuple[int, ...], int] = {}     # n-gram -> index of the token after it
         self._num_read = 0
-        self._start = 0     # the index of the token after the n-gram that was found
 
-    def find(self, token_ids: Sequence[int]) -> int | None:
-        """Find the longest n-gram at the end that has occurred before, and return its length."""
+    def find(self, token_ids: Sequence[int]) -> _Ngram | None:
+        """Return the longest n-gram at the end that has occurred before."""
         self._read(token_ids)
         for size in _NGRAM_SIZES:
             start = self._ends.get(tuple(token_ids[-size:]))
             if start is not None:
-                self._start = start
-                return size
+                return _Ngram(size, start)
         return None
-
-    def tokens_after(self, token_ids: Sequence[int], count: int) -> Sequence[int]:
-        """Return `count` tokens that may follow the n-gram that was found."""
-        # If fewer than `count` tokens follow, the text is assumed to repeat with this period.
-        period = len(token_ids) - self._start
-        return [token_ids[self._start + i % period] for i in range(count)]
 
     def _read(self, token_ids: Sequence[int]) -> None:
         """Index all n-grams that a token follows."""
