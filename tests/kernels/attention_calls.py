@@ -47,6 +47,19 @@ INPUTS = (
 )
 CACHES = ("key_cache", "value_cache", "key_scales", "value_scales")
 
+def attributes_of(call: PagedAttentionCall) -> Attributes:
+    """The attributes of a call as their C structure."""
+    return Attributes(
+        call.num_heads,
+        call.kv_num_heads,
+        call.cos_cache is not None,
+        call.local_window_size,
+        call.scale,
+        call.softcap,
+        call.qk_norm_epsilon,
+    )
+
+
 def run(
     call: PagedAttentionCall, *, threads: int = 2, isa: str = "", outputs: dict[str, Any] | None = None
 ) -> NDArray[Any]:
@@ -63,15 +76,7 @@ def run(
     output = np.full((len(call.query), width), np.nan, call.query.dtype)
     bound = {"output": output, "key_cache": call.key_cache, "value_cache": call.value_cache}
     bound |= {"key_scales": call.key_scales, "value_scales": call.value_scales} | (outputs or {})
-    attributes = Attributes(
-        call.num_heads,
-        call.kv_num_heads,
-        call.cos_cache is not None,
-        call.local_window_size,
-        call.scale,
-        call.softcap,
-        call.qk_norm_epsilon,
-    )
+    attributes = attributes_of(call)
     error = Error()
     good = library(isa).genserve_paged_attention(
         ctypes.byref(attributes),

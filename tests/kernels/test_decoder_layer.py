@@ -111,15 +111,7 @@ def run(case: Case, *, threads: int = 2, isa: str = "", outputs: dict[str, Array
         ValueError: the operator refused; has its message.
     """
     call = case.call
-    attention = attention_calls.Attributes(
-        call.num_heads,
-        call.kv_num_heads,
-        call.cos_cache is not None,
-        call.local_window_size,
-        call.scale,
-        call.softcap,
-        call.qk_norm_epsilon,
-    )
+    attention = attention_calls.attributes_of(call)
     linears = [linear_calls.attributes_of(getattr(case, name)) for name in LINEARS]
     attributes = Attributes(*linears, attention, case.head_dim, case.parallel)
     named, y, error = case.inputs(), np.full_like(case.x, np.nan), Error()
