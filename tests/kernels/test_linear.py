@@ -60,27 +60,51 @@ def test_any_layer_agrees_with_float64(
         np.testing.assert_array_equal(bits(compute(layer, x, more, isa=isa)), bits(got))
 
 
-@settings(max_examples=60)
-@given(st.sampled_from(INTEGER_FORMATS), st.integers(1, 400), st.integers(1, 70), st.integers(0, 2**32))
-def test_products_of_integers_are_exact(weight_format: str, inputs: int, outputs: int, seed: int) -> None:
+@settings(max_examples=120)
+@given(
+    st.sampled_from(INTEGER_FORMATS),
+    st.integers(1, 400),
+    st.integers(1, 70),
+    st.integers(1, 9),
+    st.sampled_from(["extremes", "any", "few large"]),
+    st.integers(0, 2**32),
+)
+def test_products_of_integers_are_exact(
+    weight_format: str, inputs: int, outputs: int, rows: int, values: str, seed: int
+) -> None:
     """Integer inputs with a largest value of 127 per block have scales of one."""
     rng = np.random.default_rng(seed)
     lowest, highest = (-8, 7) if weight_format == "int4_block" else (-127, 127)
-    extremes = rng.random() < 0.5
-    values = (
-        rng.choice([lowest, highest], (outputs, inputs))
-        if extremes
-        else rng.integers(lowest, highest + 1, (outputs, inputs))
-    )
-    x = rng.choice([-127, 127], (5, inputs)) if extremes else rng.integers(-127, 128, (5, inputs))
+    if values == "extremes":
+        weights, x = (
+            rng.choice([low, high], shape)
+            for low, high, shape in [(lowest, highest, (outputs, inputs)), (-127, 127, (rows, inputs))]
+        )
+    else:
+        weights = rng.integers(lowest, highest + 1, (outputs, inputs))
+        x = rng.integers(-127, 128, (rows, inputs))
+    if values == "few large":
+        x[rng.random(x.shape) < 0.9] //= 8
     block = packing.BLOCKS[weight_format] or inputs
     x[:, ::block] = 127
     scales = np.ones((outputs, -(-inputs // block)), np.float32)
     layer = Layer(in_features=inputs, out_features=outputs, weight_format=weight_format)
-    layer.set_quantized(packing.Quantized(values.astype(np.int8), scales))
-    want = (x @ values.T).astype(np.float32)
+    layer.set_quantized(packing.Quantized(weights.astype(np.int8), scales))
+    want = (x @ weights.T).astype(np.float32)
     for isa in instruction_sets():
         np.testing.assert_array_equal(compute(layer, x.astype(np.float32), isa=isa), want)
+
+
+@pytest.mark.parametrize("weight", [-127, 127])
+def test_products_at_the_limit_of_16_bits_are_exact(weight: int) -> None:
+    """AVX2 adds two products in 16 bits, where 255 * 128 is the largest multiple of a weight that fits."""
+    pairs = [(first, total - first) for total in (127, 128, 129) for first in range(2, 128)]
+    x = np.array([value for pair in pairs for value in pair])
+    layer = Layer(in_features=len(x), out_features=1)
+    layer.set_quantized(packing.Quantized(np.full((1, len(x)), weight, np.int8), np.ones((1, 1), np.float32)))
+    rows = np.stack([x, -x]).astype(np.float32)
+    for isa in instruction_sets():
+        np.testing.assert_array_equal(compute(layer, rows, isa=isa), rows.sum(1, keepdims=True) * weight)
 
 
 def test_the_largest_row_of_int8_does_not_overflow() -> None:

@@ -171,6 +171,13 @@ struct NormedRow {
   }
 };
 
+// Inputs that are too large for dot(). Among the others they are zero.
+struct LargeInputs {
+  const int8_t* q;        // [rows, stride]: where a step of four inputs has one, these four
+  const uint16_t* steps;  // [rows, stride / 4]: the first of a row are its steps with large inputs
+  const int32_t* counts;  // [rows]: the number of such steps
+};
+
 // The rows for a tile: int8 with scales and sums, or floats.
 struct InputRows {
   const int8_t* q;        // [rows, stride]
@@ -179,6 +186,7 @@ struct InputRows {
   const float* scales;    // [rows, blocks]
   const int32_t* starts;  // [rows, blocks]: the initial value of the sum of a block
   int64_t blocks;
+  LargeInputs large;
 };
 
 // Quantizes inputs [from, to) of a row with one scale, and fills q up to `end` with zeros. A sum of weights + `offset`
@@ -209,6 +217,28 @@ inline void round_inputs(const Row& row, int64_t from, int64_t to, int64_t end, 
   *start = -offset * sum(sums);
 }
 
+// The sums of each two neighbours that are not negative.
+GENSERVE_INLINE i16x32 add_pairs(i8x64 v) { return ((i16x32)v & 0xff) + ((i16x32)v >> 8); }
+
+// Moves the steps of four inputs of a row that have inputs too large for dot() from `q` to `large`, and lists them in `steps`.
+// Returns their number. `inputs` is a multiple of 64.
+inline int32_t separate_large(int8_t* q, int64_t inputs, int8_t* large, uint16_t* steps) {
+  int32_t count = 0;
+  for (int64_t first = 0; first < inputs; first += 64) {
+    i8x64 v;
+    memcpy(&v, q + first, sizeof v);
+    const i16x32 up = add_pairs(max(v, i8x64{})), down = add_pairs(max(-v, i8x64{}));
+    const uint32_t pairs = bits((up > kMaxPair) | (down > kMaxPair));
+    for (uint32_t left = (pairs | pairs >> 1) & 0x55555555; left != 0; left &= left - 1) {
+      const int64_t step = first / 4 + __builtin_ctz(left) / 2;
+      memcpy(large + 4 * step, q + 4 * step, 4);
+      memset(q + 4 * step, 0, 4);
+      steps[count++] = (uint16_t)step;
+    }
+  }
+  return count;
+}
+
 // ------------------------------------------------------------------------------------------- tiles
 
 typedef f32x16 Outputs[2];  // 32 outputs of a row
@@ -219,23 +249,53 @@ GENSERVE_INLINE int32_t four_bytes(const int8_t* from) {
   return v;
 }
 
-// The next panel is prefetched into the L2 cache while the first rows use this one. A few rows alone are bound by
-// memory, and prefetch a little ahead.
-template <int kRows>
-GENSERVE_INLINE void prefetch(const void* weights, int64_t panel_bytes, bool first_rows) {
-  if constexpr (kRows <= 2) {
-    __builtin_prefetch(static_cast<const char*>(weights) + 4096, 0, 3);
-  } else if (first_rows) {
-    __builtin_prefetch(static_cast<const char*>(weights) + panel_bytes, 0, 2);
+// The weights that a tile prefetches. A few rows are bound by memory, and prefetch a little ahead of themselves. Of more
+// rows, each tile prefetches its share of the next panel into the L2 cache. The first tile alone would wait for memory.
+struct Ahead {
+  const char* at;
+  int64_t step;  // for each 64 bytes of the tile's own weights
+
+  template <int kRows>
+  __attribute__((always_inline)) void prefetch(const void* weights) {
+    if constexpr (kRows <= 2) {
+      __builtin_prefetch(static_cast<const char*>(weights) + 4096, 0, 3);
+    } else {
+      __builtin_prefetch(at, 0, 2);
+      at += step;
+    }
+  }
+};
+
+// Adds the products of the large inputs to the sums of a tile.
+template <int kRows, int kGroups>
+GENSERVE_INLINE void add_large(const InputRows& x, int64_t row, const uint8_t* weights, u32x16 (&sums)[kRows][kGroups]) {
+  if constexpr (kMaxPair == 0) return;
+  GENSERVE_UNROLL
+  for (int r = 0; r < kRows; r++) {
+    const int8_t* const q = x.large.q + (row + r) * x.stride;
+    const uint16_t* const steps = x.large.steps + (row + r) * x.stride / 4;
+    for (int32_t i = 0; i < x.large.counts[row + r]; i++) {
+      const int32_t inputs = four_bytes(q + 4 * steps[i]);
+      GENSERVE_UNROLL
+      for (int g = 0; g < kGroups; g++) {
+        sums[r][g] = dot_large(sums[r][g], int8_weights(load_bytes(weights + 128 * steps[i] + 64 * g)), inputs);
+      }
+    }
   }
 }
+
+// The groups of 16 outputs that a tile computes together. With few rows these are all, so that weights are read in the
+// order of memory.
+constexpr int groups_of(int rows) { return rows <= 2 ? 2 : kGroups; }
 
 struct Int8Format {
   static constexpr int kRowsOfTile = kInt8Rows;
 
   template <int kRows>
-  static void tile(const InputRows& x, int64_t row, const void* panel, const float* scales, int64_t panel_bytes, Outputs* y) {
-    constexpr int kChains = kRows <= 2 ? 4 : 1;  // with few sums, latencies would add up
+  static void tile(const InputRows& x, int64_t row, const void* panel, const float* scales, Ahead ahead, Outputs* y) {
+    constexpr int kGroups = groups_of(kRows);
+    // With few sums, latencies would add up.
+    constexpr int kChains = kRows > 2 ? 1 : genserve::kGroups == 2 ? 4 : 2 / kRows;
     for (int first = 0; first < 2; first += kGroups) {
       u32x16 sums[kChains][kRows][kGroups];
       GENSERVE_UNROLL
@@ -248,7 +308,7 @@ struct Int8Format {
         }
       }
       const uint8_t* w = static_cast<const uint8_t*>(panel) + 64 * first;
-      const uint8_t* const end = w + panel_bytes;
+      const uint8_t* const end = w + x.stride * kPanel;
       RowPointers<int8_t, kRows> rows(x.q + row * x.stride, x.stride);
       for (; w != end; w += 128 * kChains) {
         GENSERVE_UNROLL
@@ -257,7 +317,7 @@ struct Int8Format {
           GENSERVE_UNROLL
           for (int g = 0; g < kGroups; g++) {
             weights[g] = int8_weights(load_bytes(w + 128 * c + 64 * g));
-            prefetch<kRows>(w + 128 * c + 64 * g, panel_bytes, row == 0);
+            ahead.prefetch<kRows>(w + 128 * c + 64 * g);
           }
           GENSERVE_UNROLL
           for (int r = 0; r < kRows; r++) {
@@ -268,6 +328,7 @@ struct Int8Format {
         }
         rows.advance(4 * kChains);
       }
+      add_large(x, row, static_cast<const uint8_t*>(panel) + 64 * first, sums[0]);
       GENSERVE_UNROLL
       for (int g = 0; g < kGroups; g++) {
         const f32x16 scale = load(scales + kLanes * (first + g));
@@ -291,7 +352,8 @@ struct BlockFormat {
   static constexpr int kInputsOfStep = kBits == 8 ? 4 : 8;                   // in the 128 bytes of a step
 
   template <int kRows>
-  static void tile(const InputRows& x, int64_t row, const void* panel, const float* scales, int64_t panel_bytes, Outputs* y) {
+  static void tile(const InputRows& x, int64_t row, const void* panel, const float* scales, Ahead ahead, Outputs* y) {
+    constexpr int kGroups = groups_of(kRows);
     for (int first = 0; first < 2; first += kGroups) {
       f32x16 totals[kRows][kGroups];
       GENSERVE_UNROLL
@@ -317,12 +379,12 @@ struct BlockFormat {
             GENSERVE_UNROLL
             for (int g = 0; g < kGroups; g++) {
               const u8x64 bytes = load_bytes(w + 64 * g);
-              if (part == 0) prefetch<kRows>(w + 64 * g, panel_bytes, row == 0);
+              if (part == 0) ahead.prefetch<kRows>(w + 64 * g);
               GENSERVE_UNROLL
               for (int r = 0; r < kRows; r++) {
                 const int32_t inputs = four_bytes(rows.at(r) + 4 * part);
                 if constexpr (kBits == 8) {
-                  sums[r][g] = dot(sums[r][g], int8_weights(bytes), inputs);
+                  sums[r][g] = dot(sums[r][g], block_weights(bytes), inputs);
                 } else {
                   sums[r][g] = dot(sums[r][g], int4_weights(part == 0 ? bytes & 15 : bytes >> 4), inputs);
                 }
@@ -354,7 +416,7 @@ struct Float32Format {
   static constexpr int kRowsOfTile = kFloatRows;
 
   template <int kRows>
-  static void tile(const InputRows& x, int64_t row, const void* panel, const float*, int64_t panel_bytes, Outputs* y) {
+  static void tile(const InputRows& x, int64_t row, const void* panel, const float*, Ahead ahead, Outputs* y) {
     for (int first = 0; first < 2; first += kGroups) {
       f32x16 sums[kRows][kGroups];
       GENSERVE_UNROLL
@@ -363,14 +425,14 @@ struct Float32Format {
         for (int g = 0; g < kGroups; g++) sums[r][g] = f32x16{};
       }
       const float* w = static_cast<const float*>(panel) + kLanes * first;
-      const float* const end = w + panel_bytes / sizeof(float);
+      const float* const end = w + x.stride * kPanel;
       RowPointers<float, kRows> rows(x.values + row * x.stride, x.stride);
       for (; w != end; w += kPanel) {
         f32x16 weights[kGroups];
         GENSERVE_UNROLL
         for (int g = 0; g < kGroups; g++) {
           weights[g] = load(w + kLanes * g);
-          prefetch<kRows>(w + kLanes * g, panel_bytes, row == 0);
+          ahead.prefetch<kRows>(w + kLanes * g);
         }
         GENSERVE_UNROLL
         for (int r = 0; r < kRows; r++) {
@@ -391,12 +453,12 @@ struct Float32Format {
 
 // A tile of `rows` (1 to kRows) rows.
 template <class Format, int kRows = Format::kRowsOfTile>
-inline void multiply(int rows, const InputRows& x, int64_t row, const void* panel, const float* scales, int64_t panel_bytes,
+inline void multiply(int rows, const InputRows& x, int64_t row, const void* panel, const float* scales, Ahead ahead,
                      Outputs* y) {
   if constexpr (kRows > 1) {
-    if (rows < kRows) return multiply<Format, kRows - 1>(rows, x, row, panel, scales, panel_bytes, y);
+    if (rows < kRows) return multiply<Format, kRows - 1>(rows, x, row, panel, scales, ahead, y);
   }
-  Format::template tile<kRows>(x, row, panel, scales, panel_bytes, y);
+  Format::template tile<kRows>(x, row, panel, scales, ahead, y);
 }
 
 // ------------------------------------------------------------------------------------------- the operator
@@ -445,14 +507,20 @@ class Linear {
     const size_t bytes_of_input = a_.weight_format == WeightFormat::kFloat32 ? sizeof(float) : sizeof(int8_t);
     const size_t num_values = as_they_are_ ? 0 : (size_t)(num_rows_ * sizes_.inputs);
     const size_t num_scales = (size_t)(num_rows_ * sizes_.blocks);
+    const bool has_large = kMaxPair != 0 && a_.weight_format == WeightFormat::kInt8;
+    const size_t num_large = has_large ? num_values : 0, num_counts = has_large ? (size_t)num_rows_ : 0;
     scratch_.open(Scratch::bytes_of<char>(num_values * bytes_of_input) + Scratch::bytes_of<float>(num_scales) +
-                  Scratch::bytes_of<int32_t>(num_scales));
+                  Scratch::bytes_of<int32_t>(num_scales) + Scratch::bytes_of<int8_t>(num_large) +
+                  Scratch::bytes_of<uint16_t>(num_large / 4) + Scratch::bytes_of<int32_t>(num_counts));
     if (!scratch_) return error.set("out of memory for %lld rows", (long long)num_rows_);
     char* values = scratch_.take<char>(num_values * bytes_of_input);
     q_ = reinterpret_cast<int8_t*>(values);
     normed_ = reinterpret_cast<float*>(values);
     scales_ = scratch_.take<float>(num_scales);
     starts_ = scratch_.take<int32_t>(num_scales);
+    large_q_ = scratch_.take<int8_t>(num_large);
+    large_steps_ = scratch_.take<uint16_t>(num_large / 4);
+    large_counts_ = scratch_.take<int32_t>(num_counts);
     row_chunks_ = as_they_are_ ? 0 : (num_rows_ + 3) / 4;
     row_groups_ = (num_rows_ + kChunkRows - 1) / kChunkRows;
     // A chunk has about 64 KiB of weights, to be worth its overhead, but each thread gets several.
@@ -510,10 +578,16 @@ class Linear {
       return;
     }
     const int64_t block = padded / blocks;
-    const int offset = a_.weight_format == WeightFormat::kInt4Block ? kInt4Offset : kInt8Offset;
+    const int offset = a_.weight_format == WeightFormat::kInt8        ? kInt8Offset
+                       : a_.weight_format == WeightFormat::kInt8Block ? kBlockOffset
+                                                                      : kInt4Offset;
     for (int64_t b = 0; b < blocks; b++) {
       round_inputs(normed, b * block, smaller(n, b * block + block), b * block + block, offset, q_ + row * padded,
                    scales_ + row * blocks + b, starts_ + row * blocks + b);
+    }
+    if (kMaxPair != 0 && a_.weight_format == WeightFormat::kInt8) {
+      const int64_t at = row * padded;
+      large_counts_[row] = separate_large(q_ + at, padded, large_q_ + at, large_steps_ + at / 4);
     }
   }
 
@@ -534,14 +608,18 @@ class Linear {
                     sizes_.inputs,
                     scales_ + from * sizes_.blocks,
                     starts_ + from * sizes_.blocks,
-                    sizes_.blocks};
+                    sizes_.blocks,
+                    {large_q_ + from * sizes_.inputs, large_steps_ + from * sizes_.inputs / 4, large_counts_ + from}};
     const char* weights = in_.weight.as<char>() + panel * sizes_.panel_bytes;
     const float* scales = in_.scales.present() ? in_.scales.as<float>() + panel * sizes_.blocks * kPanel : nullptr;
     Outputs y[Format::kRowsOfTile];
     int64_t tiles = (to - from + Format::kRowsOfTile - 1) / Format::kRowsOfTile;
-    for (int64_t row = 0; tiles > 0; tiles--) {
+    if (tiles == 0) return;
+    Ahead ahead{weights + sizes_.panel_bytes, 64 / tiles};
+    const int64_t share = ahead.step * (sizes_.panel_bytes / 64);
+    for (int64_t row = 0; tiles > 0; tiles--, ahead.at += share) {
       const int height = (int)((to - from - row + tiles - 1) / tiles);
-      multiply<Format>(height, rows, row, weights, scales, sizes_.panel_bytes, y);
+      multiply<Format>(height, rows, row, weights, scales, ahead, y);
       finish(panel, from + row, height, y);
       row += height;
     }
@@ -586,6 +664,9 @@ class Linear {
   float* normed_ = nullptr;
   float* scales_ = nullptr;
   int32_t* starts_ = nullptr;
+  int8_t* large_q_ = nullptr;
+  uint16_t* large_steps_ = nullptr;
+  int32_t* large_counts_ = nullptr;
 };
 
 }  // namespace genserve
