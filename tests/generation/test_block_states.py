@@ -48,11 +48,14 @@ class Blocks(RuleBasedStateMachine):
     def compute(self, data):
         request = data.draw(st.sampled_from(self.running))
         count = data.draw(st.integers(1, request.num_pending)) if request.num_pending else 0
-        if not count or not self.kv.extend(request, count):
+        if not count:
             return
-        for source, target in self.kv.copies:
+        extended = self.kv.extend(request, count)
+        for source, target in self.kv.copies:   # an extension that fails may have copied a block
             self.contents[target] = list(self.contents[source])
         self.kv.copies.clear()
+        if not extended:
+            return
         for place in range(request.num_computed_tokens, request.num_computed_tokens + count):
             block = self.kv.table(request).block_ids[place // BLOCK_SIZE]
             self.contents[block][place % BLOCK_SIZE] = self.state(request, place)
