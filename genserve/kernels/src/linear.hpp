@@ -615,7 +615,8 @@ class Linear {
     Outputs y[Format::kRowsOfTile];
     int64_t tiles = (to - from + Format::kRowsOfTile - 1) / Format::kRowsOfTile;
     if (tiles == 0) return;
-    Ahead ahead{weights + sizes_.panel_bytes, 64 / tiles};
+    Ahead ahead{weights, 0};
+    if (from == 0) ahead = {weights + sizes_.panel_bytes, 64 / tiles};  // once for all groups of rows
     const int64_t share = ahead.step * (sizes_.panel_bytes / 64);
     for (int64_t row = 0; tiles > 0; tiles--, ahead.at += share) {
       const int height = (int)((to - from - row + tiles - 1) / tiles);
