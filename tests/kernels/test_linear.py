@@ -102,9 +102,10 @@ def test_products_at_the_limit_of_16_bits_are_exact(weight: int) -> None:
     x = np.array([value for pair in pairs for value in pair])
     layer = Layer(in_features=len(x), out_features=1)
     layer.set_quantized(packing.Quantized(np.full((1, len(x)), weight, np.int8), np.ones((1, 1), np.float32)))
-    rows = np.stack([x, -x]).astype(np.float32)
+    rows = np.array([x, -x] * 50, np.float32)  # more than a chunk
     for isa in instruction_sets():
-        np.testing.assert_array_equal(compute(layer, rows, isa=isa), rows.sum(1, keepdims=True) * weight)
+        got = compute(layer, rows, isa=isa, threads=3)
+        np.testing.assert_array_equal(got, rows.sum(1, keepdims=True) * weight)
 
 
 def test_the_largest_row_of_int8_does_not_overflow() -> None:

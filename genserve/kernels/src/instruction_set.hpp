@@ -11,10 +11,11 @@
 //   Int8Weights        64 weights of 8 bits (stored as q + 128), loaded once and used for all rows of a tile
 //   BlockWeights       the same for weights with a scale per block
 //   kInt8Offset, kBlockOffset      dot() uses q + offset, so its sums start at -offset times the sum of the inputs
-//   kMaxPair           0, or dot() of Int8Weights is exact only if neither the positive nor the negative ones of x0 and x1,
-//                      and of x2 and x3, add up to more than this; dot_large() is exact for all inputs
+//   kMaxPair           0: dot() of Int8Weights is exact for all inputs. Otherwise only if, in each of the pairs x0, x1 and
+//                      x2, x3, the positive inputs add up to at most this, and the negative ones to at least its negative;
+//                      dot_large() is always exact
 //   Int4Weights        64 weights of 4 bits, one per byte (q + 8), as dot() uses them
-//   kGroups            groups of 16 outputs that a tile computes together, of the two in a panel
+//   kGroups            groups of 16 outputs that a tile of more than two rows computes together, of the two in a panel
 //   kInt8Rows, kBlockRows, kFloatRows      most rows of a tile, whose sums fit in the registers
 #pragma once
 
@@ -80,16 +81,14 @@ constexpr int kGroups = 1, kInt8Rows = 4, kBlockRows = 4, kFloatRows = 6;
 // always fit (2 * 15 * 127), and those of 8 bits do if the inputs are small (255 * 128). With one scale for a whole row
 // nearly all are; the few others are multiplied in 16 bits. Blocks have many large inputs. Therefore the sign of the weight
 // is moved to the input there, so that 2 * 128 * 127 fits.
+#define GENSERVE_LARGE_INPUTS
 constexpr int kInt8Offset = 128, kBlockOffset = 0, kMaxPair = 128;
-struct Int8Weights {  // and of 4 bits
-  Halves size;
-};
-typedef Int8Weights Int4Weights;
+typedef Halves Int8Weights, Int4Weights;
 struct BlockWeights {
   Halves size, sign;
 };
-GENSERVE_INLINE Int8Weights int8_weights(u8x64 bytes) { return {halves(bytes)}; }
-GENSERVE_INLINE Int4Weights int4_weights(u8x64 bytes) { return {halves(bytes)}; }
+GENSERVE_INLINE Halves int8_weights(u8x64 bytes) { return halves(bytes); }
+GENSERVE_INLINE Halves int4_weights(u8x64 bytes) { return halves(bytes); }
 GENSERVE_INLINE BlockWeights block_weights(u8x64 bytes) {
   const Halves sign = halves(bytes ^ 0x80);
   return {{_mm256_abs_epi8(sign.low), _mm256_abs_epi8(sign.high)}, sign};
@@ -97,10 +96,10 @@ GENSERVE_INLINE BlockWeights block_weights(u8x64 bytes) {
 GENSERVE_INLINE __m256i add_pairs(__m256i sums, __m256i pairs) {
   return _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
-GENSERVE_INLINE u32x16 dot(u32x16 sums, const Int8Weights& w, int32_t x) {
+GENSERVE_INLINE u32x16 dot(u32x16 sums, const Halves& w, int32_t x) {
   const Halves a = halves(sums);
   const __m256i four = _mm256_set1_epi32(x);
-  const __m256i low = _mm256_maddubs_epi16(w.size.low, four), high = _mm256_maddubs_epi16(w.size.high, four);
+  const __m256i low = _mm256_maddubs_epi16(w.low, four), high = _mm256_maddubs_epi16(w.high, four);
   return __builtin_bit_cast(u32x16, Halves{add_pairs(a.low, low), add_pairs(a.high, high)});
 }
 GENSERVE_INLINE u32x16 dot(u32x16 sums, const BlockWeights& w, int32_t x) {
@@ -115,10 +114,10 @@ GENSERVE_INLINE __m256i dot_large(__m256i sums, __m256i w, __m256i four) {  // i
   sums = _mm256_add_epi32(sums, _mm256_madd_epi16(_mm256_and_si256(w, _mm256_set1_epi16(0x00ff)), even));
   return _mm256_add_epi32(sums, _mm256_madd_epi16(_mm256_srli_epi16(w, 8), odd));
 }
-GENSERVE_INLINE u32x16 dot_large(u32x16 sums, const Int8Weights& w, int32_t x) {
+GENSERVE_INLINE u32x16 dot_large(u32x16 sums, const Halves& w, int32_t x) {
   const Halves a = halves(sums);
   const __m256i four = _mm256_set1_epi32(x);
-  return __builtin_bit_cast(u32x16, Halves{dot_large(a.low, w.size.low, four), dot_large(a.high, w.size.high, four)});
+  return __builtin_bit_cast(u32x16, Halves{dot_large(a.low, w.low, four), dot_large(a.high, w.high, four)});
 }
 
 #endif
@@ -175,7 +174,7 @@ GENSERVE_INLINE u32x16 dot(u32x16 sums, u8x64 w, int32_t x) {
 
 #endif
 
-#if !defined(__AVX2__) || defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+#ifndef GENSERVE_LARGE_INPUTS  // dot() is exact for all inputs
 constexpr int kBlockOffset = kInt8Offset, kMaxPair = 0;
 typedef Int8Weights BlockWeights;
 GENSERVE_INLINE BlockWeights block_weights(u8x64 bytes) { return int8_weights(bytes); }

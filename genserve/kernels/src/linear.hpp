@@ -217,18 +217,18 @@ inline void round_inputs(const Row& row, int64_t from, int64_t to, int64_t end, 
   *start = -offset * sum(sums);
 }
 
-// The sums of each two neighbours that are not negative.
-GENSERVE_INLINE i16x32 add_pairs(i8x64 v) { return ((i16x32)v & 0xff) + ((i16x32)v >> 8); }
+// The sums of neighbouring bytes, none of which is negative.
+GENSERVE_INLINE i16x32 pair_sums(i8x64 v) { return ((i16x32)v & 0xff) + ((i16x32)v >> 8); }
 
-// Moves the steps of four inputs of a row that have inputs too large for dot() from `q` to `large`, and lists them in `steps`.
-// Returns their number. `inputs` is a multiple of 64.
+// Moves the steps of four inputs that have inputs too large for dot() from a row, `q`, to `large`, and lists them in
+// `steps`. Returns their number. `inputs` is a multiple of 64.
 inline int32_t separate_large(int8_t* q, int64_t inputs, int8_t* large, uint16_t* steps) {
   int32_t count = 0;
   for (int64_t first = 0; first < inputs; first += 64) {
     i8x64 v;
     memcpy(&v, q + first, sizeof v);
-    const i16x32 up = add_pairs(max(v, i8x64{})), down = add_pairs(max(-v, i8x64{}));
-    const uint32_t pairs = bits((up > kMaxPair) | (down > kMaxPair));
+    const i16x32 up = pair_sums(max(v, i8x64{})), down = pair_sums(max(-v, i8x64{}));
+    const uint32_t pairs = bits(max(up, down) > kMaxPair);
     for (uint32_t left = (pairs | pairs >> 1) & 0x55555555; left != 0; left &= left - 1) {
       const int64_t step = first / 4 + __builtin_ctz(left) / 2;
       memcpy(large + 4 * step, q + 4 * step, 4);
@@ -249,20 +249,17 @@ GENSERVE_INLINE int32_t four_bytes(const int8_t* from) {
   return v;
 }
 
-// The weights that a tile prefetches. A few rows are bound by memory, and prefetch a little ahead of themselves. Of more
-// rows, each tile prefetches its share of the next panel into the L2 cache. The first tile alone would wait for memory.
+// The weights that a tile prefetches. One or two rows alone are bound by memory, and prefetch a little ahead of themselves.
+// Of more rows, each tile prefetches its share of the next panel into the L2 cache; a first tile that prefetched all of it
+// would wait for memory.
 struct Ahead {
   const char* at;
   int64_t step;  // for each 64 bytes of the tile's own weights
 
   template <int kRows>
-  __attribute__((always_inline)) void prefetch(const void* weights) {
-    if constexpr (kRows <= 2) {
-      __builtin_prefetch(static_cast<const char*>(weights) + 4096, 0, 3);
-    } else {
-      __builtin_prefetch(at, 0, 2);
-      at += step;
-    }
+  __attribute__((always_inline)) void prefetch() {
+    __builtin_prefetch(at, 0, kRows <= 2 ? 3 : 2);
+    at += step;
   }
 };
 
@@ -284,8 +281,8 @@ GENSERVE_INLINE void add_large(const InputRows& x, int64_t row, const uint8_t* w
   }
 }
 
-// The groups of 16 outputs that a tile computes together. With few rows these are all, so that weights are read in the
-// order of memory.
+// The groups of 16 outputs that a tile computes together. With one or two rows these are all, so that weights are read in
+// the order of memory.
 constexpr int groups_of(int rows) { return rows <= 2 ? 2 : kGroups; }
 
 struct Int8Format {
@@ -294,7 +291,7 @@ struct Int8Format {
   template <int kRows>
   static void tile(const InputRows& x, int64_t row, const void* panel, const float* scales, Ahead ahead, Outputs* y) {
     constexpr int kGroups = groups_of(kRows);
-    // With few sums, latencies would add up.
+    // With few sums, latencies would add up: as many as fit in half of the registers.
     constexpr int kChains = kRows > 2 ? 1 : genserve::kGroups == 2 ? 4 : 2 / kRows;
     for (int first = 0; first < 2; first += kGroups) {
       u32x16 sums[kChains][kRows][kGroups];
@@ -317,7 +314,7 @@ struct Int8Format {
           GENSERVE_UNROLL
           for (int g = 0; g < kGroups; g++) {
             weights[g] = int8_weights(load_bytes(w + 128 * c + 64 * g));
-            ahead.prefetch<kRows>(w + 128 * c + 64 * g);
+            ahead.prefetch<kRows>();
           }
           GENSERVE_UNROLL
           for (int r = 0; r < kRows; r++) {
@@ -379,7 +376,7 @@ struct BlockFormat {
             GENSERVE_UNROLL
             for (int g = 0; g < kGroups; g++) {
               const u8x64 bytes = load_bytes(w + 64 * g);
-              if (part == 0) ahead.prefetch<kRows>(w + 64 * g);
+              if (part == 0) ahead.prefetch<kRows>();
               GENSERVE_UNROLL
               for (int r = 0; r < kRows; r++) {
                 const int32_t inputs = four_bytes(rows.at(r) + 4 * part);
@@ -417,6 +414,7 @@ struct Float32Format {
 
   template <int kRows>
   static void tile(const InputRows& x, int64_t row, const void* panel, const float*, Ahead ahead, Outputs* y) {
+    constexpr int kGroups = groups_of(kRows);
     for (int first = 0; first < 2; first += kGroups) {
       f32x16 sums[kRows][kGroups];
       GENSERVE_UNROLL
@@ -432,7 +430,7 @@ struct Float32Format {
         GENSERVE_UNROLL
         for (int g = 0; g < kGroups; g++) {
           weights[g] = load(w + kLanes * g);
-          ahead.prefetch<kRows>(w + kLanes * g);
+          ahead.prefetch<kRows>();
         }
         GENSERVE_UNROLL
         for (int r = 0; r < kRows; r++) {
@@ -507,8 +505,8 @@ class Linear {
     const size_t bytes_of_input = a_.weight_format == WeightFormat::kFloat32 ? sizeof(float) : sizeof(int8_t);
     const size_t num_values = as_they_are_ ? 0 : (size_t)(num_rows_ * sizes_.inputs);
     const size_t num_scales = (size_t)(num_rows_ * sizes_.blocks);
-    const bool has_large = kMaxPair != 0 && a_.weight_format == WeightFormat::kInt8;
-    const size_t num_large = has_large ? num_values : 0, num_counts = has_large ? (size_t)num_rows_ : 0;
+    has_large_ = kMaxPair != 0 && a_.weight_format == WeightFormat::kInt8;
+    const size_t num_large = has_large_ ? num_values : 0, num_counts = has_large_ ? (size_t)num_rows_ : 0;
     scratch_.open(Scratch::bytes_of<char>(num_values * bytes_of_input) + Scratch::bytes_of<float>(num_scales) +
                   Scratch::bytes_of<int32_t>(num_scales) + Scratch::bytes_of<int8_t>(num_large) +
                   Scratch::bytes_of<uint16_t>(num_large / 4) + Scratch::bytes_of<int32_t>(num_counts));
@@ -585,7 +583,7 @@ class Linear {
       round_inputs(normed, b * block, smaller(n, b * block + block), b * block + block, offset, q_ + row * padded,
                    scales_ + row * blocks + b, starts_ + row * blocks + b);
     }
-    if (kMaxPair != 0 && a_.weight_format == WeightFormat::kInt8) {
+    if (has_large_) {
       const int64_t at = row * padded;
       large_counts_[row] = separate_large(q_ + at, padded, large_q_ + at, large_steps_ + at / 4);
     }
@@ -614,11 +612,12 @@ class Linear {
     const float* scales = in_.scales.present() ? in_.scales.as<float>() + panel * sizes_.blocks * kPanel : nullptr;
     Outputs y[Format::kRowsOfTile];
     int64_t tiles = (to - from + Format::kRowsOfTile - 1) / Format::kRowsOfTile;
-    if (tiles == 0) return;
-    Ahead ahead{weights, 0};
-    if (from == 0) ahead = {weights + sizes_.panel_bytes, 64 / tiles};  // once for all groups of rows
-    const int64_t share = ahead.step * (sizes_.panel_bytes / 64);
-    for (int64_t row = 0; tiles > 0; tiles--, ahead.at += share) {
+    const int64_t step = (64 + tiles - 1) / tiles;
+    const char* next = weights + sizes_.panel_bytes;
+    for (int64_t row = 0; tiles > 0; tiles--, next += step * (sizes_.panel_bytes / 64)) {
+      Ahead ahead{next, step};
+      if (num_rows_ <= 2) ahead = {weights + 4096, 64};
+      if (from > 0) ahead = {weights, 0};  // the first group of rows has prefetched it
       const int height = (int)((to - from - row + tiles - 1) / tiles);
       multiply<Format>(height, rows, row, weights, scales, ahead, y);
       finish(panel, from + row, height, y);
@@ -656,6 +655,7 @@ class Linear {
   int64_t num_rows_;
   int num_threads_ = 1;
   bool as_they_are_ = false;  // rows of x are read without preparation
+  bool has_large_ = false;    // large inputs are separated
   int64_t row_chunks_ = 0;
   int64_t row_groups_ = 0;    // of up to kChunkRows rows
   int64_t panels_of_chunk_ = 0;

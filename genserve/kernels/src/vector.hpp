@@ -140,6 +140,7 @@ GENSERVE_INLINE f32x16 max(f32x16 a, f32x16 b) { return a > b ? a : b; }
 GENSERVE_INLINE f32x16 min(f32x16 a, f32x16 b) { return a < b ? a : b; }
 GENSERVE_INLINE i32x16 max(i32x16 a, i32x16 b) { return a > b ? a : b; }
 GENSERVE_INLINE i8x64 max(i8x64 a, i8x64 b) { return a > b ? a : b; }
+GENSERVE_INLINE i16x32 max(i16x32 a, i16x32 b) { return a > b ? a : b; }
 
 GENSERVE_INLINE f32x16 abs(f32x16 a) { return (f32x16)((i32x16)a & 0x7fffffff); }
 GENSERVE_INLINE f32x16 copysign(f32x16 size, f32x16 sign) {
