@@ -47,6 +47,7 @@ INPUTS = (
 )
 CACHES = ("key_cache", "value_cache", "key_scales", "value_scales")
 
+
 def attributes_of(call: PagedAttentionCall) -> Attributes:
     """The attributes of a call as their C structure."""
     return Attributes(
