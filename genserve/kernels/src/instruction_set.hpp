@@ -15,7 +15,7 @@
 //                      x2, x3, the positive inputs add up to at most this, and the negative ones to at least its negative;
 //                      dot_large() is always exact
 //   Int4Weights        64 weights of 4 bits, one per byte (q + 8), as dot() uses them
-//   kGroups            groups of 16 outputs that a tile of more than two rows computes together, of the two in a panel
+//   kGroupsOfTile      groups of 16 outputs that a tile of more than two rows computes together, of the two in a panel
 //   kInt8Rows, kBlockRows, kFloatRows      most rows of a tile, whose sums fit in the registers
 #pragma once
 
@@ -36,7 +36,7 @@ GENSERVE_INLINE u8x64 load_bytes(const uint8_t* from) {
 #if defined(__AVX512VNNI__)
 
 constexpr const char* kInstructionSet = "avx512vnni";
-constexpr int kGroups = 2, kInt8Rows = 12, kBlockRows = 6, kFloatRows = 12;  // 32 registers of 16 lanes
+constexpr int kGroupsOfTile = 2, kInt8Rows = 12, kBlockRows = 6, kFloatRows = 12;  // 32 registers of 16 lanes
 
 constexpr int kInt8Offset = 128;  // vpdpbusd multiplies unsigned with signed bytes
 typedef u8x64 Int8Weights, Int4Weights;
@@ -59,7 +59,7 @@ GENSERVE_INLINE Halves halves(V v) {
 #if defined(__AVXVNNI__)
 
 constexpr const char* kInstructionSet = "avxvnni";
-constexpr int kGroups = 1, kInt8Rows = 6, kBlockRows = 4, kFloatRows = 6;  // 16 registers of 8 lanes
+constexpr int kGroupsOfTile = 1, kInt8Rows = 6, kBlockRows = 4, kFloatRows = 6;  // 16 registers of 8 lanes
 
 constexpr int kInt8Offset = 128;
 typedef u8x64 Int8Weights, Int4Weights;
@@ -75,7 +75,7 @@ GENSERVE_INLINE u32x16 dot(u32x16 sums, u8x64 w, int32_t x) {
 #else
 
 constexpr const char* kInstructionSet = "avx2";
-constexpr int kGroups = 1, kInt8Rows = 4, kBlockRows = 4, kFloatRows = 6;
+constexpr int kGroupsOfTile = 1, kInt8Rows = 4, kBlockRows = 4, kFloatRows = 6;
 
 // vpmaddubsw adds two products of an unsigned weight and a signed input in 16 bits, with saturation. Weights of 4 bits
 // always fit (2 * 15 * 127), and those of 8 bits do if the inputs are small (255 * 128). With one scale for a whole row
@@ -125,7 +125,7 @@ GENSERVE_INLINE u32x16 dot_large(u32x16 sums, const Halves& w, int32_t x) {
 #elif defined(__ARM_FEATURE_DOTPROD)
 
 constexpr const char* kInstructionSet = "neon";
-constexpr int kGroups = 1, kInt8Rows = 6, kBlockRows = 4, kFloatRows = 6;  // 32 registers of 4 lanes
+constexpr int kGroupsOfTile = 1, kInt8Rows = 6, kBlockRows = 4, kFloatRows = 6;  // 32 registers of 4 lanes
 
 constexpr int kInt8Offset = 0;  // sdot multiplies signed bytes
 struct Quarters {
@@ -147,7 +147,7 @@ GENSERVE_INLINE u32x16 dot(u32x16 sums, const Quarters& w, int32_t x) {
 #else
 
 constexpr const char* kInstructionSet = "portable";
-constexpr int kGroups = 1, kInt8Rows = 2, kBlockRows = 2, kFloatRows = 2;
+constexpr int kGroupsOfTile = 1, kInt8Rows = 2, kBlockRows = 2, kFloatRows = 2;
 
 constexpr int kInt8Offset = 128;
 typedef u8x64 Int8Weights, Int4Weights;

@@ -283,7 +283,7 @@ GENSERVE_INLINE void add_large(const InputRows& x, int64_t row, const uint8_t* w
 
 // The groups of 16 outputs that a tile computes together. With one or two rows these are all, so that weights are read in
 // the order of memory.
-constexpr int groups_of(int rows) { return rows <= 2 ? 2 : kGroups; }
+constexpr int groups_of(int rows) { return rows <= 2 ? 2 : kGroupsOfTile; }
 
 struct Int8Format {
   static constexpr int kRowsOfTile = kInt8Rows;
@@ -292,7 +292,7 @@ struct Int8Format {
   static void tile(const InputRows& x, int64_t row, const void* panel, const float* scales, Ahead ahead, Outputs* y) {
     constexpr int kGroups = groups_of(kRows);
     // With few sums, latencies would add up: as many as fit in half of the registers.
-    constexpr int kChains = kRows > 2 ? 1 : genserve::kGroups == 2 ? 4 : 2 / kRows;
+    constexpr int kChains = kRows > 2 ? 1 : kGroupsOfTile == 2 ? 4 : 2 / kRows;
     for (int first = 0; first < 2; first += kGroups) {
       u32x16 sums[kChains][kRows][kGroups];
       GENSERVE_UNROLL
