@@ -148,17 +148,21 @@ void run_attention(Type cache_type, int64_t heads, int64_t kv_heads, int64_t dim
   char name[96];
   snprintf(name, sizeof name, "attention cache %s, %lld heads, %lld kv heads, %lld, blocks of %lld", name_of(cache_type),
            (long long)heads, (long long)kv_heads, (long long)dim, (long long)block_size);
-  const int32_t lengths[] = {1, 37, 5, 1}, pasts[] = {700, 0, 3, 64};  // of four sequences
-  const int64_t max_blocks = (704 + block_size - 1) / block_size, num_blocks = 4 * max_blocks, rotary = dim / 4 * 2;
+  const int32_t lengths[] = {1, 37, 5, 1}, pasts[] = {700, 0, 3, 64};  // of every four sequences
+  constexpr int64_t kSequences = 16, kTokens = 4 * 44;
+  const int64_t max_blocks = (704 + block_size - 1) / block_size, num_blocks = kSequences * max_blocks;
+  const int64_t rotary = dim / 4 * 2;
   Numbers numbers{(uint64_t)(heads * 131 + dim)};
-  Owned cu(Type::kInt32, 5), past(Type::kInt32, 4), table(Type::kInt32, 4, max_blocks);
+  Owned cu(Type::kInt32, kSequences + 1), past(Type::kInt32, kSequences), table(Type::kInt32, kSequences, max_blocks);
   cu.tensor.as<int32_t>()[0] = 0;
-  for (int i = 0; i < 4; i++) {
-    cu.tensor.as<int32_t>()[i + 1] = cu.tensor.as<int32_t>()[i] + lengths[i];
-    past.tensor.as<int32_t>()[i] = pasts[i];
-    for (int64_t j = 0; j < max_blocks; j++) table.tensor.as<int32_t>()[i * max_blocks + j] = (int32_t)(j * 4 + i);
+  for (int64_t i = 0; i < kSequences; i++) {
+    cu.tensor.as<int32_t>()[i + 1] = cu.tensor.as<int32_t>()[i] + lengths[i % 4];
+    past.tensor.as<int32_t>()[i] = pasts[i % 4];
+    for (int64_t j = 0; j < max_blocks; j++) {
+      table.tensor.as<int32_t>()[i * max_blocks + j] = (int32_t)(j * kSequences + i);
+    }
   }
-  Owned query(Type::kFloat32, 44, (heads + 2 * kv_heads) * dim), cos(Type::kFloat32, 800, rotary / 2);
+  Owned query(Type::kFloat32, kTokens, (heads + 2 * kv_heads) * dim), cos(Type::kFloat32, 800, rotary / 2);
   Owned sin(Type::kFloat32, 800, rotary / 2);
   query.fill(numbers);
   cos.fill(numbers);
@@ -170,7 +174,7 @@ void run_attention(Type cache_type, int64_t heads, int64_t kv_heads, int64_t dim
     Owned value_scales(Type::kFloat32, num_blocks, block_size, kv_heads);
     Owned* const empty[] = {&keys, &values, &key_scales, &value_scales};
     for (Owned* each : empty) memset(each->tensor.data, 0, each->bytes());
-    Owned y(Type::kFloat32, 44, heads * dim);
+    Owned y(Type::kFloat32, kTokens, heads * dim);
     AttentionInputs in{};
     in.query = query.tensor;
     in.key_cache = keys.tensor;
@@ -307,6 +311,7 @@ int main() {
   for (Type cache : caches) {
     run_attention(cache, 9, 3, 64, 16);
     run_attention(cache, 4, 4, 40, 32);
+    run_attention(cache, 36, 4, 16, 16);
   }
   run_decoder_layer(WeightFormat::kInt8, false, 1, 120, 200);
   run_decoder_layer(WeightFormat::kInt8, true, 37, 77, 45);

@@ -149,11 +149,22 @@ def test_bits_do_not_depend_on_batch_chunks_threads_and_blocks(family: str, chun
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bits_of_a_long_context_do_not_depend_on_how_it_is_split(family: str) -> None:
     """One token after many segments: one thread computes them in one piece, several one by one."""
-    model = FAMILIES[family]
-    calls = [make_call(model, [(2100, 1), (5, 3)]) for _ in range(3)]
-    outputs = [bits(run(call, threads=threads)) for call, threads in zip(calls, (1, 2, 8), strict=True)]
-    np.testing.assert_array_equal(outputs[1], outputs[0])
-    np.testing.assert_array_equal(outputs[2], outputs[0])
+    _require_equal_bits(FAMILIES[family], [(2100, 1), (5, 3)])
+
+
+@pytest.mark.parametrize("cache_type", ["float32", "float16", "int8"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 6), (9, 3), (14, 2), (36, 4)])
+def test_bits_do_not_depend_on_the_heads_of_a_tile(cache_type: str, heads: int, kv_heads: int) -> None:
+    """With many sequences a tile has several heads; with few tiles its segments are computed separately."""
+    model = Model(num_heads=heads, kv_num_heads=kv_heads, head_dim=16, cache_type=cache_type)
+    _require_equal_bits(model, [(2100, 1), *[(600, 1)] * 12, (40, 2)])
+
+
+def _require_equal_bits(model: Model, sequences: list[tuple[int, int]]) -> None:
+    call = make_call(model, sequences)
+    want = bits(run(call, threads=1))
+    for threads in (2, 3, 8):   # each writes the same keys and values again
+        np.testing.assert_array_equal(bits(run(call, threads=threads)), want)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -5,7 +5,8 @@
 //
 //     block       consecutive heads; each has keys in groups of 16 tokens [D][16], and values per token [D]
 //     sequence    block_table -> blocks -> groups of 16 tokens, the unit in which the cache is read
-//     tile        tokens of one sequence, up to 48 query rows, for one head of the cache: the work item of a thread
+//     tile        tokens of one sequence, up to 48 query rows: the work item of a thread. It has one head of the cache,
+//                 or with few rows several, whose keys and values lie together, so that memory is read in order
 //
 // Order of additions: keys are processed in tiles of 64, tiles are summed in segments of 512, and segments are merged
 // from the first to the last. Tiles and segments start at multiples of 64 and 512 in the sequence. Therefore the bits
@@ -23,17 +24,17 @@ namespace genserve {
 constexpr int kGroup = kLanes;      // tokens whose keys are interleaved
 constexpr int kKeyTile = 64;        // keys whose scores and weights are computed together
 constexpr int kSegment = 512;       // keys that are summed before they are merged with others
+constexpr int kRows = 6;            // query rows that are multiplied together
 constexpr int kQueryTile = 48;      // query rows of a work item, unless a group of heads is larger
 constexpr int kTileGroups = kKeyTile / kGroup;
 constexpr int kSegmentGroups = kSegment / kGroup;
-constexpr int kFewRows = 3;         // with up to this number of query rows, reading keys is memory-bound and prefetches
-constexpr int kAhead = 2 * kTileGroups;  // groups between the read and the prefetched one
+constexpr int kAhead = 2 * kTileGroups;  // groups of a head between the read and the prefetched one, shared by the heads
 
-// The number of vectors of 16 lanes in registers, and of query rows that are multiplied together.
+// The number of vectors of 16 lanes in registers.
 #if defined(__AVX512F__)
-constexpr int kRegisters = 32, kRows = 6;
+constexpr int kRegisters = 32;
 #else
-constexpr int kRegisters = 8, kRows = 4;
+constexpr int kRegisters = 8;
 #endif
 
 GENSERVE_INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -374,7 +375,7 @@ inline void write_token(const PagedAttention& a, const Cache<T>& cache, int64_t 
 
 // ------------------------------------------------------------------------------------------- products
 
-// Up to 64 keys of a sequence with their values, in groups, and the groups to prefetch meanwhile.
+// Up to 64 keys of a head with their values, in groups, and the groups to prefetch meanwhile.
 template <class T>
 struct KeyTile {
   int64_t position;  // of the first key
@@ -386,25 +387,32 @@ struct KeyTile {
   alignas(64) float key_scales[kKeyTile];
   alignas(64) float value_scales[kKeyTile];
 
-  // numbers[i] is the index of group i; numbers[i + kAhead] is that of the group to prefetch.
-  KeyTile(const Cache<T>& cache, const int64_t* numbers, int64_t position, int num_groups)
+  // numbers[i] + offset is the index of group i; numbers[i + ahead] + offset is that of the group to prefetch.
+  KeyTile(const Cache<T>& cache, const int64_t* numbers, int64_t offset, int ahead, int64_t position, int num_groups)
       : position(position), num_groups(num_groups) {
     for (int g = 0; g < num_groups; g++) {
-      keys[g] = cache.keys + numbers[g] * cache.group_size;
-      values[g] = cache.values + numbers[g] * cache.group_size;
-      keys_ahead[g] = cache.keys + numbers[g + kAhead] * cache.group_size;
-      values_ahead[g] = cache.values + numbers[g + kAhead] * cache.group_size;
+      const int64_t here = numbers[g] + offset, later = numbers[g + ahead] + offset;
+      keys[g] = cache.keys + here * cache.group_size;
+      values[g] = cache.values + here * cache.group_size;
+      keys_ahead[g] = cache.keys + later * cache.group_size;
+      values_ahead[g] = cache.values + later * cache.group_size;
       if constexpr (kHasScales<T>) {
-        store(key_scales + g * kGroup, load(cache.key_scales + numbers[g] * kGroup));
-        store(value_scales + g * kGroup, load(cache.value_scales + numbers[g] * kGroup));
+        store(key_scales + g * kGroup, load(cache.key_scales + here * kGroup));
+        store(value_scales + g * kGroup, load(cache.value_scales + here * kGroup));
       }
     }
   }
 };
 
-// The number of vectors that are summed together per row: as many as fit in registers with the vectors being read.
+// The number of vectors that are summed together per row: as many as fit in registers, with some for what is read.
 constexpr int vectors_for(int rows) {
-  return (rows + 1) * 4 < kRegisters ? 4 : (rows + 1) * 2 < kRegisters ? 2 : 1;
+  return (rows + 1) * 4 <= kRegisters ? 4 : (rows + 1) * 2 <= kRegisters ? 2 : 1;
+}
+
+// If the sums fill the registers, makes the compiler load queries or weights again, instead of keeping those of all rows.
+template <int ROWS, int VECTORS>
+GENSERVE_INLINE void forget_rows() {
+  if constexpr ((ROWS + 1) * VECTORS == kRegisters) __asm__ volatile("" ::: "memory");
 }
 
 // The scores of ROWS query rows, [ROWS][stride], with the keys of GROUPS groups: scores [ROWS][64].
@@ -418,20 +426,23 @@ inline void score_groups(const float* query, int64_t stride, int64_t dim, const 
     for (int g = 0; g < GROUPS; g++) sums[r][g] = f32x16{};
   }
   constexpr int64_t kLine = 64 / (kGroup * sizeof(T));  // dimensions of a head whose keys fill a cache line
+  const T* keys[GROUPS];
+  const T* ahead[GROUPS];
+  GENSERVE_UNROLL
+  for (int g = 0; g < GROUPS; g++) {
+    keys[g] = tile.keys[group + g];
+    ahead[g] = tile.keys_ahead[group + g];
+  }
   RowPointers<float, ROWS> rows(query, stride);
   _Pragma("clang loop unroll(disable)")  // unrolled by two, the compiler would keep sums in memory
   for (int64_t d = 0; d < dim; d++) {
-    f32x16 k[GROUPS];
     GENSERVE_UNROLL
     for (int g = 0; g < GROUPS; g++) {
-      k[g] = load(tile.keys[group + g] + d * kGroup);
-      if (ROWS <= kFewRows && d % kLine == 0) prefetch(tile.keys_ahead[group + g] + d * kGroup);
-    }
-    GENSERVE_UNROLL
-    for (int r = 0; r < ROWS; r++) {
-      const f32x16 q = broadcast(*rows.at(r));
+      if (d % kLine == 0) prefetch(ahead[g] + d * kGroup);
+      const f32x16 k = load(keys[g] + d * kGroup);
       GENSERVE_UNROLL
-      for (int g = 0; g < GROUPS; g++) sums[r][g] = fma(q, k[g], sums[r][g]);
+      for (int r = 0; r < ROWS; r++) sums[r][g] = fma(*rows.at(r), k, sums[r][g]);
+      forget_rows<ROWS, GROUPS>();
     }
     rows.advance(1);
   }
@@ -476,14 +487,12 @@ inline void add_columns(const float* weights, int from, int to, int64_t dim, con
     for (; key < end; key++, v += dim, ahead += dim) {
       GENSERVE_UNROLL
       for (size_t i = 0; i < COLUMNS * kLanes; i += 64 / sizeof(T)) prefetch(ahead + i);
-      f32x16 x[COLUMNS];
       GENSERVE_UNROLL
-      for (int c = 0; c < COLUMNS; c++) x[c] = PARTIAL ? load_first(v, dim - column) : load(v + c * kLanes);
-      GENSERVE_UNROLL
-      for (int r = 0; r < ROWS; r++) {
-        const f32x16 w = broadcast(weights[r * kKeyTile + key]);
+      for (int c = 0; c < COLUMNS; c++) {
+        const f32x16 x = PARTIAL ? load_first(v, dim - column) : load(v + c * kLanes);
         GENSERVE_UNROLL
-        for (int c = 0; c < COLUMNS; c++) sums[r][c] = fma(w, x[c], sums[r][c]);
+        for (int r = 0; r < ROWS; r++) sums[r][c] = fma(weights[r * kKeyTile + key], x, sums[r][c]);
+        forget_rows<ROWS, COLUMNS>();
       }
     }
   }
@@ -518,12 +527,15 @@ inline void add_values(const float* weights, int from, int to, int64_t dim, cons
 
 constexpr float kNever = -__builtin_inff();  // the score of a masked key
 
-// Query rows of one head of the cache, in the order of their positions.
+// Query rows: for each head of the cache equally many, in the order of their positions.
 struct Rows {
-  int count;
+  int heads;
+  int of_head;
   float* query;        // [count][padded_dim]
   int32_t* positions;  // [count]
   float* slopes;       // [count], 0 without ALiBi
+
+  int count() const { return heads * of_head; }
 };
 
 // The sums of each row over some keys: the largest score, the sum of the weights e^(score - top), and the weighted sum
@@ -605,23 +617,26 @@ inline void add_tile(int count, const PagedAttention& a, const KeyTile<T>& tile,
   if constexpr (MOST > 1) add_tile<MOST - 1>(count, a, tile, rows, r0, sums);
 }
 
-// Computes the sums of rows over the keys [from, to) of a segment. groups[i] is the index of the group at
+// Computes the sums of rows over the keys [from, to) of a segment. groups[i] is the index of the first head's group at
 // from + 16 * i; after the last tile there are kAhead more, to prefetch.
 template <class T>
 inline void attend(const PagedAttention& a, const Cache<T>& cache, const Rows& rows, const int64_t* groups,
                    int64_t from, int64_t to, const Sums& sums) {
-  for (int r = 0; r < rows.count; r++) {
+  for (int r = 0; r < rows.count(); r++) {
     sums.top[r] = kNever;
     sums.total[r] = 0;
   }
-  memset(sums.output, 0, (size_t)(rows.count * a.padded_dim()) * sizeof(float));
-  const int parts = (rows.count + kRows - 1) / kRows;
+  memset(sums.output, 0, (size_t)(rows.count() * a.padded_dim()) * sizeof(float));
+  const int parts = (rows.of_head + kRows - 1) / kRows, ahead = (int)larger(1, kAhead / rows.heads);
+  const int64_t per_block = a.block_size / kGroup;
   for (int64_t position = from; position < to; position += kKeyTile, groups += kTileGroups) {
     const int num_groups = (int)((smaller(kKeyTile, to - position) + kGroup - 1) / kGroup);
-    const KeyTile<T> tile(cache, groups, position, num_groups);
-    for (int part = 0; part < parts; part++) {
-      const int r0 = rows.count * part / parts;
-      add_tile<kRows>(rows.count * (part + 1) / parts - r0, a, tile, rows, r0, sums);
+    for (int head = 0; head < rows.heads; head++) {
+      const KeyTile<T> tile(cache, groups, head * per_block, ahead, position, num_groups);
+      for (int part = 0; part < parts; part++) {
+        const int first = rows.of_head * part / parts, end = rows.of_head * (part + 1) / parts;
+        add_tile<kRows>(end - first, a, tile, rows, head * rows.of_head + first, sums);
+      }
     }
   }
 }
@@ -648,10 +663,11 @@ inline void merge(int count, int64_t stride, const Sums& a, const Sums& b) {
 
 // ------------------------------------------------------------------------------------------- the work
 
-// Tokens of one sequence whose queries are multiplied together by one head of the cache.
+// Tokens of one sequence whose queries are multiplied together by some heads of the cache.
 struct QueryTile {
   int64_t sequence;
-  int64_t head;
+  int64_t head;      // the first one
+  int64_t heads;
   int64_t token;     // the first one's row of the query
   int64_t position;  // the first one's
   int64_t count;
@@ -701,14 +717,16 @@ class AttentionJob {
   // The parts of compute(): open(), and then on each thread work(), and wait() if more is computed behind it.
   bool open(int num_threads, Error& error) {
     int64_t segments = 0, kept_rows = 0;
+    const int64_t single_head_tiles = each_tile([](const QueryTile&) {});
+    most_heads_ = larger(1, single_head_tiles / (kTilesPerThread * num_threads));
     num_tiles_ = each_tile([&](const QueryTile& tile) {
       segments += tile.num_segments;
-      kept_rows += tile.num_segments * tile.count * a.heads_per_kv();
+      kept_rows += tile.num_segments * rows_of(tile);
     });
     split_ = num_threads > 1 && num_tiles_ < kItemsPerThread * num_threads && segments > num_tiles_;
     num_items_ = split_ ? segments : num_tiles_;
     if (!split_) kept_rows = 0;
-    const int64_t rows = tokens_per_tile() * a.heads_per_kv();
+    const int64_t rows = larger(kQueryTile, a.heads_per_kv());
     const size_t bytes = Scratch::bytes_of<int32_t>((size_t)a.num_tokens) +
                          Scratch::bytes_of<QueryTile>((size_t)num_tiles_) +
                          Scratch::bytes_of<WorkItem>((size_t)num_items_) + bytes_of_sums(kept_rows) +
@@ -731,7 +749,7 @@ class AttentionJob {
     Workspace& mine = workspaces_[index];
     team.take(0, num_chunks(), [&](int64_t chunk) { write_tokens(chunk, mine); });
     team.wait(0, num_chunks(), next);
-    team.take(1, num_items_, [&](int64_t i) { compute_item(i, mine); });
+    team.take_dealt(1, num_items_, index, num_workspaces_, [&](int64_t i) { compute_item(i, mine); });
     if (!split_) return;
     team.wait(1, num_items_, next);
     team.take(2, num_tiles_, [&](int64_t i) { merge_tile(tiles_[i]); });
@@ -745,12 +763,18 @@ class AttentionJob {
 
  private:
   static constexpr int64_t kItemsPerThread = 8;  // with fewer items, tiles are split, so that all threads have work
+  static constexpr int64_t kTilesPerThread = 4;  // heads share a tile as long as there are about this many
   static constexpr int64_t kChunk = 16;          // tokens of a chunk of the first phase
 
   int64_t num_chunks() const { return (a.num_tokens + kChunk - 1) / kChunk * a.kv_num_heads; }
+  int64_t rows_of(const QueryTile& tile) const { return tile.heads * tile.count * a.heads_per_kv(); }
+  // The query's head of a row: rows are listed by head of the cache, token, and head of its group.
+  int64_t head_of(const QueryTile& tile, int64_t row) const {
+    return (tile.head + row / (tile.count * a.heads_per_kv())) * a.heads_per_kv() + row % a.heads_per_kv();
+  }
   int64_t tokens_per_tile() const { return larger(1, kQueryTile / a.heads_per_kv()); }
 
-  // Calls visit(tile) for the tiles of all sequences, head by head; returns their number.
+  // Calls visit(tile) for the tiles of all sequences, each with up to `most_heads_`; returns their number.
   template <class Visit>
   int64_t each_tile(Visit&& visit) const {
     int64_t number = 0, kept = 0;
@@ -761,10 +785,14 @@ class AttentionJob {
         const int64_t position = a.past_seqlens[b] + first, last = a.past_seqlens[b] + end - 1;
         const int64_t first_segment = a.reach(position) / kSegment;
         const int64_t num_segments = last / kSegment - first_segment + 1;
-        for (int64_t head = 0; head < a.kv_num_heads; head++) {
-          visit(QueryTile{b, head, a.cumulative_sequence_length[b] + first, position, end - first, first_segment,
-                          num_segments, kept});
-          kept += num_segments * (end - first) * a.heads_per_kv();
+        const int64_t fitting = kQueryTile / ((end - first) * a.heads_per_kv());
+        const int64_t most = larger(1, smaller(most_heads_, fitting)), parts = (a.kv_num_heads + most - 1) / most;
+        for (int64_t part = 0; part < parts; part++) {
+          const int64_t head = a.kv_num_heads * part / parts, heads = a.kv_num_heads * (part + 1) / parts - head;
+          const QueryTile tile{b, head, heads, a.cumulative_sequence_length[b] + first, position, end - first,
+                               first_segment, num_segments, kept};
+          visit(tile);
+          kept += num_segments * rows_of(tile);
           number++;
         }
       }
@@ -810,7 +838,7 @@ class AttentionJob {
         *item = {0, number, split_ ? tile.first_segment + s : kWhole};
         const int64_t keys = end_of(*item) - begin_of(*item);
         constexpr int64_t kReading = 8;  // the cost of reading a key and a value, in query rows
-        item->cost = keys * (tile.count * a.heads_per_kv() + kReading);
+        item->cost = keys * (rows_of(tile) + tile.heads * kReading);
       }
       number++;
     });
@@ -860,10 +888,11 @@ class AttentionJob {
     const QueryTile& tile = tiles_[item.tile];
     const int64_t group = a.heads_per_kv();
     Rows& rows = mine.rows;
-    rows.count = (int)(tile.count * group);
-    for (int r = 0; r < rows.count; r++) {
-      const int64_t head = tile.head * group + r % group, position = tile.position + r / group;
-      load_query_head(tile.token + r / group, head, a.q_norm_weight, a.cos_cache, position, a.scale,
+    rows.heads = (int)tile.heads;
+    rows.of_head = (int)(tile.count * group);
+    for (int r = 0; r < rows.count(); r++) {
+      const int64_t token = r % rows.of_head / group, position = tile.position + token, head = head_of(tile, r);
+      load_query_head(tile.token + token, head, a.q_norm_weight, a.cos_cache, position, a.scale,
                       rows.query + r * a.padded_dim());
       rows.positions[r] = (int32_t)position;
       rows.slopes[r] = a.alibi_slopes == nullptr ? 0.0f : a.alibi_slopes[head];
@@ -877,14 +906,14 @@ class AttentionJob {
       }
       const bool is_first = from == begin;
       attend(a, cache_, rows, mine.groups, from, to, is_first ? mine.sums : mine.segment_sums);
-      if (!is_first) merge(rows.count, a.padded_dim(), mine.sums, mine.segment_sums);
+      if (!is_first) merge(rows.count(), a.padded_dim(), mine.sums, mine.segment_sums);
       from = to;
     }
     store_rows(tile, mine.sums);
   }
 
   Sums kept_sums(const QueryTile& tile, int64_t segment) const {
-    const int64_t row = tile.kept + (segment - tile.first_segment) * tile.count * a.heads_per_kv();
+    const int64_t row = tile.kept + (segment - tile.first_segment) * rows_of(tile);
     return {kept_.top + row, kept_.total + row, kept_.output + row * a.padded_dim()};
   }
 
@@ -892,7 +921,7 @@ class AttentionJob {
   // of the items that this thread is likely to take next.
   void list_groups_of(int64_t number, int64_t from, int64_t to, int64_t* groups) const {
     const int64_t count = (to - from + kKeyTile - 1) / kKeyTile * kTileGroups + kAhead;
-    for (int64_t listed = 0; listed < count; number += num_workspaces_) {
+    for (int64_t listed = 0; listed < count; number += Team::stride(num_workspaces_)) {
       const WorkItem& item = items_[smaller(number, num_items_ - 1)];
       if (listed > 0) from = begin_of(item);
       const int64_t own = (end_of(item) - from + kKeyTile - 1) / kKeyTile * kTileGroups;
@@ -922,15 +951,16 @@ class AttentionJob {
   void merge_tile(const QueryTile& tile) const {
     const Sums sums = kept_sums(tile, tile.first_segment);
     for (int64_t s = 1; s < tile.num_segments; s++) {
-      merge((int)(tile.count * a.heads_per_kv()), a.padded_dim(), sums, kept_sums(tile, tile.first_segment + s));
+      merge((int)rows_of(tile), a.padded_dim(), sums, kept_sums(tile, tile.first_segment + s));
     }
     store_rows(tile, sums);
   }
 
   void store_rows(const QueryTile& tile, const Sums& sums) const {
     const int64_t group = a.heads_per_kv(), dim = a.head_dim;
-    for (int64_t r = 0; r < tile.count * group; r++) {
-      const int64_t to = ((tile.token + r / group) * a.num_heads + tile.head * group + r % group) * dim;
+    for (int64_t r = 0; r < rows_of(tile); r++) {
+      const int64_t token = tile.token + r % (tile.count * group) / group;
+      const int64_t to = (token * a.num_heads + head_of(tile, r)) * dim;
       const float inverse = 1.0f / sums.total[r];
       for (int64_t d = 0; d < dim; d += kLanes) {
         const f32x16 x = load(sums.output + r * a.padded_dim() + d) * inverse;
@@ -948,6 +978,7 @@ class AttentionJob {
   const Tensor& output_;
   Scratch scratch_;
   bool split_ = false;
+  int64_t most_heads_ = 1;  // of a tile
   int64_t num_tiles_ = 0;
   int64_t num_items_ = 0;
   int num_workspaces_ = 0;

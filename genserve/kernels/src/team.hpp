@@ -127,22 +127,26 @@ class Team {
     }
   }
 
-  // The same where chunk after chunk is best taken by the same thread, so that it can prefetch the next one: thread
-  // `index` of `count` starts with its own range of chunks, and then helps with those of others.
+  // The same where a thread is to know the chunk that it takes next, so that it can prefetch it: thread `index` of `count`
+  // starts with its own range of chunks, and then helps with those of others.
   template <class Body>
   void take_ranges(int phase, int64_t chunks, size_t index, int count, Body&& body) {
-    Phase& p = phases_[phase];
     const int ranges = num_ranges(count);
-    int64_t taken = 0;
-    for (int i = 0; i < ranges; i++) {
-      const int range = (int)((index + (size_t)i) % (size_t)ranges);
-      const int64_t first = range_start(chunks, range, ranges), size = range_start(chunks, range + 1, ranges) - first;
-      Atomic<int64_t>& next = p.next[range].value;
-      if (next.peek() >= size) continue;
-      for (int64_t chunk; (chunk = next.add(1)) < size; taken++) body(first + chunk);
-    }
-    if (taken > 0) p.done.value.add(taken);
+    take_own(phase, index, ranges, [&](int range, const auto& take) {
+      const int64_t first = range_start(chunks, range, ranges);
+      take(range_start(chunks, range + 1, ranges) - first, [&](int64_t i) { body(first + i); });
+    });
   }
+
+  // The same, but the chunks are dealt: the own ones of a thread are `stride(count)` apart.
+  template <class Body>
+  void take_dealt(int phase, int64_t chunks, size_t index, int count, Body&& body) {
+    const int ranges = num_ranges(count);
+    take_own(phase, index, ranges, [&](int range, const auto& take) {
+      take((chunks - range + ranges - 1) / ranges, [&](int64_t i) { body(range + i * ranges); });
+    });
+  }
+  static int64_t stride(int count) { return num_ranges(count); }
 
   // Waits until all chunks of a phase are done. After the last phase this is not needed, because the caller of the
   // threads waits for them.
@@ -158,6 +162,22 @@ class Team {
   }
 
  private:
+  // Calls visit(range, take) for all ranges, the thread's own one first; take(size, body) takes the chunks of a range.
+  template <class Visit>
+  void take_own(int phase, size_t index, int ranges, Visit&& visit) {
+    Phase& p = phases_[phase];
+    int64_t taken = 0;
+    for (int i = 0; i < ranges; i++) {
+      const int range = (int)((index + (size_t)i) % (size_t)ranges);
+      visit(range, [&](int64_t size, const auto& body) {
+        Atomic<int64_t>& next = p.next[range].value;
+        if (next.peek() >= size) return;
+        for (int64_t chunk; (chunk = next.add(1)) < size; taken++) body(chunk);
+      });
+    }
+    if (taken > 0) p.done.value.add(taken);
+  }
+
   static int num_ranges(int count) { return count < kMaxRanges ? count : kMaxRanges; }
   static int64_t range_start(int64_t chunks, int range, int ranges) { return chunks * range / ranges; }
 
