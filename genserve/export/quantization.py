@@ -1,7 +1,7 @@
 """Quantization: the number formats of an exported graph, and SmoothQuant, after which they lose less.
 
 After a norm, some channels are always much larger than the others, which keep few steps when a row is rounded
-by its largest value. Dividing the norm's weight by a factor per channel, and multiplying the inputs of its
+by its largest values. Dividing the norm's weight by a factor per channel, and multiplying the inputs of its
 readers by the same factor, does not change the output of the model.
 
 Source: Xiao et al., "SmoothQuant" (2023), with a strength of one half. The activations are measured by their

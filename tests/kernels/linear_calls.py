@@ -159,12 +159,20 @@ def rounded(layer: Layer, x: Array) -> tuple[Array, Array]:
         return x, np.zeros((len(x), 1))
     size = packing.BLOCKS[layer.weight_format] or layer.in_features
     blocks = [x[:, i : i + size] for i in range(0, layer.in_features, size)]
-    steps = [np.abs(block).max(axis=1, keepdims=True) / 127 for block in blocks]
+    largest = np.abs if layer.weight_format == "int4_block" else largest_of_pairs
+    steps = [largest(block).max(axis=1, keepdims=True) / 127 for block in blocks]
     values = [
         np.rint(block / np.where(step == 0, 1, step)) * step
         for block, step in zip(blocks, steps, strict=True)
     ]
     return np.concatenate(values, axis=1), np.concatenate(steps, axis=1).max(axis=1, keepdims=True)
+
+
+def largest_of_pairs(x: Array) -> Array:
+    """[T, K] to [T, ceil(K / 2)]: the largest magnitude of each two neighbours and of their sum."""
+    first, second = x[:, ::2], np.zeros_like(x[:, ::2])
+    second[:, : x.shape[1] // 2] = x[:, 1::2]
+    return np.maximum.reduce([np.abs(first), np.abs(second), np.abs(first + second)])
 
 
 def reference(layer: Layer, x: Array, residual: Array | None = None) -> tuple[Array, Array]:

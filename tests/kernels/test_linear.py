@@ -72,7 +72,7 @@ def test_any_layer_agrees_with_float64(
 def test_products_of_integers_are_exact(
     weight_format: str, inputs: int, outputs: int, rows: int, values: str, seed: int
 ) -> None:
-    """Integer inputs with a largest value of 127 per block have scales of one."""
+    """Integer inputs have scales of one if 127 is the largest value, and sum of neighbours, in each block."""
     rng = np.random.default_rng(seed)
     lowest, highest = (-8, 7) if weight_format == "int4_block" else (-127, 127)
     if values == "extremes":
@@ -87,6 +87,9 @@ def test_products_of_integers_are_exact(
         x[rng.random(x.shape) < 0.9] //= 8
     block = packing.BLOCKS[weight_format] or inputs
     x[:, ::block] = 127
+    if weight_format != "int4_block":
+        first, second = x[:, :-1:2], x[:, 1::2]
+        second[:] = np.clip(first + second, -127, 127) - first
     scales = np.ones((outputs, -(-inputs // block)), np.float32)
     layer = Layer(in_features=inputs, out_features=outputs, weight_format=weight_format)
     layer.set_quantized(packing.Quantized(weights.astype(np.int8), scales))
@@ -95,28 +98,35 @@ def test_products_of_integers_are_exact(
         np.testing.assert_array_equal(compute(layer, x.astype(np.float32), isa=isa), want)
 
 
+@pytest.mark.parametrize("weight_format", ["int8", "int8_block"])
 @pytest.mark.parametrize("weight", [-127, 127])
-def test_products_at_the_limit_of_16_bits_are_exact(weight: int) -> None:
-    """AVX2 adds two products in 16 bits, where 255 * 128 is the largest multiple of a weight that fits."""
-    pairs = [(first, total - first) for total in (127, 128, 129) for first in range(2, 128)]
-    x = np.array([value for pair in pairs for value in pair])
-    layer = Layer(in_features=len(x), out_features=1)
-    layer.set_quantized(packing.Quantized(np.full((1, len(x)), weight, np.int8), np.ones((1, 1), np.float32)))
+def test_products_at_the_limit_of_16_bits_are_exact(weight: int, weight_format: str) -> None:
+    """AVX2 adds two products in 16 bits, up to 255 * 128. Inputs with a sum of 127 may be rounded to 128."""
+    x = np.array([value for first in range(64) for value in (first + 0.5, 126.5 - first)] + [127.0, 0.0] * 32)
+    layer = Layer(in_features=len(x), out_features=1, weight_format=weight_format)
+    scales = np.ones((1, -(-len(x) // (packing.BLOCKS[weight_format] or len(x)))), np.float32)
+    layer.set_quantized(packing.Quantized(np.full((1, len(x)), weight, np.int8), scales))
     rows = np.array([x, -x] * 50, np.float32)  # more than a chunk
+    pairs = np.rint(rows).reshape(len(rows), -1, 2).sum(2)
+    assert abs(pairs).max() == 128
     for isa in instruction_sets():
         got = compute(layer, rows, isa=isa, threads=3)
-        np.testing.assert_array_equal(got, rows.sum(1, keepdims=True) * weight)
+        np.testing.assert_array_equal(got, pairs.sum(1, keepdims=True) * weight)
 
 
 def test_the_largest_row_of_int8_does_not_overflow() -> None:
     inputs = 1 << 17
     layer = Layer(in_features=inputs, out_features=1)
     layer.set_quantized(packing.Quantized(np.full((1, inputs), -127, np.int8), np.ones((1, 1), np.float32)))
+    x = np.full((3, inputs), 63.5, np.float32)  # two add up to 127, and are rounded to 64
+    opposite = np.tile(np.array([127, -127], np.float32), (3, inputs // 2))
+    alternating = Layer(in_features=inputs, out_features=1)
+    alternating.set_quantized(packing.Quantized(opposite[:1].astype(np.int8), np.ones((1, 1), np.float32)))
     for isa in instruction_sets():
-        assert (
-            compute(layer, np.full((3, inputs), 127, np.float32), isa=isa).tolist()
-            == [[-127.0 * 127 * inputs]] * 3
-        )
+        assert compute(layer, x, isa=isa).tolist() == [[-127.0 * 64 * inputs]] * 3
+        for sign in (1, -1):
+            got = compute(alternating, sign * opposite, isa=isa)
+            assert got.tolist() == [[sign * 127.0 * 127 * inputs]] * 3
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -161,11 +171,23 @@ def test_rows_of_zeros_and_of_the_smallest_numbers(weight_format: str) -> None:
         np.random.default_rng(3), in_features=70, out_features=20, weight_format=weight_format, bias=False
     )
     x = np.zeros((3, 70), np.float32)
-    x[1], x[2] = 1e-40, 3e38
+    x[1], x[2] = 1e-40, 1.5e38
     got = compute(layer, x)
     assert (got[0] == 0).all()
     assert (np.abs(got[1]) < 1e-37).all()
     assert not np.isnan(got[2]).any() or weight_format == "float32"
+
+
+@pytest.mark.parametrize("weight_format", ["int8", "int8_block"])
+def test_a_sum_of_neighbours_beyond_the_floats_makes_its_row_nan(weight_format: str) -> None:
+    layer = make_layer(
+        np.random.default_rng(3), in_features=70, out_features=20, weight_format=weight_format, bias=False
+    )
+    x = np.ones((4, 70), np.float32)
+    x[1, 6:8], x[2, 6:8] = 2e38, (3e38, -3e38)
+    for isa in instruction_sets():
+        is_nan = np.isnan(compute(layer, x, isa=isa)).all(axis=1)
+        assert is_nan.tolist() == [False, True, False, False]
 
 
 def test_layer_norm_without_weight_and_bias() -> None:

@@ -8,12 +8,11 @@
 //        x   4 bytes: the same four for all        | x0  x1  x2  x3  |
 //        sums[i] += wi0 * x0 + wi1 * x1 + wi2 * x2 + wi3 * x3
 //
+//   Products with weights of 8 bits need only be exact for inputs as round_inputs() makes them: in each of the pairs
+//   x0, x1 and x2, x3, the positive ones add up to at most 128, and the negative ones to at least -128.
+//
 //   Int8Weights        64 weights of 8 bits (stored as q + 128), loaded once and used for all rows of a tile
-//   BlockWeights       the same for weights with a scale per block
-//   kInt8Offset, kBlockOffset      dot() uses q + offset, so its sums start at -offset times the sum of the inputs
-//   kMaxPair           0: dot() of Int8Weights is exact for all inputs. Otherwise only if, in each of the pairs x0, x1 and
-//                      x2, x3, the positive inputs add up to at most this, and the negative ones to at least its negative;
-//                      dot_large() is always exact
+//   kInt8Offset        dot() uses q + offset, so its sums start at -offset times the sum of the inputs
 //   Int4Weights        64 weights of 4 bits, one per byte (q + 8), as dot() uses them
 //   kGroupsOfTile      groups of 16 outputs that a tile of more than two rows computes together, of the two in a panel
 //   kInt8Rows, kBlockRows, kFloatRows      most rows of a tile, whose sums fit in the registers
@@ -75,24 +74,13 @@ GENSERVE_INLINE u32x16 dot(u32x16 sums, u8x64 w, int32_t x) {
 #else
 
 constexpr const char* kInstructionSet = "avx2";
-constexpr int kGroupsOfTile = 1, kInt8Rows = 4, kBlockRows = 4, kFloatRows = 6;
+constexpr int kGroupsOfTile = 1, kInt8Rows = 5, kBlockRows = 5, kFloatRows = 6;
 
-// vpmaddubsw adds two products of an unsigned weight and a signed input in 16 bits, with saturation. Weights of 4 bits
-// always fit (2 * 15 * 127), and those of 8 bits do if the inputs are small (255 * 128). With one scale for a whole row
-// nearly all are; the few others are multiplied in 16 bits. Blocks have many large inputs. Therefore the sign of the weight
-// is moved to the input there, so that 2 * 128 * 127 fits.
-#define GENSERVE_LARGE_INPUTS
-constexpr int kInt8Offset = 128, kBlockOffset = 0, kMaxPair = 128;
+constexpr int kInt8Offset = 128;
 typedef Halves Int8Weights, Int4Weights;
-struct BlockWeights {
-  Halves size, sign;
-};
 GENSERVE_INLINE Halves int8_weights(u8x64 bytes) { return halves(bytes); }
 GENSERVE_INLINE Halves int4_weights(u8x64 bytes) { return halves(bytes); }
-GENSERVE_INLINE BlockWeights block_weights(u8x64 bytes) {
-  const Halves sign = halves(bytes ^ 0x80);
-  return {{_mm256_abs_epi8(sign.low), _mm256_abs_epi8(sign.high)}, sign};
-}
+// vpmaddubsw adds two products of unsigned with signed bytes in 16 bits: at most 255 * 128, or 15 * 127 * 2.
 GENSERVE_INLINE __m256i add_pairs(__m256i sums, __m256i pairs) {
   return _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
@@ -101,23 +89,6 @@ GENSERVE_INLINE u32x16 dot(u32x16 sums, const Halves& w, int32_t x) {
   const __m256i four = _mm256_set1_epi32(x);
   const __m256i low = _mm256_maddubs_epi16(w.low, four), high = _mm256_maddubs_epi16(w.high, four);
   return __builtin_bit_cast(u32x16, Halves{add_pairs(a.low, low), add_pairs(a.high, high)});
-}
-GENSERVE_INLINE u32x16 dot(u32x16 sums, const BlockWeights& w, int32_t x) {
-  const Halves a = halves(sums);
-  const __m256i four = _mm256_set1_epi32(x);
-  const __m256i low = _mm256_maddubs_epi16(w.size.low, _mm256_sign_epi8(four, w.sign.low));
-  const __m256i high = _mm256_maddubs_epi16(w.size.high, _mm256_sign_epi8(four, w.sign.high));
-  return __builtin_bit_cast(u32x16, Halves{add_pairs(a.low, low), add_pairs(a.high, high)});
-}
-GENSERVE_INLINE __m256i dot_large(__m256i sums, __m256i w, __m256i four) {  // inputs 0 and 2, then 1 and 3
-  const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(four, 8), 8), odd = _mm256_srai_epi16(four, 8);
-  sums = _mm256_add_epi32(sums, _mm256_madd_epi16(_mm256_and_si256(w, _mm256_set1_epi16(0x00ff)), even));
-  return _mm256_add_epi32(sums, _mm256_madd_epi16(_mm256_srli_epi16(w, 8), odd));
-}
-GENSERVE_INLINE u32x16 dot_large(u32x16 sums, const Halves& w, int32_t x) {
-  const Halves a = halves(sums);
-  const __m256i four = _mm256_set1_epi32(x);
-  return __builtin_bit_cast(u32x16, Halves{dot_large(a.low, w.low, four), dot_large(a.high, w.high, four)});
 }
 
 #endif
@@ -172,13 +143,6 @@ GENSERVE_INLINE u32x16 dot(u32x16 sums, u8x64 w, int32_t x) {
   return sums;
 }
 
-#endif
-
-#ifndef GENSERVE_LARGE_INPUTS  // dot() is exact for all inputs
-constexpr int kBlockOffset = kInt8Offset, kMaxPair = 0;
-typedef Int8Weights BlockWeights;
-GENSERVE_INLINE BlockWeights block_weights(u8x64 bytes) { return int8_weights(bytes); }
-GENSERVE_INLINE u32x16 dot_large(u32x16 sums, const Int8Weights& w, int32_t x) { return dot(sums, w, x); }
 #endif
 
 }  // namespace genserve

@@ -171,13 +171,6 @@ struct NormedRow {
   }
 };
 
-// Inputs that are too large for dot(). Among the others they are zero.
-struct LargeInputs {
-  const int8_t* q;        // [rows, stride]: where a step of four inputs has one, these four
-  const uint16_t* steps;  // [rows, stride / 4]: the first of a row are its steps with large inputs
-  const int32_t* counts;  // [rows]: the number of such steps
-};
-
 // The rows for a tile: int8 with scales and sums, or floats.
 struct InputRows {
   const int8_t* q;        // [rows, stride]
@@ -186,21 +179,26 @@ struct InputRows {
   const float* scales;    // [rows, blocks]
   const int32_t* starts;  // [rows, blocks]: the initial value of the sum of a block
   int64_t blocks;
-  LargeInputs large;
 };
 
-// Quantizes inputs [from, to) of a row with one scale, and fills q up to `end` with zeros. A sum of weights + `offset`
-// times these inputs starts at `start`.
+// Quantizes inputs [from, to) of a row with one scale, and fills q up to `end` with zeros. The largest magnitude becomes
+// 127: that of the values or, with `by_pairs`, also of the sums of neighbours 2i and 2i + 1, because dot() needs small
+// pairs. A sum of weights + `offset` times these inputs starts at `start`.
 template <class Row>
-inline void round_inputs(const Row& row, int64_t from, int64_t to, int64_t end, int offset, int8_t* q, float* scale,
-                         int32_t* start) {
+inline void round_inputs(const Row& row, int64_t from, int64_t to, int64_t end, bool by_pairs, int offset, int8_t* q,
+                         float* scale, int32_t* start) {
   i32x16 largest{};  // the magnitudes of floats have the same order as integers, with NaN above infinity
-  for (int64_t i = from; i < to; i += kLanes) largest = max(largest, (i32x16)abs(row.get(i, to - i)));
+  for (int64_t i = from; i < to; i += kLanes) {
+    const f32x16 x = row.get(i, to - i);
+    largest = max(largest, (i32x16)abs(x));
+    if (by_pairs) largest = max(largest, (i32x16)abs(x + swap_neighbours(x)));
+  }
   const float top = __builtin_bit_cast(float, maximum(largest));
   constexpr float kLeast = 1e-36f;  // 127 / top is finite
   if (!(top >= kLeast && top <= __FLT_MAX__)) {
     memset(q + from, 0, (size_t)(end - from));
-    *scale = top < kLeast ? 0.0f : __builtin_nanf("");  // infinity or NaN in x: every output of the row is NaN
+    // Infinity or NaN in x, or a sum of two beyond the floats: every output of the row is NaN.
+    *scale = top < kLeast ? 0.0f : __builtin_nanf("");
     *start = 0;
     return;
   }
@@ -215,28 +213,6 @@ inline void round_inputs(const Row& row, int64_t from, int64_t to, int64_t end, 
   if (written < end) memset(q + written, 0, (size_t)(end - written));
   *scale = top / 127.0f;
   *start = -offset * sum(sums);
-}
-
-// The sums of neighbouring bytes, none of which is negative.
-GENSERVE_INLINE i16x32 pair_sums(i8x64 v) { return ((i16x32)v & 0xff) + ((i16x32)v >> 8); }
-
-// Moves the steps of four inputs that have inputs too large for dot() from a row, `q`, to `large`, and lists them in
-// `steps`. Returns their number. `inputs` is a multiple of 64.
-inline int32_t separate_large(int8_t* q, int64_t inputs, int8_t* large, uint16_t* steps) {
-  int32_t count = 0;
-  for (int64_t first = 0; first < inputs; first += 64) {
-    i8x64 v;
-    memcpy(&v, q + first, sizeof v);
-    const i16x32 up = pair_sums(max(v, i8x64{})), down = pair_sums(max(-v, i8x64{}));
-    const uint32_t pairs = bits(max(up, down) > kMaxPair);
-    for (uint32_t left = (pairs | pairs >> 1) & 0x55555555; left != 0; left &= left - 1) {
-      const int64_t step = first / 4 + __builtin_ctz(left) / 2;
-      memcpy(large + 4 * step, q + 4 * step, 4);
-      memset(q + 4 * step, 0, 4);
-      steps[count++] = (uint16_t)step;
-    }
-  }
-  return count;
 }
 
 // ------------------------------------------------------------------------------------------- tiles
@@ -262,24 +238,6 @@ struct Ahead {
     at += step;
   }
 };
-
-// Adds the products of the large inputs to the sums of a tile.
-template <int kRows, int kGroups>
-GENSERVE_INLINE void add_large(const InputRows& x, int64_t row, const uint8_t* weights, u32x16 (&sums)[kRows][kGroups]) {
-  if constexpr (kMaxPair == 0) return;
-  GENSERVE_UNROLL
-  for (int r = 0; r < kRows; r++) {
-    const int8_t* const q = x.large.q + (row + r) * x.stride;
-    const uint16_t* const steps = x.large.steps + (row + r) * x.stride / 4;
-    for (int32_t i = 0; i < x.large.counts[row + r]; i++) {
-      const int32_t inputs = four_bytes(q + 4 * steps[i]);
-      GENSERVE_UNROLL
-      for (int g = 0; g < kGroups; g++) {
-        sums[r][g] = dot_large(sums[r][g], int8_weights(load_bytes(weights + 128 * steps[i] + 64 * g)), inputs);
-      }
-    }
-  }
-}
 
 // The groups of 16 outputs that a tile computes together. With one or two rows these are all, so that weights are read in
 // the order of memory.
@@ -325,7 +283,6 @@ struct Int8Format {
         }
         rows.advance(4 * kChains);
       }
-      add_large(x, row, static_cast<const uint8_t*>(panel) + 64 * first, sums[0]);
       GENSERVE_UNROLL
       for (int g = 0; g < kGroups; g++) {
         const f32x16 scale = load(scales + kLanes * (first + g));
@@ -381,7 +338,7 @@ struct BlockFormat {
               for (int r = 0; r < kRows; r++) {
                 const int32_t inputs = four_bytes(rows.at(r) + 4 * part);
                 if constexpr (kBits == 8) {
-                  sums[r][g] = dot(sums[r][g], block_weights(bytes), inputs);
+                  sums[r][g] = dot(sums[r][g], int8_weights(bytes), inputs);
                 } else {
                   sums[r][g] = dot(sums[r][g], int4_weights(part == 0 ? bytes & 15 : bytes >> 4), inputs);
                 }
@@ -505,20 +462,14 @@ class Linear {
     const size_t bytes_of_input = a_.weight_format == WeightFormat::kFloat32 ? sizeof(float) : sizeof(int8_t);
     const size_t num_values = as_they_are_ ? 0 : (size_t)(num_rows_ * sizes_.inputs);
     const size_t num_scales = (size_t)(num_rows_ * sizes_.blocks);
-    has_large_ = kMaxPair != 0 && a_.weight_format == WeightFormat::kInt8;
-    const size_t num_large = has_large_ ? num_values : 0, num_counts = has_large_ ? (size_t)num_rows_ : 0;
     scratch_.open(Scratch::bytes_of<char>(num_values * bytes_of_input) + Scratch::bytes_of<float>(num_scales) +
-                  Scratch::bytes_of<int32_t>(num_scales) + Scratch::bytes_of<int8_t>(num_large) +
-                  Scratch::bytes_of<uint16_t>(num_large / 4) + Scratch::bytes_of<int32_t>(num_counts));
+                  Scratch::bytes_of<int32_t>(num_scales));
     if (!scratch_) return error.set("out of memory for %lld rows", (long long)num_rows_);
     char* values = scratch_.take<char>(num_values * bytes_of_input);
     q_ = reinterpret_cast<int8_t*>(values);
     normed_ = reinterpret_cast<float*>(values);
     scales_ = scratch_.take<float>(num_scales);
     starts_ = scratch_.take<int32_t>(num_scales);
-    large_q_ = scratch_.take<int8_t>(num_large);
-    large_steps_ = scratch_.take<uint16_t>(num_large / 4);
-    large_counts_ = scratch_.take<int32_t>(num_counts);
     row_chunks_ = as_they_are_ ? 0 : (num_rows_ + 3) / 4;
     row_groups_ = (num_rows_ + kChunkRows - 1) / kChunkRows;
     // A chunk has about 64 KiB of weights, to be worth its overhead, but each thread gets several.
@@ -576,16 +527,11 @@ class Linear {
       return;
     }
     const int64_t block = padded / blocks;
-    const int offset = a_.weight_format == WeightFormat::kInt8        ? kInt8Offset
-                       : a_.weight_format == WeightFormat::kInt8Block ? kBlockOffset
-                                                                      : kInt4Offset;
+    const bool is_int4 = a_.weight_format == WeightFormat::kInt4Block;
     for (int64_t b = 0; b < blocks; b++) {
-      round_inputs(normed, b * block, smaller(n, b * block + block), b * block + block, offset, q_ + row * padded,
-                   scales_ + row * blocks + b, starts_ + row * blocks + b);
-    }
-    if (has_large_) {
-      const int64_t at = row * padded;
-      large_counts_[row] = separate_large(q_ + at, padded, large_q_ + at, large_steps_ + at / 4);
+      round_inputs(normed, b * block, smaller(n, b * block + block), b * block + block, !is_int4,
+                   is_int4 ? kInt4Offset : kInt8Offset, q_ + row * padded, scales_ + row * blocks + b,
+                   starts_ + row * blocks + b);
     }
   }
 
@@ -606,8 +552,7 @@ class Linear {
                     sizes_.inputs,
                     scales_ + from * sizes_.blocks,
                     starts_ + from * sizes_.blocks,
-                    sizes_.blocks,
-                    {large_q_ + from * sizes_.inputs, large_steps_ + from * sizes_.inputs / 4, large_counts_ + from}};
+                    sizes_.blocks};
     const char* weights = in_.weight.as<char>() + panel * sizes_.panel_bytes;
     const float* scales = in_.scales.present() ? in_.scales.as<float>() + panel * sizes_.blocks * kPanel : nullptr;
     Outputs y[Format::kRowsOfTile];
@@ -619,9 +564,22 @@ class Linear {
       if (num_rows_ <= 2) ahead = {weights + 4096, 64};
       if (from > 0) ahead = {weights, 0};  // the first group of rows has prefetched it
       const int height = (int)((to - from - row + tiles - 1) / tiles);
+      prefetch_rows(panel, from + row, height);
       multiply<Format>(height, rows, row, weights, scales, ahead, y);
       finish(panel, from + row, height, y);
       row += height;
+    }
+  }
+
+  // Prefetches what finish() writes of y and reads of the residual, which may be another page of memory for each row.
+  void prefetch_rows(int64_t panel, int64_t row, int height) const {
+    const int64_t width = a_.gated ? kLanes : kPanel;
+    for (int r = 0; r < height; r++) {
+      const int64_t place = (row + r) * sizes_.outputs + panel * width;
+      for (int64_t i = 0; i < width; i += kLanes) {
+        __builtin_prefetch(y_ + place + i, 1);
+        if (in_.residual.present()) __builtin_prefetch(in_.residual.as<float>() + place + i);
+      }
     }
   }
 
@@ -655,7 +613,6 @@ class Linear {
   int64_t num_rows_;
   int num_threads_ = 1;
   bool as_they_are_ = false;  // rows of x are read without preparation
-  bool has_large_ = false;    // large inputs are separated
   int64_t row_chunks_ = 0;
   int64_t row_groups_ = 0;    // of up to kChunkRows rows
   int64_t panels_of_chunk_ = 0;
@@ -665,9 +622,6 @@ class Linear {
   float* normed_ = nullptr;
   float* scales_ = nullptr;
   int32_t* starts_ = nullptr;
-  int8_t* large_q_ = nullptr;
-  uint16_t* large_steps_ = nullptr;
-  int32_t* large_counts_ = nullptr;
 };
 
 }  // namespace genserve

@@ -26,8 +26,6 @@ typedef float f32x16 __attribute__((vector_size(64)));
 typedef int32_t i32x16 __attribute__((vector_size(64)));
 typedef uint32_t u32x16 __attribute__((vector_size(64)));  // integers whose sums may wrap
 typedef int8_t i8x16 __attribute__((vector_size(16)));
-typedef int8_t i8x64 __attribute__((vector_size(64)));
-typedef int16_t i16x32 __attribute__((vector_size(64)));
 typedef _Float16 f16x16 __attribute__((vector_size(32)));
 
 // ------------------------------------------------------------------------------------------- loads and stores
@@ -139,8 +137,6 @@ GENSERVE_INLINE float fma(float a, float b, float c) { return fma(broadcast(a), 
 GENSERVE_INLINE f32x16 max(f32x16 a, f32x16 b) { return a > b ? a : b; }
 GENSERVE_INLINE f32x16 min(f32x16 a, f32x16 b) { return a < b ? a : b; }
 GENSERVE_INLINE i32x16 max(i32x16 a, i32x16 b) { return a > b ? a : b; }
-GENSERVE_INLINE i8x64 max(i8x64 a, i8x64 b) { return a > b ? a : b; }
-GENSERVE_INLINE i16x32 max(i16x32 a, i16x32 b) { return a > b ? a : b; }
 
 GENSERVE_INLINE f32x16 abs(f32x16 a) { return (f32x16)((i32x16)a & 0x7fffffff); }
 GENSERVE_INLINE f32x16 copysign(f32x16 size, f32x16 sign) {
@@ -174,14 +170,14 @@ GENSERVE_INLINE int32_t sum(i32x16 v) {
 GENSERVE_INLINE float maximum(f32x16 v) {
   return fold_lanes(v, [](f32x16 a, f32x16 b) { return max(a, b); });
 }
+// Lanes 2i and 2i + 1 exchanged.
+GENSERVE_INLINE f32x16 swap_neighbours(f32x16 v) {
+  return __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+}
 // The lanes of a comparison as bits, the first lane lowest; and whether any is set.
 GENSERVE_INLINE uint32_t bits(i32x16 mask) {
   typedef bool bool16 __attribute__((ext_vector_type(16)));
   return __builtin_bit_cast(uint16_t, __builtin_convertvector(mask, bool16));
-}
-GENSERVE_INLINE uint32_t bits(i16x32 mask) {
-  typedef bool bool32 __attribute__((ext_vector_type(32)));
-  return __builtin_bit_cast(uint32_t, __builtin_convertvector(mask, bool32));
 }
 GENSERVE_INLINE bool any(i32x16 mask) { return __builtin_reduce_or(mask) != 0; }
 GENSERVE_INLINE int32_t maximum(i32x16 v) {
