@@ -167,7 +167,7 @@ def test_reasoning_is_folded(chat):
 
 def test_an_answer_is_stopped_and_continued(chat, echo, monkeypatch):
     with monkeypatch.context() as patch:
-        slow_down(echo, patch)
+        slow_down(echo, patch, step_s=0.1)     # a browser on a busy machine is slow, too
         chat.send("0123456789" * 7)
         expect(chat.answer.locator(".markdown")).to_contain_text("0123")
         chat.page.keyboard.press("Escape")

@@ -87,13 +87,13 @@ def request_bytes(path: str, body: dict) -> bytes:
     return head.encode() + content
 
 
-def slow_down(server: LiveServer, monkeypatch) -> None:
+def slow_down(server: LiveServer, monkeypatch, *, step_s: float = 0.01) -> None:
     """Make each step of the tiny model take a while, as a real one would."""
     model = server.model.engine._engine._runner._model
     forward = model.forward
 
     def slow(batch):
-        time.sleep(0.01)
+        time.sleep(step_s)
         return forward(batch)
 
     monkeypatch.setattr(model, "forward", slow)
