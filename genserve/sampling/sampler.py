@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from genserve.completion import TokenLogprob
 from genserve.kernels.sampling_kernels import SAMPLING_RULE, sample_logits, scan_logits
-from genserve.sampling.logits_array import FloatArray, LogitsArray, TokenArray, on_host
+from genserve.sampling.logits_array import FloatArray, LogitsArray, TokenArray, on_host, select_rows
 from genserve.sampling.logits_processors import LogitsEdits, apply_edits
 from genserve.sampling.sampling_params import SamplingParams
 from genserve.sampling.staged_sampler import NUMPY_OPS, DrawStages, apply_cutting
@@ -63,7 +63,7 @@ class SamplingMetadata:
     rules: NDArray[np.void]             # [D] SAMPLING_RULE
     stages: Sequence[DrawStages | None]     # D; of a rule with stages only `uniform` is used
     chances: Sequence[float]            # D numbers in [0, 1) for the stages; empty if no row has any
-    logprobs: Sequence[LogprobsRequest] = ()
+    logprobs: Sequence[LogprobsRequest] = ()    # those not processed: of distinct rows, ascending
     edits: LogitsEdits | None = None
 
     @staticmethod
@@ -104,9 +104,12 @@ class SamplerOutput:
 
 def sample_on_host(logits: FloatArray, metadata: SamplingMetadata) -> SamplerOutput:
     """Sample one token per row of logits [R, V] float32, which only `metadata.edits` modify."""
-    raw = {asked.row: logits[asked.row] for asked in metadata.logprobs if not asked.processed}
-    if metadata.edits is not None:
-        raw = {row: values.copy() for row, values in raw.items()}
+    of_raw = [request for request in metadata.logprobs if not request.processed]
+    rows = [request.row for request in of_raw]
+    if metadata.edits is None:
+        raw = select_rows(logits, rows)
+    else:
+        raw = logits[rows]
         apply_edits(logits, metadata.edits)
     table = np.zeros(len(logits), SAMPLING_RULE)    # at the temperature 0 the best token is taken
     table[list(metadata.drawing)] = metadata.rules
@@ -117,17 +120,17 @@ def sample_on_host(logits: FloatArray, metadata: SamplingMetadata) -> SamplerOut
         for row, index in _staged(metadata):
             if finite[row]:
                 left[row], token_ids[row] = _draw_staged(logits[row], metadata, index)
-    logprobs = []
-    for asked in metadata.logprobs:
-        if not asked.processed:
-            values = raw[asked.row]
-        elif asked.row in left:
-            values = NUMPY_OPS.spread(*left[asked.row], vocab_size=logits.shape[1])[0]
-        else:
-            values = _processed(logits[asked.row], rule=table[asked.row], found=sampled[asked.row])
-        token_id = int(token_ids[asked.row])
-        logprobs.append(token_logprob(values, token_id, num_top=asked.num_top, token_ids=asked.token_ids))
-    return SamplerOutput(token_ids=token_ids, finite=finite, logprobs=tuple(logprobs))
+    logprobs = dict(zip(of_raw, _logprobs(raw, token_ids, of_raw), strict=True))
+    for request in metadata.logprobs:
+        if request.processed:
+            row = request.row
+            if row in left:
+                values = NUMPY_OPS.spread(*left[row], vocab_size=logits.shape[1])
+            else:
+                values = _processed(logits[row], rule=table[row], found=sampled[row])[None]
+            [logprobs[request]] = _logprobs(values, token_ids, [request])
+    ordered = tuple(logprobs[request] for request in metadata.logprobs)
+    return SamplerOutput(token_ids=token_ids, finite=finite, logprobs=ordered)
 
 
 def _staged(metadata: SamplingMetadata) -> Iterator[tuple[int, int]]:
@@ -192,12 +195,32 @@ def token_logprob(
         num_top: the number of most likely tokens to report; masked tokens are left out.
         token_ids: the tokens to report instead.
     """
-    row = on_host(logits)
-    scan = scan_logits(row[None], top_k=min(num_top, row.size), log_sum_exp=True)
-    others = [i for i in scan.top_ids[0].tolist() if i >= 0] if num_top else list(token_ids)
-    level, *levels = np.maximum(row[[token_id, *others]] - scan.log_sum_exp, LOWEST_LOGPROB).tolist()
-    top = sorted(zip(others, levels, strict=True), key=lambda pair: (-pair[1], pair[0]))
-    return TokenLogprob(logprob=level, top=tuple(top))
+    request = LogprobsRequest(row=0, num_top=num_top, token_ids=tuple(token_ids))
+    [found] = _logprobs(on_host(logits)[None], np.array([token_id]), [request])
+    return found
+
+
+def _logprobs(
+    logits: FloatArray, token_ids: TokenArray, requests: Sequence[LogprobsRequest]
+) -> list[TokenLogprob]:
+    """Return what requests ask for: of logits [N, V], one row each, and of token_ids [R], by their rows."""
+    if not requests:
+        return []
+    num_top = min(max(request.num_top for request in requests), logits.shape[1])
+    scan = scan_logits(logits, top_k=num_top, log_sum_exp=True)
+    own_ids = token_ids[[request.row for request in requests]]
+    own = np.maximum(logits[np.arange(len(logits)), own_ids] - scan.log_sum_exp, LOWEST_LOGPROB)
+    found = []
+    for index, (request, logprob) in enumerate(zip(requests, own.tolist(), strict=True)):
+        others = list(request.token_ids)
+        if request.num_top:
+            others = [i for i in scan.top_ids[index, : request.num_top].tolist() if i >= 0]
+        top: list[tuple[int, float]] = []
+        if others:
+            levels = np.maximum(logits[index, others] - scan.log_sum_exp[index], LOWEST_LOGPROB)
+            top = sorted(zip(others, levels.tolist(), strict=True), key=lambda pair: (-pair[1], pair[0]))
+        found.append(TokenLogprob(logprob=logprob, top=tuple(top)))
+    return found
 
 
 def best_ids(row: FloatArray, count: int) -> TokenArray:

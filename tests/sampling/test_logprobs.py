@@ -76,19 +76,20 @@ def test_processed_log_probabilities_match_transformers(place):
 @pytest.mark.parametrize("place", [np.asarray, torch.from_numpy], ids=["host", "device"])
 def test_raw_log_probabilities_of_a_row_do_not_depend_on_other_requests(place):
     rng = np.random.default_rng(5)
-    logits = rng.standard_normal((4, 500)).astype(np.float32)
+    logits = rng.standard_normal((5, 500)).astype(np.float32)
     params = [
         {"logprobs": True, "top_logprobs": 3, "temperature": 1.5, "suppress_tokens": (7,)},
         {},
         {"logprobs": True, "logprobs_mode": "processed", "suppress_tokens": (8,), "top_logprobs": 5},
         {"logprobs": True, "logprob_token_ids": (7, 8), "repetition_penalty": 2.0},
+        {"logprobs": True, "top_logprobs": 1},
     ]
     sequences = [sequence_of([1, 2], vocab_size=500, **one) for one in params]
     together = sample(place(logits.copy()), sequences)
     assert together[1].logprob is None
     for row, sequence, picked in zip(logits, sequences, together, strict=True):
         assert sample(place(row[None].copy()), [sequence]) == [picked]
-    for index in (0, 3):
+    for index in (0, 3, 4):
         found = together[index].logprob
         raw = token_logprob(
             logits[index],
