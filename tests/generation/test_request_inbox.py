@@ -51,10 +51,10 @@ def full():
     model, clock, metrics = GatedLogits(max_num_seqs=2), Clock(), Metrics()
     limits = QueueLimits(max_requests=8, max_tokens=20, max_wait_s=10)
     engine = engine_thread(model, limits=limits, clock=clock, metrics=metrics)
-    model.gate.release(4)
     running = RecordingSink()
     for prompt in ([1], [2]):
         engine.submit(sequence_of(prompt, max_tokens=40), sink=running)
+    model.gate.release(4)   # now: the first sequence alone could pass four times before the second comes
     while len({sequence for sequence, _ in list(running.outputs)}) < 2:   # both have started
         time.sleep(0)
     yield model, clock, metrics, engine, running
