@@ -716,9 +716,9 @@ class AttentionJob {
 
   // The parts of compute(): open(), and then on each thread work(), and wait() if more is computed behind it.
   bool open(int num_threads, Error& error) {
-    int64_t segments = 0, kept_rows = 0;
-    const int64_t single_head_tiles = each_tile([](const QueryTile&) {});
-    most_heads_ = larger(1, single_head_tiles / (kTilesPerThread * num_threads));
+    int64_t segments = 0, kept_rows = 0, tiles = 0;
+    for (int64_t b = 0; b < a.num_sequences; b++) tiles += tiles_of_head(b);
+    most_heads_ = larger(1, tiles * a.kv_num_heads / (kTilesPerThread * num_threads));
     num_tiles_ = each_tile([&](const QueryTile& tile) {
       segments += tile.num_segments;
       kept_rows += tile.num_segments * rows_of(tile);
@@ -768,18 +768,25 @@ class AttentionJob {
 
   int64_t num_chunks() const { return (a.num_tokens + kChunk - 1) / kChunk * a.kv_num_heads; }
   int64_t rows_of(const QueryTile& tile) const { return tile.heads * tile.count * a.heads_per_kv(); }
-  // The query's head of a row: rows are listed by head of the cache, token, and head of its group.
+  // The query's token and head of a row: rows are listed by head of the cache, token, and head of its group.
+  int64_t token_of(const QueryTile& tile, int64_t row) const {
+    return row % (tile.count * a.heads_per_kv()) / a.heads_per_kv();
+  }
   int64_t head_of(const QueryTile& tile, int64_t row) const {
     return (tile.head + row / (tile.count * a.heads_per_kv())) * a.heads_per_kv() + row % a.heads_per_kv();
   }
   int64_t tokens_per_tile() const { return larger(1, kQueryTile / a.heads_per_kv()); }
+
+  int64_t tiles_of_head(int64_t sequence) const {
+    return (a.tokens_of(sequence) + tokens_per_tile() - 1) / tokens_per_tile();
+  }
 
   // Calls visit(tile) for the tiles of all sequences, each with up to `most_heads_`; returns their number.
   template <class Visit>
   int64_t each_tile(Visit&& visit) const {
     int64_t number = 0, kept = 0;
     for (int64_t b = 0; b < a.num_sequences; b++) {
-      const int64_t tokens = a.tokens_of(b), tiles = (tokens + tokens_per_tile() - 1) / tokens_per_tile();
+      const int64_t tokens = a.tokens_of(b), tiles = tiles_of_head(b);
       for (int64_t i = 0; i < tiles; i++) {
         const int64_t first = tokens * i / tiles, end = tokens * (i + 1) / tiles;
         const int64_t position = a.past_seqlens[b] + first, last = a.past_seqlens[b] + end - 1;
@@ -886,12 +893,11 @@ class AttentionJob {
   void compute_item(int64_t number, Workspace& mine) const {
     const WorkItem& item = items_[number];
     const QueryTile& tile = tiles_[item.tile];
-    const int64_t group = a.heads_per_kv();
     Rows& rows = mine.rows;
     rows.heads = (int)tile.heads;
-    rows.of_head = (int)(tile.count * group);
+    rows.of_head = (int)(tile.count * a.heads_per_kv());
     for (int r = 0; r < rows.count(); r++) {
-      const int64_t token = r % rows.of_head / group, position = tile.position + token, head = head_of(tile, r);
+      const int64_t token = token_of(tile, r), position = tile.position + token, head = head_of(tile, r);
       load_query_head(tile.token + token, head, a.q_norm_weight, a.cos_cache, position, a.scale,
                       rows.query + r * a.padded_dim());
       rows.positions[r] = (int32_t)position;
@@ -957,10 +963,9 @@ class AttentionJob {
   }
 
   void store_rows(const QueryTile& tile, const Sums& sums) const {
-    const int64_t group = a.heads_per_kv(), dim = a.head_dim;
+    const int64_t dim = a.head_dim;
     for (int64_t r = 0; r < rows_of(tile); r++) {
-      const int64_t token = tile.token + r % (tile.count * group) / group;
-      const int64_t to = (token * a.num_heads + head_of(tile, r)) * dim;
+      const int64_t to = ((tile.token + token_of(tile, r)) * a.num_heads + head_of(tile, r)) * dim;
       const float inverse = 1.0f / sums.total[r];
       for (int64_t d = 0; d < dim; d += kLanes) {
         const f32x16 x = load(sums.output + r * a.padded_dim() + d) * inverse;
@@ -978,7 +983,7 @@ class AttentionJob {
   const Tensor& output_;
   Scratch scratch_;
   bool split_ = false;
-  int64_t most_heads_ = 1;  // of a tile
+  int64_t most_heads_ = 0;  // of a tile
   int64_t num_tiles_ = 0;
   int64_t num_items_ = 0;
   int num_workspaces_ = 0;

@@ -132,19 +132,17 @@ class Team {
   template <class Body>
   void take_ranges(int phase, int64_t chunks, size_t index, int count, Body&& body) {
     const int ranges = num_ranges(count);
-    take_own(phase, index, ranges, [&](int range, const auto& take) {
-      const int64_t first = range_start(chunks, range, ranges);
-      take(range_start(chunks, range + 1, ranges) - first, [&](int64_t i) { body(first + i); });
-    });
+    const auto start = [&](int range) { return range_start(chunks, range, ranges); };
+    const auto size_of = [&](int range) { return start(range + 1) - start(range); };
+    take_own(phase, index, ranges, size_of, [&](int range, int64_t i) { body(start(range) + i); });
   }
 
   // The same, but the chunks are dealt: the own ones of a thread are `stride(count)` apart.
   template <class Body>
   void take_dealt(int phase, int64_t chunks, size_t index, int count, Body&& body) {
     const int ranges = num_ranges(count);
-    take_own(phase, index, ranges, [&](int range, const auto& take) {
-      take((chunks - range + ranges - 1) / ranges, [&](int64_t i) { body(range + i * ranges); });
-    });
+    const auto size_of = [&](int range) { return (chunks - range + ranges - 1) / ranges; };
+    take_own(phase, index, ranges, size_of, [&](int range, int64_t i) { body(range + i * ranges); });
   }
   static int64_t stride(int count) { return num_ranges(count); }
 
@@ -162,18 +160,17 @@ class Team {
   }
 
  private:
-  // Calls visit(range, take) for all ranges, the thread's own one first; take(size, body) takes the chunks of a range.
-  template <class Visit>
-  void take_own(int phase, size_t index, int ranges, Visit&& visit) {
+  // Takes the chunks of all ranges, those of the thread's own one first: body(range, i) for each i below size_of(range).
+  template <class Size, class Body>
+  void take_own(int phase, size_t index, int ranges, Size&& size_of, Body&& body) {
     Phase& p = phases_[phase];
     int64_t taken = 0;
     for (int i = 0; i < ranges; i++) {
       const int range = (int)((index + (size_t)i) % (size_t)ranges);
-      visit(range, [&](int64_t size, const auto& body) {
-        Atomic<int64_t>& next = p.next[range].value;
-        if (next.peek() >= size) return;
-        for (int64_t chunk; (chunk = next.add(1)) < size; taken++) body(chunk);
-      });
+      const int64_t size = size_of(range);
+      Atomic<int64_t>& next = p.next[range].value;
+      if (next.peek() >= size) continue;
+      for (int64_t chunk; (chunk = next.add(1)) < size; taken++) body(range, chunk);
     }
     if (taken > 0) p.done.value.add(taken);
   }
