@@ -14,6 +14,7 @@
 //   Int8Weights        64 weights of 8 bits (stored as q + 128), loaded once and used for all rows of a tile
 //   kInt8Offset        dot() uses q + offset, so its sums start at -offset times the sum of the inputs
 //   Int4Weights        64 weights of 4 bits, one per byte (q + 8), as dot() uses them
+//   Int4Sums           16 sums of the products of a block of 32 inputs with such weights
 //   kGroupsOfTile      groups of 16 outputs that a tile of more than two rows computes together, of the two in a panel
 //   kInt8Rows, kBlockRows, kFloatRows      most rows of a tile, whose sums fit in the registers
 #pragma once
@@ -32,6 +33,10 @@ GENSERVE_INLINE u8x64 load_bytes(const uint8_t* from) {
   return v;
 }
 
+// Sums that start at a number, and what they have come to.
+GENSERVE_INLINE void start_sums(u32x16& sums, int32_t start) { sums = (u32x16)broadcast(start); }
+GENSERVE_INLINE u32x16 total(u32x16 sums, int32_t) { return sums; }
+
 #if defined(__AVX512VNNI__)
 
 constexpr const char* kInstructionSet = "avx512vnni";
@@ -39,6 +44,7 @@ constexpr int kGroupsOfTile = 2, kInt8Rows = 12, kBlockRows = 6, kFloatRows = 12
 
 constexpr int kInt8Offset = 128;  // vpdpbusd multiplies unsigned with signed bytes
 typedef u8x64 Int8Weights, Int4Weights;
+typedef u32x16 Int4Sums;
 GENSERVE_INLINE u8x64 int8_weights(u8x64 bytes) { return bytes; }
 GENSERVE_INLINE u8x64 int4_weights(u8x64 bytes) { return bytes; }
 GENSERVE_INLINE u32x16 dot(u32x16 sums, u8x64 w, int32_t x) {
@@ -62,6 +68,7 @@ constexpr int kGroupsOfTile = 1, kInt8Rows = 6, kBlockRows = 4, kFloatRows = 6; 
 
 constexpr int kInt8Offset = 128;
 typedef u8x64 Int8Weights, Int4Weights;
+typedef u32x16 Int4Sums;
 GENSERVE_INLINE u8x64 int8_weights(u8x64 bytes) { return bytes; }
 GENSERVE_INLINE u8x64 int4_weights(u8x64 bytes) { return bytes; }
 GENSERVE_INLINE u32x16 dot(u32x16 sums, u8x64 w, int32_t x) {
@@ -80,7 +87,11 @@ constexpr int kInt8Offset = 128;
 typedef Halves Int8Weights, Int4Weights;
 GENSERVE_INLINE Halves int8_weights(u8x64 bytes) { return halves(bytes); }
 GENSERVE_INLINE Halves int4_weights(u8x64 bytes) { return halves(bytes); }
-// vpmaddubsw adds two products of unsigned with signed bytes in 16 bits: at most 255 * 128, or 15 * 127 * 2.
+// vpmaddubsw adds two products of unsigned with signed bytes in 16 bits: at most 255 * 128, or 15 * 127 * 2. So 16 bits
+// hold the sum of such pairs over a block of 4-bit weights: 8 * 15 * 127 * 2 is below 2^15.
+struct Int4Sums {
+  __m256i low, high;  // two per output
+};
 GENSERVE_INLINE __m256i add_pairs(__m256i sums, __m256i pairs) {
   return _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
@@ -89,6 +100,16 @@ GENSERVE_INLINE u32x16 dot(u32x16 sums, const Halves& w, int32_t x) {
   const __m256i four = _mm256_set1_epi32(x);
   const __m256i low = _mm256_maddubs_epi16(w.low, four), high = _mm256_maddubs_epi16(w.high, four);
   return __builtin_bit_cast(u32x16, Halves{add_pairs(a.low, low), add_pairs(a.high, high)});
+}
+GENSERVE_INLINE Int4Sums dot(const Int4Sums& sums, const Halves& w, int32_t x) {
+  const __m256i four = _mm256_set1_epi32(x);
+  return {_mm256_add_epi16(sums.low, _mm256_maddubs_epi16(w.low, four)),
+          _mm256_add_epi16(sums.high, _mm256_maddubs_epi16(w.high, four))};
+}
+GENSERVE_INLINE void start_sums(Int4Sums& sums, int32_t) { sums = Int4Sums{}; }
+GENSERVE_INLINE u32x16 total(const Int4Sums& sums, int32_t start) {
+  const __m256i from = _mm256_set1_epi32(start);
+  return __builtin_bit_cast(u32x16, Halves{add_pairs(from, sums.low), add_pairs(from, sums.high)});
 }
 
 #endif
@@ -106,6 +127,7 @@ struct SumQuarters {
   int32x4_t sums[4];
 };
 typedef Quarters Int8Weights, Int4Weights;
+typedef u32x16 Int4Sums;
 GENSERVE_INLINE Quarters int8_weights(u8x64 bytes) { return __builtin_bit_cast(Quarters, bytes ^ 0x80); }
 GENSERVE_INLINE Quarters int4_weights(u8x64 bytes) { return __builtin_bit_cast(Quarters, bytes); }
 GENSERVE_INLINE u32x16 dot(u32x16 sums, const Quarters& w, int32_t x) {
@@ -122,6 +144,7 @@ constexpr int kGroupsOfTile = 1, kInt8Rows = 2, kBlockRows = 2, kFloatRows = 2;
 
 constexpr int kInt8Offset = 128;
 typedef u8x64 Int8Weights, Int4Weights;
+typedef u32x16 Int4Sums;
 GENSERVE_INLINE u8x64 int8_weights(u8x64 bytes) { return bytes; }
 GENSERVE_INLINE u8x64 int4_weights(u8x64 bytes) { return bytes; }
 GENSERVE_INLINE u32x16 dot(u32x16 sums, u8x64 w, int32_t x) {

@@ -299,7 +299,7 @@ struct Int8Format {
 };
 
 // Weights with a scale per block of inputs: integer sums within a block, float sums over blocks.
-template <int kBits>
+template <int kBits, class Sums>
 struct BlockFormat {
   static constexpr int kRowsOfTile = kBlockRows;
   static constexpr int kInputs = kBits == 8 ? kInt8Block : kInt4Block;       // of a block
@@ -321,11 +321,11 @@ struct BlockFormat {
       const int32_t* start = x.starts + row * x.blocks;
       RowPointers<int8_t, kRows> rows(x.q + row * x.stride, x.stride);
       for (int64_t block = 0; block < x.blocks; block++, scale += kPanel, x_scale++, start++) {
-        u32x16 sums[kRows][kGroups];
+        Sums sums[kRows][kGroups];
         GENSERVE_UNROLL
         for (int r = 0; r < kRows; r++) {
           GENSERVE_UNROLL
-          for (int g = 0; g < kGroups; g++) sums[r][g] = (u32x16)broadcast(start[r * x.blocks]);
+          for (int g = 0; g < kGroups; g++) start_sums(sums[r][g], start[r * x.blocks]);
         }
         for (int step = 0; step < kInputs / kInputsOfStep; step++, w += 128) {
           GENSERVE_UNROLL
@@ -352,7 +352,7 @@ struct BlockFormat {
           const f32x16 weight_scale = load(scale + kLanes * g);
           GENSERVE_UNROLL
           for (int r = 0; r < kRows; r++) {
-            const f32x16 integers = __builtin_convertvector((i32x16)sums[r][g], f32x16);
+            const f32x16 integers = __builtin_convertvector((i32x16)total(sums[r][g], start[r * x.blocks]), f32x16);
             totals[r][g] = fma(integers, weight_scale * x_scale[r * x.blocks], totals[r][g]);
           }
         }
@@ -365,6 +365,9 @@ struct BlockFormat {
     }
   }
 };
+
+typedef BlockFormat<8, u32x16> Int8BlockFormat;
+typedef BlockFormat<4, Int4Sums> Int4BlockFormat;
 
 struct Float32Format {
   static constexpr int kRowsOfTile = kFloatRows;
@@ -538,8 +541,8 @@ class Linear {
   void multiply_panel(int64_t panel, int64_t from, int64_t to) {
     switch (a_.weight_format) {
       case WeightFormat::kInt8: return multiply_panel<Int8Format>(panel, from, to);
-      case WeightFormat::kInt8Block: return multiply_panel<BlockFormat<8>>(panel, from, to);
-      case WeightFormat::kInt4Block: return multiply_panel<BlockFormat<4>>(panel, from, to);
+      case WeightFormat::kInt8Block: return multiply_panel<Int8BlockFormat>(panel, from, to);
+      case WeightFormat::kInt4Block: return multiply_panel<Int4BlockFormat>(panel, from, to);
       case WeightFormat::kFloat32: return multiply_panel<Float32Format>(panel, from, to);
     }
   }
