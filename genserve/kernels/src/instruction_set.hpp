@@ -14,7 +14,7 @@
 //   Int8Weights        64 weights of 8 bits (stored as q + 128), loaded once and used for all rows of a tile
 //   kInt8Offset        dot() uses q + offset, so its sums start at -offset times the sum of the inputs
 //   Int4Weights        64 weights of 4 bits, one per byte (q + 8), as dot() uses them
-//   Int4Sums           16 sums of the products of a block of 32 inputs with such weights
+//   Int4Sums           16 sums to which dot() adds the products of a block of 32 inputs with such weights
 //   kGroupsOfTile      groups of 16 outputs that a tile of more than two rows computes together, of the two in a panel
 //   kInt8Rows, kBlockRows, kFloatRows      most rows of a tile, whose sums fit in the registers
 #pragma once
@@ -33,7 +33,7 @@ GENSERVE_INLINE u8x64 load_bytes(const uint8_t* from) {
   return v;
 }
 
-// Sums that start at a number, and what they have come to.
+// start_sums() sets sums to their initial value, and total() returns them as integers of 32 bits.
 GENSERVE_INLINE void start_sums(u32x16& sums, int32_t start) { sums = (u32x16)broadcast(start); }
 GENSERVE_INLINE u32x16 total(u32x16 sums, int32_t) { return sums; }
 
