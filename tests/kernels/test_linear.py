@@ -116,14 +116,15 @@ def test_products_at_the_limit_of_16_bits_are_exact(weight: int, weight_format: 
 
 @pytest.mark.parametrize("weight", [-8, 7])
 def test_the_largest_sums_of_a_block_of_int4_are_exact(weight: int) -> None:
-    """AVX2 adds all products of a block in two sums of 16 bits."""
+    """AVX2 adds a block in two sums of 16 bits: of inputs 0 and 1, and of inputs 2 and 3, of every four."""
     layer = Layer(in_features=96, out_features=33, weight_format="int4_block")
     quantized = packing.Quantized(np.full((33, 96), weight, np.int8), np.ones((33, 3), np.float32))
     layer.set_quantized(quantized)
-    rows = np.outer([127.0, -127.0] * 20, np.ones(96)).astype(np.float32)
+    signs = np.array([[1, 1, 1, 1], [-1, -1, -1, -1], [1, 1, -1, -1], [-1, -1, 1, 1]] * 10)
+    rows = np.tile(127 * signs, 24).astype(np.float32)
     for isa in instruction_sets():
         got = compute(layer, rows, isa=isa)
-        np.testing.assert_array_equal(got, np.repeat(rows[:, :1] * 96 * weight, 33, axis=1))
+        np.testing.assert_array_equal(got, np.repeat(rows.sum(1, keepdims=True) * weight, 33, axis=1))
 
 
 def test_the_largest_row_of_int8_does_not_overflow() -> None:

@@ -33,7 +33,8 @@ GENSERVE_INLINE u8x64 load_bytes(const uint8_t* from) {
   return v;
 }
 
-// start_sums() sets sums to their initial value, and total() returns them as integers of 32 bits.
+// The sums of a block: start_sums() begins them, and total() returns them in 32 bits. One of the two adds `start`. Int4Sums
+// of another type than u32x16 need functions of their own.
 GENSERVE_INLINE void start_sums(u32x16& sums, int32_t start) { sums = (u32x16)broadcast(start); }
 GENSERVE_INLINE u32x16 total(u32x16 sums, int32_t) { return sums; }
 
@@ -87,10 +88,10 @@ constexpr int kInt8Offset = 128;
 typedef Halves Int8Weights, Int4Weights;
 GENSERVE_INLINE Halves int8_weights(u8x64 bytes) { return halves(bytes); }
 GENSERVE_INLINE Halves int4_weights(u8x64 bytes) { return halves(bytes); }
-// vpmaddubsw adds two products of unsigned with signed bytes in 16 bits: at most 255 * 128, or 15 * 127 * 2. So 16 bits
-// hold the sum of such pairs over a block of 4-bit weights: 8 * 15 * 127 * 2 is below 2^15.
+// vpmaddubsw adds two products of unsigned with signed bytes in 16 bits: at most 255 * 128, or 15 * 127 * 2 with 4-bit
+// weights. In a block of 4-bit weights an output has eight of these in each of two sums, and 16 bits hold these, too.
 struct Int4Sums {
-  __m256i low, high;  // two per output
+  __m256i low, high;  // two sums per output: of inputs 0 and 1, and of inputs 2 and 3, of every four
 };
 GENSERVE_INLINE __m256i add_pairs(__m256i sums, __m256i pairs) {
   return _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));

@@ -368,6 +368,7 @@ struct BlockFormat {
 
 typedef BlockFormat<8, u32x16> Int8BlockFormat;
 typedef BlockFormat<4, Int4Sums> Int4BlockFormat;
+static_assert(kInt4Block / 4 * 15 * 127 * 2 < 1 << 15);  // AVX2's Int4Sums have 16 bits
 
 struct Float32Format {
   static constexpr int kRowsOfTile = kFloatRows;

@@ -207,8 +207,8 @@ class Scratch {
   explicit Scratch(size_t bytes) { open(bytes); }
   ~Scratch() {
     if (block_ == nullptr) return;
-    for (auto& kept : store()) {
-      if (!kExact && kept.replace(nullptr, block_)) return;
+    for (int i = 0; i < kKept && !kExact; i++) {
+      if (store()[i].replace(nullptr, block_)) return;
     }
     free_aligned(block_);
   }
