@@ -86,32 +86,28 @@ constexpr int kGroupsOfTile = 1, kInt8Rows = 5, kBlockRows = 5, kFloatRows = 6;
 
 constexpr int kInt8Offset = 128;
 typedef Halves Int8Weights, Int4Weights;
+typedef Halves Int4Sums;  // in 16 bits, two per output: of inputs 0 and 1, and of inputs 2 and 3, of every four
 GENSERVE_INLINE Halves int8_weights(u8x64 bytes) { return halves(bytes); }
 GENSERVE_INLINE Halves int4_weights(u8x64 bytes) { return halves(bytes); }
 // vpmaddubsw adds two products of unsigned with signed bytes in 16 bits: at most 255 * 128, or 15 * 127 * 2 with 4-bit
 // weights. In a block of 4-bit weights an output has eight of these in each of two sums, and 16 bits hold these, too.
-struct Int4Sums {
-  __m256i low, high;  // two sums per output: of inputs 0 and 1, and of inputs 2 and 3, of every four
-};
-GENSERVE_INLINE __m256i add_pairs(__m256i sums, __m256i pairs) {
-  return _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+GENSERVE_INLINE Halves multiply_pairs(const Halves& w, int32_t x) {
+  const __m256i four = _mm256_set1_epi32(x);
+  return {_mm256_maddubs_epi16(w.low, four), _mm256_maddubs_epi16(w.high, four)};
 }
-GENSERVE_INLINE u32x16 dot(u32x16 sums, const Halves& w, int32_t x) {
+GENSERVE_INLINE u32x16 add_pairs(u32x16 sums, const Halves& pairs) {
   const Halves a = halves(sums);
-  const __m256i four = _mm256_set1_epi32(x);
-  const __m256i low = _mm256_maddubs_epi16(w.low, four), high = _mm256_maddubs_epi16(w.high, four);
-  return __builtin_bit_cast(u32x16, Halves{add_pairs(a.low, low), add_pairs(a.high, high)});
+  const __m256i ones = _mm256_set1_epi16(1);
+  return __builtin_bit_cast(u32x16, Halves{_mm256_add_epi32(a.low, _mm256_madd_epi16(pairs.low, ones)),
+                                           _mm256_add_epi32(a.high, _mm256_madd_epi16(pairs.high, ones))});
 }
+GENSERVE_INLINE u32x16 dot(u32x16 sums, const Halves& w, int32_t x) { return add_pairs(sums, multiply_pairs(w, x)); }
 GENSERVE_INLINE Int4Sums dot(const Int4Sums& sums, const Halves& w, int32_t x) {
-  const __m256i four = _mm256_set1_epi32(x);
-  return {_mm256_add_epi16(sums.low, _mm256_maddubs_epi16(w.low, four)),
-          _mm256_add_epi16(sums.high, _mm256_maddubs_epi16(w.high, four))};
+  const Halves pairs = multiply_pairs(w, x);
+  return {_mm256_add_epi16(sums.low, pairs.low), _mm256_add_epi16(sums.high, pairs.high)};
 }
 GENSERVE_INLINE void start_sums(Int4Sums& sums, int32_t) { sums = Int4Sums{}; }
-GENSERVE_INLINE u32x16 total(const Int4Sums& sums, int32_t start) {
-  const __m256i from = _mm256_set1_epi32(start);
-  return __builtin_bit_cast(u32x16, Halves{add_pairs(from, sums.low), add_pairs(from, sums.high)});
-}
+GENSERVE_INLINE u32x16 total(const Int4Sums& sums, int32_t start) { return add_pairs((u32x16)broadcast(start), sums); }
 
 #endif
 
