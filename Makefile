@@ -15,12 +15,13 @@ RELEASE := $(VENV)/.release
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 INSTALL := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt $(BIN)/pip install
 
-.PHONY: help setup pull serve chat test check soak docs bench conformance dist sbom image page manifests
+.PHONY: help setup pull serve chat test test-extended check soak docs bench conformance dist sbom image page manifests
 
 help:
 	@echo "make serve   set up, bring the default model, start the server"
 	@echo "make chat    the same, and chat in the terminal instead"
 	@echo "make test    set up and run the tests; ARGS='-m slow' runs the slow ones"
+	@echo "make test-extended  the tests that only CI runs each time, with 100 examples of each property instead of 25"
 	@echo "make soak    100,000 seeds of the simulation; SEEDS=5000 runs fewer"
 	@echo "make check   ruff, mypy, import layers, known vulnerabilities"
 	@echo "make docs    the documentation as a site, in site/"
@@ -73,6 +74,9 @@ chat: pull
 
 test: $(DEV)
 	$(BIN)/python -m pytest $(ARGS)
+
+test-extended: $(DEV)
+	$(BIN)/python -m pytest -m '(extended or hypothesis) and not slow' $(ARGS)
 
 check: $(DEV)
 	$(BIN)/ruff check .

@@ -5,6 +5,7 @@ Each public name is imported when it is first used, so importing the package is 
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,12 @@ __all__ = [
     "Usage",
     "__version__",
 ]
+
+# ONNX Runtime, Hugging Face's libraries and Ray send usage reports to their makers, unless these variables
+# are set before their import. Each of our processes imports this package first, and passes the variables on.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 _HOME = {
     "LLM": "genserve.llm",

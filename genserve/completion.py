@@ -4,37 +4,91 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol, Self, TypeAlias
+from typing import Any, Protocol, Self, TypeAlias
 
-from genserve.errors import StreamBroken
+from genserve.errors import DeadlineExceeded, StreamBroken
 from genserve.prompt import ToolCall
 
 # The stop string, the id out of `stop_token_ids`, or the name of another stop rule.
 StopReason: TypeAlias = str | int
+DEADLINE = "deadline"       # `max_time_ms` has passed
 # Ids of the likeliest tokens with their log-probabilities (natural logarithm), the likeliest first.
 TopTokens: TypeAlias = tuple[tuple[int, float], ...]
 
 
 class FinishReason(StrEnum):
-    """Why the text of a request ended."""
+    """Why the text of a request ended, in vLLM's and OpenAI's words; `stop_reason` tells what stopped it."""
 
-    END_OF_SEQUENCE = "eos_token"     # an end-of-sequence token, or one of `stop_token_ids`
-    STOP_STRING = "stop_sequence"     # one of `stop`
-    LENGTH = "length"                 # `max_tokens`, the context length, or the deadline
-    REPETITION = "repetition"         # a loop, found by `repetition_detection`
+    STOP = "stop"               # an end-of-sequence token, one of `stop_token_ids`, a stop string or rule
+    LENGTH = "length"           # `max_tokens`, the context length, or the deadline
+    REPETITION = "repetition"   # a loop, found by `repetition_detection`
+
+
+# vLLM's words in logs and metrics for an answer without a finish reason.
+ABORT = "abort"     # the client disconnected
+ERROR = "error"     # the request failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timings:
+    """How long the parts of one answer took, in seconds, and what became of its drafted tokens."""
+
+    queue_s: float              # from the request's arrival to the first step
+    prefill_s: float            # from the first step to the first token
+    decode_s: float             # from the first token to the last
+    drafted_tokens: int = 0     # that speculation proposed
+    accepted_tokens: int = 0    # how many of these are in the answer
+
+    @classmethod
+    def of_all(cls, answers: Sequence[Timings]) -> Timings:
+        """Return the timings of answers that are generated together: the longest times, and all drafts."""
+        if len(answers) == 1:
+            return answers[0]
+        return cls(
+            queue_s=max(one.queue_s for one in answers),
+            prefill_s=max(one.prefill_s for one in answers),
+            decode_s=max(one.decode_s for one in answers),
+            drafted_tokens=sum(one.drafted_tokens for one in answers),
+            accepted_tokens=sum(one.accepted_tokens for one in answers),
+        )
+
+
+class CacheMatchEnd(StrEnum):
+    """Why the prefix cache had no more of a prompt."""
+
+    DIFFERENT = "different"     # cached prompts go on with other tokens
+    UNKNOWN = "unknown"         # no cached prompt goes on: none was longer, or what followed was evicted
+    COMPLETE = "complete"       # it had all of the prompt, whose last token is always computed
+    OFF = "off"                 # the request, or the model, does not read the cache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheMatch:
+    """How far a prompt was the same as one in the prefix cache, and what was different there."""
+
+    matched_tokens: int         # the tokens before the first that differs; whole blocks of them were used
+    end: CacheMatchEnd
+    prompt_token_ids: tuple[int, ...] = ()      # of the prompt, from there
+    # The tokens of the cached prompt that has most in common, from there. Empty: no prompt goes on there, or
+    # only prompts of other API keys do.
+    cached_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """The number of tokens of one request."""
+    """The number of tokens of one request, and the time that they took."""
 
     prompt_tokens: int
     completion_tokens: int
-    # Tokens of the prompt that were in the prefix cache. Not compared: the answer does not depend on it.
-    cached_tokens: int = field(default=0, compare=False)
+    # The rest is not compared: the answer does not depend on it.
+    cached_tokens: int = field(default=0, compare=False)    # of the prompt, found in the prefix cache
+    # None: not known, because the server does not say, or because several replicas generated the answer.
+    timings: Timings | None = field(default=None, compare=False)
+    cache_match: CacheMatch | None = field(default=None, compare=False)     # with `return_cache_match`
+    receipt: Mapping[str, Any] | None = field(default=None, compare=False)  # with `return_receipt`, as JSON
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +103,7 @@ class TokenLogprob:
 class ToolCallDelta:
     """The new part of a tool call. The first one of a call has its id and name."""
 
-    index: int              # of the call in the answer
+    index: int              # the number of the call in the answer
     arguments: str = ""     # the JSON text that is added to the arguments
     id: str = ""
     name: str = ""
@@ -73,15 +127,32 @@ class Delta:
 
     text: str                                   # whole characters; empty while some are held back
     token_ids: tuple[int, ...]
-    # Natural logarithms, one per token id; nan for a token that a decoding loop picked without logits.
+    # Natural logarithms, one per token id; nan for a token that a decoding loop chose itself, unless it is
+    # among those in `top_logprobs`.
     logprobs: tuple[float, ...] = ()
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     top_logprobs: tuple[TopTokens, ...] = ()    # one per token id, if requested
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt from its second token; in the first delta
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # from the second token; in the first delta
     stop_reason: StopReason | None = None       # details of the finish_reason
     choice: int = 0                             # the index of the answer, in a request with several
     tool_calls: tuple[ToolCallDelta, ...] = ()  # from `chat_stream` with tools; not part of the text
+    # In the first delta, what `usage.cached_tokens` is in the last one.
+    cached_tokens: int = field(default=0, compare=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptProgress(Delta):
+    """How much of the prompt has been read: a delta without text, before the first token, on request.
+
+    Its `cached_tokens` are those of the prompt that were in the prefix cache.
+    """
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    prompt_tokens: int
+    read_tokens: int        # of the prompt, including the cached ones
+    seconds: float          # since the first step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,10 +165,15 @@ class Completion:
     usage: Usage
     logprobs: tuple[float, ...] = ()            # natural logarithm, one per token id, if requested
     top_logprobs: tuple[TopTokens, ...] = ()    # one per token id, if requested
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt from its second token, if requested
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # from the second token, if requested
     stop_reason: StopReason | None = None       # details of the finish_reason
     prompt_token_ids: tuple[int, ...] = ()      # from `complete` only
     tool_calls: tuple[ToolCall, ...] = ()       # from `chat` with tools; not part of the text
+
+
+def ends_with_stop_string(part: Delta | Completion) -> bool:
+    """Whether a stop string or a stop rule ended the text, not a token; some dialects tell these apart."""
+    return part.finish_reason is FinishReason.STOP and isinstance(part.stop_reason, str)
 
 
 def join_deltas(deltas: Iterable[Delta]) -> Completion:
@@ -158,6 +234,25 @@ def likeliest(completions: Sequence[Completion]) -> list[int]:
 def _mean(logprobs: Sequence[float]) -> float:
     mean = math.fsum(logprobs) / len(logprobs) if logprobs else -math.inf
     return -math.inf if math.isnan(mean) else mean
+
+
+def require_tokens(ended: Iterable[Delta | Completion]) -> None:
+    """Check that the answers to a request are not all empty because its deadline has passed.
+
+    Args:
+        ended: the answers, or the last delta of each.
+
+    Raises:
+        DeadlineExceeded: they are.
+    """
+    if all(
+        part.stop_reason == DEADLINE and part.usage is not None and not part.usage.completion_tokens
+        for part in ended
+    ):
+        raise DeadlineExceeded(
+            "the request's deadline passed before its first token",
+            remedy="raise max_time_ms, or try again when the server has less to do",
+        )
 
 
 class _Deltas(Protocol):

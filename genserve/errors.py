@@ -8,9 +8,12 @@
     │   └── ControlForbidden      the API key is right, but may not control the server
     ├── UnsupportedMediaType      the content type of the body is not accepted
     ├── ModelNotFound             no such model, or no such version of it
+    ├── ResponseNotFound          no stored response, or item of one, has this id
     ├── ModelNotReady             the model exists and is not loaded, or its load failed
+    │   └── VersionReplaced       the replicas of a deployment now serve another version of the model
     ├── Overloaded                the queue of a text model is full; try again later
     │   └── RateLimited           the API key has used up one of its limits
+    ├── DeadlineExceeded          the request's own deadline passed before the first token of its answer
     ├── ModelFailed               a model or a decoding loop raised, or its output is unusable
     ├── ReplicaLost               the replica of a deployment that answered a request has died
     │   └── NotResumable          no other replica can continue the answer
@@ -27,23 +30,28 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
-from typing import ClassVar
+from typing import Any, ClassVar
 
-_MAX_LISTED = 12    # names in the remedy for an unknown one
+_MAX_LISTED = 12        # names in the remedy for an unknown name
 _MAX_NAME = 128         # characters of a name that may be misspelt
-# The remedy of a failure whose cause is not shown to clients: it may hold paths, or the output of a program.
+_MAX_PROBLEM = 200      # characters of the text that says what is wrong with a value
+# The remedy for a failure whose cause is not shown to clients: it may have paths, or the output of a program.
 SEE_LOG = "the server's log has the reason"
+# The remedy for an exception in a repository's own Python code, whose message is shown to clients.
+SEE_TRACEBACK = "the server's log has the traceback"
+_LONGEST_EXCEPTION = 8192   # characters of an exception's message
 
 
 class GenserveError(Exception):
     """The base class of all errors that genserve raises on purpose.
 
     Attributes:
-        code: stable, lower_snake_case; for programs to compare.
+        code: a stable name in lower_snake_case, for programs to compare.
         message: one sentence that names the object and the place.
-        remedy: how to correct it; may be empty.
+        remedy: how to correct the problem; may be empty.
         field: the path of the invalid request field (`messages[0].content`), or None.
     """
 
@@ -59,28 +67,49 @@ class GenserveError(Exception):
         return f"{self.message} ({self.remedy})" if self.remedy else self.message
 
     def __reduce__(self) -> tuple[Callable[..., GenserveError], tuple[object, ...]]:
-        """Pickle the attributes, since most are keywords of `__init__`: errors cross between processes."""
-        return _restored, (type(self), self.args, self.__dict__)
+        """Pickle the attributes for another process, since most are keywords of `__init__`."""
+        return restored, (type(self), self.args, self.__dict__)
 
 
-def _restored(
+def restored(
     kind: type[GenserveError], args: tuple[object, ...], attributes: Mapping[str, object]
 ) -> GenserveError:
+    """Return a pickled error."""
     error = kind.__new__(kind, *args)
     error.__dict__.update(attributes)
     return error
 
 
 class InvalidRequest(GenserveError):
-    """The request is invalid, and would be when repeated; `field` names the place."""
+    """The request is invalid, and a retry would fail too; `field` names the place."""
 
     code = "invalid_request"
 
 
 class ContextLengthExceeded(InvalidRequest):
-    """The prompt, or prompt and answer together, exceed the model's context length."""
+    """The prompt leaves no room for an answer within the model's context length.
+
+    Dialects write the numbers in their own words, by which clients recognise that they must shorten a chat.
+
+    Attributes:
+        num_tokens: the tokens of the prompt, or the least number that it certainly has; None: unknown.
+        max_length: the context length, in tokens; None: unknown.
+    """
 
     code = "context_length_exceeded"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        remedy: str = "",
+        field: str | None = None,
+        num_tokens: int | None = None,
+        max_length: int | None = None,
+    ) -> None:
+        super().__init__(message, remedy=remedy, field=field)
+        self.num_tokens = num_tokens
+        self.max_length = max_length
 
 
 class Unauthenticated(GenserveError):
@@ -96,7 +125,7 @@ class Forbidden(GenserveError):
 
 
 class ControlForbidden(Forbidden):
-    """The request changes the server, and its API key may not."""
+    """The request would change the server, which its API key may not do."""
 
 
 class UnsupportedMediaType(GenserveError):
@@ -106,16 +135,22 @@ class UnsupportedMediaType(GenserveError):
 
 
 class ModelNotFound(GenserveError):
-    """No model has this name, or it has no such version."""
+    """No model has this name, or the model has no such version."""
 
     code = "model_not_found"
 
 
+class ResponseNotFound(GenserveError):
+    """No stored response, or item of one, has this id."""
+
+    code = "response_not_found"
+
+
 class ModelNotReady(GenserveError):
-    """The model is in the repository and cannot serve now.
+    """The model is in the repository, but cannot serve now.
 
     Attributes:
-        retry_after_s: estimated seconds until it is ready; 0: unknown.
+        retry_after_s: estimated seconds until the model is ready; 0: unknown.
     """
 
     code = "model_not_ready"
@@ -127,24 +162,36 @@ class ModelNotReady(GenserveError):
         self.retry_after_s = retry_after_s
 
 
+class VersionReplaced(ModelNotReady):
+    """The replicas of a deployment serve another version of the model than the request was prepared for."""
+
+
 class Overloaded(GenserveError):
     """The server rejects new requests at the moment. Nothing was computed, so a retry is safe.
 
     Attributes:
         retry_after_s: estimated seconds until the queue has room.
+        reason: the limit that was reached, as a label of `genserve_admission_rejections_total`; or empty.
     """
 
     code = "overloaded"
 
-    def __init__(self, message: str, *, retry_after_s: float, remedy: str = "") -> None:
+    def __init__(self, message: str, *, retry_after_s: float, remedy: str = "", reason: str = "") -> None:
         super().__init__(message, remedy=remedy)
         self.retry_after_s = retry_after_s
+        self.reason = reason
 
 
 class RateLimited(Overloaded):
     """The API key of the request has used up one of its limits; requests of other keys are accepted."""
 
     code = "rate_limited"
+
+
+class DeadlineExceeded(GenserveError):
+    """The deadline that the request has set passed before the first token of its answer."""
+
+    code = "deadline_exceeded"
 
 
 class ModelFailed(GenserveError):
@@ -154,13 +201,13 @@ class ModelFailed(GenserveError):
 
 
 class ReplicaLost(GenserveError):
-    """The replica of a deployment that answered the request has died; a retry reaches another one."""
+    """The replica of a deployment that answered the request has died; a retry reaches another replica."""
 
     code = "replica_lost"
 
 
 class NotResumable(ReplicaLost):
-    """The replica that generated an answer has died, and no other one can continue the answer."""
+    """The replica that generated an answer has died, and no other replica can continue the answer."""
 
     code = "not_resumable"
 
@@ -182,7 +229,7 @@ class RepositoryError(GenserveError):
     """The model repository, or one model in it, is invalid.
 
     Attributes:
-        status: Triton's code for a load that fails with it.
+        status: Triton's code for a load that fails with this error.
     """
 
     code = "repository_error"
@@ -227,7 +274,7 @@ class InferenceError(GenserveError):
 
     @classmethod
     def of(cls, error: BaseException) -> GenserveError:
-        """Return the error that a client gets for an exception: INTERNAL, if it is not genserve's own."""
+        """Return the error that a client gets for an exception: INTERNAL unless it is one of genserve's."""
         if isinstance(error, GenserveError):
             return error
         return cls(f"{type(error).__name__}: {error}", status=Status.INTERNAL)
@@ -269,28 +316,44 @@ class Closed(GenserveError):
     code = "closed"
 
 
-# By class, nearest ancestor first.
+# Triton's codes by class of error; an error gets the code of its nearest ancestor.
 _STATUS: Mapping[type[GenserveError], Status] = {
     InvalidRequest: Status.INVALID_ARG,
     ModelNotFound: Status.NOT_FOUND,
     ModelNotReady: Status.UNAVAILABLE,
     Overloaded: Status.UNAVAILABLE,
+    DeadlineExceeded: Status.UNAVAILABLE,
     Closed: Status.UNAVAILABLE,
     GenserveError: Status.INTERNAL,
 }
 
 
 def status_of(error: GenserveError) -> Status:
-    """Return Triton's code of an error, for protocols and Python models."""
+    """Return Triton's code for an error, for protocols and Python models."""
     if isinstance(error, InferenceError):
         return error.status
     return next(_STATUS[kind] for kind in type(error).__mro__ if kind in _STATUS)
 
 
-def drop_frames(error: BaseException) -> None:
-    """Forget the tracebacks of an error that is kept, and of its causes.
+def exception_text(error: BaseException) -> str:
+    """Return `ValueError: boom` for an exception of a repository's own Python code, for its clients.
 
-    Their frames hold what the failed calls had, such as the body of a request or the weights of a model.
+    As in Triton, the message is the author's own. It is shortened, and made valid Unicode.
+    """
+    try:
+        text = str(error) or "<EMPTY MESSAGE>"
+    except Exception:
+        text = "<its message cannot be read>"
+    if len(text) > _LONGEST_EXCEPTION:
+        text = f"{text[:_LONGEST_EXCEPTION]}... ({len(text) - _LONGEST_EXCEPTION} more characters)"
+    return f"{type(error).__name__}: {text}".encode(errors="replace").decode()
+
+
+def drop_frames(error: BaseException) -> None:
+    """Delete the tracebacks of a stored error and of its causes.
+
+    Their frames keep the variables of the failed calls alive, such as the body of a request or the weights of
+    a model.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -304,19 +367,45 @@ def require(holds: bool, field: str, rule: str) -> None:  # noqa: FBT001  # read
         raise InvalidRequest(f"{field} {rule}", field=field)
 
 
+# pydantic's words, and ours; the first match in a message is replaced.
+_OF_PYDANTIC = (
+    (re.compile(r"^(Value error|Assertion failed), "), ""),
+    (re.compile(r"^Field required$"), "is missing"),
+    (re.compile(r"^Extra inputs are not permitted$"), "is unknown"),
+    (re.compile(r"^Input should be a valid integer.*"), "must be a whole number"),
+    (re.compile(r"^Input should be a valid number.*"), "must be a number"),
+    (re.compile(r"^Input should be a valid boolean.*"), "must be true or false"),
+    (re.compile(r"^Input should be (a valid dictionary|an object).*"), "must be an object"),
+    (re.compile(r"^Input should be greater than or equal to "), "must be at least "),
+    (re.compile(r"^Input should be less than or equal to "), "must be at most "),
+    (re.compile(r"^Input should be a valid "), "must be a "),
+    (re.compile(r"^Input should be "), "must be "),
+    (re.compile(r"^(String|List|Tuple|Set|Dictionary) should "), "must "),
+)
+
+
+def validation_message(problem: Mapping[str, Any]) -> str:
+    """Return the text of one of pydantic's errors, to follow the value's name and a colon."""
+    message = str(problem["msg"])
+    for words, ours in _OF_PYDANTIC:
+        if words.search(message):
+            return words.sub(ours, message)[:_MAX_PROBLEM]
+    return message[:_MAX_PROBLEM]
+
+
 def closest(name: str, *, known: Iterable[str]) -> str | None:
-    """Return the known name that `name` is probably a misspelling of; None: it resembles none of them."""
+    """Return the known name of which `name` is probably a misspelling; None: it resembles no known name."""
     from difflib import get_close_matches  # only needed once something is wrong
 
     if len(name) > _MAX_NAME:
         return None     # a client may send megabytes, which take seconds to compare
-    # Upper and lower case are the commonest misspelling, and difflib counts them as different letters.
+    # Wrong case is the commonest misspelling, and difflib counts upper and lower case as different letters.
     by_lower_case = {each.lower(): each for each in known}
     return next((by_lower_case[each] for each in get_close_matches(name.lower(), by_lower_case, n=1)), None)
 
 
 def suggestion(name: str, *, known: Iterable[str]) -> str:
-    """Return the remedy for an unknown name: the closest known one, or the list of them."""
+    """Return the remedy for an unknown name: the closest known name, or the list of known names."""
     names = list(known)
     if (close := closest(name, known=names)) is not None:
         return f"did you mean {close}?"

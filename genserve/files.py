@@ -1,6 +1,6 @@
-"""Files: reads files of models, and nothing that waits or never ends, such as a FIFO or a device.
+"""Files: reads regular files of models, but no FIFO or device, which may block or never end; writes safely.
 
-Files that are not complete are in hidden folders, which no killed process leaves behind for good.
+Incomplete files are in hidden folders. If a process is killed, a later one deletes its folders.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ def read_regular_file(path: Path, *, max_bytes: int) -> bytes:
     """Read a whole file.
 
     Args:
-        path: links are followed.
+        path: the file; links are followed.
         max_bytes: the longest file that is read.
 
     Raises:
-        OSError: it cannot be read, is not a regular file, or is longer.
+        OSError: the file cannot be read, is not a regular file, or is longer.
     """
-    # Without O_NONBLOCK, opening a FIFO waits for a writer. It has no effect on regular files.
+    # Without O_NONBLOCK, opening a FIFO waits for a writer. The flag has no effect on regular files.
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     try:
         status = os.fstat(descriptor)
@@ -46,7 +46,7 @@ def read_regular_text(path: Path, *, max_bytes: int) -> str:
     """Read a whole file of UTF-8; see `read_regular_file`.
 
     Raises:
-        OSError: it cannot be read, is not a regular file, is longer, or is not UTF-8; has a `strerror`.
+        OSError: the file cannot be read, is not a regular file, is longer, or is not UTF-8; has a `strerror`.
     """
     try:
         return read_regular_file(path, max_bytes=max_bytes).decode("utf-8")
@@ -55,7 +55,7 @@ def read_regular_text(path: Path, *, max_bytes: int) -> str:
 
 
 def special_kind(path: Path) -> str:
-    """Return what a path is if it is neither a regular file nor a folder; empty: it is, or is missing."""
+    """Return the kind of a special file, such as "a FIFO"; empty for a file, a folder or a missing path."""
     try:
         mode = path.stat().st_mode
     except OSError:
@@ -79,9 +79,9 @@ def file_sha256(path: Path) -> str:
 
 @contextmanager
 def replacement(path: Path) -> Iterator[Path]:
-    """A hidden file, empty and private, that takes the name of another when it is complete.
+    """Open an empty, private, hidden file that replaces `path` on exit.
 
-    After an exception it is deleted, and the other stays.
+    After an exception the hidden file is deleted, and `path` stays as it was.
     """
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     os.close(descriptor)
@@ -96,21 +96,22 @@ def replacement(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def staging_folder(parent: Path, name: str) -> Iterator[Path]:
-    """An empty hidden folder, deleted on exit together with those that killed processes left behind.
+    """Make an empty hidden folder, and delete it on exit, with any that killed processes have left behind.
 
-    The folder of the same name of another running process is locked, and stays.
+    Folders of other running processes are locked, and stay.
     """
     parent.mkdir(parents=True, exist_ok=True)
     leftover = re.compile(rf"\.{re.escape(name)}\.[a-z0-9_]{{8}}\.tmp")
     for path in parent.iterdir():
         if leftover.fullmatch(path.name):
-            # Its process may end and delete it meanwhile; in /tmp it may be of another user, or no folder.
+            # The process may end and delete its folder meanwhile; in /tmp it may belong to another user, or
+            # be a file.
             with suppress(OSError), _locked(path) as is_free:
                 if is_free:
                     shutil.rmtree(path)
     made = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=parent))
     with _locked(made):
-        # An unlocked folder with this suffix counts as a leftover, so it is locked before it is renamed.
+        # An unlocked folder with this suffix counts as left behind, so lock it before renaming it.
         folder = made.rename(f"{made}.tmp")
         try:
             yield folder

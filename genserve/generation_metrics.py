@@ -1,26 +1,30 @@
 """Generation metrics: the Prometheus counters, gauges and histograms of text generation.
 
-The vocabulary is vLLM's under genserve's prefix, in base units (seconds). The label set is fixed, so a
-request cannot create a new series.
+The names are vLLM's with genserve's prefix, in base units (seconds). The labels are fixed, so a request
+cannot create a new series.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeVar, cast
+from functools import cache, partial
+from typing import Literal, TypeAlias, TypeVar, cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.metrics_core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from genserve.completion import FinishReason
+from genserve.completion import ABORT, ERROR, FinishReason
 from genserve.histogram import Histogram
 
 C = TypeVar("C", bound=Collector)
+# What a scrape of a deployment shows about its replicas: nothing, each replica, or the sum.
+Replicas: TypeAlias = Literal["none", "each", "sum"]
 
 _PREFIX = "genserve_"
-# Among the bounds of the histograms that vLLM has too are all of vLLM's, for alerts on one bucket.
+# A histogram that vLLM has too includes all of vLLM's bucket bounds, so that alerts on one bucket keep
+# working.
 _FIRST_TOKEN_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
     80.0, 160.0, 640.0, 2560.0,
@@ -39,7 +43,7 @@ _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 class HistogramCollector(Collector):
-    """The histograms of one name, by their labels.
+    """The histograms of one metric, by label values.
 
     Unlike prometheus_client's, they count many equal values at once.
     """
@@ -57,7 +61,7 @@ class HistogramCollector(Collector):
         return self._histograms.setdefault(values, Histogram(self._bounds))
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the family; the protocol of prometheus_client."""
+        """Yield the metric family, as prometheus_client's `Collector` specifies."""
         family = HistogramMetricFamily(self._name, self._text, labels=self._label_names)
         for values, histogram in list(self._histograms.items()):
             buckets, total = histogram.read()
@@ -70,7 +74,7 @@ class Metrics:
     """The metrics of one server, in their own registry."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        """Register them in `registry`; None: a new one."""
+        """Register the metrics in `registry`; None: in a new one."""
         self.registry = registry or CollectorRegistry()
         self._lock = threading.Lock()
         self._collectors: dict[object, Collector] = {}
@@ -81,8 +85,15 @@ class Metrics:
 
     def _add_counters(self) -> None:
         counter = self._counter
-        self.requests = counter("requests", "Requests that ended, by how they ended.", "ending")
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens computed.")
+        self.requests = counter(
+            "requests",
+            "Answers that ended, by finished_reason: stop, length, repetition, abort (the client "
+            "disconnected) or error.",
+            "finished_reason",
+        )
+        self.prompt_tokens = counter(
+            "prompt_tokens", "Prompt tokens computed, also again after a preemption."
+        )
         self.generation_tokens = counter("generation_tokens", "Tokens generated.")
         self.draft_tokens = counter("spec_decode_num_draft_tokens", "Draft tokens that the model verified.")
         self.accepted_tokens = counter("spec_decode_num_accepted_tokens", "Draft tokens that were accepted.")
@@ -95,11 +106,36 @@ class Metrics:
         self.prefix_cache_hits = counter(
             "prefix_cache_hits", "Prompt tokens found in the prefix cache, and not computed."
         )
+        self.disk_cache_queries = counter(
+            "external_prefix_cache_queries", "Prompt tokens looked up in the prefix cache on disk."
+        )
+        self.disk_cache_hits = counter(
+            "external_prefix_cache_hits", "Prompt tokens read from the prefix cache on disk."
+        )
+        self.disk_cache_read_bytes = counter(
+            "prefix_cache_disk_read_bytes", "Bytes read from the prefix cache on disk."
+        )
+        self.disk_cache_written_bytes = counter(
+            "prefix_cache_disk_written_bytes", "Bytes written to the prefix cache on disk."
+        )
+        self.snapshot_hits = counter(
+            "state_snapshot_hits", "Requests that continued from a snapshot of a recurrent state."
+        )
+        self.recomputed_tokens = counter(
+            "state_recomputed_tokens",
+            "Tokens computed again although their keys and values were cached, for lack of a snapshot.",
+        )
         self.rejections = counter(
-            "admission_rejections", "Requests rejected with status 429, by the reached limit.", "reason"
+            "admission_rejections",
+            "Requests rejected with status 429, by reason: max_queue, max_queue_tokens, predicted_wait or "
+            "queue_timeout; in an ingress replicas_full.",
+            "reason",
         )
         self.interrupted_calls = counter(
-            "interrupted_calls", "Calls that lost their replica, by what became of them.", "outcome"
+            "interrupted_calls",
+            "In an ingress: calls that lost their replica, by outcome: resumed at another one after the "
+            "tokens that were sent, retried from the beginning, or failed.",
+            "outcome",
         )
 
     def _add_gauges(self) -> None:
@@ -107,8 +143,17 @@ class Metrics:
         self.cache_usage = gauge(
             "kv_cache_usage_perc", "Share of the KV cache that running requests hold; 1 is all of it."
         )
-        self.running = gauge("num_requests_running", "Requests that run.")
-        self.waiting = gauge("num_requests_waiting", "Requests that wait to be scheduled.")
+        self.state_usage = gauge(
+            "state_slots_usage_perc",
+            "Share of the slots of recurrent states that running requests hold; 1 is all of them.",
+        )
+        self.running = gauge(
+            "num_requests_running",
+            "Answers, beams and logits requests that hold blocks of the KV cache.",
+        )
+        self.waiting = gauge(
+            "num_requests_waiting", "Answers, beams and logits requests that wait to be scheduled."
+        )
         self.waiting_tokens = gauge(
             "num_prompt_tokens_waiting", "Prompt tokens of the requests that wait for their first step."
         )
@@ -139,10 +184,14 @@ class Metrics:
             buckets=_PER_TOKEN_S,
         )
         self.interruption_seconds = histogram(
-            "interruption_seconds", "From the loss of a call's replica to what another one sent next."
+            "interruption_seconds",
+            "In an ingress: from the loss of a call's replica to what another one sent next.",
         )
         self.step_seconds = histogram(
-            "step_seconds", "Duration of one step: schedule, run, process.", "kind", buckets=_STEP_S
+            "step_seconds",
+            "Duration of one step, by kind: prefill if it computed prompt tokens, else decode.",
+            "kind",
+            buckets=_STEP_S,
         )
 
     def _add_sizes(self) -> None:
@@ -177,6 +226,10 @@ class Metrics:
         self.registry.register(collector)
         return collector
 
+    def shown(self, _replicas: Replicas = "none") -> Collector:
+        """Return the collector for a scrape; `deploy/ingress/deployment_metrics.py` uses the argument."""
+        return self.registry
+
     def collector(self, kind: Callable[[CollectorRegistry], C]) -> C:
         """Return the registry's collector of this class; the first call constructs it with the registry."""
         with self._lock:
@@ -195,9 +248,9 @@ class GenerationMetrics:
     """The metrics of one model's engine, reported by the engine's thread."""
 
     def __init__(self, metrics: Metrics, model: str) -> None:
-        self._endings = {
-            ending: metrics.requests.labels(model, ending)
-            for ending in (*(reason.value for reason in FinishReason), "failed", "cancelled")
+        self._finished = {
+            reason: metrics.requests.labels(model, reason)
+            for reason in (*(reason.value for reason in FinishReason), ERROR, ABORT)
         }
         self._prompt_tokens = metrics.prompt_tokens.labels(model)
         self._generation_tokens = metrics.generation_tokens.labels(model)
@@ -206,13 +259,20 @@ class GenerationMetrics:
         self._accepted_tokens = metrics.accepted_tokens.labels(model)
         self._prefix_cache_queries = metrics.prefix_cache_queries.labels(model)
         self._prefix_cache_hits = metrics.prefix_cache_hits.labels(model)
+        self._disk_cache_queries = metrics.disk_cache_queries.labels(model)
+        self._disk_cache_hits = metrics.disk_cache_hits.labels(model)
+        self._disk_cache_read_bytes = metrics.disk_cache_read_bytes.labels(model)
+        self._disk_cache_written_bytes = metrics.disk_cache_written_bytes.labels(model)
         self._cache_usage = metrics.cache_usage.labels(model)
         self._running = metrics.running.labels(model)
         self._waiting = metrics.waiting.labels(model)
         self._waiting_tokens = metrics.waiting_tokens.labels(model)
         self._block_size = metrics.block_size.labels(model)
         self._num_blocks = metrics.num_blocks.labels(model)
-        self._rejections = metrics.rejections
+        self._state_usage = metrics.state_usage
+        self._snapshot_hits = metrics.snapshot_hits
+        self._recomputed_tokens = metrics.recomputed_tokens
+        self._rejections = cache(partial(metrics.rejections.labels, model))     # by reason
         self._queue_time = metrics.queue_time.labels(model)
         self._model = model
         self._prefill_seconds = metrics.step_seconds.labels(model, "prefill")
@@ -244,11 +304,11 @@ class GenerationMetrics:
             self._decode_seconds.observe(seconds)
 
     def generated(self, *, tokens: int, prompt_tokens: int, latencies_s: Mapping[float, int]) -> None:
-        """Report what a step gave to token sequences.
+        """Report the tokens of one step.
 
         Args:
-            tokens: generated.
-            prompt_tokens: computed.
+            tokens: the number of generated tokens.
+            prompt_tokens: the number of computed prompt tokens.
             latencies_s: the number of sequences by the seconds since their previous tokens.
         """
         if tokens:
@@ -270,9 +330,15 @@ class GenerationMetrics:
         self._waiting.set(waiting)
         self._waiting_tokens.set(waiting_tokens)
 
+    def states(self, *, usage: float, snapshot_hits: int, recomputed_tokens: int) -> None:
+        """Report the share of the state slots in use and what one step counted, of a model with states."""
+        self._state_usage.labels(self._model).set(usage)
+        self._snapshot_hits.labels(self._model).inc(snapshot_hits)
+        self._recomputed_tokens.labels(self._model).inc(recomputed_tokens)
+
     def rejected(self, reason: str, *, count: int = 1) -> None:
         """Report rejected requests; from any thread. A count of 0 makes the reason known to Prometheus."""
-        self._rejections.labels(self._model, reason).inc(count)
+        self._rejections(reason).inc(count)
 
     def queued(self, seconds: float) -> None:
         """Report how long a request waited for its first step."""
@@ -283,6 +349,19 @@ class GenerationMetrics:
         self._first_token.observe(seconds)
         self._prefix_cache_queries.inc(prompt_tokens)
         self._prefix_cache_hits.inc(cached_tokens)
+
+    def disk_cache_queried(self, *, tokens: int) -> None:
+        """Report how many tokens of a prompt were looked up on the disk; from any thread."""
+        self._disk_cache_queries.inc(tokens)
+
+    def disk_cache_hit(self, *, tokens: int, read_bytes: int) -> None:
+        """Report tokens of a prompt that were read from the disk; from any thread."""
+        self._disk_cache_hits.inc(tokens)
+        self._disk_cache_read_bytes.inc(read_bytes)
+
+    def disk_cache_written(self, num_bytes: int) -> None:
+        """Report bytes of blocks that were written to the disk; from any thread."""
+        self._disk_cache_written_bytes.inc(num_bytes)
 
     def request_finished(
         self,
@@ -295,7 +374,7 @@ class GenerationMetrics:
         new_tokens: int,
     ) -> None:
         """Report a request that ended with a whole answer."""
-        self._endings[reason.value].inc()
+        self._finished[reason.value].inc()
         self._request_seconds.observe(seconds)
         self._prefill_time.observe(prefill_seconds)
         self._decode_time.observe(decode_seconds)
@@ -305,20 +384,20 @@ class GenerationMetrics:
             self._per_token.observe(decode_seconds / (new_tokens - 1))
 
     def choices_finished(self, *, most_tokens: int) -> None:
-        """Report the end of choices that were requested together, by the tokens of the longest."""
+        """Report the end of all choices of a request; `most_tokens` is the length of the longest choice."""
         self._max_generation_tokens.observe(most_tokens)
 
     def request_failed(self) -> None:
         """Report a request that ended with an error."""
-        self._endings["failed"].inc()
+        self._finished[ERROR].inc()
 
     def request_cancelled(self) -> None:
         """Report a request whose client disconnected."""
-        self._endings["cancelled"].inc()
+        self._finished[ABORT].inc()
 
 
 def bare_family(name: str, text: str, kind: str) -> Metric:
-    """Return a metric family without samples whose name is shown as it is: a counter gets no `_total`.
+    """Return a metric family without samples that keeps its name: a counter gets no `_total`.
 
     `kind` is Prometheus's type: counter, gauge or histogram.
     """

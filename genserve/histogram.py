@@ -1,4 +1,4 @@
-"""Histogram: counts of values by bucket, which take many equal values at once."""
+"""Histogram: counts values by bucket, many equal values at once."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class Histogram:
     """A cumulative histogram; safe from any thread.
 
     Attributes:
-        bounds: the upper ones of its buckets, without infinity.
+        bounds: the upper bounds of the buckets, without infinity.
     """
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        """Make an empty histogram; `bounds` are the upper ones of its buckets, ascending."""
+        """Make an empty histogram; `bounds` has the upper bounds of the buckets, ascending."""
         self.bounds = tuple(bounds)
         self._counts = [0] * (len(self.bounds) + 1)
         self._sum = 0.0
@@ -46,7 +46,7 @@ class Histogram:
             self._sum += other._sum
 
     def read(self) -> tuple[list[tuple[float, int]], float]:
-        """Return (bound, count of values up to it) for each bound and infinity, and the sum of all values."""
+        """Return (bound, number of values up to it) for each bound and infinity, and the sum of values."""
         with self._lock:
             counts, total = itertools.accumulate(self._counts), self._sum
             return list(zip((*self.bounds, math.inf), counts, strict=True)), total

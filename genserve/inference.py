@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import IntFlag
 from typing import Protocol, TypeAlias
 
 from genserve.errors import Closed, GenserveError, InferenceError, Status
+from genserve.request_context import NO_KEY, KeyShare, current_share
 from genserve.tensor import Tensor
 from genserve.tracing import Span
 
@@ -36,11 +37,11 @@ class InferenceRequest:
     inputs: Mapping[str, Tensor]
     requested_outputs: tuple[str, ...] = ()             # empty: all of them
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
-    correlation_id: int | str = 0                       # of its sequence; 0 or "": none
+    correlation_id: int | str = 0                       # its sequence; 0 or "": none
     flags: RequestFlags = RequestFlags.NONE
     priority: int = 0                                   # 1 is the highest; 0: the model's default
     timeout_us: int = 0                                 # in the queue; 0: the model's default
-    cause: Span | None = None                           # of the trace; None: not traced
+    cause: Span | None = None                           # the span of the caller; None: it is not traced
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,10 +67,10 @@ class Executor:
     """An instance of a model, as seen by the requests that need it.
 
     Attributes:
-        name: of the instance.
-        executing: its current batch; empty: it is idle.
-        waiting_for: the inferences of its BLS calls.
-        blocked_by: returns the executors that hold a resource it needs, or wait for it in front.
+        name: the instance's name in logs.
+        executing: the current batch; empty: the instance is idle.
+        waiting_for: the inferences of the BLS calls that it waits for.
+        blocked_by: returns the executors that hold a resource which it needs, or wait for one ahead of it.
     """
 
     name: str
@@ -139,49 +140,52 @@ class Backlog:
 class Inference:
     """One request on its way. It ends exactly once: with the response that is `final`.
 
-    A requester makes it and calls `InferenceServer.submit`; a scheduler queues it, an instance executes it.
-    `send`, `fail` and `cancel` are safe from any thread.
+    A requester makes it and calls `InferenceServer.submit`; a model version accepts it, a scheduler queues
+    it, an instance executes it. `send`, `fail` and `cancel` are safe from any thread.
 
     Attributes:
-        request: unchanged.
-        on_response: called with the responses.
-        inputs: those of the request, and the control tensors and states that a scheduler adds.
-        batch_size: its rows; 1 if the model does not batch.
+        request: what the requester asked for, unchanged.
+        on_response: called with each response after the steps of `accept`.
         takes_stream: whether the requester accepts any number of responses; else decoupled models reject it.
-        model_name: of the model that has it; with the version, in every response.
-        model_version: the chosen version.
-        submitted_ns: `time.monotonic_ns()` of its submission.
-        started_ns: when an instance started it; 0: it waits.
-        reschedule: set by a model of iterative sequences: execute this request again.
+        all_read: waits until the requester has read all responses so far; None: it reads them at once.
+        backlog: the requests made of the responses; the responding model waits until it is empty. None: it is
+            always empty.
+        submitted_ns: `time.monotonic_ns()` when it was made.
+        model_version: the version that accepted it.
+        batch_size: its rows; 1 if the model does not batch.
+        inputs: the inputs of the request, reshaped, and the control tensors and states that a scheduler adds.
         states: the implicit states of its sequence by input name; None: the model is stateless.
+        reschedule: set by a model of iterative sequences: execute this request again.
+        span: its span in a trace; None: it is not traced.
+        share: the share of the API key for which it is computed.
+        started_ns: when an instance started it; 0: it waits.
         num_responses: responses sent so far, errors included.
-        error: of the first failed response.
-        executors: the candidates to execute it, and while it is executed, its executor; empty: none is
-            needed.
+        error: the error of the first failed response.
         parts: the inferences that it waits for, as an ensemble for its steps.
-        blocked_by: returns inferences; one of them must end before this one can be submitted.
-        backlog: of its responses; the responding model waits until it is empty. None: always empty.
-        span: of its trace; None: not traced.
+        blocked_by: returns the executors of which it needs one, the executor that executes it, or the
+            inferences of which one must end before it is submitted; empty: it waits for none.
     """
 
     request: InferenceRequest
     on_response: OnResponse
-    inputs: dict[str, Tensor] = field(init=False)
-    batch_size: int = 1
     takes_stream: bool = True
-    model_name: str = ""
-    model_version: int = 0
+    all_read: Callable[[], Awaitable[None]] | None = field(default=None, repr=False)
+    backlog: Backlog | None = field(default=None, repr=False)
     submitted_ns: int = field(default_factory=time.monotonic_ns)
-    started_ns: int = 0
-    reschedule: bool = False
+    model_version: int = 0
+    batch_size: int = 1
+    inputs: dict[str, Tensor] = field(init=False)
     states: dict[str, Tensor] | None = None
+    reschedule: bool = False
+    span: Span | None = None
+    share: KeyShare = field(default_factory=current_share)
+    started_ns: int = 0
     num_responses: int = 0
     error: GenserveError | None = None
-    executors: Sequence[Executor] = ()
     parts: list[Inference] = field(default_factory=list, repr=False)
-    blocked_by: Callable[[], Sequence[Inference]] = field(default=tuple, repr=False)
-    backlog: Backlog | None = field(default=None, repr=False)
-    span: Span | None = None
+    blocked_by: Callable[[], Sequence[Executor | Inference]] = field(default=tuple, repr=False)
+    _steps: Sequence[ResponseStep] = field(default=(), init=False, repr=False)
+    _order: ResponseOrder | None = field(default=None, init=False, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
     _ended: bool = field(default=False, init=False)
     _cancelled: bool = field(default=False, init=False)
@@ -201,6 +205,29 @@ class Inference:
         """Whether the requester has cancelled it; the model may stop, and still has to end it."""
         return self._cancelled
 
+    def accept(
+        self,
+        *,
+        model_version: int,
+        batch_size: int,
+        response_steps: Sequence[ResponseStep] = (),
+        span: Span | None = None,
+    ) -> None:
+        """Set what the model version that runs it knows of it; called once, before it is executed.
+
+        Args:
+            model_version: the version that runs it.
+            batch_size: its rows; 1 if the model does not batch.
+            response_steps: what each response passes on its way to `on_response`, in this order.
+            span: its span in a trace, which is open; None: it is not traced.
+        """
+        self.model_version, self.batch_size = model_version, batch_size
+        self._steps, self.span = response_steps, span
+
+    def hold_back(self, order: ResponseOrder) -> None:
+        """Let `order` decide from now on when each response is passed to the steps."""
+        self._order = order
+
     def send(self, response: InferenceResponse | None, *, final: bool) -> None:
         """Send a response, or end without one.
 
@@ -217,12 +244,21 @@ class Inference:
                 self.num_responses += 1
                 self.error = self.error or response.error
         try:
-            self.on_response(response, final)
+            if self._order is None:
+                self.pass_on(response, final=final)
+            else:
+                self._order.put(self, response, final=final)
         finally:  # even if the requester raises
             if final:
                 for callback in self._on_end:
                     callback(self)
                 self._on_end.clear()
+
+    def pass_on(self, response: InferenceResponse | None, *, final: bool) -> None:
+        """Take a sent response through the steps to the requester; for `send` and a `ResponseOrder`."""
+        for step in self._steps:
+            response = step(self, response, final)
+        self.on_response(response, final)
 
     def fail(self, error: GenserveError) -> None:
         """End with an error; does nothing if it has ended already."""
@@ -258,6 +294,24 @@ class Inference:
     def fail_cancelled(self) -> None:
         """End it as cancelled, in Triton's words."""
         self.fail(InferenceError("Request was cancelled", status=Status.CANCELLED))
+
+
+# A step that a response, or None at an end without one, passes on its way to the requester: returns what the
+# next step takes. It runs on the thread from which the model answers, and must neither block nor raise.
+ResponseStep: TypeAlias = Callable[[Inference, InferenceResponse | None, bool], InferenceResponse | None]
+
+
+def common_share(inferences: Sequence[Inference]) -> KeyShare:
+    """Return the share of the API key that all inferences have; none if their keys differ."""
+    shares = {inference.share for inference in inferences}
+    return shares.pop() if len(shares) == 1 else NO_KEY
+
+
+class ResponseOrder(Protocol):
+    """Orders the responses to several inferences."""
+
+    def put(self, inference: Inference, response: InferenceResponse | None, *, final: bool) -> None:
+        """Call `pass_on` with a response, now or after the responses to other inferences."""
 
 
 def with_request_id(message: str, request_id: str = "") -> str:

@@ -1,4 +1,4 @@
-"""Inference statistics: the counts and durations of one version of a model, as Triton reports them."""
+"""Inference statistics: counts and durations of one version of a model, as Triton reports them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from genserve.inference import Inference
 class FailureReason(StrEnum):
     """Why a request failed; the label of `nv_inference_request_failure`."""
 
-    REJECTED = "REJECTED"       # timed out in the queue; as in Triton, a full queue counts nothing
+    REJECTED = "REJECTED"       # timed out in the queue; as in Triton, a full queue does not count
     CANCELED = "CANCELED"
-    BACKEND = "BACKEND"         # the model
-    OTHER = "OTHER"             # a step of an ensemble
+    BACKEND = "BACKEND"         # the model failed
+    OTHER = "OTHER"             # a step of an ensemble failed
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ class ModelStatistics(BatchStatistics):
         execution_count: executed batches.
         last_inference_ms: wall-clock time of the last request, milliseconds since 1970.
         success, fail, queue, compute_input, compute_infer, compute_output, cache_hit, cache_miss.
-        batches: by the rows of the executed batch.
+        batches: the executions by their number of rows.
         failures: requests that failed, by reason.
         first_response: milliseconds from the request to its first response; None: not measured.
     """
@@ -99,7 +99,7 @@ class ModelStatistics(BatchStatistics):
     def add(self, other: ModelStatistics) -> None:
         """Add the counts of another replica of the version.
 
-        Its histogram is left out if it has other buckets, as after a change of the config.
+        The other replica's histogram is left out if it has other buckets, as after a change of the config.
         """
         with self._lock:
             self.inference_count += other.inference_count
@@ -163,7 +163,7 @@ def _reason(inference: Inference, error: GenserveError) -> FailureReason:
     if inference.cancelled or (isinstance(error, InferenceError) and error.status is Status.CANCELLED):
         return FailureReason.CANCELED
     if inference.parts:
-        return FailureReason.OTHER  # an ensemble's: the step has the reason
+        return FailureReason.OTHER  # for an ensemble; its step has the reason
     if not inference.started_ns:
         return FailureReason.REJECTED
     return FailureReason.BACKEND

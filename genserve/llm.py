@@ -1,4 +1,4 @@
-"""LLM: a model of a repository, used in this process without a server."""
+"""LLM: runs a text model of a repository in this process, without a server."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Self, Unpack, cast
 
-from genserve.completion import Completion, Delta, Stream, likeliest
+from genserve.completion import Completion, Delta, Stream, join_choices, likeliest, require_tokens
+from genserve.engine.delta_streams import DeltaStream
+from genserve.engine.generation_request import GenerationRequest
 from genserve.errors import Closed, InvalidRequest
-from genserve.generation.delta_streams import DeltaStream
-from genserve.generation.engine_request import TokenSequence
 from genserve.prompt import (
     COMPLETION_TOKENS,
     Messages,
@@ -21,11 +21,14 @@ from genserve.prompt import (
     ToolChoice,
     Tools,
     read_chat,
+    read_prompt,
     read_prompts,
 )
+from genserve.repository.options import RepositoryOptions
 from genserve.repository.repository import Repository
 from genserve.sampling.sampling_options import SamplingOptions
 from genserve.sampling.sampling_params import SamplingParams, sampling_params
+from genserve.settings import read_max_model_len
 from genserve.store import default_repository
 from genserve.text.message_parser import MessageParser
 
@@ -40,25 +43,37 @@ class LLM:
     raises Closed, and so does a call that runs while another thread closes.
     """
 
-    def __init__(self, model: str | None = None, *, model_repository: str | Path | None = None) -> None:
-        """Load a model; without a name, the only text model of the repository.
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        model_repository: str | Path | None = None,
+        max_model_len: str | int | None = None,
+    ) -> None:
+        """Load a model.
 
-        `model_repository` is a folder; None: GENSERVE_MODEL_REPOSITORY, or else the store of `genserve pull`.
+        Args:
+            model: its name; None: the repository must have exactly one text model.
+            model_repository: a folder; None: GENSERVE_MODEL_REPOSITORY, or else the store of `genserve pull`.
+            max_model_len: the context length, as `--max-model-len` has it: 32768, "32k"; None or "auto": the
+                model's own, as far as its config and the memory of the KV cache allow.
 
         Raises:
-            RepositoryError: the folder, or the model in it, is invalid.
-            ModelNotFound: no such model.
+            InvalidRequest: `max_model_len` is not a number of tokens.
+            RepositoryError: the folder, or the model in it, is invalid, or cannot have that context.
+            ModelNotFound: there is no such model.
         """
         self._closed = False
         folder = model_repository or os.environ.get("GENSERVE_MODEL_REPOSITORY") or default_repository()
-        self._repository = Repository([Path(folder)])
+        try:
+            length = read_max_model_len("auto" if max_model_len is None else max_model_len)
+        except ValueError as problem:
+            raise InvalidRequest(f"max_model_len: {problem}", field="max_model_len") from None
+        self._repository = Repository([Path(folder)], options=RepositoryOptions(max_model_len=length))
         with ExitStack() as undo:
             undo.callback(self._repository.close)   # unload the stages that were loaded before an error
             name = model or self._repository.only_text_model_name()
-            self._repository.start([name])
-            for error in self._repository.errors.values():
-                raise error
-            self._model = self._repository.text_model(name)
+            self._model = self._repository.start_text_model(name)
             undo.pop_all()
 
     @property
@@ -77,19 +92,21 @@ class LLM:
         return cast("SamplingOptions", dict(self._model.default_sampling_params))
 
     def generate(self, prompt: str, **options: Unpack[SamplingOptions]) -> Completion:
-        """Complete a prompt. Options are those of `SamplingParams`.
+        """Complete a prompt. The options are the fields of `SamplingParams`.
 
         Raises:
             InvalidRequest: the prompt is empty or too long, or an option is invalid.
             Overloaded: too many requests wait.
+            DeadlineExceeded: `max_time_ms` passed before the first token.
             ModelFailed: the model failed.
         """
-        return self._complete_one(prompt, self._params(options))
+        params = self._params(options)
+        return self._complete_one(read_prompt(prompt), params)
 
     def stream(self, prompt: str, **options: Unpack[SamplingOptions]) -> Stream:
         """Complete a prompt, delta by delta. Raises the errors of `generate`."""
         params = self._params(options)
-        return self._stream(self._model.prepare(prompt, params), prompt, params)
+        return self._stream(self._model.prepare(read_prompt(prompt), params), is_alone=True)
 
     def chat(
         self,
@@ -101,8 +118,8 @@ class LLM:
     ) -> Completion:
         """Answer a chat; a plain text is one turn of the user.
 
-        With tools, the `tool_calls` of the answer are no part of its text. Tools and the choice among them
-        are written as OpenAI's JSON.
+        With tools, the answer has `tool_calls`, which are no part of its text. Tools and tool choice are
+        written as OpenAI's JSON.
 
         Raises the errors of `generate`.
         """
@@ -115,20 +132,25 @@ class LLM:
         *,
         tools: Tools | None = None,
         tool_choice: ToolChoice | None = None,
+        return_progress: bool = False,
         **options: Unpack[SamplingOptions],
     ) -> Stream:
-        """Answer a chat, delta by delta, see `chat`. Raises the errors of `generate`."""
+        """Answer a chat, delta by delta, see `chat`. Raises the errors of `generate`.
+
+        With `return_progress` the first deltas are `PromptProgress`, while the prompt is read.
+        """
         params = self._params(options)
         chat = read_chat(messages, tools=tools, tool_choice=tool_choice)
-        return self._stream(self._model.prepare(chat, params), chat, params)
+        request = self._model.prepare(chat, params, return_progress=return_progress)
+        return self._stream(request, is_alone=True)
 
     def complete(
         self, prompts: Prompts, *, n: int = 1, **options: Unpack[SamplingOptions]
     ) -> tuple[Completion, ...]:
         """Complete prompts `n` times each; the default of `max_tokens` is 16.
 
-        The answers are in the order of the prompts, the `n` answers to a prompt next to each other. With
-        `prompt_logprobs` each scores the tokens of its prompt, which are in `prompt_token_ids`.
+        The answers are in the order of the prompts, and the `n` answers to a prompt follow each other. With
+        `prompt_logprobs` each answer has log-probabilities of its prompt's tokens, `prompt_token_ids`.
 
         Raises the errors of `generate`.
         """
@@ -173,9 +195,9 @@ class LLM:
         self._repository.close()
 
     def _params(self, options: SamplingOptions) -> SamplingParams:
-        """Return the parameters of a call. Raises Closed before any other error."""
+        """Return the sampling parameters of a call. Raises Closed before any other error."""
         self._reject_if_closed()
-        # Greedy by default, whatever the model recommends: a program's answers are reproducible.
+        # The default is greedy, whatever the model recommends, so that a program's answers are reproducible.
         return sampling_params({"temperature": 0.0, **options})
 
     def _reject_if_closed(self) -> None:
@@ -185,35 +207,43 @@ class LLM:
     def _complete(
         self, prompts: Sequence[Prompt], params: SamplingParams, *, n: int
     ) -> list[tuple[tuple[int, ...], list[Completion]]]:
-        """Return the token ids of each prompt with its `n` answers: the likeliest of `best_of`."""
+        """Return the token ids of each prompt with its `n` answers, the likeliest of `best_of`."""
         num_choices, wants_logprobs = max(n, params.best_of), params.logprobs
         params = replace(params, logprobs=True) if num_choices > n else params
         # Every prompt is validated before the first one runs.
-        choices = [self._model.prepare_choices(prompt, params, num_choices=num_choices) for prompt in prompts]
-        prompt_ids = [tuple(sequences[0].token_ids) for sequences in choices]
+        requests = [
+            self._model.prepare_choices(prompt, params, num_choices=num_choices) for prompt in prompts
+        ]
         with ExitStack() as stack:
             streams = [
-                [stack.enter_context(self._stream(sequence, prompt, params)) for sequence in sequences]
-                for prompt, sequences in zip(prompts, choices, strict=True)
+                stack.enter_context(self._stream(request, is_alone=False)) for request in requests
             ]
-            answers = [[stream.final() for stream in one] for one in streams]
+            answers = [list(join_choices(stream)) for stream in streams]
+        require_tokens(completion for one in answers for completion in one)
         if num_choices > n:
             answers = [[completions[i] for i in likeliest(completions)[:n]] for completions in answers]
         if num_choices > n and not wants_logprobs:
             answers = [[replace(completion, logprobs=()) for completion in one] for one in answers]
-        return list(zip(prompt_ids, answers, strict=True))
+        return [
+            (request.prompt_token_ids, completions)
+            for request, completions in zip(requests, answers, strict=True)
+        ]
 
     def _complete_one(self, prompt: Prompt, params: SamplingParams) -> Completion:
         [(_, [completion])] = self._complete([prompt], params, n=1)
         return completion
 
-    def _stream(self, sequence: TokenSequence, prompt: Prompt, params: SamplingParams) -> Stream:
-        parser = self._model.message_parser(prompt, params, begun=sequence.begins_reasoning)
-        tools = None if parser is None else parser.without_reasoning()
+    def _stream(self, request: GenerationRequest, *, is_alone: bool) -> Stream:
+        parsers = [self._tool_parser(request) for _ in request.seeds]
         try:
-            return Stream(_EngineDeltas(DeltaStream(self._model.engine, sequence), tools))
-        except Closed:  # by another thread, since the call began
+            deltas = DeltaStream(self._model.engine, request)
+            return Stream(_EngineDeltas(deltas, parsers, is_alone=is_alone))
+        except Closed:  # another thread has closed the model since the call began
             raise _closed() from None
+
+    def _tool_parser(self, request: GenerationRequest) -> MessageParser | None:
+        parser = self._model.message_parser(request.prompt, request.params, begun=request.begins_reasoning)
+        return None if parser is None else parser.without_reasoning()
 
     def __enter__(self) -> Self:
         self._reject_if_closed()
@@ -224,25 +254,32 @@ class LLM:
 
 
 class _EngineDeltas:
-    """The deltas of an engine's stream. The engine's Closed becomes that of the LLM.
+    """The deltas of an engine's stream; turns the engine's Closed into the LLM's.
 
     Args:
-        stream: of one answer.
-        parser: takes the tool calls out of its text; None: it has none.
+        stream: the deltas of one request.
+        parsers: the parsers that take tool calls out of the text, one for each choice; None: there are none.
+        is_alone: whether the call has one answer.
     """
 
-    def __init__(self, stream: DeltaStream, parser: MessageParser | None) -> None:
+    def __init__(
+        self, stream: DeltaStream, parsers: Sequence[MessageParser | None], *, is_alone: bool
+    ) -> None:
         self._stream = stream
-        self._parser = parser
+        self._parsers = parsers
+        self._is_alone = is_alone
 
     def __next__(self) -> Delta:
         try:
             delta = next(self._stream)
         except Closed:
             raise _closed(" before the answer was complete") from None
-        if self._parser is None:
+        if self._is_alone and delta.finish_reason is not None:
+            require_tokens([delta])
+        parser = self._parsers[delta.choice]
+        if parser is None:
             return delta
-        read = self._parser.read(delta)
+        read = parser.read(delta)
         return replace(delta, text=read.content, tool_calls=read.tool_calls)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Log: the format of the server's log, and the request that each line belongs to."""
+"""Log: the format of the server's log, and the limit of its warnings."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from copy import copy
-from dataclasses import dataclass, field
-from typing import Protocol
 
-from genserve.errors import GenserveError, drop_frames
+from genserve.request_context import CURRENT_REQUEST
 
 # The logger of requests that change the server; see `access_log`.
 AUDIT = "genserve.audit"
@@ -44,143 +41,6 @@ def at_level(name: str, level: int) -> Iterator[None]:
         yield
     finally:
         logger.setLevel(before)
-
-
-class LoggedAnswer(Protocol):
-    """A generated answer, as the log needs it: `TokenSequence`."""
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """The number of tokens of its prompt."""
-
-    @property
-    def num_cached_tokens(self) -> int:
-        """How many of these were in the prefix cache."""
-
-    @property
-    def num_new_tokens(self) -> int:
-        """The number of tokens generated so far."""
-
-    @property
-    def finish_reason(self) -> str | None:
-        """Why it ended; None: it still runs."""
-
-    @property
-    def first_token_s(self) -> float | None:
-        """When its first token was generated, `time.monotonic()`; None: it has none."""
-
-    @property
-    def last_token_s(self) -> float | None:
-        """When its last token so far was generated; likewise."""
-
-
-class LoggedSpan(Protocol):
-    """The span of a request for a collector of traces."""
-
-    def end(self, request: LoggedRequest) -> None:
-        """Take the facts about the request, which has ended."""
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class LoggedRequest:
-    """The facts about one request that the log shows; each part of the server fills in its own.
-
-    Attributes:
-        id: the `X-Request-Id`, or the id of a KServe request; may be empty.
-        client: the address of a gRPC client, as gRPC writes it.
-        started_s: when the request arrived, `time.monotonic()`.
-        model: the requested model, as the client wrote it, or the chosen one.
-        answers: the answers that are generated for it, those to one prompt together.
-        num_choices: how many answers each prompt has.
-        key: the name of its API key; empty: it has none.
-        controls: whether it changes the server, or tries to.
-        change: the details of that.
-        error: the error that it was rejected or failed with.
-        operation: of a text model, in OpenTelemetry's words: `chat`, `text_completion`; empty: none.
-        streams: whether the answer is a stream.
-        span: ended with the request; None: the server sends no spans.
-    """
-
-    id: str
-    client: str = ""
-    started_s: float = field(default_factory=time.monotonic)
-    model: str = ""
-    answers: Sequence[LoggedAnswer] = ()
-    num_choices: int = 1
-    key: str = ""
-    controls: bool = False
-    change: str = ""
-    error: GenserveError | None = None
-    operation: str = ""
-    streams: bool = False
-    span: LoggedSpan | None = None
-
-    def fail(self, error: GenserveError) -> None:
-        """Record the error that it was rejected or failed with, without its frames: they hold this record."""
-        self.error = error
-        drop_frames(error)
-
-    def ending(self) -> str:
-        """Return why its answers ended, in the words of the metric `genserve_requests_total`."""
-        if self.error is not None:
-            return "failed"
-        return ",".join(dict.fromkeys(answer.finish_reason or "cancelled" for answer in self.answers))
-
-    @property
-    def prompt_tokens(self) -> int:
-        """The tokens of all prompts together."""
-        return sum(answer.num_prompt_tokens for answer in self._first_answers)
-
-    @property
-    def cached_tokens(self) -> int:
-        """How many of them were found in the prefix cache; tokens that its own choices share do not count."""
-        return sum(answer.num_cached_tokens for answer in self._first_answers)
-
-    @property
-    def completion_tokens(self) -> int:
-        """The tokens of all answers together."""
-        return sum(answer.num_new_tokens for answer in self.answers)
-
-    @property
-    def _first_answers(self) -> Sequence[LoggedAnswer]:
-        return self.answers[:: self.num_choices]
-
-    def tokens_per_s(self) -> float | None:
-        """Return the tokens of all answers per second after the first one; None: there is no second one."""
-        firsts_s = [answer.first_token_s for answer in self.answers if answer.first_token_s is not None]
-        lasts_s = [answer.last_token_s for answer in self.answers if answer.last_token_s is not None]
-        seconds = max(lasts_s, default=0.0) - min(firsts_s, default=0.0)
-        return (self.completion_tokens - len(firsts_s)) / seconds if seconds else None
-
-    def first_token_s(self) -> float | None:
-        """Return the seconds from its arrival to its first token; None: it has none."""
-        times = [answer.first_token_s for answer in self.answers if answer.first_token_s is not None]
-        return min(times) - self.started_s if times else None
-
-
-# The request that the code runs for. Tasks and worker threads inherit it, not the threads of models.
-CURRENT_REQUEST: ContextVar[LoggedRequest | None] = ContextVar("current_request", default=None)
-
-
-def fail_request(error: GenserveError) -> None:
-    """Record the error that the current request, if any, was rejected or failed with."""
-    request = CURRENT_REQUEST.get()
-    if request is not None:
-        request.fail(error)
-
-
-def note_key(name: str) -> None:
-    """Record the name of the API key of the current request, if any."""
-    request = CURRENT_REQUEST.get()
-    if request is not None:
-        request.key = name
-
-
-def note_change(details: str) -> None:
-    """Record the details of what the current request changes in the server, for the audit log."""
-    request = CURRENT_REQUEST.get()
-    if request is not None:
-        request.change = details
 
 
 def escaped(text: str) -> str:
@@ -290,7 +150,7 @@ def _without_traceback(record: logging.LogRecord) -> logging.LogRecord:
     bare = copy(record)
     bare.msg, bare.args = record.getMessage(), ()
     bare.exc_info = bare.exc_text = bare.stack_info = None
-    bare.request_id = _request_id(record)       # of the current request, whenever it is written
+    bare.request_id = _request_id(record)       # the current request's, whenever the record is written
     return bare
 
 

@@ -1,7 +1,7 @@
 """Redaction: removes the paths of the server's file system from error texts that clients see.
 
-Errors are raised with full paths, for the log and the command line. They quote model.py,
-ONNX Runtime, torch and the operating system, so paths are removed where an error leaves the server.
+Errors are raised with full paths, for the log and the command line. They may quote model.py, ONNX Runtime,
+torch or the operating system, so paths are removed only where an error leaves the server.
 """
 
 from __future__ import annotations
@@ -23,25 +23,20 @@ logger = logging.getLogger(__name__)
 _Error = TypeVar("_Error", bound=GenserveError)
 
 _BEFORE = r"(?<![\w.~/-])(?:file://)?"  # not in the middle of another path, or of a URL
-# The folders of operating systems: a text that begins with one, or with another folder at the root of this
+# The root folders of operating systems. A text that begins with one of them, or with a root folder of this
 # machine, is a path; `/v2/models` is not.
 _TOP_FOLDERS = (
     "Applications|Library|System|Users|Volumes|app|bin|boot|data|dev|etc|home|lib|lib64|media|mnt|nix|opt|"
     "private|proc|root|run|sbin|snap|srv|sys|tmp|usr|var"
 )
-_ROUTES = frozenset(
-    {
-        "api", "dashboard", "detokenize", "docs", "generate", "generate_stream", "health", "info", "metrics",
-        "page", "ping", "tokenize", "tokenizer_info", "v1", "v2", "version",
-    }
-)
-# As Python and TorchScript print it; the exception itself is on the line after it, and stays.
+# A traceback of Python or TorchScript. The exception itself is on the line after it, and stays.
 _TRACEBACK = re.compile(r"Traceback (?:[^\n]* )?\(most recent call last\):(?:\n|$)(?:(?:[ \t][^\n]*)?\n)*")
 
 # Longer texts repeat what a client has sent, or fill its screen.
 _MAX_CHARS = 8192
 
 _repositories: set[str] = set()
+_route_folders: set[str] = set()
 
 
 def redact_repositories(roots: Iterable[Path]) -> None:
@@ -51,14 +46,22 @@ def redact_repositories(roots: Iterable[Path]) -> None:
     _patterns.cache_clear()
 
 
+def keep_routes(paths: Iterable[str]) -> None:
+    """Keep these paths of HTTP in texts, even if the machine has a folder that is called so."""
+    _route_folders.update(path.split("/")[1] for path in paths)
+    _patterns.cache_clear()
+
+
 def redacted_text(text: str) -> str:
     """Return a text without tracebacks and without the paths of this machine.
 
-    A path below a model repository or a package folder becomes relative to it; of any other path, the last
-    part remains.
+    A path below a model repository or a package folder becomes relative to the folder; any other path is
+    reduced to its last part.
     """
     if len(text) > _MAX_CHARS:
         text = text[:_MAX_CHARS] + " ..."
+    if "/" not in text and "Traceback" not in text:
+        return text     # the patterns would take longer than the rest of most rejections
     below, quoted, others = _patterns()
     text = below.sub(_without_folder, _TRACEBACK.sub("", text))
     text = quoted.sub(lambda path: path["quote"] + (path["last"] or path["top"]) + path["quote"], text)
@@ -73,7 +76,7 @@ def redacted_error(error: _Error) -> _Error:
     message, remedy = redacted_text(error.message), redacted_text(error.remedy)
     if (message, remedy) == (error.message, error.remedy):
         return error
-    # Quoted with %r: it may hold text of a client, which must not begin a line of the log.
+    # %r quotes the text, which may come from a client and must not begin a line of the log.
     logger.debug("the client sees this error without its paths: %r", str(error))
     redacted = type(error).__new__(type(error), message)    # `__init__` has another signature in each class
     vars(redacted).update(vars(error), message=message, remedy=remedy)
@@ -90,20 +93,20 @@ def _without_folder(found: re.Match[str]) -> str:
 
 @cache
 def _patterns() -> tuple[re.Pattern[str], re.Pattern[str], re.Pattern[str]]:
-    """Return the patterns of the known folders, of other paths in quotes, and of other paths without."""
+    """Return the patterns for known folders, for other quoted paths, and for other unquoted paths."""
     packages = {*sysconfig.get_paths().values(), str(Path(__file__).parents[1])}
     temporary = tempfile.gettempdir()
     folders = {path for path in (*_repositories, *packages) if path.strip("./")}
     places = (*folders, temporary, str(Path.cwd()), *sys.path)
     tops = {path.split("/")[1] for path in places if path.strip("/") and path.startswith("/")}
-    tops |= {entry.name for entry in Path("/").iterdir() if entry.is_dir()} - _ROUTES
+    tops |= {entry.name for entry in Path("/").iterdir() if entry.is_dir()} - _route_folders
     uploads = rf"{re.escape(temporary)}/genserve-\w+"  # see `repository.load_request`
     known = f"(?P<folder>{uploads}|{_one_of(folders)})"
     part = r"[^\s/'\"`,;:()<>\[\]{}|]+"
     top = rf"/+(?P<top>{_one_of(tops)}|{_TOP_FOLDERS})(?![\w-])"
     return (
         re.compile(rf"{_BEFORE}{known}(?:(?P<slash>/+)|(?![\w.-]))"),
-        # Between quotes a name may have spaces.
+        # A name in quotes may have spaces.
         re.compile(rf"(?P<quote>['\"`]){top}(?:/+(?P<last>[^/'\"`\n]+))*/*(?P=quote)"),
         re.compile(rf"{_BEFORE}{top}(?:/+(?P<last>{part}))*/*"),
     )

@@ -1,63 +1,89 @@
-"""Server settings: each field with its default, and with the flag of `genserve serve` that sets it.
+"""Server settings: the settings of a server, each with its default and its flag of `genserve serve`.
 
-To add a setting is one row here; the command line reads the rows.
+To add a setting, add a row here; the command line reads the rows.
 """
 # ruff: noqa: FBT003, RUF009  # in a row the default comes first; the calls make fields
 
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal
 
+from genserve.machine import byte_size
 from genserve.store import default_repository
 
 # The headings of `genserve serve --help`.
 _MODELS, _PORTS, _GRPC, _ACCESS, _CLIENTS, _LOG = (
     "Models", "Ports", "Connections of gRPC", "Access", "Clients", "Log",
 )  # fmt: skip
-_COMPRESSION_LEVELS = ("none", "low", "medium", "high")     # gRPC numbers them
+_MULTIPLES = {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}
+_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_NUMBER = re.compile(r"\d{1,12}(?:\.\d{0,9})?", re.ASCII)
+_DURATION_PART = re.compile(r"(\d{1,12}(?:\.\d{0,9})?)(ns|us|µs|ms|s|m|h)", re.ASCII)     # as Go writes them
+_DURATION = re.compile(f"(?:{_DURATION_PART.pattern})+", re.ASCII)
+_COMPRESSION_LEVELS = ("none", "low", "medium", "high")     # gRPC numbers them in this order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flag:
-    """The command-line flag of a setting.
+    """A flag or an argument of the command line, which sets a field of a dataclass.
 
     Attributes:
-        help: its text in `--help`.
-        panel: the heading in `--help`.
-        names: all spellings; empty: the field's name. The first one also names the GENSERVE_* variable.
+        help: the explanation in `--help`.
+        heading: the heading in `--help`; empty: Options.
+        names: all spellings; empty: the name of the field.
+        variable: the environment variable that sets the flag too, in which * stands for the name of the flag;
+            empty: none.
+        metavar: the value in `--help`; empty: its type.
         minimum: the least value of a number.
         maximum: the greatest value of a number.
+        is_argument: whether the field is a positional argument.
+        takes_several: whether several values may follow one flag: `--goodput ttft:500 tpot:50`.
         show_default: whether `--help` shows the default.
         validate: raises ValueError for a value that is not allowed.
+        complete: returns the values that a shell offers, with an explanation each; called with the word that
+            is being typed, and with the values on the line as attributes of `parsed_args`.
         grpc_argument: the argument of gRPC channels that the setting becomes.
     """
 
     help: str
-    panel: str | None
-    names: tuple[str, ...]
+    heading: str = ""
+    names: tuple[str, ...] = ()
+    variable: str = ""
+    metavar: str = ""
     minimum: float | None = None
     maximum: float | None = None
+    is_argument: bool = False
+    takes_several: bool = False
     show_default: bool = True
     validate: Callable[[Any], object] | None = None
+    complete: Callable[..., Mapping[str, str]] | None = None
     grpc_argument: str = ""
+
+
+def flag(default: Any, flag: Flag, *, repr: bool = True) -> Any:  # noqa: A002  # as `field`
+    """Return a field of a dataclass that a flag sets; MISSING: the flag is required."""
+    made: Any = {"default_factory": default} if callable(default) else {"default": default}
+    return field(**made, repr=repr, metadata={"flag": flag})
 
 
 def _flag(
     default: Any,
-    panel: str | None,
-    help: str,  # noqa: A002  # as typer
+    heading: str,
+    help: str,  # noqa: A002  # as argparse
     *names: str,
     is_secret: bool = False,
     **more: Any,
 ) -> Any:
-    made: Any = {"default_factory": default} if callable(default) else {"default": default}
-    flag = Flag(help=help, panel=panel, names=names, **more)
-    return field(**made, repr=not is_secret, metadata={"flag": flag})
+    made = Flag(help=help, heading=heading, names=names, variable="GENSERVE_*", **more)
+    return flag(default, made, repr=not is_secret)
 
 
 def _port(default: int) -> Any:
@@ -78,6 +104,53 @@ def _cache_config_bytes(text: str) -> int:
     return int(size)
 
 
+def read_max_model_len(value: str | int) -> int | None:
+    """Return the tokens that `--max-model-len` means, in vLLM's notation; None: `auto` or -1.
+
+    `k` and `m` are thousands and millions (25.6k), `K` and `M` powers of 1024.
+
+    Raises:
+        ValueError: it is something else, or less than 2, since a prompt and an answer need one token each.
+    """
+    text = str(value).strip()
+    if text in ("auto", "-1"):
+        return None
+    match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,12}(?=[km]))?)([kKmM]?)", text, re.ASCII)
+    number = int(Decimal(match[1]) * _MULTIPLES[match[2]]) if match else 0
+    if number < 2:
+        raise ValueError(f"{text!r} is not auto, or a number of tokens such as 32768, 32k or 32K")
+    return number
+
+
+def read_memory_budget(text: str) -> int | None:
+    """Return the bytes of `--model-memory-budget`; None: `auto`. Raises ValueError for any other text."""
+    if text == "auto":
+        return None
+    size = byte_size(text)
+    if not size:
+        raise ValueError(f"{text!r} is not auto, or an amount of memory such as 16GiB")
+    return size
+
+
+def read_keep_alive(value: str | float) -> float:
+    """Return the seconds of a time in Ollama's notation: `5m`, `1h30m`, 300.
+
+    Infinite for a negative time, and for more centuries than a thread can wait.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    text = str(value).strip()
+    sign, digits = (-1, text[1:]) if text.startswith("-") else (1, text)
+    if _NUMBER.fullmatch(digits):
+        seconds = float(digits)
+    elif _DURATION.fullmatch(digits):
+        seconds = sum(float(count) * _SECONDS[unit] for count, unit in _DURATION_PART.findall(digits))
+    else:
+        raise ValueError(f"{text!r} is not a time such as 5m, 1h30m or 300 (seconds)")
+    return math.inf if sign * seconds < 0 or seconds >= threading.TIMEOUT_MAX else seconds
+
+
 def _json_object(text: str) -> dict[str, Any]:
     """Return a JSON object; an empty one for an empty text. Raises ValueError for any other."""
     value = json.loads(text or "{}")
@@ -93,8 +166,8 @@ def _compile(pattern: str) -> None:
         raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
 
 
-# One class per heading of `--help`. They have no slots: a class with several bases could not have their
-# fields otherwise.
+# Each class has the settings under one heading of `--help`. They have no slots, since a class can inherit
+# fields with slots from one base only.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,13 +179,28 @@ class _ModelSettings:
         "Folder of models; repeatable. Default: the store in GENSERVE_HOME.",
         "--model-repository", "--model-store",
     )  # fmt: skip
-    model_control_mode: Literal["none", "poll", "explicit"] = _flag(
+    model_control_mode: Literal["none", "poll", "explicit", "on-demand"] = _flag(
         "none", _MODELS,
         "none loads every model at the start; poll also follows changes on disk; explicit loads the models "
-        "of --load-model, and then those of KServe's load and unload calls.",
+        "of --load-model, and then those of KServe's load and unload calls; on-demand loads a model when a "
+        "request needs it, and unloads it when it is idle or another one needs its memory.",
     )
     load_model: tuple[str, ...] = _flag(
-        (), _MODELS, "Load this model at the start instead of all; repeatable. * means all."
+        (), _MODELS,
+        "Load this model at the start instead of all; repeatable. * means all. With on-demand it stays.",
+    )
+    model_memory_budget: str = _flag(
+        "auto", _MODELS,
+        "The memory of all models that are loaded on-demand together, with their KV caches, such as 16GiB; "
+        "auto: four fifths of the memory that is free at the start.",
+        metavar="SIZE", validate=read_memory_budget,
+    )
+    model_keep_alive: str = _flag(
+        "5m", _MODELS,
+        "How long a model that was loaded on-demand stays after its last use, unless a request of Ollama's "
+        "API says otherwise: 5m, 1h30m, or seconds. 0: it leaves at once; -1: it stays until another model "
+        "needs its memory.",
+        metavar="TIME", validate=read_keep_alive,
     )
     repository_poll_s: float = _flag(
         15.0, _MODELS,
@@ -145,6 +233,21 @@ class _ModelSettings:
         (), _MODELS,
         "BACKEND,SETTING=VALUE, or SETTING=VALUE for all backends, such as "
         "onnxruntime,default-max-batch-size=8; repeatable.",
+    )
+    max_model_len: str | int = _flag(
+        "auto", _MODELS,
+        "Context length of every text model: the tokens of prompt and answer together, such as 32768, 32k or "
+        "32K (1024s). auto: the model's own, as far as its config and the memory of the KV cache allow.",
+        metavar="N", validate=read_max_model_len,
+    )
+    prefix_cache_dir: Path | None = _flag(
+        None, _MODELS,
+        "Folder in which text models keep their prefix caches, for use after a restart; servers may share "
+        "it. Default: none.",
+    )
+    prefix_cache_disk_byte_size: int = _flag(
+        8 * 2**30, _MODELS,
+        "Maximum size of that folder, bytes; what was used least recently is deleted.", minimum=2**20,
     )
     generation_config: Literal["auto", "none"] = _flag(
         "auto", _MODELS,
@@ -220,7 +323,7 @@ class _PortSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class _GrpcSettings:
-    """What connections of gRPC do."""
+    """The behaviour of gRPC connections."""
 
     grpc_infer_response_compression_level: Literal["none", "low", "medium", "high"] = _flag(
         "none", _GRPC,
@@ -402,16 +505,21 @@ class ServerSettings(
 ):
     """The settings of one server; `genserve serve` fills them from flags and GENSERVE_* variables."""
 
-    # Without a flag.
+    # The settings below have no flag.
     # Keys in printable ASCII, from GENSERVE_API_KEY and GENSERVE_CONTROL_KEY.
     api_key: str | None = field(default=None, repr=False)
     control_key: str | None = field(default=None, repr=False)   # None: `api_key` controls the server too
-    max_body_bytes: int = 8 * 2**20     # of one request
+    max_body_bytes: int = 8 * 2**20     # the longest body of a request
 
     @property
     def cache_bytes(self) -> int:
         """Size of the response cache, bytes; 0: no cache."""
         return _cache_config_bytes(self.cache_config) or self.response_cache_byte_size
+
+    @property
+    def context_limit(self) -> int | None:
+        """The context length that text models must have; None: as long as each can have."""
+        return read_max_model_len(self.max_model_len)
 
     @property
     def overriding_generation_config(self) -> dict[str, Any]:
@@ -420,7 +528,7 @@ class ServerSettings(
 
 
 def grpc_channel_arguments(settings: ServerSettings) -> tuple[tuple[str, int], ...]:
-    """Return the arguments of the server's gRPC channels, except those at gRPC's default."""
+    """Return the arguments of the server's gRPC channels, without arguments at gRPC's default."""
     flags = ((setting.name, setting.metadata.get("flag")) for setting in fields(settings))
     values = ((flag.grpc_argument, getattr(settings, name)) for name, flag in flags if flag)
     return tuple(

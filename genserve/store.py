@@ -1,4 +1,4 @@
-"""Store: the model repository of a user, which every command finds from every folder."""
+"""Store: the user's own model repository, which commands use from any folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def home_folder() -> Path:
 
 
 def default_repository() -> Path:
-    """Return the store: the model repository of every command that is given none."""
+    """Return the store, the model repository of commands that get no other."""
     return home_folder() / "model_repository"
 
 
@@ -25,12 +25,12 @@ def display_path(path: Path) -> str:
     """Return a path as a user would write it: `~` for the home folder."""
     try:
         return str(Path("~") / path.relative_to(Path.home()))
-    except (ValueError, RuntimeError):  # it is elsewhere, or this user has no home folder
+    except (ValueError, RuntimeError):  # the path is elsewhere, or the user has no home folder
         return str(path)
 
 
 def described(repository: Path) -> str:
-    """Return what a message calls a model repository; the store by its short path."""
+    """Return the name of a model repository in messages; the store has its short path."""
     is_store = repository == default_repository()
     return f"the store ({display_path(repository)})" if is_store else str(repository)
 

@@ -16,7 +16,7 @@ from genserve.errors import InferenceError, InvalidRequest, RepositoryError, Sta
 from genserve.files import read_regular_file
 
 _CPU = 1  # kDLCPU of dlpack.h
-_MAX_FILE_BYTES = 2 << 30    # as the binary tensors of a request
+_MAX_FILE_BYTES = 2 << 30    # the same limit as for the binary tensors of a request
 
 
 class DataType(Enum):
@@ -26,10 +26,10 @@ class DataType(Enum):
     Triton's schema, which are also pb_utils' `triton_dtype()`.
 
     Attributes:
-        number: in the schema.
-        numpy: how an array holds the elements: BYTES as objects, each `bytes`; BF16 as its raw uint16,
-            since numpy has no such type.
-        itemsize: bytes of one element on the wire; 0 for BYTES, whose elements carry their length.
+        number: the number in the schema.
+        numpy: the dtype of arrays with such elements: object for BYTES, each `bytes`; uint16 for BF16,
+            which numpy lacks.
+        itemsize: the bytes of one element on the wire; 0 for BYTES, whose elements begin with their length.
     """
 
     BOOL = (1, "?")
@@ -62,13 +62,13 @@ class DataType(Enum):
         """Return the type named `name` in config.pbtxt.
 
         Raises:
-            KeyError: an unknown name, or TYPE_INVALID.
+            KeyError: the name is unknown, or TYPE_INVALID.
         """
         return cls.BYTES if name == "TYPE_STRING" else cls[name.removeprefix("TYPE_")]
 
     @classmethod
     def of_numpy(cls, dtype: np.dtype[Any]) -> DataType:
-        """Return the type of the elements of an array; arrays of objects and of `S` strings are BYTES.
+        """Return the type of an array's elements; arrays of objects and of `S` strings are BYTES.
 
         Raises:
             KeyError: KServe has no such type (`<U`, complex, dates, big-endian numbers).
@@ -80,17 +80,62 @@ class DataType(Enum):
             return cls.BYTES
         raise KeyError(dtype)
 
+    @property
+    def elements(self) -> str:
+        """A description of one element: `an integer from -128 to 127`."""
+        match self.numpy.kind:
+            case "b":
+                return "true or false"
+            case "O":
+                return "a string"
+            case "f":
+                return f"a number from {np.finfo(self.numpy).min!s} to {np.finfo(self.numpy).max!s}"
+            case _:
+                return f"an integer from {np.iinfo(self.numpy).min} to {np.iinfo(self.numpy).max}"
+
 
 _OF_NUMPY = {data_type.numpy: data_type for data_type in reversed(DataType)}
 
 
+def narrowed(values: NDArray[Any], data_type: DataType, *, name: str, start: int = 0) -> NDArray[Any]:
+    """Return numbers converted to the type of an input, which may be narrower.
+
+    Args:
+        values: an array of one dimension, integers or floats as the type requires. Infinities stay infinite.
+        data_type: the type of the input.
+        name: the name of the input, for the error.
+        start: the index of the first number in the input.
+
+    Raises:
+        InferenceError: a number does not fit the type; the message has its index.
+    """
+    with np.errstate(over="ignore"):
+        array = values.astype(data_type.numpy, copy=False)
+    if array.dtype == values.dtype or not values.size:
+        return array
+    if array.dtype.kind == "f":
+        is_wrong = np.isinf(array) & np.isfinite(values) if np.isinf(array).any() else np.False_
+    else:
+        limits = np.iinfo(array.dtype)
+        fits = limits.min <= values.min() and values.max() <= limits.max
+        is_wrong = np.False_ if fits else array != values
+    if is_wrong.any():
+        place = int(is_wrong.argmax())
+        text = f"element {start + place} of input '{name}' is {values[place]}"
+        raise InferenceError(
+            f"{text}, which does not fit {data_type.name}",
+            remedy=f"an element of {data_type.name} is {data_type.elements}",
+        )
+    return array
+
+
 class Tensor:
-    """A named array, on the CPU or on a device; renamed and reshaped without a copy.
+    """A named array, on the CPU or on a device. Renaming and reshaping do not copy it.
 
     Attributes:
-        name: of the input or output.
-        data_type: of its elements.
-        shape: with the batch dimension, if the model has one.
+        name: the name of the input or output.
+        data_type: the type of the elements.
+        shape: the shape, with the batch dimension if the model has one.
     """
 
     __slots__ = ("_data", "data_type", "name", "shape")
@@ -99,10 +144,10 @@ class Tensor:
         """Name an array.
 
         Args:
-            name: of the tensor.
+            name: the name of the input or output.
             data: a numpy array, C-contiguous; or, on a device, an object with `__dlpack__`,
                 `__dlpack_device__` and `shape` (a torch tensor).
-            data_type: of the elements; None: the array's own. BF16 data is uint16 to numpy.
+            data_type: the type of the elements; None: the array's own. BF16 data is uint16 to numpy.
 
         Raises:
             KeyError: KServe has no such data type.
@@ -119,7 +164,7 @@ class Tensor:
 
     @property
     def array(self) -> NDArray[Any]:
-        """The numpy array; copied from a device."""
+        """The numpy array, which is a copy if the tensor is on a device."""
         if isinstance(self._data, np.ndarray):
             return self._data
         return _to_numpy(self._data, self.data_type)
@@ -130,7 +175,7 @@ class Tensor:
         return self._data
 
     def on_cpu(self) -> Tensor:
-        """Return the tensor in CPU memory; no copy if it is there already."""
+        """Return the tensor in CPU memory, without a copy if it is there already."""
         return self if self.is_cpu else Tensor(self.name, self.array, data_type=self.data_type)
 
     def renamed(self, name: str) -> Tensor:
@@ -144,7 +189,7 @@ class Tensor:
     def to_bytes(self) -> bytes | memoryview:
         """Return the elements in the format of KServe's binary extension.
 
-        Little-endian, row-major; a BYTES element is its length, uint32, and its bytes.
+        The elements are little-endian and row-major; a BYTES element is its length, uint32, and its bytes.
         """
         array = self.array
         if self.data_type is DataType.BYTES:
@@ -162,9 +207,9 @@ class Tensor:
         shape: Sequence[int],
         model: str = "",
     ) -> Tensor:
-        """Read the result of `to_bytes`; elements of a fixed size are a view of `buffer`.
+        """Return the tensor in the result of `to_bytes`; elements of a fixed size are a view of `buffer`.
 
-        An error names `model`, if given.
+        Errors name the `model`, if given.
 
         Raises:
             InvalidRequest: the buffer does not have the length of the shape; `field` is the name.
@@ -264,14 +309,14 @@ def fits(shape: Sequence[int], dims: Sequence[int]) -> bool:
 
 
 def compatible(one: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether a shape can have the sizes of both, where -1 matches any size."""
+    """Whether some shape matches both arguments, in which -1 matches any size."""
     return len(one) == len(other) and all(a == b or -1 in (a, b) for a, b in zip(one, other, strict=True))
 
 
 def reshape(shape: Sequence[int], *, dims: Sequence[int], to: Sequence[int]) -> tuple[int, ...]:
-    """Return `to` with the sizes that `shape` has where `dims` has -1, in order.
+    """Return `to` with each -1 replaced, in order, by the size in `shape` where `dims` has a -1.
 
-    A -1 of `to` remains where `dims` has fewer.
+    A -1 in `to` remains if `dims` has fewer.
     """
     sizes = iter([size for size, dim in zip(shape, dims, strict=False) if dim == -1])
     return tuple(next(sizes, -1) if dim == -1 else dim for dim in to)
@@ -311,15 +356,15 @@ def read_tensor(
     """Read a tensor from a file: elements row-major, strings each after their length (uint32).
 
     Args:
-        file: may be longer than the tensor, unless it holds strings.
-        name: of the tensor.
-        data_type: of the tensor.
-        shape: of the tensor.
+        file: the file, which may be longer than the tensor unless it has strings.
+        name: the name of the input or output.
+        data_type: the type of the elements.
+        shape: the shape of the tensor.
         too_short: returns the message for a file that is too short, from the expected and the actual number
             of bytes.
 
     Raises:
-        RepositoryError: the file cannot be read, or is too short, or does not hold strings.
+        RepositoryError: the file cannot be read, is too short, or has invalid strings.
     """
     try:
         content = read_regular_file(file, max_bytes=_MAX_FILE_BYTES)
@@ -339,7 +384,7 @@ def read_tensor(
         content = content[:num_bytes]
     try:
         return Tensor.from_bytes(name, content, data_type=data_type, shape=tuple(shape))
-    except InvalidRequest as error:  # wrong strings
+    except InvalidRequest as error:  # the strings are invalid
         raise RepositoryError(
             f"{file}: {error.message}",
             remedy="write the file with tritonclient.utils.serialize_byte_tensor: each element after its "

@@ -1,4 +1,4 @@
-"""Tracing: timestamps and tensors of single requests, in the JSON of Triton's traces."""
+"""Tracing: records timestamps and tensors of single requests, in the JSON of Triton's traces."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from genserve.tensor import DataType, Tensor
 
 logger = logging.getLogger(__name__)
 
-# Traces that may wait for the disk; further ones are lost.
+# The most traces that may wait for the disk; further traces are lost.
 _MAX_UNWRITTEN = 10_000         # traces
-_MAX_UNWRITTEN_BYTES = 2**28    # of tensors
+_MAX_UNWRITTEN_BYTES = 2**28    # bytes of their tensors
 _IDS = itertools.count(1)
 _OPEN: WeakValueDictionary[int, Span] = WeakValueDictionary()
 
@@ -32,7 +32,7 @@ class Trace:
     """One traced request of a client, with the requests that its model sends to other models.
 
     It ends when the protocol has called `close` and every model has ended its request. Its methods are safe
-    from any thread. Times are those of `time.monotonic_ns()`, as Triton uses the steady clock.
+    from any thread. Times come from `time.monotonic_ns()`, as Triton uses the steady clock.
 
     Attributes:
         root: the span of the model that the client called.
@@ -46,16 +46,16 @@ class Trace:
         self.has_tensors = has_tensors
         self._on_end = on_end
         self._lock = threading.Lock()
-        self._num_open = 1  # the protocol's
+        self._num_open = 1  # the protocol's part
         self._spans: list[Span] = []
         self.root = Span(self)
 
-    def note(self, name: str) -> None:
+    def record(self, name: str) -> None:
         """Record a timestamp of the protocol."""
-        self.root.note(name)
+        self.root.record(name)
 
     def close(self) -> None:
-        """End the protocol's part, or that of a model."""
+        """End the part of the protocol or of a model."""
         with self._lock:
             self._num_open -= 1
             is_over = not self._num_open
@@ -68,7 +68,7 @@ class Trace:
         return not self._spans
 
     def to_json(self) -> bytes:
-        """Return its events as JSON, without the brackets of their list."""
+        """Return the events of the trace as JSON, without the brackets of the list."""
         events = [event for span in self._spans for event in span.events()]
         try:
             return orjson.dumps(events)[1:-1]
@@ -77,7 +77,7 @@ class Trace:
 
     @property
     def num_bytes(self) -> int:
-        """Size of its tensors, in bytes."""
+        """The size of the recorded tensors, in bytes."""
         return sum(span.num_bytes for span in self._spans)
 
     def _add(self, span: Span) -> bool:
@@ -93,13 +93,14 @@ class Trace:
 class Span:
     """The part of one model in a traced request.
 
-    Pickling keeps its id only: in the stub process of a model it records nothing, and the server finds the
-    span by its id again.
+    Pickling keeps the id only: in the stub process of a model a span records nothing, and the server finds
+        the
+    span again by its id.
 
     Attributes:
-        id: in the file; unique in one run of a server.
+        id: the id in the file, unique in one run of a server.
         computes: False for an ensemble, whose steps compute.
-        trace: None in a stub process.
+        trace: the trace that the span belongs to; None in a stub process.
     """
 
     __slots__ = ("__weakref__", "_has_token", "_head", "_notes", "_parent", "computes", "id", "trace")
@@ -133,45 +134,45 @@ class Span:
         if not self.trace._add(span):
             return None
         _OPEN[span.id] = span
-        span.note("REQUEST_START", at_ns)
-        span.note("QUEUE_START", at_ns)
+        span.record("REQUEST_START", at_ns)
+        span.record("QUEUE_START", at_ns)
         span._note_tensors("TENSOR_QUEUE_INPUT", inputs)
         return span
 
-    def note(self, name: str, at_ns: int = 0) -> None:
+    def record(self, name: str, at_ns: int = 0) -> None:
         """Record a timestamp; 0: now."""
         if self.trace is not None and self.trace.has_timestamps:
             self._notes.append((name, at_ns or time.monotonic_ns()))
 
-    def note_first_token(self) -> None:
+    def record_first_token(self) -> None:
         """Record the first token of a text, an activity that Triton lacks; later calls do nothing."""
         if not self._has_token:
             self._has_token = True
-            self.note("FIRST_TOKEN")
+            self.record("FIRST_TOKEN")
 
     def answered(self, outputs: Iterable[Tensor]) -> None:
         """Record a response."""
         if self._parent is None:
-            self.note("INFER_RESPONSE_COMPLETE")
+            self.record("INFER_RESPONSE_COMPLETE")
         self._note_tensors("TENSOR_BACKEND_OUTPUT", outputs)
 
     def close(self, *, started_ns: int) -> None:
-        """Record the end; `started_ns`: when the model began to compute, 0: never.
+        """Record the end of the span. `started_ns` is when the model began to compute; 0: never.
 
         As in the statistics, inputs and outputs take no time.
         """
-        assert self.trace is not None  # or it would not have been opened
+        assert self.trace is not None  # `open` requires a trace
         now_ns = time.monotonic_ns()
         if started_ns and self.computes:
-            self.note("COMPUTE_START", started_ns)
-            self.note("COMPUTE_INPUT_END", started_ns)
-            self.note("COMPUTE_OUTPUT_START", now_ns)
-            self.note("COMPUTE_END", now_ns)
-        self.note("REQUEST_END", now_ns)
+            self.record("COMPUTE_START", started_ns)
+            self.record("COMPUTE_INPUT_END", started_ns)
+            self.record("COMPUTE_OUTPUT_START", now_ns)
+            self.record("COMPUTE_END", now_ns)
+        self.record("REQUEST_END", now_ns)
         self.trace.close()
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """Yield the records, as they are written to the file."""
+        """Yield the records for the file."""
         yield self._head
         for name, value in self._notes:
             if isinstance(value, int):
@@ -181,13 +182,13 @@ class Span:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the recorded tensors, in bytes."""
+        """The size of the recorded tensors, in bytes."""
         return sum(_num_bytes(value) for _, value in self._notes if isinstance(value, Tensor))
 
     def _note_tensors(self, activity: str, tensors: Iterable[Tensor]) -> None:
         if self.trace is None or not self.trace.has_tensors:
             return
-        for tensor in tensors:  # a copy: the model may write into its own again
+        for tensor in tensors:  # copy the array, since the model may reuse its own
             copy = Tensor(tensor.name, np.array(tensor.array), data_type=tensor.data_type)
             self._notes.append((activity, copy))
 
@@ -230,10 +231,10 @@ def _elements(tensor: Tensor) -> Iterator[str]:
 
 
 class TraceFile:
-    """The trace files of a server, written on a thread; a file is valid JSON after each trace.
+    """Writes the trace files of a server on a thread; a file is valid JSON after each trace.
 
     Attributes:
-        path: of the traces; numbered files are PATH.0, PATH.1, ...
+        path: the file of the traces; numbered files are PATH.0, PATH.1, ...
     """
 
     def __init__(self, path: Path) -> None:
@@ -289,17 +290,17 @@ class TraceFile:
                 self._write(trace.to_json(), path)
             except OSError as error:
                 self._fail(f"a trace could not be written to {path}: {error.strerror}")
-            except Exception:   # the next traces are still to be written
+            except Exception:   # go on, since the next traces must still be written
                 logger.exception("a trace could not be written to %s", path)
             with self._lock:
                 self._num_waiting_bytes -= num_bytes
 
     def _write(self, text: bytes, path: Path) -> None:
-        # A file that was removed or emptied is begun again.
+        # Begin a file again that was removed or emptied.
         is_new = path not in self._begun or not path.exists() or not path.stat().st_size
         with path.open("wb" if is_new else "r+b") as file:
             if not is_new:
-                file.seek(-1, os.SEEK_END)  # over the closing bracket
+                file.seek(-1, os.SEEK_END)  # overwrite the closing bracket
             file.write((b"[" if is_new else b",") + text + b"]")
         self._begun.add(path)
 

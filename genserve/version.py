@@ -1,4 +1,4 @@
-"""Version: of genserve; the server and the client report it too."""
+"""Version: the version of genserve, which the server and the client report too."""
 
 
 __version__ = "0.1.0"

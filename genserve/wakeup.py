@@ -1,4 +1,4 @@
-"""Wakeup: any thread wakes the one thread that waits, or hands items to an event loop."""
+"""Wakeup: lets any thread wake one waiting thread, or pass items to an event loop."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-# Of the event loop, which serves others in between: to write a thousand events takes it 0.2 s.
+# How many items one turn of the event loop handles. Writing a thousand events takes 0.2 s, and the loop has
+# other work to do in between.
 MAX_ITEMS_PER_TURN = 64
 
 
 class Wakeup:
-    """Each `notify` ends one `wait`, before or after it. Any thread notifies, one waits.
+    """Each `notify` ends one `wait`, which may come before or after it. Any thread notifies, and one waits.
 
-    It is a pipe rather than a lock: a write releases the interpreter's lock, so the woken thread runs
-    immediately. A released lock wakes a thread that finds the interpreter taken and sleeps again. On two
-    cores, a call and its answer over two pipes take a quarter of the time that they take over two locks.
+    The implementation is a pipe rather than a lock: a write releases the interpreter's lock, so the woken
+    thread runs immediately. Releasing a lock wakes a thread that finds the interpreter busy and sleeps again.
+    On two cores, a call and its answer take a quarter of the time over two pipes that they take over two
+    locks.
     """
 
     def __init__(self) -> None:
@@ -34,7 +36,7 @@ class Wakeup:
         os.write(self._write_end, b"!")
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for a notification; False: none came in time."""
+        """Wait for a notification; False: the time is up."""
         if timeout_s is not None and not self._poll(timeout_s * 1000):
             return False
         os.read(self._read_end, 1)
@@ -46,9 +48,9 @@ class Wakeup:
 
 
 class EventLoopQueue(Generic[T]):
-    """Hands items from any thread to a function on an event loop, with one wake-up for all that wait.
+    """Passes items from any thread to a function on an event loop, with one wake-up for all waiting items.
 
-    Many items are handed over in several turns of the loop.
+    If there are many items, the function is called in several turns of the loop.
     """
 
     def __init__(self, event_loop: asyncio.AbstractEventLoop, take: Callable[[T], None]) -> None:
@@ -70,7 +72,7 @@ class EventLoopQueue(Generic[T]):
             raise
 
     def _hand_over(self) -> None:
-        # First, so that items that arrive from here on wake the loop again.
+        # Do this first, so that items that arrive from here on wake the loop again.
         self._woken = False
         for _ in range(min(len(self._arrived), MAX_ITEMS_PER_TURN)):
             self._take(self._arrived.popleft())

@@ -1,9 +1,9 @@
-"""Audit: looks the pinned versions up among the known vulnerabilities, with pip-audit.
+"""Audit: searches the pinned versions for known vulnerabilities, with pip-audit.
 
     python scripts/audit.py
 
-exits with 1 for a vulnerability. Without a network, or with an index that has no advisories, it says so and
-passes.
+exits with 1 if there is a vulnerability. Without a network, or with an index that has no advisories, it says
+so and passes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COMMAND = (
 
 
 def main() -> None:
-    """Print the vulnerabilities, or why there are none to read."""
+    """Print the vulnerabilities, or why they cannot be read."""
     done = subprocess.run(COMMAND, capture_output=True, text=True, check=False)
     try:
         packages = json.loads(done.stdout)["dependencies"]

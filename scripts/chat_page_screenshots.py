@@ -13,8 +13,8 @@ from pathlib import Path
 from playwright.sync_api import Page, sync_playwright
 
 FOLDER = Path(__file__).parents[1] / "docs" / "images"
-PARAMS = {"temperature": 0, "max_tokens": 120}
-SETUP = {"model": "", "system": "", "tools": "", "toolChoice": "auto", "params": PARAMS}
+PARAMS = {"temperature": 0, "min_p": 0, "repetition_penalty": 1, "penalty_window": 0, "max_tokens": 120}
+SETTINGS = {"system": "", "tools": "", "toolChoice": "auto", "params": PARAMS}
 
 
 def main(url: str) -> None:
@@ -22,19 +22,19 @@ def main(url: str) -> None:
     FOLDER.mkdir(exist_ok=True)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1100, "height": 660})
-        page.add_init_script(f"localStorage['genserve.setup'] = '{json.dumps(SETUP)}'")
+        page = browser.new_page(viewport={"width": 1100, "height": 720})
+        page.add_init_script(f"localStorage['genserve.new-chats'] = '{json.dumps(SETTINGS)}'")
         page.goto(url)
-        ask(page, "What is the capital of France, and what is it known for?")
+        ask(page, "What is the capital of Germany, and what is it known for?")
         page.get_by_role("button", name="Token probabilities").first.click()
-        page.locator(".token.level-3").first.click()
+        page.locator(".token.level-3").last.click()
         page.locator(".alternatives").wait_for()
         page.screenshot(path=FOLDER / "chat_page_probabilities.png")
         page.keyboard.press("Escape")
         page.keyboard.press("Alt+p")
         page.keyboard.press("Alt+n")
         page.emulate_media(color_scheme="dark")
-        ask(page, "Write a Python function that adds two numbers.")
+        ask(page, "Write a Python function that reverses a string.")
         page.screenshot(path=FOLDER / "chat_page_dark.png")
         browser.close()
 

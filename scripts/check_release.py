@@ -1,4 +1,4 @@
-"""Check a release: its version is that of the tag and of the changelog, and its archives are complete.
+"""Check a release: tag and changelog have its version, and its archives are complete.
 
     python scripts/check_release.py --tag v0.2.0 --notes notes.md dist/*
 
@@ -17,15 +17,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
-# What no import of a test misses: these files are read by name.
+# Files that are read by name, so that no test would fail to import them.
 IN_WHEEL: tuple[str, ...] = (
     "genserve/py.typed",
+    "genserve/export/recordings/gemma3-270m.npz",
     "genserve/export/recordings/smollm2.npz",
     "genserve/export/templates/decoder.py.txt",
     "genserve/export/texts/held_out.txt",
-    "genserve/server/page/chat.js",
-    "genserve/server/page/dashboard.js",
-    "genserve/server/page/style.css",
+    "genserve/server/pages/bundle/chat.js",
+    "genserve/server/pages/bundle/dashboard.js",
+    "genserve/server/pages/bundle/math.js",
+    "genserve/server/pages/bundle/style.css",
     r"genserve/kernels/lib/libgenserve_portable\.(so|dylib)",
     "genserve/kernels/src/attention.hpp",
     r"genserve-[^/]*\.dist-info/licenses/LICENSE",
@@ -35,7 +37,7 @@ IN_SDIST: tuple[str, ...] = ("hatch_build.py", "LICENSE", "genserve/kernels/src/
 
 
 def main() -> None:
-    """Check what the command line names; exits with the problems."""
+    """Check what the command line names; exit with the problems as the message."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("archives", nargs="*", type=Path)
     parser.add_argument("--tag", help="such as v0.2.0")
@@ -60,14 +62,14 @@ def read_version(source: str) -> str:
 
 
 def section(changelog: str, version: str) -> str:
-    """Return what the changelog says of a version; empty if it has no heading `## VERSION (DATE)`."""
+    """Return a version's section of the changelog; empty without a heading `## VERSION (DATE)`."""
     heading = rf"^## {re.escape(version)} \(\d{{4}}-\d\d-\d\d\)\n(.*?)(?=^## |\Z)"
     match = re.search(heading, changelog, flags=re.MULTILINE | re.DOTALL)
     return match[1].strip() + "\n" if match else ""
 
 
 def tag_problems(tag: str, version: str, changelog: str) -> Iterator[str]:
-    """Yield what a tag contradicts."""
+    """Yield the facts that contradict a tag."""
     if tag != f"v{version}":
         yield f"the tag is {tag}, but genserve/version.py says {version}"
     if not section(changelog, version).strip():

@@ -1,7 +1,7 @@
-"""Docs hooks: what `mkdocs build` adds to the pages of docs/; mkdocs.yml names this file.
+"""Docs hooks: add pages to docs/ for `mkdocs build`; mkdocs.yml names this file.
 
 The reference is written from the code, CONTRIBUTING.md and CHANGELOG.md become pages, and a link that leads
-out of docs/ becomes one to its page, or to the file at GitHub.
+out of docs/ becomes a link to the new page, or to the file on GitHub.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import error_reference
 import reference_pages
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -29,8 +30,8 @@ _LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)(#[^)\s]*)?\)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that are not in docs/."""
-    for path, text in reference_pages.pages().items():
+    """Add the pages whose source is outside docs/."""
+    for path, text in {**reference_pages.pages(), "errors.md": error_reference.reference()}.items():
         files.append(File.generated(config, f"reference/{path}", content=text))
     for name, path in PAGES.items():
         text = (ROOT / name).read_text(encoding="utf-8")
@@ -57,7 +58,7 @@ def _relinked(text: str, *, folder: str) -> str:
         elif (ROOT / target).exists():
             return f"]({SOURCE}{target}{found[2] or ''})"
         else:
-            return found[0]  # mkdocs reports it
+            return found[0]  # mkdocs reports the broken link
         start = posixpath.relpath("docs", folder or ".") if folder.startswith("docs") else "."
         return f"]({posixpath.normpath(posixpath.join(start, path))}{found[2] or ''})"
 

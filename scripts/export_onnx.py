@@ -1,6 +1,6 @@
 """Export a checkpoint to a model repository: `python scripts/export_onnx.py SOURCE --name NAME`.
 
-The same as the command `genserve export`, with the same options.
+It does the same as the command `genserve export`, with the same options.
 """
 
 from __future__ import annotations

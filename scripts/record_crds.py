@@ -1,4 +1,4 @@
-"""Recorded CRDs: the schemas of other projects' resources that tests/deploy validates examples against.
+"""Record CRDs: the schemas of other projects' resources by which tests/deploy validates examples.
 
     python scripts/record_crds.py FILE.yaml ...     # CustomResourceDefinitions, of releases of these projects
 
@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 FOLDER = Path(__file__).parents[1] / "tests" / "deploy" / "crds"
-# Texts, what the API server fills in, and rules in a language of their own.
+# Keys to leave out: texts, fields that the API server fills in, and rules in a language of their own.
 _LEFT_OUT = ("description", "default", "x-kubernetes-validations")
 
 
@@ -46,7 +46,7 @@ def _reduced(schema: Any) -> Any:
         return schema
     left_out = (*_LEFT_OUT, "properties")
     reduced = {name: _reduced(part) for name, part in schema.items() if name not in left_out}
-    if "properties" in schema:      # whose names may be those of _LEFT_OUT
+    if "properties" in schema:      # a property may have a name in _LEFT_OUT
         reduced["properties"] = {field: _reduced(part) for field, part in schema["properties"].items()}
     return reduced
 

@@ -1,8 +1,8 @@
-"""Record what a checkpoint computes in transformers, so that its export needs neither torch nor transformers.
+"""Record the results of a checkpoint in transformers, so that exporting it needs no torch or transformers.
 
     python scripts/record_source.py MODEL.gguf genserve/export/recordings/NAME.npz
 
-By default the model of `genserve pull smollm2`. See `genserve/export/reference.py`.
+The default is the model of `genserve pull smollm2`. See `genserve/export/reference.py`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ RECORDING = Path(__file__).parents[1] / "genserve/export/recordings/smollm2.npz"
 
 
 def record(path: Path) -> Recording:
-    """Run the checkpoint in the file at `path`; its head must be a plain matrix."""
-    # int8 smooths the most norms.
+    """Run the checkpoint at `path`, whose head must be a plain matrix."""
+    # int8 smooths more norms than any other precision.
     conversion = Conversion.of(
         read_checkpoint(path, source=path.name),
         folders=ModelFolders("recorded"),

@@ -1,8 +1,8 @@
-"""Reference pages: commands, environment, HTTP routes, config.pbtxt and SDK, written from the code.
+"""Reference pages: writes commands, environment, HTTP routes, config.pbtxt, SDK and metrics from the code.
 
     python scripts/reference_pages.py FOLDER    # writes them; `make docs` makes them pages of the site
 
-Nothing here is kept: each build reads the code.
+The pages are not stored: each build reads the code.
 """
 
 from __future__ import annotations
@@ -11,26 +11,34 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import MISSING
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any
 
-from genserve.cli.main import COMMANDS, commands
-from genserve.config.parameter_rules import PARAMETERS_OF_BACKENDS
+from genserve.cli.main import COMMANDS, parsers
+from genserve.cli.parser import Parameter
+from genserve.config.backends import BUILT_IN
 from genserve.config.schema import new_model_config
-from genserve.config.supported_fields import Role, reason_without_effect
 from genserve.generation_metrics import Metrics
+from genserve.repository.options import ControlMode, RepositoryOptions
 from genserve.repository.repository import Repository
-from genserve.sampling.param_table import SECTIONS
+from genserve.repository.rules.supported_fields import reason_without_effect
+from genserve.repository.text_stages import Role
+from genserve.sampling.param_table import SECTIONS, Param
 from genserve.sampling.sampling_params import PARAMETERS
+from genserve.server.access.key_usage import KeyUsageCollector
 from genserve.server.app import create_app
-from genserve.server.routes.docs_page import DocumentedField, documented_routes
-from genserve.server.routes.kserve import route_table
+from genserve.server.kserve.routes import ROUTES
+from genserve.server.kserve.state import KServeState
+from genserve.server.observe.event_loop_lag import EventLoopLag
+from genserve.server.observe.metrics_text import VLLM_NAMES, metrics_text
+from genserve.server.observe.on_demand_metrics import OnDemandCollector
+from genserve.server.pages.docs_page import DocumentedField, documented_routes
 from genserve.server.services import Services
 from genserve.settings import ServerSettings
 
 ROOT = Path(__file__).parents[1]
-# The variables that are no flags of a command.
+# The environment variables that belong to no flag.
 VARIABLES = {
     "GENSERVE_API_KEY": "The key that `genserve serve` requires, and that the command line and the SDK send.",
     "GENSERVE_CACHE": "Folder of downloads. Default: `genserve` in the user's cache folder.",
@@ -47,8 +55,8 @@ VARIABLES = {
     "NO_COLOR": "Any value: no colours in the terminal.",
 }
 _NO_LIMIT = 2**31 - 1
-# A parameter of sampling is described once.
-_SAMPLING = "[sampling parameters](../sampling.md)"
+# A sampling parameter is described once.
+_SAMPLING = "[sampling parameters](sampling.md)"
 
 
 def pages() -> dict[str, str]:
@@ -60,6 +68,7 @@ def pages() -> dict[str, str]:
         "sampling.md": sampling(),
         "config.md": config(),
         "sdk.md": sdk(),
+        "metrics.md": metrics(),
     }
 
 
@@ -70,27 +79,25 @@ def cli() -> str:
         "`genserve COMMAND --help` prints the same. Each option may be set by the variable behind it, too "
         "([environment variables](environment.md)).",
     ]
-    for name, command in commands().items():
-        text += [f"## genserve {name}", _paragraphs(command.help)]
-        context = command.make_context(name, [], resilient_parsing=True)
-        usage = " ".join(command.collect_usage_pieces(context))
-        text.append(f"```text\ngenserve {name} {usage}\n```")
+    for name, parser in parsers().items():
+        text += [f"## genserve {name}", _paragraphs(parser.description)]
+        text.append(f"```text\n{parser.synopsis}\n```")
         text.append("```sh\n" + "\n".join(COMMANDS[name].examples) + "\n```")
-        for panel, params in _panels(command).items():
-            head = ["" if panel == "Options" else f"**{panel}**"] if params else []
-            rows = [(_names(param), _values(param), _default(param), _help(param)) for param in params]
+        for heading, found in _headings(parser.parameters).items():
+            head = ["" if heading == "Options" else f"**{heading}**"]
+            rows = [(_names(each), _values(each), _default(each), _help(each)) for each in found]
             text += [*head, _table(("", "values", "default", "effect"), rows)]
     return _page(text)
 
 
 def environment() -> str:
-    """Return the environment variables: those of options, and the others."""
+    """Return the environment variables, of options and others."""
     found: dict[str, tuple[list[str], str, Any, str]] = {}
-    for name, command in commands().items():
-        for param in command.params:
-            if isinstance(param.envvar, str):
+    for name, parser in parsers().items():
+        for each in parser.parameters:
+            if each.variable:
                 row = found.setdefault(
-                    param.envvar, ([], _values(param), _default(param), _help(param, with_variable=False))
+                    each.variable, ([], _values(each), _default(each), _help(each, with_variable=False))
                 )
                 row[0].append(name)
     text = [
@@ -137,7 +144,7 @@ def http() -> str:
     ]
     for group, section in groups.items():
         text += [f"## {group}", *section]
-    rows = [(row.method, f"`{row.path}`", row.text) for row in route_table()]
+    rows = [(row.method, f"`{row.path}`", row.text) for row in ROUTES]
     text += [
         "## KServe v2",
         "With Triton's extensions ([Triton](../triton.md)).",
@@ -148,22 +155,54 @@ def http() -> str:
 
 def openapi() -> dict[str, Any]:
     """Return the OpenAPI document of a server."""
-    services = Services(settings=ServerSettings(), repository=Repository([]), metrics=Metrics())
-    return create_app(services).openapi()
+    settings = ServerSettings()
+    services = Services(settings=settings, repository=Repository([]), metrics=Metrics())
+    return create_app(services, KServeState(settings)).openapi()
+
+
+def metrics() -> str:
+    """Return the metrics of text generation, beside vLLM's names of the same numbers."""
+    registry = Metrics().registry
+    registry.register(EventLoopLag())
+    registry.register(KeyUsageCollector({}))
+    options = RepositoryOptions(control_mode=ControlMode.ON_DEMAND, memory_budget_bytes=1)
+    on_demand = Repository([], options=options).on_demand
+    assert on_demand is not None
+    registry.register(OnDemandCollector(on_demand))
+    lines = re.findall(r"# HELP (\S+) (.*)\n# TYPE \S+ (\w+)", metrics_text(registry).decode())
+    vllm = {ours.removesuffix("_total"): theirs for ours, theirs in VLLM_NAMES.items()}
+    rows = []
+    for name, text, kind in lines:
+        theirs = vllm.get(name.removesuffix("_total"), "")
+        theirs += "_total" if theirs and kind == "counter" else ""
+        if name.startswith("genserve_"):
+            rows.append((_code(name), _code(theirs), kind, text))
+        elif name.removesuffix("_total") not in vllm.values() and name not in vllm.values():
+            rows.append((_code(name), "", kind, text))
+    text = [
+        "# Metrics",
+        "`/metrics` has these metrics of text generation, with the label `model`; under vLLM's names they "
+        "have vLLM's labels `model_name` and `engine`. [Observability](../observability.md) says which to "
+        "plot.",
+        _table(("metric", "in vLLM", "type", "meaning"), rows),
+    ]
+    return _page(text)
 
 
 def sampling() -> str:
-    """Return the tables of docs/sampling.md without the text around them."""
-    page = (ROOT / "docs" / "sampling.md").read_text(encoding="utf-8")
-    tables = dict(re.findall(r"<!-- table: (\w+) -->\n(.*?)<!-- end of table -->", page, re.DOTALL))
+    """Return the tables of all sampling parameters, by section."""
     text = [
         "# Sampling parameters",
         "The names are vLLM's. Every route that generates text takes them in its body, the SDK as keyword "
-        "arguments, the command line as `--set NAME=VALUE`. [Sampling](../sampling.md) describes their order "
-        "and their limits.",
+        "arguments, the command line as `--set NAME=VALUE`. [Sampling](../sampling.md) describes how they "
+        "work together.",
     ]
     for section, heading in SECTIONS.items():
-        text += [f"## {heading}", re.sub(r"\]\((?=\w+\.md)", "](../", tables[section]).strip()]
+        rows = (
+            [_code(row.name), _sampling_values(row), _sampling_default(row), _relinked(row.doc)]
+            for row in PARAMETERS.values() if row.section == section
+        )
+        text += [f"## {heading}", _table(["field", "values", "default", "effect"], rows)]
     return _page(text)
 
 
@@ -195,15 +234,15 @@ def config() -> str:
         "## Parameters of the backends",
         '```text\nparameters { key: "NAME" value { string_value: "VALUE" } }\n```',
     ]
-    for backend, parameters in PARAMETERS_OF_BACKENDS.items():
-        if parameters:
-            rows = [(f"`{name}`", values) for name, values in parameters.items()]
-            text += [f"### {backend}", _table(("parameter", "value"), rows)]
+    for name, backend in BUILT_IN.items():
+        if backend.parameters:
+            rows = [(f"`{parameter}`", kind) for parameter, kind in backend.parameters.items()]
+            text += [f"### {name}", _table(("parameter", "value"), rows)]
     return _page(text)
 
 
 def sdk() -> str:
-    """Return the page of the SDK, whose text mkdocstrings takes from the docstrings."""
+    """Return the page of the SDK; mkdocstrings fills in the docstrings."""
     names = (
         "Client", "AsyncClient", "LLM", "SamplingParams", "Chat", "Message", "Completion", "Delta", "Usage",
         "GenserveError",
@@ -218,51 +257,71 @@ def sdk() -> str:
     return _page(text)
 
 
-def _panels(command: Any) -> dict[str, list[Any]]:
-    panels: dict[str, list[Any]] = {}
-    for param in command.params:
-        if not getattr(param, "hidden", False) and param.name != "help":
-            default = "Arguments" if param.param_type_name == "argument" else "Options"
-            panels.setdefault(getattr(param, "rich_help_panel", None) or default, []).append(param)
-    return panels
+def _sampling_values(row: Param) -> str:
+    if row.range is not None:
+        return str(row.range)
+    if row.max_items is not None:
+        return f"up to {row.max_items} {'ids' if row.item is int else f'texts of {row.max_chars} characters'}"
+    if row.item is not None:
+        return {int: "ids", str: "names"}.get(row.item, "plug-ins ([decoding.md](../decoding.md))")
+    named = [_json(value) for kind in row.kinds for value in getattr(kind, "__args__", ())]
+    words = (["true or false"] if bool in row.kinds else []) + named
+    text = f"text of up to {row.max_chars} characters" if row.max_chars else "text"
+    return " or ".join(words) or (text if str in row.kinds else "an object")
 
 
-def _names(param: Any) -> str:
-    if param.param_type_name == "argument":
-        return f"`{param.metavar or param.name.upper()}`"
-    names = ", ".join(f"`{name}`" for name in param.opts)
-    return names + (f" or `{param.secondary_opts[0]}`" if param.secondary_opts else "")
+def _sampling_default(row: Param) -> str:
+    return "" if row.default in (None, (), {}) else _json(row.default)
 
 
-def _values(param: Any) -> str:
-    if getattr(param, "is_flag", False):
-        return "switch"
-    kind = param.type_descriptor.annotation
-    while get_origin(kind) in (UnionType, Union, list):
-        kind = next(one for one in get_args(kind) if one is not NoneType)
-    if get_origin(kind) is Literal:
-        return ", ".join(f"`{choice}`" for choice in get_args(kind))
-    text = {int: "a whole number", float: "a number", str: "text", Path: "a path"}[kind]
-    low, high = param.min, param.max
+def _json(value: Any) -> str:
+    text = json.dumps(value)
+    return f"`{text}`" if isinstance(value, str | tuple | list) else text
+
+
+def _relinked(text: str) -> str:
+    """Return the effect of a parameter with links that work in the folder of the reference."""
+    return re.sub(r"\]\((?=\w+\.md)", "](../", text)
+
+
+def _headings(parameters: Iterable[Parameter]) -> dict[str, list[Parameter]]:
+    headings: dict[str, list[Parameter]] = {}
+    for each in parameters:
+        default = "Arguments" if each.flag.is_argument else "Options"
+        headings.setdefault(each.flag.heading or default, []).append(each)
+    return headings
+
+
+def _names(parameter: Parameter) -> str:
+    names = ", ".join(f"`{name}`" for name in parameter.names)
+    return names + (f" or `{parameter.negations[0]}`" if parameter.negations else "")
+
+
+def _values(parameter: Parameter) -> str:
+    if parameter.choices:
+        return ", ".join(f"`{choice}`" for choice in parameter.choices)
+    kinds = {bool: "switch", int: "a whole number", float: "a number", str: "text", Path: "a path"}
+    text, low, high = kinds[parameter.kind], parameter.flag.minimum, parameter.flag.maximum
     if low is not None:
         text += f", {low:g} to {high:.0f}" if high is not None and high < _NO_LIMIT else f", at least {low:g}"
-    return text + (", repeatable" if param.multiple else "")
+    return text + (", repeatable" if parameter.is_repeatable else "")
 
 
-def _default(param: Any) -> str:
-    value = param.default
-    if param.required:
+def _default(parameter: Parameter) -> str:
+    value = parameter.default
+    if value is MISSING:
         return "required"
-    if value is None or value is False or value in ((), [], "") or callable(value):
+    if value is None or value is False or value in ((), [], ""):
+        return ""
+    if callable(parameter.field.default_factory):   # a path of this machine
         return ""
     shown = value if isinstance(value, (list, tuple)) else [value]
     return ", ".join(f"`{str(one).lower() if isinstance(one, bool) else one}`" for one in shown)
 
 
-def _help(param: Any, *, with_variable: bool = True) -> str:
-    text = getattr(param, "help", None) or ""
-    variable = f" `{param.envvar}`" if with_variable and isinstance(param.envvar, str) else ""
-    return (text + variable).strip()
+def _help(parameter: Parameter, *, with_variable: bool = True) -> str:
+    variable = f" `{parameter.variable}`" if with_variable and parameter.variable else ""
+    return (parameter.flag.help + variable).strip()
 
 
 def _field_name(field: DocumentedField) -> str:
@@ -275,7 +334,7 @@ def _top(name: str) -> str:
 
 
 def _messages(descriptor: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the message of a model config and those in it, by their paths."""
+    """Yield the messages of a model config by path: the config itself, and all messages in it."""
     yield name, descriptor
     for field in descriptor.fields:
         inner = field.message_type
@@ -286,7 +345,7 @@ def _messages(descriptor: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _kind(field: Any) -> str:
-    """Return the type of a field as a schema has it."""
+    """Return the type of a field as its schema says."""
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
         key, value = field.message_type.fields
         return f"map of {_kind(key)} to {_kind(value)}"
@@ -321,7 +380,7 @@ def _cell(text: str) -> str:
 
 
 def _paragraphs(text: str | None) -> str:
-    """Return a docstring, each of its paragraphs in one line."""
+    """Return a docstring with each paragraph on one line."""
     return "\n\n".join(_cell(part) for part in re.split(r"\n\s*\n|\f", text or "") if part.strip())
 
 

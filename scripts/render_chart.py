@@ -1,4 +1,4 @@
-"""Plain manifests: renders charts/genserve into charts/manifests/, for `kubectl apply` without Helm.
+"""Render chart: renders charts/genserve into charts/manifests/, for `kubectl apply` without Helm.
 
     python scripts/render_chart.py              # write
     python scripts/render_chart.py --check      # exit 1 if a file is out of date
@@ -18,7 +18,7 @@ CHARTS = Path(__file__).parents[1] / "charts"
 MANIFESTS = CHARTS / "manifests"
 _HEADER = "# Written by `make manifests` from charts/genserve with charts/manifests/values.yaml.\n"
 _NOT_RENDERED = ("kustomization.yaml", "values.yaml")
-# Labels of releases, which these manifests are not.
+# Labels of Helm releases, which do not apply to plain manifests.
 _LABELS_OF_HELM = ("helm.sh/chart:", "app.kubernetes.io/managed-by:")
 
 

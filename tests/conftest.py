@@ -31,17 +31,23 @@ if TYPE_CHECKING:
     from tests.support.live_server import LiveServer
 
 # No test judges by the clock: an example may take long on a busy machine.
-settings.register_profile("genserve", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("genserve")
+_ON_A_BUSY_MACHINE = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("few", _ON_A_BUSY_MACHINE, max_examples=25)
+settings.register_profile("many", _ON_A_BUSY_MACHINE, max_examples=100)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """`make test` tries a few examples of each property, `make test-extended` many."""
+    settings.load_profile("many" if "hypothesis" in config.option.markexpr else "few")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """The whole suite runs in several processes; selected tests, slow ones and those on a GPU in this one.
+    """The whole suite and its extended part run in several processes; a selection, and on a GPU, in this one.
 
     There is one process more than cores, since tests wait for servers a quarter of the time.
     """
     selects = config.args_source is config.ArgsSource.ARGS or config.option.keyword
-    if selects or config.option.markexpr != "not slow" or _has_gpu():
+    if selects or "not slow" not in config.option.markexpr or _has_gpu():
         return 0
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(num_cores + 1, 4)
@@ -65,8 +71,7 @@ def pytest_collection() -> Generator[None, object, object]:
     try:
         return (yield)
     finally:
-        gc.collect()
-        gc.freeze()
+        gc.freeze()     # with the little garbage among them, which a collection would take a second to find
         gc.enable()
 
 
@@ -120,13 +125,11 @@ def _clients_wait_on_a_busy_machine() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread_of_torch() -> Iterator[None]:
+@pytest.fixture(scope="module", autouse=True)
+def _torch_has_one_thread() -> None:
     """Matrix products of the tiny models are several times slower on several threads."""
-    from tests.support.torch_threads import torch_threads
-
-    with torch_threads(1):
-        yield
+    if torch := sys.modules.get("torch"):   # its import takes seconds
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -135,14 +138,6 @@ def _collections_are_of_this_module() -> Iterator[None]:
     yield
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _pages_stay_mapped() -> Iterator[None]:
-    """Those of this process, which has many servers, each of which would begin by reading torch again."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("genserve.server.api_server.unmap_startup_pages", lambda: None)
-        yield
 
 
 def built_once(factory: pytest.TempPathFactory, name: str, build: Callable[[Path], object]) -> Path:
@@ -167,46 +162,53 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_repository(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -> Path:
+def tiny_repository(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """A random model of two layers as model `tiny`, fp32."""
-    from genserve.export import SilentProgress, export_model
 
-    repository = tmp_path_factory.mktemp("repository")
-    export_model(
-        str(tiny_checkpoint), repository=repository, name="tiny", precision="fp32", progress=SilentProgress()
-    )
-    return repository
+    def export(repository: Path) -> None:
+        from genserve.export import SilentProgress, export_model
+
+        source = str(request.getfixturevalue("tiny_checkpoint"))
+        export_model(
+            source, repository=repository, name="tiny", precision="fp32", progress=SilentProgress()
+        )
+
+    return built_once(tmp_path_factory, "repository", export)
 
 
 @pytest.fixture(scope="session")
-def stablelm_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of an architecture that no family builds."""
+def traced_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of an architecture that no family builds."""
     from tests.export.tiny_models import tiny_checkpoint
 
-    folder = tmp_path_factory.mktemp("stablelm") / "checkpoint"
-    sizes = {
-        "num_hidden_layers": 2,
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 96,
-        "max_position_embeddings": 128,
-    }
-    tiny_checkpoint(folder, model_type="stablelm", **sizes)
+    folder = tmp_path_factory.mktemp("gptj") / "checkpoint"
+    tiny_checkpoint(
+        folder, model_type="gptj", n_layer=2, n_embd=64, n_head=4, rotary_dim=8, n_positions=128
+    )
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
     return folder
 
 
 @pytest.fixture(scope="session")
-def traced_repository(tmp_path_factory: pytest.TempPathFactory, stablelm_checkpoint: Path) -> Path:
-    """That checkpoint as model `traced`."""
+def traced_repository(tmp_path_factory: pytest.TempPathFactory, traced_checkpoint: Path) -> Path:
+    """The checkpoint of GPT-J as model `traced`."""
     from genserve.export import SilentProgress, export_model
 
     def export(repository: Path) -> None:
-        source = str(stablelm_checkpoint)
+        source = str(traced_checkpoint)
         export_model(source, repository=repository, name="traced", progress=SilentProgress())
 
     return built_once(tmp_path_factory, "traced", export)
+
+
+@pytest.fixture(scope="module")
+def endless_templates_end_soon() -> Iterator[None]:
+    """A chat template without an end is killed after half a second of CPU time, and not after two."""
+    from genserve.text.chat_template import TemplateProcess
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(TemplateProcess.__init__.__kwdefaults__, "max_cpu_s", 0.5)
+        yield
 
 
 @pytest.fixture(scope="module")

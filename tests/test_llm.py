@@ -8,7 +8,14 @@ import pytest
 
 from genserve import LLM
 from genserve.completion import FinishReason
-from genserve.errors import Closed, GenserveError, InvalidRequest, ModelNotFound, RepositoryError
+from genserve.errors import (
+    Closed,
+    ContextLengthExceeded,
+    GenserveError,
+    InvalidRequest,
+    ModelNotFound,
+    RepositoryError,
+)
 from tests.support.live_server import children
 
 
@@ -34,6 +41,25 @@ def test_a_stream_joins_to_the_whole_answer(llm):
     assert whole.usage.completion_tokens == 12
 
 
+def test_the_context_is_as_long_as_asked_for(tiny_repository, caplog):
+    with LLM(model_repository=tiny_repository, max_model_len="64") as llm:
+        assert llm.max_length == 64
+        assert llm.generate("!" * 60, max_tokens=100, ignore_eos=True).usage.completion_tokens == 4
+        with pytest.raises(ContextLengthExceeded) as raised:
+            llm.generate("!" * 64)
+        assert "--max-model-len" in raised.value.remedy
+        [line] = [record.message for record in caplog.records if record.levelname == "WARNING"]
+        assert all(part in line for part in ("64", "--max-model-len", "256"))
+        with pytest.raises(ContextLengthExceeded):  # the model itself could not take it either
+            llm.generate("!" * 300)
+        assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
+    with pytest.raises(InvalidRequest) as invalid:
+        LLM(model_repository=tiny_repository, max_model_len="much")
+    assert invalid.value.field == "max_model_len"
+    with pytest.raises(GenserveError, match="257"):
+        LLM(model_repository=tiny_repository, max_model_len=257)
+
+
 def test_a_text_alone_is_one_turn_of_the_user(llm):
     turn = [{"role": "user", "content": "hi"}]
     assert llm.chat("hi", max_tokens=8) == llm.chat(turn, max_tokens=8)
@@ -47,8 +73,15 @@ def test_a_stream_left_early_frees_its_blocks(llm):
 
 
 def test_a_misspelt_option_is_rejected_with_the_nearest(llm):
-    with pytest.raises(InvalidRequest, match="max_tokens"):
+    with pytest.raises(InvalidRequest) as caught:
         llm.generate("hi", max_tokns=3)
+    assert (caught.value.field, caught.value.remedy) == ("max_tokns", "did you mean max_tokens?")
+
+
+def test_a_list_of_prompts_is_not_one_prompt(llm):
+    with pytest.raises(InvalidRequest) as caught:
+        llm.generate(["hi", "there"])
+    assert (caught.value.field, "complete" in caught.value.remedy) == ("prompt", True)
 
 
 def test_a_model_that_does_not_generate_text_is_not_left_loaded(tiny_repository):
@@ -67,20 +100,20 @@ def test_a_missing_model_or_repository_is_named(tiny_repository, tmp_path):
 
 @pytest.mark.parametrize("method", ["generate", "stream", "chat", "chat_stream", "complete"])
 def test_after_close_every_call_raises_closed(closed_llm, method):
-    with pytest.raises(Closed, match="this LLM was closed"):
+    with pytest.raises(Closed, match=r"LLM\(model\)"):
         getattr(closed_llm, method)("hi")
 
 
 def test_a_closed_llm_can_be_closed_again_and_not_entered(closed_llm):
     closed_llm.close()
-    with pytest.raises(Closed, match="this LLM was closed"), closed_llm:
+    with pytest.raises(Closed), closed_llm:
         pass
 
 
 @pytest.mark.parametrize("method", ["generate", "stream", "chat", "chat_stream", "complete"])
 def test_an_invalid_request_to_a_closed_llm_raises_closed(closed_llm, method):
     for prompt, options in (("", {}), ([], {}), ("hi", {"max_tokens": -1}), ("hi", {"max_tokns": 1})):
-        with pytest.raises(Closed, match="this LLM was closed"):
+        with pytest.raises(Closed):
             getattr(closed_llm, method)(prompt, **options)
 
 
@@ -116,7 +149,7 @@ def test_a_call_of_another_thread_raises_closed_when_the_llm_closes(tiny_reposit
         while not llm._model.engine.num_accepted:
             pass
         llm.close()
-        with pytest.raises(Closed, match="this LLM was closed"):
+        with pytest.raises(Closed, match=r"LLM\(model\)"):
             running.result(timeout=60)
 
 

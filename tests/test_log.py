@@ -15,15 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from genserve.errors import InvalidRequest
-from genserve.log import (
-    CURRENT_REQUEST,
-    FloodFilter,
-    LineFormatter,
-    LoggedRequest,
-    escaped,
-    fail_request,
-    quoted,
-)
+from genserve.log import FloodFilter, LineFormatter, escaped, quoted
+from genserve.request_context import CURRENT_REQUEST, RequestContext, fail_request
 
 
 def record(message: str, *arguments: object, **more: Any) -> logging.LogRecord:
@@ -94,7 +87,7 @@ def test_a_text_of_a_client_is_one_field(text: str, shown: str) -> None:
 
 
 def test_lines_begin_with_their_request_id() -> None:
-    token = CURRENT_REQUEST.set(LoggedRequest(id="mine-1"))
+    token = CURRENT_REQUEST.set(RequestContext(id="mine-1"))
     try:
         assert LineFormatter("default").format(record("x")).endswith("genserve.x: [mine-1] x")
         error = InvalidRequest("no")

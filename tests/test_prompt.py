@@ -22,14 +22,20 @@ def test_an_invalid_message_is_rejected_with_its_index(messages, field):
 
 
 def test_an_unknown_key_of_a_message_is_named():
-    with pytest.raises(InvalidRequest, match=r"messages\[0\] has the unknown key 'mood'"):
+    with pytest.raises(InvalidRequest, match="'mood'") as raised:
         read_messages([{"role": "user", "content": "a", "mood": "b"}])
+    assert raised.value.field == "messages[0]"
 
 
 def test_the_number_of_messages_is_limited():
     message = Message(role="user", content="a")
     assert len(Chat(messages=read_messages([message] * MAX_CHAT_MESSAGES)).messages) == MAX_CHAT_MESSAGES
     for make in (read_messages, read_chat, lambda messages: Chat(messages=tuple(messages))):
-        with pytest.raises(InvalidRequest, match="messages has 1025 messages; the limit is 1024") as raised:
+        with pytest.raises(InvalidRequest, match=str(MAX_CHAT_MESSAGES)) as raised:
             make([message] * (MAX_CHAT_MESSAGES + 1))
         assert raised.value.field == "messages"
+
+
+def test_developer_messages_are_system_messages():
+    [message] = read_messages([{"role": "developer", "content": "D"}])
+    assert message == Message(role="system", content="D")

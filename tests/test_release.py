@@ -39,7 +39,7 @@ def test_a_wheel_without_the_page_is_incomplete(tmp_path: Path) -> None:
         archive.writestr("genserve/py.typed", "")
     done = run("check_release.py", str(wheel))
     assert done.returncode == 1
-    assert f"{wheel.name} has no genserve/server/page/chat.js" in done.stderr
+    assert f"{wheel.name} has no genserve/server/pages/bundle/chat.js" in done.stderr
     assert "py.typed" not in done.stderr
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from genserve.config.model_config import ModelConfig
-from genserve.config.parameter_rules import byte_size
 from genserve.errors import RepositoryError, Status
 from genserve.generation_metrics import Metrics
 from genserve.inference import Inference, InferenceServer
+from genserve.machine import byte_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +44,10 @@ class Backend(Protocol):
     """One instance of one version of a model. A backend is a class with these five methods.
 
     An entry point of the group `genserve.backends` registers a class under the name that config.pbtxt uses.
-    The class may have two more methods, called from any thread: `is_ready(self) -> bool`; and `abort(self) ->
-    bool`, which makes a running `execute` return when an unload has timed out, and returns whether it can.
+    The class may have three more methods, called from any thread: `is_ready(self) -> bool`; `abort(self) ->
+    bool`, which makes a running `execute` return when an unload has timed out, and returns whether it can;
+    and `check_files(cls, folder: Path, config: ModelConfig) -> None`, a class method that raises the error
+    with which a load would reject the files of a version, and runs none of their code (`genserve check`).
     """
 
     @classmethod
@@ -56,8 +58,8 @@ class Backend(Protocol):
             message: the `inference.ModelConfig`, changed in place.
             path: the folder of the model.
             version: the highest version that will be served.
-            default_max_batch_size: for an ONNX model that can batch and whose config sets none; other
-                backends ignore it.
+            default_max_batch_size: the batch size of an ONNX model that can batch and whose config sets
+                none; other backends ignore it.
 
         Raises:
             RepositoryError: the config contradicts the file.
@@ -93,7 +95,7 @@ def model_file(folder: Path, *, filename: str, default: str, model: str) -> Path
     """Return the file or folder that a version of a model is loaded from.
 
     Args:
-        folder: of the version.
+        folder: the version's folder.
         filename: `default_model_filename` of the config, or empty.
         default: the file name of the backend.
         model: the name of the model, for the error.

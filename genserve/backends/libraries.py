@@ -1,4 +1,4 @@
-"""Libraries: imports ONNX Runtime, PyTorch and TensorFlow when a model needs them, one thread at a time.
+"""Libraries: imports ONNX Runtime, PyTorch and others when a model needs them, one thread at a time.
 
 Python locks each module separately. If one thread imports a package from its top and another thread a part
 of it (`import torch`, `from torch.utils.dlpack import ...`), each waits for a lock of the other, and Python
@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from types import ModuleType
 
 from genserve.errors import MissingDependency
+from genserve.machine import num_cores
 
 _LOCK = threading.RLock()
 # Code that is being imported may wait for a thread that imports something itself: then both must continue.
@@ -50,7 +51,7 @@ def import_onnxruntime() -> ModuleType:
         MissingDependency: it is not installed, or two builds of it are.
     """
     _require_one_build()
-    return _import(
+    return import_library(
         "onnxruntime",
         needed_for="serving an ONNX model needs ONNX Runtime",
         remedy="pip install onnxruntime",
@@ -58,14 +59,18 @@ def import_onnxruntime() -> ModuleType:
 
 
 def import_torch(needed_for: str = "serving a TorchScript model") -> ModuleType:
-    """Import PyTorch.
+    """Import PyTorch, whose default number of threads does not see a quota of CPU time.
 
     Raises:
         MissingDependency: it is not installed.
     """
-    return _import(
+    is_first = not _is_imported("torch")
+    torch = import_library(
         "torch", needed_for=f"{needed_for} needs PyTorch", remedy="pip install 'genserve[torch]'"
     )
+    if is_first and num_cores() < torch.get_num_threads():
+        torch.set_num_threads(num_cores())
+    return torch
 
 
 def import_tensorflow() -> ModuleType:
@@ -74,7 +79,7 @@ def import_tensorflow() -> ModuleType:
     Raises:
         MissingDependency: it is not installed.
     """
-    return _import(
+    return import_library(
         "tensorflow",
         needed_for="serving a SavedModel needs TensorFlow",
         remedy="pip install 'genserve[tensorflow]'",
@@ -90,11 +95,17 @@ def require_export_packages(needed_for: str) -> None:
     packages = ("huggingface_hub", "onnxscript", "safetensors", "torch", "transformers")
     if missing := [name for name in packages if find_spec(name) is None]:
         raise MissingDependency(
-            f"{needed_for} needs {', '.join(missing)}", remedy="pip install 'genserve[export]'"
+            f"{needed_for} needs {', '.join(missing)}",
+            remedy="pip install 'genserve[export]'; with uvx: uvx --from 'genserve[export]' genserve ...",
         )
 
 
-def _import(name: str, *, needed_for: str, remedy: str) -> ModuleType:
+def import_library(name: str, *, needed_for: str, remedy: str) -> ModuleType:
+    """Import a module of an optional package.
+
+    Raises:
+        MissingDependency: it is not installed, or is broken; the message is `needed_for`.
+    """
     try:
         with importing(name):
             return import_module(name)

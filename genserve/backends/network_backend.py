@@ -12,12 +12,13 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from genserve.backends.backend import ModelSource, Placement, model_file
+from genserve.backends.encoder import EncoderRunner, RunFunction
 from genserve.config.model_config import BatchInput, ModelConfig, TensorSpec
 from genserve.errors import InferenceError, Status
 from genserve.inference import Inference, InferenceResponse
@@ -26,10 +27,6 @@ from genserve.tensor import DataType, Tensor, fits
 logger = logging.getLogger(__name__)
 
 Shape = tuple[int, ...]
-
-# From the inputs and the names of the wanted outputs to at least these outputs.
-RunFunction: TypeAlias = Callable[[Mapping[str, Tensor], Sequence[str]], Mapping[str, Tensor]]
-
 
 class Network(Protocol):
     """A network on one device."""
@@ -46,7 +43,7 @@ class NetworkVersion:
     """What the instances of a version share: a batch runner, and one network per device.
 
     Attributes:
-        runner: of the version.
+        runner: splits and joins the tensors of the version's batches; of an encoder, pads and pools them.
     """
 
     def __init__(self, open_on: Callable[[Placement], Network], *, config: ModelConfig) -> None:
@@ -54,9 +51,9 @@ class NetworkVersion:
 
         Args:
             open_on: opens the network on the device of a placement.
-            config: of the model.
+            config: the model's config.
         """
-        self.runner = BatchRunner(config)
+        self.runner = EncoderRunner(config) if config.is_encoder else BatchRunner(config)
         self._open_on = open_on
         self._lock = threading.Lock()
         self._networks: dict[tuple[str, int], Network] = {}
@@ -104,11 +101,11 @@ class NetworkBackend:
 
     def __init__(self, source: ModelSource, shared: NetworkVersion, placement: Placement) -> None:
         self._runner = shared.runner
-        self._network = shared.network(placement)
+        self.network = shared.network(placement)
 
     def execute(self, batch: Sequence[Inference]) -> None:
         """See `Backend.execute`."""
-        self._runner.execute(batch, run=self._network.run)
+        self._runner.execute(batch, run=self.network.run)
 
     def close(self) -> None:
         """Do nothing: the network is freed with its last instance. See `Backend.close`."""
@@ -269,8 +266,8 @@ def _batch_input_tensors(batch_input: BatchInput, shapes: Sequence[Shape]) -> tu
     """Return the inputs that are computed from the shapes of a batch, one per target name.
 
     Args:
-        batch_input: of the config; its kind says what to compute.
-        shapes: of the source input of each request, with the batch dimension.
+        batch_input: the entry of the config; its kind says what to compute.
+        shapes: the shape of each request's source input, with the batch dimension.
 
     Source: `BatchInput.Kind` of Triton's model_config.proto.
     """
@@ -308,9 +305,9 @@ def _scatter_output(output: Tensor, spec: TensorSpec, shapes: Sequence[Shape]) -
 
     Args:
         output: the elements of all requests, concatenated.
-        spec: of the output; a -1 in its dims (after the batch dimension) takes the size of that dimension in
-            the source input.
-        shapes: of the source input of each request, with the batch dimension.
+        spec: the declared output; a -1 in its dims (after the batch dimension) takes the size of that
+            dimension in the source input.
+        shapes: the shape of each request's source input, with the batch dimension.
 
     Source: BATCH_SCATTER_WITH_INPUT_SHAPE of Triton's model_config.proto.
     """

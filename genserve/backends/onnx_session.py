@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -18,6 +17,7 @@ from genserve.backends.libraries import INSTALL_GPU_BUILD, import_onnxruntime
 from genserve.errors import GenserveError, RepositoryError, Status
 from genserve.files import read_regular_file
 from genserve.kernels import instruction_set, library_path
+from genserve.machine import default_threads
 
 logger = logging.getLogger(__name__)
 
@@ -64,10 +64,10 @@ def open_session(
 
     Args:
         path: the .onnx file, or a folder with a model.onnx.
-        parameters: of the config: `intra_op_thread_count`, `inter_op_thread_count`, `execution_mode`,
+        parameters: the config's: `intra_op_thread_count`, `inter_op_thread_count`, `execution_mode`,
             `enable_mem_arena`, `enable_mem_pattern`, `session.use_device_allocator_for_initializers`.
         graph_level: `optimization.graph.level`: -1 basic, 0 all, 1 extended, 2 none.
-        providers: in order of preference.
+        providers: the execution providers, in order of preference.
 
     Returns:
         An `onnxruntime.InferenceSession`; several threads may run it at a time.
@@ -119,7 +119,7 @@ def session_options(*, num_threads: int | None = None) -> Any:
         MissingDependency: ONNX Runtime is not installed.
     """
     options = import_onnxruntime().SessionOptions()
-    # ONNX Runtime's default counts the cores of the machine, not of this container.
+    # ONNX Runtime's default counts the cores of the machine, not of the container or of its quota.
     options.intra_op_num_threads = num_threads or default_threads()
     options.add_session_config_entry("session.intra_op.spin_duration_us", str(_SPIN_US))
     return options
@@ -132,8 +132,8 @@ def create_session(
 
     Args:
         path: the .onnx file, or a folder with a model.onnx.
-        options: changed by this.
-        providers: in order of preference.
+        options: the session's options, changed in place.
+        providers: the execution providers, in order of preference.
         runs: whether the session will run, and so needs its weights.
 
     Raises:
@@ -205,19 +205,6 @@ def _log_instruction_set(name: str) -> None:
     logger.info("kernels: %s", name)
 
 
-def num_cores() -> int:
-    """Return the number of cores this process may use; of the machine if the system does not say."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def default_threads() -> int:
-    """Return OMP_NUM_THREADS, by which Ray and batch systems share a machine out; otherwise the cores."""
-    configured = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]    # a list is for nested loops
-    return int(configured) if configured.isdecimal() and int(configured) else num_cores()
-
-
 def runtime_message(error: Exception) -> str:
     """Return an error of ONNX Runtime in the words of Triton's backend: `onnx runtime error 2: ...`."""
     match = _RUNTIME_ERROR.match(str(error))
@@ -283,8 +270,8 @@ def choose_providers(
 
     Args:
         accelerators: `optimization.execution_accelerators` of the config's message.
-        placement: of the instance; GPU accelerators only apply on a GPU.
-        parameters: of the config; `cudnn_conv_algo_search`, `gpu_mem_limit`, `arena_extend_strategy` and
+        placement: where the instance runs; GPU accelerators only apply on a GPU.
+        parameters: the config's; `cudnn_conv_algo_search`, `gpu_mem_limit`, `arena_extend_strategy` and
             `do_copy_in_default_stream` are options of CUDA.
         available: the providers of the installed ONNX Runtime.
 

@@ -53,7 +53,7 @@ class OnnxSignature:
     Attributes:
         inputs: required inputs by name, in the graph's order.
         initializers: optional inputs by name: they have a default value.
-        outputs: by name, in the graph's order.
+        outputs: the outputs by name, in the graph's order.
     """
 
     def __init__(self, session: Any) -> None:
@@ -70,8 +70,8 @@ class OnnxSignature:
         A config with inputs and outputs is not changed.
 
         Args:
-            message: changed in place.
-            default_max_batch_size: for a graph that can batch, if the config sets none.
+            message: the config, changed in place.
+            default_max_batch_size: the batch size of a graph that can batch and whose config sets none.
 
         Raises:
             RepositoryError: the config batches and the graph cannot; in Triton's words.

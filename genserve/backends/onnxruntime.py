@@ -27,7 +27,7 @@ from genserve.tensor import DataType, Tensor, decode_strings, string_tensor
 
 logger = logging.getLogger(__name__)
 
-_ONNX_BFLOAT16 = 16     # of TensorProto.DataType
+_ONNX_BFLOAT16 = 16     # TensorProto.DataType.BFLOAT16
 
 
 class OnnxGraph:
@@ -110,7 +110,7 @@ class OnnxRuntimeBackend(NetworkBackend):
     """`Backend` of `backend: "onnxruntime"` and `platform: "onnxruntime_onnx"`."""
 
     default_file = "model.onnx"
-    _network: OnnxGraph
+    network: OnnxGraph
 
     @classmethod
     def auto_complete(cls, message: Any, *, path: Path, version: int, default_max_batch_size: int) -> None:
@@ -125,6 +125,11 @@ class OnnxRuntimeBackend(NetworkBackend):
         )
         signature = OnnxSignature(open_for_inspection(file))
         signature.complete(message, default_max_batch_size=default_max_batch_size)
+        pooling = message.parameters.get("pooling")
+        if pooling is not None and pooling.string_value != "none":
+            for spec in message.output:
+                if len(spec.dims) == 2:
+                    del spec.dims[0]    # the tokens, over which it is pooled
 
     @classmethod
     def open_network(cls, path: Path, config: ModelConfig, placement: Placement) -> OnnxGraph:
@@ -133,7 +138,7 @@ class OnnxRuntimeBackend(NetworkBackend):
 
     def abort(self) -> bool:
         """End a run that an unload does not wait for any longer, such as an endless loop of the graph."""
-        self._network.terminate()
+        self.network.terminate()
         return True
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ from genserve.tensor import DataType, Tensor, decode_strings, string_tensor
 
 logger = logging.getLogger(__name__)
 
+_RECORDS = ("data.pkl", "constants.pkl", "version")     # of an archive, with the folder `code`
+_WEIGHTS = "data.pkl"                                   # also written by torch.save of a state_dict
+
 
 class PyTorchBackend(NetworkBackend):
     """`Backend` of `backend: "pytorch"` and `platform: "pytorch_libtorch"`."""
@@ -32,6 +36,30 @@ class PyTorchBackend(NetworkBackend):
     def open_network(cls, path: Path, config: ModelConfig, placement: Placement) -> TorchModule:
         """See `NetworkBackend.open_network`."""
         return open_module(path, config=config, placement=placement)
+
+    @classmethod
+    def check_files(cls, folder: Path, config: ModelConfig) -> None:
+        """See `Backend`; opens the file as an archive, without torch."""
+        name = config.default_model_filename
+        remedy = f"save {name} with torch.jit.save of a scripted or traced module"
+        try:
+            with zipfile.ZipFile(folder / name) as archive:
+                names = [name.partition("/")[2] for name in archive.namelist()]
+        except Exception as error:  # BadZipFile, NotImplementedError, UnicodeDecodeError, struct.error, ...
+            message = f"{name} is not a TorchScript archive, or is incomplete: {error}"
+            raise _unloadable(config, message, remedy) from None
+        missing = [record for record in _RECORDS if record not in names]
+        if not any(record.startswith("code/") for record in names):
+            missing.append("code")
+        if missing:
+            problem = "holds weights without code" if _WEIGHTS in names else f"has no {', '.join(missing)}"
+            raise _unloadable(config, f"{name} is not a TorchScript archive: it {problem}", remedy)
+
+
+def _unloadable(config: ModelConfig, message: str, remedy: str) -> RepositoryError:
+    return RepositoryError(
+        f"failed to load model '{config.name}': {message}", status=Status.INTERNAL, remedy=remedy
+    )
 
 
 def open_module(path: Path, *, config: ModelConfig, placement: Placement) -> TorchModule:
@@ -102,7 +130,7 @@ class TorchModule:
 
         Args:
             path: the file.
-            config: of the model.
+            config: the model's config.
             device: "cpu", "cuda:0"; None: the module places its weights and inputs itself.
 
         Raises:
@@ -268,7 +296,7 @@ def _argument_indexes(config: ModelConfig, arguments: Sequence[str]) -> dict[str
     in the config. Controls and states always have the form `<name>__<index>`.
 
     Args:
-        config: of the model.
+        config: the model's config.
         arguments: argument names of `forward`, without `self`.
 
     Raises:

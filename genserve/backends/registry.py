@@ -18,8 +18,8 @@ def find_backend(name: str, *, backend_directory: Path | None = None) -> type[Ba
     backend with `<backend_directory>/<name>/model.py` in place of the model.py of each model.
 
     Args:
-        name: as in config.pbtxt.
-        backend_directory: of python-based backends.
+        name: the backend's name in config.pbtxt.
+        backend_directory: where python-based backends are.
 
     Raises:
         RepositoryError: there is no such backend, or it cannot be imported.

@@ -87,6 +87,16 @@ class TensorFlowBackend(NetworkBackend):
         model = SavedModel(path, source.config)
         return NetworkVersion(lambda _: model, config=source.config)
 
+    @classmethod
+    def check_files(cls, folder: Path, config: ModelConfig) -> None:
+        """See `Backend`; looks for the graph, without TensorFlow."""
+        path = folder / config.default_model_filename
+        if path.is_dir() and not any((path / f"saved_model.{end}").is_file() for end in ("pb", "pbtxt")):
+            raise RepositoryError(
+                f"unable to load model '{config.name}': there is no saved_model.pb in {path.name}",
+                remedy="copy the whole folder that `tf.saved_model.save` wrote",
+            )
+
 
 def _check_names(kind: str, names: Sequence[str], known: Mapping[str, Any]) -> None:
     for name in names:

@@ -16,7 +16,7 @@ from genserve.inference import Inference, InferenceRequest, InferenceResponse, w
 from genserve.tensor import DataType, Tensor, read_tensor, reshape
 
 _FOLDER = "warmup"
-_MAX_ITERATIONS = 1000  # of an iterative request, which is then ended
+_MAX_ITERATIONS = 1000  # an iterative request is ended after so many
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,15 +24,15 @@ class WarmupBatch:
     """The requests of one sample."""
 
     name: str
-    count: int                              # of executions
-    requests: tuple[InferenceRequest, ...]  # of one row each
+    count: int                              # how often the batch is executed
+    requests: tuple[InferenceRequest, ...]  # each has one row
 
 
 def warmup_batches(config: ModelConfig, path: Path) -> tuple[WarmupBatch, ...]:
     """Return the warmup samples of a model, without those of batch size 0, as Triton does.
 
     Args:
-        config: of the model.
+        config: the model's config.
         path: folder of the model; its folder `warmup` holds the data files.
 
     Raises:
@@ -46,7 +46,7 @@ def run_warmups(execute: Callable[[Sequence[Inference]], None], batches: Sequenc
     """Execute every sample, and wait for the responses.
 
     Args:
-        execute: of an instance or an engine; an exception fails the whole batch.
+        execute: executes a batch on an instance or an engine; an exception fails the whole batch.
         batches: the samples.
 
     Raises:
@@ -118,8 +118,7 @@ def _model_shape(spec: WarmupInput, config: ModelConfig) -> tuple[int, ...]:
 def _run(execute: Callable[[Sequence[Inference]], None], batch: WarmupBatch) -> None:
     responses = _Responses(len(batch.requests))
     inferences = [
-        Inference(request=request, on_response=responses.on_response, model_name=request.model_name)
-        for request in batch.requests
+        Inference(request=request, on_response=responses.on_response) for request in batch.requests
     ]
     try:
         _execute(execute, inferences)

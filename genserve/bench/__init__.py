@@ -1,1 +1,1 @@
-"""Benchmarks of running servers: prompts, dialects, the load, and what it measures."""
+"""Bench: measures running servers: prompts, dialects, the load generator and its figures."""

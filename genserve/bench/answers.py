@@ -1,4 +1,4 @@
-"""Answers: what the load generator notes about each request, and about a whole load."""
+"""Answers: what the load generator records about each request, and about a whole load."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from dataclasses import dataclass, field
 class Failure:
     """Why a request has no complete answer."""
 
-    kind: str           # "connection", "timeout", "http_429", "stream_cut", "invalid_event" or "error_event"
+    # "connection", "tls", "timeout", "http_429", "stream_cut", "invalid_event" or "error_event"
+    kind: str
     message: str
 
 
 @dataclass(slots=True, kw_only=True)
 class Answer:
-    """One request and its answer, which grows while it streams. Times are those of `time.perf_counter`."""
+    """One request and its answer, which grows while it streams. Times come from `time.perf_counter`."""
 
     sent_s: float                       # when the request was sent; when repeated, the last time
     end_s: float = 0.0                  # the last event, or the failure
     text_times_s: list[float] = field(default_factory=list)         # when each chunk with text arrived
-    prompt_tokens: int | None = None    # as the server counts them; None: it does not
+    prompt_tokens: int | None = None    # as the server counts them; None: the server does not count them
     output_tokens: int | None = None
     rejections_s: list[float] = field(default_factory=list)         # how long each rejection took
     is_complete: bool = False
@@ -43,7 +44,7 @@ class Answer:
 
     @property
     def time_per_output_token_s(self) -> float | None:
-        """Seconds per token after the first; None: there is at most one, or no text."""
+        """Seconds per token after the first; None: the answer has at most one token, or no text."""
         if not self.text_times_s or self.num_tokens < 2:
             return None
         return (self.end_s - self.text_times_s[0]) / (self.num_tokens - 1)
@@ -55,7 +56,7 @@ class LoadResult:
 
     started_s: float = 0.0
     elapsed_s: float = 0.0
-    cpu_s: float = 0.0                  # of this process
+    cpu_s: float = 0.0                  # CPU time of this process, the load generator
     answers: list[Answer] = field(default_factory=list)
 
     def complete(self) -> list[Answer]:
@@ -67,5 +68,5 @@ class LoadResult:
         return [answer.failure for answer in self.answers if answer.failure is not None]
 
     def unfinished(self) -> list[Answer]:
-        """Return the answers that were cut by the end of the load."""
+        """Return the answers that the end of the load cut."""
         return [answer for answer in self.answers if not answer.is_complete and answer.failure is None]

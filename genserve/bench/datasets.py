@@ -1,4 +1,4 @@
-"""Datasets: the prompts of a load, of random words or from a file, and how many tokens they have."""
+"""Datasets: make the prompts of a load from random words or a file, and count their tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import orjson
 
 from genserve.errors import InvalidRequest, Unreachable
 
-TokenCounter: TypeAlias = Callable[[str], int]      # of a text, without special tokens around it
+TokenCounter: TypeAlias = Callable[[str], int]      # counts a text without special tokens around it
 
 DEFAULT_OUTPUT_LEN = 128
 _WORDS = """
@@ -28,7 +28,7 @@ _WORDS = """
 """
 # The filter of vLLM's benchmark: shorter and longer conversations are left out.
 _MIN_TOKENS, _MAX_PROMPT_TOKENS, _MAX_TOTAL_TOKENS = 4, 1024, 2048
-# An estimate for English, where nothing counts tokens.
+# An estimate for English, if there is no token counter.
 _CHARACTERS_PER_TOKEN = 4
 
 
@@ -53,7 +53,7 @@ class RandomLengths:
 
 
 def random_prompts(count: int, *, words: int, shared_words: int = 0, seed: int) -> list[str]:
-    """Return `count` texts of random words, of which the first `shared_words` are the same in all."""
+    """Return `count` texts of random words; the first `shared_words` are the same in all texts."""
     lengths = RandomLengths(input_len=words, prefix_len=shared_words, output_len=1)
     return [prompt.text for prompt in itertools.islice(random_dataset(lengths, seed=seed), count)]
 
@@ -61,10 +61,10 @@ def random_prompts(count: int, *, words: int, shared_words: int = 0, seed: int) 
 def random_dataset(
     lengths: RandomLengths, *, seed: int, counter: TokenCounter | None = None
 ) -> Iterator[BenchPrompt]:
-    """Return prompts without end.
+    """Yield prompts without end.
 
-    They have exactly the tokens of `lengths` if the tokenizer has words of one token, as usual, and else at
-    most as many. Without a counter a word is taken for a token.
+    The prompts have exactly as many tokens as `lengths` says if the tokenizer has words of one token, as
+    usual, and otherwise at most as many. Without a counter, each word counts as one token.
     """
     # Most tokenizers split text at blanks, so that a text has the tokens of its words.
     sizes = {
@@ -90,7 +90,7 @@ def _drawn(length: int, lengths: RandomLengths, rng: random.Random) -> int:
 
 
 def _random_words(num_tokens: int, sizes: Mapping[str, int], rng: random.Random) -> list[str]:
-    """Return words with `num_tokens` in total, or less if no further one fits; at least one word."""
+    """Return words with `num_tokens` in total, or fewer if no further word fits; at least one word."""
     words, largest, left = list(sizes), max(sizes.values()), num_tokens
     chosen: list[str] = []
     while left > 0:
@@ -105,16 +105,16 @@ def _random_words(num_tokens: int, sizes: Mapping[str, int], rng: random.Random)
 def read_dataset(
     path: Path, *, output_len: int | None, counter: TokenCounter | None = None
 ) -> list[BenchPrompt]:
-    """Read the prompts of a file, in its order.
+    """Read the prompts of a file, in the order of the file.
 
     The suffix decides the format: `.json` is ShareGPT's list of conversations, `.jsonl` has a JSON object or
     string per line, any other file a prompt per line.
 
     Args:
         path: the file.
-        output_len: the new tokens of each answer; None: as many as the file says, or as the answer has that
-            follows in the conversation, or `DEFAULT_OUTPUT_LEN`.
-        counter: counts the tokens of conversations; None: their number is estimated.
+        output_len: the new tokens of each answer; None: the number in the file, or the length of the next
+            answer in the conversation, or `DEFAULT_OUTPUT_LEN`.
+        counter: counts the tokens of conversations; None: the number is estimated.
 
     Raises:
         InvalidRequest: the file cannot be read, or has no prompt.
@@ -144,9 +144,9 @@ def read_dataset(
 def _line_prompt(line: bytes, *, output_len: int | None, place: str) -> BenchPrompt:
     """Read a line of a JSONL file.
 
-    It is a prompt as a string; or an object with `prompt` or `messages`, `output_tokens` or `max_tokens`, and
-    any other field of a body; or a line of OpenAI's batch files, with such an object as `body`; or `inputs`,
-    a body for KServe's infer.
+    The line is a prompt as a string; or an object with `prompt` or `messages`, `output_tokens` or
+    `max_tokens`, and any other field of a body; or a line of OpenAI's batch files, with such an object as
+    `body`; or an object with `inputs`, a body for KServe's infer.
     """
     document = _parsed(line, place=place)
     if isinstance(document, str):
@@ -171,14 +171,14 @@ def _line_prompt(line: bytes, *, output_len: int | None, place: str) -> BenchPro
 
 
 _LENGTH_FIELDS = ("output_tokens", "max_tokens", "max_completion_tokens")
-# `stream` and `model` are those of the benchmark.
+# The benchmark sets `stream` and `model` itself.
 _READ_FIELDS = frozenset({"prompt", "messages", "stream", "stream_options", "model", *_LENGTH_FIELDS})
 
 
 def _conversations(
     path: Path, content: bytes, *, output_len: int | None, counter: TokenCounter | None
 ) -> Iterator[BenchPrompt]:
-    """Yield the first message of each conversation, with the length of the answer that follows it."""
+    """Yield the first message of each conversation, with the length of the next answer."""
     document = _parsed(content, place=str(path))
     if not isinstance(document, list):
         raise InvalidRequest(f"{path} is not a list of conversations", field="dataset_path")
@@ -208,10 +208,10 @@ def _parsed(content: bytes, *, place: str) -> Any:
 
 
 def local_counter(path: Path) -> TokenCounter:
-    """Return what counts with a tokenizer.json, or with that in a folder.
+    """Return a counter that uses a tokenizer.json, given as a file or by its folder.
 
     Raises:
-        InvalidRequest: there is none, or it cannot be read.
+        InvalidRequest: there is no tokenizer.json, or it cannot be read.
     """
     from tokenizers import Tokenizer
 
@@ -220,13 +220,13 @@ def local_counter(path: Path) -> TokenCounter:
         raise InvalidRequest(f"there is no tokenizer at {file}", field="tokenizer")
     try:
         tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises plain ones
+    except Exception as error:  # the library raises bare Exception
         raise InvalidRequest(f"{file} is not a tokenizer: {error}", field="tokenizer") from error
     return lambda text: len(tokenizer.encode(text, add_special_tokens=False))
 
 
 def server_counter(http: httpx2.Client, *, model: str) -> TokenCounter | None:
-    """Return what counts with `POST /tokenize` of a server; None: it has none.
+    """Return a counter that calls a server's `POST /tokenize`; None: the server has no such route.
 
     The counter raises Unreachable if the server does not answer as it should.
     """
@@ -238,7 +238,7 @@ def server_counter(http: httpx2.Client, *, model: str) -> TokenCounter | None:
     return None
 
 
-# The forms of vLLM, llama.cpp and TGI: the body of a request, and the number of tokens in its reply.
+# The shapes of vLLM, llama.cpp and TGI: the body of a request, and the number of tokens in its reply.
 _FORMS: Sequence[tuple[Callable[[str, str], Any], Callable[[Any], int]]] = (
     (
         lambda text, model: {"model": model, "prompt": text, "add_special_tokens": False},

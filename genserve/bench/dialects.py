@@ -41,7 +41,7 @@ class Dialect:
         path: the path of the endpoint; `{model}` is the name of the model.
         body: writes the body of a request.
         read: reads an event, or a whole answer if it is not streamed; raises KeyError, TypeError,
-            AttributeError or IndexError if it has another shape.
+            AttributeError or IndexError for any other shape.
         is_streamed: whether the answer is a stream of events.
         marks_end: whether an event of a complete answer says that it is the last one.
     """
@@ -61,7 +61,7 @@ def check_prompts(prompts: Iterable[BenchPrompt], *, backend: str) -> None:
     """Check that a dialect can write the prompts of a file.
 
     Raises:
-        InvalidRequest: they are chats or the inputs of a model, and the dialect takes texts.
+        InvalidRequest: the prompts are chats or tensors, and the dialect accepts texts only.
     """
     for prompt in prompts:
         if prompt.messages and backend != "openai-chat":
@@ -95,7 +95,7 @@ def _completions_body(prompt: BenchPrompt, requested: Requested) -> dict[str, An
 
 
 def _read_openai(event: Event) -> Chunk:
-    """Read a chunk; reasoning counts as text, and so does a part of a tool call."""
+    """Read a chunk; reasoning and parts of tool calls count as text."""
     usage = event.get("usage") or {}
     has_text = is_last = False
     for choice in event["choices"]:
@@ -136,20 +136,20 @@ def _read_tgi(event: Event) -> Chunk:
 
 def _generate_body(prompt: BenchPrompt, requested: Requested) -> dict[str, Any]:
     parameters = {"stream": True, "max_tokens": prompt.max_tokens, "temperature": requested.temperature}
-    if requested.ignore_eos:    # which only some backends know, unlike this
+    if requested.ignore_eos:    # only some backends know `ignore_eos`; all know `min_tokens`
         parameters["min_tokens"] = prompt.max_tokens
     return {"text_input": prompt.text, "parameters": parameters}
 
 
 def _infer_body(prompt: BenchPrompt, _requested: Requested) -> dict[str, Any]:
-    if "inputs" in prompt.fields:       # of any model, not only of one that generates text
+    if "inputs" in prompt.fields:       # the tensors of any model, not only a text model
         return {}
     text = {"name": "text_input", "shape": [1, 1], "datatype": "BYTES", "data": [prompt.text]}
     length = {"name": "max_tokens", "shape": [1, 1], "datatype": "INT32", "data": [prompt.max_tokens]}
     return {"inputs": [text, length]}
 
 
-# By the names that `vllm bench serve` has for its backends, where it has one.
+# The names are the backends of `vllm bench serve`, where it has one.
 DIALECTS: Mapping[str, Dialect] = MappingProxyType(
     {
         "openai-chat": Dialect(path="/v1/chat/completions", body=_chat_body, read=_read_openai),

@@ -1,4 +1,4 @@
-"""Load generator: sends the requests of a load when they are due, and notes when their answers arrive."""
+"""Load generator: sends the requests of a load when they are due, and records when the answers arrive."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import repeat
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
@@ -22,14 +21,13 @@ from genserve.bench.answers import Answer, Failure, LoadResult
 from genserve.bench.datasets import BenchPrompt
 from genserve.bench.dialects import Dialect, Requested
 from genserve.client.sse_decoder import EventDecoder
-from genserve.client_credentials import load_client_certificate
-from genserve.errors import InvalidRequest
+from genserve.client_credentials import tls_failure
 
 _TICK_S = 0.5
 _MAX_QUOTED = 300       # characters of a server's error
 _REJECTED = (429, 503)
-_RETRY_S = 1.0          # after a rejection that names no time
-_KEEPALIVE_S = 2.0      # of an idle connection: less than that of servers, which close it after 5 s or more
+_RETRY_S = 1.0          # the wait after a rejection without a Retry-After
+_KEEPALIVE_S = 2.0      # idle connections are closed before servers close them, after 5 s or more
 _BROKEN = (httpcore2.NetworkError, httpcore2.ProtocolError, httpcore2.TimeoutException)
 
 _Sent: TypeAlias = tuple[httpcore2.AsyncHTTPConnection, httpcore2.Response]
@@ -39,27 +37,27 @@ _Sent: TypeAlias = tuple[httpcore2.AsyncHTTPConnection, httpcore2.Response]
 class Load:
     """The requests to send, and when."""
 
-    prompts: Iterable[BenchPrompt]          # one of the two may have no end
+    prompts: Iterable[BenchPrompt]          # prompts or arrivals may be endless, but not both
     arrivals_s: Iterable[float] = field(default_factory=lambda: repeat(0.0))    # when each is due; 0: at once
     max_concurrency: int | None = None      # further requests wait in the client; None: no limit
     duration_s: float | None = None         # afterwards, unfinished answers are cut; None: until the last one
-    timeout_s: float = 600.0                # of a request
+    timeout_s: float = 600.0                # the longest time of a request
     retry_rejected: bool = False            # repeat a request after a 429 or 503, when the server says
 
 
 def run_load(
     load: Load, target: Target, result: LoadResult, *, on_tick: Callable[[], None] = lambda: None
 ) -> None:
-    """Send all requests and wait for their answers, which are added to `result` as they arrive.
+    """Send all requests, and add their answers to `result` as they arrive.
 
     A request that fails is an answer with a `failure`. Ctrl-C raises KeyboardInterrupt; `result` then has
-    what was measured so far.
+    everything measured so far.
 
     Args:
-        load: the requests.
-        target: where they go.
+        load: the requests, and when to send them.
+        target: the server to send them to.
         result: receives the answers.
-        on_tick: called twice a second; it delays the answers, so it must be quick.
+        on_tick: is called twice a second; it must be quick, since it delays the answers.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_run(load, target, result, on_tick))
@@ -90,7 +88,7 @@ async def _send_all(load: Load, endpoint: Endpoint, result: LoadResult) -> None:
     places = asyncio.Semaphore(load.max_concurrency) if load.max_concurrency else None
     async with asyncio.TaskGroup() as tasks:
         for due_s, prompt in zip(load.arrivals_s, load.prompts, strict=False):
-            # In a loop: uvloop rounds to milliseconds, and may wake too early.
+            # A loop, since uvloop rounds to milliseconds and may wake too early.
             while (early_s := result.started_s + due_s - time.perf_counter()) > 0:  # noqa: ASYNC110
                 await asyncio.sleep(early_s)
             if places:
@@ -117,7 +115,7 @@ async def _send(prompt: BenchPrompt, load: Load, endpoint: Endpoint, result: Loa
 
 
 async def _asked(prompt: BenchPrompt, load: Load, endpoint: Endpoint, answer: Answer) -> bool:
-    """Send a request; returns False, after the server's time, if it is to be repeated."""
+    """Send a request; return False, after the wait that the server asks for, if it is to be repeated."""
     try:
         await endpoint.ask(prompt, answer)
     except RequestFailed as error:
@@ -131,12 +129,12 @@ async def _asked(prompt: BenchPrompt, load: Load, endpoint: Endpoint, answer: An
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Where requests go, and what all of them have."""
+    """The server to send requests to, and what all requests share."""
 
     base_url: str                                           # without a trailing slash
     dialect: Dialect
     requested: Requested
-    endpoint: str = ""                                      # the path; empty: that of the dialect
+    endpoint: str = ""                                      # the path; empty: the dialect's
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)    # may hold a key
     extra_body: Mapping[str, Any] = field(default_factory=dict)     # more fields; None removes one
     tls: ssl.SSLContext | None = None
@@ -154,41 +152,21 @@ class Target:
         return orjson.dumps({name: value for name, value in body.items() if value is not None})
 
 
-def tls_context(base_url: str, *, ca: Path | None, insecure: bool) -> ssl.SSLContext | None:
-    """Return how to verify the certificate of a server: by the system's authorities, by `ca`, or not at all.
-
-    None: the URL is not https.
-
-    Raises:
-        InvalidRequest: the file has no certificate, or that of GENSERVE_CLIENT_CERT cannot be used.
-    """
-    if not base_url.startswith("https://"):
-        return None
-    try:
-        context = ssl.create_default_context(cafile=ca)
-    except OSError as error:    # also ssl.SSLError
-        raise InvalidRequest(f"{ca} has no certificates: {error.strerror or error}", field="ca") from error
-    if insecure:
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-    load_client_certificate(context)
-    return context
-
-
 class RequestFailed(Exception):
     """A request has no complete answer."""
 
     def __init__(self, kind: str, message: str, *, retry_s: float | None = None) -> None:
         super().__init__(message)
         self.failure = Failure(kind=kind, message=message)
-        self.retry_s = retry_s      # when the server wants the request again; None: never
+        self.retry_s = retry_s      # after how long to repeat the request; None: never
 
 
 class Endpoint:
     """An HTTP client for one target; an async context manager.
 
-    It keeps its connections itself, each for one request at a time: a pool of httpx2 looks at all of its
-    connections for every request, which takes milliseconds with hundreds of them.
+    It keeps its connections itself, each for one request at a time: a pool of httpx2 scans all connections
+        for
+    every request, which takes milliseconds with hundreds of connections.
     """
 
     def __init__(self, target: Target) -> None:
@@ -215,7 +193,7 @@ class Endpoint:
             await connection.aclose()
 
     async def ask(self, prompt: BenchPrompt, answer: Answer) -> None:
-        """Send a request, and note its answer until the last event.
+        """Send a request, and record its answer until the last event.
 
         Raises:
             RequestFailed: the server cannot be reached, rejects it, or does not complete the answer.
@@ -241,7 +219,8 @@ class Endpoint:
         request = httpcore2.Request("POST", self._url, headers=headers, content=content)
         try:
             while (idle := await self._pop_idle()) is not None:
-                # The server may close it at this moment. RFC 9112 (9.3.1) allows to send the request again.
+                # The server may close an idle connection right now. RFC 9112 (9.3.1) allows sending the
+                # request again.
                 with suppress(*_BROKEN):
                     answer.sent_s = time.perf_counter()
                     return idle, await idle.handle_async_request(request)
@@ -251,6 +230,8 @@ class Endpoint:
             answer.sent_s = time.perf_counter()
             return connection, await connection.handle_async_request(request)
         except _BROKEN as error:
+            if failure := tls_failure(error, url=self._target.url):
+                raise RequestFailed("tls", str(failure)) from error
             raise RequestFailed("connection", str(error) or type(error).__name__) from error
 
     async def _pop_idle(self) -> httpcore2.AsyncHTTPConnection | None:
@@ -264,8 +245,8 @@ class Endpoint:
     async def _read(self, response: httpcore2.Response, answer: Answer) -> None:
         if not self._dialect.is_streamed:
             content = await response.aread()
-            self._note(content, answer, time.perf_counter())
-            answer.text_times_s.clear()     # the whole answer is no chunk: it has a latency and nothing else
+            self._record(content, answer, time.perf_counter())
+            answer.text_times_s.clear()     # an answer that is not streamed has a latency and no other times
             answer.is_complete = True
             return
         decoder, is_ended = EventDecoder(), not self._dialect.marks_end
@@ -273,18 +254,18 @@ class Endpoint:
             now_s = time.perf_counter()
             for event in decoder.feed(chunk):
                 if event.data != "[DONE]":
-                    is_ended |= self._note(event.data, answer, now_s)
+                    is_ended |= self._record(event.data, answer, now_s)
         if not answer.end_s:
             raise RequestFailed("invalid_event", "the answer has no events")
         if not is_ended:
             raise RequestFailed("stream_cut", "the answer ended before its last event")
         answer.is_complete = True
 
-    def _note(self, data: str | bytes, answer: Answer, now_s: float) -> bool:
-        """Note an event; returns whether it completes the answer.
+    def _record(self, data: str | bytes, answer: Answer, now_s: float) -> bool:
+        """Record an event; return whether it completes the answer.
 
         Raises:
-            RequestFailed: it reports an error, or is not an event of the dialect.
+            RequestFailed: the event reports an error, or is not an event of the dialect.
         """
         try:
             event = orjson.loads(data)
@@ -327,6 +308,6 @@ def _retry_after_s(headers: Sequence[tuple[bytes, bytes]]) -> float:
     for name, unit_s in ((b"retry-after-ms", 1e-3), (b"retry-after", 1.0)):
         try:
             return max(0.0, float(found[name]) * unit_s)
-        except (KeyError, ValueError):      # missing, or a date
+        except (KeyError, ValueError):      # the header is missing, or has a date
             continue
     return _RETRY_S

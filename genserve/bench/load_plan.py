@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 _DEFAULT_CONCURRENCIES = (1, 8, 32)
-_WAVES = 4                  # by default, requests for each one at once
+_WAVES = 4                  # by default, the number of prompts for each concurrent request
 _OPEN_LOOP_PROMPTS = 100
 
 
@@ -34,7 +34,7 @@ class LoadPlan:
 
     @property
     def title(self) -> str:
-        """Its name, such as "8 at once, 2.5 requests/s"."""
+        """The name of the load, such as "8 at once, 2.5 requests/s"."""
         parts = [f"{self.concurrency} at once"] if self.concurrency else []
         if isinstance(self.rate, RampUp):
             parts.append(f"{self.rate.start_rps:g} to {self.rate.end_rps:g} requests/s")
@@ -44,7 +44,7 @@ class LoadPlan:
 
     @property
     def is_closed_loop(self) -> bool:
-        """Whether requests are sent as soon as places are free."""
+        """Whether each request is sent as soon as a previous one ends."""
         return not isinstance(self.rate, RampUp) and math.isinf(self.rate)
 
     def arrivals_s(self, *, burstiness: float, seed: Sequence[int]) -> Iterator[float]:
@@ -56,7 +56,7 @@ class LoadPlan:
         return iter(arrival_times(self.num_prompts, rate=self.rate, burstiness=burstiness, rng=rng))
 
     def as_json(self) -> dict[str, Any]:
-        """Return it by the names of vLLM's result files."""
+        """Return the plan with the names of vLLM's result files."""
         if isinstance(self.rate, RampUp):
             rate: dict[str, Any] = {
                 "ramp_up_strategy": self.rate.strategy,

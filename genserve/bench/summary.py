@@ -1,4 +1,4 @@
-"""Summary: the figures of a load, defined as in `vllm bench serve`."""
+"""Summary: computes the figures of a load, defined as in `vllm bench serve`."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Summary:
 
     duration_s: float
     completed: int
-    errors: Mapping[str, tuple[int, str]]   # by kind: how many, and the message of the first
-    unfinished: int                         # cut by the end of the load
-    rejections: int                         # that were followed by a repetition
-    without_text: int                       # of the complete answers
-    prompt_tokens: int                      # of the complete answers
-    output_tokens: int                      # also those of unfinished answers
+    errors: Mapping[str, tuple[int, str]]   # by kind: the number, and the message of the first
+    unfinished: int                         # answers that the end of the load cut
+    rejections: int                         # rejections after which the request was repeated
+    without_text: int                       # complete answers without text
+    prompt_tokens: int                      # for the complete answers
+    output_tokens: int                      # for the complete and the unfinished answers
     counted_by: str                         # "server", "chunks" or "both": who counted the output tokens
     request_rate: float
     goodput: float | None                   # requests per second within all limits; None: no limits
@@ -51,7 +51,7 @@ class Summary:
     total_rate: float
     peak_output_rate: float
     peak_concurrency: int
-    client_cpu: float                       # of one core, by the load generator
+    client_cpu: float                       # the share of one core that the load generator used
     ttft: Distribution | None               # time to first token: the first chunk with text
     tpot: Distribution | None               # time per output token after the first, per request
     itl: Distribution | None                # inter-token latency: between two chunks with text
@@ -63,7 +63,7 @@ class Summary:
         return sum(count for count, _ in self.errors.values())
 
     def as_json(self) -> dict[str, Any]:
-        """Return the figures by the names that they have in vLLM's result files, and some more."""
+        """Return the figures with the names of vLLM's result files, and some more."""
         document: dict[str, Any] = {
             "duration": self.duration_s,
             "completed": self.completed,
@@ -99,9 +99,9 @@ def summarise(
     """Compute the figures of a load.
 
     Args:
-        result: its answers.
+        result: the answers of the load.
         ranks: the percentiles to compute, from 0 to 100.
-        limits_ms: the longest times of a request that counts for the goodput: "ttft", "tpot", "e2el".
+        limits_ms: the longest times of a request that counts as good: "ttft", "tpot", "e2el".
     """
     complete, unfinished = result.complete(), result.unfinished()
     duration_s = max(result.elapsed_s, 1e-9)
@@ -153,7 +153,7 @@ def _is_good(answer: Answer, limits_ms: Mapping[str, float]) -> bool:
     """Whether all times of a complete answer are within the limits."""
     times_s = {
         "ttft": answer.first_text_s,
-        # An answer of one token has no such time, and exceeds no limit of it.
+        # An answer of one token has no time per output token, and so exceeds no limit.
         "tpot": answer.time_per_output_token_s or 0.0,
         "e2el": answer.latency_s,
     }
@@ -176,7 +176,7 @@ def _counted_by(complete: Sequence[Answer]) -> str:
 
 
 def _peak_output_rate(answers: Sequence[Answer], *, started_s: float) -> float:
-    """Return the tokens of the best second; the tokens of an answer are spread evenly over its chunks."""
+    """Return the most tokens in a second; the tokens of an answer are spread evenly over its chunks."""
     seconds = [np.array(answer.text_times_s) - started_s for answer in answers if answer.text_times_s]
     if not seconds:
         return 0.0

@@ -1,1 +1,1 @@
-"""CLI: the command line."""
+"""CLI: the command line, `genserve COMMAND`."""

@@ -1,13 +1,14 @@
-"""Batch: many requests at the same time, to the server at a URL or to a model in this process.
+"""Batch: sends many requests at the same time, to the server at a URL or to a model in this process.
 
-Both are asked over HTTP; for a model in this process the server's application answers without a socket. So a
-line means what the same body means to a server, and all lines share the steps of one engine.
+A model in this process is called over HTTP too: the server's application answers without a socket. So a line
+means the same as the same body means to a server, and all lines share the steps of one engine.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -28,8 +29,9 @@ from genserve.cli.batch_files import (
     has_failed,
 )
 from genserve.cli.console import make_console
+from genserve.cli.flags import RemoteServer
 from genserve.cli.model_access import bring_model, choose_remote, loading
-from genserve.client import Client, api_calls
+from genserve.client import api_calls
 from genserve.client.api_calls import ApiCall, ApiRequest
 from genserve.client.connection import LIMITS, Connection, connection, tls_verification, with_retries
 from genserve.client.reply_errors import error_of_reply, unreachable_at
@@ -40,7 +42,7 @@ from genserve.prompt import read_chat
 from genserve.sampling.sampling_options import SamplingOptions
 
 _MAX_RETRIES = 8
-_TIMEOUT_S = 24 * 3600      # an answer of a busy server may take long
+_TIMEOUT_S = 24 * 3600      # a busy server may take long to answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +50,7 @@ class Batch:
     """The requests, and the options that they share."""
 
     lines: Sequence[BatchLine]
-    options: SamplingOptions        # of lines that do not state them; not of OpenAI's
+    options: SamplingOptions        # for lines that do not state them; OpenAI's lines do not get them
     max_concurrency: int
 
 
@@ -73,9 +75,18 @@ def run_batch(
     *,
     model: str | None,
     repository: Path | None,
-    url: str | None,
+    remote: RemoteServer | None,
+    max_model_len: str | None = None,
 ) -> BatchResult:
-    """Answer the lines that have no answer yet; each failure is a line too.
+    """Answer the lines that have no answer yet; a failure is written as a line too.
+
+    Args:
+        batch: the lines, and the parameters that they share.
+        answers: where the answers are written.
+        model: the name of the model; None: the only or the default model.
+        repository: the folder of local models; None: the store.
+        remote: the server that has the model; None: it is local.
+        max_model_len: the context length of a local model, as `--max-model-len` has it.
 
     Raises:
         GenserveError: the model cannot be loaded, the server cannot be reached (the answers so far stay), or
@@ -83,7 +94,10 @@ def run_batch(
     """
     result = BatchResult()
     waiting = [line for line in batch.lines if line.id not in answers.done]
-    target = _server(model, url=url) if url else _local(batch, model, repository=repository)
+    if remote:
+        target = _server(model, remote=remote)
+    else:
+        target = _local(batch, model, repository=repository, max_model_len=max_model_len)
     shown = _shown(result, num_lines=len(batch.lines), answers=answers)
     with closing(answers), target as server, shown as advance:
 
@@ -94,11 +108,9 @@ def run_batch(
                 advance(has_failed(row), num_tokens)
 
         async def run() -> None:
-            lines = iter(waiting)   # shared: each line is taken once
+            lines = iter(waiting)   # shared by all tasks, so each line is sent once
             async with (
-                httpx2.AsyncClient(
-                    limits=LIMITS, transport=server.transport, verify=tls_verification()
-                ) as http,
+                httpx2.AsyncClient(limits=LIMITS, transport=server.transport, verify=server.verify) as http,
                 asyncio.TaskGroup() as tasks,
             ):
                 for _ in range(min(batch.max_concurrency, len(waiting))):
@@ -107,7 +119,7 @@ def run_batch(
         try:
             asyncio.run(run())
         except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None    # one is enough: the others were cancelled
+            raise errors.exceptions[0] from None    # one is enough, since all other tasks were cancelled
         answers.finish()
     return result
 
@@ -117,31 +129,43 @@ class _Server:
     """The server that answers the lines."""
 
     connection: Connection
-    model: str                  # of lines that name none
-    is_chosen: bool             # the command line named it, so it replaces the models of OpenAI's lines
-    transport: httpx2.AsyncBaseTransport | None     # None: the network
+    model: str                  # for lines that name no model
+    is_chosen: bool             # the command line chose the model, which replaces the model of OpenAI's lines
+    transport: httpx2.AsyncBaseTransport | None = None  # None: the network
+    verify: ssl.SSLContext | bool = True                # httpx2's argument
 
 
 @contextmanager
-def _server(model: str | None, *, url: str) -> Iterator[_Server]:
-    with Client(url) as client:
+def _server(model: str | None, *, remote: RemoteServer) -> Iterator[_Server]:
+    with remote.client() as client:
         name = choose_remote(model, client.models())
-    yield _Server(connection=_connection(url), model=name, is_chosen=model is not None, transport=None)
+    yield _Server(
+        connection=_connection(remote.url),
+        model=name,
+        is_chosen=model is not None,
+        verify=tls_verification(remote.verify),
+    )
 
 
 @contextmanager
-def _local(batch: Batch, model: str | None, *, repository: Path | None) -> Iterator[_Server]:
-    """Load a model, and answer with the application of a server that has no socket."""
+def _local(
+    batch: Batch, model: str | None, *, repository: Path | None, max_model_len: str | None
+) -> Iterator[_Server]:
+    """Load a model, and run the application of a server without a socket."""
     folder, name = bring_model(model, repository=repository)
     with loading(name):
         from genserve.generation_metrics import Metrics
         from genserve.repository.options import RepositoryOptions
         from genserve.repository.repository import Repository
         from genserve.server.app import create_app
+        from genserve.server.kserve.state import KServeState
         from genserve.server.services import Services
-        from genserve.settings import ServerSettings
+        from genserve.settings import ServerSettings, read_max_model_len
 
-        models = Repository([folder], options=RepositoryOptions(max_queue=batch.max_concurrency))
+        options = RepositoryOptions(
+            max_queue=batch.max_concurrency, max_model_len=read_max_model_len(max_model_len or "auto")
+        )
+        models = Repository([folder], options=options)
         with ExitStack() as undo:
             undo.callback(models.close)
             models.start([name])
@@ -149,7 +173,8 @@ def _local(batch: Batch, model: str | None, *, repository: Path | None) -> Itera
                 raise error
             undo.pop_all()
     settings = ServerSettings(model_repository=(folder,))
-    app = create_app(Services(settings=settings, repository=models, metrics=Metrics()))
+    services = Services(settings=settings, repository=models, metrics=Metrics())
+    app = create_app(services, KServeState(settings))
     try:
         with at_level("genserve.server", logging.CRITICAL):     # failures are rows of the output
             yield _Server(
@@ -169,7 +194,7 @@ def _connection(url: str) -> Connection:
 async def _answer(
     line: BatchLine, *, batch: Batch, server: _Server, http: httpx2.AsyncClient
 ) -> tuple[dict[str, Any], int]:
-    """Return the row of an answer and its number of tokens. Raises Unreachable: no line can be answered."""
+    """Return the row of an answer and its number of tokens; raises Unreachable if no line can be answered."""
     try:
         if line.error is not None:
             raise line.error
@@ -192,7 +217,7 @@ def _call(line: BatchLine, *, batch: Batch, server: _Server) -> ApiCall[Completi
     """Return the request of a line with a prompt or messages.
 
     Raises:
-        InvalidRequest: it has neither or both, or a parameter is unknown or invalid.
+        InvalidRequest: the line has neither or both, or a parameter is unknown or invalid.
     """
     options: dict[str, Any] = {**batch.options, **line.fields}
     prompt, messages = options.pop("prompt", None), options.pop("messages", None)
@@ -210,7 +235,7 @@ def _call(line: BatchLine, *, batch: Batch, server: _Server) -> ApiCall[Completi
 
 
 def _openai_request(line: BatchLine, server: _Server) -> ApiRequest:
-    """Return the request of a line of OpenAI's batches. Raises InvalidRequest: it is none."""
+    """Return the request of a line in OpenAI's batch format; raises InvalidRequest if the line is invalid."""
     body, path = line.fields["body"], line.fields.get("url")
     if not isinstance(path, str) or not path.startswith("/v1/"):
         raise InvalidRequest("a line with a body needs a url that begins with /v1/", field="url")
@@ -238,7 +263,7 @@ def _openai_row(line: BatchLine, reply: httpx2.Response) -> tuple[dict[str, Any]
 
 
 async def _send(request: ApiRequest, *, server: _Server, http: httpx2.AsyncClient) -> httpx2.Response:
-    """Return the reply, after retries if the server is overloaded. Raises Unreachable: it does not answer."""
+    """Return the reply, after retries if the server is overloaded; raises Unreachable without a reply."""
     reply: httpx2.Response | None = None
 
     async def send_once() -> httpx2.Response:
@@ -268,7 +293,7 @@ def _error_of(reply: httpx2.Response) -> GenserveError:
 def _shown(
     result: BatchResult, *, num_lines: int, answers: AnswerFile | AnswerStream
 ) -> Iterator[Callable[[bool, int], None]]:
-    """Show the progress of a batch on a terminal; yields the function that counts an answer."""
+    """Show the progress of a batch on a terminal; yield a function that counts an answer."""
     console = make_console(stderr=True)
     columns = (
         TextColumn("{task.completed}/{task.total}"),

@@ -1,8 +1,8 @@
-"""Batch files: the requests and the answers of a batch as JSON lines.
+"""Batch files: read the requests and write the answers of a batch as JSON lines.
 
-A request is `{"prompt": ...}` or `{"messages": [...]}` with sampling parameters, or a line of
-OpenAI's batches: `{"custom_id": ..., "method": "POST", "url": "/v1/...", "body": {...}}`. Each answer has the
-id of its request, by default the number of its line.
+A request is `{"prompt": ...}` or `{"messages": [...]}` with sampling parameters, or a line in OpenAI's batch
+format: `{"custom_id": ..., "method": "POST", "url": "/v1/...", "body": {...}}`. Each answer has the id of its
+request, by default the line number.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from genserve.completion import Completion
 from genserve.errors import GenserveError, InvalidRequest
 
 LineId: TypeAlias = str | int
-_BEGIN = b'{"id":'      # of every row
+_BEGIN = b'{"id":'      # the beginning of every row
 _ALWAYS = {"text", "token_ids", "finish_reason", "stop_reason", "usage"}    # keys of every answer
 
 
@@ -30,20 +30,20 @@ class BatchLine:
     """One request of a batch."""
 
     id: LineId
-    fields: Mapping[str, Any]           # of the line's object, without the id
-    error: InvalidRequest | None = None     # why it cannot be sent
+    fields: Mapping[str, Any]           # the fields of the line's object, without the id
+    error: InvalidRequest | None = None     # why the request cannot be sent
 
     @property
     def is_openai(self) -> bool:
-        """Whether it is a line of OpenAI's batches, whose answer has their shape."""
+        """Whether the line has OpenAI's batch format; its answer then has that format too."""
         return "body" in self.fields
 
 
 def read_requests(path: Path | None) -> list[BatchLine]:
-    """Return the requests of a file, or of standard input with None.
+    """Return the requests of a file; None: of standard input.
 
     Raises:
-        InvalidRequest: the file cannot be read, has no request, or two with the same id.
+        InvalidRequest: the file cannot be read, has no request, or has two requests with the same id.
     """
     place = "standard input" if path is None else str(path)
     try:
@@ -87,7 +87,7 @@ def _invalid(number: int, message: str) -> BatchLine:
 
 
 def answer_document(completion: Completion) -> dict[str, Any]:
-    """Return an answer for JSON: the fields of every answer, and the requested ones."""
+    """Return an answer for JSON, with the fields of every answer and the requested fields."""
     document = {key: value for key, value in asdict(completion).items() if key in _ALWAYS or value}
     if not completion.prompt_logprobs:
         document.pop("prompt_token_ids", None)
@@ -109,10 +109,10 @@ def has_failed(row: Mapping[str, Any]) -> bool:
 
 
 class AnswerFile:
-    """A file of answers, to which each is added as soon as it is there; `finish` brings them into order.
+    """A file to which answers are added as they come; `finish` sorts them by the order of the requests.
 
-    What an earlier run has written stays: its answers need not be computed again. Its errors, and a last line
-    that was cut off, are removed.
+    The answers of an earlier run stay, and need not be computed again. Its errors, and a last line that was
+    cut off, are removed.
     """
 
     is_on_terminal = False
@@ -121,7 +121,7 @@ class AnswerFile:
         """Read the file if it exists.
 
         Raises:
-            InvalidRequest: the file has an answer to none of the requests, or cannot be written.
+            InvalidRequest: the file has an answer to an unknown request, or cannot be written.
         """
         self._path = Path(os.path.realpath(path))   # `finish` replaces the file, not a link to it
         self._order = {line.id: index for index, line in enumerate(lines)}
@@ -142,7 +142,7 @@ class AnswerFile:
         self._file.close()
 
     def finish(self) -> None:
-        """Bring all answers into the order of the requests, and close the file."""
+        """Sort all answers by the order of the requests, and close the file."""
         self.close()
         rows = {_row_id(row): raw for raw, row in self._rows()}
         with self._writing():
@@ -160,14 +160,14 @@ class AnswerFile:
                 yield line_id, raw
 
     def _rows(self) -> Iterator[tuple[bytes, dict[str, Any]]]:
-        """Yield the whole lines of the file, with what they say."""
+        """Yield the complete lines of the file, as bytes and parsed."""
         try:
             content = self._path.read_bytes()
         except FileNotFoundError:
             return
         except OSError as error:
             raise _no_output(self._path, error) from None
-        *whole, cut = content.split(b"\n")     # after the last line feed is nothing, or half a row
+        *whole, cut = content.split(b"\n")     # an incomplete row may follow the last line feed
         if not _BEGIN.startswith(cut[: len(_BEGIN)]):
             raise self._not_ours()
         for raw in whole:
@@ -207,7 +207,7 @@ class AnswerStream:
         self._rows: dict[LineId, bytes] = {}
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Write an answer once all before it have been written."""
+        """Write an answer once all answers before it have been written."""
         self._rows[_row_id(row)] = _written(row)
         while self._waiting and self._waiting[-1] in self._rows:
             self._file.write(self._rows.pop(self._waiting.pop()))
@@ -221,11 +221,11 @@ class AnswerStream:
 
 
 def open_answers(path: Path | None, lines: Sequence[BatchLine]) -> AnswerFile | AnswerStream:
-    """Return where answers go: a file, or standard output with None. Raises the errors of `AnswerFile`."""
+    """Return the output for answers: a file, or standard output for None; raises as `AnswerFile`."""
     if path is None:
         return AnswerStream(lines, sys.stdout.buffer)
     try:
-        if path.exists() and not path.is_file():    # such as /dev/stdout
+        if path.exists() and not path.is_file():    # for example /dev/stdout
             return AnswerStream(lines, os.fdopen(os.open(path, os.O_WRONLY), "wb"))
     except OSError as error:
         raise _no_output(path, error) from None

@@ -7,10 +7,7 @@ import random
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from genserve.cli.bench_flags import BenchFlags
-from genserve.cli.flags import takes_flags
 from genserve.errors import InvalidRequest, Unauthenticated, Unreachable
 
 if TYPE_CHECKING:
@@ -24,7 +21,6 @@ if TYPE_CHECKING:
 _LIST_TIMEOUT_S = 30.0
 
 
-@takes_flags(BenchFlags)
 def bench(flags: BenchFlags) -> None:
     """Measure a running server with streaming requests: tokens per second, latencies and errors.
 
@@ -70,21 +66,22 @@ def bench(flags: BenchFlags) -> None:
     )
     report.end(flags.output, flags.plot, is_interrupted=is_interrupted)
     if is_interrupted or not report.has_completed:
-        raise typer.Exit(130 if is_interrupted else 1)
+        raise SystemExit(130 if is_interrupted else 1)
 
 
 def _target_and_prompts(flags: BenchFlags, *, seed: int) -> tuple[Target, Iterator[BenchPrompt], int | None]:
-    """Return where the requests go, prompts without end, and how many the file has, if there is one.
+    """Return the target, endless prompts, and the number of prompts in the file, if there is a file.
 
-    The server is asked for its only model and counts tokens, unless flags name a model and a tokenizer.
+    Unless flags name a model and a tokenizer, the server lists its only model and counts tokens.
     """
     import httpx2
 
     from genserve.bench.dialects import DIALECTS, Requested
-    from genserve.bench.load_generator import Target, tls_context
+    from genserve.bench.load_generator import Target
+    from genserve.client_credentials import tls_context
 
     base_url, headers, extra_body = flags.base_url(), flags.headers(), flags.body_fields()
-    tls = tls_context(base_url, ca=flags.ca, insecure=flags.insecure)
+    tls = tls_context(ca=flags.ca, insecure=flags.insecure) if base_url.startswith("https://") else None
     with httpx2.Client(
         base_url=base_url, headers=headers, verify=tls or False, timeout=_LIST_TIMEOUT_S, trust_env=False
     ) as http:
@@ -124,28 +121,30 @@ def _prompts(
 
 
 def _served_model(http: httpx2.Client) -> str:
-    """Return the name of the only model of a server; a server that lists none has one without a name."""
+    """Return the name of a server's only model; the model of a server without a list has no name."""
     from genserve.cli.model_access import choose_remote
 
-    # TGI has no such list, and its model no name.
+    # TGI has no list of models, and its model has no name.
     known = _listed_models(http, "GET", "/v1/models") or _listed_models(http, "POST", "/v2/repository/index")
     return choose_remote(None, known) if known else ""
 
 
 def _listed_models(http: httpx2.Client, method: str, path: str) -> list[str]:
-    """Return the names that a list of a server has; none if the server has no such list.
+    """Return the names in a server's list of models; empty if the server has no such list.
 
     Raises:
         Unreachable: the server does not answer.
-        Unauthenticated: it rejects the key.
-        InvalidRequest: its answer is no list of models.
+        Unauthenticated: the server rejects the key.
+        InvalidRequest: the answer is no list of models.
     """
     import httpx2
+
+    from genserve.client_credentials import tls_failure
 
     try:
         reply = http.request(method, path)
     except httpx2.HTTPError as error:
-        raise Unreachable(
+        raise tls_failure(error, url=str(http.base_url)) or Unreachable(
             f"no server answers at {http.base_url}: {error}",
             remedy="start one with `genserve serve`, or set --url",
         ) from error
@@ -167,7 +166,7 @@ def _names(document: Any) -> list[str]:
 
 
 def _counter(tokenizer: str, *, http: httpx2.Client, model: str) -> TokenCounter | None:
-    """Return what counts the tokens of prompts; None: words are counted."""
+    """Return the counter of prompt tokens; None: words are counted."""
     from genserve.bench.datasets import local_counter, server_counter
 
     match tokenizer:

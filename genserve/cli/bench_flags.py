@@ -1,244 +1,225 @@
-"""Bench flags: the options of `genserve bench`, mostly by the names of `vllm bench serve`."""
+"""Bench flags: the options of `genserve bench`, most of which have the names of `vllm bench serve`."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
-import typer
-
-from genserve.cli.flags import Json
-from genserve.cli.help_text import HelpCommand
+from genserve.cli.flags import JSON_FLAG, TlsFlags, server_flag
+from genserve.cli.parser import UsageError
 from genserve.client_credentials import bearer
+from genserve.settings import Flag, flag
 
 if TYPE_CHECKING:
     from genserve.bench.load_plan import RampUp
 
-_server_option = partial(typer.Option, rich_help_panel="Server")
-_load_option = partial(typer.Option, rich_help_panel="Load")
-_prompt_option = partial(typer.Option, rich_help_panel="Prompts")
-_report_option = partial(typer.Option, rich_help_panel="Report")
+_load_flag = partial(Flag, heading="Load")
+_prompt_flag = partial(Flag, heading="Prompts")
+_report_flag = partial(Flag, heading="Report")
 _LIMIT = re.compile(r"(ttft|tpot|e2el):(\d+(?:\.\d+)?)")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BenchFlags:
+@dataclass(frozen=True, kw_only=True)
+class BenchFlags(TlsFlags):
     """The options of `genserve bench`."""
 
-    model: Annotated[
-        str | None, typer.Argument(envvar="GENSERVE_MODEL", help="Default: the only model of the server.")
-    ] = None
-    url: Annotated[
-        str,
-        _server_option(
-            "--url",
-            "--base-url",
-            envvar="GENSERVE_BASE_URL",
+    model: str | None = flag(
+        None, Flag(help="Default: the only model of the server.", is_argument=True, variable="GENSERVE_MODEL")
+    )
+    url: str = flag(
+        "http://127.0.0.1:8000",
+        server_flag(
             help="URL of the server; the key is GENSERVE_API_KEY.",
+            names=("--url", "--base-url"),
+            variable="GENSERVE_BASE_URL",
         ),
-    ] = "http://127.0.0.1:8000"
-    backend: Annotated[
-        Literal["openai-chat", "openai", "tgi", "kserve-generate", "kserve-infer"],
-        _server_option(
-            "--backend",
-            "--endpoint-type",
+    )
+    backend: Literal["openai-chat", "openai", "tgi", "kserve-generate", "kserve-infer"] = flag(
+        "openai-chat",
+        server_flag(
             help="OpenAI's chats or completions, TGI's /generate_stream, KServe's generate_stream or infer.",
+            names=("--backend", "--endpoint-type"),
         ),
-    ] = "openai-chat"
-    endpoint: Annotated[
-        str, _server_option("--endpoint", metavar="PATH", help="Another path of the endpoint.")
-    ] = ""
-    header: Annotated[
-        list[str], _server_option(metavar="NAME=VALUE", help="Header of every request; repeatable.")
-    ] = field(default_factory=list)
-    ca: Annotated[
-        Path | None, _server_option(help="Certificate of the authority that signed the server's.")
-    ] = None
-    insecure: Annotated[bool, _server_option("--insecure", help="Do not verify the certificate.")] = False
-    extra_body: Annotated[
-        str, _server_option(metavar="JSON", help="More fields of every body; null removes one.")
-    ] = "{}"
-    temperature: Annotated[float, _server_option(min=0, help="0: always the likeliest token.")] = 0.0
-    ignore_eos: Annotated[
-        bool | None,
-        _server_option(
-            "--ignore-eos/--no-ignore-eos", help="Answers of full length. Default: with random prompts."
-        ),
-    ] = None
-    max_concurrency: Annotated[
-        list[int] | None,
-        _load_option(
-            "--max-concurrency",
-            "--concurrency",
-            min=1,
+    )
+    endpoint: str = flag("", server_flag(help="Another path of the endpoint.", metavar="PATH"))
+    header: list[str] = flag(
+        list, server_flag(help="Header of every request; repeatable.", metavar="NAME=VALUE")
+    )
+    extra_body: str = flag(
+        "{}", server_flag(help="More fields of every body; null removes one.", metavar="JSON")
+    )
+    temperature: float = flag(0.0, server_flag(help="0: always the likeliest token.", minimum=0))
+    ignore_eos: bool | None = flag(
+        None, server_flag(help="Answers of full length. Default: with random prompts.")
+    )
+    max_concurrency: list[int] | None = flag(
+        None,
+        _load_flag(
             help="Requests at once; repeatable. Default: 1, 8 and 32, or no limit with a request rate.",
+            names=("--max-concurrency", "--concurrency"),
+            minimum=1,
         ),
-    ] = None
-    request_rate: Annotated[
-        list[str],
-        _load_option(
-            metavar="RATE", help="Requests per second, or inf: as fast as the concurrency allows; repeatable."
+    )
+    request_rate: list[str] = flag(
+        lambda: ["inf"],
+        _load_flag(
+            help="Requests per second, or inf: as fast as the concurrency allows; repeatable.", metavar="RATE"
         ),
-    ] = field(default_factory=lambda: ["inf"])
-    burstiness: Annotated[
-        float,
-        _load_option(
-            min=0.001,
+    )
+    burstiness: float = flag(
+        1.0,
+        _load_flag(
             help="Shape of the gamma distribution of the intervals: 1 is Poisson, less is burstier.",
+            minimum=0.001,
         ),
-    ] = 1.0
-    ramp_up_strategy: Annotated[
-        Literal["linear", "exponential"] | None,
-        _load_option(help="Change the rate from the first request to the last."),
-    ] = None
-    ramp_up_start: Annotated[
-        float | None, _load_option("--ramp-up-start-rps", min=0.001, help="Rate at the start.")
-    ] = None
-    ramp_up_end: Annotated[
-        float | None, _load_option("--ramp-up-end-rps", min=0.001, help="Rate at the end.")
-    ] = None
-    num_prompts: Annotated[
-        int | None,
-        _load_option(
-            min=1, help="Requests. Default: all of the file, 4 for each one at once, or 100 at a rate."
+    )
+    ramp_up_strategy: Literal["linear", "exponential"] | None = flag(
+        None, _load_flag(help="Change the rate from the first request to the last.")
+    )
+    ramp_up_start: float | None = flag(
+        None, _load_flag(help="Rate at the start.", names=("--ramp-up-start-rps",), minimum=0.001)
+    )
+    ramp_up_end: float | None = flag(
+        None, _load_flag(help="Rate at the end.", names=("--ramp-up-end-rps",), minimum=0.001)
+    )
+    num_prompts: int | None = flag(
+        None,
+        _load_flag(
+            help="Requests. Default: all of the file, 4 for each one at once, or 100 at a rate.", minimum=1
         ),
-    ] = None
-    duration: Annotated[
-        float | None, _load_option(min=0.1, help="End after these seconds, in the middle of answers.")
-    ] = None
-    num_warmups: Annotated[int, _load_option(min=0, help="Requests before the measurement.")] = 1
-    timeout: Annotated[float, _load_option(min=0.1, help="Seconds until a request has failed.")] = 600.0
-    retry_rejected: Annotated[
-        bool,
-        _load_option("--retry-rejected", help="After a 429 or 503, repeat the request when the server says."),
-    ] = False
-    dataset_path: Annotated[
-        Path | None,
-        _prompt_option(
+    )
+    duration: float | None = flag(
+        None, _load_flag(help="End after these seconds, in the middle of answers.", minimum=0.1)
+    )
+    num_warmups: int = flag(1, _load_flag(help="Requests before the measurement.", minimum=0))
+    timeout: float = flag(600.0, _load_flag(help="Seconds until a request has failed.", minimum=0.1))
+    retry_rejected: bool = flag(
+        False, _load_flag(help="After a 429 or 503, repeat the request when the server says.")
+    )
+    dataset_path: Path | None = flag(
+        None,
+        _prompt_flag(
             help="Prompts: a line each; .jsonl: JSON lines; .json: ShareGPT. Default: random words."
         ),
-    ] = None
-    input_len: Annotated[
-        int, _prompt_option("--input-len", "--random-input-len", min=1, help="Tokens of a prompt.")
-    ] = 40
-    output_len: Annotated[
-        int | None,
-        _prompt_option(
-            "--output-len",
-            "--random-output-len",
-            min=1,
+    )
+    input_len: int = flag(
+        40, _prompt_flag(help="Tokens of a prompt.", names=("--input-len", "--random-input-len"), minimum=1)
+    )
+    output_len: int | None = flag(
+        None,
+        _prompt_flag(
             help="Tokens of an answer. Default: 128, or as the file says.",
+            names=("--output-len", "--random-output-len"),
+            minimum=1,
         ),
-    ] = None
-    range_ratio: Annotated[
-        float,
-        _prompt_option(
-            "--random-range-ratio", min=0, max=0.99, help="Draw lengths from LENGTH * (1 +- RATIO)."
+    )
+    range_ratio: float = flag(
+        0.0,
+        _prompt_flag(
+            help="Draw lengths from LENGTH * (1 +- RATIO).",
+            names=("--random-range-ratio",),
+            minimum=0,
+            maximum=0.99,
         ),
-    ] = 0.0
-    prefix_len: Annotated[
-        int,
-        _prompt_option("--random-prefix-len", min=0, help="Tokens at the beginning that all prompts share."),
-    ] = 0
-    tokenizer: Annotated[
-        str,
-        _prompt_option(
-            metavar="PATH",
+    )
+    prefix_len: int = flag(
+        0,
+        _prompt_flag(
+            help="Tokens at the beginning that all prompts share.", names=("--random-prefix-len",), minimum=0
+        ),
+    )
+    tokenizer: str = flag(
+        "server",
+        _prompt_flag(
             help="Counts the tokens of prompts: a tokenizer.json; server: its /tokenize; none: a word each.",
+            metavar="PATH",
         ),
-    ] = "server"
-    seed: Annotated[
-        int | None,
-        _prompt_option(help="Seed of prompts and intervals. Default: random, so the prefix cache has none."),
-    ] = None
-    goodput: Annotated[
-        list[str],
-        _report_option(
-            metavar="NAME:MS ...", help="Count requests within these times: ttft:200 tpot:50 e2el:5000."
+    )
+    seed: int | None = flag(
+        None,
+        _prompt_flag(help="Seed of prompts and intervals. Default: random, so the prefix cache has none."),
+    )
+    goodput: list[str] = flag(
+        list,
+        _report_flag(
+            help="Count requests within these times: ttft:200 tpot:50 e2el:5000.",
+            metavar="NAME:MS ...",
+            takes_several=True,
         ),
-    ] = field(default_factory=list)
-    percentiles: Annotated[
-        str,
-        _report_option(
-            "--percentiles", "--metric-percentiles", metavar="RANK,RANK", help="Percentiles of the latencies."
+    )
+    percentiles: str = flag(
+        "50,90,99",
+        _report_flag(
+            help="Percentiles of the latencies.",
+            names=("--percentiles", "--metric-percentiles"),
+            metavar="RANK,RANK",
         ),
-    ] = "50,90,99"
-    json_: Json = False
-    output: Annotated[Path | None, _report_option(help="Write the JSON to this file.")] = None
-    plot: Annotated[Path | None, _report_option(help="Plot the figures to this .png, .svg or .pdf.")] = None
-    save_detailed: Annotated[
-        bool, _report_option("--save-detailed", help="Add the times of each request to it.")
-    ] = False
+    )
+    json_: bool = flag(False, JSON_FLAG)
+    output: Path | None = flag(None, _report_flag(help="Write the JSON to this file."))
+    plot: Path | None = flag(None, _report_flag(help="Plot the figures to this .png, .svg or .pdf."))
+    save_detailed: bool = flag(False, _report_flag(help="Add the times of each request to it."))
 
     def headers(self) -> dict[str, str]:
-        """Return the headers by name, with that of the key in GENSERVE_API_KEY; raises BadParameter."""
+        """Return the headers by name, with the key in GENSERVE_API_KEY; raises UsageError."""
         pairs = [header.partition("=") for header in self.header]
         for name, equals, value in pairs:
             if not (name and equals and f"{name}{value}".isascii() and value.isprintable()):
-                raise typer.BadParameter(f"{name!r} is not NAME=VALUE", param_hint="--header")
+                raise UsageError(f"--header: {name!r} is not NAME=VALUE")
         key = os.environ.get("GENSERVE_API_KEY")
         return ({"authorization": bearer(key)} if key else {}) | {name: value for name, _, value in pairs}
 
     def base_url(self) -> str:
-        """Return the URL of the server without a trailing slash; raises BadParameter."""
+        """Return the URL of the server without a trailing slash; raises UsageError."""
         address = urlsplit(self.url)
         if address.scheme not in ("http", "https") or not address.hostname:
-            raise typer.BadParameter(
-                f"{self.url!r} is not http://HOST:PORT or https://HOST:PORT", param_hint="--url"
-            )
+            raise UsageError(f"--url: {self.url!r} is not http://HOST:PORT or https://HOST:PORT")
         return self.url.rstrip("/").removesuffix("/v1")
 
     def body_fields(self) -> dict[str, Any]:
-        """Return the additional fields of a body; raises BadParameter."""
+        """Return the additional fields of a body; raises UsageError."""
         try:
             fields = json.loads(self.extra_body)
         except ValueError as error:
-            raise typer.BadParameter(
-                f"{self.extra_body!r} is not JSON: {error}", param_hint="--extra-body"
-            ) from None
+            raise UsageError(f"--extra-body: {self.extra_body!r} is not JSON: {error}") from None
         if not isinstance(fields, dict):
-            raise typer.BadParameter(f"{self.extra_body!r} is not an object", param_hint="--extra-body")
+            raise UsageError(f"--extra-body: {self.extra_body!r} is not an object")
         return fields
 
     def rates(self) -> list[float | RampUp]:
-        """Return the request rates, or the one that changes; raises BadParameter."""
+        """Return the request rates, or the one rate that changes; raises UsageError."""
         from genserve.bench.load_plan import RampUp
 
         strategy, start_rps, end_rps = self.ramp_up_strategy, self.ramp_up_start, self.ramp_up_end
         if strategy is None and start_rps is None and end_rps is None:
             return [_number(rate, minimum=0, flag="--request-rate") for rate in self.request_rate]
         if strategy is None or start_rps is None or end_rps is None or self.request_rate != ["inf"]:
-            raise typer.BadParameter(
-                "it needs --ramp-up-start-rps and --ramp-up-end-rps, and no --request-rate",
-                param_hint="--ramp-up-strategy",
+            raise UsageError(
+                "--ramp-up-strategy needs --ramp-up-start-rps and --ramp-up-end-rps, and no --request-rate"
             )
         return [RampUp(strategy=strategy, start_rps=start_rps, end_rps=end_rps)]
 
     def ranks(self) -> list[float]:
-        """Return the percentiles to show; raises BadParameter."""
+        """Return the percentiles to show; raises UsageError."""
         ranks = [_number(rank, minimum=-1, flag="--percentiles") for rank in self.percentiles.split(",")]
         if not all(0 <= rank <= 100 for rank in ranks):
-            raise typer.BadParameter(
-                f"{self.percentiles!r} has a number beyond 0 to 100", param_hint="--percentiles"
-            )
+            raise UsageError(f"--percentiles: {self.percentiles!r} has a number beyond 0 to 100")
         return ranks
 
     def goodput_limits_ms(self) -> Mapping[str, float]:
-        """Return the limits of the goodput in milliseconds, by name; raises BadParameter."""
+        """Return the limits of the goodput in milliseconds, by name; raises UsageError."""
         found = {}
         for limit in " ".join(self.goodput).split():
             matched = _LIMIT.fullmatch(limit)
             if matched is None:
-                raise typer.BadParameter(
-                    f"{limit!r} is not ttft:MS, tpot:MS or e2el:MS", param_hint="--goodput"
-                )
+                raise UsageError(f"--goodput: {limit!r} is not ttft:MS, tpot:MS or e2el:MS")
             found[matched[1]] = float(matched[2])
         return found
 
@@ -249,23 +230,5 @@ def _number(text: str, *, minimum: float, flag: str) -> float:
     except ValueError:
         number = float("nan")
     if not number > minimum:
-        raise typer.BadParameter(f"{text!r} is not a number above {minimum:g}", param_hint=flag)
+        raise UsageError(f"{flag}: {text!r} is not a number above {minimum:g}")
     return number
-
-
-class BenchCommand(HelpCommand):
-    """A command whose `--goodput ttft:200 tpot:50` takes all the limits that follow, as vLLM's does."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Repeat `--goodput` before each of its limits, and parse."""
-        return super().parse_args(ctx, list(_with_repeated_goodput(args)))
-
-
-def _with_repeated_goodput(words: Iterable[str]) -> Iterator[str]:
-    previous, limits_follow = "", False
-    for word in words:
-        if limits_follow and previous != "--goodput" and _LIMIT.fullmatch(word):
-            yield "--goodput"
-        limits_follow = word == "--goodput" or (limits_follow and bool(_LIMIT.fullmatch(word)))
-        yield word
-        previous = word

@@ -1,4 +1,4 @@
-"""Bench report: runs the loads of `genserve bench`, and prints how they go and what their figures are."""
+"""Bench report: runs the loads of `genserve bench`, and prints their progress and figures."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from genserve.bench.datasets import BenchPrompt
 from genserve.bench.load_generator import Load, Target, run_load
 from genserve.bench.load_plan import LoadPlan
 from genserve.bench.summary import TIME_LABELS, Distribution, Summary, inter_token_latencies_s, summarise
-from genserve.cli.console import make_console, print_json, print_table
+from genserve.cli.console import counted, make_console, print_json, print_table
 from genserve.cli.plots import ChartedLoad, draw_loads
 from genserve.errors import InvalidRequest, Unreachable
 from genserve.version import __version__
 
-_BUSY = 0.9         # of a core: from here on, the load generator may be what is measured
+_BUSY = 0.9         # share of a core; above it, the load generator may be the bottleneck
 
 
 def warm_up(
     target: Target, prompts: Iterator[BenchPrompt], *, num_requests: int, timeout_s: float
 ) -> None:
-    """Send some requests one after the other; the first ones of a server are slower.
+    """Send some requests one after the other, since a server's first answers are slower.
 
     Raises:
         Unreachable: no server answers.
-        InvalidRequest: the server rejects all of them, or its answers are not those of the dialect.
+        InvalidRequest: the server rejects all requests, or its answers do not follow the dialect.
     """
     result = LoadResult()
     arrivals_s = itertools.repeat(0.0, num_requests)
@@ -45,6 +45,8 @@ def warm_up(
     if len(failures) < num_requests or not failures:
         return
     [failure, *_] = failures
+    if failure.kind == "tls":
+        raise Unreachable(failure.message)
     if failure.kind in ("connection", "timeout"):
         raise Unreachable(
             f"no server answers at {target.url}: {failure.message}",
@@ -59,14 +61,14 @@ def warm_up(
 def run_plans(
     plans: Sequence[LoadPlan], load: Load, target: Target, *, burstiness: float, seed: int, report: Report
 ) -> bool:
-    """Measure the loads, and report each when it ends; returns whether Ctrl-C ended the last one.
+    """Measure the loads, and report each when it ends; return whether Ctrl-C ended the last load.
 
     Args:
         plans: the loads.
-        load: what they have in common. Its prompts have no end; each request takes the next one.
-        target: where the requests go.
-        burstiness: of the arrivals of an open loop.
-        seed: of their intervals.
+        load: the prompts and limits of all loads. Prompts are endless; each request uses the next one.
+        target: the server to send requests to.
+        burstiness: how irregular the arrivals of an open loop are, see `arrival_times`.
+        seed: seeds the arrivals of an open loop.
         report: receives the results.
     """
     for number, plan in enumerate(plans):
@@ -84,7 +86,7 @@ def run_plans(
 
 
 class ProgressLine:
-    """One line on the terminal that says how far a load is; elsewhere only its title. A context manager."""
+    """A context manager that shows a load's progress on one line of a terminal; elsewhere only its title."""
 
     def __init__(self, title: str, result: LoadResult, *, total: int | None) -> None:
         self._console = make_console(stderr=True)
@@ -107,7 +109,7 @@ class ProgressLine:
             self._write("\r")
 
     def show(self) -> None:
-        """Write the line over the one before."""
+        """Write the line over the previous one."""
         if not self._console.is_terminal:
             return
         answers, failed = self._result.answers, len(self._result.failures())
@@ -121,14 +123,14 @@ class ProgressLine:
         )
 
     def _write(self, text: str) -> None:
-        # The width is that of the terminal without the last column, where the cursor would wrap.
+        # Leave out the terminal's last column, where the cursor would wrap.
         width = self._console.width - 1
         self._console.file.write(text if text == "\r" else f"\r{text[:width].ljust(width)}")
         self._console.file.flush()
 
 
 class Report:
-    """Prints the figures of each load when it ends, and writes all of them as JSON and as a plot."""
+    """Prints the figures of each load when it ends, and writes all figures as JSON and as a plot."""
 
     def __init__(
         self,
@@ -142,7 +144,7 @@ class Report:
         self._settings = settings
         self._ranks = ranks
         self._limits_ms = limits_ms
-        self._is_quiet = is_quiet       # stdout is for the JSON
+        self._is_quiet = is_quiet       # stdout is reserved for the JSON
         self._is_detailed = is_detailed
         self._runs: list[dict[str, Any]] = []
         self._loads: list[ChartedLoad] = []
@@ -191,7 +193,7 @@ class Report:
 
 
 def _details(result: LoadResult) -> dict[str, Any]:
-    """Return the times of each request in seconds, in the order in which they were sent."""
+    """Return the times of each request in seconds, in the order in which the requests were sent."""
     answers = result.answers
     return {
         "start_times": [answer.sent_s - result.started_s for answer in answers],
@@ -230,7 +232,7 @@ def _print_comparison(loads: Sequence[ChartedLoad], *, ranks: Sequence[float]) -
     extremes = sorted({min(ranks), max(ranks)})
     times = [(name, rank) for name in ("ttft", "itl") for rank in extremes]
     table.add_column("", no_wrap=True)
-    for heading in ("requests/s", "tokens/s", *(f"{name.upper()} p{rank:g}" for name, rank in times)):
+    for heading in ("requests/s", "tokens/s", *(f"{name.upper()} p{rank:g} ms" for name, rank in times)):
         table.add_column(heading, justify="right")
     for load in loads:
         cells = [f"{load.summary.request_rate:.2f}", f"{load.summary.output_rate:.1f}"]
@@ -242,7 +244,8 @@ def _print_comparison(loads: Sequence[ChartedLoad], *, ranks: Sequence[float]) -
 
 
 def _lines(title: str, summary: Summary) -> list[str]:
-    lines = [f"{title}: {summary.completed} requests in {summary.duration_s:.1f} s{_losses(summary)}"]
+    requests = counted(summary.completed, "request")
+    lines = [f"{title}: {requests} in {summary.duration_s:.1f} s{_losses(summary)}"]
     rates = [f"{summary.request_rate:.2f} requests/s"]
     if summary.goodput is not None:
         rates.append(f"{summary.goodput:.2f} of them within the limits")

@@ -3,45 +3,61 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, cast
-
-import typer
+from typing import TYPE_CHECKING, cast
 
 from genserve.cli.completion_command import model_names
-from genserve.cli.flags import MaxTokens, ModelRepository, Seed, Set, Url, sampling_option, with_assignments
-from genserve.errors import InvalidRequest, ModelNotFound, closest
+from genserve.cli.flags import (
+    ModelFlags,
+    SamplingFlags,
+    sampling_flag,
+    with_assignments,
+)
+from genserve.errors import InvalidRequest, ModelNotFound, closest, suggestion
 from genserve.sampling.sampling_options import SamplingOptions
+from genserve.settings import Flag, flag
 
 if TYPE_CHECKING:
     from genserve.cli.chat.chat_session import ChatSession
 
+# A word with a letter, and a digit or a separator within a name: llama3.2, qwen3:0.6b, deepseek-r1. Or the
+# name of a family.
+_LIKE_A_NAME = re.compile(
+    r"(?=.*[a-zA-Z])(?=.*[\d:/-])[\w.:/-]+"
+    r"|(?i:codellama|deepseek|gemma|gpt|granite|llama|llava|mistral|mixtral|olmo|phi|qwen|smollm|vicuna)",
+    re.ASCII,
+)
 
-def chat(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help="Default: GENSERVE_MODEL, or the only text model, or smollm2.", autocompletion=model_names
+
+@dataclass(frozen=True, kw_only=True)
+class ChatFlags(SamplingFlags, ModelFlags):
+    """The flags of `genserve chat`."""
+
+    model: str | None = flag(
+        None,
+        Flag(
+            help="Default: GENSERVE_MODEL, or the only text model, or smollm2. `genserve models --available` "
+            "lists models that are pulled by name.",
+            is_argument=True,
+            complete=model_names,
         ),
-    ] = None,
-    question: Annotated[str | None, typer.Argument(help="Answer this and end. Default: a chat.")] = None,
-    model_repository: ModelRepository = None,
-    url: Url = None,
-    system: Annotated[str | None, typer.Option(envvar="GENSERVE_SYSTEM", help="The system prompt.")] = None,
-    temperature: Annotated[
-        float | None,
-        sampling_option(
-            envvar="GENSERVE_TEMPERATURE",
+    )
+    question: str | None = flag(None, Flag(help="Answer this and end. Default: a chat.", is_argument=True))
+    system: str | None = flag(None, Flag(help="The system prompt.", variable="GENSERVE_SYSTEM"))
+    temperature: float | None = flag(
+        None,
+        sampling_flag(
             help="0: always the likeliest token. Default: what the model recommends, or else 0.5.",
+            variable="GENSERVE_TEMPERATURE",
         ),
-    ] = None,
-    max_tokens: MaxTokens = None,
-    seed: Seed = None,
-    set_: Set = [],  # noqa: B006  # typer copies it
-) -> None:
+    )
+
+
+def chat(flags: ChatFlags) -> None:
     """Chat with a model, which is pulled if it is missing. A question, or text on stdin, is answered once.
 
     `genserve chat QUESTION` asks the default model. Text on stdin follows the question after an empty line.
@@ -52,18 +68,27 @@ def chat(
     from genserve.cli.model_access import ModelSwitch, known_models, open_model
     from genserve.sampling.defaults import CHAT_MAX_TOKENS, chat_sampling_params
 
-    given = {"max_tokens": max_tokens, "seed": seed, "temperature": temperature}
+    given = {"max_tokens": flags.max_tokens, "seed": flags.seed, "temperature": flags.temperature}
     options = cast(SamplingOptions, {name: value for name, value in given.items() if value is not None})
-    options = with_assignments(options, set_)
-    names = partial(known_models, model_repository, url=url)
-    asked = read_arguments(model, question, known=names)
+    options = with_assignments(options, flags.set_)
+    server = flags.server()
+    names = partial(known_models, flags.model_repository, server=server)
+    asked = read_arguments(flags.model, flags.question, known=names, is_remote=server is not None)
+    if server and asked.model is None and _is_terminal() and sys.stderr.isatty():
+        asked = replace(asked, model=_asked_model(names()))
     message = asked.question if _is_terminal() else _with_stdin(asked.question)
-    switch = ModelSwitch(partial(open_model, repository=model_repository, url=url), names=names)
+    opening = partial(
+        open_model,
+        repository=flags.model_repository,
+        server=server,
+        max_model_len=flags.max_model_len,
+    )
+    switch = ModelSwitch(opening, names=names)
     with held_keys(), switch as models:
         session = ChatSession(
             models,
             model=asked.model,
-            conversation=Conversation(system=system),
+            conversation=Conversation(system=flags.system),
             initial_options=lambda opened: {
                 **chat_sampling_params(opened.default_sampling_params),
                 "max_tokens": CHAT_MAX_TOKENS,
@@ -82,39 +107,62 @@ def chat(
 class ChatArguments:
     """The meaning of the arguments of a command line."""
 
-    model: str | None       # None: the default one
-    question: str | None    # None: none was given
+    model: str | None       # None: the default model
+    question: str | None    # None: the command line has no question
 
 
 def read_arguments(
-    first: str | None, second: str | None, *, known: Callable[[], Collection[str]]
+    first: str | None,
+    second: str | None,
+    *,
+    known: Callable[[], Collection[str]],
+    is_remote: bool = False,
 ) -> ChatArguments:
     """Return the meaning of up to two arguments: MODEL QUESTION, MODEL, or QUESTION.
 
     Args:
-        first: the first one; None: there is none.
-        second: the second one; None: there is none.
+        first: the first argument, or None.
+        second: the second argument, or None.
         known: returns the names of the models that may be chosen.
+        is_remote: whether the models are a server's. Otherwise further models can be pulled.
 
     Raises:
-        ModelNotFound: a single word is nearly the name of a model.
+        ModelNotFound: a single word is nearly the name of a model, or looks like one: llama3.2, qwen3:0.6b.
     """
     default = os.environ.get("GENSERVE_MODEL") or None
     if first is None or second is not None:
         return ChatArguments(model=first or default, question=second)
-    from genserve.export import pulled_name
+    from genserve.export import DEFAULT_MODEL, pull_remedy, pulled_name
 
     names = known()
     if first in names or pulled_name(first) is not None:
         return ChatArguments(model=first, question=None)
-    # A word that is close to a name is a misspelt name rather than a question.
-    if len(first.split()) == 1 and (meant := closest(first, known=names)):
+    # A word that is close to a name, or looks like a name, is a name rather than a question.
+    meant = closest(first, known=names) if len(first.split()) == 1 else None
+    if meant or _LIKE_A_NAME.fullmatch(first):
+        remedy = suggestion(first, known=names) if meant or is_remote else pull_remedy(first)
+        model = meant or next(iter(names), DEFAULT_MODEL)
         raise ModelNotFound(
             f"there is no model {first!r}",
-            remedy=f"did you mean {meant}? A question of one word follows the model: "
-            f"`genserve chat {meant} {first}`",
+            remedy=f"{remedy}{'' if remedy.endswith('?') else '.'} A question of one word follows the model: "
+            f"`genserve chat {model} {first}`",
         )
     return ChatArguments(model=default, question=first)
+
+
+def _asked_model(names: Collection[str]) -> str | None:
+    """Let the user choose among the models of a server; None: the server has at most one."""
+    if len(names) < 2:
+        return None
+    numbered = {str(number): name for number, name in enumerate(names, 1)}
+    print(*(f"{number} {name}" for number, name in numbered.items()), sep="\n", file=sys.stderr)
+    while True:
+        print("model [1]: ", end="", file=sys.stderr, flush=True)
+        typed = input().strip() or "1"
+        if typed in names:
+            return typed
+        if typed in numbered:
+            return numbered[typed]
 
 
 def _is_terminal() -> bool:
@@ -122,7 +170,7 @@ def _is_terminal() -> bool:
 
 
 def _with_stdin(question: str | None) -> str:
-    """Return the question, an empty line, and the text on stdin; any of the two may be missing.
+    """Return the question, an empty line, and the text on stdin; the question or the text may be missing.
 
     Raises:
         InvalidRequest: both are missing, or the text is not in the encoding of the locale.
@@ -140,17 +188,17 @@ def _with_stdin(question: str | None) -> str:
 
 
 def _answer_once(session: ChatSession, message: str) -> None:
-    """Print one answer on stdout; what cut it short is said on stderr."""
-    from genserve.cli.console import make_console
+    """Print one answer on stdout; if it was cut short, print the reason on stderr."""
+    from genserve.cli.console import counted, make_console
     from genserve.completion import FinishReason
 
     answer = session.ask(message)
-    limit = f"{answer.num_tokens} tokens, the limit"
+    limit = f"{counted(answer.num_tokens, 'token')}, the limit"
     cut = {
         FinishReason.LENGTH: f"stopped after {limit}; --max-tokens sets another",
         FinishReason.REPETITION: "stopped, since the answer repeated itself; --seed gives another answer",
     }
-    if answer.finish_reason is None:    # Ctrl-C
-        raise typer.Exit(130)
+    if answer.finish_reason is None:    # stopped by Ctrl-C
+        raise SystemExit(130)
     if note := cut.get(answer.finish_reason):
         make_console(stderr=True).print(note)

@@ -3,45 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from genserve.cli.flags import Json, ModelRepositories
+from genserve.cli.flags import JSON_FLAG, RepositoriesFlags
+from genserve.settings import Flag, flag
 
 if TYPE_CHECKING:
     from genserve.config.diagnostics import Diagnostic
 
 
-def check(
-    repository: Annotated[
-        list[Path] | None, typer.Argument(help="Folders of models.", show_default=False)
-    ] = None,
-    model_repository: ModelRepositories = None,
-    model_config_name: Annotated[
-        str, typer.Option(help="Read configs/NAME.pbtxt instead of config.pbtxt, if a model has it.")
-    ] = "",
-    backend_directory: Annotated[
-        list[Path] | None, typer.Option(help="Folder of Python backends, each NAME/model.py; repeatable.")
-    ] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Treat warnings as errors.")] = False,
-    json_: Json = False,
-) -> None:
-    """List the errors and warnings of all models of a repository. Exit with 1 if there is an error."""
-    from genserve.cli.console import print_json
-    from genserve.config.diagnostics import Severity
-    from genserve.repository.model_validation import repository_diagnostics
-    from genserve.store import default_repository
+@dataclass(frozen=True, kw_only=True)
+class CheckFlags(RepositoriesFlags):
+    """The flags of `genserve check`."""
 
-    diagnostics = repository_diagnostics(
-        repository or model_repository or [default_repository()],
-        config_name=model_config_name,
-        backend_folders=backend_directory or (),
+    repository: list[Path] | None = flag(None, Flag(help="Folders of models.", is_argument=True))
+    model_config_name: str = flag(
+        "", Flag(help="Read configs/NAME.pbtxt instead of config.pbtxt, if a model has it.")
     )
+    backend_directory: list[Path] | None = flag(
+        None, Flag(help="Folder of Python backends, each NAME/model.py; repeatable.")
+    )
+    strict: bool = flag(False, Flag(help="Treat warnings as errors."))
+    json_: bool = flag(False, JSON_FLAG)
+
+
+def check(flags: CheckFlags) -> None:
+    """List the errors and warnings of all models of a repository.
+
+    Exit with 1 if there is an error, or no model.
+    """
+    from genserve.cli.console import counted, print_json
+    from genserve.config.diagnostics import Severity
+    from genserve.errors import RepositoryError
+    from genserve.repository.model_validation import repository_diagnostics
+    from genserve.store import default_repository, described
+
+    roots = flags.repository or flags.model_repository or [default_repository()]
+    diagnostics = repository_diagnostics(
+        roots,
+        config_name=flags.model_config_name,
+        backend_folders=flags.backend_directory or (),
+    )
+    if not diagnostics:
+        raise RepositoryError(
+            f"there is no model in {', '.join(map(described, roots))}",
+            remedy="name the folder that contains the folders of the models",
+        )
     severities = [diagnostic.severity for of_model in diagnostics.values() for diagnostic in of_model]
     num_errors, num_warnings = severities.count(Severity.ERROR), severities.count(Severity.WARNING)
-    if json_:
+    if flags.json_:
         print_json(
             {
                 "models": list(diagnostics),
@@ -52,10 +64,10 @@ def check(
         )
     else:
         _print_diagnostics(diagnostics)
-        models, errors = _count(len(diagnostics), "model"), _count(num_errors, "error")
-        print(f"{models}: {errors}, {_count(num_warnings, 'warning')}")
-    if num_errors or (strict and num_warnings):
-        raise typer.Exit(1)
+        models, errors = counted(len(diagnostics), "model"), counted(num_errors, "error")
+        print(f"{models}: {errors}, {counted(num_warnings, 'warning')}")
+    if num_errors or (flags.strict and num_warnings):
+        raise SystemExit(1)
 
 
 def _print_diagnostics(diagnostics: Mapping[str, tuple[Diagnostic, ...]]) -> None:
@@ -86,7 +98,3 @@ def _objects(diagnostics: Mapping[str, tuple[Diagnostic, ...]]) -> list[dict[str
         for model, of_model in diagnostics.items()
         for diagnostic in of_model
     ]
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

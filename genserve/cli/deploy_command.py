@@ -7,87 +7,79 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-import typer
+from typing import Any, Literal
 
 from genserve.cli.completion_command import model_names
-from genserve.cli.flags import ModelRepositories, takes_flags
+from genserve.cli.flags import RepositoriesFlags
+from genserve.cli.parser import UsageError
 from genserve.errors import GenserveError
+from genserve.settings import Flag, flag
 
-_models_option = partial(typer.Option, rich_help_panel="Models")
-_cluster_option = partial(typer.Option, rich_help_panel="Cluster")
+_models_flag = partial(Flag, heading="Models")
+_cluster_flag = partial(Flag, heading="Cluster")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _DeployFlags:
+@dataclass(frozen=True, kw_only=True)
+class DeployFlags(RepositoriesFlags):
     """The options of `genserve deploy`."""
 
-    target: Annotated[Literal["ray"], typer.Argument(help="Where to deploy: ray is a cluster of Ray Serve.")]
-    model: Annotated[
-        list[str] | None,
-        typer.Argument(
+    target: Literal["ray"] = flag(
+        MISSING, Flag(help="Where to deploy: ray is a cluster of Ray Serve.", is_argument=True)
+    )
+    model: list[str] | None = flag(
+        None,
+        Flag(
             help="Models to deploy: of the repository, smollm2, or ORG/NAME. Default: all there that are no "
             "part of another one.",
-            autocompletion=model_names,
-            show_default=False,
+            is_argument=True,
+            complete=model_names,
         ),
-    ] = None
-    model_repository: ModelRepositories = None
-    config: Annotated[
-        Path | None,
-        _models_option(
+    )
+    config: Path | None = flag(
+        None,
+        _models_flag(
             help="Deploy this file, which --dry-run has printed and you may have edited, instead of the "
-            "models, replicas and ports of the flags.",
+            "models, replicas and ports of the flags."
         ),
-    ] = None
-    min_replicas: Annotated[
-        int, _models_option(min=1, help="Least replicas of each generation model.")
-    ] = 1
-    max_replicas: Annotated[
-        int | None,
-        _models_option(
-            min=1,
+    )
+    min_replicas: int = flag(1, _models_flag(help="Least replicas of each generation model.", minimum=1))
+    max_replicas: int | None = flag(
+        None,
+        _models_flag(
             help="Most replicas of each generation model, which follow its load. Default: the least.",
+            minimum=1,
             show_default=False,
         ),
-    ] = None
-    address: Annotated[
-        str | None,
-        _cluster_option(
-            envvar="RAY_DASHBOARD_ADDRESS",
+    )
+    address: str | None = flag(
+        None,
+        _cluster_flag(
             help="Ray dashboard of a cluster, such as http://127.0.0.1:8265. Default: a cluster of this "
             "machine that ends with the command.",
+            variable="RAY_DASHBOARD_ADDRESS",
         ),
-    ] = None
-    name: Annotated[str, _cluster_option(help="Name of the application in the cluster.")] = "genserve"
-    host: Annotated[
-        str, _cluster_option(help="Address to listen on; 0.0.0.0 lets other machines in.")
-    ] = "127.0.0.1"
-    port: Annotated[
-        int,
-        _cluster_option(
-            min=1, max=65535, help="Port to listen on; each application of a cluster has another one."
+    )
+    name: str = flag("genserve", _cluster_flag(help="Name of the application in the cluster."))
+    host: str = flag("127.0.0.1", _cluster_flag(help="Address to listen on; 0.0.0.0 lets other machines in."))
+    port: int = flag(
+        8000,
+        _cluster_flag(
+            help="Port to listen on; each application of a cluster has another one.", minimum=1, maximum=65535
         ),
-    ] = 8000
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the config file only.")] = False
-    detach: Annotated[
-        bool, typer.Option("--detach", help="Return as soon as the models answer.")
-    ] = False
-    delete: Annotated[
-        bool, typer.Option("--delete", help="Delete the application of this name.")
-    ] = False
+    )
+    dry_run: bool = flag(False, Flag(help="Print the config file only."))
+    detach: bool = flag(False, Flag(help="Return as soon as the models answer."))
+    delete: bool = flag(False, Flag(help="Delete the application of this name."))
 
 
-@takes_flags(_DeployFlags)
-def deploy(flags: _DeployFlags) -> None:
+def deploy(flags: DeployFlags) -> None:
     """Serve the models of a repository by replicas in several processes or machines, on Ray Serve.
 
-    They answer behind an ingress with all HTTP interfaces of `genserve serve`. To deploy again replaces the
-    replicas of the models whose files have changed, one after the other; no request fails.
+    The replicas answer behind an ingress with all HTTP interfaces of `genserve serve`. Deploying again
+    replaces the replicas of models whose files have changed, one after the other; no request fails.
 
     Runs until Ctrl-C, which deletes the application unless it ran before, or with --detach until the models
     answer. `serve status` shows what runs.
@@ -96,9 +88,9 @@ def deploy(flags: _DeployFlags) -> None:
 
     require_ray()
     if flags.address is None and (flags.detach or flags.delete):
-        raise typer.BadParameter(
-            "needs the --address of a cluster, which `ray start --head` starts",
-            param_hint="--detach" if flags.detach else "--delete",
+        raise UsageError(
+            f"{'--detach' if flags.detach else '--delete'} needs the --address of a cluster, which "
+            "`ray start --head` starts"
         )
     if flags.delete:
         assert flags.address is not None
@@ -107,7 +99,7 @@ def deploy(flags: _DeployFlags) -> None:
     if flags.config is None:
         deployed = _generated(flags)
     elif flags.model:
-        raise typer.BadParameter("names the models itself", param_hint="--config")
+        raise UsageError("the file of --config names the models itself")
     else:
         deployed = _read(flags.config)
     if flags.dry_run:
@@ -120,21 +112,21 @@ def deploy(flags: _DeployFlags) -> None:
         _run(deployed, url=url, detach=flags.detach)
 
 
-def _generated(flags: _DeployFlags) -> dict[str, Any]:
+def _generated(flags: DeployFlags) -> dict[str, Any]:
     """Return the config of the models of a repository.
 
     Raises:
-        BadParameter: the most replicas are less than the least.
-        GenserveError: other machines could connect without an API key, or as `find_models` does.
+        UsageError: the maximum of replicas is less than the minimum.
+        GenserveError: other machines could connect without an API key, or `find_models` fails.
     """
     from genserve.cli.model_access import bring_models
     from genserve.deploy.ray.deploy_config import Scale, find_models, serve_config
-    from genserve.server.access_control import is_loopback
+    from genserve.server.access.access_control import is_loopback
     from genserve.store import default_repository
 
     least, most = flags.min_replicas, flags.max_replicas
     if most is not None and most < least:
-        raise typer.BadParameter(f"is {most}, less than --min-replicas {least}", param_hint="--max-replicas")
+        raise UsageError(f"--max-replicas is {most}, less than --min-replicas {least}")
     scale = Scale(min_replicas=least, max_replicas=most or least)
     if not os.environ.get("GENSERVE_API_KEY") and not is_loopback(flags.host):
         raise GenserveError(
@@ -154,7 +146,7 @@ def _generated(flags: _DeployFlags) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the config of a file, with the fingerprints of its models; those of missing folders stay."""
+    """Return the config of a file, with the fingerprints of its models; without a folder, they stay."""
     from genserve.deploy.ray.application_args import ApplicationArgs
     from genserve.deploy.ray.config_file import read_config
     from genserve.deploy.ray.deploy_config import IMPORT_PATH, find_models, with_fingerprints
@@ -173,7 +165,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _warn_if_open(config: Mapping[str, Any]) -> None:
     """Warn if a file lets other machines connect without a key; the ingress rejects other open settings."""
     from genserve.deploy.ray.deploy_config import IMPORT_PATH
-    from genserve.server.access_control import is_loopback
+    from genserve.server.access.access_control import is_loopback
 
     for application in config["applications"]:
         if application["import_path"] != IMPORT_PATH:
@@ -193,7 +185,7 @@ def _warn_if_open(config: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _cluster(address: str | None, *, config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the URL of a dashboard: that of `address`, or of a cluster that ends with the block."""
+    """Yield the URL of a dashboard: `address`, or the dashboard of a cluster that ends with the block."""
     from genserve.deploy.ray.deploy_config import num_cpus
     from genserve.deploy.ray.serve_cluster import local_cluster
 

@@ -2,105 +2,184 @@
 
 from __future__ import annotations
 
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
-import typer
-
-from genserve.cli.flags import ModelRepository
+from genserve.cli.completion_command import available_names
+from genserve.cli.flags import RepositoryFlags
+from genserve.errors import ExportError
+from genserve.settings import Flag, flag
 from genserve.store import default_repository, described, display_path, repository_flag
 
 if TYPE_CHECKING:
-    from genserve.export import ExportReport
+    from genserve.export import EncoderReport, ExportReport
 
-FileFormat = Annotated[
-    Literal["onnx", "torchscript"],
-    typer.Option("--format", help="Format of the graph; ONNX is faster, TorchScript runs in torch."),
-]
-Precision = Annotated[
-    Literal["int8", "int4", "fp16", "fp32"] | None,
-    typer.Option(
-        envvar="GENSERVE_PRECISION",
-        help="Precision of the weights. Default: usually int8; fp32 for TorchScript.",
-    ),
-]
-KvCache = Annotated[
-    Literal["float", "int8"],
-    typer.Option(
-        help="Keys and values in fp16 (fp32 in an fp32 export), or in int8 with half of the memory."
-    ),
-]
-PipelineStages = Annotated[
-    int,
-    typer.Option(
-        min=1,
-        metavar="N",
-        help="Cut the layers into N graphs, for a model that is larger than one device; `instance_group` in "
-        "config.pbtxt names the devices.",
-    ),
-]
-Beside = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FOLDER",
-        help="Add the graph to an existing model, in this subfolder; `genserve tune` chooses a graph.",
-    ),
-]
-Overwrite = Annotated[
-    bool,
-    typer.Option(
-        "--overwrite",
-        help="Replace the weights and configs, and delete additional graphs; with --beside: replace only "
-        "that graph.",
-    ),
-]
+@dataclass(frozen=True, kw_only=True)
+class _GraphFlags(RepositoryFlags):
+    """The flags of both commands, about the graph to write."""
 
-
-def export(
-    source: Annotated[
-        str,
-        typer.Argument(
-            help="A Hugging Face folder, a .gguf file, or ORG/NAME on the hub.", show_default=False
+    precision: Literal["int8", "int4", "fp16", "fp32", "source"] | None = flag(
+        None,
+        Flag(
+            help="Precision of the weights; source: the formats of a quantized checkpoint, as they are. "
+            "Default: usually int8; source for AWQ, GPTQ and others in 4 bits; fp32 for TorchScript.",
+            variable="GENSERVE_PRECISION",
         ),
-    ],
-    name: Annotated[
-        str | None,
-        typer.Option(help="Name of the model in the repository. Default: that of the source, in lower case."),
-    ] = None,
-    model_repository: ModelRepository = None,
-    file_format: FileFormat = "onnx",
-    precision: Precision = None,
-    kv_cache: KvCache = "float",
-    pipeline_stages: PipelineStages = 1,
-    beside: Beside = None,
-    overwrite: Overwrite = False,
-    allow_pickled_weights: Annotated[
-        bool,
-        typer.Option(
-            "--allow-pickled-weights",
-            help="Read PyTorch's .bin files too: only tensors, but such files have run code in the past.",
+    )
+    kv_cache: Literal["float", "int8"] = flag(
+        "float",
+        Flag(help="Keys and values in fp16 (fp32 in an fp32 export), or in int8 with half of the memory."),
+    )
+    pipeline_stages: int = flag(
+        1,
+        Flag(
+            help="Cut the layers into N graphs, for a model that is larger than one device; `instance_group` "
+            "in config.pbtxt names the devices.",
+            minimum=1,
+            metavar="N",
         ),
-    ] = False,
-) -> None:
+    )
+    max_sequence_length: int | None = flag(
+        None,
+        Flag(
+            help="Limit a sequence to N tokens, in config.pbtxt. Default: the model's own context.",
+            minimum=2,
+            metavar="N",
+        ),
+    )
+    beside: str | None = flag(
+        None,
+        Flag(
+            help="Add the graph to an existing model, in this subfolder; `genserve tune` chooses a graph.",
+            metavar="FOLDER",
+        ),
+    )
+    overwrite: bool = flag(
+        False,
+        Flag(
+            help="Replace the weights and configs, and delete additional graphs; with --beside: replace only "
+            "that graph."
+        ),
+    )
+    delete_download: bool = flag(
+        False,
+        Flag(
+            help="Delete the downloaded weights: each shard once it is converted, the rest once the model is "
+            "installed."
+        ),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PullFlags(_GraphFlags):
+    """The flags of `genserve pull`."""
+
+    name: str = flag(
+        MISSING,
+        Flag(
+            help="A name of `genserve models --available`, or ORG/NAME on the Hugging Face hub.",
+            is_argument=True,
+            complete=available_names,
+        ),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportFlags(_GraphFlags):
+    """The flags of `genserve export`."""
+
+    source: str = flag(
+        MISSING, Flag(help="A Hugging Face folder, a .gguf file, or ORG/NAME on the hub.", is_argument=True)
+    )
+    name: str | None = flag(
+        None, Flag(help="Name of the model in the repository. Default: that of the source, in lower case.")
+    )
+    file_format: Literal["onnx", "torchscript"] = flag(
+        "onnx",
+        Flag(help="Format of the graph; ONNX is faster, TorchScript runs in torch.", names=("--format",)),
+    )
+    adapter: tuple[Path, ...] = flag(
+        (),
+        Flag(
+            help="Merge a LoRA or DoRA adapter: a folder of PEFT, or a .gguf file of llama.cpp; repeatable, "
+            "merged in this order.",
+            metavar="FOLDER_OR_GGUF",
+        ),
+    )
+    allow_pickled_weights: bool = flag(
+        False,
+        Flag(help="Read PyTorch's .bin files too: only tensors, but such files have run code in the past."),
+    )
+
+
+def export(flags: ExportFlags) -> None:
     """Convert a checkpoint to a model of the repository, and compare it with its source."""
     from genserve.cli.console import ConsoleProgress
-    from genserve.export import export_model
+    from genserve.export import export_model, is_encoder
 
-    repository = model_repository or default_repository()
+    repository = flags.model_repository or default_repository()
+    if is_encoder(flags.source):
+        _export_encoder(flags, repository)
+        return
     report = export_model(
-        source,
+        flags.source,
         repository=repository,
-        name=name or Path(source).expanduser().resolve().name.removesuffix(".gguf").lower(),
-        file_format=file_format,
-        precision=precision,
-        kv_cache=kv_cache,
-        pipeline_stages=pipeline_stages,
-        beside=beside,
-        overwrite=overwrite,
-        allow_pickled_weights=allow_pickled_weights,
+        name=flags.name or Path(flags.source).expanduser().resolve().name.removesuffix(".gguf").lower(),
+        file_format=flags.file_format,
+        precision=flags.precision,
+        kv_cache=flags.kv_cache,
+        pipeline_stages=flags.pipeline_stages,
+        max_sequence_length=flags.max_sequence_length,
+        beside=flags.beside,
+        overwrite=flags.overwrite,
+        allow_pickled_weights=flags.allow_pickled_weights,
+        delete_download=flags.delete_download,
+        adapters=flags.adapter,
         progress=ConsoleProgress(),
     )
-    print_report(report, beside=beside)
+    print_report(report, beside=flags.beside)
+
+
+def _export_encoder(flags: ExportFlags, repository: Path) -> None:
+    from genserve.backends.libraries import require_export_packages
+    from genserve.cli.console import ConsoleProgress
+
+    folder = Path(flags.source).expanduser().resolve()
+    _require_flags_of_encoders(flags, folder.name)
+    require_export_packages(f"exporting {folder.name}")
+    from genserve.export.encoder import export_encoder
+
+    report = export_encoder(
+        folder,
+        repository=repository,
+        name=flags.name or folder.name.lower(),
+        precision=flags.precision,
+        overwrite=flags.overwrite,
+        progress=ConsoleProgress(),
+    )
+    _print_encoder_report(report)
+
+
+def _require_flags_of_encoders(flags: _GraphFlags, name: str) -> None:
+    of_text_models = (
+        "kv_cache", "pipeline_stages", "max_sequence_length", "beside", "file_format", "adapter",
+        "allow_pickled_weights",
+    )  # fmt: skip
+    if any(getattr(flags, one.name) != one.default for one in fields(flags) if one.name in of_text_models):
+        raise ExportError(
+            f"{name} is an encoder, and a flag is for models that generate text",
+            remedy="give only --precision, --overwrite, and where the model goes",
+        )
+
+
+def _print_encoder_report(report: EncoderReport) -> None:
+    print(
+        f"{report.name}: {report.precision}, {report.size_bytes / 1e6:.1f} MB, exported in "
+        f"{report.seconds:.0f} s: {display_path(report.path)}\n"
+        f"parity with the source: largest difference {report.largest_difference:.3g}, lowest cosine "
+        f"{report.lowest_cosine:.6f}\nnext: genserve serve{repository_flag(report.path.parent)}"
+    )
 
 
 def print_report(report: ExportReport, *, beside: str | None) -> None:
@@ -116,45 +195,48 @@ def print_report(report: ExportReport, *, beside: str | None) -> None:
         f"top-1 agreement {report.top1_agreement:.1%}, perplexity x{report.perplexity_ratio:.3f}, "
         f"KL {report.divergence:.4f}"
     )
+    if report.precision == "source":
+        rounded = f", {report.num_rounded} rounded" if report.num_rounded else ""
+        print(f"weights: {report.num_kept} as in the source, without loss{rounded}")
     if beside is None:
         print(f"next: genserve chat {report.name}{where}\n      genserve serve{where}")
     else:
         print(f"next: genserve tune {report.name}{where}, which chooses one of the graphs of the model")
 
 
-def pull(
-    name: Annotated[
-        str,
-        typer.Argument(
-            help="smollm2, or ORG/NAME on the Hugging Face hub.",
-            show_default=False,
-            autocompletion=lambda: ["smollm2"],
-        ),
-    ],
-    model_repository: ModelRepository = None,
-    precision: Precision = None,
-    kv_cache: KvCache = "float",
-    pipeline_stages: PipelineStages = 1,
-    beside: Beside = None,
-    overwrite: Overwrite = False,
-) -> None:
+def pull(flags: PullFlags) -> None:
     """Download a model and export it to the repository, unless it is already there."""
     from genserve.cli.console import ConsoleProgress
+    from genserve.export import EncoderReport, known_encoder, pull_encoder
     from genserve.export import pull as pull_model
 
-    repository = model_repository or default_repository()
-    report = pull_model(
-        name,
+    repository = flags.model_repository or default_repository()
+    encoder = known_encoder(flags.name)
+    if encoder:
+        _require_flags_of_encoders(flags, encoder.name)
+    report = pull_encoder(
+        encoder,
         repository=repository,
-        precision=precision,
-        kv_cache=kv_cache,
-        pipeline_stages=pipeline_stages,
-        beside=beside,
-        overwrite=overwrite,
+        precision=flags.precision,
+        overwrite=flags.overwrite,
+        delete_download=flags.delete_download,
+        progress=ConsoleProgress(),
+    ) if encoder else pull_model(
+        flags.name,
+        repository=repository,
+        precision=flags.precision,
+        kv_cache=flags.kv_cache,
+        pipeline_stages=flags.pipeline_stages,
+        max_sequence_length=flags.max_sequence_length,
+        beside=flags.beside,
+        overwrite=flags.overwrite,
+        delete_download=flags.delete_download,
         progress=ConsoleProgress(),
     )
     if report is None:
-        target = f" in {precision}" if precision else ""
-        print(f"{name} is already in {described(repository)}; --overwrite exports it again{target}")
+        target = f" in {flags.precision}" if flags.precision else ""
+        print(f"{flags.name} is already in {described(repository)}; --overwrite exports it again{target}")
+    elif isinstance(report, EncoderReport):
+        _print_encoder_report(report)
     else:
-        print_report(report, beside=beside)
+        print_report(report, beside=flags.beside)

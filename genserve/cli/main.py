@@ -1,77 +1,100 @@
-"""Main: the commands, and the exit codes of their errors."""
+"""Main: the table of commands, and the exit codes of their errors."""
 
 from __future__ import annotations
 
+import argparse
 import errno
 import io
 import os
-import re
+import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Annotated, Any, NoReturn
-
-import typer
-from typer.core import TyperCommand, TyperGroup
+from typing import Any, get_type_hints
 
 import genserve
-from genserve.cli.bench_flags import BenchCommand
 from genserve.cli.flags import DOCUMENTATION
-from genserve.cli.help_text import HelpCommand, Row, help_text, parameter_sections
-from genserve.cli.tritonserver_flags import TritonserverCommand
+from genserve.cli.parser import CommandParser, Row, UsageError, help_text
+from genserve.cli.tritonserver_flags import tritonserver_words
 from genserve.errors import GenserveError, closest
 
 OK, ERROR, USAGE, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CommandEntry:
-    """A command; its module is imported when it is used, so that `--help` and completion are quick."""
+class Command:
+    """A command; its module is imported when it is used, so that `--help` and completion are quick.
+
+    Attributes:
+        module: the module of `genserve.cli` with the function of the command's name; empty: NAME_command.
+    """
 
     heading: str                                # in `genserve --help`
     summary: str
     examples: tuple[str, ...]
-    module: str = ""                            # in genserve.cli; empty: NAME_command
-    command_class: type[TyperCommand] = HelpCommand
+    module: str = ""
 
-    def load(self, name: str) -> TyperCommand:
-        """Import the command: the function of this name."""
-        single = typer.Typer(add_completion=False, rich_markup_mode=None)
-        function = getattr(import_module(f"genserve.cli.{self.module or f'{name}_command'}"), name)
-        single.command(name, cls=self.command_class, epilog="\n".join(self.examples))(function)
-        command = typer.main.get_command(single)
-        assert isinstance(command, TyperCommand)
-        return command
+    def function(self, name: str) -> Callable[[Any], None]:
+        """Import the function of the command, which takes a dataclass of flags."""
+        function: Callable[[Any], None] = getattr(
+            import_module(f"genserve.cli.{self.module or f'{name}_command'}"), name
+        )
+        return function
+
+    def parser(self, name: str) -> CommandParser:
+        """Import the command, and return its parser."""
+        return CommandParser(prog=f"genserve {name}", **self.parser_options(name))
+
+    def parser_options(self, name: str) -> dict[str, Any]:
+        """Import the command, and return the arguments for its parser."""
+        function = self.function(name)
+        flags = get_type_hints(function)["flags"]
+        return {"flags": flags, "description": function.__doc__ or "", "examples": self.examples}
+
+    def read(self, name: str, words: Sequence[str]) -> Any:
+        """Return the flags of a command line, whose `words` follow the name."""
+        parser = self.parser(name)
+        if name == "serve":
+            words = tritonserver_words(words, switches=parser.switches)
+        return parser.read(words)
 
 
 _RUN, _MODELS, _MEASURE, _MORE = "Serve and generate", "Models", "Measure", "More"
 COMMANDS = {
-    "serve": CommandEntry(
+    "serve": Command(
         heading=_RUN,
         summary="Serve models over HTTP and gRPC",
         examples=("genserve serve smollm2", "genserve serve --model-repository ./models --http-port 8000"),
-        command_class=TritonserverCommand,
     ),
-    "chat": CommandEntry(
+    "chat": Command(
         heading=_RUN,
         summary="Chat with a model in the terminal",
         examples=(
             "genserve chat",
-            "genserve chat smollm2 'What is the capital of France?'",
+            "genserve chat smollm2 'What is the capital of Germany?'",
             "cat notes.txt | genserve chat 'Summarise this.'",
         ),
     ),
-    "generate": CommandEntry(
+    "generate": Command(
         heading=_RUN,
         summary="Complete a prompt, or answer a file of prompts",
         examples=(
-            "echo 'The capital of France is' | genserve generate --max-tokens 8",
+            "echo 'The capital of Germany is' | genserve generate --max-tokens 8",
             "genserve generate --input prompts.jsonl --output answers.jsonl",
         ),
     ),
-    "deploy": CommandEntry(
+    "launch": Command(
+        heading=_RUN,
+        summary="Run a coding agent with a model",
+        examples=(
+            "genserve launch codex --model Qwen/Qwen3-4B",
+            "genserve launch claude --url http://127.0.0.1:8000 -- --resume",
+            "genserve launch opencode --url http://127.0.0.1:8000 --print",
+        ),
+    ),
+    "deploy": Command(
         heading=_RUN,
         summary="Serve models by replicas on a cluster",
         examples=(
@@ -80,33 +103,53 @@ COMMANDS = {
             "genserve deploy ray --config serve.yaml --address http://127.0.0.1:8265 --detach",
         ),
     ),
-    "pull": CommandEntry(
+    "pull": Command(
         module="export_command",
         heading=_MODELS,
         summary="Download a model into the repository",
-        examples=("genserve pull smollm2",),
+        examples=("genserve pull smollm2", "genserve pull qwen3-0.6b", "genserve pull ORG/NAME"),
     ),
-    "export": CommandEntry(
+    "export": Command(
         heading=_MODELS,
         summary="Convert a checkpoint to a model of the repository",
         examples=("genserve export ./checkpoint --name mine --precision int8",),
     ),
-    "models": CommandEntry(
+    "models": Command(
         heading=_MODELS,
-        summary="List the models of a repository or of a server",
-        examples=("genserve models", "genserve models --url http://127.0.0.1:8000"),
+        summary="List the models of a repository or of a server, or those to pull",
+        examples=(
+            "genserve models",
+            "genserve models --available",
+            "genserve models --url http://127.0.0.1:8000",
+        ),
     ),
-    "remove": CommandEntry(
+    "remove": Command(
         heading=_MODELS,
         summary="Delete a model from the repository",
         examples=("genserve remove smollm2",),
     ),
-    "check": CommandEntry(
+    "check": Command(
         heading=_MODELS,
         summary="Find the errors in a model repository",
         examples=("genserve check --model-repository ./model_repository --strict",),
     ),
-    "bench": CommandEntry(
+    "cache": Command(
+        heading=_MODELS,
+        summary="Compute the beginning of prompts into the repository",
+        examples=(
+            "genserve cache build smollm2 --system system.txt",
+            "genserve cache build qwen3-0.6b --system agent.txt --tools tools.json",
+        ),
+    ),
+    "verify": Command(
+        heading=_MODELS,
+        summary="Repeat an answer by its receipt, and compare",
+        examples=(
+            "genserve verify answer.json",
+            "genserve verify answer.json --model-repository ./models",
+        ),
+    ),
+    "bench": Command(
         heading=_MEASURE,
         summary="Measure a running server",
         examples=(
@@ -114,9 +157,8 @@ COMMANDS = {
             "genserve bench smollm2 --max-concurrency 32 --goodput ttft:500 tpot:50",
             "genserve bench --backend openai --request-rate 4 --dataset-path prompts.jsonl",
         ),
-        command_class=BenchCommand,
     ),
-    "tune": CommandEntry(
+    "tune": Command(
         heading=_MEASURE,
         summary="Find the best settings of a model on this machine",
         examples=(
@@ -124,7 +166,7 @@ COMMANDS = {
             "genserve tune smollm2 --step-times steps.json",
         ),
     ),
-    "plan": CommandEntry(
+    "plan": Command(
         heading=_MEASURE,
         summary="Find how many replicas a load needs, by simulation",
         examples=(
@@ -132,7 +174,7 @@ COMMANDS = {
             "genserve plan --step-times steps.json --trace trace.jsonl --replicas 4 --plot plan.png",
         ),
     ),
-    "completion": CommandEntry(
+    "completion": Command(
         heading=_MORE,
         summary="Print the script that completes commands in bash, zsh or fish",
         examples=(
@@ -141,92 +183,131 @@ COMMANDS = {
             "genserve completion fish > ~/.config/fish/completions/genserve.fish",
         ),
     ),
-    "version": CommandEntry(
+    "version": Command(
         module="main", heading=_MORE, summary="Print the version", examples=("genserve version",)
     ),
 }
+# The names that Ollama and vLLM have for our commands.
+_OTHER_NAMES = {
+    "run": "chat",
+    "complete": "generate",
+    "list": "models",
+    "ls": "models",
+    "show": "models",
+    "ps": "models --url http://127.0.0.1:8000",
+    "rm": "remove",
+    "delete": "remove",
+    "create": "export",
+    "start": "serve",
+    "search": "models --available",
+    "help": "--help",
+}
+_WITH_MODEL = ("chat", "remove")    # whose arguments are those of the other name
 
 
-class CommandGroup(TyperGroup):
-    """The commands of the table above, and what their errors look like."""
+@dataclass(frozen=True)
+class VersionFlags:
+    """`genserve version` has no flags."""
 
-    def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names, in the order of the help."""
-        return list(COMMANDS)
 
-    def get_command(self, ctx: Any, cmd_name: str) -> TyperCommand | None:
-        """Import a command; None: there is no such command."""
-        return COMMANDS[cmd_name].load(cmd_name) if cmd_name in COMMANDS else None
+def version(flags: VersionFlags) -> None:
+    """Print the version."""
+    print(genserve.__version__)
 
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the command that the first argument names; fails with the closest name."""
-        if args[0] not in COMMANDS and not ctx.resilient_parsing:
-            near = closest(args[0], known=COMMANDS)
-            hint = f"did you mean `genserve {near}`?" if near else f"the commands are {', '.join(COMMANDS)}"
-            _exit_usage(f"there is no command {args[0]!r}", remedy=hint)
-        return super().resolve_command(ctx, args)
 
-    def get_help(self, ctx: Any) -> str:
-        """Return the help, with the commands under their headings."""
-        sections: dict[str, list[Row]] = {}
-        for name, command in COMMANDS.items():
-            sections.setdefault(command.heading, []).append((name, command.summary))
-        return help_text(self, ctx, sections=sections | parameter_sections(self, ctx))
+def main() -> None:
+    """Run the command line.
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the options before the command; without any argument, show the help."""
-        if not args and not ctx.resilient_parsing:
-            typer.echo(ctx.get_help(), err=True)
-            ctx.exit(USAGE)
-        return super().parse_args(ctx, args)
-
-    def make_context(self, *arguments: Any, **options: Any) -> Any:
-        """Parse the command line, which may print the help."""
+    Exit codes: 0 success; 1 a GenserveError, printed with its remedy, or errors found by `genserve check`, or
+    another answer found by `genserve verify`, or a server that did not end in time after a signal; 2 wrong
+    usage, or a receipt that `genserve verify` cannot verify; 130 Ctrl-C; 141 nobody reads the output.
+    """
+    _open_standard_streams()
+    if "_ARGCOMPLETE" in os.environ:    # a shell asks, by the script of completion_command.py
+        _complete()
+        return
+    try:
         with _system_errors():
-            return super().make_context(*arguments, **{"color": _color()} | options)
+            try:
+                _run(sys.argv[1:])
+            finally:
+                sys.stdout.flush()
+    except GenserveError as error:
+        from genserve.cli.console import print_error
 
-    def invoke(self, ctx: Any) -> Any:
-        """Run the command, and write what it has printed."""
-        with _system_errors():
-            result = super().invoke(ctx)
-            sys.stdout.flush()
-            return result
-
-    def main(self, *arguments: Any, **options: Any) -> NoReturn:
-        """Run the command line and exit; usage errors look as all others do."""
-        try:
-            code = super().main(*arguments, **options | {"standalone_mode": False})
-        except typer.TyperException as error:
-            near = getattr(error, "possibilities", None)
-            message = error.format_message().replace("Value error, ", "")   # the words of pydantic
-            near = near or _closest_choice(message)
-            context = getattr(error, "ctx", None)
-            remedy = f"see `{context.command_path if context else 'genserve'} --help`"
-            _exit_usage(message, remedy=f"did you mean {near[0]}?" if near else remedy)
-        except typer.Abort:     # standard input ended at a question
-            code = ERROR
-        sys.exit(code or OK)
+        print_error(error)
+        raise SystemExit(USAGE if isinstance(error, UsageError) else ERROR) from None
+    except KeyboardInterrupt:
+        raise SystemExit(INTERRUPTED) from None
+    except EOFError:    # standard input ended at a question
+        raise SystemExit(ERROR) from None
 
 
-def _closest_choice(message: str) -> list[str]:
-    """Return the value that was meant, if the message lists those that are allowed."""
-    match re.findall("'([^']*)'", message.rpartition(": ")[2]):
-        case [given, *allowed] if "is not one of" in message:
-            near = closest(given, known=allowed)
-            return [near] if near else []
-    return []
+def _run(words: Sequence[str]) -> None:
+    match words:
+        case []:
+            print(_help(), end="", file=sys.stderr)
+            raise SystemExit(USAGE)
+        case ["-h" | "--help", *_]:
+            print(_help(), end="")
+        case ["--version", *_]:
+            version(VersionFlags())
+        case [name, *rest] if name in COMMANDS:
+            try:
+                command = COMMANDS[name]
+                command.function(name)(command.read(name, rest))
+            except UsageError as error:
+                error.remedy = error.remedy or f"see `genserve {name} --help`"
+                raise
+        case [word, *rest]:
+            near = _OTHER_NAMES.get(word) or closest(word, known=COMMANDS)
+            more = f" {shlex.join(rest)}" if near in _WITH_MODEL and rest else ""
+            known = f"the commands are {', '.join(COMMANDS)}"
+            hint = f"did you mean `genserve {near}{more}`?" if near else known
+            kind = "flag" if word.startswith("-") else "command"
+            raise UsageError(f"there is no {kind} {word!r}", remedy=hint)
 
 
-def _exit_usage(message: str, *, remedy: str) -> NoReturn:
-    typer.echo(f"error[usage]: {message}\n  remedy: {remedy}", err=True)
-    sys.exit(USAGE)
+def _help() -> str:
+    description = f"""Serve text-generation models from a model repository in Triton's format.
+
+    `genserve COMMAND --help` explains a command. Exit codes: {OK} success, {ERROR} error, {USAGE} wrong
+    usage, {INTERRUPTED} Ctrl-C, {BROKEN_PIPE} nobody reads the output. Documentation: {DOCUMENTATION}
+    """
+    sections: dict[str, list[Row]] = {}
+    for name, command in COMMANDS.items():
+        sections.setdefault(command.heading, []).append((name, command.summary))
+    options = [("--version", "Print the version."), ("-h, --help", "Show this help.")]
+    return help_text(
+        description,
+        usage="genserve [OPTIONS] COMMAND",
+        sections=sections | {"Options": options},
+        examples=("genserve pull smollm2", "genserve chat"),
+    )
+
+
+def _complete() -> None:
+    """Print the completions of the line that a user of a shell is typing, and exit."""
+    import argcomplete
+
+    parser = argparse.ArgumentParser(prog="genserve")
+    parser.add_argument("--version", action="store_true", help="Print the version.")
+    commands = parser.add_subparsers(parser_class=CommandParser)
+    for name, command in COMMANDS.items():
+        # Import only the command on the line.
+        is_used = name in os.environ["COMP_LINE"].split()
+        options = {"flags": VersionFlags, "description": "", "examples": ()}
+        commands.add_parser(
+            name, help=command.summary, **command.parser_options(name) if is_used else options
+        )
+    argcomplete.autocomplete(parser)
 
 
 @contextmanager
 def _system_errors() -> Iterator[None]:
-    """Report what the system says of a file or of a full disk, instead of a traceback.
+    """Report the system's errors about files or a full disk without a traceback.
 
-    The end of the program that reads our output, such as `head`, is no error.
+    It is no error if the program that reads our output, such as `head`, has ended.
     """
     try:
         yield
@@ -236,87 +317,23 @@ def _system_errors() -> Iterator[None]:
                 raise
             remedy = "check the path and its permissions"
             raise GenserveError(f"{error.filename}: {error.strerror}", remedy=remedy) from error
-        # The interpreter flushes once more when it ends.
+        # The interpreter flushes the streams once more when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno == errno.EPIPE:
-            raise typer.Exit(BROKEN_PIPE) from None
+            raise SystemExit(BROKEN_PIPE) from None
         raise GenserveError(f"cannot write: {error.strerror}", remedy="free some space") from None
 
 
-def _color() -> bool | None:
-    """Whether help has colours, by the usual variables; None: on a terminal."""
-    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
-        return False
-    return True if os.environ.get("FORCE_COLOR") else None
-
-
-app = typer.Typer(
-    name="genserve",
-    cls=CommandGroup,
-    help=f"""Serve text-generation models from a model repository in Triton's format.
-
-    `genserve COMMAND --help` explains a command. Exit codes: {OK} success, {ERROR} error, {USAGE} wrong
-    usage, {INTERRUPTED} Ctrl-C, {BROKEN_PIPE} nobody reads the output. Documentation: {DOCUMENTATION}
-    """,
-    epilog="genserve pull smollm2\ngenserve chat",
-    add_completion=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
-
-
-def commands() -> dict[str, TyperCommand]:
-    """Return all commands by their names, for the reference in the documentation."""
-    return {name: command.load(name) for name, command in COMMANDS.items()}
-
-
-def version() -> None:
-    """Print the version."""
-    print(genserve.__version__)
-
-
-def _print_version(is_asked: bool) -> None:
-    if is_asked:
-        version()
-        raise typer.Exit
-
-
-@app.callback()
-def _options(
-    _version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
-    pass
-
-
-def main() -> None:
-    """Run the command line.
-
-    Exit codes: 0 success; 1 a GenserveError, printed with its remedy, or errors found by `genserve check`, or
-    a server that did not end in time after a signal; 2 wrong usage; 130 Ctrl-C; 141 nobody reads the output.
-    """
-    _open_standard_streams()
-    if sys.argv[1:2] == ["__complete"]:     # a shell asks; its script is completion_command.py's
-        from genserve.cli.completion_command import answer
-
-        print(answer(*sys.argv[2:4]))
-        return
-    try:
-        app()
-    except GenserveError as error:
-        from genserve.cli.console import print_error
-
-        print_error(error)
-        raise SystemExit(ERROR) from None
+def parsers() -> dict[str, CommandParser]:
+    """Return the parsers of all commands by their names, for the reference in the documentation."""
+    return {name: command.parser(name) for name, command in COMMANDS.items()}
 
 
 def _open_standard_streams() -> None:
-    """Let the standard streams accept all text, also where the shell has closed them."""
+    """Let the standard streams accept all text, even if the shell has closed them."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
-            # Otherwise the next file or socket would get the number, and with it what others print.
+            # Otherwise the next file or socket would get the number, and the output meant for the stream.
             null = os.open(os.devnull, os.O_RDWR)
             assert null == number
             setattr(sys, name, open(null, "r" if number == 0 else "w", encoding="utf-8"))  # noqa: SIM115, PTH123

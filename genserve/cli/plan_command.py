@@ -3,142 +3,135 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from genserve.cli.flags import Json, takes_flags
+from genserve.cli.flags import JSON_FLAG
+from genserve.cli.parser import UsageError
+from genserve.settings import Flag, flag
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from genserve.planner.loads import PlannedLoad
-    from genserve.planner.plan import FleetFigures, FleetTarget, KindPlan
+    from genserve.planner.plan import FleetMetrics, FleetTarget, KindPlan
 
-_machine_option = partial(typer.Option, rich_help_panel="Machines")
-_rate_option = partial(typer.Option, rich_help_panel="Load: rates")
-_trace_option = partial(typer.Option, rich_help_panel="Load: trace")
-_target_option = partial(typer.Option, rich_help_panel="Targets")
-_queue_option = partial(typer.Option, rich_help_panel="Queue")
+_machine_flag = partial(Flag, heading="Machines")
+_rate_flag = partial(Flag, heading="Load: rates")
+_trace_flag = partial(Flag, heading="Load: trace")
+_target_flag = partial(Flag, heading="Targets")
+_queue_flag = partial(Flag, heading="Queue")
 _TARGET = re.compile(r"(?:(ttft|itl)_p(\d+(?:\.\d+)?)|(rejected)):(\d+(?:\.\d+)?)")
-_DEFAULT_REJECTED = 0.01    # share of the requests
+_DEFAULT_REJECTED = 0.01    # share of rejected requests
 _DEFAULT_REQUESTS = 10_000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _PlanFlags:
+@dataclass(frozen=True, kw_only=True)
+class PlanFlags:
     """The options of `genserve plan`."""
 
-    step_times: Annotated[
-        list[Path],
-        _machine_option(
-            help="File of `genserve tune --step-times`; repeatable, one for each kind of machine."
-        ),
-    ]
-    cost_per_hour: Annotated[
-        list[float] | None,
-        _machine_option(min=0, help="Of a replica of each kind, in the order of --step-times."),
-    ] = None
-    request_rate: Annotated[
-        float | None, _rate_option(min=0.001, help="Requests per second, of all turns.")
-    ] = None
-    burstiness: Annotated[
-        float,
-        _rate_option(
-            min=0.001,
+    step_times: list[Path] = flag(
+        MISSING,
+        _machine_flag(help="File of `genserve tune --step-times`; repeatable, one for each kind of machine."),
+    )
+    cost_per_hour: list[float] | None = flag(
+        None, _machine_flag(help="Cost of a replica of each kind, in the order of --step-times.", minimum=0)
+    )
+    request_rate: float | None = flag(
+        None, _rate_flag(help="Requests per second, of all turns.", minimum=0.001)
+    )
+    burstiness: float = flag(
+        1.0,
+        _rate_flag(
             help="Shape of the gamma distribution of the intervals: 1 is Poisson, less is burstier.",
+            minimum=0.001,
         ),
-    ] = 1.0
-    input_len: Annotated[float, _rate_option(min=1, help="Mean tokens of the message of a turn.")] = 256
-    output_len: Annotated[float, _rate_option(min=1, help="Mean tokens of an answer.")] = 128
-    length_variation: Annotated[
-        float,
-        _rate_option(
-            min=0, help="Standard deviation of the lengths / their mean; log-normal. 0: all are equal."
+    )
+    input_len: float = flag(256, _rate_flag(help="Mean tokens of the message of a turn.", minimum=1))
+    output_len: float = flag(128, _rate_flag(help="Mean tokens of an answer.", minimum=1))
+    length_variation: float = flag(
+        0.5,
+        _rate_flag(
+            help="Standard deviation of the lengths / their mean; log-normal. 0: all are equal.", minimum=0
         ),
-    ] = 0.5
-    system_prompts: Annotated[int, _rate_option(min=0, help="System prompts that sessions share.")] = 0
-    system_len: Annotated[int, _rate_option(min=0, help="Tokens of a system prompt.")] = 0
-    turns: Annotated[int, _rate_option(min=1, help="Turns of a session; a prompt has all earlier turns.")] = 1
-    think_time: Annotated[
-        float, _rate_option(min=0, help="Mean seconds from an answer to the next turn.")
-    ] = 10.0
-    seed: Annotated[int, _rate_option(min=0, help="Of all that is drawn.")] = 0
-    trace: Annotated[
-        Path | None,
-        _trace_option(
+    )
+    system_prompts: int = flag(0, _rate_flag(help="System prompts that sessions share.", minimum=0))
+    system_len: int = flag(0, _rate_flag(help="Tokens of a system prompt.", minimum=0))
+    turns: int = flag(1, _rate_flag(help="Turns of a session; a prompt has all earlier turns.", minimum=1))
+    think_time: float = flag(
+        10.0, _rate_flag(help="Mean seconds from an answer to the next turn.", minimum=0)
+    )
+    seed: int = flag(0, _rate_flag(help="The same seed draws the same load.", minimum=0))
+    trace: Path | None = flag(
+        None,
+        _trace_flag(
             help="JSON lines as Mooncake's, a CSV file of BurstGPT or Azure, or a detailed report of "
-            "`genserve bench`.",
+            "`genserve bench`."
         ),
-    ] = None
-    speed: Annotated[float, _trace_option(min=0.001, help="2: replay the trace in half its time.")] = 1.0
-    num_requests: Annotated[
-        int | None,
-        typer.Option(min=1, help="Default: 10000 with rates, all of a trace.", rich_help_panel="Load"),
-    ] = None
-    target: Annotated[
-        list[str],
-        _target_option(
-            "--target",
-            metavar="FIGURE:LIMIT",
+    )
+    speed: float = flag(1.0, _trace_flag(help="2: replay the trace in half its time.", minimum=0.001))
+    num_requests: int | None = flag(
+        None, Flag(help="Default: 10000 with rates, all of a trace.", heading="Load", minimum=1)
+    )
+    target: list[str] = flag(
+        list,
+        _target_flag(
             help="ttft_p99:MS, itl_p50:MS with any percentile, or rejected:SHARE (default 0.01); repeatable.",
+            metavar="FIGURE:LIMIT",
         ),
-    ] = field(default_factory=list)
-    replicas: Annotated[
-        list[int] | None, _target_option(min=1, help="Simulate this number instead of a search; repeatable.")
-    ] = None
-    max_replicas: Annotated[int, _target_option(min=1, help="Search up to here.")] = 64
-    max_queue: Annotated[int, _queue_option(min=1, help="As of `genserve serve`, for each replica.")] = 256
-    max_queue_tokens: Annotated[
-        int | None, _queue_option(min=0, help="Likewise. Default: 4 times the KV cache; 0: no limit.")
-    ] = None
-    max_queue_wait_s: Annotated[
-        float, _queue_option("--max-queue-wait-s", min=0, help="Likewise; 0: no limit.")
-    ] = 10.0
-    processes: Annotated[
-        int | None, typer.Option(min=1, help="Fleets to simulate at the same time. Default: one per core.")
-    ] = None
-    plot: Annotated[Path | None, typer.Option(help="Plot the fleets to this .png, .svg or .pdf.")] = None
-    json_: Json = False
+    )
+    replicas: list[int] | None = flag(
+        None, _target_flag(help="Simulate this number instead of a search; repeatable.", minimum=1)
+    )
+    max_replicas: int = flag(64, _target_flag(help="Search up to here.", minimum=1))
+    max_queue: int = flag(256, _queue_flag(help="As of `genserve serve`, for each replica.", minimum=1))
+    max_queue_tokens: int | None = flag(
+        None, _queue_flag(help="Likewise. Default: 4 times the KV cache; 0: no limit.", minimum=0)
+    )
+    max_queue_wait_s: float = flag(10.0, _queue_flag(help="Likewise; 0: no limit.", minimum=0))
+    processes: int | None = flag(
+        None, Flag(help="Fleets to simulate at the same time. Default: one per core.", minimum=1)
+    )
+    plot: Path | None = flag(None, Flag(help="Plot the fleets to this .png, .svg or .pdf."))
+    json_: bool = flag(False, JSON_FLAG)
 
     def targets(self) -> list[FleetTarget]:
-        """Return the targets, with one for rejections in any case; raises BadParameter."""
+        """Return the targets, which always include one for rejections; raises UsageError."""
         from genserve.planner.plan import FleetTarget
 
         targets = []
         for text in self.target:
             matched = _TARGET.fullmatch(text)
             if matched is None or float(matched[2] or 0) > 100 or (matched[3] and float(matched[4]) > 1):
-                raise typer.BadParameter(
-                    f"{text!r} is not ttft_p99:MS, itl_p99:MS, another percentile of them, or rejected:SHARE",
-                    param_hint="--target",
+                raise UsageError(
+                    f"--target: {text!r} is not ttft_p99:MS, itl_p99:MS, another percentile of them, or "
+                    "rejected:SHARE"
                 )
             rank = float(matched[2]) if matched[2] else None
-            targets.append(FleetTarget(figure=matched[1] or matched[3], rank=rank, limit=float(matched[4])))
-        if targets and not any(target.figure == "rejected" for target in targets):
-            targets.append(FleetTarget(figure="rejected", rank=None, limit=_DEFAULT_REJECTED))
+            targets.append(FleetTarget(metric=matched[1] or matched[3], rank=rank, limit=float(matched[4])))
+        if targets and not any(target.metric == "rejected" for target in targets):
+            targets.append(FleetTarget(metric="rejected", rank=None, limit=_DEFAULT_REJECTED))
         return targets
 
     def costs(self) -> list[float] | list[None]:
-        """Return the cost of each kind per hour, or None for each; raises BadParameter."""
+        """Return the cost of each kind per hour, or None for each; raises UsageError."""
         if not self.cost_per_hour:
             return [None] * len(self.step_times)
         if len(self.cost_per_hour) != len(self.step_times):
-            raise typer.BadParameter(
-                f"there are {len(self.cost_per_hour)} costs for {len(self.step_times)} files of --step-times",
-                param_hint="--cost-per-hour",
+            raise UsageError(
+                f"--cost-per-hour has {len(self.cost_per_hour)} costs for the {len(self.step_times)} files "
+                "of --step-times"
             )
         return self.cost_per_hour
 
     def load(self) -> PlannedLoad:
-        """Return the load of the trace, or of the rates; raises BadParameter."""
+        """Return the load of the trace, or of the rates; raises UsageError."""
         from genserve.planner.loads import Lengths, SyntheticLoad, TraceLoad
 
         if (self.trace is None) == (self.request_rate is None):
-            raise typer.BadParameter("give either a trace or --request-rate", param_hint="--trace")
+            raise UsageError("give either --trace or --request-rate")
         if self.trace is not None:
             return TraceLoad(path=self.trace, speed=self.speed, num_requests=self.num_requests)
         return SyntheticLoad(
@@ -155,22 +148,21 @@ class _PlanFlags:
         )
 
 
-@takes_flags(_PlanFlags)
-def plan(flags: _PlanFlags) -> None:
+def plan(flags: PlanFlags) -> None:
     """Simulate a fleet under a load, and say how many replicas of which machine meet the targets.
 
     The scheduler, the KV cache, admission control and the router are the product's own; only the clock is
     virtual. One fleet has replicas of one kind.
     """
-    from genserve.backends.onnx_session import num_cores
     from genserve.cli.console import print_json
     from genserve.cli.plots import check_plot, draw_fleets
+    from genserve.machine import num_cores
     from genserve.planner.plan import as_document, make_plan, replica_kind
     from genserve.repository.options import RepositoryOptions
 
     targets, costs = flags.targets(), flags.costs()
     if not targets and not flags.replicas:
-        raise typer.BadParameter("give targets, or --replicas to simulate", param_hint="--target")
+        raise UsageError("give each --target, or the --replicas to simulate")
     load = flags.load()
     if flags.plot is not None:
         check_plot(flags.plot)
@@ -196,7 +188,7 @@ def plan(flags: _PlanFlags) -> None:
             for kind, path, cost in zip(kinds, flags.step_times, costs, strict=True)
         ]
     except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+        raise SystemExit(130) from None
     if flags.plot is not None:
         draw_fleets(plans, targets, path=flags.plot)
     if flags.json_:
@@ -204,16 +196,16 @@ def plan(flags: _PlanFlags) -> None:
     else:
         _print_plans(plans, targets)
     if targets and not any(each.smallest for each in plans):
-        raise typer.Exit(1)
+        raise SystemExit(1)
 
 
-def _show_progress(name: str, figures: FleetFigures) -> None:
-    """Say on stderr which fleet has been simulated."""
+def _show_progress(name: str, metrics: FleetMetrics) -> None:
+    """Print on stderr which fleet has been simulated."""
     from genserve.cli.console import make_console
 
-    rate = figures.num_requests / max(figures.cpu_s, 1e-9) * 60
+    rate = metrics.num_requests / max(metrics.cpu_s, 1e-9) * 60
     make_console(stderr=True).print(
-        f"{name}: simulated {figures.num_replicas} replicas, {figures.num_requests} requests, "
+        f"{name}: simulated {metrics.num_replicas} replicas, {metrics.num_requests} requests, "
         f"{rate:.0f} requests/min"
     )
 
@@ -239,21 +231,26 @@ def _print_plans(plans: Sequence[KindPlan], targets: Sequence[FleetTarget]) -> N
 
 
 def _answer(each: KindPlan) -> str:
+    from genserve.cli.console import counted
+
     if each.smallest is None:
         largest = each.fleets[-1]
-        return f"{largest.num_replicas} replicas miss {', '.join(largest.missed)}; try --max-replicas"
+        misses = "misses" if largest.num_replicas == 1 else "miss"
+        replicas = counted(largest.num_replicas, "replica")
+        return f"{replicas} {misses} {', '.join(largest.missed)}; try --max-replicas"
     cost = f", {each.cost:g} per hour" if each.cost is not None else ""
-    return f"{each.smallest.num_replicas} replicas meet them{cost}"
+    smallest = each.smallest.num_replicas
+    return f"{counted(smallest, 'replica')} {'meets' if smallest == 1 else 'meet'} them{cost}"
 
 
-def _print_fleets(fleets: Sequence[FleetFigures], targets: Sequence[FleetTarget]) -> None:
+def _print_fleets(fleets: Sequence[FleetMetrics], targets: Sequence[FleetTarget]) -> None:
     from rich.table import Table
 
     from genserve.cli.console import print_table
 
     table = Table(box=None, pad_edge=False)
     times = [(name, rank) for name in ("ttft", "itl") for rank in getattr(fleets[0], f"{name}_ms")]
-    headings = ("replicas", "tokens/s", *(f"{name.upper()} p{rank:g}" for name, rank in times))
+    headings = ("replicas", "tokens/s", *(f"{name.upper()} p{rank:g} ms" for name, rank in times))
     for heading in (*headings, "busy", "cached", "rejected"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("")

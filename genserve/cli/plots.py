@@ -1,4 +1,4 @@
-"""Plots: what `--plot` of `genserve bench`, `plan` and `tune` draws; checked before anything is measured."""
+"""Plots: draws the results of `genserve bench`, `plan` and `tune` for `--plot`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from genserve.bench.answers import LoadResult
 from genserve.bench.summary import TIME_LABELS, Distribution, Summary, inter_token_latencies_s
-from genserve.errors import MissingDependency, RepositoryError
+from genserve.errors import InvalidRequest, MissingDependency
 
 if TYPE_CHECKING:
     from genserve.planner.plan import FleetTarget, KindPlan
@@ -27,20 +27,20 @@ def check_plot(path: Path) -> None:
 
     Raises:
         MissingDependency: matplotlib is not installed.
-        RepositoryError: the folder does not exist, or the suffix is not an image format.
+        InvalidRequest: the folder does not exist, or the suffix is not an image format.
     """
     formats = new_figure().canvas.get_supported_filetypes()
     if path.suffix[1:].lower() not in formats:
-        raise RepositoryError(
+        raise InvalidRequest(
             f"the suffix of {path} is not an image format", remedy=f"use one of {', '.join(sorted(formats))}"
         )
     check_folder(path, of="plot")
 
 
 def check_folder(path: Path, *, of: str) -> None:
-    """Raise RepositoryError unless the folder exists into which a file is to be written."""
+    """Raise InvalidRequest unless the folder of a file to be written exists."""
     if not path.parent.is_dir():
-        raise RepositoryError(f"there is no folder {path.parent} for the {of}", remedy="create it")
+        raise InvalidRequest(f"there is no folder {path.parent} for the {of}", remedy="create it")
 
 
 def new_figure(*, height: float = 5.0) -> Any:
@@ -72,10 +72,10 @@ class ChartedLoad:
 
 
 def draw_loads(loads: Sequence[ChartedLoad], *, title: str, path: Path) -> None:
-    """Draw the distributions of the latencies, and the output tokens per second over time: a line per load.
+    """Draw the distributions of latencies, and the output tokens per second over time, with a line per load.
 
-    With several loads, also output tokens per second and percentiles of each. The suffix of `path` determines
-    the format.
+    If there are several loads, also draw the output tokens per second and the percentiles of each. The suffix
+    of `path` determines the format.
 
     Raises:
         MissingDependency: matplotlib is not installed.
@@ -102,7 +102,7 @@ def _draw_rates(axis: Any, loads: Sequence[ChartedLoad]) -> None:
 
 
 def _draw_percentiles(axis: Any, loads: Sequence[ChartedLoad]) -> None:
-    """Draw, for each time, a line for its median over the loads, and a band up to its largest percentile."""
+    """Draw the median of each latency over the loads as a line, and a band up to its largest percentile."""
     places = range(len(loads))
     for name in _BENCH_TIMES:
         times: list[Distribution | None] = [getattr(load.summary, name) for load in loads]
@@ -121,7 +121,7 @@ def _draw_distribution(axis: Any, loads: Sequence[ChartedLoad], name: str) -> No
         times_ms = np.sort(_times_s(load.result, name)) * 1e3
         if len(times_ms):
             axis.ecdf(times_ms, label=load.label)
-    if name == "itl":       # a few long ones would hide the others
+    if name == "itl":       # a few long latencies would hide all others
         axis.set_xscale("symlog", linthresh=1)
     _finish(axis, x=f"{TIME_LABELS[name]}, ms", y="share")
 
@@ -150,7 +150,7 @@ def _draw_timeline(axis: Any, loads: Sequence[ChartedLoad]) -> None:
 
 
 def draw_fleets(plans: Sequence[KindPlan], targets: Sequence[FleetTarget], *, path: Path) -> None:
-    """Draw first token, time between tokens, tokens per second and shares: lines for each kind of machine.
+    """Draw time to first token, time between tokens, tokens per second and shares, per kind of machine.
 
     Targets are dashed lines, and the smallest fleets that meet them are stars. The suffix of `path`
     determines the format.
@@ -176,7 +176,7 @@ def draw_fleets(plans: Sequence[KindPlan], targets: Sequence[FleetTarget], *, pa
         if targets and plan.smallest is not None:
             rates.scatter(plan.smallest.num_replicas, plan.smallest.output_rate, **_STAR)
     for target in targets:
-        axis = {"ttft": first, "itl": between, "rejected": shares}[target.figure]
+        axis = {"ttft": first, "itl": between, "rejected": shares}[target.metric]
         axis.axhline(target.limit, color="gray", linestyle="--", label=f"target, {target.name}")
     quantities = (
         "first token, ms", "between tokens, ms", "tokens per second; stars meet the targets", "share",
@@ -190,9 +190,10 @@ def draw_fleets(plans: Sequence[KindPlan], targets: Sequence[FleetTarget], *, pa
 def draw_settings(
     measurements: Sequence[Measurement], *, choice: BestSetting, goal: Goal, title: str, path: Path
 ) -> None:
-    """Draw tokens per second, and milliseconds between tokens, over the batch size: a line per session.
+    """Draw tokens per second and milliseconds between tokens over the batch size, with a line per session.
 
-    The choice is a star, the bound of the goal a line; the suffix of `path` determines the format.
+    The chosen setting is a star, and the bound of the goal a line. The suffix of `path` determines the
+    format.
 
     Raises:
         MissingDependency: matplotlib is not installed.

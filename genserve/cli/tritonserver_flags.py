@@ -1,19 +1,14 @@
-"""Flags of tritonserver: its spelling of switches, and the flags that genserve rejects, with their remedies.
+"""Tritonserver flags: reads tritonserver's spelling of switches, and rejects flags with a remedy.
 
 The names are those of Triton's command_line_parser.cc.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from typer.core import TyperOption
-
-from genserve.cli.help_text import HelpCommand
-
-_TRUE, _FALSE = frozenset({"true", "1", "yes", "on"}), frozenset({"false", "0", "no", "off"})
+from genserve.cli.parser import FALSE, TRUE, UsageError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,10 +16,10 @@ class RejectedFlag:
     """A flag of tritonserver that genserve does not support."""
 
     remedy: str             # the reason, and what to do instead
-    ignored_value: str      # the value that has no effect, so it is accepted and ignored; empty: none
+    ignored_value: str      # a value that has no effect, and so is accepted and ignored; empty: none
 
 
-# The flags, as FLAG or FLAG=IGNORED_VALUE, and their remedy.
+# The flags, as FLAG or FLAG=IGNORED_VALUE, and their remedies.
 _FLAGS = (
     (
         "--allow-http=true",
@@ -102,38 +97,38 @@ REJECTED_FLAGS = {
 }
 
 
-class TritonserverCommand(HelpCommand):
-    """A command whose switches may be written as tritonserver's.
+def tritonserver_words(words: Sequence[str], *, switches: Mapping[str, str]) -> list[str]:
+    """Turn the words of a tritonserver command line into words of `genserve serve`.
 
-    It accepts `--switch`, `--no-switch`, `--switch=true`, `--switch=false` and `--switch false`. It rejects
-    the `REJECTED_FLAGS` with their remedies, or ignores one whose value has no effect.
+    A switch may be written `--switch`, `--no-switch`, `--switch=true`, `--switch=false` and `--switch false`.
+    One of the `REJECTED_FLAGS` whose value has no effect is left out.
+
+    Args:
+        words: the command line.
+        switches: the names of switches, and the names that switch them off.
+
+    Raises:
+        UsageError: one of the `REJECTED_FLAGS` has another value.
     """
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Rewrite `--switch=VALUE` as typer reads it, and parse."""
-        switches = {
-            name: option
-            for option in self.params
-            if isinstance(option, TyperOption) and option.is_flag and option.secondary_opts
-            for name in option.opts
-        }
-        words = []
-        for word in _joined(args, {*switches, *REJECTED_FLAGS}):
-            name, _, value = word.partition("=")
-            flag = REJECTED_FLAGS.get(name)
-            if flag is None:
-                words.append(_rewritten(word, switches))
-            elif not value or _switch_value(value) != _switch_value(flag.ignored_value):
-                ctx.fail(f"{name} is a flag of tritonserver that genserve does not have: {flag.remedy}")
-        return super().parse_args(ctx, words)
+    read = []
+    for word in _joined(words, {*switches, *REJECTED_FLAGS}):
+        name, _, value = word.partition("=")
+        flag = REJECTED_FLAGS.get(name)
+        if flag is None:
+            read.append(_rewritten(word, switches))
+        elif not value or _switch_value(value) != _switch_value(flag.ignored_value):
+            raise UsageError(
+                f"{name} is a flag of tritonserver that genserve does not have: {flag.remedy}"
+            )
+    return read
 
 
-def _joined(words: list[str], flags: Collection[str]) -> Iterator[str]:
+def _joined(words: Sequence[str], flags: Collection[str]) -> Iterator[str]:
     """Yield `--switch=false` for the words `--switch` and `false`, as tritonserver reads them."""
     rest = iter([*words, ""])
     word = next(rest)
     for following in rest:
-        if word in flags and following.lower() in _TRUE | _FALSE:
+        if word in flags and following.lower() in TRUE | FALSE:
             yield f"{word}={following}"
             word = next(rest)
         else:
@@ -144,15 +139,15 @@ def _joined(words: list[str], flags: Collection[str]) -> Iterator[str]:
 def _switch_value(value: str) -> str:
     """Return "true" or "false" for their spellings, and any other value unchanged."""
     lower = value.lower()
-    return "true" if lower in _TRUE else "false" if lower in _FALSE else value
+    return "true" if lower in TRUE else "false" if lower in FALSE else value
 
 
-def _rewritten(word: str, switches: dict[str, TyperOption]) -> str:
+def _rewritten(word: str, switches: Mapping[str, str]) -> str:
     name, _, value = word.partition("=")
     if name in switches:
         match _switch_value(value):
             case "true":
                 return name
             case "false":
-                return switches[name].secondary_opts[0]
+                return switches[name]
     return word

@@ -6,14 +6,13 @@ import logging
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
-
-import typer
+from typing import TYPE_CHECKING, Literal
 
 from genserve.cli.completion_command import model_names
-from genserve.cli.flags import Json, ModelRepository, takes_flags
+from genserve.cli.flags import JSON_FLAG, RepositoryFlags
 from genserve.errors import RepositoryError
 from genserve.log import at_level
+from genserve.settings import Flag, flag
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -22,65 +21,62 @@ if TYPE_CHECKING:
     from genserve.tuning.search_space import SearchSpace, Setting
     from genserve.tuning.tuned_model import ConfigEdit, TunedModel
 
-_MAX_STOLEN_SHARE = 0.1     # with more, the times depend more on other programs than on the model
+_MAX_STOLEN_SHARE = 0.1     # share of the time that other programs may use: more would distort the result
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _TuneFlags:
+@dataclass(frozen=True, kw_only=True)
+class TuneFlags(RepositoryFlags):
     """The options of `genserve tune`."""
 
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            envvar="GENSERVE_MODEL",
+    model: str | None = flag(
+        None,
+        Flag(
             help="Default: the only text model, or smollm2.",
-            autocompletion=model_names,
+            is_argument=True,
+            variable="GENSERVE_MODEL",
+            complete=model_names,
         ),
-    ] = None
-    model_repository: ModelRepository = None
-    objective: Annotated[
-        Literal["throughput", "latency"],
-        typer.Option(help="Most tokens per second, or the shortest time between tokens of a single request."),
-    ] = "throughput"
-    max_inter_token_ms: Annotated[
-        float, typer.Option(min=0, help="Upper bound of the time between two tokens.")
-    ] = 100
-    batch_size: Annotated[
-        list[int] | None, typer.Option(min=1, help="Size to measure; repeatable. Default: 1, 2, 4 ... 64.")
-    ] = None
-    threads: Annotated[
-        list[int] | None,
-        typer.Option(min=1, help="Number to measure; repeatable. Default: all cores, half, a quarter."),
-    ] = None
-    context: Annotated[
-        list[int] | None,
-        typer.Option(min=1, help="Tokens in the KV cache; repeatable. Default: 64 and 512."),
-    ] = None
-    min_top1_agreement: Annotated[
-        float, typer.Option(min=0, max=1, help="Minimum agreement of another graph with its source.")
-    ] = 0.9
-    budget_seconds: Annotated[
-        float, typer.Option(min=0, help="Time to measure; every setting is measured at least once.")
-    ] = 60
-    step_times: Annotated[
-        Path | None,
-        typer.Option(
+    )
+    objective: Literal["throughput", "latency"] = flag(
+        "throughput",
+        Flag(help="Most tokens per second, or the shortest time between tokens of a single request."),
+    )
+    max_inter_token_ms: float = flag(100, Flag(help="Upper bound of the time between two tokens.", minimum=0))
+    batch_size: list[int] | None = flag(
+        None, Flag(help="Size to measure; repeatable. Default: 1, 2, 4 ... 64.", minimum=1)
+    )
+    threads: list[int] | None = flag(
+        None, Flag(help="Number to measure; repeatable. Default: all cores, half, a quarter.", minimum=1)
+    )
+    context: list[int] | None = flag(
+        None, Flag(help="Tokens in the KV cache; repeatable. Default: 64 and 512.", minimum=1)
+    )
+    min_top1_agreement: float = flag(
+        0.9, Flag(help="Minimum agreement of another graph with its source.", minimum=0, maximum=1)
+    )
+    budget_seconds: float = flag(
+        60, Flag(help="Time to measure; every setting is measured at least once.", minimum=0)
+    )
+    step_times: Path | None = flag(
+        None,
+        Flag(
             help="Then measure whole engine steps with the config, for half as long, into this file for "
             "`genserve plan`."
         ),
-    ] = None
-    plot: Annotated[
-        Path | None, typer.Option(help="Plot the measurements to this .png, .svg or .pdf.")
-    ] = None
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the changes, do not write them.")] = False
-    json_: Json = False
+    )
+    plot: Path | None = flag(None, Flag(help="Plot the measurements to this .png, .svg or .pdf."))
+    dry_run: bool = flag(False, Flag(help="Show the changes, do not write them."))
+    allow_busy: bool = flag(
+        False, Flag(help="Write the changes even if other programs used a tenth of the time or more.")
+    )
+    json_: bool = flag(False, JSON_FLAG)
 
 
-@takes_flags(_TuneFlags)
-def tune(flags: _TuneFlags) -> None:
+def tune(flags: TuneFlags) -> None:
     """Measure batch sizes, threads and graphs of a model on this machine, and write the best to config.pbtxt.
 
-    Ctrl-C ends the measurement: the results so far are shown, and nothing is written.
+    Ctrl-C ends the measurement: the results so far are shown, and nothing is written. If other programs used
+    so much of the time that the results depend on them, nothing is written either, and the exit code is 1.
     """
     from genserve.cli.console import print_json
     from genserve.cli.plots import check_folder, check_plot, draw_settings
@@ -117,15 +113,16 @@ def tune(flags: _TuneFlags) -> None:
     if not flags.json_:
         _print_measurements(tuning, choice=choice)
     edits = _edits(tuned, choice, is_interrupted=is_interrupted)
-    if not flags.dry_run:
+    is_rejected = bool(edits) and tuning.is_busy and not (flags.allow_busy or flags.dry_run)
+    is_written = bool(edits) and not (is_rejected or flags.dry_run)
+    if is_written:
         write_edits(edits)
     if flags.json_:
-        is_written = bool(edits) and not flags.dry_run
         print_json(_document(tuning, choice=choice, edits=edits, is_written=is_written))
     else:
-        _print_edits(edits, is_interrupted=is_interrupted, dry_run=flags.dry_run)
-    if is_interrupted:
-        raise typer.Exit(130)
+        _print_edits(edits, is_interrupted=is_interrupted, dry_run=flags.dry_run, is_rejected=is_rejected)
+    if is_interrupted or is_rejected:
+        raise SystemExit(130 if is_interrupted else 1)
     if flags.step_times is not None:
         _write_step_times(tuned, flags.step_times, budget_s=flags.budget_seconds / 2)
 
@@ -137,10 +134,15 @@ class _Tuning:
     name: str
     goal: Goal
     current: Setting
-    agreements: Mapping[str, float]     # of graphs with their source
+    agreements: Mapping[str, float]     # top-1 agreement of graphs with their source, by graph
     measurements: Sequence[Measurement]
-    stolen_share: float                 # of the time, by other programs
+    stolen_share: float                 # share of the time that other programs used
     is_interrupted: bool
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the times depend more on other programs than on the model."""
+        return self.stolen_share > _MAX_STOLEN_SHARE
 
     def choose(self, *, min_agreement: float) -> BestSetting | None:
         """Return the best setting; None: nothing was measured."""
@@ -153,7 +155,7 @@ class _Tuning:
 
 
 def _find(model: str | None, *, repository: Path | None) -> tuple[str, TunedModel]:
-    """Return a model by its name, or by that of its logits stage; one that can be pulled is pulled."""
+    """Return a model by its own name or its logits stage's; a missing model is pulled if possible."""
     from genserve.cli.model_access import bring_model
     from genserve.export import pulled_name
     from genserve.store import default_repository
@@ -161,13 +163,13 @@ def _find(model: str | None, *, repository: Path | None) -> tuple[str, TunedMode
 
     if model is None or pulled_name(model) is not None:
         folder, name = bring_model(model, repository=repository)
-    else:   # perhaps a logits stage, which `bring_model` does not know
+    else:   # the name may be a logits stage, which `bring_model` does not know
         folder, name = repository or default_repository(), model
     return name, find_model(name, repository=folder)
 
 
 def _write_step_times(tuned: TunedModel, path: Path, *, budget_s: float) -> None:
-    """Measure the steps of the model as its configs are now, and write the file."""
+    """Measure the steps of the model with its present configs, and write the file."""
     from genserve.cli.console import ConsoleProgress
     from genserve.planner.serving_cost import measure_serving_cost, serving
     from genserve.tuning.engine_steps import measure_engine
@@ -179,13 +181,13 @@ def _write_step_times(tuned: TunedModel, path: Path, *, budget_s: float) -> None
         )
     name, repository = tuned.ensemble.name, tuned.ensemble.path.parent
     try:
-        with at_level("genserve", logging.ERROR), ConsoleProgress().stage("measuring steps of the engine"):
+        with at_level("genserve", logging.ERROR), ConsoleProgress().task("measuring steps of the engine"):
             engine = measure_engine(name, repository=repository, budget_s=budget_s)
         server = serving(name, logits=tuned.logits.path.name, repository=repository)
-        with ConsoleProgress().stage("measuring a server"), server as url:
+        with ConsoleProgress().task("measuring a server"), server as url:
             engine = replace(engine, serving=measure_serving_cost(engine, url=url))
     except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+        raise SystemExit(130) from None
     engine.write(path)
 
 
@@ -194,11 +196,11 @@ def _measure(tuned: TunedModel, space: SearchSpace, *, goal: Goal, budget_s: flo
     from genserve.cli.console import ConsoleProgress
     from genserve.tuning.measurement import Samples, take_samples
 
-    samples, stage_name = Samples(), f"measuring {tuned.logits.name}"
-    max_step_s = 2 * goal.max_inter_token_s     # further from the bound than noise explains
+    samples, task_name = Samples(), f"measuring {tuned.logits.name}"
+    max_step_s = 2 * goal.max_inter_token_s     # noise does not explain a larger distance from the bound
     try:
-        stage = ConsoleProgress().stage(stage_name, total=round(budget_s * 1e3))
-        with at_level("genserve", logging.ERROR), stage as advance:     # each load would repeat the warnings
+        task = ConsoleProgress().task(task_name, total=round(budget_s * 1e3))
+        with at_level("genserve", logging.ERROR), task as advance:     # each load repeats the warnings
             last_s = time.monotonic()
             for sample in take_samples(tuned.logits, space, budget_s=budget_s, max_step_s=max_step_s):
                 samples.add(sample)
@@ -211,7 +213,7 @@ def _measure(tuned: TunedModel, space: SearchSpace, *, goal: Goal, budget_s: flo
 
 
 def _edits(tuned: TunedModel, choice: BestSetting | None, *, is_interrupted: bool) -> list[ConfigEdit]:
-    """Return the changes of the configs that give them the best setting; none after Ctrl-C.
+    """Return the edits that write the best setting into the configs; none after Ctrl-C.
 
     Raises:
         RepositoryError: nothing could be measured.
@@ -229,7 +231,7 @@ def _edits(tuned: TunedModel, choice: BestSetting | None, *, is_interrupted: boo
 def _document(
     tuning: _Tuning, *, choice: BestSetting | None, edits: Sequence[ConfigEdit], is_written: bool
 ) -> dict[str, object]:
-    """Return what `--json` prints."""
+    """Return the document that `--json` prints."""
     best = choice.best if choice else None
     measurements = [
         {
@@ -286,7 +288,7 @@ def _print_measurements(tuning: _Tuning, *, choice: BestSetting | None) -> None:
             style="bold" if m is best else None,
         )
     print_table(table)
-    if tuning.stolen_share > _MAX_STOLEN_SHARE:
+    if tuning.is_busy:
         print(f"other programs used {tuning.stolen_share:.0%} of the time: tune again without them")
     if choice is not None:
         _print_choice(tuning, choice)
@@ -307,7 +309,9 @@ def _line(m: Measurement) -> str:
     return f"{setting}: {m.tokens_per_s:.0f} tokens/s, at most {m.inter_token_s * 1e3:.0f} ms between tokens"
 
 
-def _print_edits(edits: Sequence[ConfigEdit], *, is_interrupted: bool, dry_run: bool) -> None:
+def _print_edits(
+    edits: Sequence[ConfigEdit], *, is_interrupted: bool, dry_run: bool, is_rejected: bool
+) -> None:
     for edit in edits:
         print(edit.diff(), end="")
     if is_interrupted:
@@ -316,6 +320,8 @@ def _print_edits(edits: Sequence[ConfigEdit], *, is_interrupted: bool, dry_run: 
         print("the configs already have this setting")
     elif dry_run:
         print("nothing was written: --dry-run")
+    elif is_rejected:
+        print("nothing was written, since other programs disturbed the measurement; --allow-busy writes it")
     else:
         print(
             "written; a running server reads it at the next load of the model, "

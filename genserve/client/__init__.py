@@ -1,4 +1,4 @@
-"""Client: the SDK over HTTP, for threads and for event loops."""
+"""Client: the SDK that calls a server over HTTP, from threads or from an event loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""API calls: each method of the clients, as a request to send and a function that reads the reply; no I/O."""
+"""API calls: for each method of the clients, the request to send and a reader of the reply; no I/O."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from genserve.client.reply_errors import unknown_reply
 from genserve.client.sse_decoder import DeltaDecoder
 from genserve.completion import Completion
 from genserve.errors import InvalidRequest
-from genserve.prompt import Chat, Messages, Prompts, read_chat, read_prompts
+from genserve.prompt import Chat, Messages, Prompts, read_chat, read_prompt, read_prompts
 from genserve.sampling.sampling_options import SamplingOptions
 from genserve.sampling.sampling_params import SamplingParams, sampling_params
 
@@ -23,8 +23,8 @@ Answer = TypeVar("Answer")
 class ModelCard:
     """A model, as its server describes it."""
 
-    max_length: int | None      # the context length in tokens; None: servers of others may not say
-    default_sampling_params: SamplingOptions    # that the model recommends
+    max_length: int | None      # the context length in tokens; None: the server does not report it
+    default_sampling_params: SamplingOptions    # the options that the model recommends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class ApiRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiCall(Generic[Answer]):
-    """A request, and how to read its reply from the headers, looked up in lower case, and the body."""
+    """A request, and a function that reads the reply from headers (names in lower case) and body."""
 
     request: ApiRequest
     read: Callable[[Mapping[str, str], bytes], Answer]
@@ -59,7 +59,7 @@ def generate(prompt: str, *, model: str | None, options: Mapping[str, Any]) -> A
         InvalidRequest: an option is unknown or out of range.
     """
     params = _generate_params(options)
-    body = tgi_dialect.request_body(prompt, model=model, params=params)
+    body = tgi_dialect.request_body(read_prompt(prompt), model=model, params=params)
 
     def read(headers: Mapping[str, str], reply: bytes) -> Completion:
         with unknown_reply():
@@ -76,7 +76,7 @@ def generate(prompt: str, *, model: str | None, options: Mapping[str, Any]) -> A
 def generate_stream(prompt: str, *, model: str | None, options: Mapping[str, Any]) -> StreamingApiCall:
     """Complete a prompt, delta by delta. Raises the errors of `generate`."""
     params = _generate_params(options)
-    body = tgi_dialect.request_body(prompt, model=model, params=params)
+    body = tgi_dialect.request_body(read_prompt(prompt), model=model, params=params)
     return StreamingApiCall(
         request=_post("/generate_stream", body),
         decoder=lambda: DeltaDecoder(tgi_dialect.GenerateEvents(params)),
@@ -98,10 +98,13 @@ def chat(chat: Chat, *, model: str | None, options: Mapping[str, Any]) -> ApiCal
     return ApiCall(request=_post("/v1/chat/completions", body), read=read)
 
 
-def chat_stream(chat: Chat, *, model: str | None, options: Mapping[str, Any]) -> StreamingApiCall:
+def chat_stream(
+    chat: Chat, *, model: str | None, return_progress: bool, options: Mapping[str, Any]
+) -> StreamingApiCall:
     """Answer a chat, delta by delta. Raises the errors of `chat`."""
     params, body = _chat_body(chat, model=model, options=options)
     body |= {"stream": True, "stream_options": {"include_usage": True}}
+    body |= {"return_progress": True} if return_progress else {}
     return StreamingApiCall(
         request=_post("/v1/chat/completions", body),
         decoder=lambda: DeltaDecoder(openai_dialect.ChatChunks(params)),
@@ -160,6 +163,46 @@ def detokenize(
     return ApiCall(request=_post("/detokenize", body | ({"model": model} if model else {})), read=read)
 
 
+def embed(
+    texts: str | Sequence[str], *, model: str | None, dimensions: int | None
+) -> ApiCall[tuple[tuple[float, ...], ...]]:
+    """Return the vectors of texts."""
+    body: dict[str, Any] = {"input": [texts] if isinstance(texts, str) else list(texts)}
+    body |= {"dimensions": dimensions} if dimensions is not None else {}
+
+    def read(headers: Mapping[str, str], reply: bytes) -> tuple[tuple[float, ...], ...]:
+        with unknown_reply():
+            return tuple(tuple(map(float, item["embedding"])) for item in json.loads(reply)["data"])
+
+    return ApiCall(request=_post("/v1/embeddings", body | ({"model": model} if model else {})), read=read)
+
+
+def score(query: str, texts: str | Sequence[str], *, model: str | None) -> ApiCall[tuple[float, ...]]:
+    """Return the scores of texts for a query."""
+    body = {"text_1": query, "text_2": [texts] if isinstance(texts, str) else list(texts)}
+
+    def read(headers: Mapping[str, str], reply: bytes) -> tuple[float, ...]:
+        with unknown_reply():
+            return tuple(float(item["score"]) for item in json.loads(reply)["data"])
+
+    return ApiCall(request=_post("/v1/score", body | ({"model": model} if model else {})), read=read)
+
+
+def rerank(
+    query: str, documents: Sequence[str], *, model: str | None, top_n: int | None
+) -> ApiCall[tuple[tuple[int, float], ...]]:
+    """Return the index and the score of documents for a query, the best first."""
+    body: dict[str, Any] = {"query": query, "documents": list(documents), "return_documents": False}
+    body |= {"top_n": top_n} if top_n is not None else {}
+
+    def read(headers: Mapping[str, str], reply: bytes) -> tuple[tuple[int, float], ...]:
+        with unknown_reply():
+            results = json.loads(reply)["results"]
+            return tuple((int(item["index"]), float(item["relevance_score"])) for item in results)
+
+    return ApiCall(request=_post("/v1/rerank", body | ({"model": model} if model else {})), read=read)
+
+
 def model_cards() -> ApiCall[dict[str, ModelCard]]:
     """List the loaded models."""
 
@@ -186,7 +229,7 @@ def _chat_body(
 
 
 def _generate_params(options: Mapping[str, Any]) -> SamplingParams:
-    """Validate the options; two of them have no field in the replies of TGI's dialect."""
+    """Validate the options; rejects two options for which TGI's replies have no field."""
     params = sampling_params(options)
     for name, is_set in (
         ("logprob_token_ids", bool(params.logprob_token_ids)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import ssl
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Generator, Sequence
 from contextlib import aclosing, closing
@@ -77,15 +78,15 @@ class OpeningStream(Coroutine[Any, Any, AsyncStream]):
         return self._opening.__await__()
 
     def send(self, value: Any) -> Any:
-        """Resume it, by the protocol of coroutines."""
+        """Resume the coroutine, as `Coroutine` specifies."""
         return self._opening.send(value)
 
     def throw(self, *raised: Any) -> Any:
-        """Raise an exception where it waits, by the protocol of coroutines."""
+        """Raise an exception where the coroutine waits, as `Coroutine` specifies."""
         return self._opening.throw(*raised)
 
     def close(self) -> None:
-        """Cancel it, even if it was never awaited, by the protocol of coroutines."""
+        """Cancel the coroutine, even if it was never awaited, as `Coroutine` specifies."""
         self._opening.close()
 
     async def __aenter__(self) -> AsyncStream:
@@ -97,7 +98,7 @@ class OpeningStream(Coroutine[Any, Any, AsyncStream]):
 
 
 class Client:
-    """A genserve server over HTTP; the methods are those of `genserve.LLM`.
+    """A genserve server over HTTP; the methods for texts are those of `genserve.LLM`.
 
         with Client("http://127.0.0.1:8000") as client:
             print(client.chat("What is a triton?", max_tokens=64).text)
@@ -106,10 +107,11 @@ class Client:
 
     Every call raises:
         InvalidRequest: the request is invalid; `field` names the place.
+        Unauthenticated, Forbidden: the server requires another key, or does not allow the request.
         ModelNotFound, ModelNotReady: the server does not have the model, or it is not loaded.
         Overloaded: the server rejected the request and all retries.
         ModelFailed: the model failed.
-        Unreachable: the server did not answer.
+        Unreachable: the server did not answer, or its certificate is not trusted.
         Closed: this client was closed.
     """
 
@@ -120,19 +122,23 @@ class Client:
         api_key: str | None = None,
         timeout_s: float = 600,
         max_retries: int = 2,
+        verify: ssl.SSLContext | bool = True,
         http_client: httpx2.Client | None = None,
     ) -> None:
         """Configure the client; the first call connects.
 
         Args:
-            base_url: None: GENSERVE_BASE_URL, or http://127.0.0.1:8000.
-            api_key: None: GENSERVE_API_KEY, or no key.
+            base_url: the server's address; None: GENSERVE_BASE_URL, or http://127.0.0.1:8000.
+            api_key: the API key; None: GENSERVE_API_KEY, or no key.
             timeout_s: raise Unreachable after this time without a byte from the server.
             max_retries: how often to repeat a request that is rejected because of load, or cannot connect.
-            http_client: another transport; `close` does not close it.
+            verify: how to verify the certificate of an https server. True: with the system's authorities, or
+                the authorities in SSL_CERT_FILE. A context, such as
+                `ssl.create_default_context(cafile="ca.pem")`: with this context. False: not at all.
+            http_client: sends the requests instead of a new client; `close` does not close it.
         """
         self._connection = connection(base_url, api_key=api_key, timeout_s=timeout_s, max_retries=max_retries)
-        self._http = http_client or httpx2.Client(limits=LIMITS, verify=tls_verification())
+        self._http = http_client or httpx2.Client(limits=LIMITS, verify=tls_verification(verify))
         self._owns_http = http_client is None
         self._closed = False
 
@@ -166,11 +172,17 @@ class Client:
         model: str | None = None,
         tools: Tools | None = None,
         tool_choice: ToolChoice | None = None,
+        return_progress: bool = False,
         **options: Unpack[SamplingOptions],
     ) -> Stream:
-        """Answer a chat, delta by delta. An error before the first delta is raised here."""
+        """Answer a chat, delta by delta. An error before the first delta is raised here.
+
+        With `return_progress` the first deltas are `PromptProgress`, while the prompt is read.
+        """
         chat = read_chat(messages, tools=tools, tool_choice=tool_choice)
-        return self._stream(api_calls.chat_stream(chat, model=model, options=options))
+        return self._stream(
+            api_calls.chat_stream(chat, model=model, return_progress=return_progress, options=options)
+        )
 
     def complete(
         self, prompts: Prompts, *, n: int = 1, model: str | None = None, **options: Unpack[SamplingOptions]
@@ -193,6 +205,24 @@ class Client:
         return self._call(
             api_calls.detokenize(token_ids, model=model, skip_special_tokens=skip_special_tokens)
         )
+
+    def embed(
+        self, texts: str | Sequence[str], *, model: str | None = None, dimensions: int | None = None
+    ) -> tuple[tuple[float, ...], ...]:
+        """Return the vectors of texts; `dimensions` keeps the first numbers of each."""
+        return self._call(api_calls.embed(texts, model=model, dimensions=dimensions))
+
+    def score(
+        self, query: str, texts: str | Sequence[str], *, model: str | None = None
+    ) -> tuple[float, ...]:
+        """Return the scores of texts for a query, by a reranker or a model of vectors."""
+        return self._call(api_calls.score(query, texts, model=model))
+
+    def rerank(
+        self, query: str, documents: Sequence[str], *, model: str | None = None, top_n: int | None = None
+    ) -> tuple[tuple[int, float], ...]:
+        """Return the index and the score of documents for a query, the best first; None: all of them."""
+        return self._call(api_calls.rerank(query, documents, model=model, top_n=top_n))
 
     def model_cards(self) -> dict[str, ModelCard]:
         """Return what the server says about each loaded model, by its name."""
@@ -295,11 +325,12 @@ class AsyncClient:
         api_key: str | None = None,
         timeout_s: float = 600,
         max_retries: int = 2,
+        verify: ssl.SSLContext | bool = True,
         http_client: httpx2.AsyncClient | None = None,
     ) -> None:
-        """Configure the client, with the arguments of `Client`; the first call connects."""
+        """Configure the client. The arguments are the same as for `Client`; the first call connects."""
         self._connection = connection(base_url, api_key=api_key, timeout_s=timeout_s, max_retries=max_retries)
-        self._http = http_client or httpx2.AsyncClient(limits=LIMITS, verify=tls_verification())
+        self._http = http_client or httpx2.AsyncClient(limits=LIMITS, verify=tls_verification(verify))
         self._owns_http = http_client is None
         self._closed = False
 
@@ -335,11 +366,16 @@ class AsyncClient:
         model: str | None = None,
         tools: Tools | None = None,
         tool_choice: ToolChoice | None = None,
+        return_progress: bool = False,
         **options: Unpack[SamplingOptions],
     ) -> OpeningStream:
-        """Answer a chat, delta by delta. An error before the first delta is raised when it opens."""
+        """Answer a chat, delta by delta. An error before the first delta is raised when it opens.
+
+        With `return_progress` the first deltas are `PromptProgress`, while the prompt is read.
+        """
         chat = read_chat(messages, tools=tools, tool_choice=tool_choice)
-        return OpeningStream(self._stream(api_calls.chat_stream(chat, model=model, options=options)))
+        call = api_calls.chat_stream(chat, model=model, return_progress=return_progress, options=options)
+        return OpeningStream(self._stream(call))
 
     async def complete(
         self, prompts: Prompts, *, n: int = 1, model: str | None = None, **options: Unpack[SamplingOptions]
@@ -362,6 +398,24 @@ class AsyncClient:
         return await self._call(
             api_calls.detokenize(token_ids, model=model, skip_special_tokens=skip_special_tokens)
         )
+
+    async def embed(
+        self, texts: str | Sequence[str], *, model: str | None = None, dimensions: int | None = None
+    ) -> tuple[tuple[float, ...], ...]:
+        """Return the vectors of texts; `dimensions` keeps the first numbers of each."""
+        return await self._call(api_calls.embed(texts, model=model, dimensions=dimensions))
+
+    async def score(
+        self, query: str, texts: str | Sequence[str], *, model: str | None = None
+    ) -> tuple[float, ...]:
+        """Return the scores of texts for a query, by a reranker or a model of vectors."""
+        return await self._call(api_calls.score(query, texts, model=model))
+
+    async def rerank(
+        self, query: str, documents: Sequence[str], *, model: str | None = None, top_n: int | None = None
+    ) -> tuple[tuple[int, float], ...]:
+        """Return the index and the score of documents for a query, the best first; None: all of them."""
+        return await self._call(api_calls.rerank(query, documents, model=model, top_n=top_n))
 
     async def model_cards(self) -> dict[str, ModelCard]:
         """Return what the server says about each loaded model, by its name."""

@@ -13,7 +13,12 @@ from typing import TypeVar
 import httpx2
 
 from genserve.client.api_calls import ApiRequest
-from genserve.client_credentials import bearer, has_client_certificate, load_client_certificate
+from genserve.client_credentials import (
+    bearer,
+    has_client_certificate,
+    load_client_certificate,
+    tls_failure,
+)
 from genserve.errors import GenserveError, InvalidRequest, ModelNotReady, Overloaded, Unreachable
 from genserve.version import __version__
 
@@ -65,7 +70,8 @@ async def with_retries(send: Callable[[], Awaitable[Sent]], *, max_retries: int)
 
 def _is_temporary(error: GenserveError) -> bool:
     if isinstance(error, Unreachable):
-        return isinstance(error.__cause__, _NEVER_ARRIVED)
+        cause = error.__cause__
+        return isinstance(cause, _NEVER_ARRIVED) and tls_failure(cause, url="") is None
     return isinstance(error, (Overloaded, ModelNotReady))
 
 
@@ -93,15 +99,15 @@ class Connection:
         )
 
 
-def tls_verification() -> ssl.SSLContext | bool:
-    """Return how a client verifies servers, and the certificate that it shows to them: httpx2's `verify`.
+def tls_verification(verify: ssl.SSLContext | bool = True) -> ssl.SSLContext | bool:  # noqa: FBT001, FBT002
+    """Return `verify` of httpx2, with the certificate that a client shows to servers, unless it is a context.
 
     Raises:
         InvalidRequest: GENSERVE_CLIENT_CERT names a file that cannot be used.
     """
-    if not has_client_certificate():
-        return True
-    context = httpx2.create_ssl_context()
+    if isinstance(verify, ssl.SSLContext) or not has_client_certificate():
+        return verify
+    context = httpx2.create_ssl_context(verify=verify)
     load_client_certificate(context)
     return context
 

@@ -1,4 +1,4 @@
-"""OpenAI dialect: the bodies of /v1/chat/completions and /v1/completions, written and read.
+"""OpenAI dialect: writes and reads the bodies of /v1/chat/completions and /v1/completions.
 
 Fields that OpenAI does not have (`top_k`, `repetition_penalty`, `return_token_ids`, `stop_reason` ...) have
 vLLM's names. Tokens are named by their ids (vLLM's `return_tokens_as_token_ids`), since texts are ambiguous.
@@ -12,10 +12,14 @@ from dataclasses import replace
 from typing import Any
 
 from genserve.completion import (
+    CacheMatch,
+    CacheMatchEnd,
     Completion,
     Delta,
     FinishReason,
+    PromptProgress,
     StopReason,
+    Timings,
     TokenLogprob,
     ToolCallDelta,
     TopTokens,
@@ -34,7 +38,7 @@ def token_id_of(name: str) -> int:
 
 
 def read_logprob(value: float | None) -> float:
-    """Read a log-probability. null means nan: a decoding loop picked the token without logits."""
+    """Read a log-probability. null means nan: a decoding loop chose the token itself."""
     return math.nan if value is None else value
 
 
@@ -82,7 +86,7 @@ def template_body(chat: Chat) -> dict[str, Any]:
 
 
 def _tool_fields(chat: Chat) -> dict[str, Any]:
-    """Return how tools may be called; nothing without tools."""
+    """Return the fields for tools and the choice of a tool; empty without tools."""
     if not chat.tools:
         return {}
     choice: Any = chat.tool_choice
@@ -121,7 +125,7 @@ def read_completion(reply: Mapping[str, Any], *, params: SamplingParams) -> Comp
         LookupError, TypeError, ValueError: the reply has another shape.
     """
     choice = reply["choices"][0]
-    token_ids, usage = _token_ids(choice), _usage(reply["usage"])
+    token_ids, usage = _token_ids(choice), _usage(reply)
     if params.best_of > 1:  # the usage of the reply includes the discarded answers
         usage = replace(usage, completion_tokens=len(token_ids))
     calls = choice["message"].get("tool_calls") or ()
@@ -152,7 +156,7 @@ class ChatChunks:
         self._stop_reason: StopReason | None = None
 
     def read(self, chunk: Mapping[str, Any]) -> Delta | None:
-        """Return the delta of a chunk; None: it adds nothing. Raises the errors of `read_completion`."""
+        """Return the delta of a chunk; None: it adds no delta. Raises the errors of `read_completion`."""
         # The chunk with the usage has no choice.
         choice = chunk["choices"][0] if chunk["choices"] else {"delta": {}}
         if choice.get("finish_reason"):
@@ -169,9 +173,22 @@ class ChatChunks:
                 delta,
                 finish_reason=self._finish_reason,
                 stop_reason=self._stop_reason,
-                usage=_usage(chunk["usage"]),
+                usage=_usage(chunk),
             )
-        return delta if delta.text or delta.token_ids or delta.tool_calls else None
+        if delta.text or delta.token_ids or delta.tool_calls:
+            return delta
+        return _progress(chunk.get("prompt_progress"))
+
+
+def _progress(reported: Mapping[str, Any] | None) -> PromptProgress | None:
+    if reported is None:
+        return None
+    return PromptProgress(
+        prompt_tokens=reported["total"],
+        cached_tokens=reported["cache"],
+        read_tokens=reported["processed"],
+        seconds=reported["time_ms"] / 1000,
+    )
 
 
 def _token_ids(choice: Mapping[str, Any]) -> tuple[int, ...]:
@@ -199,18 +216,46 @@ def _top_logprobs(choice: Mapping[str, Any], params: SamplingParams) -> tuple[To
 
 def finish_reason_of(choice: Mapping[str, Any]) -> FinishReason:
     """Return the finish reason of a choice."""
-    if choice["finish_reason"] in ("length", "repetition"):
-        return FinishReason(choice["finish_reason"])
-    # The stop string or the id of the stop token; null after an end-of-sequence token.
-    stop_reason = choice.get("stop_reason")
-    return FinishReason.STOP_STRING if isinstance(stop_reason, str) else FinishReason.END_OF_SEQUENCE
+    reason = choice["finish_reason"]
+    return FinishReason(reason) if reason in set(FinishReason) else FinishReason.STOP   # "tool_calls"
 
 
-def _usage(usage: Mapping[str, Any]) -> Usage:
+def _usage(reply: Mapping[str, Any]) -> Usage:
+    usage = reply["usage"]
     return Usage(
         prompt_tokens=usage["prompt_tokens"],
         completion_tokens=usage["completion_tokens"],
         cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
+        timings=read_timings(reply),
+        cache_match=read_cache_match(reply),
+        receipt=reply.get("receipt"),
+    )
+
+
+def read_timings(reply: Mapping[str, Any]) -> Timings | None:
+    """Return the timings that an object of an answer has; None: it has none, or not those of genserve."""
+    timings = reply.get("timings") or {}
+    if "queue_ms" not in timings:
+        return None
+    return Timings(
+        queue_s=timings["queue_ms"] / 1000,
+        prefill_s=timings["prompt_ms"] / 1000,
+        decode_s=timings["predicted_ms"] / 1000,
+        drafted_tokens=timings.get("draft_n", 0),
+        accepted_tokens=timings.get("draft_n_accepted", 0),
+    )
+
+
+def read_cache_match(reply: Mapping[str, Any]) -> CacheMatch | None:
+    """Return how far the prompt was cached; None: the request did not ask."""
+    match = reply.get("cache_match")
+    if match is None:
+        return None
+    return CacheMatch(
+        matched_tokens=match["matched_n"],
+        end=CacheMatchEnd(match["end"]),
+        prompt_token_ids=tuple(match.get("prompt", {}).get("tokens", ())),
+        cached_token_ids=tuple(match.get("cached", {}).get("tokens", ())),
     )
 
 
@@ -238,10 +283,13 @@ def read_completions(reply: Mapping[str, Any], *, params: SamplingParams) -> tup
     Raises:
         LookupError, TypeError, ValueError: the reply has another shape.
     """
-    return tuple(_completion(choice, params) for choice in reply["choices"])
+    receipt = reply.get("receipt")      # of the only answer
+    return tuple(_completion(choice, params, receipt) for choice in reply["choices"])
 
 
-def _completion(choice: Mapping[str, Any], params: SamplingParams) -> Completion:
+def _completion(
+    choice: Mapping[str, Any], params: SamplingParams, receipt: Mapping[str, Any] | None
+) -> Completion:
     prompt_ids, token_ids = tuple(choice["prompt_token_ids"]), tuple(choice["token_ids"])
     scores = choice["logprobs"] or {}
     tops: tuple[TopTokens, ...] = ()
@@ -256,7 +304,9 @@ def _completion(choice: Mapping[str, Any], params: SamplingParams) -> Completion
         prompt_logprobs=read_prompt_logprobs(prompt_ids, choice.get("prompt_logprobs") or ()),
         finish_reason=finish_reason_of(choice),
         stop_reason=choice.get("stop_reason"),
-        usage=Usage(prompt_tokens=len(prompt_ids), completion_tokens=len(token_ids)),
+        usage=Usage(
+            prompt_tokens=len(prompt_ids), completion_tokens=len(token_ids), receipt=receipt
+        ),
     )
 
 

@@ -1,4 +1,4 @@
-"""Reply errors: a server's error reply, or a broken connection, as an exception of genserve."""
+"""Reply errors: turns error replies and broken connections into exceptions of genserve."""
 
 from __future__ import annotations
 
@@ -9,29 +9,35 @@ from typing import Any
 
 import httpx2
 
+from genserve.client_credentials import tls_failure
 from genserve.errors import (
     Closed,
     ContextLengthExceeded,
+    DeadlineExceeded,
+    Forbidden,
     GenserveError,
     InvalidRequest,
     ModelFailed,
     ModelNotFound,
     ModelNotReady,
     Overloaded,
+    RateLimited,
     StreamBroken,
+    Unauthenticated,
     Unreachable,
 )
 
 _KINDS: tuple[type[GenserveError], ...] = (
-    InvalidRequest, ContextLengthExceeded, ModelNotFound, ModelNotReady, Overloaded, ModelFailed,
+    InvalidRequest, ContextLengthExceeded, Unauthenticated, Forbidden, ModelNotFound, ModelNotReady,
+    Overloaded, RateLimited, ModelFailed, DeadlineExceeded,
 )
-# By the codes of genserve and of OpenAI, and by the error types of OpenAI and of TGI.
+# The exceptions by genserve's and OpenAI's error codes, and by OpenAI's and TGI's error types.
 _BY_WORD: Mapping[str, type[GenserveError]] = {kind.code: kind for kind in _KINDS} | {
     "slow_down": Overloaded,
     "server_is_overloaded": Overloaded,
     "invalid_request_error": InvalidRequest,
-    "authentication_error": InvalidRequest,
-    "permission_error": InvalidRequest,
+    "authentication_error": Unauthenticated,
+    "permission_error": Forbidden,
     "not_found_error": ModelNotFound,
     "rate_limit_error": Overloaded,
     "server_error": ModelFailed,
@@ -40,13 +46,13 @@ _BY_WORD: Mapping[str, type[GenserveError]] = {kind.code: kind for kind in _KIND
     "incomplete_generation": ModelFailed,
 }
 _BY_STATUS: Mapping[int, type[GenserveError]] = {
-    404: Unreachable, 429: Overloaded, 502: Unreachable, 503: Overloaded, 504: Unreachable,
+    401: Unauthenticated, 403: Forbidden, 404: Unreachable, 429: Overloaded, 502: Unreachable,
+    503: Overloaded, 504: Unreachable,
 }
-# Of an answer, which may have log-probabilities of many tokens, and of an error.
+# The largest answer, which may have log-probabilities of many tokens, and the largest error.
 MAX_ANSWER_BYTES = 256 << 20
 MAX_ERROR_BYTES = 1 << 20
 _REMEDIES: Mapping[int, str] = {
-    401: "give the server's key as api_key, or in GENSERVE_API_KEY",
     404: "check that the base URL is that of a genserve server",
 }
 
@@ -88,8 +94,13 @@ def _error(payload: Mapping[str, Any], *, status: int, retry_after_s: float, url
     kind = _kind(details, status=status)
     message = str(details.get("message") or f"{url} answered with status {status}")
     remedy = str(details.get("remedy") or _REMEDIES.get(status, ""))
-    if kind is Overloaded:
-        return Overloaded(message, retry_after_s=retry_after_s or 1, remedy=remedy)
+    # It is in the message too, for clients that show nothing else.
+    if remedy and (at := message.lower().rfind(remedy.lower())) > 0:
+        message = message[:at].rstrip("; ")
+    if kind is Unauthenticated:     # the server's remedy is for users who write headers themselves
+        return Unauthenticated(message, remedy="set GENSERVE_API_KEY to the server's key, or pass api_key=")
+    if issubclass(kind, Overloaded):
+        return kind(message, retry_after_s=retry_after_s or 1, remedy=remedy)
     if kind is ModelNotReady:
         return ModelNotReady(message, retry_after_s=retry_after_s, remedy=remedy)
     return kind(message, remedy=remedy, field=details.get("field") or details.get("param"))
@@ -97,8 +108,8 @@ def _error(payload: Mapping[str, Any], *, status: int, retry_after_s: float, url
 
 def _kind(details: Mapping[str, Any], *, status: int) -> type[GenserveError]:
     kind = _named_kind(details, status=status)
-    # With these statuses nothing was computed, whatever the reason, such as a server that stops.
-    if status in (408, 429, 503) and kind not in (Overloaded, ModelNotReady):
+    # With these statuses the server has computed nothing, for whatever reason, for example because it stops.
+    if status in (408, 429, 503) and kind not in (Overloaded, RateLimited, ModelNotReady):
         return Overloaded
     return kind
 
@@ -113,7 +124,7 @@ def _named_kind(details: Mapping[str, Any], *, status: int) -> type[GenserveErro
 
 
 class ReplyBody:
-    """The body of a reply, as far as it was received: of a bounded size."""
+    """The received part of a reply's body, which is limited in size."""
 
     def __init__(self, url: str, *, max_bytes: int) -> None:
         self._url = url
@@ -121,7 +132,7 @@ class ReplyBody:
         self._received = bytearray()
 
     def add(self, chunk: bytes) -> None:
-        """Append the next bytes; raises Unreachable if they are too many."""
+        """Append the next bytes; raises Unreachable if the body is too large."""
         self._received += chunk
         if len(self._received) > self._max_bytes:
             raise Unreachable(
@@ -135,11 +146,11 @@ class ReplyBody:
 
 @contextmanager
 def unreachable_at(url: str) -> Iterator[None]:
-    """Raise Unreachable for an error of the transport before the reply is complete; it is the `__cause__`."""
+    """Turn an error of the transport before the reply is complete into Unreachable, as its `__cause__`."""
     try:
         yield
     except httpx2.ConnectError as error:
-        raise Unreachable(
+        raise tls_failure(error, url=url) or Unreachable(
             f"no server answers at {url}", remedy="start one with `genserve serve`, or check the URL"
         ) from error
     except httpx2.TimeoutException as error:
@@ -147,14 +158,14 @@ def unreachable_at(url: str) -> Iterator[None]:
             f"{url} did not answer in time", remedy="increase timeout_s of the client, or lower max_tokens"
         ) from error
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-        raise Unreachable(
+        raise tls_failure(error, url=url) or Unreachable(
             f"the request to {url} failed: {error}", remedy="see the server's log, or check the URL"
         ) from error
 
 
 @contextmanager
 def broken_stream() -> Iterator[None]:
-    """Raise StreamBroken for an error of the transport within a stream; it is the `__cause__`."""
+    """Turn an error of the transport within a stream into StreamBroken, as its `__cause__`."""
     try:
         yield
     except httpx2.HTTPError as error:
@@ -176,7 +187,7 @@ def closed_if(is_closed: Callable[[], bool]) -> Iterator[None]:
 
 @contextmanager
 def unknown_reply() -> Iterator[None]:
-    """Raise Unreachable for the errors of reading a reply of another shape."""
+    """Turn an error from reading a reply of another shape into Unreachable."""
     try:
         yield
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:

@@ -1,7 +1,7 @@
-"""SSE decoder: server-sent events from bytes as they arrive, and from these the deltas of an answer; no I/O.
+"""SSE decoder: decodes bytes into server-sent events, and events into the deltas of an answer; no I/O.
 
-By the standard (https://html.spec.whatwg.org/multipage/server-sent-events.html, section 9.2.6), without `id`
-and `retry`: they serve reconnection, and a generation cannot be resumed.
+It follows the standard (https://html.spec.whatwg.org/multipage/server-sent-events.html, section 9.2.6) except
+for `id` and `retry`, which serve reconnection: a generation cannot be resumed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from genserve.errors import StreamBroken
 # Not `str.splitlines`, which also splits at U+2028, a character that JSON strings may contain.
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-# The longest events have a whole answer, or log-probabilities.
+# The longest events have a whole answer, or log-probabilities of many tokens.
 _MAX_EVENT_BYTES = 16 << 20
 
 
@@ -82,7 +82,7 @@ class EventDecoder:
             self._data_bytes += len(value)
         elif field == "event":
             self._name = value
-        # An empty field name is a comment: servers send them to keep the connection alive.
+        # An empty field name is a comment, which servers send to keep the connection alive.
 
     def _dispatch(self) -> Event | None:
         event = Event(data="\n".join(self._data), name=self._name or "message") if self._data else None

@@ -1,7 +1,7 @@
-"""TGI dialect: the bodies of /generate and /generate_stream, written and read.
+"""TGI dialect: writes and reads the bodies of /generate and /generate_stream.
 
-The shapes are those of Text Generation Inference; `cached_tokens`, `stop_reason`, `model` and parameters
-with vLLM's names are genserve's additions.
+The bodies have the shape of Text Generation Inference; genserve adds `cached_tokens`, `stop_reason`, `model`
+and the parameters that have vLLM's names.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from genserve.client.openai_dialect import read_logprob
+from genserve.client.openai_dialect import read_cache_match, read_logprob, read_timings
 from genserve.completion import Completion, Delta, FinishReason, TopTokens, Usage
 from genserve.sampling.sampling_params import DRAW_PARAMETERS, PARAMETERS, SamplingParams
 
@@ -36,10 +36,10 @@ def read_completion(
     """Read the reply of /generate.
 
     Args:
-        reply: with `details`.
-        prompt_tokens: from the header x-prompt-tokens; the body does not have it.
-        cached_tokens: from the header x-cached-tokens.
-        params: those of the request.
+        reply: the body, which has `details`.
+        prompt_tokens: the number in the header x-prompt-tokens; the body does not have it.
+        cached_tokens: the number in the header x-cached-tokens.
+        params: the sampling parameters of the request.
 
     Raises:
         LookupError, TypeError, ValueError: the reply has another shape.
@@ -56,6 +56,9 @@ def read_completion(
             prompt_tokens=prompt_tokens,
             completion_tokens=details["generated_tokens"],
             cached_tokens=cached_tokens,
+            timings=read_timings(details),
+            cache_match=read_cache_match(details),
+            receipt=details.get("receipt"),
         ),
     )
 
@@ -83,6 +86,9 @@ class GenerateEvents:
                 prompt_tokens=event["details"]["input_length"],
                 completion_tokens=event["details"]["generated_tokens"],
                 cached_tokens=event["details"].get("cached_tokens", 0),
+                timings=read_timings(event["details"]),
+                cache_match=read_cache_match(event["details"]),
+                receipt=event["details"].get("receipt"),
             )
         self._num_chars += len(text)
         return Delta(
@@ -97,10 +103,11 @@ class GenerateEvents:
 
 
 def _finish_reason(details: Mapping[str, Any]) -> FinishReason:
-    # TGI has no finish reason for it.
-    if details.get("stop_reason") == "repetition_detected":
-        return FinishReason.REPETITION
-    return FinishReason(details["finish_reason"])
+    if details["finish_reason"] != "length":
+        return FinishReason.STOP    # "eos_token" or "stop_sequence"
+    # TGI has no word for a repetition.
+    is_repetition = details.get("stop_reason") == "repetition_detected"
+    return FinishReason.REPETITION if is_repetition else FinishReason.LENGTH
 
 
 def _logprobs(tokens: list[Mapping[str, Any]], params: SamplingParams) -> tuple[float, ...]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -17,40 +18,12 @@ logger = logging.getLogger(__name__)
 
 ENTRY_POINTS = "genserve.backends"
 DEFAULT_MAX_BATCH_SIZE = 4      # Triton's
-_MAX_DIGITS = 19                # of an int64
+_MAX_DIGITS = 19                # digits of an int64
 
 _DIRECTORY = "backend-directory"
 _BATCH = "default-max-batch-size"
 _PIPES = "tensors go to a model's process through a pipe, and within the server by pointer"
 _POOLS = "each session has its own threads, as many as `intra_op_thread_count` in the model's parameters"
-# The settings by backend; "" has the settings for all backends. None: supported. A text: ignored, since the
-# setting changes memory and threads but no answer; the text says what happens instead.
-_KNOWN: Mapping[str, Mapping[str, str | None]] = {
-    "": {
-        _DIRECTORY: None,
-        _BATCH: None,
-        "triton-backend-memory-tracker": "statistics do not include the memory of models",
-    },
-    "onnxruntime": {
-        _BATCH: None,
-        "enable-global-threadpool": _POOLS,
-        "intra_op_thread_count": _POOLS,
-        "inter_op_thread_count": _POOLS,
-    },
-    "tensorflow": {
-        _BATCH: "configs of TensorFlow models are not completed from their files",
-        "allow-soft-placement": "TensorFlow places operators by its own default",
-        "gpu-memory-fraction": "TensorFlow takes memory as it needs it",
-    },
-    "python": {  # and of every backend that is a model.py
-        "shm-default-byte-size": _PIPES,
-        "shm-growth-byte-size": _PIPES,
-        "shm-region-prefix-name": _PIPES,
-        "shm_message_queue_size": _PIPES,
-        "stub-timeout-seconds": "the server waits for a model's process until it exits",
-        "thread-pool-size": "a BLS call waits on the thread that makes it",
-    },
-}
 
 
 def version_folders(model_folder: Path) -> dict[int, Path]:
@@ -76,12 +49,62 @@ class ModelFormat:
     file_name: str          # in the folder of a version, unless `default_model_filename` names another
 
 
+class ParameterType(StrEnum):
+    """What the text of a model's parameter stands for; the value describes it in errors."""
+
+    NUMBER = "integral number"
+    POSITIVE = "number above 0"
+    SWITCH = "boolean value"
+    BYTES = "number of bytes above 0"
+    METHOD = "method of speculation"
+    POOLING = "kind of pooling"
+    TEXT = "text"
+
+
+# genserve's own, for the logits stage of a text model; in any other model they are a mistake.
+LOGITS_PARAMETERS: Mapping[str, ParameterType] = {
+    "max_sequence_length": ParameterType.POSITIVE,  # tokens of a sequence, prompt and answer
+    "kv_cache_bytes": ParameterType.BYTES,          # memory of the KV cache
+    "prefix_cache": ParameterType.SWITCH,           # whether sequences share the blocks of a common prefix
+    "pipeline_stages": ParameterType.POSITIVE,      # graphs that the layers are cut into
+    "speculation": ParameterType.METHOD,            # how tokens are drafted
+    "draft_model": ParameterType.TEXT,              # the ensemble that drafts the tokens
+}
+# genserve's own, for the encoder of an embedding or a reranking model.
+ENCODER_PARAMETERS: Mapping[str, ParameterType] = {
+    "pooling": ParameterType.POOLING,   # from hidden states to a vector; makes the model an encoder
+    "normalize": ParameterType.SWITCH,  # whether a vector is scaled to the length 1
+    "sigmoid": ParameterType.SWITCH,    # whether a score is mapped to numbers from 0 to 1
+}
+# The settings of `--backend-config` for all backends.
+_SETTINGS_OF_ALL: Mapping[str, str | None] = {
+    _DIRECTORY: None,
+    _BATCH: None,
+    "triton-backend-memory-tracker": "statistics do not include the memory of models",
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltInBackend:
-    """A backend that comes with genserve."""
+    """A backend that comes with genserve.
 
-    implementation: str     # "module:class" of its `Backend`, imported when a model needs it
-    formats: tuple[ModelFormat, ...]
+    Attributes:
+        implementation: "module:class" of its `Backend`, imported when a model needs it.
+        formats: the kinds of its model files; empty: the backend finds the file itself.
+        further_files: the files that it needs beside the model file.
+        is_data: whether its files are data, and not code, so that clients may upload them.
+        parameters: the `parameters` of a model that it reads; others have no effect. None: the model reads
+            its own.
+        settings: its settings of `--backend-config`. None: supported. A text: ignored, since the setting
+            changes memory and threads but no answer; the text says what happens instead.
+    """
+
+    implementation: str
+    formats: tuple[ModelFormat, ...] = ()
+    further_files: tuple[str, ...] = ()
+    is_data: bool = False
+    parameters: Mapping[str, ParameterType] | None = field(default_factory=dict)
+    settings: Mapping[str, str | None] = field(default_factory=dict)
 
 
 # In the order in which Triton looks for their files.
@@ -92,10 +115,41 @@ BUILT_IN = {
             ModelFormat(platform="tensorflow_savedmodel", file_name="model.savedmodel"),
             ModelFormat(platform="tensorflow_graphdef", file_name="model.graphdef"),
         ),
+        parameters={
+            "TF_GRAPH_TAG": ParameterType.TEXT,
+            "TF_SIGNATURE_DEF": ParameterType.TEXT,
+            "TF_NUM_INTRA_THREADS": ParameterType.NUMBER,
+            "TF_NUM_INTER_THREADS": ParameterType.NUMBER,
+            "TF_USE_PER_SESSION_THREADS": ParameterType.NUMBER,
+            "MAX_SESSION_SHARE_COUNT": ParameterType.NUMBER,
+        },
+        settings={
+            _BATCH: "configs of TensorFlow models are not completed from their files",
+            "allow-soft-placement": "TensorFlow places operators by its own default",
+            "gpu-memory-fraction": "TensorFlow takes memory as it needs it",
+        },
     ),
     "onnxruntime": BuiltInBackend(
         implementation="genserve.backends.onnxruntime:OnnxRuntimeBackend",
         formats=(ModelFormat(platform="onnxruntime_onnx", file_name="model.onnx"),),
+        is_data=True,
+        parameters={
+            **LOGITS_PARAMETERS,
+            **ENCODER_PARAMETERS,
+            "intra_op_thread_count": ParameterType.NUMBER,
+            "inter_op_thread_count": ParameterType.NUMBER,
+            "execution_mode": ParameterType.NUMBER,
+            "enable_mem_arena": ParameterType.NUMBER,
+            "enable_mem_pattern": ParameterType.NUMBER,
+            "memory.enable_memory_arena_shrinkage": ParameterType.TEXT,
+            "session.use_device_allocator_for_initializers": ParameterType.NUMBER,
+        },
+        settings={
+            _BATCH: None,
+            "enable-global-threadpool": _POOLS,
+            "intra_op_thread_count": _POOLS,
+            "inter_op_thread_count": _POOLS,
+        },
     ),
     "pytorch": BuiltInBackend(
         implementation="genserve.backends.pytorch:PyTorchBackend",
@@ -103,14 +157,57 @@ BUILT_IN = {
             ModelFormat(platform="pytorch_libtorch", file_name="model.pt"),
             ModelFormat(platform="libtorch", file_name="model.pt"),
         ),
+        parameters={
+            **LOGITS_PARAMETERS,
+            "DISABLE_OPTIMIZED_EXECUTION": ParameterType.SWITCH,
+            "INFERENCE_MODE": ParameterType.SWITCH,
+            "DISABLE_CUDNN": ParameterType.SWITCH,
+            "ENABLE_WEIGHT_SHARING": ParameterType.SWITCH,
+            "ENABLE_CACHE_CLEANING": ParameterType.SWITCH,
+            "INTER_OP_THREAD_COUNT": ParameterType.NUMBER,
+            "INTRA_OP_THREAD_COUNT": ParameterType.NUMBER,
+        },
     ),
     "python": BuiltInBackend(
         implementation="genserve.backends.python.python_backend:PythonBackend",
         formats=(ModelFormat(file_name="model.py"),),
+        parameters=None,
+        settings={  # and those of every backend that is a model.py
+            "shm-default-byte-size": _PIPES,
+            "shm-growth-byte-size": _PIPES,
+            "shm-region-prefix-name": _PIPES,
+            "shm_message_queue_size": _PIPES,
+            "stub-timeout-seconds": "the server waits for a model's process until it exits",
+            "thread-pool-size": "a BLS call waits on the thread that makes it",
+        },
     ),
     "tokenizer": BuiltInBackend(
         implementation="genserve.backends.tokenizer_backend:TokenizerBackend",
         formats=(ModelFormat(file_name="tokenizer.json"),),
+        further_files=("tokenizer_config.json",),
+        is_data=True,
+        parameters={"max_length": ParameterType.POSITIVE},  # tokens of a text
+    ),
+    "fil": BuiltInBackend(
+        implementation="genserve.backends.fil:FilBackend",
+        parameters={
+            "model_type": ParameterType.TEXT,
+            "is_classifier": ParameterType.SWITCH,
+            "output_class": ParameterType.SWITCH,
+            "predict_proba": ParameterType.SWITCH,
+            "threshold": ParameterType.TEXT,
+            "xgboost_allow_unknown_field": ParameterType.SWITCH,
+            "cpu_nthread": ParameterType.NUMBER,
+            # These change the time on a GPU, and no answer.
+            "algo": ParameterType.TEXT,
+            "layout": ParameterType.TEXT,
+            "storage_type": ParameterType.TEXT,
+            "blocks_per_sm": ParameterType.NUMBER,
+            "chunk_size": ParameterType.NUMBER,
+            "threads_per_tree": ParameterType.NUMBER,
+            "transfer_threshold": ParameterType.NUMBER,
+            "use_experimental_optimizations": ParameterType.SWITCH,
+        },
     ),
 }
 
@@ -119,7 +216,7 @@ def known_backends(folders: Iterable[Path] = ()) -> tuple[str, ...]:
     """Return the names that `backend` may have.
 
     Args:
-        folders: of backends written in Python: `<folder>/<name>/model.py`.
+        folders: folders with backends written in Python: `<folder>/<name>/model.py`.
     """
     in_folders = (file.parent.name for folder in folders for file in folder.glob("*/model.py"))
     return tuple(dict.fromkeys((*BUILT_IN, *_installed_backends(tuple(sys.path)), *sorted(in_folders))))
@@ -139,7 +236,7 @@ def deduce_backend(message: Any, model_folder: Path) -> None:
 
     Args:
         message: the `inference.ModelConfig`, changed in place.
-        model_folder: the folder of the model; its name is the model's.
+        model_folder: its name is the model's.
 
     Raises:
         RepositoryError: the backend cannot be deduced. The message is Triton's.
@@ -152,8 +249,9 @@ def deduce_backend(message: Any, model_folder: Path) -> None:
     if not (message.backend or message.platform or message.default_model_filename):
         message.backend = _suffix(model_folder.name)
         message.default_model_filename = f"model.{message.backend}"
-    if message.backend in BUILT_IN:
-        form = _format(message, BUILT_IN[message.backend].formats, files=files)
+    built_in = BUILT_IN.get(message.backend)
+    if built_in is not None and built_in.formats:
+        form = _format(message, built_in.formats, files=files)
         message.platform = message.platform or form.platform
         message.default_model_filename = message.default_model_filename or form.file_name
 
@@ -205,7 +303,7 @@ class BackendConfig:
     """The settings of backends from the command line.
 
     Attributes:
-        backend_directory: folder of backends written in Python.
+        backend_directory: the folder with backends written in Python.
         default_max_batch_size: `max_batch_size` of an ONNX model whose graph can batch and whose config does
             not set it; 0: such a model does not batch.
     """
@@ -270,7 +368,8 @@ def _instead(backend: str, name: str, *, directory: Path | None) -> str | None:
             remedy=f"known backends: {', '.join(backends)}",
         )
     is_python_based = backend not in BUILT_IN and directory is not None and (directory / backend).is_dir()
-    known = _KNOWN["python"] if backend and is_python_based else _KNOWN.get(backend, {})
+    built_in = BUILT_IN.get("python" if is_python_based else backend)
+    known = _SETTINGS_OF_ALL if not backend else built_in.settings if built_in else {}
     if name not in known:
         whose = f"of the backend '{backend}'" if backend else "for all backends"
         raise GenserveError(

@@ -20,7 +20,7 @@ _TOKEN = re.compile(
 )
 _OLD_NAMES = {"generative_sequence": "iterative_sequence", "generativeSequence": "iterative_sequence"}
 
-# 64-bit numbers that Triton leaves in quotes, as protobuf's JSON does; it unquotes all others.
+# 64-bit numbers that Triton leaves in quotes, as protobuf's JSON does; it unquotes all other numbers.
 _IN_QUOTES = {
     "inference.ModelInstanceGroup.SecondaryDevice.device_id",
     "inference.ModelOptimizationPolicy.Cuda.GraphSpec.Shape.dim",
@@ -34,7 +34,7 @@ def read_config_json(text: str, *, name: str) -> Any:
     Args:
         text: names as in the schema or in camel case; numbers and booleans also in quotes, enums in any case,
             a single value for a list of one.
-        name: of the model, for errors.
+        name: the model that errors name.
 
     Raises:
         RepositoryError: the text is not JSON, or does not follow the schema.
@@ -62,7 +62,7 @@ def _strict(token: re.Match[str]) -> str:
 
 
 def _by_schema(value: Any, descriptor: Any) -> Any:
-    """Convert lenient values to those that protobuf's own reader accepts."""
+    """Convert lenient values to values that protobuf's own reader accepts."""
     if not isinstance(value, dict):
         return value
     fields = dict(descriptor.fields_by_camelcase_name) | dict(descriptor.fields_by_name)
@@ -95,7 +95,7 @@ def _lenient_item(value: Any, field: Any) -> Any:
 def config_json(message: Any) -> str:
     """Return an `inference.ModelConfig` as JSON, character by character as Triton writes it.
 
-    Names are those of the schema; all scalars are written, messages only if they are set; maps, whose order
+    Names are as in the schema; all scalars are written, messages only if they are set; maps, whose order
     is random in Triton, are sorted.
     """
     return json.dumps(_members(message), separators=(",", ":"), ensure_ascii=False)

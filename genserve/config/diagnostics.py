@@ -1,6 +1,6 @@
 """Diagnostics: the errors and warnings of a model, their positions in its files, and the remedies.
 
-protobuf reports positions for syntax errors only: `SourceMap` reads an accepted text again for the others.
+protobuf reports positions for syntax errors only, so `SourceMap` reads an accepted text again.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Diagnostic:
     position: str = ""              # line:column, counted from 1; empty: the whole file
     message: str
     remedy: str
-    status: Status = Status.INVALID_ARG     # of the load that fails by it
-    at_load: bool = False                   # Triton reports it while it loads the model, not before
+    status: Status = Status.INVALID_ARG     # Triton's code for a load that fails with it
+    at_load: bool = False                   # an error of the config that Triton reports only when it loads it
 
     @property
     def line(self) -> int | None:
@@ -170,8 +170,8 @@ class ConfigSource:
     """The file of a config, and the positions of its fields.
 
     Attributes:
-        path: of the file; it may be missing, or the config may come from a client instead.
-        source_map: None: there is no text, and diagnostics have no position.
+        path: the file, which may be missing; the config may come from a client instead.
+        source_map: the positions of fields in the text; None: diagnostics have no position.
     """
 
     path: Path
@@ -191,46 +191,9 @@ class ConfigSource:
         *,
         remedy: str,
         key: str | None = None,
-        at_load: bool = False,
     ) -> Diagnostic:
         """Make a diagnostic at a field, or at the entry of a map that has this key."""
+        position = self.position(field, key=key)
         return Diagnostic(
-            severity=severity,
-            path=self.path,
-            position=self.position(field, key=key),
-            message=message,
-            remedy=remedy,
-            at_load=at_load,
+            severity=severity, path=self.path, position=position, message=message, remedy=remedy
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ValidationContext:
-    """One config, with the facts that rules need.
-
-    Attributes:
-        message: the `inference.ModelConfig`, with its backend.
-        source: of its diagnostics.
-        folder: of the model.
-        backends: the names that `backend` may have.
-        completed: whether the backend has completed the config from the model's file.
-    """
-
-    message: Any
-    source: ConfigSource
-    folder: Path
-    backends: tuple[str, ...]
-    completed: bool
-
-    @property
-    def name(self) -> str:
-        """The name of the model."""
-        return self.folder.name
-
-    def error(self, field: str, message: str, *, remedy: str, key: str | None = None) -> Diagnostic:
-        """Make an error at a field, or at the entry of a map that has this key."""
-        return self.source.diagnostic(Severity.ERROR, field, message, remedy=remedy, key=key)
-
-    def warning(self, field: str, message: str, *, remedy: str, key: str | None = None) -> Diagnostic:
-        """Make a warning at a field, or at the entry of a map that has this key."""
-        return self.source.diagnostic(Severity.WARNING, field, message, remedy=remedy, key=key)

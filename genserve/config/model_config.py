@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 FIRST_RESPONSE = "nv_inference_first_response_histogram_ms"     # the metric whose buckets a config may set
+ATTENTION_MASK = "attention_mask"           # the input of an encoder that is 1 for tokens and 0 for padding
+POOLINGS = ("mean", "cls", "last", "none")  # of hidden states; "none" keeps them
 FIRST_RESPONSE_BUCKETS_MS: tuple[float, ...] = (100.0, 500.0, 2000.0, 5000.0)     # Triton's
 
 
@@ -203,7 +205,7 @@ class AllVersions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpecificVersions:
-    """Serve these versions."""
+    """Serve the listed versions."""
 
     versions: tuple[int, ...]
 
@@ -239,9 +241,14 @@ class ModelConfig:
     warmups: tuple[WarmupSample, ...] = ()
     response_cache: bool = False
     metric_tags: Mapping[str, str] = field(default_factory=dict)
-    first_response_buckets_ms: tuple[float, ...] = FIRST_RESPONSE_BUCKETS_MS    # of a histogram
+    first_response_buckets_ms: tuple[float, ...] = FIRST_RESPONSE_BUCKETS_MS    # bucket bounds
     parameters: Mapping[str, str] = field(default_factory=dict)
     message: Any = field(default=None, repr=False, compare=False)
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether it is a graph from token ids to vectors or scores, whose rows are padded."""
+        return self.backend == "onnxruntime" and "pooling" in self.parameters
 
     def with_batch(self, dims: tuple[int, ...]) -> tuple[int, ...]:
         """Return `dims` with the batch dimension, -1, in front if the model batches."""

@@ -80,7 +80,7 @@ def model_config(message: Any, *, name: str) -> ModelConfig:
     Args:
         message: kept by the result, and not to be changed. Before `normalise`, it lacks the defaults that
             depend on other fields.
-        name: of the model, which is that of its folder.
+        name: the name of the model's folder.
     """
     return _read(
         ModelConfig,
@@ -123,7 +123,7 @@ def _read(kind: type[_T], message: Any, /, **computed: Any) -> _T:
 
     Args:
         kind: the dataclass. Each of its fields is read from the schema's field of that name, if there is one.
-        message: of the schema.
+        message: a message of the schema.
         computed: the fields that are not copied.
     """
     known = message.DESCRIPTOR.fields_by_name

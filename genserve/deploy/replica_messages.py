@@ -1,18 +1,38 @@
 """Messages: what the ingress of a deployment and the replicas of its models send each other.
 
-All can be pickled.
+All messages can be pickled. Messages of calls consist of `MESSAGE_CLASSES`, arrays and Python's own types.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias
+from types import NoneType
+from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 
-from genserve.completion import Delta
-from genserve.inference import InferenceRequest, InferenceResponse
-from genserve.prompt import Prompt
+from genserve import errors
+from genserve.completion import (
+    CacheMatch,
+    CacheMatchEnd,
+    Delta,
+    FinishReason,
+    PromptProgress,
+    Timings,
+    TokenLogprob,
+    ToolCallDelta,
+    Usage,
+)
+from genserve.deploy.replica.replica_load import ReplicaLoad
+from genserve.engine.generation_request import GenerationRequest
+from genserve.errors import GenserveError
+from genserve.inference import InferenceRequest, InferenceResponse, RequestFlags
+from genserve.prompt import Chat, Message, Reasoning, TextFormat, Tool, ToolCall
+from genserve.request_context import KeyShare
+from genserve.sampling.plugin_call import PluginCall
+from genserve.sampling.repetition_detection import RepetitionDetection
 from genserve.sampling.sampling_params import SamplingParams
+from genserve.sampling.structured_outputs import JsonOptions, StructuredOutputs
+from genserve.tensor import DataType, Tensor
 
 # A response, or None, and whether it is the last; see `OnResponse`.
 InferenceItem: TypeAlias = tuple[InferenceResponse | None, bool]
@@ -21,32 +41,48 @@ InferenceItem: TypeAlias = tuple[InferenceResponse | None, bool]
 Broadcast: TypeAlias = Literal["status", "describe", "report"]
 
 
+RequestT = TypeVar("RequestT", GenerationRequest, InferenceRequest)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationCall:
-    """One sequence to generate, or all answers of one beam search.
+class Call(Generic[RequestT]):
+    """A request to a replica.
 
     Attributes:
-        model: the name of the text model.
-        prompt: as the request has it; the grammar of tool calls follows from it.
-        prompt_token_ids: of the prompt, truncated as the request asks.
-        begins_reasoning: whether the prompt ends within reasoning.
-        params: with the model's defaults.
-        seeds: one for each answer; several are the answers of a beam search.
-        deadline_ms: time that is left; None: unlimited.
-        request_id: of the client's request, for logs.
-        resumed_token_ids: of the answers so far, one tuple for each seed, which the client has; empty: they
-            begin.
+        identity: a value that stands for what the ingress serves, by which it has validated the request and
+            will read the answer; a replica with another identity refuses the call.
+        request: a generation has the choices of one prompt; `arrived_s` is of the clock of the ingress.
     """
 
-    model: str
-    prompt: Prompt
-    prompt_token_ids: tuple[int, ...]
-    begins_reasoning: bool = False
-    params: SamplingParams
-    seeds: tuple[int, ...]
-    deadline_ms: int | None = None
-    request_id: str = ""
-    resumed_token_ids: tuple[tuple[int, ...], ...] = ()
+    identity: str
+    request: RequestT
+
+
+_ERRORS = (
+    one for one in vars(errors).values() if isinstance(one, type) and one.__module__ == errors.__name__
+)
+# The classes in the fields of calls and of their items; a new class in such a field needs an entry.
+MESSAGE_CLASSES: tuple[Callable[..., object], ...] = (
+    Call, GenerationRequest, KeyShare, SamplingParams, StructuredOutputs, JsonOptions, PluginCall,
+    RepetitionDetection,
+    Chat, Message, Reasoning, TextFormat, Tool, ToolCall,
+    Delta, PromptProgress, FinishReason, Usage, Timings, TokenLogprob, ToolCallDelta,
+    CacheMatch, CacheMatchEnd,
+    InferenceRequest, InferenceResponse, RequestFlags, Tensor, DataType,
+    *_ERRORS, errors.restored,
+)  # fmt: skip
+
+
+def plain_error(error: GenserveError) -> GenserveError:
+    """Return an error that the ingress can read: without classes and attributes of a model's own."""
+    kind = next(one for one in type(error).__mro__ if one in MESSAGE_CLASSES)
+    assert issubclass(kind, GenserveError)
+    plain = kind.__new__(kind, error.message)
+    plain.__dict__.update({name: value for name, value in vars(error).items() if type(value) in _PLAIN})
+    return plain
+
+
+_PLAIN = (NoneType, bool, int, float, str, errors.Status)   # the types of the attributes of genserve's errors
 
 
 class ReplicaSet(Protocol):
@@ -55,24 +91,29 @@ class ReplicaSet(Protocol):
     Closing an iterator, or cancelling who reads it, cancels the call at the replica.
     """
 
-    def generate(self, call: GenerationCall) -> AsyncIterator[Sequence[Delta]]:
-        """Yield the deltas of a call, those of one or several steps at a time, at least one.
+    def generate(self, call: Call[GenerationRequest]) -> AsyncIterator[Sequence[Delta]]:
+        """Yield the deltas of a call; an item has at least one, and all deltas of one or several steps.
 
-        `Delta.choice` is the index of the seed. It ends when each answer has had its last delta.
+        It ends when each choice of the request has had its last delta.
 
         Raises:
             ReplicaLost: the replica died.
+            VersionReplaced: no replica has the identity of the call.
             Overloaded: its queue is full.
             GenserveError: whatever the replica raised.
         """
 
+    def load(self, identity: str) -> ReplicaLoad:
+        """Return the work of the replicas with an identity that can be called, as far as it is known now."""
+
     async def broadcast(self, method: Broadcast) -> list[Any]:
         """Return what a method of `ModelReplica` returns at each replica that answers, in no order."""
 
-    def infer(self, request: InferenceRequest) -> AsyncIterator[InferenceItem]:
+    def infer(self, call: Call[InferenceRequest]) -> AsyncIterator[InferenceItem]:
         """Yield the responses to a request; the last item is the final one.
 
         Raises:
             ReplicaLost: the replica died.
+            VersionReplaced: no replica has the identity of the call.
             GenserveError: the replica rejected the request.
         """

@@ -1,4 +1,4 @@
-"""Conversion: writes the graph of a checkpoint, and compares it with its source."""
+"""Conversion: writes the graph of a checkpoint, and compares the graph with its source."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 
 from genserve.errors import ExportError
-from genserve.export.checkpoint import Checkpoint
+from genserve.export.checkpoint import Checkpoint, StoredRows
 from genserve.export.decoder import Decoder
-from genserve.export.decoder_graph import write_decoder
-from genserve.export.decoder_weights import DecoderWeights, tensor_sources
+from genserve.export.decoder_graph import Kept, write_decoder
+from genserve.export.decoder_weights import DecoderWeights, is_used, tensor_sources
+from genserve.export.expert_tensors import with_stacks
 from genserve.export.export_options import CacheType, ExportFormat, ExportReport, Precision, Progress
 from genserve.export.families import FAMILIES, architecture, family_of
-from genserve.export.family import Family, Unsupported
+from genserve.export.families.family import Family, Unsupported
+from genserve.export.fitted import fit_weights
 from genserve.export.layers import FusedLayers, StandardLayers
 from genserve.export.layout import ModelLayout
 from genserve.export.model_folders import ModelFolders, install, install_beside, writing_into
@@ -27,11 +29,12 @@ from genserve.export.onnx_graph import OnnxGraphBuilder
 from genserve.export.parity import Parity, check_parity, num_compared
 from genserve.export.pipeline_stages import require_stages, split_layers
 from genserve.export.quantization import (
-    SCHEMES,
+    QuantizationScheme,
     cache_dtype,
     is_smoothable,
     require_cache,
     resolve_precision,
+    scheme_of,
     smooth,
 )
 from genserve.export.reference import Recording, Reference
@@ -66,7 +69,7 @@ class Conversion:
         kv_cache: CacheType = "float",
         pipeline_stages: int = 1,
     ) -> Self:
-        """Find the family of the checkpoint, whose source is run unless there is a `recording` of it.
+        """Find the family of the checkpoint. Its source will be run unless there is a `recording`.
 
         Raises:
             Unsupported: no family supports the architecture or an option of the config.
@@ -85,10 +88,22 @@ class Conversion:
             decoder = family.described(recording.completed_config())
         require_cache(kv_cache, export_format)
         require_stages(pipeline_stages, export_format, num_layers=decoder.dimensions.num_layers)
+        resolved = resolve_precision(precision, export_format, checkpoint)
+        if decoder.num_experts and export_format is ExportFormat.ONNX and resolved == "fp16":
+            raise ExportError(
+                "a graph in fp16 has no experts",
+                remedy="leave --precision out: the default, int8, has them; fp32 has them too",
+            )
+        if decoder.has_states and (resolved == "fp16" or export_format is ExportFormat.TORCHSCRIPT):
+            place = export_format.label if export_format is ExportFormat.TORCHSCRIPT else "a graph in fp16"
+            raise ExportError(
+                f"{place} has no layers with recurrent states",
+                remedy="export it to ONNX in int8, the default, or in another precision but fp16",
+            )
         layout = ModelLayout(
             folders=folders,
             export_format=export_format,
-            precision=resolve_precision(precision, export_format),
+            precision=resolved,
             checkpoint=family.completed(checkpoint),
             dimensions=decoder.dimensions,
             kv_cache=kv_cache,
@@ -97,59 +112,95 @@ class Conversion:
         return cls(layout=layout, family=family, decoder=decoder, recording=recording)
 
     @property
+    def scheme(self) -> QuantizationScheme:
+        """The number formats of the graph."""
+        return scheme_of(self.layout.precision, is_tied=self.decoder.tied)
+
+    @property
     def norms(self) -> dict[str, str]:
-        """The norms to observe for smoothing: role to the name of the module in transformers."""
+        """The norms to observe, to smooth them or to fit what reads them: transformers' modules by role."""
         sources = tensor_sources(self.family.names, num_layers=self.layout.dimensions.num_layers)
-        scheme = SCHEMES[self.layout.precision]
+        scheme = self.scheme
+        wanted = ("int4_block",) if scheme.blocks == "fitted" else ("int8",)
         return {
-            role: source.name
+            role: source.name_in(self.layout.checkpoint.tensor_names)
             for role, source in sources.items()
-            if is_smoothable(role) and (scheme.head if role == "norm" else scheme.normed) == "int8"
+            if is_smoothable(role)
+            and is_used(role, self.decoder)
+            and not self._reads_experts(role)
+            and (scheme.head if role == "norm" else scheme.normed) in wanted
         }
 
-    def write_graph(self, version: Path, *, reference: Reference, progress: Progress) -> None:
-        """Write the graph, or those of the stages, and their weights.
+    def _reads_experts(self, norm: str) -> bool:
+        """Whether experts read a norm; they are quantized in blocks, which need no smoothing."""
+        part = norm.removeprefix("layers.").removesuffix(".mlp.norm")
+        return part.isdecimal() and self.decoder.layers[int(part)].experts is not None
+
+    def write_graph(self, version: Path, *, reference: Reference, progress: Progress) -> Kept:
+        """Write the graph, or one graph per pipeline stage, and the weights.
 
         Args:
-            version: their folder.
-            reference: the source's run; the norms that it observed are smoothed.
-            progress: displays the stages of the work.
+            version: the version folder to write into.
+            reference: the results of the source, with the norms that it has observed.
+            progress: displays the tasks of the export.
+
+        Returns:
+            See `write_decoder`.
 
         Raises:
-            ExportError: the checkpoint lacks a tensor, or has one unknown to the family.
+            ExportError: the checkpoint lacks a tensor, or has a tensor that the family does not know.
         """
-        num_layers = self.layout.dimensions.num_layers
-        with progress.stage(f"converting to {self.layout.precision}", total=num_layers) as advance:
-            self._write(version, activations=reference.activations, advance=advance)
+        checkpoint, name = self.layout.checkpoint, f"converting to {self.layout.precision}"
+        with progress.task(name, total=checkpoint.num_bytes, unit="bytes") as advance:
+            reporting = checkpoint.reporting(advance)
+            return self._write(version, checkpoint=reporting, activations=reference.activations)
 
     def _write(
-        self, version: Path, *, activations: Mapping[str, FloatArray], advance: Callable[[int], None]
-    ) -> None:
-        layout, checkpoint = self.layout, self.layout.checkpoint
+        self, version: Path, *, checkpoint: Checkpoint, activations: Mapping[str, FloatArray]
+    ) -> Kept:
+        layout = self.layout
         used: set[str] = set()
 
-        def load(name: str) -> FloatArray:
+        def load(name: str, rows: slice) -> FloatArray:
             used.add(name)
-            return checkpoint.load(name)
+            return checkpoint.load(name, rows)
 
-        plain = self.family.weights(replace(checkpoint, load=load), self.decoder)
-        weights = smooth(plain, activations)
+        def load_stored(name: str) -> StoredRows | None:
+            used.add(name)
+            return checkpoint.load_stored(name)
+
+        recorded = replace(checkpoint, load=load, load_stored=load_stored)
+        plain = weights = self.family.weights(recorded, self.decoder)
+        if self.scheme.blocks == "fitted":
+            plain = weights = fit_weights(plain, activations, num_layers=layout.dimensions.num_layers)
+        elif activations:
+            weights = smooth(plain, activations)
         metadata = layout.metadata(family=self.family.name)
+        kept: Kept = {}
         if layout.export_format is ExportFormat.TORCHSCRIPT:
             from genserve.export.decoder_module import write_torchscript
 
             path = version / layout.export_format.file_name
             write_torchscript(weights, self.decoder, path, precision=layout.precision, metadata=metadata)
-            advance(layout.dimensions.num_layers)
         else:
             parts = split_layers(
-                plain, self.decoder, scheme=SCHEMES[layout.precision], num_stages=layout.pipeline_stages
+                plain, self.decoder, scheme=self.scheme, num_stages=layout.pipeline_stages
             )
+            used.clear()    # some were read for the sizes of layers, and will be read again
+            embedding = tensor_sources(self.family.names, num_layers=0)["embedding"]
+            head = {f"{embedding.name_in(checkpoint.tensor_names)}.weight"} if self.decoder.tied else ()
             files = pipeline_files(version / layout.export_format.file_name, num_stages=len(parts))
             for stage, (path, part) in enumerate(zip(files, parts, strict=True)):
                 place = {"genserve.pipeline_stage": f"{stage + 1}/{len(parts)}"} if len(parts) > 1 else {}
-                self._write_onnx(path, weights, part=part, metadata=metadata | place, advance=advance)
+                kept |= self._write_onnx(
+                    path,
+                    weights,
+                    part=part,
+                    metadata=metadata | place,
+                    after_layer=lambda: checkpoint.release(used.difference(head)),
+                )
         self._require_no_others(used)
+        return kept
 
     def _write_onnx(
         self,
@@ -158,16 +209,18 @@ class Conversion:
         *,
         part: range,
         metadata: Mapping[str, str],
-        advance: Callable[[int], None],
-    ) -> None:
+        after_layer: Callable[[], None],
+    ) -> Kept:
         """Write the ONNX graph of the layers `part`."""
-        scheme = SCHEMES[self.layout.precision]
-        make_layers = FusedLayers if scheme.activations is np.float32 else StandardLayers
+        make_layers = FusedLayers if self.scheme.activations is np.float32 else StandardLayers
         kv_cache = cache_dtype(self.layout.kv_cache, self.layout.precision)
         with OnnxGraphBuilder(path.parent, file_name=path.name) as graph:
-            layers = make_layers(graph, scheme)
-            write_decoder(weights, self.decoder, layers, advance, kv_cache=kv_cache, part=part)
+            layers = make_layers(graph, self.scheme)
+            kept = write_decoder(
+                weights, self.decoder, layers, kv_cache=kv_cache, part=part, after_layer=after_layer
+            )
             graph.save(metadata=metadata)
+        return kept
 
     def _require_no_others(self, used: set[str]) -> None:
         checkpoint = self.layout.checkpoint
@@ -190,7 +243,7 @@ def convert(
     kv_cache: CacheType = "float",
     pipeline_stages: int = 1,
 ) -> Conversion | TracedConversion:
-    """Choose the conversion of a checkpoint: by its family, or else traced.
+    """Choose the conversion of a checkpoint: by its family, or by tracing if no family fits.
 
     Raises:
         ExportError: neither is possible, or the format does not support the precision, the KV cache or the
@@ -242,7 +295,7 @@ def write_model(
 ) -> ExportReport:
     """Write a model, compare it with its source, and install it.
 
-    `started_s` is when the export began, by `time.perf_counter`; for the other arguments see `export_model`.
+    `started_s` is the start of the export by `time.perf_counter`; for the other arguments see `export_model`.
 
     Raises:
         ExportError: the source cannot be run or converted, the graph is too far from it, or the repository
@@ -255,7 +308,7 @@ def write_model(
         if beside is None:
             layout.write(staged, repository=repository)
         version = layout.version_folder(staged)
-        parity = _write_checked(conversion, version, progress=progress)
+        parity, kept = _write_checked(conversion, version, progress=progress)
         stem = Path(layout.export_format.file_name).stem
         size_bytes = sum(path.stat().st_size for path in version.glob(f"{stem}.*"))
         if beside is None:
@@ -272,17 +325,21 @@ def write_model(
         perplexity_ratio=parity.perplexity_ratio,
         divergence=parity.divergence,
         size_bytes=size_bytes,
+        num_kept=sum(kept.values()),
+        num_rounded=len(kept) - sum(kept.values()),
         path=repository / layout.folders.ensemble,
     )
 
 
-def _write_checked(conversion: Conversion | TracedConversion, version: Path, *, progress: Progress) -> Parity:
-    """Run the source, write the graph into the folder `version`, and compare both."""
+def _write_checked(
+    conversion: Conversion | TracedConversion, version: Path, *, progress: Progress
+) -> tuple[Parity, Kept]:
+    """Run the source, write the graph into the folder `version`, and compare the two."""
     layout = conversion.layout
     reference = _reference(conversion, progress=progress)
-    conversion.write_graph(version, reference=reference, progress=progress)
-    with progress.stage("comparing with the source", total=num_compared(reference.ids)) as advance:
-        return check_parity(
+    kept = conversion.write_graph(version, reference=reference, progress=progress)
+    with progress.task("comparing with the source", total=num_compared(reference.ids)) as advance:
+        parity = check_parity(
             reference,
             version,
             export_format=layout.export_format,
@@ -292,15 +349,22 @@ def _write_checked(conversion: Conversion | TracedConversion, version: Path, *, 
             source=layout.checkpoint.source,
             advance=advance,
         )
+    return parity, kept
+
+
+def _has_transposed_stacks(conversion: Conversion | TracedConversion) -> bool:
+    return isinstance(conversion, Conversion) and conversion.family.transposed_stacks
 
 
 def _reference(conversion: Conversion | TracedConversion, *, progress: Progress) -> Reference:
-    checkpoint, dimensions = conversion.layout.checkpoint, conversion.layout.dimensions
+    checkpoint = conversion.layout.checkpoint
     if conversion.recording is not None:
         return conversion.recording.reference(checkpoint, norms=conversion.norms)
     from genserve.export.source_model import run_source
 
-    with progress.stage("running the source", total=dimensions.num_layers) as advance:
+    with progress.task("running the source", total=checkpoint.num_bytes, unit="bytes") as advance:
         return run_source(
-            checkpoint, context_length=dimensions.context_length, norms=conversion.norms, advance=advance
+            with_stacks(checkpoint.reporting(advance), transposed=_has_transposed_stacks(conversion)),
+            context_length=conversion.layout.dimensions.context_length,
+            norms=conversion.norms,
         )

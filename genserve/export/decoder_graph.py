@@ -1,10 +1,12 @@
 """Decoder graph: writes the ONNX graph of any decoder, from its description and its weights.
 
-A layer is one DecoderLayer node where there is one, or else a PagedAttention node between linear layers.
-Attention is MHA, GQA or MQA, by the number of kv_heads.
+A layer is one DecoderLayer node where that operator supports it, or else a PagedAttention node between linear
+layers, with operators of ONNX for what neither supports. A layer with recurrent states has CausalConv and
+LinearAttention in place of attention, or beside it. Attention is MHA, GQA or MQA, by the number of
+kv_heads.
 
 The graph runs the new tokens of B sequences, packed: the tokens of a sequence are contiguous and in order,
-and follow its tokens in the KV cache. The cache is paged: a token at position p of sequence b is in the block
+and follow its cached tokens. The cache is paged: the token at position p of sequence b is in block
 `block_table[b, p // block_size]`.
 
 inputs
@@ -14,37 +16,64 @@ inputs
     block_table [batch, max_blocks] int32
     logits_indices [num_logits] int64: the tokens whose hidden states reach the head
     attention_metadata [2] int32, on the host, read on a GPU only: upper bounds of the new tokens and of all
-    tokens of a sequence
+    tokens of any sequence
+    state_source, state_target [batch] int32, with recurrent states: the slot of a sequence's state before its
+    new tokens, or -1, and the slot of its state after them
+    past_states.{i}.conv [num_slots, kernel_size - 1, channels] float32
+    past_states.{i}.recurrent [num_slots, heads, panels of 32 values, key_dim, 32] float32
     past_key_values.{i}.key, .value [num_blocks, block_size, kv_heads, head_dim]; in int8 also
     .key_scale, .value_scale [num_blocks, block_size, kv_heads] float32
 outputs
     logits [num_logits, vocab] float32
-    present.{i}.*: the buffers of the past, written in place
+    present.{i}.*, present_states.{i}.*: the buffers of the past, written in place
 
-A stage of a pipeline has some of the layers, and the buffers of these alone. All but the first have the
-input `hidden_states` instead of `input_ids` and `position_ids`; all but the last have the output
-`next_hidden_states` instead of `logits`, and no `logits_indices`. Both are [num_tokens, hidden], in the type
-of the activations: what the next layer reads.
+The graph of a pipeline stage has some of the layers, and the cache buffers of these layers. Every stage but
+the first has the input `hidden_states` instead of `input_ids`, and `position_ids` only if it has an operator
+of ONNX that reads positions. Every stage but the last has the output `next_hidden_states` instead of
+`logits`, and no `logits_indices`. Hidden states are [num_tokens, hidden], in the type of the activations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from onnx import AttributeProto, FunctionProto, TensorProto, helper
 
-from genserve.export.decoder import Decoder, Rotary, alibi_slopes
+from genserve.export.decoder import (
+    Attention,
+    Decoder,
+    HeadNorm,
+    Latent,
+    LinearAttention,
+    QueryScale,
+    Rotary,
+    ShortConv,
+    StateSizes,
+    alibi_slopes,
+)
 from genserve.export.decoder_weights import DecoderWeights
-from genserve.export.layers import SEQUENCE_INPUTS, DecoderLayer, Layers, Linear, LinearKind, Norm
+from genserve.export.layers import (
+    KERNEL_ACTIVATIONS,
+    SEQUENCE_INPUTS,
+    DecoderLayer,
+    ExpertsLayer,
+    Layers,
+    Linear,
+    LinearKind,
+    Norm,
+)
 from genserve.export.onnx_graph import Dims, OnnxGraphBuilder
+from genserve.export.rows import Rows, joined_rows
+from genserve.export.stored_weight import StoredWeight, joined
+from genserve.sampling.logits_array import FloatArray
 
 _ATTENTION_INPUTS = (
     "query", "key_cache", "value_cache", *SEQUENCE_INPUTS,
     "cos_cache", "sin_cache", "q_norm_weight", "k_norm_weight", "alibi_slopes", "key_scales", "value_scales",
-    "attention_metadata",
+    "attention_metadata", "sinks",
 )
 _ATTENTION_OUTPUTS = ("output", "key_cache_out", "value_cache_out")
 _ATTRIBUTES = {
@@ -52,32 +81,42 @@ _ATTRIBUTES = {
     "softcap": AttributeProto.FLOAT, "local_window_size": AttributeProto.INT,
     "do_rotary": AttributeProto.INT, "qk_norm_epsilon": AttributeProto.FLOAT,
 }
-# The inputs of com.microsoft.PagedAttention in order; "" are those without a counterpart here: separate keys
-# and values, a mapping of slots, sinks, scales of a cache in int8.
+# The inputs of com.microsoft.PagedAttention in order. "" stands for inputs without a counterpart in our
+# operator: separate keys and values, a slot mapping, sinks, and the scales of an int8 cache.
 _BODY_INPUTS = (
     "query", "", "", "key_cache", "value_cache", "cumulative_sequence_length", "past_seqlens", "block_table",
     "cos_cache", "sin_cache", "", "", "q_norm_weight", "k_norm_weight", "", "", "attention_metadata",
 )
 
 
+# The inputs of a graph that describe the slots of its sequences' states, in the order of the operators.
+_STATE_INPUTS = ("cumulative_sequence_length", "state_source", "state_target")
+
+# Whether a weight has all numbers of the checkpoint, by role.
+Kept = dict[str, bool]
+
+
 def write_decoder(
     weights: DecoderWeights,
     decoder: Decoder,
     layers: Layers,
-    advance: Callable[[int], None],
     *,
     kv_cache: type[np.generic],
     part: range,
-) -> None:
-    """Add the graph of a decoder, or of a part of it, to that of `layers`.
+    after_layer: Callable[[], None] = lambda: None,
+) -> Kept:
+    """Add a decoder, or some of its layers, to the graph that `layers` writes.
 
     Args:
-        weights: of the whole decoder.
-        decoder: its description.
+        weights: the weights of the whole decoder.
+        decoder: the sizes and options of the decoder.
         layers: writes the layers.
-        advance: called with 1 after each layer.
         kv_cache: the type of keys and values in the KV cache.
-        part: the layers to add; the first one brings the embedding, and the last one the head.
+        part: the layers to add; the first layer brings the embedding with it, and the last one the head.
+        after_layer: is called after each layer, when its weights have been read.
+
+    Returns:
+        Which weights have all numbers of the checkpoint, if the scheme keeps its formats; otherwise nothing.
 
     Raises:
         ExportError: the checkpoint lacks a tensor.
@@ -88,20 +127,22 @@ def write_decoder(
     writer.inputs()
     residual = writer.embedding() if writer.is_first else writer.hidden_states()
     for index in part:
-        is_last = index + 1 == len(decoder.attentions)
-        if layers.has_decoder_layers and not is_last and not writer.has_post_norm(index):
+        is_last = index + 1 == len(decoder.layers)
+        if layers.has_decoder_layers and not is_last and writer.is_one_operator(index):
             residual = writer.decoder_layer(residual, index)
         else:
-            heads = writer.attention(residual, index)
+            parts = writer.token_mixers(residual, index)
             if is_last:
-                # After the last keys and values, only the rows that reach the head matter.
-                heads, residual = writer.select_rows(heads), writer.select_rows(residual)
-            residual = writer.after_attention(heads, residual, f"layers.{index}")
-        advance(1)
+                # After the last keys, values and states, only the rows that reach the head matter.
+                parts = {part: writer.select_rows(x) for part, x in parts.items()}
+                residual = writer.select_rows(residual)
+            residual = writer.after_token_mixers(parts, residual, index)
+        after_layer()
     if writer.is_last:
         writer.head(residual)
     else:
         writer.pass_on(residual)
+    return writer.kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +156,8 @@ class _GraphWriter:
     kv_cache: type[np.generic]
     part: range
     tables: dict[Rotary | None, list[str]] = field(default_factory=dict)
+    query_scales: dict[QueryScale, str] = field(default_factory=dict)
+    kept: Kept = field(default_factory=dict)
 
     @property
     def is_first(self) -> bool:
@@ -124,12 +167,15 @@ class _GraphWriter:
     @property
     def is_last(self) -> bool:
         """Whether the graph has the head."""
-        return self.part.stop == len(self.decoder.attentions)
+        return self.part.stop == len(self.decoder.layers)
 
     def inputs(self) -> None:
         """Declare the inputs except the cache, and add the tables that all layers share."""
         if self.is_first:
             self.graph.input("input_ids", np.int64, ("num_tokens",))
+        layers = self.decoder.layers[self.part.start : self.part.stop]
+        attentions = [layer.attention for layer in layers if layer.attention is not None]
+        if self.is_first or any(map(_reads_positions, attentions)):
             self.graph.input("position_ids", np.int64, ("num_tokens",))
         self.graph.input("cumulative_sequence_length", np.int32, ("batch_plus_1",))
         self.graph.input("past_seqlens", np.int32, ("batch",))
@@ -137,7 +183,10 @@ class _GraphWriter:
         if self.is_last:
             self.graph.input("logits_indices", np.int64, ("num_logits",))
         self.graph.input("attention_metadata", np.int32, (2,))
-        used = {self.decoder.attentions[index].rotary for index in self.part}
+        if any(layer.mixer is not None for layer in layers):
+            self.graph.input("state_source", np.int32, ("batch",))
+            self.graph.input("state_target", np.int32, ("batch",))
+        used = {attention.rotary for attention in attentions}
         for index, rotary in enumerate(self.decoder.rotaries):
             if rotary not in used:
                 continue
@@ -146,15 +195,19 @@ class _GraphWriter:
                 self.graph.weight(f"rotary.{index}.cos", cosines),
                 self.graph.weight(f"rotary.{index}.sin", sines),
             ]
-        if self.decoder.alibi:
-            self.graph.weight("alibi.slopes", alibi_slopes(self.decoder.num_heads))
+        if attentions and attentions[0].alibi:
+            self.graph.weight("alibi.slopes", alibi_slopes(attentions[0].num_heads))
+        scales = dict.fromkeys(attention.query_scale for attention in attentions)
+        for index, scale in enumerate(scale for scale in scales if scale is not None):
+            table = scale.table(self.decoder.context_length)[:, None]
+            self.query_scales[scale] = self.layers.vector(f"query_scale.{index}", table)
         if {self.kv_cache, self.layers.scheme.activations} == {np.float16} and has_function(self.decoder):
-            qk_norm = self._has("layers.0.attention.query_norm")
+            qk_norm = _is_kernel_norm(attentions[0])
             self.graph.function(paged_attention_function(rotary=bool(self.tables), qk_norm=qk_norm))
 
     def embedding(self) -> str:
-        """The input of the first layer: embeddings, scaled, plus positions, normed."""
-        x = self.layers.embedding("input_ids", self.weights.load("embedding.weight"), "embeddings")
+        """The input of the first layer: scaled embeddings plus positions, normed."""
+        x = self.layers.embedding("input_ids", self._weight(["embedding.weight"]), "embeddings")
         if self.decoder.embedding_scale is not None:
             scale = self.layers.vector("embeddings.scale", np.array(self.decoder.embedding_scale, np.float32))
             x = self.graph.node("Mul", [x, scale], "embeddings.scaled")
@@ -169,19 +222,19 @@ class _GraphWriter:
         return self.graph.input("hidden_states", self.layers.scheme.activations, self._hidden)
 
     def pass_on(self, x: str) -> None:
-        """Declare the output of a stage before the last."""
+        """Declare the output of a pipeline stage before the last."""
         self.graph.node("Identity", [x], "next_hidden_states")
         self.graph.output("next_hidden_states", self.layers.scheme.activations, self._hidden)
 
     def decoder_layer(self, x: str, index: int) -> str:
-        """A layer as one operator: the new residual."""
-        layer = f"layers.{index}"
+        """The new residual after a layer, computed by one operator."""
+        layer, described = f"layers.{index}", self.decoder.layers[index]
         past, present = self._cache(index)
 
         def linears() -> Iterator[Linear]:
-            yield self._qkv(x, layer)
+            yield self._qkv(x, index)
             yield self._linear("", f"{layer}.attention", "output", output="output", kind="inner")
-            yield self._inner_mlp(x, f"{layer}.mlp")
+            yield self._inner_mlp(x, index)
             yield self._linear("", f"{layer}.mlp", "down", output="down", kind="inner")
 
         return self.layers.decoder_layer(
@@ -193,19 +246,41 @@ class _GraphWriter:
                 constants=self._attention_constants(index),
                 attributes={
                     **self._attention_attributes(index),
-                    "head_dim": self.decoder.head_dim,
-                    "parallel": int(self.decoder.parallel),
+                    "head_dim": self._attention(index).head_dim,
+                    "parallel": int(described.parallel),
                     "norm": self.decoder.norm,
                     "epsilon": self.decoder.norm_epsilon,
-                    "activation": self.decoder.activation,
+                    "activation": described.activation or "",
                     "gated": int(self._has(f"{layer}.mlp.gate")),
                 },
             )
         )
 
+    def token_mixers(self, x: str, index: int) -> dict[str, str]:
+        """The outputs of the parts of a layer that read several tokens, before their last linear layers."""
+        layer = self.decoder.layers[index]
+        parts = {} if layer.attention is None else {"attention": self.attention(x, index)}
+        match layer.mixer:
+            case ShortConv() as mixer:
+                parts["mixer"] = self._short_conv(x, index, mixer)
+            case LinearAttention() as mixer:
+                parts["mixer"] = self._linear_attention(x, index, mixer)
+        return parts
+
     def attention(self, x: str, index: int) -> str:
-        """Attention over the KV cache, to which it appends: [num_tokens, heads * head_dim]."""
-        packed = self.layers.linear(self._qkv(x, f"layers.{index}"))
+        """Attention, which appends to the KV cache: [num_tokens, heads * head_dim]."""
+        described, part, gate = self._attention(index), f"layers.{index}.attention", ""
+        if described.latent is None:
+            packed = self.layers.linear(self._qkv(x, index))
+            if described.gated:
+                gate = f"{part}.gate"
+                num_heads, num_kv_heads = described.num_heads, described.num_kv_heads
+                sizes = [num_heads * described.head_dim, (num_heads + 2 * num_kv_heads) * described.head_dim]
+                self._split(packed, [gate, f"{part}.ungated"], sizes)
+                packed = f"{part}.ungated"
+            packed = self._prepared(packed, index)
+        else:
+            packed = self._latent_qkv(x, index)
         past, present = self._cache(index)
         output = self.graph.value(f"layers.{index}.attention.heads", self.layers.scheme.activations)
         inputs = [
@@ -215,27 +290,139 @@ class _GraphWriter:
             *self._attention_constants(index),
             *(past[2:] or ["", ""]),
             "attention_metadata",
+            self._fp32(f"layers.{index}.attention.sinks"),
         ]
         attributes = self._attention_attributes(index)
-        return self.graph.node("PagedAttention", inputs, output, *present, **attributes)
+        heads = self.graph.node("PagedAttention", inputs, output, *present, **attributes)
+        if not gate:
+            return heads
+        shares = self.graph.node("Sigmoid", [gate], f"{gate}.shares")
+        return self.graph.node("Mul", [heads, shares], f"{part}.gated")
 
-    def after_attention(self, heads: str, residual: str, layer: str) -> str:
+    def after_token_mixers(self, parts: Mapping[str, str], residual: str, index: int) -> str:
         """The rest of a layer, up to the new residual."""
-        attended = self._add_residual(f"{layer}.attention", heads, residual, "output")
+        layer, mixed = self.decoder.layers[index], residual
+        for part, x in parts.items():
+            is_latent = part == "attention" and self._attention(index).latent is not None
+            heads = self._latent_values(x, index) if is_latent else x
+            mixed = self._add_residual(f"layers.{index}.{part}", heads, mixed, "output")
+        if layer.activation is None:
+            return mixed
         # The MLP of a parallel layer reads the input of its attention.
-        x = residual if self.decoder.parallel else attended
-        inner = self.layers.linear(self._inner_mlp(x, f"{layer}.mlp"))
-        return self._add_residual(f"{layer}.mlp", inner, attended, "down")
+        x = residual if layer.parallel else mixed
+        if layer.experts is not None:
+            return self._experts(x, mixed, index)
+        inner = self.layers.linear(self._inner_mlp(x, index))
+        return self._add_residual(f"layers.{index}.mlp", inner, mixed, "down")
 
-    def has_post_norm(self, index: int) -> bool:
-        """Whether the outputs of a layer's attention or MLP are normed before they are added."""
-        return any(self._has(f"layers.{index}.{part}.post_norm") for part in ("attention", "mlp"))
+    def _short_conv(self, x: str, index: int, mixer: ShortConv) -> str:
+        """Gates around a convolution: [num_tokens, hidden]."""
+        part, hidden = f"layers.{index}.mixer", self.decoder.hidden_size
+        gated = self.layers.linear(self._linear(x, part, "input", output="input", **self._pre_norm(part)))
+        bias = self.weights.optional(f"{part}.conv.bias")
+        weight = self.weights.load(f"{part}.conv.weight")
+        return self._conv(gated, index, mixer.states(hidden), weight=weight, bias=bias, gated=1)
+
+    def _linear_attention(self, x: str, index: int, mixer: LinearAttention) -> str:
+        """Heads with a state, after a convolution: [num_tokens, heads * value_dim]."""
+        part, heads = f"layers.{index}.mixer", mixer.num_heads
+        delta = mixer.rule == "gated_delta"
+        roles = ["query", "key", "value", "gate", "step", *(["beta"] if delta else [])]
+        read = self.layers.linear(self._linear(x, part, *roles, output="input", **self._pre_norm(part)))
+        convs = [f"{part}.{role}_conv" for role in roles[:3]]
+        biases = [bias for conv in convs if (bias := self.weights.optional(f"{conv}.bias")) is not None]
+        states = mixer.states(self.decoder.hidden_size)
+        weight = np.concatenate([self.weights.load(f"{conv}.weight") for conv in convs])
+        bias = np.concatenate(biases) if biases else None
+        mixed = self._conv(read, index, states, weight=weight, bias=bias, activation="silu")
+        values, gate = heads * mixer.value_dim, len(weight)
+        norm = "" if mixer.norm == "" else f"{part}.out_norm.weight"
+        if norm:
+            own = self.weights.load(norm)
+            self.graph.weight(norm, np.tile(own, values // len(own)))
+        past, present = self._state(index, "recurrent", states)
+        return self.graph.node(
+            "LinearAttention",
+            [
+                mixed, read, self._fp32(f"{part}.rate"), self._fp32(f"{part}.step_bias"),
+                self._fp32(f"{part}.skip"), norm, *_STATE_INPUTS, past,
+            ],
+            self.graph.value(f"{part}.heads", np.float32),
+            present,
+            rule=mixer.rule,
+            norm=mixer.norm,
+            num_key_heads=mixer.num_key_heads,
+            num_heads=heads,
+            key_dim=mixer.key_dim,
+            value_dim=mixer.value_dim,
+            norm_size=mixer.norm_size,
+            epsilon=mixer.norm_epsilon,
+            beta_scale=mixer.beta_scale,
+            step_min=mixer.step_limits[0],
+            step_max=mixer.step_limits[1],
+            gate_offset=gate,
+            step_offset=gate + values,
+            beta_offset=gate + values + heads if delta else 0,
+        )
+
+    def _conv(
+        self,
+        x: str,
+        index: int,
+        states: StateSizes,
+        *,
+        weight: FloatArray,
+        bias: FloatArray | None,
+        **attributes: Any,
+    ) -> str:
+        """The convolution of the first columns of x, with a weight [channels, kernel_size]."""
+        name = f"layers.{index}.mixer.conv"
+        past, present = self._state(index, "conv", states)
+        tensors = [
+            self.graph.weight(f"{name}.weight", np.ascontiguousarray(weight.T)),
+            "" if bias is None else self.graph.weight(f"{name}.bias", bias),
+        ]
+        return self.graph.node(
+            "CausalConv",
+            [x, *tensors, *_STATE_INPUTS, past],
+            self.graph.value(f"{name}.channels", np.float32),
+            present,
+            channels=weight.shape[0],
+            kernel_size=weight.shape[1],
+            **attributes,
+        )
+
+    def _state(self, index: int, name: str, states: StateSizes) -> tuple[str, str]:
+        """Declare a buffer of a layer's states: the names of its input and output."""
+        dims: Dims = ("num_slots", *states[name])
+        present = f"present_states.{index}.{name}"
+        self.graph.output(present, np.float32, dims)
+        return self.graph.input(f"past_states.{index}.{name}", np.float32, dims), present
+
+    def is_one_operator(self, index: int) -> bool:
+        """Whether DecoderLayer has all parts of a layer."""
+        layer = self.decoder.layers[index]
+        if layer.attention is None or layer.mixer is not None:
+            return False
+        norms = [self._has(f"layers.{index}.{part}.norm") for part in ("attention", "mlp")]
+        post_norms = [self._has(f"layers.{index}.{part}.post_norm") for part in ("attention", "mlp")]
+        return (
+            all(norms)
+            and not any(post_norms)
+            and layer.experts is None
+            and f"layers.{index}.attention.sinks" not in self.weights.roles
+            and layer.activation in KERNEL_ACTIVATIONS
+            and not _is_prepared(layer.attention)
+            and layer.attention.latent is None
+            and not layer.attention.gated
+        )
 
     def head(self, x: str) -> None:
         """Add the logits, and declare them as output."""
         head = Linear(
             x=x,
-            weight=self.weights.load("head.weight"),
+            weight=self._weight(["head.weight"]),
+            bias=self.weights.optional("head.bias"),
             output="logits",
             kind="head",
             norm=self.norm("norm"),
@@ -260,12 +447,13 @@ class _GraphWriter:
 
     @property
     def _hidden(self) -> Dims:
-        return "num_tokens", len(self.weights.load(f"layers.{self.part.start}.attention.output.weight"))
+        return "num_tokens", self.decoder.hidden_size
 
     def _cache(self, index: int) -> tuple[list[str], list[str]]:
         """Declare the buffers of a layer's cache: the names of its inputs and outputs."""
-        scales: Dims = ("num_blocks", "block_size", self.decoder.num_kv_heads)
-        values: Dims = (*scales, self.decoder.head_dim)
+        attention = self._attention(index)
+        scales: Dims = ("num_blocks", "block_size", attention.num_kv_heads)
+        values: Dims = (*scales, attention.head_dim)
         buffers: dict[str, tuple[type[np.generic], Dims]] = {
             "key": (self.kv_cache, values), "value": (self.kv_cache, values)
         }
@@ -280,50 +468,263 @@ class _GraphWriter:
         return past, present
 
     def _attention_attributes(self, index: int) -> dict[str, float]:
-        attention = self.decoder.attentions[index]
+        attention = self._attention(index)
         return {
-            "num_heads": self.decoder.num_heads,
-            "kv_num_heads": self.decoder.num_kv_heads,
-            "scale": self.decoder.attention_scale,
-            "do_rotary": int(attention.rotary is not None),
-            "softcap": self.decoder.attention_softcap or 0.0,
+            "num_heads": attention.num_heads,
+            "kv_num_heads": attention.num_kv_heads,
+            "scale": attention.scale,
+            "do_rotary": int(attention.rotary is not None and not _rotates_first(attention)),
+            "softcap": attention.softcap or 0.0,
             "local_window_size": attention.window or -1,
             "qk_norm_epsilon": self.decoder.norm_epsilon,
         }
 
     def _attention_constants(self, index: int) -> list[str]:
         """Tables of cosines and sines, norms of queries and keys, ALiBi's slopes; "" for absent ones."""
-        # A layer without rotary positions gets another's tables, which the function's body needs.
-        rotary = self.decoder.attentions[index].rotary
+        # A layer without rotary positions gets the tables of another layer, which the function's body needs.
+        attention = self._attention(index)
+        norms = ["query_norm.weight", "key_norm.weight"] if _is_kernel_norm(attention) else []
         return [
-            *(self.tables.get(rotary) or next(iter(self.tables.values()), ["", ""])),
-            *(self._fp32(f"layers.{index}.attention.{part}_norm.weight") for part in ("query", "key")),
-            "alibi.slopes" if self.decoder.alibi else "",
+            *(self.tables.get(attention.rotary) or next(iter(self.tables.values()), ["", ""])),
+            *([self._fp32(f"layers.{index}.attention.{norm}") for norm in norms] or ["", ""]),
+            "alibi.slopes" if attention.alibi else "",
         ]
 
-    def _qkv(self, x: str, layer: str) -> Linear:
-        """Queries, keys and values, concatenated."""
-        part = f"{layer}.attention"
-        norm = self.norm(f"{part}.norm")
-        return self._linear(x, part, "query", "key", "value", output="qkv", kind="normed", norm=norm)
+    def _latent_qkv(self, x: str, index: int) -> str:
+        """Queries of all heads, and the one head of keys, twice, since its vectors are the values too."""
+        attention, part = self._attention(index), f"layers.{index}.attention"
+        latent, heads, node = attention.latent, attention.num_heads, self.graph.node
+        assert latent is not None
+        first = "latent_query" if latent.query_rank is None else "query_a"
+        read = self.layers.linear(
+            self._linear(x, part, first, "latent", output="latents", **self._pre_norm(part))
+        )
+        rope, plain = heads * latent.rope, heads * latent.nope
+        queries = [plain, rope] if latent.query_rank is None else [latent.query_rank]
+        names = [f"{part}.{name}" for name in ("plain", "turned", "key_rope", "vectors")]
+        if latent.query_rank is not None:
+            names[:2] = [f"{part}.query_rows"]
+        self._split(read, names, [*queries, latent.rope, latent.rank])
+        if latent.query_rank is not None:
+            norm = self._latent_norm(f"{part}.query_a_norm", latent)
+            linear = self._linear(names[0], part, "query_b", output="query_b", kind="inner", norm=norm)
+            names[:1] = [f"{part}.plain", f"{part}.turned"]
+            self._split(self.layers.linear(linear), names[:2], [plain, rope])
+        met = self._by_head(names[0], index, "latent_key")
+        vectors = self.layers.norm(names[3], self._latent_norm(f"{part}.latent_norm", latent))
+        parts = []
+        for name, value, size in (("turned", names[1], latent.rope), ("met", met, latent.rank)):
+            shape = self.graph.constant(f"{part}.{name}.shape", np.array([0, heads, size]))
+            parts.append(node("Reshape", [value, shape], f"{part}.{name}.heads"))
+        query = node("Concat", parts, f"{part}.query", axis=-1)
+        flat = self.graph.constant(f"{part}.flat", np.array([0, -1]))
+        key = node("Concat", [names[2], vectors], f"{part}.key", axis=-1)
+        rows = [node("Reshape", [query, flat], f"{part}.query.flat"), key, key]
+        return node("Concat", rows, f"{part}.packed", axis=-1)
 
-    def _inner_mlp(self, x: str, layer: str) -> Linear:
+    def _latent_values(self, heads: str, index: int) -> str:
+        """The values of all heads, after attention: [rows, heads * value]."""
+        attention, node = self._attention(index), self.graph.node
+        latent, constant = attention.latent, self.graph.constant
+        assert latent is not None
+        shape = constant(f"{heads}.shape", np.array([0, attention.num_heads, attention.head_dim]))
+        by_head = node("Reshape", [heads, shape], f"{heads}.by_head")
+        vectors = f"{heads}.vectors"
+        self._split(by_head, [f"{heads}.rope", vectors], [latent.rope, latent.rank])
+        flat = node("Reshape", [vectors, constant(f"{heads}.flat", np.array([0, -1]))], f"{vectors}.flat")
+        return self._by_head(flat, index, "latent_value")
+
+    def _by_head(self, x: str, index: int, role: str) -> str:
+        """The product of each head's columns and its rows of a weight."""
+        part, heads = f"layers.{index}.attention", self._attention(index).num_heads
+        weight = self.weights.rows(f"{part}.{role}.weight")
+        height = weight.shape[0] // heads
+
+        def rows(head: int) -> Rows[np.float32]:
+            start = head * height
+            return Rows(
+                (height, weight.shape[1]), lambda first, last: weight.read(start + first, start + last)
+            )
+
+        return self.layers.grouped_linear(
+            [Linear(x=x, weight=rows(head), output=f"{part}.{role}", kind="inner") for head in range(heads)]
+        )
+
+    def _latent_norm(self, name: str, latent: Latent) -> Norm:
+        return Norm(
+            name=name,
+            kind="rms",
+            epsilon=latent.norm_epsilon,
+            weight=self.weights.load(f"{name}.weight"),
+            bias=None,
+        )
+
+    def _split(self, x: str, names: list[str], sizes: list[int]) -> None:
+        self.graph.node("Split", [x, self.graph.constant(f"{x}.sizes", np.array(sizes))], *names, axis=-1)
+
+    def _prepared(self, packed: str, index: int) -> str:
+        """Queries, keys and values after what our attention cannot do: [num_tokens, all heads * head_dim]."""
+        attention, part = self._attention(index), f"layers.{index}.attention"
+        if not _is_prepared(attention):
+            return packed
+        heads = {"query": attention.num_heads, "key": attention.num_kv_heads, "value": attention.num_kv_heads}
+        sizes = np.array([count * attention.head_dim for count in heads.values()])
+        parts = [f"{part}.{name}" for name in heads]
+        self.graph.node("Split", [packed, self.graph.constant(f"{part}.sizes", sizes)], *parts, axis=-1)
+        for position, name in enumerate(("query", "key")):
+            if _rotates_first(attention):
+                parts[position] = self._rotated(parts[position], attention, num_heads=heads[name])
+            if attention.head_norm is not None and not _is_kernel_norm(attention):
+                parts[position] = self._normed_heads(parts[position], f"{part}.{name}_norm", attention)
+        if attention.query_scale is not None:
+            table = self.query_scales[attention.query_scale]
+            factors = self.graph.node("Gather", [table, "position_ids"], f"{part}.factors")
+            parts[0] = self.graph.node("Mul", [parts[0], factors], f"{part}.scaled")
+        prepared = self.graph.node("Concat", parts, f"{part}.prepared", axis=-1)
+        if attention.clip is None:
+            return prepared
+        least = self._number(f"{part}.least", -attention.clip)
+        most = self._number(f"{part}.most", attention.clip)
+        return self.graph.node("Clip", [prepared, least, most], f"{part}.clipped")
+
+    def _rotated(self, x: str, attention: Attention, *, num_heads: int) -> str:
+        """Queries or keys [num_tokens, heads * head_dim] with rotary positions."""
+        assert attention.rotary is not None
+        node, constant, half = self.graph.node, self.graph.constant, len(attention.rotary.frequencies)
+        # RotaryEmbedding would do, but its bits depend on the other tokens of the batch.
+        cosines, sines = (self._angles(table, x) for table in self.tables[attention.rotary])
+        shape = constant(f"{x}.shape", np.array([0, num_heads, attention.head_dim]))
+        sizes = [half, half, attention.head_dim - 2 * half]
+        parts = [f"{x}.first", f"{x}.second", f"{x}.rest"][: 3 if sizes[2] else 2]
+        heads = node("Reshape", [x, shape], f"{x}.by_head")
+        node("Split", [heads, constant(f"{x}.sizes", np.array(sizes[: len(parts)]))], *parts, axis=-1)
+        first, second, *rest = parts
+        turned = [
+            node(
+                op,
+                [node("Mul", [near, cosines], f"{near}.cos"), node("Mul", [far, sines], f"{near}.sin")],
+                f"{near}.turned",
+            )
+            for op, near, far in (("Sub", first, second), ("Add", second, first))
+        ]
+        rotated = node("Concat", [*turned, *rest], f"{x}.rotated", axis=-1)
+        return node("Reshape", [rotated, constant(f"{x}.flat", np.array([0, -1]))], f"{x}.turned")
+
+    def _angles(self, table: str, x: str) -> str:
+        """The rows of a table of cosines or sines for all tokens: [num_tokens, 1, n]."""
+        rows = self.graph.node("Gather", [table, "position_ids"], f"{x}.{table}.tokens")
+        axis = self.graph.constant(f"{x}.{table}.axis", np.array([1]))
+        rows = self.graph.node("Unsqueeze", [rows, axis], f"{x}.{table}.rows")
+        if self.layers.scheme.activations is np.float32:
+            return rows
+        return self.graph.node("Cast", [rows], f"{x}.{table}.cast", to=TensorProto.FLOAT16)
+
+    def _normed_heads(self, x: str, role: str, attention: Attention) -> str:
+        """Queries or keys [num_tokens, heads * head_dim] after their norm."""
+        norm, weight = attention.head_norm, self.weights.load(f"{role}.weight")
+        assert norm is not None
+        described = Norm(
+            name=role,
+            kind=norm.kind,
+            epsilon=self.decoder.norm_epsilon,
+            # A norm has one weight for all heads; weights of each head are multiplied afterwards.
+            weight=weight if weight.ndim == 1 else np.ones(attention.head_dim, np.float32),
+            bias=self.weights.optional(f"{role}.bias"),
+        )
+        if norm.joint:
+            return self.layers.norm(x, described)
+        node, constant = self.graph.node, self.graph.constant
+        shape = constant(f"{role}.shape", np.array([0, -1, attention.head_dim]))
+        x = self.layers.norm(node("Reshape", [x, shape], f"{role}.heads"), described)
+        if weight.ndim == 2:
+            x = node("Mul", [x, self.layers.vector(f"{role}.weights", weight)], f"{role}.weighted")
+        return node("Reshape", [x, constant(f"{role}.flat", np.array([0, -1]))], f"{role}.rows")
+
+    def _number(self, name: str, value: float) -> str:
+        return self.layers.vector(name, np.array(value, np.float32))
+
+    def _attention(self, index: int) -> Attention:
+        attention = self.decoder.layers[index].attention
+        assert attention is not None
+        return attention
+
+    def _qkv(self, x: str, index: int) -> Linear:
+        """Gates if there are any, queries, keys and values, concatenated."""
+        # Queries have the format of gates in a quantized checkpoint, so that both are one segment.
+        part, gate = f"layers.{index}.attention", ["gate"] if self._attention(index).gated else []
+        return self._linear(x, part, *gate, "query", "key", "value", output="qkv", **self._pre_norm(part))
+
+    def _inner_mlp(self, x: str, index: int) -> Linear:
         """f(gate(x)) * up(x), or f(up(x)) without a gate."""
-        gated = self._has(f"{layer}.gate")
+        part, activation = f"layers.{index}.mlp", self.decoder.layers[index].activation
+        gated = self._has(f"{part}.gate")
         return self._linear(
             x,
-            layer,
+            part,
             *(["gate"] if gated else []),
             "up",
             output="inner",
-            kind="normed",
-            norm=self.norm(f"{layer}.norm"),
-            activation=self.decoder.activation,
+            activation=activation,
+            xielu=self._xielu(part) if activation == "xielu" else None,
             gated=gated,
+            **self._pre_norm(part),
         )
 
+    def _experts(self, x: str, residual: str, index: int) -> str:
+        """The residual plus the outputs of experts."""
+        layer, part = self.decoder.layers[index], f"layers.{index}.mlp"
+        assert layer.experts is not None
+        assert layer.activation is not None
+
+        def inner(expert: str, *, output: str) -> Linear:
+            gated = self._has(f"{expert}.gate")
+            roles = ["gate", "up"] if gated else ["up"]
+            linear = self._linear(
+                "", expert, *roles, output="inner", kind="inner", activation=layer.activation, gated=gated
+            )
+            return replace(linear, output=output)
+
+        def down(expert: str, *, output: str) -> Linear:
+            return replace(self._linear("", expert, "down", output="down", kind="inner"), output=output)
+
+        name = f"{part}.experts"
+        router = self.weights.load(f"{part}.router.weight")
+        shared = None
+        if layer.experts.shared:
+            own = f"{part}.shared"
+            shared = inner(own, output=f"{own}.inner"), down(own, output=f"{own}.down")
+            if self._has(f"{own}.score"):
+                router = np.concatenate([router, self.weights.load(f"{own}.score.weight")])
+        return self.layers.experts(
+            ExpertsLayer(
+                x=x,
+                output=name,
+                described=layer.experts,
+                activation=layer.activation,
+                inner=lambda expert: inner(f"{name}.{expert}", output=f"{name}.inner"),
+                down=lambda expert: down(f"{name}.{expert}", output=f"{name}.down"),
+                router=router,
+                router_bias=self.weights.optional(f"{part}.router.bias"),
+                choice_bias=self.weights.optional(f"{part}.choice"),
+                shared=shared,
+                norm=self.norm(f"{part}.norm"),
+                residual=residual,
+            )
+        )
+
+    def _pre_norm(self, part: str) -> dict[str, Any]:
+        """The norm before attention or MLP, and the kind of the linear layers that read it."""
+        has_norm = self._has(f"{part}.norm")
+        # Without a norm, rows are as heavy-tailed as the residual.
+        return {"kind": "normed", "norm": self.norm(f"{part}.norm")} if has_norm else {"kind": "inner"}
+
+    def _xielu(self, part: str) -> FloatArray:
+        names = ("alpha_p", "alpha_n", "beta")
+        above, below, beta = (self.weights.load(f"{part}.{name}").ravel() for name in names)
+        return np.concatenate([above, beta + below, beta])
+
     def _add_residual(self, part: str, x: str, residual: str, role: str) -> str:
-        """The last linear layer of attention or MLP, its norm if the decoder has one, plus the residual."""
+        """The residual plus the last linear layer of attention or MLP, which may be normed first."""
         has_norm = self._has(f"{part}.post_norm")
         linear = self._linear(x, part, role, output=role, kind="inner", residual="" if has_norm else residual)
         x = self.layers.linear(linear)
@@ -335,17 +736,39 @@ class _GraphWriter:
     def _linear(
         self, x: str, part: str, *roles: str, output: str, kind: LinearKind, **options: Any
     ) -> Linear:
-        """Describe linear layers as one, with their outputs concatenated."""
+        """Describe several linear layers as one, with their outputs concatenated."""
         names = [f"{part}.{role}" for role in roles]
         biases = [bias for name in names if (bias := self.weights.optional(f"{name}.bias")) is not None]
+        if biases and len(biases) < len(names):
+            biases = [self._bias_or_zeros(name) for name in names]
         return Linear(
             x=x,
-            weight=np.concatenate([self.weights.load(f"{name}.weight") for name in names]),
+            weight=self._weight([f"{name}.weight" for name in names], gated=options.get("gated", False)),
             bias=np.concatenate(biases) if biases else None,
             output=f"{part}.{output}",
             kind=kind,
             **options,
         )
+
+    def _bias_or_zeros(self, name: str) -> FloatArray:
+        bias = self.weights.optional(f"{name}.bias")
+        return np.zeros(self.weights.rows(f"{name}.weight").shape[0], np.float32) if bias is None else bias
+
+    def _weight(self, roles: list[str], *, gated: bool = False) -> Rows[np.float32] | StoredWeight:
+        """The weights of several roles, one after the other, in blocks if these can hold them."""
+        if self.layers.scheme.blocks:
+            parts = [
+                self.weights.rows(role) if (rows := self.weights.stored(role)) is None else rows
+                for role in roles
+            ]
+            weight = joined(parts, gated=gated)
+            are_exact = weight.are_exact if weight else [False] * len(roles)
+            for role, is_exact in zip(roles, are_exact, strict=True):
+                is_embedding = role == "head.weight" and self.decoder.tied
+                self.kept["embedding.weight" if is_embedding else role] = is_exact
+            if weight is not None:
+                return weight
+        return joined_rows([self.weights.rows(role) for role in roles])
 
     def _fp32(self, role: str) -> str:
         """The tensor of a role in float32; an empty name if the decoder does not have it."""
@@ -361,19 +784,44 @@ def has_function(decoder: Decoder) -> bool:
     Source: onnxruntime/contrib_ops/cpu/bert/paged_attention_helper.h and rotary_helper.h.
     """
     rotary_dims = [2 * len(rotary.frequencies) for rotary in decoder.rotaries]
-    return not decoder.alibi and decoder.head_dim % 8 == 0 and all(dims % 16 == 0 for dims in rotary_dims)
+    sizes = decoder.dimensions.head_dim % 8 == 0 and all(dims % 16 == 0 for dims in rotary_dims)
+    return sizes and not any(attention.alibi for attention in decoder.attentions)
+
+
+def _is_kernel_norm(attention: Attention) -> bool:
+    """Whether our attention norms queries and keys; then nothing can follow before the rotary positions."""
+    return attention.head_norm == HeadNorm() and attention.clip is None
+
+
+def _rotates_first(attention: Attention) -> bool:
+    """Whether queries and keys are rotated before our attention, because their norm follows."""
+    is_after = attention.head_norm is not None and attention.head_norm.after_rotary
+    return is_after and attention.rotary is not None
+
+
+def _is_prepared(attention: Attention) -> bool:
+    """Whether operators of ONNX change queries, keys or values before our attention."""
+    has_norm = attention.head_norm is not None and not _is_kernel_norm(attention)
+    return has_norm or attention.clip is not None or attention.query_scale is not None
+
+
+def _reads_positions(attention: Attention) -> bool:
+    """Whether these operators read the positions of tokens."""
+    return _rotates_first(attention) or attention.query_scale is not None
 
 
 def paged_attention_function(*, rotary: bool, qk_norm: bool) -> FunctionProto:
     """Return an ONNX function for `genserve.PagedAttention` whose body is com.microsoft.PagedAttention.
 
-    ONNX Runtime has the latter for CUDA. Sessions with genserve's library use its kernel, others the body.
+    ONNX Runtime has com.microsoft.PagedAttention for CUDA. Sessions with genserve's library use our kernel,
+    all other sessions the body.
 
     Args:
-        rotary: whether the function is called with tables of cosines and sines.
-        qk_norm: whether it is called with norms of queries and keys.
+        rotary: whether callers pass tables of cosines and sines.
+        qk_norm: whether callers pass norms of queries and keys.
     """
-    # Our operator reads tables and norms in float32, the other one in the type of the query.
+    # Our operator reads tables and norms in float32, and com.microsoft.PagedAttention in the type of the
+    # query.
     vectors = ["cos_cache", "sin_cache"] if rotary else []
     vectors += ["q_norm_weight", "k_norm_weight"] if qk_norm else []
     casts = [helper.make_node("Cast", [name], [f"{name}_fp16"], to=TensorProto.FLOAT16) for name in vectors]

@@ -1,4 +1,4 @@
-"""Export options: file format, precision and cache type of an export; its progress, and its report."""
+"""Export options: the file format, precision and cache type of an export, its progress and its report."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from enum import Enum
 from pathlib import Path
 from typing import Literal, Protocol
 
-# ORG/NAME on the Hugging Face hub.
+# The name of a model on the Hugging Face hub, ORG/NAME.
 HUB_NAME = re.compile(r"\w[\w.-]*/(?P<model>[\w.-]+)")
 
-Precision = Literal["int8", "int4", "fp16", "fp32"]
-CacheType = Literal["float", "int8"]            # of the KV cache; float: fp16, of an fp32 export fp32
-FileFormat = Literal["onnx", "torchscript"]     # of the logits model, as the user requests it
+Precision = Literal["int8", "int4", "fp16", "fp32", "source"]
+CacheType = Literal["float", "int8"]            # type of the KV cache; float: fp16, or fp32 in an fp32 export
+FileFormat = Literal["onnx", "torchscript"]     # the file format that the user requests for the logits model
+
+
+Unit = Literal["", "bytes"]                     # of a task's work, if it is displayed
 
 
 class ExportFormat(Enum):
@@ -37,19 +40,23 @@ class ExportFormat(Enum):
 
 
 class Progress(Protocol):
-    """Displays the stages of an export."""
+    """Displays the tasks of an export."""
 
-    def stage(self, name: str, *, total: int | None = None) -> AbstractContextManager[Callable[[int], None]]:
-        """Open a stage of `total` units of work (None: unknown); its value advances it by n units."""
+    def task(
+        self, name: str, *, total: int | None = None, unit: Unit = ""
+    ) -> AbstractContextManager[Callable[[int], None]]:
+        """Begin a task of `total` units of work (None: unknown); the result advances it by n units."""
 
 
 class SilentProgress:
     """Displays nothing."""
 
     @contextmanager
-    def stage(self, name: str, *, total: int | None = None) -> Iterator[Callable[[int], None]]:
-        """Open a stage that is not displayed."""
-        del name, total
+    def task(
+        self, name: str, *, total: int | None = None, unit: Unit = ""
+    ) -> Iterator[Callable[[int], None]]:
+        """Begin a task that is not displayed."""
+        del name, total, unit
         yield lambda _units: None
 
 
@@ -65,5 +72,21 @@ class ExportReport:
     top1_agreement: float            # share of positions at which both models rank the same token first
     perplexity_ratio: float          # perplexity of the export over that of the source, on a fixed text
     divergence: float                # Kullback-Leibler divergence from the source, nats per token
-    size_bytes: int                  # of the graph and its weights
+    size_bytes: int                  # size of the graph and its weights
+    # With the precision "source", how many matrices have all numbers of the source, and how many do not.
+    num_kept: int = 0
+    num_rounded: int = 0
     path: Path                       # the ensemble's folder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderReport:
+    """An encoder that was exported, compared with its source, and installed."""
+
+    name: str
+    precision: Precision
+    seconds: float
+    largest_difference: float       # of one number of a vector of length 1, or of a score
+    lowest_cosine: float            # of a vector and the source's; 1 for scores
+    size_bytes: int                 # size of the graph and its weights
+    path: Path                      # the ensemble's folder

@@ -1,8 +1,11 @@
-"""Exporter: converts a checkpoint into a model of a repository."""
+"""Exporter: converts a checkpoint into a model in a repository."""
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +22,9 @@ from genserve.export.export_options import (
 )
 from genserve.export.model_folders import ModelFolders
 
+# The types of models that are exported as encoders.
+_ENCODERS = frozenset({"bert", "roberta", "xlm-roberta", "mpnet", "modernbert"})
+
 if TYPE_CHECKING:
     from genserve.export.reference import Recording
 
@@ -32,9 +38,12 @@ def export_model(
     precision: Precision | None = None,
     kv_cache: CacheType = "float",
     pipeline_stages: int = 1,
+    max_sequence_length: int | None = None,
     beside: str | None = None,
     overwrite: bool = False,
     allow_pickled_weights: bool = False,
+    delete_download: bool = False,
+    adapters: Sequence[Path] = (),
     progress: Progress,
 ) -> ExportReport:
     """Convert a checkpoint into the ensemble `name` and its three stages, and compare it with its source.
@@ -44,55 +53,88 @@ def export_model(
     Args:
         source: a Hugging Face folder, a .gguf file, or ORG/NAME on the Hugging Face hub.
         repository: the model repository; created if missing.
-        name: of the model in the repository.
-        file_format: of the logits stage.
-        precision: of weights and activations, see `quantization.py`; None: int8 in ONNX, else fp32.
+        name: the name that the model gets in the repository.
+        file_format: the format of the logits stage's file.
+        precision: the number format of weights and activations, see `quantization.py`; None: int8 in ONNX,
+            fp32 otherwise.
         kv_cache: float is fp16, or fp32 in an fp32 export; int8 needs an ONNX graph of a known family.
-        pipeline_stages: graphs that the layers are cut into; several need an ONNX graph of a known family.
+        pipeline_stages: the number of graphs with a part of the layers each; more than one needs an ONNX
+            graph of a known family.
+        max_sequence_length: the tokens of a sequence that the config allows; None: the model's own context.
         beside: add only the graph to an existing model, in a folder of this name next to its model.onnx.
             `default_model_filename` of the logits stage selects a graph, set by hand or by `genserve tune`.
         overwrite: replace weights, tokenizer and their configs; with `beside`, the graph of that name.
         allow_pickled_weights: read weights in PyTorch's .bin files, if there are no others.
-        progress: displays the stages of the work.
+        delete_download: delete from the hub's cache what was downloaded for the model: each shard of the
+            weights once it is converted, and the rest once the model is installed.
+        adapters: LoRA or DoRA adapters to merge, each into the result of those before it: folders of PEFT, or
+            GGUF files of llama.cpp. The merged model is the source of the comparison.
+        progress: displays the tasks of the export.
 
     Raises:
         ExportError: an argument is not usable, the weights exist, the repository is not writable, or the
             exported graph is too far from its source.
-        MissingDependency: a package of the extra `export` is not installed, and there is no recording of the
-            source; or ONNX Runtime is not, and the format is "onnx".
+        MissingDependency: there is no recording of the source, and a package of the extra `export` is not
+            installed; or the format is "onnx", and ONNX Runtime is not installed.
     """
     started_s = time.perf_counter()
     folders = ModelFolders(name)
     _require_free(folders, repository, beside=beside, overwrite=overwrite)
     if file_format == "onnx":
-        import_onnxruntime()        # fails now rather than in the check, which runs the graph
-    from genserve.export.checkpoint_reader import locate, read_checkpoint
+        import_onnxruntime()        # fail now rather than in the check, which runs the graph
+    from genserve.export.adapter_reader import with_adapters
+    from genserve.export.checkpoint_reader import forget_download, locate, read_checkpoint
     from genserve.export.conversion import convert, write_model
 
-    # Outside of a stage, since the hub displays its own progress.
+    # Outside a task, since the hub displays its own progress.
     path = locate(source, allow_pickled_weights=allow_pickled_weights)
-    recording = _find_recording(path, file_format=file_format, progress=progress)
-    with progress.stage("reading the checkpoint"):
+    is_download = not Path(source).expanduser().exists()
+    recording = _find_recording(
+        path, file_format=file_format, is_changed=bool(adapters), progress=progress
+    )
+    with progress.task("reading the checkpoint"):
         checkpoint = read_checkpoint(
-            path, source=Path(source).resolve().name, allow_pickled_weights=allow_pickled_weights
+            path,
+            source=Path(source).resolve().name,
+            allow_pickled_weights=allow_pickled_weights,
+            deletes_shards=delete_download and is_download,
         )
+        checkpoint = with_adapters(checkpoint, adapters)
         conversion = convert(
             checkpoint, recording=recording, folders=folders, export_format=ExportFormat(file_format),
             precision=precision, kv_cache=kv_cache, pipeline_stages=pipeline_stages,
         )
-    return write_model(
+        conversion = replace(conversion, layout=conversion.layout.limited(max_sequence_length))
+    report = write_model(
         conversion, repository, beside=beside, overwrite=overwrite, progress=progress, started_s=started_s
     )
+    if delete_download and is_download:
+        forget_download(path)
+    return report
 
 
-def _find_recording(path: Path, *, file_format: FileFormat, progress: Progress) -> Recording | None:
-    """Return the recording of a source, or else load the packages that run the source and return None."""
+def is_encoder(source: str) -> bool:
+    """Whether a source is the folder of an encoder of texts, such as BERT, by its config."""
+    try:
+        config = json.loads((Path(source).expanduser() / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and config.get("model_type") in _ENCODERS
+
+
+def _find_recording(
+    path: Path, *, file_format: FileFormat, is_changed: bool, progress: Progress
+) -> Recording | None:
+    """Return the recording of a source; without one, import what runs the source, and return None.
+
+    `is_changed`: adapters are merged into the source.
+    """
     from genserve.export.reference import find_recording
 
-    recording = find_recording(path) if path.is_file() else None
+    recording = find_recording(path) if path.is_file() and not is_changed else None
     if recording is None or file_format == "torchscript":
         require_export_packages(f"exporting {path.name}")
-        with progress.stage("loading torch and transformers"):
+        with progress.task("loading torch and transformers"):
             import_module("genserve.export.source_model")
     return recording
 

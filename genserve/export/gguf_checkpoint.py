@@ -1,136 +1,68 @@
-"""GGUF checkpoint: reads a file of llama.cpp as the config, tensors and tokenizer of a folder."""
+"""GGUF checkpoint: reads a GGUF file as the config, tensors and tokenizer of a Hugging Face folder."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
+import logging
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
-from gguf import MODEL_ARCH_NAMES, TokenType, get_tensor_name_map
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+import numpy as np
+from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+from numpy.typing import NDArray
 
 from genserve.errors import ExportError
-from genserve.export.checkpoint import Checkpoint
+from genserve.export.checkpoint import Checkpoint, StoredRows
 from genserve.export.decoder_weights import tensor_sources
+from genserve.export.exportable import EXPERTS, LATENT, RECURRENT, refusal
 from genserve.export.families import FAMILIES
+from genserve.export.gguf_architectures import GGUF_ARCHITECTURES, GgufArchitecture, GgufHeader, common_config
 from genserve.export.gguf_file import GgufFile, GgufTensor
+from genserve.export.gguf_tokenizer import tokenizer_files
+from genserve.export.grouped_weight import FP4_CODES, FP4_ZERO, GroupedWeight, half_powers
+from genserve.export.rows import Rows
+from genserve.kernels.blocks import BLOCK_FORMATS
 from genserve.sampling.logits_array import FloatArray
 
-_LLAMA_FIELDS = {
-    "max_position_embeddings": "context_length",
-    "hidden_size": "embedding_length",
-    "intermediate_size": "feed_forward_length",
-    "num_hidden_layers": "block_count",
-    "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-    "rope_theta": "rope.freq_base",
+logger = logging.getLogger(__name__)
+
+# Metadata of features that are not supported, by the beginning of the keys after the architecture.
+_UNSUPPORTED = {
+    "expert_count": EXPERTS,
+    "ssm.": RECURRENT,
+    "wkv.": RECURRENT,
+    "shortconv.": RECURRENT,
+    "attention.kv_lora_rank": LATENT,
 }
-# Optional in a file: transformers and llama.cpp have the same defaults.
-_OPTIONAL = ("attention.head_count_kv", "attention.key_length", "rope.dimension_count", "rope.freq_base")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GgufArchitecture:
-    """The translation of one `general.architecture` into the names of Hugging Face."""
-
-    architecture: str                # as in config.json
-    fields: Mapping[str, str]        # key of config.json: key of the metadata, without the architecture
-    fixed: Mapping[str, Any]         # the other fields of config.json
-    # Undoes the converter's change to the tensor of this name, in a model with this config.
-    undo: Callable[[FloatArray, str, Mapping[str, Any]], FloatArray]
-
-
-def _unchanged(tensor: FloatArray, _name: str, _config: Mapping[str, Any]) -> FloatArray:
-    return tensor
-
-
-def _rotary_halves(tensor: FloatArray, name: str, config: Mapping[str, Any]) -> FloatArray:
-    """Undo the permutation of rotary dimensions, which pairs neighbours where Llama pairs halves.
-
-    Source: `LlamaModel.permute` of llama.cpp's convert_hf_to_gguf.py; this is its inverse.
-    """
-    heads = config["num_attention_heads"]
-    rotary = {".q_proj.": heads, ".k_proj.": config.get("num_key_value_heads", heads)}
-    for part, count in rotary.items():
-        if part in name:
-            pairs = tensor.reshape(count, -1, 2, *tensor.shape[1:])
-            return pairs.swapaxes(1, 2).reshape(tensor.shape)
-    return tensor
-
-
-def _conv1d(tensor: FloatArray, name: str, _config: Mapping[str, Any]) -> FloatArray:
-    """Undo the transposition of linear layers to [outputs, inputs]. Source: `GPT2Model`, in the same file."""
-    return tensor.T if name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")) else tensor
-
-
-def _head_by_head(tensor: FloatArray, name: str, config: Mapping[str, Any]) -> FloatArray:
-    """Undo the stacking of queries, keys and values. Source: `BloomModel`, in the same file."""
-    if ".query_key_value." not in name:
-        return tensor
-    stack = tensor.reshape(3, config["n_head"], -1, *tensor.shape[1:])
-    return stack.swapaxes(0, 1).reshape(tensor.shape)
-
-
-ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
-    {
-        "llama": GgufArchitecture(
-            architecture="LlamaForCausalLM",
-            fields=_LLAMA_FIELDS | {"head_dim": "rope.dimension_count"},
-            fixed={"model_type": "llama"},
-            undo=_rotary_halves,
-        ),
-        "qwen2": GgufArchitecture(
-            architecture="Qwen2ForCausalLM",
-            fields=_LLAMA_FIELDS,
-            fixed={"model_type": "qwen2"},
-            undo=_unchanged,
-        ),
-        "qwen3": GgufArchitecture(
-            architecture="Qwen3ForCausalLM",
-            fields=_LLAMA_FIELDS | {"head_dim": "attention.key_length"},
-            fixed={"model_type": "qwen3"},
-            undo=_unchanged,
-        ),
-        "gpt2": GgufArchitecture(
-            architecture="GPT2LMHeadModel",
-            fields={
-                "n_positions": "context_length",
-                "n_embd": "embedding_length",
-                "n_inner": "feed_forward_length",
-                "n_layer": "block_count",
-                "n_head": "attention.head_count",
-                "layer_norm_epsilon": "attention.layer_norm_epsilon",
-            },
-            # The converter writes a tied head as another tensor.
-            fixed={"model_type": "gpt2", "tie_word_embeddings": True},
-            undo=_conv1d,
-        ),
-        "bloom": GgufArchitecture(
-            architecture="BloomForCausalLM",
-            fields={
-                "seq_length": "context_length",
-                "hidden_size": "embedding_length",
-                "n_layer": "block_count",
-                "n_head": "attention.head_count",
-                "layer_norm_epsilon": "attention.layer_norm_epsilon",
-            },
-            fixed={"model_type": "bloom", "tie_word_embeddings": True},
-            undo=_head_by_head,
-        ),
-    }
-)
+_FLOATS = {"F64", "F32", "F16", "BF16"}
+# Parts of the names of tensors that a file has as stacks.
+_STACKED = re.compile(r"\.norms\.\{n\}|\.\{e\}")
+_EXPERTS = (".block_sparse_moe.experts.", ".mlp.experts.")
+_OF_ROUTERS = {"mlp.router": "ffn_gate_inp", "mlp.choice": "exp_probs_b"}     # by role
+# The names of the parts of an MLP where the converter takes a tensor apart, by role.
+_OF_MLPS = {
+    f"mlp.{shared}{part}": f"ffn_{part}{'_shexp' if shared else ''}"
+    for shared in ("", "shared.")
+    for part in ("gate", "up", "down")
+}
+# The tensors of recurrent layers that are no modules, by role.
+_OF_STATES = {"mixer.rate": "ssm_a", "mixer.step_bias": "ssm_dt.bias", "mixer.skip": "ssm_d"}
+# Ends of the names of tensors that have one row in a folder, and none in a file.
+_ONE_ROW = (".shared_expert_gate.weight", ".moe_statics.e_score_correction_bias")
+# Tensors from which the config is made.
+_ROTARY = ("rope_freqs.", "rope_factors_long.", "rope_factors_short.")
 
 
 def read_gguf(path: Path, *, source: str) -> Checkpoint:
-    """Open a GGUF file of one of the architectures in `ARCHITECTURES`; `source` is its name in messages.
+    """Open a GGUF file, or the first of several, of one of `GGUF_ARCHITECTURES`.
+
+    `source` is its name in messages.
 
     Raises:
-        ExportError: the file is broken, or its architecture or rotary scaling is not supported.
+        ExportError: the file is broken or incomplete, or its architecture or tokenizer is not supported.
     """
     try:
         file = GgufFile.open(path)
@@ -138,189 +70,222 @@ def read_gguf(path: Path, *, source: str) -> Checkpoint:
         raise ExportError(
             f"{path} is not a readable GGUF file: {error}", remedy="download it again"
         ) from error
-    metadata, tensors = file.metadata, file.tensors
-    _reject_unknown(metadata, tensors=tensors, source=source)
+    name = str(file.metadata.get("general.architecture"))
+    header = GgufHeader(architecture=name, metadata=file.metadata, tensors=file.tensors)
+    _reject_unknown(header, source=source)
+    translation = GGUF_ARCHITECTURES[name]
     try:
-        config = _config(metadata, tensors=tensors)
-        tensors = _by_hugging_face_names(metadata, tensors=tensors)
+        config = common_config(header) | translation.config(header)
+        config.setdefault("architectures", [translation.architecture])
+        constants = translation.tensors(header)
+        tensors = dict(_tensors(header, translation, config=config))
     except KeyError as error:
         raise ExportError(f"{path} lacks {error}", remedy="download the file again") from error
+    except (ArithmeticError, AttributeError, IndexError, TypeError, ValueError) as error:
+        raise ExportError(
+            f"{path} has metadata that describe no model of its architecture {name!r}: {error}",
+            remedy="download the file again",
+        ) from error
+    formats = {tensor.kind.name for tensor in file.tensors.values()} - _FLOATS
+    if formats:
+        logger.info(
+            "%s: weights in %s are dequantized; an export in int8 or int4 quantizes them a second time",
+            source, ", ".join(sorted(formats)),
+        )
+
+    def load(name: str, rows: slice) -> FloatArray:
+        return constants[name].copy() if name in constants else tensors[name].read(rows)
+
     return Checkpoint(
         source=source,
         config=config,
-        tensor_names=frozenset(tensors),
-        load=partial(_load, tensors, config=config, translation=_architecture(metadata)),
-        tokenizer_files=_tokenizer_files(metadata, source=source),
+        tensor_names=frozenset({*tensors, *constants}),
+        load=load,
+        shape=lambda name: constants[name].shape if name in constants else tensors[name].shape,
+        load_stored=lambda name: tensors[name].stored() if name in tensors else None,
+        is_quantized=any(tensor.stored() is not None for tensor in tensors.values()),
+        tokenizer_files=tokenizer_files(file.metadata, source=source),
+        num_bytes=sum(tensor.blocks.nbytes for tensor in file.tensors.values()),
     )
 
 
-def _architecture(metadata: Mapping[str, Any]) -> GgufArchitecture:
-    return ARCHITECTURES[metadata["general.architecture"]]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tensor:
+    """A tensor as a Hugging Face folder has it."""
+
+    tensor: GgufTensor
+    order: NDArray[np.int64] | None = None  # of the rows; None: as in the file
+    transposed: bool = False
+    columns: NDArray[np.int64] | None = None    # which column each one in the file is; None: the same
+    is_difference: bool = False             # a norm that stores the difference from 1 in a folder
+    is_rate: bool = False                   # the negative exponential of what a folder has
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.shape[::-1] if self.transposed else self.tensor.shape
+
+    def read(self, rows: slice) -> FloatArray:
+        if self.transposed:
+            return self.tensor.read().T[rows]
+        values = (self.tensor if self._is_all(rows) else self.tensor.rows(self._index(rows))).read()
+        if self.is_difference:  # llama.cpp's converter adds 1
+            values -= np.float32(1)
+        if self.is_rate:
+            values = np.log(-values)
+        return values if self.columns is None else values[:, np.argsort(self.columns)]
+
+    def stored(self) -> StoredRows | None:
+        """Return the rows as the file has them, if the kernels execute their format."""
+        kind, shape = self.tensor.kind.name, self.tensor.shape
+        if len(shape) != 2 or self.transposed:
+            return None
+        if kind == "MXFP4":
+            stored = _of_mxfp4(self.tensor)
+        elif kind in BLOCK_FORMATS:
+            rows = Rows.of(self.tensor.blocks.reshape(shape[0], -1))
+            stored = StoredRows(kind=kind, rows=rows, inputs=shape[1])
+        else:
+            return None
+        if stored is not None and self.order is not None:
+            stored = replace(stored, rows=stored.rows.taken(self.order))
+        if stored is not None and self.columns is not None:
+            stored = replace(stored, order=self.columns.astype(np.int32))
+        return stored
+
+    def _is_all(self, rows: slice) -> bool:
+        return self.order is None and rows == slice(None)
+
+    def _index(self, rows: slice) -> slice | NDArray[np.int64]:
+        return rows if self.order is None else self.order[rows]
 
 
-def _reject_unknown(metadata: Mapping[str, Any], *, tensors: Mapping[str, GgufTensor], source: str) -> None:
-    architecture = metadata.get("general.architecture")
-    scaling = metadata.get(f"{architecture}.rope.scaling.type", "none")
-    if architecture not in ARCHITECTURES or scaling != "none" or "rope_freqs.weight" in tensors:
-        known = architecture in ARCHITECTURES
-        feature = "scaled rotary positions" if known else f"architecture {architecture!r}"
-        raise ExportError(
-            f"{source} has {feature}, which is not supported in GGUF files",
-            remedy="export from the original checkpoint folder (config.json and safetensors)",
-        )
+def _of_mxfp4(tensor: GgufTensor) -> StoredRows | None:
+    """Return a weight in MXFP4 in the blocks that hold its numbers: an exponent (E8M0), and 32 codes (E2M1).
 
-
-def _config(metadata: Mapping[str, Any], *, tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
-    translation, prefix = _architecture(metadata), metadata["general.architecture"]
-    keys = {
-        key: f"{prefix}.{field}"
-        for key, field in translation.fields.items()
-        if field not in _OPTIONAL or f"{prefix}.{field}" in metadata
-    }
-    return {
-        "architectures": [translation.architecture],
-        "vocab_size": tensors["token_embd.weight"].shape[0],
-        "attention_bias": "blk.0.attn_q.bias" in tensors,
-        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
-        "tie_word_embeddings": "output.weight" not in tensors,
-        **{key: metadata[field] for key, field in keys.items()},
-        **translation.fixed,
-    }
-
-
-def _by_hugging_face_names(
-    metadata: Mapping[str, Any], *, tensors: Mapping[str, GgufTensor]
-) -> dict[str, GgufTensor]:
-    """Rename the tensors to the names in a Hugging Face folder; tensors without such a name keep theirs."""
-    architecture, family = metadata["general.architecture"], FAMILIES[_architecture(metadata).architecture]
-    num_layers = metadata[f"{architecture}.block_count"]
-    [number] = [number for number, name in MODEL_ARCH_NAMES.items() if name == architecture]
-    known, names = get_tensor_name_map(number, num_layers), {}
-    for source in tensor_sources(family.names, num_layers=num_layers).values():
-        # llama.cpp knows the names of some architectures only without their prefix.
-        gguf_name = known.get_name(source.name) or known.get_name(source.name.removeprefix(family.prefix))
-        names[gguf_name] = source.name
-    return {_renamed(name, names): tensor for name, tensor in tensors.items()}
-
-
-def _renamed(name: str, names: Mapping[str, str]) -> str:
-    stem, _, kind = name.rpartition(".")
-    return f"{names.get(stem, stem)}.{kind}"
-
-
-def _load(
-    tensors: Mapping[str, GgufTensor],
-    name: str,
-    *,
-    config: Mapping[str, Any],
-    translation: GgufArchitecture,
-) -> FloatArray:
-    return translation.undo(tensors[name].read(), name, config)
-
-
-_BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-
-
-def _words(pattern: str) -> pre_tokenizers.PreTokenizer:
-    """Split text into the matches of a pattern, then into bytes."""
-    words = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
-    return pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-
-
-def _gpt4_words(digits: str) -> pre_tokenizers.PreTokenizer:
-    return _words(
-        rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
-        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-    )
-
-
-# By `tokenizer.ggml.pre`; the names are llama.cpp's.
-_PRE_TOKENIZERS: Mapping[str, pre_tokenizers.PreTokenizer] = {
-    "default": _BYTES,
-    "gpt-2": _BYTES,
-    "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _BYTES]),
-    "llama-bpe": _gpt4_words(r"\p{N}{1,3}"),
-    "qwen2": _gpt4_words(r"\p{N}"),
-    "bloom": _words(r" ?[^(\s|[.,!?…。，、।۔،])]+"),  # noqa: RUF001
-}
-
-
-def _tokenizer_files(metadata: Mapping[str, Any], *, source: str) -> dict[str, bytes]:
-    """Return the tokenizer files of a checkpoint folder, by name, from the metadata of a GGUF file.
-
-    Raises:
-        ExportError: the tokenizer is not a byte-level BPE with a known pre-tokenizer, or is incomplete or
-            inconsistent.
+    The first 16 codes are the low halves of the bytes behind the exponent.
     """
-    ggml = {name.removeprefix("tokenizer.ggml."): value for name, value in metadata.items()}
-    _require_supported(ggml, source=source)
-    try:
-        tokenizer = _byte_level_bpe(ggml)
-        names = {kind: _token(ggml, f"{kind}_token_id") for kind in ("bos", "eos")}
-        names["pad"] = _token(ggml, "padding_token_id")
-    except Exception as error:  # the library raises bare Exception
-        raise ExportError(
-            f"the tokenizer of {source} is broken: {error}", remedy="download the file again"
-        ) from error
-    add_bos = bool(ggml.get("add_bos_token", ggml.get("pre") == "llama-bpe"))
-    if add_bos and names["bos"]:
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=[names["bos"], "$A"], special_tokens=[(names["bos"], ggml["bos_token_id"])]
-        )
-    ends = [ggml[key] for key in ("eos_token_id", "eot_token_id") if key in ggml]
-    files = {
-        "tokenizer.json": tokenizer.to_str().encode(),
-        "tokenizer_config.json": _json(
-            {f"{kind}_token": text for kind, text in names.items()} | {"add_bos_token": add_bos}
-        ),
-        "generation_config.json": _json(
-            {"bos_token_id": ggml.get("bos_token_id"), "eos_token_id": sorted(set(ends)) or None}
-        ),
-    }
-    if "tokenizer.chat_template" in metadata:
-        files["chat_template.jinja"] = metadata["tokenizer.chat_template"].encode()
-    return files
+    outputs, inputs = tensor.shape
+    blocks = tensor.blocks.reshape(outputs, inputs // 32, -1)
+
+    def codes(start: int, stop: int) -> NDArray[np.uint8]:
+        packed = blocks[start:stop, :, 1:]
+        places = np.concatenate([packed & np.uint8(15), packed >> np.uint8(4)], axis=2)
+        found: NDArray[np.uint8] = FP4_CODES[places].reshape(stop - start, inputs)
+        return found
+
+    return GroupedWeight(
+        shape=(outputs, inputs),
+        bits=5,
+        groups=np.arange(inputs) // 32,
+        codes=codes,
+        scales=lambda start, stop: half_powers(blocks[start:stop, :, 0]),
+        zeros=lambda start, stop: np.full((stop - start, inputs // 32), FP4_ZERO),
+    ).stored()
 
 
-def _require_supported(ggml: Mapping[str, Any], *, source: str) -> None:
-    remedy = "export from the original checkpoint folder (config.json, safetensors, tokenizer.json)"
-    if ggml.get("model") != "gpt2":
-        raise ExportError(
-            f"{source} has a {ggml.get('model')!r} tokenizer; GGUF files need a byte-level BPE (gpt2)",
-            remedy=remedy,
-        )
-    if ggml.get("pre", "default") not in _PRE_TOKENIZERS:
-        raise ExportError(
-            f"{source} has the pre-tokenizer {ggml['pre']!r}; known: {', '.join(sorted(_PRE_TOKENIZERS))}",
-            remedy=remedy,
-        )
-    for key in ("tokens", "merges"):
-        if key not in ggml:
-            raise ExportError(f"{source} lacks 'tokenizer.ggml.{key}'", remedy="download the file again")
-
-
-def _byte_level_bpe(ggml: Mapping[str, Any]) -> Tokenizer:
-    tokens, merges = ggml["tokens"], [tuple(merge.split(" ")) for merge in ggml["merges"]]
-    pre = ggml.get("pre", "default")
-    # Llama 3 encodes a word that is a token as that token, even if no sequence of merges leads to it.
-    bpe = models.BPE(
-        vocab={token: i for i, token in enumerate(tokens)}, merges=merges, ignore_merges=pre == "llama-bpe"
+def _reject_unknown(header: GgufHeader, *, source: str) -> None:
+    name = header.architecture
+    if name in GGUF_ARCHITECTURES:
+        return
+    for key, reason in _UNSUPPORTED.items():
+        if any(found.startswith(f"{name}.{key}") and value != 0 for found, value in header.metadata.items()):
+            raise refusal(source, architecture=name, reason=reason, model_type=name)
+    raise ExportError(
+        f"{source} has the architecture {name!r}, which is not supported in GGUF files",
+        remedy=f"known: {', '.join(sorted(GGUF_ARCHITECTURES))}; or export from the original checkpoint "
+        "folder (config.json and safetensors)",
     )
-    tokenizer = Tokenizer(bpe)
-    if pre == "qwen2":
-        tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = _PRE_TOKENIZERS[pre]
-    tokenizer.decoder = decoders.ByteLevel()
-    types = ggml.get("token_type", [])
-    for kind, special in ((TokenType.CONTROL, True), (TokenType.USER_DEFINED, False)):
-        texts = [token for token, found in zip(tokens, types, strict=False) if found == kind]
-        tokenizer.add_tokens([AddedToken(text, special=special, normalized=False) for text in texts])
-    return tokenizer
 
 
-def _token(ggml: Mapping[str, Any], key: str) -> str | None:
-    return ggml["tokens"][ggml[key]] if key in ggml else None
+def _tensors(
+    header: GgufHeader, translation: GgufArchitecture, *, config: Mapping[str, Any]
+) -> Iterator[tuple[str, _Tensor]]:
+    """Yield each tensor by its name in a Hugging Face folder; one without such a name keeps its own."""
+    names, whole, differences = module_names(
+        header.architecture,
+        config["architectures"][0],
+        num_layers=header["block_count"],
+        has_two_norms=header.has("attn_norm_2.weight"),
+    )
+    for own_name, tensor in header.tensors.items():
+        if own_name.startswith(_ROTARY) or ".nextn." in own_name:
+            continue
+        module, _, part = own_name.rpartition(".")
+        name = names.get(own_name) or names.get(module, module)
+        if module not in whole and own_name not in names:
+            name = f"{name}.{part}"
+        tensor = replace(tensor, shape=_folder_shape(own_name, tensor.shape))
+        if name.endswith(_ONE_ROW):
+            tensor = replace(tensor, shape=(1, *tensor.shape))
+        entry = next((place for place in ("{n}", "{e}") if place in name), None)
+        if entry is not None:   # a norm for each head, or a weight for each expert
+            for index in range(tensor.shape[0]):
+                row = replace(tensor.rows(slice(index, index + 1)), shape=tensor.shape[1:])
+                yield name.replace(entry, str(index)), _Tensor(tensor=row)
+            continue
+        yield name, _Tensor(
+            tensor=tensor,
+            order=translation.row_order(name, config),
+            columns=translation.column_order(name, config),
+            transposed=name.endswith(translation.transposed),
+            is_rate=own_name.endswith(".ssm_a"),
+            is_difference=names.get(module) in differences and part == "weight",
+        )
 
 
-def _json(value: dict[str, Any]) -> bytes:
-    return json.dumps(value, indent=2, ensure_ascii=False).encode()
+def _folder_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape in a folder of a tensor of a recurrent layer; that of any other does not change."""
+    if name.endswith((".ssm_conv1d.weight", ".shortconv.conv.weight")):
+        return (shape[0], 1, *shape[1:])
+    is_vector = name.endswith((".ssm_a", ".ssm_d", ".ssm_norm.weight"))
+    return (math.prod(shape),) if is_vector else shape
+
+
+def module_names(
+    file_architecture: str, architecture: str, *, num_layers: int, has_two_norms: bool = False
+) -> tuple[dict[str, str], set[str], set[str]]:
+    """Return the modules' names in a folder by those in a file.
+
+    Args:
+        file_architecture: the `general.architecture` of a file.
+        architecture: the one in config.json; that of Llama has two.
+        num_layers: how many layers the file has.
+        has_two_norms: the layers of this Falcon have a norm of attention and one of the MLP.
+
+    Returns:
+        The names; those in the file that are a single tensor in a folder, without .weight or .bias; and the
+        norms that store differences.
+    """
+    family = FAMILIES[architecture]
+    [number] = [number for number, name in MODEL_ARCH_NAMES.items() if name == file_architecture]
+    known = get_tensor_name_map(number, num_layers)
+    names: dict[str, str] = {}
+    whole: set[str] = set()
+    differences: set[str] = set()
+    for role, source in tensor_sources(family.names, num_layers=num_layers).items():
+        _, layer, part = role.split(".", 2) if role.startswith("layers.") else ("", "", role)
+        # A file has experts apart from each other, as stacks of gates, values and outputs.
+        for name in source.names[:1] if source.kind == "stack" else source.names:
+            # llama.cpp knows the names of some architectures only without their prefix.
+            stacked = _STACKED.sub("", name).replace(*_EXPERTS)
+            own_name = known.get_name(stacked) or known.get_name(stacked.removeprefix(family.prefix))
+            if part in _OF_ROUTERS:
+                own_name = f"blk.{layer}.{_OF_ROUTERS[part]}"
+            if part in _OF_MLPS:
+                names.setdefault(f"blk.{layer}.{_OF_MLPS[part]}", name)
+            if part in _OF_STATES:
+                names[f"blk.{layer}.{_OF_STATES[part]}"] = name
+                continue
+            # The name of one of two norms is that of the only norm too.
+            is_other = file_architecture == "falcon" and has_two_norms == name.endswith(".input_layernorm")
+            bare = known.get_name(f"{name}.weight")     # a norm of Falcon H1 has no .weight in a file
+            if bare is not None:
+                names[bare] = f"{name}.weight"
+            elif own_name is not None and not is_other:
+                names[own_name] = name
+                if source.kind == "tensor":
+                    whole.add(own_name)
+            if source.kind == "difference":
+                differences.add(name)
+    return names, whole, differences
+

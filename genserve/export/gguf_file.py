@@ -1,7 +1,7 @@
-"""GGUF file: the metadata and the tensors of a file of llama.cpp.
+"""GGUF file: reads the metadata and the tensors of a GGUF file.
 
-The reader of the package `gguf` makes an array of numpy for every string, which takes seconds for the tokens
-and the merges of a vocabulary.
+The reader of the package `gguf` makes a numpy array for every string, which takes seconds for the tokens and
+the merges of a vocabulary.
 
 Source: docs/gguf.md in the repository of ggml.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -22,14 +22,14 @@ from numpy.typing import NDArray
 from genserve.sampling.logits_array import FloatArray
 
 _VERSIONS = (2, 3)
-_ALIGNMENT = 32     # bytes, if the file states none
+_ALIGNMENT = 32     # bytes, if the file does not state it
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 
-# A number of another type, no alignment, arrays in arrays without end.
+# A broken file raises these: its numbers have another type, its alignment is 0, or its arrays nest endlessly.
 _BROKEN = (struct.error, LookupError, TypeError, ArithmeticError, RecursionError)
 
-_BLOCKS = 8192      # that are dequantized together: what fits into a processor's cache
+_BLOCKS = 8192      # blocks that are dequantized together, to fit into a processor's cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,13 +40,19 @@ class GgufTensor:
     kind: GGMLQuantizationType
     blocks: NDArray[np.uint8]       # [blocks, bytes of a block], a view of the file
 
+    def rows(self, index: slice | NDArray[np.int64]) -> GgufTensor:
+        """Return some of the rows, in any order, in the same number format. A block is within a row."""
+        rows = self.blocks.reshape(self.shape[0], -1)[index]
+        blocks = rows.reshape(-1, self.blocks.shape[1])
+        return replace(self, shape=(len(rows), *self.shape[1:]), blocks=blocks)
+
     def read(self) -> FloatArray:
         """Return the tensor as float32, writable."""
         num_blocks, block = len(self.blocks), prod(self.shape) // len(self.blocks)
         values: FloatArray = np.empty((num_blocks, block), np.float32)
         for start in range(0, num_blocks, _BLOCKS):
             part = slice(start, start + _BLOCKS)
-            # As one row, since the package handles 16 rows at a time.
+            # Pass one row, since the package handles 16 rows at a time.
             values[part] = dequantize(self.blocks[part].reshape(1, -1), self.kind).reshape(-1, block)
         return values.reshape(self.shape)
 
@@ -60,12 +66,30 @@ class GgufFile:
 
     @classmethod
     def open(cls, path: Path) -> GgufFile:
-        """Read the metadata of a file, and map its tensors.
+        """Read the metadata of a file, and map its tensors; of a file in parts, those of all parts.
 
         Raises:
-            ValueError: it is not a GGUF file of version 2 or 3, or it is broken or incomplete.
-            OSError: it cannot be read.
+            ValueError: the file is not a GGUF file of version 2 or 3, or is broken or incomplete, or is not
+                the first of its parts.
+            OSError: the file cannot be read, or a part is missing.
         """
+        first = cls._open_part(path)
+        count = first.metadata.get("split.count", 1)
+        if count == 1:
+            return first
+        ending = f"-00001-of-{count:05}.gguf"
+        if not path.name.endswith(ending):
+            raise ValueError(f"it is one of {count} parts; the name of the first ends in {ending}")
+        stem = path.name.removesuffix(ending)
+        tensors = dict(first.tensors)
+        for number in range(2, count + 1):
+            tensors |= cls._open_part(path.with_name(f"{stem}-{number:05}-of-{count:05}.gguf")).tensors
+        if len(tensors) != first.metadata.get("split.tensors.count", len(tensors)):
+            raise ValueError("its parts do not have all tensors")
+        return cls(metadata=first.metadata, tensors=tensors)
+
+    @classmethod
+    def _open_part(cls, path: Path) -> GgufFile:
         data = np.asarray(np.memmap(path, np.uint8, mode="r"))  # views of a memmap are slow to make
         reader = _Reader(data.data)
         try:
@@ -75,7 +99,7 @@ class GgufFile:
 
     @classmethod
     def _read(cls, reader: _Reader, data: NDArray[np.uint8]) -> GgufFile:
-        if reader.take(4) != b"GGUF":
+        if reader.read(4) != b"GGUF":
             raise ValueError("it does not begin with 'GGUF'")
         version = reader.number("I")
         if version not in _VERSIONS:
@@ -95,7 +119,7 @@ class _Reader:
     data: memoryview
     offset: int = 0
 
-    def take(self, size: int) -> bytes:
+    def read(self, size: int) -> bytes:
         end = self.offset + size
         if end > len(self.data):
             raise ValueError("it is incomplete")
@@ -114,7 +138,7 @@ class _Reader:
         return values
 
     def string(self) -> str:
-        return self.take(self.number("Q")).decode()
+        return self.read(self.number("Q")).decode()
 
     def value(self, kind: int) -> Any:
         if kind == _STRING:
@@ -141,7 +165,7 @@ class _TensorHeader:
         return cls(name, dims[::-1], GGMLQuantizationType(reader.number("I")), reader.number("Q"))
 
     def tensor(self, data: NDArray[np.uint8]) -> GgufTensor:
-        """Return the tensor in the `data` of all tensors."""
+        """Return the tensor from `data`, which has all tensors."""
         block, block_bytes = GGML_QUANT_SIZES[self.kind]
         num_blocks, rest = divmod(prod(self.shape), block)
         found = data[self.offset : self.offset + num_blocks * block_bytes]

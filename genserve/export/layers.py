@@ -1,31 +1,43 @@
-"""Layers: the layers with weights of a graph (embedding, linear layers, head, norms), in two implementations.
+"""Layers: writes the layers of a graph that have weights: embedding, linear layers, head and norms.
 
-`decoder_graph.py` writes a model through `Layers`. `FusedLayers` writes custom operators, for the CPU;
+`decoder_graph.py` writes a model through `Layers`. `FusedLayers` writes custom operators for the CPU;
 `StandardLayers` writes operators of ONNX, which also run on a GPU.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from genserve.export.decoder import Activation
+from genserve.errors import ExportError
+from genserve.export.decoder import Activation, Experts
 from genserve.export.onnx_graph import OnnxGraphBuilder
 from genserve.export.quantization import QuantizationScheme
-from genserve.kernels.packing import BLOCKS, Quantized, WeightFormat, pack_float32, pack_quantized, quantize
+from genserve.export.rows import Rows
+from genserve.export.stored_weight import StoredWeight
+from genserve.kernels.packing import WeightFormat, pack_float32, pack_quantized, quantize
 from genserve.sampling.logits_array import FloatArray
 
 LinearKind = Literal["normed", "inner", "head"]   # the field of `QuantizationScheme` for the weight
 
-# The inputs of a graph that describe its sequences, in the order in which operators take them.
+_QUANTIZED = ("embedding", "embedding.scales")    # the names of an embedding that an export quantizes
+
+# The inputs of a graph that describe its sequences, in the order in which the operators have them.
 SEQUENCE_INPUTS = ("cumulative_sequence_length", "past_seqlens", "block_table")
 
-_ROWS = 1024    # that are quantized together
+# The activations of genserve's operators; others are operators of ONNX behind them.
+KERNEL_ACTIVATIONS: tuple[Activation | None, ...] = (None, "silu", "gelu", "gelu_tanh", "relu", "relu2")
+
+# The attributes of DecoderLayer for the formats of qkv, output, inner and down.
+_FORMAT_ATTRIBUTES = (
+    "weight_format", "residual_weight_format", "inner_weight_format", "down_weight_format"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,15 +56,16 @@ class Linear:
     """A linear layer: `activation(norm(x) @ weight.T + bias) + residual`, of rows x [rows, K]."""
 
     x: str                                  # a value [rows, K]
-    weight: FloatArray                      # [N, K]
+    weight: Rows[np.float32] | StoredWeight     # [N, K]
     output: str                             # the name of the result [rows, N]; prefix of its weights
     kind: LinearKind                        # selects the number format of the weight
     bias: FloatArray | None = None          # [N]
+    xielu: FloatArray | None = None         # [3]: alpha_p, alpha_n and beta, if `activation` is "xielu"
     norm: Norm | None = None                # applied to the rows of x first
     activation: Activation | None = None    # applied to the outputs
     gated: bool = False                     # the activated first half times the second half: [rows, N / 2]
     residual: str = ""                      # a value [rows, N]
-    softcap: float | None = None            # of a head: outputs s become softcap * tanh(s / softcap)
+    softcap: float | None = None            # for a head: outputs s become softcap * tanh(s / softcap)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +73,29 @@ class DecoderLayer:
     """A layer of a decoder: attention and MLP, with norms before them and residuals around them."""
 
     x: str                      # a value [num_tokens, hidden]
-    # qkv, output, inner and down; iterated once, so that few of their weights are in memory.
-    linears: Iterable[Linear]
+    linears: Iterable[Linear]   # qkv, output, inner and down
     past: Sequence[str]         # the layer's buffers in the KV cache: keys, values, in int8 also their scales
     present: Sequence[str]      # the same, after the layer
     constants: Sequence[str]    # cosines, sines, norms of queries and keys, ALiBi's slopes; "": none
-    attributes: Mapping[str, float | str]   # of the operator, except for those of the weights
+    attributes: Mapping[str, float | str]   # the operator's attributes, except those for the weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsLayer:
+    """Experts: `residual + the sum of weight * expert(norm(x))` over the experts that a row chooses."""
+
+    x: str                                  # a value [rows, hidden]
+    output: str                             # the name of the result [rows, hidden]; prefix of the weights
+    described: Experts
+    activation: Activation
+    inner: Callable[[int], Linear]          # of an expert, with its bias, if any
+    down: Callable[[int], Linear]
+    router: FloatArray                      # [experts, hidden], and a row for the score of the shared expert
+    router_bias: FloatArray | None
+    choice_bias: FloatArray | None
+    shared: tuple[Linear, Linear] | None    # inner and down of the expert of all rows
+    norm: Norm | None
+    residual: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +119,54 @@ class Layers(ABC):
             inputs.append(self.vector(f"{norm.name}.bias", norm.bias))
         return self.graph.node(op, inputs, norm.name, epsilon=norm.epsilon)
 
-    def embedding(self, ids: str, weight: FloatArray, output: str) -> str:
+    def rows(self, name: str, weight: Rows[np.float32]) -> str:
+        """Add a matrix, in the type of the activations."""
+        dtype = self.scheme.activations
+        return self.graph.weights([name], (partial(_converted, part, dtype) for part in weight.parts()))[0]
+
+    def embedding(self, ids: str, weight: Rows[np.float32] | StoredWeight, output: str) -> str:
         """Add the lookup of token ids [num_tokens] in a weight [vocab, hidden]: [num_tokens, hidden]."""
-        return self.graph.node("Gather", [self.vector("embedding", weight), ids], output)
+        assert not isinstance(weight, StoredWeight)
+        return self.graph.node("Gather", [self.rows("embedding", weight), ids], output)
+
+    def activated(self, x: str, layer: Linear) -> str:
+        """Add an activation as operators of ONNX, after a product x that has none."""
+        node = self.graph.node
+        match layer.activation:
+            case "silu":
+                return node("Mul", [x, node("Sigmoid", [x], f"{x}.sigmoid")], f"{x}.silu")
+            case "gelu":
+                return node("Gelu", [x], f"{x}.gelu")
+            case "gelu_tanh":
+                return node("Gelu", [x], f"{x}.gelu", approximate="tanh")
+            case "relu":
+                return node("Relu", [x], f"{x}.relu")
+            case "relu2":
+                positive = node("Relu", [x], f"{x}.relu")
+                return node("Mul", [positive, positive], f"{x}.relu2")
+            case "xielu":
+                return self._xielu(x, layer)
+        return x
+
+    def _xielu(self, x: str, layer: Linear) -> str:
+        """alpha_p * x^2 + beta * x above 0, and alpha_n * (exp(x) - 1 - x) + beta * x below.
+
+        Source: Huang and Schlag, "Deriving Activation Functions Using Integration" (2024).
+        """
+        assert layer.xielu is not None
+        node = self.graph.node
+        values = zip(("alpha_p", "alpha_n", "beta", "one"), (*layer.xielu, 1), strict=True)
+        above, below, slope, one = (
+            self.vector(f"{x}.{name}", np.array(value, np.float32)) for name, value in values
+        )
+        positive = node("Relu", [x], f"{x}.positive")
+        negative = node("Sub", [x, positive], f"{x}.negative")
+        square = node("Mul", [node("Mul", [positive, positive], f"{x}.square"), above], f"{x}.above")
+        # Elu would do, but its bits depend on where a number is in the batch.
+        power = node("Sub", [node("Exp", [negative], f"{x}.exp"), one], f"{x}.expm1")
+        curve = node("Mul", [node("Sub", [power, negative], f"{x}.curve"), below], f"{x}.below")
+        line = node("Mul", [x, slope], f"{x}.line")
+        return node("Add", [node("Add", [square, curve], f"{x}.bent"), line], f"{x}.xielu")
 
     @abstractmethod
     def linear(self, layer: Linear) -> str:
@@ -101,9 +176,20 @@ class Layers(ABC):
         """Add a layer of a decoder as one operator; its value is named like the output of `down`."""
         raise NotImplementedError
 
+    def experts(self, layer: ExpertsLayer) -> str:
+        """Add experts as one operator."""
+        raise NotImplementedError
+
+    def grouped_linear(self, groups: Sequence[Linear]) -> str:
+        """Add linear layers of equal sizes, each of which reads its share of the columns of x, as one.
+
+        Their names and options are those of the first; none has a bias, norm, activation or residual.
+        """
+        raise NotImplementedError
+
     @abstractmethod
     def head(self, layer: Linear, *, tied: bool) -> str:
-        """Add the head, whose outputs are the logits [rows, vocab] float32; `tied`: to the embedding."""
+        """Add the head, which yields the logits [rows, vocab] float32; `tied`: it shares the embedding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +199,10 @@ class StandardLayers(Layers):
     def linear(self, layer: Linear) -> str:
         """See `Layers.linear`."""
         x, output = layer.x, layer.output
+        assert not isinstance(layer.weight, StoredWeight)
         if layer.norm:
             x = self.norm(x, layer.norm)
-        matrix = self.vector(f"{output}.weight", layer.weight.T)
+        matrix = self.graph.weight(f"{output}.weight", self._transposed(layer.weight))
         x = self.graph.node("MatMul", [x, matrix], f"{output}.product")
         if layer.bias is not None:
             x = self.graph.node("Add", [x, self.vector(f"{output}.bias", layer.bias)], f"{output}.biased")
@@ -123,9 +210,9 @@ class StandardLayers(Layers):
             assert layer.activation
             gate, up = f"{output}.gate", f"{output}.up"
             self.graph.node("Split", [x], gate, up, axis=-1, num_outputs=2)
-            x = self.graph.node("Mul", [self._activated(gate, layer.activation), up], f"{output}.gated")
-        elif layer.activation:
-            x = self._activated(x, layer.activation)
+            x = self.graph.node("Mul", [self.activated(gate, layer), up], f"{output}.gated")
+        else:
+            x = self.activated(x, layer)
         if layer.residual:
             x = self.graph.node("Add", [x, layer.residual], f"{output}.sum")
         return x
@@ -133,10 +220,12 @@ class StandardLayers(Layers):
     def head(self, layer: Linear, *, tied: bool) -> str:
         """See `Layers.head`."""
         assert layer.norm
+        assert not isinstance(layer.weight, StoredWeight)
         output, softcap = layer.output, layer.softcap
-        matrix = "embedding" if tied else self.vector("head", layer.weight)
+        matrix = "embedding" if tied else self.rows("head", layer.weight)
         x = self.norm(layer.x, layer.norm)
-        x = self.graph.node("Gemm", [x, matrix], f"{output}.product", transB=1)
+        biases = [] if layer.bias is None else [self.vector(f"{output}.bias", layer.bias)]
+        x = self.graph.node("Gemm", [x, matrix, *biases], f"{output}.product", transB=1)
         x = self.graph.node("Cast", [x], output if softcap is None else f"{output}.uncapped", to=1)
         if softcap is None:
             return x
@@ -145,91 +234,184 @@ class StandardLayers(Layers):
         x = self.graph.node("Tanh", [x], f"{output}.tanh")
         return self.graph.node("Mul", [x, limit], output)
 
-    def _activated(self, x: str, activation: Activation) -> str:
-        match activation:
-            case "silu":
-                sigmoid = self.graph.node("Sigmoid", [x], f"{x}.sigmoid")
-                return self.graph.node("Mul", [x, sigmoid], f"{x}.silu")
-            case "gelu":
-                return self.graph.node("Gelu", [x], f"{x}.gelu")
-            case "gelu_tanh":
-                return self.graph.node("Gelu", [x], f"{x}.gelu", approximate="tanh")
-            case "relu":
-                return self.graph.node("Relu", [x], f"{x}.relu")
+    def _transposed(self, weight: Rows[np.float32]) -> NDArray[Any]:
+        matrix = np.empty(weight.shape[::-1], self.scheme.activations)
+        start = 0
+        for part in weight.parts():
+            matrix[:, start : start + len(part)] = part.T
+            start += len(part)
+        return matrix
 
 
 @dataclass(frozen=True, slots=True)
 class FusedLayers(Layers):
-    """Layers of our operators: float32 activations, packed weights; a tied head is packed separately."""
+    """Layers of genserve's operators, with float32 activations and packed weights.
+
+    A quantized embedding is read from the panels of its tied head.
+    """
 
     has_decoder_layers: ClassVar[bool] = True
 
-    def embedding(self, ids: str, weight: FloatArray, output: str) -> str:
+    def embedding(self, ids: str, weight: Rows[np.float32] | StoredWeight, output: str) -> str:
         """See `Layers.embedding`."""
-        weight_format, hidden = self.scheme.embedding, weight.shape[1]
-        if weight_format is None:
+        weight_format = self.scheme.embedding
+        if isinstance(weight, StoredWeight):
+            if weight.order is not None:
+                raise ExportError(
+                    "the embedding is quantized with its inputs in another order",
+                    remedy="write --precision int8",
+                )
+            names = self.graph.weights(["embedding"], weight.panels("the embedding"))
+        elif weight_format is None:
             return Layers.embedding(self, ids, weight, output)
-        block_size = BLOCKS[weight_format]
-        assert block_size is not None
-        padding = -hidden % block_size
-
-        def packed() -> list[NDArray[Any]]:
-            values, scales = _quantized(weight, weight_format)
-            return [np.pad(values, ((0, 0), (0, padding))).view(np.uint8) + np.uint8(128), scales]
-
-        packed_weight, scales = self.graph.weights(["embedding", "embedding.scales"], packed)
-        rows = self.graph.node(
-            "GatherBlockQuantized",
-            [packed_weight, ids, scales],
-            f"{output}.padded" if padding else output,
-            bits=8,
-            block_size=block_size,
-            gather_axis=0,
-            quantize_axis=1,
+        else:
+            pack = partial(_packed, weight_format=weight_format, gated=False)
+            names = self.graph.weights(_QUANTIZED, (partial(pack, part) for part in weight.parts()))
+        return self.graph.node(
+            "Embedding",
+            [ids, *names],
+            self.graph.value(output, np.float32),
+            out_features=weight.shape[0],
+            in_features=weight.shape[1],
+            weight_format=weight.weight_format if isinstance(weight, StoredWeight) else weight_format,
         )
-        return self._first_columns(rows, output, width=hidden) if padding else rows
 
     def linear(self, layer: Linear) -> str:
         """See `Layers.linear`."""
-        norm = layer.norm
+        return self._linear(layer, self._weights(layer))
+
+    def _linear(self, layer: Linear, weights: Sequence[str]) -> str:
+        """Add the node of a linear layer, whose weight, scales and bias have these names."""
+        norm, is_known = layer.norm, layer.activation in KERNEL_ACTIVATIONS
+        assert is_known or not layer.gated, layer.activation
         self.graph.node(
             "Linear",
-            [layer.x, *self._weights(layer), *self._norm_weights(norm), layer.residual],
+            [layer.x, *weights, *self._norm_weights(norm), layer.residual, self._order(layer)],
             self.graph.value(layer.output, np.float32),
             out_features=layer.weight.shape[0],
             in_features=layer.weight.shape[1],
-            weight_format=self._format(layer) or "float32",
-            activation=layer.activation or "",
+            weight_format=self._format(layer),
+            activation=layer.activation if layer.activation and is_known else "",
             gated=int(layer.gated),
             softcap=layer.softcap or 0.0,
             **({"norm": norm.kind, "epsilon": norm.epsilon} if norm else {}),
         )
-        return layer.output
+        return layer.output if is_known else self.activated(layer.output, layer)
 
     def decoder_layer(self, layer: DecoderLayer) -> str:
         """See `Layers.decoder_layer`."""
         inputs = [layer.x, *layer.past[:2], *SEQUENCE_INPUTS, *(layer.past[2:] or ["", ""])]
         norms: list[str] = []
+        formats: list[str] = []
+        orders: list[str] = []
         for linear in layer.linears:
             inputs += self._weights(linear)
+            formats.append(self._format(linear))
+            orders.append(self._order(linear))
             if linear.norm:
                 norms += self._norm_weights(linear.norm)
-        hidden_size, intermediate_size = linear.weight.shape    # of the last one, down
+        hidden_size, intermediate_size = linear.weight.shape    # the last layer is down
         return self.graph.node(
             "DecoderLayer",
-            [*inputs, *norms, *layer.constants],
+            [*inputs, *norms, *layer.constants, *orders],
             self.graph.value(linear.output, np.float32),
             *layer.present,
             hidden_size=hidden_size,
             intermediate_size=intermediate_size,
-            weight_format=self.scheme.normed or "float32",
-            residual_weight_format=self.scheme.inner or "float32",
+            **dict(zip(_FORMAT_ATTRIBUTES, formats, strict=True)),
             **layer.attributes,
         )
 
+    def experts(self, layer: ExpertsLayer) -> str:
+        """See `Layers.experts`."""
+        name, described, router = layer.output, layer.described, layer.described.router
+        first = layer.inner(0), layer.down(0)
+        inner = self._expert_weights(layer.inner, described.count)
+        down = self._expert_weights(layer.down, described.count)
+        router_weight = self.graph.weight(f"{name}.router.weight", pack_float32(layer.router))
+        for linear in layer.shared or ():
+            _require_no_order(linear)
+        shared = [self._weights(linear) for linear in layer.shared or ()] or [["", "", ""]] * 2
+        biases = [
+            "" if bias is None else self.vector(f"{name}.{part}", bias)
+            for part, bias in (("router.bias", layer.router_bias), ("choice", layer.choice_bias))
+        ]
+        optional: dict[str, float | str] = {}
+        if (groups := router.groups) is not None:
+            optional |= {"num_groups": groups.count, "kept_groups": groups.kept, "group_top": groups.top}
+        if layer.norm:
+            optional |= {"norm": layer.norm.kind, "epsilon": layer.norm.epsilon}
+        if layer.shared:
+            optional |= {
+                "shared_size": layer.shared[1].weight.shape[1],
+                "shared_score": int(len(layer.router) > described.count),
+                "shared_weight_format": self._format(layer.shared[0]),
+                "shared_down_weight_format": self._format(layer.shared[1]),
+            }
+        self.graph.node(
+            "Experts",
+            [
+                layer.x, router_weight, inner[0], down[0], inner[1], down[1], *self._norm_weights(layer.norm),
+                *biases, inner[2], down[2], *shared[0], *shared[1], layer.residual,
+            ],
+            self.graph.value(name, np.float32),
+            num_experts=described.count,
+            top_k=described.top_k,
+            score=router.score,
+            scale=router.scale,
+            normalise=-1.0 if router.normalise is None else router.normalise,
+            jitter=router.jitter,
+            hidden_size=layer.router.shape[1],
+            intermediate_size=first[1].weight.shape[1],
+            weight_format=self._format(first[0]),
+            down_weight_format=self._format(first[1]),
+            activation=layer.activation,
+            gated=int(first[0].gated),
+            **optional,
+        )
+        return name
+
+    def grouped_linear(self, groups: Sequence[Linear]) -> str:
+        """See `Layers.grouped_linear`."""
+        first = groups[0]
+        weight, scales, _ = self._stacked_weights(groups)
+        out_features, in_features = first.weight.shape
+        return self.graph.node(
+            "GroupedLinear",
+            [first.x, weight, scales],
+            self.graph.value(first.output, np.float32),
+            num_groups=len(groups),
+            in_features=in_features,
+            out_features=out_features,
+            weight_format=self._format(first),
+        )
+
+    def _expert_weights(self, load: Callable[[int], Linear], count: int) -> list[str]:
+        return self._stacked_weights([load(index) for index in range(count)])
+
+    def _stacked_weights(self, layers: Sequence[Linear]) -> list[str]:
+        """Add the weights of several layers, one after the other, as those of one linear layer."""
+        first = layers[0]
+        for layer in layers:
+            _require_no_order(layer)
+        if any(self._format(layer) != self._format(first) for layer in layers):
+            raise ExportError(
+                f"the weights of {first.output} have different formats",
+                remedy="write --precision int8 or --precision int4",
+            )
+        names = self.graph.weights(
+            self._weight_names(first), (part for layer in layers for part in self._parts(layer))
+        )
+        biases = [layer.bias for layer in layers if layer.bias is not None]
+        bias = self.vector(f"{first.output}.bias", np.stack(biases)) if biases else ""
+        return [*names, *[""] * (2 - len(names)), bias]
+
     def head(self, layer: Linear, *, tied: bool) -> str:
         """See `Layers.head`."""
-        del tied
+        if tied and isinstance(layer.weight, StoredWeight):
+            return self._linear(layer, ["embedding", "", self._bias(layer)])
+        if tied and self.scheme.embedding is not None:
+            return self._linear(layer, [*_QUANTIZED, self._bias(layer)])
         return self.linear(layer)
 
     def _norm_weights(self, norm: Norm | None) -> list[str]:
@@ -238,35 +420,59 @@ class FusedLayers(Layers):
         weight = self.vector(f"{norm.name}.weight", norm.weight)
         return [weight, "" if norm.bias is None else self.vector(f"{norm.name}.bias", norm.bias)]
 
-    def _format(self, layer: Linear) -> WeightFormat | None:
+    def _format(self, layer: Linear) -> str:
+        """The attribute weight_format."""
+        if isinstance(layer.weight, StoredWeight):
+            return layer.weight.weight_format
+        return self._own_format(layer) or "float32"
+
+    def _own_format(self, layer: Linear) -> WeightFormat | None:
         weight_format: WeightFormat | None = getattr(self.scheme, layer.kind)
         return weight_format
 
     def _weights(self, layer: Linear) -> list[str]:
-        """Add the packed weight [N, K], its scales, which float32 does not have, and the bias."""
-        name, weight, gated = f"{layer.output}.weight", layer.weight, layer.gated
-        weight_format = self._format(layer)
-        if weight_format is None:
-            names = [*self.graph.weights([name], lambda: [pack_float32(weight, gated=gated)]), ""]
+        """Add the packed weight [N, K], its scales if they are a tensor of their own, and the bias."""
+        names = self.graph.weights(self._weight_names(layer), self._parts(layer))
+        return [*names, *[""] * (2 - len(names)), self._bias(layer)]
+
+    def _weight_names(self, layer: Linear) -> list[str]:
+        name = f"{layer.output}.weight"
+        has_scales = not isinstance(layer.weight, StoredWeight) and self._own_format(layer) is not None
+        return [name, f"{name}.scales"] if has_scales else [name]
+
+    def _parts(self, layer: Linear) -> Iterator[Callable[[], Sequence[NDArray[Any]]]]:
+        """Yield functions that return the next panels, and their scales if they are a tensor of their own."""
+        weight, gated = layer.weight, layer.gated
+        if isinstance(weight, StoredWeight):
+            yield from weight.panels(f"{layer.output}.weight", gated=gated)
         else:
-            names = [
-                *self.graph.weights(
-                    [name, f"{name}.scales"],
-                    lambda: pack_quantized(_quantized(weight, weight_format), weight_format, gated=gated),
-                )
-            ]
-        return [*names, "" if layer.bias is None else self.vector(f"{layer.output}.bias", layer.bias)]
+            pack = partial(_packed, weight_format=self._own_format(layer), gated=gated)
+            yield from (partial(pack, part) for part in weight.parts(gated=gated))
 
-    def _first_columns(self, x: str, output: str, *, width: int) -> str:
-        bounds = {"starts": 0, "ends": width, "axes": -1}
-        constants = [
-            self.graph.constant(f"{output}.{name}", np.array([value])) for name, value in bounds.items()
-        ]
-        return self.graph.node("Slice", [x, *constants], output)
+    def _order(self, layer: Linear) -> str:
+        """Add the order of the inputs in which a stored weight has them."""
+        order = layer.weight.order if isinstance(layer.weight, StoredWeight) else None
+        return "" if order is None else self.graph.weight(f"{layer.output}.order", order)
+
+    def _bias(self, layer: Linear) -> str:
+        return "" if layer.bias is None else self.vector(f"{layer.output}.bias", layer.bias)
 
 
-def _quantized(weight: FloatArray, weight_format: WeightFormat) -> Quantized:
-    """Quantize a weight block of rows by block, since the temporaries take several times its memory."""
-    parts = [quantize(weight[i : i + _ROWS], weight_format) for i in range(0, len(weight), _ROWS)]
-    values, scales = map(np.concatenate, zip(*parts, strict=True))
-    return Quantized(values, scales)
+def _require_no_order(layer: Linear) -> None:
+    """Reject a weight whose inputs have an order of their own, which only `genserve.Linear` applies."""
+    if isinstance(layer.weight, StoredWeight) and layer.weight.order is not None:
+        raise ExportError(
+            f"{layer.output} has the inputs of its weight in another order (GPTQ's desc_act), which "
+            "experts cannot have",
+            remedy="write --precision int8 or --precision int4",
+        )
+
+
+def _converted(part: FloatArray, dtype: type[np.generic]) -> list[NDArray[Any]]:
+    return [part.astype(dtype)]
+
+
+def _packed(part: FloatArray, *, weight_format: WeightFormat | None, gated: bool) -> Sequence[NDArray[Any]]:
+    if weight_format is None:
+        return [pack_float32(part, gated=gated)]
+    return pack_quantized(quantize(part, weight_format), weight_format, gated=gated)

@@ -1,33 +1,34 @@
-"""Layout: the files of a model's folders except the weights: configs, model.py and the tokenizer's files."""
+"""Layout: writes the files of a model except the weights: configs, model.py and the tokenizer's files."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from string import Template
 from types import MappingProxyType
+from typing import Self
 
 import numpy as np
 
 from genserve.config.model_config import ModelConfig
-from genserve.config.parse import parse_model_config, read_model_config
+from genserve.config.parse import parse_config, read_config_file
 from genserve.errors import ExportError, RepositoryError
 from genserve.export.checkpoint import Checkpoint
 from genserve.export.decoder import Dimensions
 from genserve.export.export_options import CacheType, ExportFormat, Precision
 from genserve.export.model_folders import ModelFolders
 from genserve.export.quantization import cache_dtype
+from genserve.repository.model_validation import valid_config
 from genserve.sampling.sampling_params import TRITON_TENSORS
 from genserve.tensor import DataType
 from genserve.textmodel.logits_config import num_pipeline_stages
 
 MAX_NUM_SEQS = 32               # sequences that share a step
-_MAX_SEQUENCE_LENGTH = 4096     # tokens; more than a chat needs, and a cache of it fits into memory
 
 _TEMPLATES = Path(__file__).parent / "templates"
 
-# The inputs of a request other than sampling parameters, with data type and number of elements.
+# A request's inputs that are no sampling parameters, with data type and number of elements.
 _OTHER_PARAMETERS: Mapping[str, tuple[str, int]] = MappingProxyType(
     {
         "guided_decoding_guide_type": ("TYPE_STRING", 1),
@@ -36,7 +37,7 @@ _OTHER_PARAMETERS: Mapping[str, tuple[str, int]] = MappingProxyType(
     }
 )
 
-# The words of each format in the config of the logits stage.
+# What the config of the logits stage says for each format.
 _RUNTIMES: Mapping[ExportFormat, Mapping[str, str]] = MappingProxyType(
     {
         ExportFormat.ONNX: {
@@ -72,22 +73,38 @@ class ModelLayout:
     dimensions: Dimensions
     kv_cache: CacheType = "float"
     pipeline_stages: int = 1
+    max_sequence_length: int | None = None      # tokens; None: the model's own context
+
+    def limited(self, max_sequence_length: int | None) -> Self:
+        """Return the layout of a model whose config allows sequences of so many tokens; None: any.
+
+        Raises:
+            ExportError: the model's own context is shorter.
+        """
+        own = self.dimensions.context_length
+        if max_sequence_length is not None and max_sequence_length > own:
+            raise ExportError(
+                f"--max-sequence-length is {max_sequence_length}; the context of {self.checkpoint.source} is "
+                f"{own} tokens",
+                remedy=f"give at most {own}, or leave it out",
+            )
+        return replace(self, max_sequence_length=max_sequence_length)
 
     def require_agreeing_config(self, repository: Path, *, beside: bool = False) -> None:
         """Reject an existing config.pbtxt of the logits stage that describes another model.
 
-        Its batch size, threads and the rest are free. For a graph `beside` the model's own, so is the type of
-        its KV cache.
+        Only backend, outputs, states and the number of pipeline stages must agree. For a graph `beside` the
+        model's own, the type of the KV cache may differ.
 
         Raises:
-            ExportError: its backend, outputs, states or number of pipeline stages differ.
+            ExportError: the existing config does not agree.
         """
         part = f"{self.folders.logits}/config.pbtxt"
         path = repository / part
         if not path.exists():
             return
-        found = read_model_config(path)
-        made = parse_model_config(self._files()[part], source=path)
+        found = valid_config(read_config_file(path))
+        made = valid_config(parse_config(self._files()[part], path=path))
         if _signature(found, state_types=not beside) != _signature(made, state_types=not beside):
             raise ExportError(
                 f"{path} declares another backend, or other outputs, states or pipeline stages, than "
@@ -98,7 +115,7 @@ class ModelLayout:
     def write(self, folder: Path, *, repository: Path) -> None:
         """Write all files except the weights: configs, model.py, and the tokenizer's files.
 
-        The batch size is that of the ensemble in the repository, whose config stays and may have been tuned.
+        The batch size is the same as in the existing config of the ensemble, which may have been tuned.
         """
         max_num_seqs = _batch_size(repository / self.folders.ensemble / "config.pbtxt") or MAX_NUM_SEQS
         files = {part: content.encode() for part, content in self._files(max_num_seqs=max_num_seqs).items()}
@@ -132,6 +149,7 @@ class ModelLayout:
             export_format=self.export_format,
             max_num_seqs=max_num_seqs,
             pipeline_stages=self.pipeline_stages,
+            max_sequence_length=self.max_sequence_length,
         )
 
 
@@ -143,12 +161,20 @@ def stage_files(
     export_format: ExportFormat = ExportFormat.ONNX,
     max_num_seqs: int = MAX_NUM_SEQS,
     pipeline_stages: int = 1,
+    max_sequence_length: int | None = None,
 ) -> dict[str, str]:
-    """Return the configs and model.py of all four stages, by their paths in the repository.
+    """Return the configs and model.py of the ensemble and its stages, by their paths in the repository.
 
-    `cache` is the type of the keys and values in the KV cache.
+    Args:
+        folders: the names of the models.
+        dimensions: the sizes of the logits stage.
+        cache: the type of the keys and values in the KV cache.
+        export_format: how the logits stage is written.
+        max_num_seqs: sequences that share a step.
+        pipeline_stages: into how many graphs the layers are cut.
+        max_sequence_length: the most tokens of a sequence; None: the model's own context.
     """
-    length = min(dimensions.context_length, _MAX_SEQUENCE_LENGTH)
+    length = max_sequence_length or dimensions.context_length
     token_bytes = _token_bytes(dimensions, cache)
     parameters = {**{name: row.triton_type for name, row in TRITON_TENSORS.items()}, **_OTHER_PARAMETERS}
     values = {
@@ -199,9 +225,9 @@ def _read(template: str) -> str:
 
 
 def _token_bytes(dimensions: Dimensions, cache: type[np.generic]) -> int:
-    """Return the bytes of a token in the KV cache; in int8, each head of its keys and values has a scale."""
+    """Return the bytes of a token in the KV cache; an int8 cache has scales for each head."""
     head_bytes = dimensions.head_dim * np.dtype(cache).itemsize + (4 if cache is np.int8 else 0)
-    return 2 * dimensions.num_layers * dimensions.num_kv_heads * head_bytes
+    return 2 * len(dimensions.cached_layers) * dimensions.num_kv_heads * head_bytes
 
 
 def _states(dimensions: Dimensions, *, cache: type[np.generic], export_format: ExportFormat) -> str:
@@ -211,24 +237,33 @@ def _states(dimensions: Dimensions, *, cache: type[np.generic], export_format: E
     data_type = DataType.of_numpy(np.dtype(cache)).config_name
     dims = ", ".join(map(str, (heads, -1, head_dim) if is_traced else (-1, heads, head_dim)))
     in_place = "" if is_traced else " use_same_buffer_for_input_output: true"
-    return ",\n".join(
-        f'    {{ input_name: "past_key_values.{layer}.{part}" output_name: "present.{layer}.{part}" '
-        f"data_type: {data_type} dims: [ {dims} ]{in_place} }}"
-        for layer in range(dimensions.num_layers)
+    states = [
+        (f"past_key_values.{layer}.{part}", f"present.{layer}.{part}", data_type, dims)
+        for layer in dimensions.cached_layers
         for part in ("key", "value")
+    ]
+    states += [
+        (f"past_states.{place}", f"present_states.{place}", "TYPE_FP32", ", ".join(map(str, sizes)))
+        for layer, part, sizes in dimensions.states
+        for place in [f"{layer}.{part}"]
+    ]
+    return ",\n".join(
+        f'    {{ input_name: "{past}" output_name: "{present}" '
+        f"data_type: {kind} dims: [ {sizes} ]{in_place} }}"
+        for past, present, kind, sizes in states
     )
 
 
 def _batch_size(path: Path) -> int:
     """Return the batch size in a config; 0 if the config is missing or unreadable."""
     try:
-        return read_model_config(path).max_batch_size
+        return valid_config(read_config_file(path)).max_batch_size
     except RepositoryError:
         return 0
 
 
 def _signature(config: ModelConfig, *, state_types: bool) -> tuple[object, ...]:
-    """Return what a config says of the graph: its backend, outputs, states and pipeline stages."""
+    """Return what a config says about the graph: backend, outputs, states and pipeline stages."""
     states = config.sequence_batching.states if config.sequence_batching else ()
     places = [(state.input_name, state.dims, state.same_buffer) for state in states]
     types = [state.data_type if state_types else "" for state in states]

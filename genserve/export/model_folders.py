@@ -1,4 +1,4 @@
-"""Model folders: the four folders of a model, and the installation of an export."""
+"""Model folders: names the four folders of a model, and installs an export into them."""
 
 from __future__ import annotations
 
@@ -82,6 +82,39 @@ class ModelFolders:
         return self.have_weights(repository) and all((repository / path).exists() for path in rest)
 
 
+@dataclass(frozen=True, slots=True)
+class EncoderFolders:
+    """The names of an encoder model's three folders: the ensemble and its two steps.
+
+    Raises:
+        ExportError: the name is not usable as a folder and in a URL.
+    """
+
+    ensemble: str
+
+    def __post_init__(self) -> None:
+        _require_name(self.ensemble, of="a model")
+
+    @property
+    def tokenizer(self) -> str:
+        """The folder of the tokenizer: text to token ids."""
+        return f"{self.ensemble}_tokenizer"
+
+    @property
+    def encoder(self) -> str:
+        """The folder of the encoder: token ids to a vector or scores."""
+        return f"{self.ensemble}_encoder"
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        """All folders, the ensemble last."""
+        return self.tokenizer, self.encoder, self.ensemble
+
+    def have_weights(self, repository: Path) -> bool:
+        """Whether the repository has the encoder's graph."""
+        return (repository / self.encoder / "1" / "model.onnx").exists()
+
+
 def _require_name(name: str, *, of: str) -> None:
     if not _NAME.fullmatch(name):
         raise ExportError(
@@ -105,7 +138,7 @@ def writing_into(folder: Path) -> Iterator[None]:
 
 
 def require_writable(folder: Path) -> None:
-    """Raise ExportError unless `folder`, or what exists of its path, can be written to."""
+    """Raise ExportError unless `folder`, or its first existing parent, is writable."""
     with writing_into(folder):
         existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         tempfile.TemporaryFile(dir=existing).close()
@@ -115,8 +148,8 @@ def install(staged: Path, repository: Path, folders: ModelFolders, *, overwrite:
     """Move a model from the staging folder into the repository, the ensemble last.
 
     Existing configs and the decoder's model.py belong to the user and stay. The version folders of tokenizer
-    and logits belong together and are replaced; with `overwrite` so are their configs. If a move fails, all
-    are undone.
+    and logits belong together and are replaced; `overwrite` replaces their configs too. If a move fails, all
+    moves are undone.
     """
     replaced = {f"{folders.tokenizer}/1", f"{folders.logits}/1"}
     if overwrite:
@@ -139,6 +172,14 @@ def install_beside(staged: Path, repository: Path, folders: ModelFolders, *, bes
     """Move only the graph from the staging folder into the folder `beside` the model's own graph."""
     target = folders.additional_graph(repository, beside)
     _move_all({staged / folders.logits / "1": target}, aside=staged / "replaced")
+
+
+def install_encoder(staged: Path, repository: Path, folders: EncoderFolders) -> None:
+    """Move an encoder model from the staging folder into the repository, the ensemble last.
+
+    Everything of an older model with this name is replaced. If a move fails, all moves are undone.
+    """
+    _move_all({staged / part: repository / part for part in folders.all}, aside=staged / "replaced")
 
 
 def _move_all(targets: Mapping[Path, Path], *, aside: Path) -> None:
@@ -165,7 +206,7 @@ class _Moves:
         for folder in reversed([folder for folder in target.parents if not folder.exists()]):
             self.created.append(folder)
             folder.mkdir()
-        # Recorded first: an interrupt may come between the rename and the record.
+        # Record the move first: an interrupt may come between the rename and the record.
         self.renamed.append((source, target))
         source.rename(target)
 

@@ -1,13 +1,15 @@
 """ONNX graph: writes a model node by node, and streams its weights to one file next to it.
 
-A thread packs and writes a weight while the caller reads the next one.
+A thread packs and writes some rows of a weight while the caller reads the next ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,18 +26,24 @@ _ALIGNMENT = 4096  # bytes, so that weights can be mapped into memory
 _OPSETS = {"": 21, "com.microsoft": 1, "genserve": 1}
 _IR_VERSION = 10
 _DOMAINS = {
+    "CausalConv": "genserve",
     "DecoderLayer": "genserve",
-    "GatherBlockQuantized": "com.microsoft",
+    "Embedding": "genserve",
+    "Experts": "genserve",
+    "GroupedLinear": "genserve",
     "Linear": "genserve",
+    "LinearAttention": "genserve",
     "PagedAttention": "genserve",
 }
-_OPERATORS = 2      # version of the set of genserve's operators; 2 has DecoderLayer
+# The version of genserve's operator set: 2 has DecoderLayer, 3 Embedding and weights in blocks, 4 Experts,
+# 5 Embedding of weights in int8_block, 6 CausalConv and LinearAttention.
+_OPERATORS = 6
 
 
 class OnnxGraphBuilder:
-    """Builds `model.onnx` and `model.onnx.data` in a folder, with two weights at a time in memory.
+    """Builds `model.onnx` and `model.onnx.data` in a folder, with two parts of weights at a time in memory.
 
-    Values are named by strings. Use it as a context manager, and `save` it at the end.
+    Values are named by strings. Use the builder as a context manager, and call `save` at the end.
     """
 
     def __init__(self, folder: Path, *, file_name: str = MODEL_FILE) -> None:
@@ -43,7 +51,7 @@ class OnnxGraphBuilder:
         self._data_file = f"{file_name}.data"
         self._data = (folder / self._data_file).open("wb")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="weights")
-        self._written: Future[None] | None = None   # the last weights
+        self._written: Future[None] | None = None   # the task that writes the latest weights
         self._nodes: list[onnx.NodeProto] = []
         self._weights: list[onnx.TensorProto] = []
         self._inputs: list[onnx.ValueInfoProto] = []
@@ -90,11 +98,21 @@ class OnnxGraphBuilder:
 
     def weight(self, name: str, value: NDArray[Any]) -> str:
         """Add a weight, whose bytes go directly to the data file."""
-        return self.weights([name], lambda: [value])[0]
+        return self.weights([name], [lambda: [value]])[0]
 
-    def weights(self, names: Sequence[str], compute: Callable[[], Sequence[NDArray[Any]]]) -> Sequence[str]:
-        """Add weights that another thread computes; an error is raised by a later call."""
-        self._in_turn(partial(self._write, names, compute))
+    def weights(
+        self, names: Sequence[str], parts: Iterable[Callable[[], Sequence[NDArray[Any]]]]
+    ) -> Sequence[str]:
+        """Add weights, of which each function returns the next rows, one array for each name.
+
+        Another thread calls the functions, and writes what they return for the first name at once; an error
+        is raised by a later call.
+        """
+        writing = _Writing(names[0])
+        rest: list[list[NDArray[Any]]] = [[] for _ in names[1:]]
+        for compute in parts:
+            self._in_turn(partial(self._write_part, writing, compute, rest))
+        self._in_turn(partial(self._write_rest, writing, names[1:], rest))
         return names
 
     def save(self, *, metadata: Mapping[str, str]) -> None:
@@ -112,7 +130,7 @@ class OnnxGraphBuilder:
         self._path.write_bytes(model.SerializeToString())
 
     def _in_turn(self, task: Callable[[], None]) -> None:
-        """Run a task on the thread, after the previous one, so that few weights are in memory."""
+        """Run a task on the thread once the previous one has ended, so that few weights are in memory."""
         self._wait()
         self._written = self._writer.submit(task)
 
@@ -123,22 +141,58 @@ class OnnxGraphBuilder:
     def _keep(self, tensor: TensorProto) -> None:
         self._weights.append(tensor)
 
-    def _write(self, names: Sequence[str], compute: Callable[[], Sequence[NDArray[Any]]]) -> None:
-        for name, value in zip(names, compute(), strict=True):
+    def _write_part(
+        self,
+        writing: _Writing,
+        compute: Callable[[], Sequence[NDArray[Any]]],
+        rest: Sequence[list[NDArray[Any]]],
+    ) -> None:
+        first, *others = compute()
+        self._append(writing, first)
+        for arrays, array in zip(rest, others, strict=True):
+            arrays.append(array)
+
+    def _write_rest(
+        self, writing: _Writing, names: Sequence[str], rest: Sequence[list[NDArray[Any]]]
+    ) -> None:
+        self._keep(writing.pointer(file=self._data_file))
+        for name, arrays in zip(names, rest, strict=True):
+            other = _Writing(name)
+            for array in arrays:
+                self._append(other, array)
+            self._keep(other.pointer(file=self._data_file))
+
+    def _append(self, writing: _Writing, value: NDArray[Any]) -> None:
+        if not writing.shapes:
             self._data.write(b"\0" * (-self._data.tell() % _ALIGNMENT))
-            self._keep(_pointer(name, value, file=self._data_file, offset=self._data.tell()))
-            self._data.write(np.ascontiguousarray(value).data)
+            writing.offset, writing.dtype = self._data.tell(), value.dtype
+        writing.shapes.append(value.shape)
+        self._data.write(np.ascontiguousarray(value).data)
+
+
+@dataclass(slots=True)
+class _Writing:
+    """A weight whose rows are being written to the data file."""
+
+    name: str
+    offset: int = 0                         # of the first row
+    dtype: np.dtype[Any] | None = None
+    shapes: list[tuple[int, ...]] = field(default_factory=list)     # of the parts
+
+    def pointer(self, *, file: str) -> TensorProto:
+        """Describe a weight whose bytes are in the data file `file`."""
+        first = self.shapes[0]
+        dims = (sum(shape[0] for shape in self.shapes), *first[1:]) if first else first
+        assert self.dtype is not None
+        data_type = helper.np_dtype_to_tensor_dtype(self.dtype)
+        tensor = TensorProto(name=self.name, data_type=data_type, dims=dims)
+        tensor.data_location = TensorProto.EXTERNAL
+        length = prod(dims) * self.dtype.itemsize
+        for key, entry in {"location": file, "offset": self.offset, "length": length}.items():
+            tensor.external_data.add(key=key, value=str(entry))
+        return tensor
 
 
 def _value(name: str, dtype: DTypeLike, dims: Dims | None) -> onnx.ValueInfoProto:
     return helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), dims)
 
-
-def _pointer(name: str, value: NDArray[Any], *, file: str, offset: int) -> TensorProto:
-    """Describe a weight whose bytes are in the data file `file` at `offset`."""
-    data_type = helper.np_dtype_to_tensor_dtype(value.dtype)
-    tensor = TensorProto(name=name, data_type=data_type, dims=value.shape)
-    tensor.data_location = TensorProto.EXTERNAL
-    for key, entry in {"location": file, "offset": offset, "length": value.nbytes}.items():
-        tensor.external_data.add(key=key, value=str(entry))
-    return tensor

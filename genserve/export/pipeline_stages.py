@@ -1,22 +1,26 @@
-"""Pipeline stages: which layers of a decoder each stage of a pipeline has."""
+"""Pipeline stages: divides the layers of a decoder among the stages of a pipeline."""
 
 from __future__ import annotations
+
+from functools import cache
+from itertools import accumulate
 
 import numpy as np
 
 from genserve.errors import ExportError
 from genserve.export.decoder import Decoder
-from genserve.export.decoder_weights import DecoderWeights
+from genserve.export.decoder_weights import DecoderWeights, is_matrix
 from genserve.export.export_options import ExportFormat
 from genserve.export.quantization import QuantizationScheme
 from genserve.kernels.packing import BLOCKS, WeightFormat
 
 _SCALE_BYTES = 4
+_LATENT_INNER = (".query_b.weight", ".latent_key.weight", ".latent_value.weight")
 _WEIGHT_BYTES: dict[WeightFormat, float] = {"int8": 1, "int8_block": 1, "int4_block": 0.5}
 
 
 def require_stages(num_stages: int, export_format: ExportFormat, *, num_layers: int) -> None:
-    """Reject a pipeline of more stages than layers, or of another format than ONNX graphs of known families.
+    """Reject more pipeline stages than layers, or any format but ONNX graphs of known families.
 
     Raises:
         ExportError: the model cannot be cut into this number of stages.
@@ -36,49 +40,66 @@ def require_stages(num_stages: int, export_format: ExportFormat, *, num_layers: 
 def split_layers(
     weights: DecoderWeights, decoder: Decoder, *, scheme: QuantizationScheme, num_stages: int
 ) -> tuple[range, ...]:
-    """Return the layers of each stage. The stage that reads the most weights reads as few as possible.
+    """Return the layers of each stage, so that the largest number of weights that a stage reads is minimal.
 
-    The last stage also reads the head, which is as large as several layers. The embedding is not counted: a
-    step reads few of its rows.
+    The last stage also reads the head, which is as large as several layers. The embedding does not count,
+    since a step reads few of its rows.
 
     Args:
-        weights: of the decoder.
-        decoder: its description.
+        weights: the weights of the whole decoder.
+        decoder: the sizes and options of the decoder.
         scheme: the number formats in the graph.
-        num_stages: at most the number of layers.
+        num_stages: the number of stages, at most the number of layers.
 
     Raises:
         ExportError: the checkpoint lacks a tensor.
     """
-    num_layers = len(decoder.attentions)
+    num_layers = len(decoder.layers)
     if num_stages == 1:
         return (range(num_layers),)
-    # All layers have the same shapes.
-    layer_bytes = sum(
-        _read_bytes(weights, role, scheme=scheme) for role in weights.roles if role.startswith("layers.0.")
-    )
-    head_bytes = _read_bytes(weights, "head.weight", scheme=scheme)
+    firsts = [decoder.layers.index(layer) for layer in decoder.layers]    # equal layers have the same shapes
+    bytes_of = {first: _layer_bytes(weights, first, scheme=scheme) for first in set(firsts)}
+    sizes = [bytes_of[first] for first in firsts]
+    sizes[-1] += _read_bytes(weights, "head.weight", scheme=scheme)
+    sums = [0.0, *accumulate(sizes)]
 
-    def largest(num_last: int) -> float:
-        others = -(-(num_layers - num_last) // (num_stages - 1))
-        return max(others * layer_bytes, num_last * layer_bytes + head_bytes)
+    @cache
+    def split(stop: int, stages: int) -> tuple[float, tuple[int, ...]]:
+        """Return the largest stage, and the first layers of the stages of the layers before `stop`."""
+        if stages == 1:
+            return sums[stop], (0,)
+        options = []
+        for start in range(stages - 1, stop):
+            largest, starts = split(start, stages - 1)
+            options.append((max(largest, sums[stop] - sums[start]), (*starts, start)))
+        return min(options)
 
-    num_last = min(range(1, num_layers - num_stages + 2), key=largest)
-    ends = [(num_layers - num_last) * stage // (num_stages - 1) for stage in range(num_stages)]
-    return (*map(range, ends, ends[1:]), range(ends[-1], num_layers))
+    _, starts = split(num_layers, num_stages)
+    return tuple(map(range, starts, (*starts[1:], num_layers)))
+
+
+def _layer_bytes(weights: DecoderWeights, index: int, *, scheme: QuantizationScheme) -> float:
+    roles = (role for role in weights.roles if role.startswith(f"layers.{index}."))
+    return sum(_read_bytes(weights, role, scheme=scheme) for role in roles)
 
 
 def _read_bytes(weights: DecoderWeights, role: str, *, scheme: QuantizationScheme) -> float:
-    """Return the bytes of a weight or a bias as the graph has it."""
-    tensor = weights.load(role)
-    weight_format = None if tensor.ndim == 1 else _format(role, scheme)
+    """Return the bytes of a weight or a bias in the graph's number format."""
+    if scheme.blocks and (stored := weights.stored(role)) is not None:
+        return float(stored.nbytes)
+    if not is_matrix(role):
+        return float(weights.load(role).size * np.dtype(scheme.activations).itemsize)
+    num_outputs, num_inputs = weights.rows(role).shape
+    size, weight_format = num_outputs * num_inputs, _format(role, scheme)
     if weight_format is None:
-        return float(tensor.size * np.dtype(scheme.activations).itemsize)
-    num_scales = tensor.size / (BLOCKS[weight_format] or tensor.shape[1])
-    return tensor.size * _WEIGHT_BYTES[weight_format] + num_scales * _SCALE_BYTES
+        return float(size * np.dtype(scheme.activations).itemsize)
+    return size * _WEIGHT_BYTES[weight_format] + size / (BLOCKS[weight_format] or num_inputs) * _SCALE_BYTES
 
 
 def _format(role: str, scheme: QuantizationScheme) -> WeightFormat | None:
     if role == "head.weight":
         return scheme.head
-    return scheme.inner if role.endswith((".output.weight", ".down.weight")) else scheme.normed
+    if role.endswith((".router.weight", ".shared.score.weight")):
+        return None
+    is_inner = role.endswith((".output.weight", ".down.weight", *_LATENT_INNER)) or ".mlp.experts." in role
+    return scheme.inner if is_inner or ".mlp.shared." in role else scheme.normed

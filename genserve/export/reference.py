@@ -1,12 +1,12 @@
-"""Reference: what the source of an export computes over two fixed texts.
+"""Reference: the results of an export's source over two fixed texts.
 
 The texts in `texts/` were written for this purpose and share no sentence: prose, dialogue, instructions,
-code, tables, numbers, other languages. `calibration` yields the size of activations; exported graphs are
-compared on `held_out`.
+code, tables, numbers, other languages. The source measures activations on `calibration`; exported graphs are
+compared with it on `held_out`.
 
-A recording has these results for one checkpoint file, which its size and SHA-256 identify, so that its export
-does not run the source; `scripts/record_source.py` writes it to `recordings/`. The logits, which would take
-200 MB, are recorded as what the head reads: numbers of 21 bits, with one scale per channel.
+A recording has the results for one checkpoint file, identified by size and SHA-256, so that its export does
+not run the source; `scripts/record_source.py` writes it to `recordings/`. The logits, which would take 200
+MB, are recorded as the hidden states that the head reads: numbers of 21 bits, with one scale per channel.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ Positions = NDArray[np.int64]
 
 _TEXTS = Path(__file__).parent / "texts"
 _MAX_LENGTH = 256  # tokens of a row
-_MAX_ROWS = 8      # of each text
+_MAX_ROWS = 8      # rows of a text
 
 
 class Logits(Protocol):
     """Logits [rows, tokens, vocab], such as an array."""
 
     def __getitem__(self, at: tuple[Positions, Positions], /) -> Any:
-        """Return those of some rows [n] and their tokens [n]: [n, vocab] float32."""
+        """Return the logits at some rows [n] and tokens [n]: [n, vocab] float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
     """The results of one run of the source."""
 
-    ids: NDArray[np.int64]                  # [rows, tokens] of the held-out text
-    hidden: FloatArray                      # [rows, tokens, hidden]: what the head reads
-    logits: Logits                          # [rows, tokens, vocab], after each of these tokens
-    # By the role of a norm: the root mean square [hidden] of its output over the calibration text.
+    ids: NDArray[np.int64]                  # [rows, tokens], the held-out text
+    hidden: FloatArray                      # [rows, tokens, hidden], the input of the head
+    logits: Logits                          # [rows, tokens, vocab], after each token
+    # The root mean square [hidden] of each norm's output over the calibration text, by role.
     activations: Mapping[str, FloatArray]
 
 
 class TextIds(NamedTuple):
-    """Both texts as token ids, [rows, tokens] each."""
+    """The token ids of both texts, each [rows, tokens]."""
 
     calibration: NDArray[np.int64]
     held_out: NDArray[np.int64]
@@ -106,24 +106,24 @@ def _rows(tokenizer: Tokenizer, name: Text, *, length: int) -> NDArray[np.int64]
 
 
 _FOLDER = Path(__file__).parent / "recordings"
-_LARGEST = (1 << 20) - 1    # of the 21 bits
-_NUM_BYTES = 3              # of a number in the file
+_LARGEST = (1 << 20) - 1    # the largest number of 21 bits
+_NUM_BYTES = 3              # bytes of a number in the file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
     """The results of one run of a source in transformers, and its config as transformers completes it."""
 
-    size_bytes: int                         # of the checkpoint's file
+    size_bytes: int                         # size of the checkpoint's file
     sha256: str
     config: Mapping[str, Any]
     head: str                               # the name of the tensor [vocab, hidden] that yields the logits
-    ids: NDArray[np.int64]                  # [rows, tokens] of the held-out text
-    hidden: FloatArray                      # [rows, tokens, hidden]: what the head reads
+    ids: NDArray[np.int64]                  # [rows, tokens], the held-out text
+    hidden: FloatArray                      # [rows, tokens, hidden], the input of the head
     activations: Mapping[str, FloatArray]   # see `Reference`
 
     def reference(self, checkpoint: Checkpoint, *, norms: Collection[str]) -> Reference:
-        """Return the reference that the source would compute; `norms` are the roles of those to observe."""
+        """Return the reference that the source would compute; `norms` has the roles of the observed norms."""
         return Reference(
             ids=self.ids,
             hidden=self.hidden,
@@ -132,7 +132,7 @@ class Recording:
         )
 
     def completed_config(self) -> Any:
-        """Return the config with attributes, as the families read it."""
+        """Return the config as an object with attributes, which the families read."""
         return SimpleNamespace(**self.config)
 
     def save(self, path: Path) -> None:
@@ -151,7 +151,7 @@ class Recording:
             about=np.array(json.dumps(about)),
             ids=self.ids.astype(np.int32),
             scales=scales,
-            # Byte by byte: the highest ones take few values, and are compressed.
+            # Write the numbers byte by byte: the highest bytes have few values, so they compress well.
             hidden=np.moveaxis(numbers[..., None].view(np.uint8)[..., :_NUM_BYTES], -1, 0),
             activations=np.array(list(self.activations.values())),
         )
@@ -161,7 +161,7 @@ class Recording:
         """Read a file that `save` has written.
 
         Raises:
-            ExportError: it is damaged.
+            ExportError: the file is damaged.
         """
         try:
             return cls._read(path)
@@ -176,7 +176,7 @@ class Recording:
             about = json.loads(str(file["about"]))
             numbers = np.zeros((*file["hidden"].shape[1:], 4), np.uint8)
             numbers[..., -_NUM_BYTES:] = np.moveaxis(file["hidden"], 0, -1)
-            # Shifted back as signed numbers, which restores their highest byte.
+            # Shift signed numbers back, which restores the highest byte.
             hidden = (numbers.view("<i4")[..., 0] >> 8).astype(np.float32) * file["scales"]
             return cls(
                 size_bytes=about["size_bytes"],
@@ -190,7 +190,7 @@ class Recording:
 
 
 def find_recording(path: Path) -> Recording | None:
-    """Return the recording of a checkpoint file, or None; raises ExportError if one is damaged."""
+    """Return the recording of a checkpoint file, or None; raises ExportError if it is damaged."""
     size_bytes, sha256 = path.stat().st_size, ""
     for known in sorted(_FOLDER.glob("*.npz")):
         recording = Recording.load(known)
@@ -203,14 +203,14 @@ def find_recording(path: Path) -> Recording | None:
 
 @dataclass(frozen=True)
 class _Product:
-    """Logits that are computed when they are needed, because all of them take much memory."""
+    """Logits that are computed on demand, because all of them together take much memory."""
 
     hidden: FloatArray                  # [rows, tokens, hidden]
     load: Callable[[], FloatArray]      # the head [vocab, hidden]
 
     @cached_property
     def head(self) -> FloatArray:
-        """The head."""
+        """The weight of the head, [vocab, hidden]."""
         return self.load()
 
     def __getitem__(self, at: tuple[Positions, Positions]) -> FloatArray:

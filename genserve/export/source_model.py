@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,11 +12,14 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from genserve.errors import ExportError
 from genserve.export.checkpoint import Checkpoint
-from genserve.export.reference import Reference, text_ids
+from genserve.export.reference import Positions, Reference, text_ids
+from genserve.export.rows import Rows
+from genserve.sampling.logits_array import FloatArray
+
+_LARGE = 1 << 25    # numbers of a weight that is not in memory as a whole
 
 
 def run_source(
@@ -23,31 +27,33 @@ def run_source(
     *,
     context_length: int,
     norms: Mapping[str, str],
-    advance: Callable[[int], None] = lambda _units: None,
 ) -> Reference:
     """Run the source once over both texts, with the weights of one layer at a time in memory.
 
     Args:
-        checkpoint: of any architecture of transformers.
-        context_length: the model's, in tokens.
-        norms: the norms to observe: role to the name of the module.
-        advance: called with 1 after each layer.
+        checkpoint: a checkpoint of any architecture in transformers.
+        context_length: the model's context length, in tokens.
+        norms: the norms to observe: the names of modules by role.
 
     Raises:
         ExportError: transformers cannot build the model, the tensors do not have the shapes that the config
-            states, the logits are not finite, or the tokenizer is broken or of another model.
+            states, the logits are not finite, or the tokenizer is broken or belongs to another model.
     """
     seen, ids = text_ids(checkpoint, context_length=context_length)
     model = _streamed_model(checkpoint)
     _require_known(np.concatenate([seen, ids]), model=model, source=checkpoint.source)
     hidden: list[torch.Tensor] = []
 
-    def leave_out_seen(_module: Any, args: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Only held-out tokens reach the head, because the logits are the largest array of all."""
+    def leave_out(_module: Any, args: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Pass one token to the head, because the logits of all of them are the largest array of all."""
         hidden.append(args[0][len(seen) :])
-        return hidden[0]
+        return args[0][:1, :1]
 
-    model.get_output_embeddings().register_forward_pre_hook(leave_out_seen)
+    outputs: list[type[Any]] = []
+    seen_output = model.get_decoder().register_forward_hook(
+        lambda _module, _args, output: outputs.append(type(output))
+    )
+    kept = model.get_output_embeddings().register_forward_pre_hook(leave_out)
     squares: dict[str, torch.Tensor] = {}
 
     def observe(_module: Any, _args: Any, output: torch.Tensor, *, role: str) -> None:
@@ -56,26 +62,52 @@ def run_source(
 
     for role, name in norms.items():
         model.get_submodule(name).register_forward_hook(partial(observe, role=role))
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer):  # the base class of transformers' decoder layers
-            module.register_forward_hook(lambda *_call: advance(1))
     with torch.inference_mode():
-        logits = model(torch.from_numpy(np.concatenate([seen, ids])), use_cache=False).logits
-    if not torch.isfinite(torch.stack(logits.aminmax())).all():
-        raise ExportError(
-            f"{checkpoint.source} computes logits that are not finite",
-            remedy="its weights are broken; download it again",
-        )
+        model(torch.from_numpy(np.concatenate([seen, ids])), use_cache=False)
+    kept.remove()
+    seen_output.remove()
+    logits = _Logits(model=model, output=outputs[0], hidden=hidden[0], source=checkpoint.source)
+    first = np.zeros(1, np.int64)
+    _require_finite(logits[first, first], hidden[0].numpy(), source=checkpoint.source)
     return Reference(
         ids=ids,
         hidden=hidden[0].numpy(),
-        logits=logits.numpy(),
+        logits=logits,
         activations={role: square.sqrt().numpy() for role, square in squares.items()},
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Logits:
+    """Logits that transformers' model computes on demand, from what its layers have computed."""
+
+    model: PreTrainedModel
+    output: type[Any]           # the class of what its layers return
+    hidden: torch.Tensor        # [rows, tokens, hidden], the input of the head
+    source: str
+
+    def __getitem__(self, at: tuple[Positions, Positions]) -> FloatArray:
+        """See `Logits`."""
+        rows, tokens = map(torch.from_numpy, at)
+        computed = self.output(last_hidden_state=self.hidden[rows, tokens][None])
+        # The head, and what the model does after it, run as they are.
+        self.model.get_decoder().forward = lambda *_args, **_options: computed
+        with torch.inference_mode():
+            logits: FloatArray = self.model(torch.zeros((1, len(rows)), dtype=torch.long)).logits[0].numpy()
+        _require_finite(logits, source=self.source)
+        return logits
+
+
+def _require_finite(*arrays: FloatArray, source: str) -> None:
+    if not all(np.isfinite([array.min(), array.max()]).all() for array in arrays):
+        raise ExportError(
+            f"{source} computes logits that are not finite",
+            remedy="its weights are broken; download it again",
+        )
+
+
 def source_model(checkpoint: Checkpoint) -> PreTrainedModel:
-    """Return the model of the checkpoint as transformers builds it, in float32, with its weights loaded.
+    """Return transformers' model of the checkpoint, in float32, with its weights loaded.
 
     Raises:
         ExportError: the tensors do not have the shapes that the config states.
@@ -93,7 +125,7 @@ def source_model(checkpoint: Checkpoint) -> PreTrainedModel:
 
 
 def _empty_model(checkpoint: Checkpoint) -> PreTrainedModel:
-    """Return the model with uninitialized weights, whose memory is reserved and not yet touched."""
+    """Return the model with uninitialized weights, whose memory is reserved but untouched."""
     config = AutoConfig.for_model(**checkpoint.config)
     try:
         with no_init_weights():
@@ -109,29 +141,95 @@ def _empty_model(checkpoint: Checkpoint) -> PreTrainedModel:
 
 
 def _streamed_model(checkpoint: Checkpoint) -> PreTrainedModel:
-    """Return the model, each of whose modules has its weights only while it is called."""
+    """Return a model in which each module has its weights only while it is called.
+
+    Of a large embedding it has the rows that the text needs, and of a large linear layer a part at a time.
+    """
     model = _empty_model(checkpoint)
     tied = dict(model.all_tied_weights_keys)
 
-    def load(module: torch.nn.Module, _args: Any, *, prefix: str) -> None:
-        for part, empty in list(module.named_parameters(recurse=False)):
-            name = f"{prefix}.{part}"
-            name = name if name in checkpoint.tensor_names else tied.get(name, name)
-            weight = torch.from_numpy(checkpoint.tensor(name))
-            if weight.shape != empty.shape:
-                raise _misshapen(checkpoint, f"{name} is {tuple(weight.shape)}, not {tuple(empty.shape)}")
-            setattr(module, part, torch.nn.Parameter(weight, requires_grad=False))
+    def own_name(name: str) -> str:
+        return name if name in checkpoint.tensor_names else tied.get(name, name)
 
+    def require_shape(name: str, found: Sequence[int], empty: torch.Tensor) -> None:
+        if tuple(found) != tuple(empty.shape):
+            raise _misshapen(checkpoint, f"{name} is {tuple(found)}, not {tuple(empty.shape)}")
+
+    def load(_caller: torch.nn.Module, _args: Any, *, module: torch.nn.Module, prefix: str) -> None:
+        for part, empty in _stored_tensors(module).items():
+            name = own_name(f"{prefix}.{part}")
+            weight = torch.from_numpy(checkpoint.tensor(name))
+            require_shape(name, weight.shape, empty)
+            is_parameter = isinstance(empty, torch.nn.Parameter)
+            setattr(module, part, torch.nn.Parameter(weight, requires_grad=False) if is_parameter else weight)
+
+    def large(weight: torch.Tensor, *, prefix: str) -> Rows[np.float32]:
+        name = own_name(f"{prefix}.weight")
+        rows = checkpoint.rows(name)
+        require_shape(name, checkpoint.shape(name), weight)
+        assert rows is not None
+        return rows
+
+    def load_rows(module: Any, args: tuple[Any, ...], *, prefix: str) -> tuple[Any, ...]:
+        ids, places = torch.unique(args[0], return_inverse=True)
+        weight = _some_rows(large(module.weight, prefix=prefix), ids.numpy())
+        module.weight = torch.nn.Parameter(torch.from_numpy(weight), requires_grad=False)
+        return (places, *args[1:])
+
+    def product(x: torch.Tensor, *, module: torch.nn.Linear, prefix: str) -> torch.Tensor:
+        bias = None if module.bias is None else torch.from_numpy(checkpoint.tensor(f"{prefix}.bias"))
+        outputs = x.new_empty((*x.shape[:-1], module.out_features))
+        start = 0
+        for part in large(module.weight, prefix=prefix).parts(size=_LARGE):
+            place = slice(start, start + len(part))
+            some = None if bias is None else bias[place]
+            outputs[..., place] = torch.nn.functional.linear(x, torch.from_numpy(part), some)
+            start = place.stop
+        return outputs
+
+    embedding: Any = model.get_input_embeddings()
     for prefix, module in model.named_modules():
-        empties = dict(module.named_parameters(recurse=False))
-        if empties:
-            module.register_forward_pre_hook(partial(load, prefix=prefix))
-            module.register_forward_hook(partial(_unload, empties=empties))
+        empties = _stored_tensors(module)
+        is_large = any(empty.numel() > _LARGE for empty in empties.values())
+        if is_large and type(module) is torch.nn.Linear:
+            module.forward = partial(product, module=module, prefix=prefix)     # type: ignore[method-assign]
+        elif empties:
+            caller = module
+            if is_large and module is embedding:
+                embedding.padding_idx = None    # a row that the text may lack
+                module.register_forward_pre_hook(partial(load_rows, prefix=prefix))
+            else:
+                # A layer with recurrent states reads the weight of its convolution instead of calling it.
+                if type(module) is torch.nn.Conv1d:
+                    caller = model.get_submodule(prefix.rpartition(".")[0])
+                caller.register_forward_pre_hook(partial(load, module=module, prefix=prefix))
+            caller.register_forward_hook(partial(_unload, module=module, empties=empties))
     return model
 
 
+def _stored_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters of a module itself, and the buffers that a checkpoint has, by name."""
+    return {name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if "." not in name}
+
+
+def _some_rows(rows: Rows[np.float32], indices: NDArray[np.int64]) -> FloatArray:
+    """Return some rows, whose indices ascend."""
+    found: list[FloatArray] = []
+    start = 0
+    for part in rows.parts():
+        here = indices[(indices >= start) & (indices < start + len(part))]
+        found.append(part[here - start])
+        start += len(part)
+    return np.concatenate(found)
+
+
 def _unload(
-    module: torch.nn.Module, _args: Any, _output: Any, *, empties: Mapping[str, torch.nn.Parameter]
+    _caller: torch.nn.Module,
+    _args: Any,
+    _output: Any,
+    *,
+    module: torch.nn.Module,
+    empties: Mapping[str, torch.Tensor],
 ) -> None:
     for part, empty in empties.items():
         setattr(module, part, empty)

@@ -1,4 +1,4 @@
-"""Traced conversion: graphs of models without a family, which torch exports from transformers' code."""
+"""Traced conversion: has torch export models without a family from transformers' code."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from genserve.export.reference import Reference
 from genserve.export.source_model import source_model
 from genserve.textmodel.runtimes.growing_logits import GrowingLogits
 
-_DEFAULT_CONTEXT = 2048  # tokens, for configs that state none
+_DEFAULT_CONTEXT = 2048  # tokens, for configs that do not state a context length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedConversion:
-    """The conversion of a model without a family; loads the whole model into memory."""
+    """Converts a model without a family; loads the whole model into memory."""
 
     norms: ClassVar[Mapping[str, str]] = MappingProxyType({})
     recording: ClassVar[None] = None
@@ -56,7 +56,7 @@ class TracedConversion:
         )
         return cls(layout=layout)
 
-    def write_graph(self, version: Path, *, reference: Reference, progress: Progress) -> None:
+    def write_graph(self, version: Path, *, reference: Reference, progress: Progress) -> dict[str, bool]:
         """Write the graph and its weights, in float32, into the folder `version`; `reference` is not used.
 
         Raises:
@@ -65,18 +65,18 @@ class TracedConversion:
         del reference
         checkpoint, dimensions = self.layout.checkpoint, self.layout.dimensions
         path = version / ExportFormat.TRACED.file_name
-        with progress.stage("tracing", total=dimensions.num_layers) as advance:
+        with progress.task("tracing", total=checkpoint.num_bytes, unit="bytes") as advance:
             with _as_export_error(checkpoint), _quiet():
-                program = _export(source_model(checkpoint), dimensions)
+                program = _export(source_model(checkpoint.reporting(advance)), dimensions)
             program.model.metadata_props.update(self.layout.metadata(family="traced"))
             program.save(str(path), external_data=True)
             with _as_export_error(checkpoint):
                 GrowingLogits(path, max_num_seqs=1)  # ONNX Runtime lacks some operators that torch writes
-            advance(dimensions.num_layers)
+        return {}
 
 
 class _Cached(nn.Module):
-    """A model of transformers with its cache as plain tensors."""
+    """A model of transformers whose cache consists of plain tensors."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -85,7 +85,8 @@ class _Cached(nn.Module):
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, past: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
-        # Made without the config, so that layers with a window keep all tokens; a mask hides the older ones.
+        # Make the cache without the config, so that layers with a window keep all tokens; a mask hides the
+        # older ones.
         cache = DynamicCache()
         for index in range(len(past) // 2):
             cache.update(past[2 * index], past[2 * index + 1], index)
@@ -104,14 +105,14 @@ def _tensors(cache: Any) -> list[Tensor]:
 
 
 def _dimensions(checkpoint: Checkpoint) -> Dimensions:
-    """Read the dimensions off the cache of a run without data (on torch's meta device)."""
+    """Read the dimensions from the cache of a run without data (on torch's meta device)."""
     config = AutoConfig.for_model(**checkpoint.config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             config, attn_implementation="eager", dtype=torch.float32, trust_remote_code=False
         )
         ids = torch.zeros((1, 2), dtype=torch.long)
-        # Without the mask some models look for padding in the ids, which have no values here.
+        # Without a mask some models look for padding in the ids, which have no values here.
         mask = torch.ones_like(ids)
         output = model.eval()(ids, attention_mask=mask, past_key_values=DynamicCache(), use_cache=True)
     tensors = _tensors(output.past_key_values)
@@ -157,7 +158,7 @@ def _as_export_error(checkpoint: Checkpoint) -> Iterator[None]:
         raise
     except Exception as error:
         name = architecture(checkpoint.config)
-        # Shortened, because transformers lists all models that it knows.
+        # Shorten the text, because transformers lists all models that it knows.
         reason = shorten(str(error.__cause__ or error), width=200) or type(error).__name__
         raise ExportError(
             f"{checkpoint.source} has the architecture {name}, which cannot be traced: {reason}",
@@ -167,7 +168,7 @@ def _as_export_error(checkpoint: Checkpoint) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence the warnings of torch and transformers, which address authors of models."""
+    """Silence the warnings of torch and transformers, which are meant for authors of models."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)

@@ -1,4 +1,4 @@
-"""Kernels: custom operators for ONNX Runtime on CPUs, in one library per instruction set.
+"""Kernels: custom operators for ONNX Runtime on CPUs, compiled into one library per instruction set.
 
     options = onnxruntime.SessionOptions()
     options.register_custom_ops_library(str(kernels.library_path()))
@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import os
 import platform
 import sys
 from pathlib import Path
 
 from genserve.errors import GenserveError
-from genserve.kernels.build import LIBRARIES, library_name
+from genserve.files import file_sha256
+from genserve.kernels.build import LIBRARIES, SOURCES, library_name
 
-__all__ = ["instruction_set", "library_path"]
+__all__ = ["build_sha256", "instruction_set", "library_path", "sources_sha256"]
 
-# From the most to the least preferred.
+# The instruction sets, from the most to the least preferred.
 INSTRUCTION_SETS = ("avx512vnni", "avxvnni", "avx2", "neon", "portable")
 
 REBUILD = "install a wheel of genserve for this platform, or build them with python genserve/kernels/build.py"
@@ -38,11 +40,29 @@ def library_path() -> Path:
     return _path_of(instruction_set())
 
 
+@functools.cache
+def build_sha256() -> str:
+    """Return a digest of the kernels; one for all instruction sets of a build, which compute the same bits.
+
+    Raises:
+        GenserveError: no kernels are built for this platform.
+    """
+    library_path()
+    return file_sha256(_path_of("portable"))
+
+
+@functools.cache
+def sources_sha256() -> str:
+    """Return a digest of the kernels' sources: the version of the kernels, on every platform."""
+    sources = sorted((path.name, file_sha256(path)) for path in SOURCES.iterdir() if path.is_file())
+    return hashlib.sha256(repr(sources).encode()).hexdigest()
+
+
 def instruction_set() -> str:
     """Return the name of the instruction set in use, such as `avx512vnni` or `portable`.
 
     Raises:
-        GenserveError: as `library_path`.
+        GenserveError: the same as in `library_path`.
     """
     return _choose(os.environ.get("GENSERVE_KERNELS", ""))
 
@@ -78,5 +98,5 @@ def _portable() -> ctypes.CDLL:
     """Load the library that runs on any processor of this architecture."""
     try:
         return ctypes.CDLL(str(_path_of("portable")))
-    except OSError as error:  # built for another machine, or incomplete
+    except OSError as error:  # the library was built for another machine, or is incomplete
         raise GenserveError(f"genserve's kernels cannot be loaded: {error}", remedy=REBUILD) from error

@@ -20,7 +20,7 @@ from pathlib import Path
 SOURCES = Path(__file__).parent / "src"
 LIBRARIES = Path(__file__).parent / "lib"
 
-# By architecture: the instruction sets, the most preferred first, and their names in the compiler.
+# The instruction sets of each architecture, the most preferred first, with the compiler's names for them.
 INSTRUCTION_SETS = {
     "x86_64": {
         "avx512vnni": "x86_64_v4+avx512vnni",
@@ -32,7 +32,7 @@ INSTRUCTION_SETS = {
 }
 
 # -ffp-contract=off: only fma() is fused, so that all libraries compute equal bits.
-# -nostdlib++: no C++ library is used or built.
+# -nostdlib++: the kernels use no C++ library, so none is built.
 FLAGS = [
     *("-std=c++17", "-O3", "-g0", "-ffp-contract=off", "-fno-sanitize=undefined"),
     *("-fno-exceptions", "-fno-rtti", "-fno-threadsafe-statics", "-nostdlib++", "-fvisibility=hidden"),
@@ -129,7 +129,7 @@ def _compile_library(instruction_set: str, cpu: str, into: Path) -> Path:
                 "install a wheel (pip install --only-binary genserve genserve)"
             )
             raise BuildError(msg)
-        # Replaced atomically: one process may have loaded the old library, another may load it now.
+        # Replace it atomically: one process may have loaded the old library, another may be loading it now.
         with tempfile.TemporaryDirectory(prefix=".", dir=into) as same_disk:
             shutil.copyfile(made, Path(same_disk) / path.name).replace(path)
     return path

@@ -26,7 +26,7 @@ PANEL = 32
 
 T = TypeVar("T", bound=np.generic)
 
-# The number of inputs that share a scale; None: all inputs of an output.
+# The number of inputs that share a scale; None: all inputs of an output share one.
 BLOCKS: dict[str, int | None] = {"int8": None, "int8_block": 64, "int4_block": 32}
 
 WeightFormat = Literal["int8", "int8_block", "int4_block"]
@@ -50,10 +50,10 @@ class Packed(NamedTuple):
 
 
 def quantize(weight: NDArray[np.float32], weight_format: WeightFormat) -> Quantized:
-    """Quantize a weight [N, K], each block by its value of the largest magnitude.
+    """Quantize a weight [N, K]; the value of the largest magnitude in a block determines the block's scale.
 
-    With 8 bits the scale is magnitude / 127. With 4 bits that value becomes -8 whatever its sign, so that all
-    sixteen integers are used.
+    With 8 bits the scale is magnitude / 127. With 4 bits the largest value becomes -8 whatever its sign, so
+    that all sixteen integers are used.
     """
     outputs, inputs = weight.shape
     block = BLOCKS[weight_format] or inputs
@@ -77,7 +77,8 @@ def pack_quantized(quantized: Quantized, weight_format: WeightFormat, *, gated: 
     """Pack a quantized weight and its scales into panels.
 
     Args:
-        quantized: values [N, K] and scales [N, blocks]: 1 block, ceil(K / 64) or ceil(K / 32) by the format.
+        quantized: values [N, K] and scales [N, blocks]; the format has 1, ceil(K / 64) or ceil(K / 32)
+            blocks.
         weight_format: the operator's attribute.
         gated: whether the rows are I gates followed by the I values that they scale.
 

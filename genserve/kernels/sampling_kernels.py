@@ -1,4 +1,4 @@
-"""Sampling kernels: the best ids, the log-sum-exp and samples of rows of logits."""
+"""Sampling kernels: compute the best ids, the log-sum-exp and samples of rows of logits."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from genserve.kernels import instruction_set, library_path
 
-# The sampling of one row. The draw inverts `uniform`, a number in [0, 1). top_p 1, top_k 0 and log_min_p -inf
-# keep all tokens; the temperature 0 picks the best token.
+# How to sample one row. The draw inverts `uniform`, a number in [0, 1). top_p 1, top_k 0 and log_min_p -inf
+# keep all tokens; temperature 0 picks the best token.
 SAMPLING_RULE = np.dtype(
     [("uniform", "f8"), ("top_p", "f8"), ("top_k", "i8"), ("temperature", "f4"), ("log_min_p", "f4")]
 )

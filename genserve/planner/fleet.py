@@ -8,10 +8,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import count
 
-from genserve.deploy.replica.replica_load import LoadEstimates
+from genserve.deploy.replica.replica_load import LoadEstimates, total_load
 from genserve.deploy.routing.prefix_router import PrefixRouter
+from genserve.deploy.routing.request_ranking import asked_replicas, is_full
+from genserve.engine.prefix_cache import block_keys
 from genserve.errors import Overloaded
-from genserve.generation.prefix_cache import block_keys
 from genserve.planner.loads import PlannedRequest
 from genserve.planner.simulated_replica import ReplicaKind, SimulatedReplica, TokenTimes
 
@@ -22,13 +23,13 @@ _STATISTICS_S = 1.0     # how often the router of a deployment hears of its repl
 class FleetResult:
     """The outcome of a load."""
 
-    duration_s: float           # from the first arrival to the last end
+    duration_s: float           # the time from the first arrival to the last end
     num_requests: int
-    num_rejected: int           # by admission control
+    num_rejected: int           # rejected by admission control
     num_too_long: int           # prompt and answer exceed the model's context
     num_preempted: int
-    prompt_tokens: int          # of the requests that had a first step
-    cached_tokens: int          # of these
+    prompt_tokens: int          # prompt tokens of the requests that had a first step
+    cached_tokens: int          # how many of the prompt tokens were in the cache
     utilisation: float          # the share of the time in which a replica runs a step, averaged over all
     times: TokenTimes
 
@@ -83,32 +84,50 @@ class Fleet:
         if request.num_prompt_tokens + len(request.answer) > self._max_length:
             self._num_too_long += 1
             return
-        token_ids, keys, index = request.token_ids(), [], 0
+        token_ids = request.token_ids()
+        keys = []
         if len(self._replicas) > 1:
             keys = block_keys(token_ids, block_size=self._kind.limits.block_size)
-            index = self._choose(request, keys, num_tokens=len(token_ids))
+        for index in self._asked(keys):
+            if self._is_taken(request, token_ids, keys, index=index):
+                return
+        self._num_rejected += 1     # which ends its session
+
+    def _is_taken(
+        self, request: PlannedRequest, token_ids: list[int], keys: list[bytes], *, index: int
+    ) -> bool:
+        """Send a request to a replica; return whether that has room for it."""
+        num_new = len(token_ids) - self._router.cached_tokens(keys, [index])[index]
+        self._estimates.sent(id(request), index, num_tokens=num_new)
+        self._router.routed(index, keys)
         replica = self._replicas[index]
         try:
             replica.receive(request, token_ids, keys=keys)
-        except Overloaded:
-            self._end_turn(request, index, is_rejected=True)
-            return
+        except Overloaded as error:
+            self._estimates.ended(id(request), index)
+            if is_full(error.reason):
+                self._estimates.rejected(index)
+            return False
         if math.isinf(replica.ends_s):
             replica.begin()
         self._push(replica.ends_s, index)
+        return True
 
-    def _choose(self, request: PlannedRequest, keys: list[bytes], *, num_tokens: int) -> int:
-        """Choose a replica as the router of a deployment does."""
+    def _asked(self, keys: list[bytes]) -> list[int]:
+        """Return the replicas that an ingress asks; none if it knows that all are full.
+
+        One replica is a server of its own, which has no ingress.
+        """
+        if len(self._replicas) == 1:
+            return [0]
         if self._now_s - self._observed_s >= _STATISTICS_S:
             self._observed_s = self._now_s
             for number, replica in enumerate(self._replicas):
                 self._estimates.observe(number, replica.load)
         loads = {number: self._estimates.load(number) for number in range(len(self._replicas))}
-        index = self._router.choose(keys, loads)
-        num_new = num_tokens - self._router.cached_tokens(keys, [index])[index]
-        self._estimates.sent(id(request), index, num_tokens=num_new)
-        self._router.routed(index, keys)
-        return index
+        if not total_load(loads.values()).has_room:
+            return []
+        return asked_replicas(self._router.rank(keys, loads), loads)
 
     def _step(self, index: int) -> None:
         """End the step of a replica, and begin its next one."""
@@ -118,17 +137,16 @@ class Fleet:
             self._cached_tokens += sequence.num_cached_tokens
             self._end_turn(sequence.planned, index)
         for sequence in replica.reject_overdue():
-            self._end_turn(sequence.planned, index, is_rejected=True)
+            self._estimates.ended(id(sequence.planned), index)
+            self._num_rejected += 1
         replica.begin()
         if not math.isinf(replica.ends_s):
             self._push(replica.ends_s, index)
 
-    def _end_turn(self, request: PlannedRequest, index: int, *, is_rejected: bool = False) -> None:
-        """Schedule the next turn of a session, which a rejection ends."""
+    def _end_turn(self, request: PlannedRequest, index: int) -> None:
+        """Schedule the next turn of a session."""
         self._estimates.ended(id(request), index)
-        if is_rejected:
-            self._num_rejected += 1
-        elif request.session is not None:
+        if request.session is not None:
             turn = request.session.next_turn(request, ended_s=self._now_s)
             if turn is not None:
                 self._push(self._submitted_s(turn), turn)

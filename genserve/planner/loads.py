@@ -21,7 +21,7 @@ from genserve.bench.load_plan import arrival_times
 from genserve.errors import InvalidRequest
 
 _SESSION_IDS = 1 << 24      # token ids of one session
-_HASHED_TOKENS = 512        # of a prompt, for which Mooncake's traces have an id
+_HASHED_TOKENS = 512        # Mooncake's traces have an id for so many tokens of a prompt
 # Columns of CSV files: arrival, prompt tokens, new tokens.
 _COLUMNS = (
     ("Timestamp", "Request tokens", "Response tokens"),     # BurstGPT; seconds
@@ -85,12 +85,12 @@ class SyntheticLoad:
     A turn's prompt is the system prompt, all earlier turns with their answers, and a new message.
     """
 
-    num_requests: int           # of all turns together
+    num_requests: int           # the requests of all turns together
     rate: float                 # requests per second, of all turns together
-    burstiness: float = 1.0     # of the arrivals of sessions; 1: a Poisson process
-    input_len: Lengths          # of the message of a turn
+    burstiness: float = 1.0     # how unevenly sessions arrive; 1: a Poisson process
+    input_len: Lengths          # the length of the message of a turn
     output_len: Lengths
-    num_system_prompts: int = 0     # each session begins with one of these; 0: with none
+    num_system_prompts: int = 0     # each session begins with a system prompt; 0: with none
     system_len: int = 0
     num_turns: int = 1
     think_s: float = 0.0        # mean time from an answer to the next turn; exponentially distributed
@@ -106,7 +106,7 @@ class SyntheticLoad:
         inputs, outputs = self.input_len.draw(rng, count * turns), self.output_len.draw(rng, count * turns)
         thinking_s = rng.exponential(self.think_s, count * turns).tolist()
         systems = rng.integers(max(1, self.num_system_prompts), size=count).tolist()
-        # System prompts have the ids before those of the first session.
+        # System prompts have the ids before the ids of the first session.
         first_session = -(-self.num_system_prompts * self.system_len // _SESSION_IDS)
         for number, (arrived_s, system) in enumerate(zip(arrivals_s, systems, strict=True)):
             places = slice(number * turns, (number + 1) * turns)
@@ -156,10 +156,10 @@ class TraceLoad:
 
     path: Path
     num_requests: int | None = None     # None: all of the file
-    speed: float = 1.0                  # 2: in half the time
+    speed: float = 1.0                  # 2: the trace is replayed in half its time
 
     def requests(self) -> Iterator[PlannedRequest]:
-        """Yield the requests in the order of their arrival; those without a prompt or an answer are left out.
+        """Yield the requests in the order of their arrival; requests without prompt or answer are left out.
 
         Raises:
             InvalidRequest: the file cannot be read, or has another format.
@@ -250,7 +250,7 @@ def _csv_rows(path: Path, reader: csv.DictReader[str]) -> Iterator[_Row]:
 
 
 def _bench_rows(path: Path) -> Iterator[_Row]:
-    """Yield the complete requests of all loads of a report, one load after the other."""
+    """Yield the complete requests of a report, load by load."""
     try:
         runs: Iterable[Mapping[str, Any]] = orjson.loads(path.read_bytes())["runs"]
         began_s = 0.0

@@ -29,26 +29,26 @@ _RANKS = (50.0, 99.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetTarget:
-    """The greatest allowed value of a figure."""
+    """The greatest allowed value of a metric."""
 
-    figure: str         # "ttft" or "itl", in milliseconds, or "rejected", a share of the requests
+    metric: str         # "ttft" or "itl", in milliseconds, or "rejected", a share of the requests
     rank: float | None  # the percentile; None for "rejected"
     limit: float
 
     @property
     def name(self) -> str:
         """The name, such as `ttft_p99`."""
-        return self.figure if self.rank is None else f"{self.figure}_p{self.rank:g}"
+        return self.metric if self.rank is None else f"{self.metric}_p{self.rank:g}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FleetFigures:
-    """The figures of one simulated fleet. Percentiles by rank; NaN where there is no such time."""
+class FleetMetrics:
+    """The metrics of one simulated fleet. Percentiles by rank; NaN where there is no such time."""
 
     num_replicas: int
     num_requests: int
     rejected: float                     # share of the requests
-    too_long: float                     # likewise: prompt and answer exceed the context
+    too_long: float                     # the share whose prompt and answer exceed the context
     request_rate: float                 # per second, of the requests that were answered
     output_rate: float                  # tokens per second
     utilisation: float
@@ -56,12 +56,12 @@ class FleetFigures:
     num_preempted: int
     ttft_ms: Mapping[float, float]
     itl_ms: Mapping[float, float]
-    simulated_s: float                  # by the virtual clock
-    cpu_s: float                        # that the simulation took
+    simulated_s: float                  # the duration by the virtual clock
+    cpu_s: float                        # the CPU time of the simulation
     missed: Sequence[str]               # names of the targets that are not met
 
     def as_json(self) -> dict[str, Any]:
-        """Return the figures; percentiles as `p99_ttft_ms`, as in the reports of `genserve bench`."""
+        """Return the metrics; percentiles as `p99_ttft_ms`, as in the reports of `genserve bench`."""
         document = asdict(self) | {"meets_targets": not self.missed}
         for name in ("ttft", "itl"):
             times = document.pop(f"{name}_ms")
@@ -75,13 +75,13 @@ class KindPlan:
 
     name: str
     machine: str
-    cost_per_hour: float | None     # of a replica
-    median_error: float             # of the step model, relative
+    cost_per_hour: float | None     # the cost of one replica
+    median_error: float             # the step model's median relative error
     largest_error: float
-    fleets: Sequence[FleetFigures]  # by size
+    fleets: Sequence[FleetMetrics]  # in the order of their sizes
 
     @property
-    def smallest(self) -> FleetFigures | None:
+    def smallest(self) -> FleetMetrics | None:
         """The smallest fleet that meets the targets; None: none does."""
         return next((fleet for fleet in self.fleets if not fleet.missed), None)
 
@@ -119,9 +119,9 @@ def make_plan(
     counts: Sequence[int],
     max_replicas: int,
     num_processes: int,
-    on_fleet: Callable[[str, FleetFigures], None],
+    on_fleet: Callable[[str, FleetMetrics], None],
 ) -> KindPlan:
-    """Simulate fleets of one kind: those of `counts` replicas, or if it is empty as many as a search needs.
+    """Simulate fleets of one kind: of `counts` replicas, or if it is empty of as many as a search needs.
 
     Raises:
         GenserveError: the load cannot be read.
@@ -186,8 +186,8 @@ def search(
     *,
     max_replicas: int,
     num_processes: int,
-    on_fleet: Callable[[FleetFigures], None],
-) -> list[FleetFigures]:
+    on_fleet: Callable[[FleetMetrics], None],
+) -> list[FleetMetrics]:
     """Simulate fleets until the smallest is known that meets the targets; return all, by size.
 
     It doubles the number of replicas until a fleet meets them, and then divides the interval by as many
@@ -196,13 +196,13 @@ def search(
     Raises:
         GenserveError: the load cannot be read.
     """
-    found: dict[int, FleetFigures] = {}
+    found: dict[int, FleetMetrics] = {}
     with _simulations(kind, load, targets, num_processes=num_processes) as run:
         most_missing, least_meeting = 0, math.inf
         while counts := _next_counts(most_missing, least_meeting, found, max_replicas, num_processes):
-            for figures in run(counts):
-                found[figures.num_replicas] = figures
-                on_fleet(figures)
+            for metrics in run(counts):
+                found[metrics.num_replicas] = metrics
+                on_fleet(metrics)
             least_meeting = min((n for n, f in found.items() if not f.missed), default=math.inf)
             most_missing = max((n for n, f in found.items() if f.missed and n < least_meeting), default=0)
     return [found[number] for number in sorted(found)]
@@ -215,14 +215,14 @@ def simulate(
     *,
     counts: Sequence[int],
     num_processes: int,
-    on_fleet: Callable[[FleetFigures], None],
-) -> list[FleetFigures]:
-    """Simulate fleets of these sizes; `on_fleet` is called with each."""
+    on_fleet: Callable[[FleetMetrics], None],
+) -> list[FleetMetrics]:
+    """Simulate fleets of some sizes; `on_fleet` is called with each."""
     with _simulations(kind, load, targets, num_processes=num_processes) as run:
         found = []
-        for figures in run(counts):
-            found.append(figures)
-            on_fleet(figures)
+        for metrics in run(counts):
+            found.append(metrics)
+            on_fleet(metrics)
     return found
 
 
@@ -245,7 +245,7 @@ def _next_counts(
 @contextmanager
 def _simulations(
     kind: ReplicaKind, load: PlannedLoad, targets: Sequence[FleetTarget], *, num_processes: int
-) -> Iterator[Callable[[Sequence[int]], Iterable[FleetFigures]]]:
+) -> Iterator[Callable[[Sequence[int]], Iterable[FleetMetrics]]]:
     """Yield a function that simulates fleets of some sizes at the same time."""
     run = partial(_simulate, kind, load, targets)
     if num_processes == 1:
@@ -265,7 +265,7 @@ def _simulations(
 
 def _simulate(
     kind: ReplicaKind, load: PlannedLoad, targets: Sequence[FleetTarget], num_replicas: int
-) -> FleetFigures:
+) -> FleetMetrics:
     started_s = time.process_time()
     collects = gc.isenabled()
     gc.disable()    # a simulation makes millions of objects and no cycles
@@ -274,19 +274,19 @@ def _simulate(
     finally:
         if collects:
             gc.enable()
-    return _figures(result, targets, num_replicas=num_replicas, cpu_s=time.process_time() - started_s)
+    return _fleet_metrics(result, targets, num_replicas=num_replicas, cpu_s=time.process_time() - started_s)
 
 
-def _figures(
+def _fleet_metrics(
     result: FleetResult, targets: Sequence[FleetTarget], *, num_replicas: int, cpu_s: float
-) -> FleetFigures:
+) -> FleetMetrics:
     num_requests, times = max(1, result.num_requests), result.times
     ttft_ms = {rank: times.first_s(rank) * 1e3 for rank in _ranks(targets, "ttft")}
     itl_ms = {rank: times.gap_s(rank) * 1e3 for rank in _ranks(targets, "itl")}
     rejected = result.num_rejected / num_requests
     values: dict[str, Mapping[Any, float]] = {"rejected": {None: rejected}, "ttft": ttft_ms, "itl": itl_ms}
     num_answered = result.num_requests - result.num_rejected - result.num_too_long
-    return FleetFigures(
+    return FleetMetrics(
         num_replicas=num_replicas,
         num_requests=result.num_requests,
         rejected=rejected,
@@ -304,12 +304,12 @@ def _figures(
         missed=[
             target.name
             for target in targets
-            if values[target.figure][target.rank] > target.limit or not num_answered
+            if values[target.metric][target.rank] > target.limit or not num_answered
         ],
     )
 
 
-def _ranks(targets: Sequence[FleetTarget], figure: str) -> list[float]:
-    """Return the percentiles of a figure that are shown, and those of the targets."""
-    wanted = (target.rank for target in targets if target.figure == figure)
+def _ranks(targets: Sequence[FleetTarget], metric: str) -> list[float]:
+    """Return the percentiles of a metric that are shown or are in a target."""
+    wanted = (target.rank for target in targets if target.metric == metric)
     return sorted({*_RANKS, *(rank for rank in wanted if rank is not None)})

@@ -28,7 +28,7 @@ from genserve.tuning.measured_steps import MeasuredEngine, ServingCost, StepSize
 
 _READY_S = 180.0
 _NUM_ALONE = 8          # requests, one after the other
-_NUM_ROUNDS = 3         # of several requests at once
+_NUM_ROUNDS = 3         # rounds of several requests at once
 _CONCURRENCY = 8
 _PROMPT_TOKENS, _NEW_TOKENS = 64, 48
 
@@ -64,12 +64,12 @@ def serving(name: str, *, logits: str, repository: Path) -> Iterator[str]:
     """Serve a text model by a process of its own, without drafts, until the block ends; yields the URL.
 
     Args:
-        name: of the text model.
+        name: the text model's name.
         logits: the folder of its logits stage.
         repository: the folder of its models, which stays as it is.
 
     Raises:
-        Unreachable: it does not become ready.
+        Unreachable: the server does not become ready.
     """
     with TemporaryDirectory() as folder:
         models = Path(folder) / "models"

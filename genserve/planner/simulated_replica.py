@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import cast
@@ -17,11 +17,11 @@ from typing import cast
 import numpy as np
 
 from genserve.deploy.replica.replica_load import ReplicaLoad
-from genserve.generation.admission_control import AdmissionControl, QueueLimits
-from genserve.generation.engine_request import Request, TokenSequence
-from genserve.generation.kv_cache_manager import KVCacheManager
-from genserve.generation.request_inbox import RequestInbox, RequestOutput
-from genserve.generation.scheduler import Scheduler, SchedulerOutput
+from genserve.engine.admission_control import AdmissionControl, QueueLimits
+from genserve.engine.engine_request import SubmittedSequence
+from genserve.engine.input_queue import InputQueue
+from genserve.engine.kv_cache_manager import KVCacheManager
+from genserve.engine.scheduler import Scheduler, SchedulerOutput
 from genserve.generation_metrics import Metrics
 from genserve.planner.loads import PlannedRequest
 from genserve.planner.step_model import StepModel
@@ -29,7 +29,7 @@ from genserve.tuning.measured_steps import EngineLimits, ServingCost, StepSize
 
 _num_computed_tokens = attrgetter("num_computed_tokens")
 _REMEMBERED_STEPS = 32      # earlier ones have no weight in the scheduler's moving averages
-_BINS = 200     # of times, per factor of e: a bin is half a percent wide
+_BINS = 200     # bins of times per factor of e: a bin is half a percent wide
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,29 +42,24 @@ class ReplicaKind:
     queue_limits: QueueLimits
 
 
-class SimulatedSequence(TokenSequence):
+class SimulatedSequence(SubmittedSequence):
     """A planned request in the engine; its answer has a known length, and no text.
 
     Attributes:
-        planned: the request.
-        first_id: what the place of a token of the answer is added to, for its id.
+        planned: the request as the load has it.
+        first_id: a token of the answer has this id plus the token's index in prompt and answer.
         num_left: tokens of the answer that are still to be generated.
+        last_token_s: when its last token so far was generated; None: it has no token.
     """
 
-    __slots__ = ("first_id", "num_left", "planned")
-
-    num_pending = Request.num_pending
-    logits_start = Request.logits_start
-    skip_reading_prefix_cache = Request.skip_reading_prefix_cache
+    __slots__ = ("first_id", "last_token_s", "num_left", "planned")
 
     def __init__(self, planned: PlannedRequest, token_ids: Sequence[int]) -> None:
-        Request.__init__(self, token_ids)   # and not what samples tokens and makes deltas of them
+        super().__init__(token_ids)
         self.planned = planned
         self.first_id = planned.answer.start - len(token_ids)
         self.num_left = len(planned.answer)
-        self.started_s: float | None = None
         self.last_token_s: float | None = None
-        self.search = None
 
     def generate(self, count: int) -> None:
         """Append the next tokens of the answer."""
@@ -73,7 +68,7 @@ class SimulatedSequence(TokenSequence):
         self.num_left -= count
 
 
-class SimulatedReplica(RequestInbox):
+class SimulatedReplica:
     """An engine on a virtual clock. `begin` starts a step, `end` completes it at `ends_s`.
 
     While all sequences decode and none waits, the scheduler has nothing to decide: the steps up to the end of
@@ -81,7 +76,7 @@ class SimulatedReplica(RequestInbox):
 
     Attributes:
         ends_s: when the current step ends; infinite: there is none.
-        times: of the tokens that were generated.
+        times: the times of the tokens that were generated.
         busy_s: the time of all steps.
     """
 
@@ -92,7 +87,8 @@ class SimulatedReplica(RequestInbox):
             limits=kind.queue_limits,
             metrics=Metrics().for_model("simulated"),
         )
-        super().__init__(clock=clock, admission=admission)
+        self._clock = clock
+        self._queue: InputQueue[SimulatedSequence] = InputQueue(clock=clock, admission=admission)
         self.ends_s = math.inf
         self.times = TokenTimes()
         self.busy_s = 0.0
@@ -104,40 +100,41 @@ class SimulatedReplica(RequestInbox):
         self._scheduler = Scheduler(
             self._kv, max_num_seqs=limits.max_num_seqs, max_num_batched_tokens=limits.max_num_batched_tokens
         )
-        self._accepted: set[Request] = set()    # in the scheduler
+        self._open: dict[SimulatedSequence, None] = {}      # the sequences in the scheduler
         self._output: SchedulerOutput | None = None
         self._began_s = 0.0
-        self._step_s = 0.0          # of the engine alone; of the first of several steps
-        self._growth_s = 0.0        # by which each further one is longer
-        self._sending_s = 0.0       # by which serving lengthens each of them
-        self._count = 1             # steps
+        self._step_s = 0.0          # the first step, in the engine alone
+        self._growth_s = 0.0        # how much longer each further step is
+        self._sending_s = 0.0       # how much serving lengthens each step
+        self._count = 1             # how many steps are simulated as one
         self._full_before = False   # a step was full, and the queue has not been empty since
 
     @property
     def load(self) -> ReplicaLoad:
         """The load, as the router reads it."""
-        waiting = len(self._waiting)
+        queue = self._queue
         return ReplicaLoad(
-            running=self.num_accepted - waiting,
-            waiting=waiting,
-            waiting_tokens=self.num_waiting_tokens,
+            running=queue.num_accepted - queue.num_waiting,
+            waiting=queue.num_waiting,
+            waiting_tokens=queue.num_waiting_tokens,
             kv_usage=self._kv.usage,
+            num_free=queue.num_free,
         )
 
     def receive(self, planned: PlannedRequest, token_ids: Sequence[int], *, keys: Sequence[bytes]) -> None:
         """Queue a request for the next step.
 
-        `keys` are those of its full blocks, if they are known.
+        `keys` are the keys of its full blocks, if they are known.
 
         Raises:
-            Overloaded: admission control rejects it.
+            Overloaded: admission control rejects the request.
         """
         sequence = SimulatedSequence(planned, token_ids)
-        reservation = self.reserve(1)
+        reservation = self._queue.reserve(1)
         reservation.arrived_s = planned.arrived_s
-        self.submit(sequence, sink=_NO_SINK, reservation=reservation)
+        self._queue.submit([sequence], reservation=reservation)
         if keys:
-            self._kv.table(sequence).keys = list(keys)
+            sequence.block_table.keys = list(keys)
         if self._output is not None:
             self._cut(self._clock())
             self.ends_s += self._kind.serving.busy_s
@@ -145,10 +142,9 @@ class SimulatedReplica(RequestInbox):
 
     def begin(self) -> None:
         """Start a step; without requests, or if none can run, `ends_s` is infinite."""
-        if self._num_arrivals:
-            for state in self._take_arrivals().sequences:
-                self._accepted.add(state.sequence)
-                self._scheduler.add(state.sequence)
+        for sequence in self._queue.pop().sequences:
+            self._open[sequence] = None
+            self._scheduler.add(sequence)
         now_s = self._clock()
         output = self._output = self._scheduler.schedule()
         if output is None:
@@ -175,30 +171,37 @@ class SimulatedReplica(RequestInbox):
         # The tokens of a step are sent while the next one runs, so the engine measures that too.
         first_s = self._step_s + self._sending_s
         for index in range(max(0, count - _REMEMBERED_STEPS), count):
-            self._scheduler.note_step(output, first_s + index * self._growth_s)
+            self._scheduler.record_step(output, first_s + index * self._growth_s)
         if count > 1:
             last_s = first_s + (count - 1) * self._growth_s
             self.times.add_gaps(first_s, last_s, count * len(output.requests))
         ended = self._advance(output, count, now_s=now_s)
         if output.started or output.full or self._full_before:
-            self._note_start(output, seconds=now_s - self._began_s, now_s=now_s)
+            # Several steps at once never started or queued a request.
+            self._queue.record_step(
+                [request for group in output.started for request in group.requests],
+                seconds=now_s - self._began_s,
+                full=output.full,
+                num_waiting=self._scheduler.num_waiting,
+                now_s=now_s,
+            )
         self._full_before = output.full or (self._full_before and self._scheduler.num_waiting > 0)
         for sequence in ended:
-            self._scheduler.remove(sequence)
-            self._accepted.discard(sequence)
-            self._leave(sequence, num_seqs=1, started_s=sequence.started_s)
+            self._remove(sequence)
         self._output = None
         return ended
 
-    def reject_overdue(self) -> Iterator[SimulatedSequence]:
-        """Drop the sequences that have waited too long for their first step, and yield them."""
-        if not self._waiting:
-            return
-        for sequence, _ in self._overdue(self._accepted):
-            self._scheduler.remove(sequence)
-            self._accepted.discard(sequence)
-            self._leave(sequence, num_seqs=1)
-            yield cast("SimulatedSequence", sequence)
+    def reject_overdue(self) -> list[SimulatedSequence]:
+        """Remove the sequences that have waited too long for their first step, and return them."""
+        overdue = [sequence for sequence, _ in self._queue.overdue(self._open)]
+        for sequence in overdue:
+            self._remove(sequence)
+        return overdue
+
+    def _remove(self, sequence: SimulatedSequence) -> None:
+        self._scheduler.remove(sequence)
+        del self._open[sequence]
+        self._queue.remove(sequence)
 
     def _size(self, output: SchedulerOutput) -> StepSize:
         """Return the size of a step."""
@@ -216,7 +219,7 @@ class SimulatedReplica(RequestInbox):
         )
 
     def _num_uniform_steps(self, output: SchedulerOutput, *, now_s: float) -> int:
-        """Return how many steps give each of the same sequences a token, if no request arrives."""
+        """Return for how many steps the same sequences each get a token, if no request arrives."""
         sequences = cast("list[SimulatedSequence]", output.requests)
         if any(sequence.last_token_s != now_s for sequence in sequences):
             return 1    # one of them has its first token now, or was preempted
@@ -243,7 +246,7 @@ class SimulatedReplica(RequestInbox):
         self.ends_s = self._began_s + self._duration_s(least)
 
     def _advance(self, output: SchedulerOutput, count: int, *, now_s: float) -> list[SimulatedSequence]:
-        """Compute the tokens of the step, and generate those after completed ones."""
+        """Compute the tokens of the step, and generate the next token of each complete sequence."""
         kv, block_size = self._kv, self._kv.block_size
         gaps: dict[float, int] = {}     # sequences by the time of their last token: most have the same
         ended: list[SimulatedSequence] = []
@@ -274,72 +277,57 @@ class SimulatedReplica(RequestInbox):
                 self.times.add_gap(now_s - last_s, num_sequences)
         return ended
 
-    def _note_start(self, output: SchedulerOutput, *, seconds: float, now_s: float) -> None:
-        """Tell admission control of the step; several at once never started or queued a request."""
-        self._start(
-            output.started,
-            seconds=seconds,
-            full=output.full,
-            num_waiting=self._scheduler.num_waiting,
-            now_s=now_s,
-        )
-
-
-class _NoSink:
-    """Receives nothing: a simulated replica has no outputs."""
-
-    def deliver(self, outputs: Sequence[RequestOutput]) -> None:
-        """Never called."""
-
-
-_NO_SINK = _NoSink()
-
 
 class TokenTimes:
-    """Times to first tokens, each one, and times between tokens, in bins of half a percent."""
+    """Times to first tokens, and times between tokens.
+
+    Attributes:
+        firsts_s: each time to a first token.
+        gaps: the numbers of times between tokens, by bins of half a percent.
+    """
 
     def __init__(self) -> None:
-        self._first_s = array("d")
-        self._gaps: Counter[int] = Counter()
+        self.firsts_s = array("d")
+        self.gaps: Counter[int] = Counter()
 
     def add_first(self, seconds: float) -> None:
         """Add the time from the arrival of a request to its first token."""
-        self._first_s.append(seconds)
+        self.firsts_s.append(seconds)
 
     def add_gap(self, seconds: float, count: int) -> None:
         """Add `count` equal times between two tokens of an answer."""
-        self._gaps[_bin(seconds)] += count
+        self.gaps[_bin(seconds)] += count
 
     def add_gaps(self, first_s: float, last_s: float, count: int) -> None:
         """Add `count` times between two tokens, spread evenly from the first to the last."""
         if count == 1 or _bin(first_s) == _bin(last_s):
-            self._gaps[_bin(first_s)] += count
+            self.gaps[_bin(first_s)] += count
             return
         middle_s, num_lower = (first_s + last_s) / 2, count // 2
         self.add_gaps(first_s, middle_s, num_lower)
         self.add_gaps(middle_s, last_s, count - num_lower)
 
     def merge(self, others: Iterable[TokenTimes]) -> None:
-        """Add the times of others."""
+        """Add all times of `others`."""
         for other in others:
-            self._first_s.extend(other._first_s)
-            self._gaps.update(other._gaps)
+            self.firsts_s.extend(other.firsts_s)
+            self.gaps.update(other.gaps)
 
     @property
     def num_tokens(self) -> int:
         """All tokens."""
-        return len(self._first_s) + self._gaps.total()
+        return len(self.firsts_s) + self.gaps.total()
 
     def first_s(self, rank: float) -> float:
         """Return a percentile of the times to the first token; NaN: there is none."""
-        return float(np.percentile(self._first_s, rank)) if self._first_s else math.nan
+        return float(np.percentile(self.firsts_s, rank)) if self.firsts_s else math.nan
 
     def gap_s(self, rank: float) -> float:
         """Return a percentile of the times between tokens; NaN: there is none."""
-        if not self._gaps:
+        if not self.gaps:
             return math.nan
-        bins = sorted(self._gaps)
-        reached = np.cumsum([self._gaps[index] for index in bins])
+        bins = sorted(self.gaps)
+        reached = np.cumsum([self.gaps[index] for index in bins])
         index = int(np.searchsorted(reached, rank / 100 * reached[-1]))
         return math.exp((bins[min(index, len(bins) - 1)] + 0.5) / _BINS)
 

@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 from genserve.tuning.measured_steps import MeasuredStep, StepSize
 
-_NUM_ROUNDS = 20        # of the fit
+_NUM_ROUNDS = 20        # rounds of the fit
 _LEAST_ERROR = 0.01     # relative; smaller ones are noise, which must not dominate the weights
-_LEAST_SHARE = 0.5      # of the shortest measured step; noise may make a fitted `h` negative
+_LEAST_SHARE = 0.5      # no step is shorter than this share of the shortest measured one
 
 
 class StepModel:
@@ -24,8 +24,8 @@ class StepModel:
     of a, b and c is negative. No step takes less than half as long as the shortest one that was measured.
 
     Attributes:
-        errors: of the measured steps, relative; positive: the model predicts too much.
-        context_token_s: a.
+        errors: the relative error of each measured step; positive: the model predicts too much.
+        context_token_s: the coefficient a.
     """
 
     def __init__(self, steps: Sequence[MeasuredStep], *, max_tokens: int) -> None:
@@ -46,7 +46,7 @@ class StepModel:
         self.errors = columns @ found / seconds - 1
         self._least_s = _LEAST_SHARE * float(seconds.min())
         self.context_token_s, self._pair_s, self._row_s = map(float, found[-3:])
-        # By the number of tokens; a table is quicker than interpolation.
+        # `h` by the number of tokens: a table is quicker than interpolation.
         self._tokens_s = [
             float(value) for value in self._hats(range(max_tokens + 1)) @ found[: len(self._knots)]
         ]

@@ -9,19 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from genserve.backends.registry import find_backend
-from genserve.config.backends import deduce_backend, known_backends
-from genserve.config.config_json import read_config_json
 from genserve.config.diagnostics import Diagnostic, Severity, first_error
 from genserve.config.model_config import ModelConfig
 from genserve.config.normalise import normalise, num_gpus, renumber_gpus
-from genserve.config.parse import ParsedConfig, inspect_message
 from genserve.config.schema import model_config, new_model_config
-from genserve.config.supported_fields import Role
-from genserve.repository.ensemble_rules import ensemble_diagnostics
+from genserve.errors import ConfigError
 from genserve.repository.index import ModelEntry, is_decoupled, served_versions
-from genserve.repository.model_validation import model_diagnostics
+from genserve.repository.model_validation import Validator
 from genserve.repository.options import RepositoryOptions
-from genserve.repository.text_stages import role_of, text_stages
+from genserve.repository.text_stages import Role
 from genserve.textmodel.logits_runtime import gpu_obstacle
 
 logger = logging.getLogger(__name__)
@@ -34,13 +30,12 @@ class ResolvedModel:
     """A model whose config has no errors, is complete and is normalised.
 
     Attributes:
-        config: of the model.
-        path: its folder.
-        versions: the versions to serve, ascending; of a model that runs in a text engine, only one.
-        role: its role in a text model; None: it has none.
-        stages: of a text model, by role: "tokenizer", "logits", "decoder".
-        draft: the text model that drafts tokens for this logits stage, as `stages`; empty: none does.
-        warnings: the diagnostics that are not errors, those of the stages included.
+        path: the folder of the model.
+        versions: the versions to serve, ascending; only one if the model runs in a text engine.
+        role: the model's role in a text model; None: no role.
+        stages: the stages of a text model by "tokenizer", "logits" and "decoder"; empty for other models.
+        draft: the stages of the text model that drafts tokens for this logits stage; empty: no model drafts.
+        warnings: the warnings about the model and its stages.
     """
 
     config: ModelConfig
@@ -62,60 +57,23 @@ class ResolvedModel:
         return self.role not in (None, Role.TOKENIZER)
 
 
-def with_config(entry: ModelEntry, config_json: str, *, options: RepositoryOptions) -> ModelEntry:
-    """Return a model with the config of a load request in place of its folder's.
-
-    Raises:
-        RepositoryError: it is not JSON, or not of the schema.
-    """
-    message = read_config_json(config_json, name=entry.name)
-    return replace(entry, parsed=_validated(message, entry, options=options))
-
-
-def check_usable(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> None:
-    """Reject a config with errors that no file of the model can cure.
-
-    Args:
-        entry: the model.
-        entries: all models of the repository, by name.
-
-    Raises:
-        RepositoryError: its first error.
-    """
-    diagnostics = (*entry.parsed.diagnostics, *ensemble_diagnostics(entry, entries))
-    error = first_error(diagnostic for diagnostic in diagnostics if not diagnostic.at_load)
-    if error is not None:
-        raise error
-
-
-def resolve_model(
-    entry: ModelEntry, entries: Mapping[str, ModelEntry], *, options: RepositoryOptions
-) -> ResolvedModel:
-    """Complete, validate and normalise the config of a model, and those of its stages if it is a text model.
-
-    Args:
-        entry: the model.
-        entries: all models of the repository, by name.
-        options: of the repository.
+def resolve_model(entry: ModelEntry, validator: Validator, *, options: RepositoryOptions) -> ResolvedModel:
+    """Complete, validate and normalise the config of a model, and the configs of a text model's stages.
 
     Raises:
         RepositoryError: the config of the model or a stage has an error, contradicts the model's file, or
             leaves no version to serve.
         MissingDependency: a library is not installed that decides whether the model runs on a GPU.
     """
-    resolved = _resolve(entry, entries, options=options)
+    resolved = _resolve(entry, validator, options=options)
     if resolved.role is not Role.ENSEMBLE:
         return resolved
     stages = {
-        name: _resolve_stage(stage, entries, options=options, on_cpu=name != "logits")
-        for name, stage in (text_stages(entry, entries) or {}).items()
+        name: _resolve(stage, validator, options=options, on_cpu=name != "logits")
+        for name, stage in validator.text_models[entry.name].items()
     }
-    draft_name = _draft_name(stages["logits"].config)
-    draft = text_stages(entries[draft_name], entries) if draft_name else None
-    drafts = {
-        name: _resolve_stage(stage, entries, options=options, on_cpu=True)
-        for name, stage in (draft or {}).items()
-    }
+    draft = validator.text_models.get(_draft_name(stages["logits"].config), {})
+    drafts = {name: _resolve(stage, validator, options=options, on_cpu=True) for name, stage in draft.items()}
     stages["logits"] = replace(stages["logits"], draft=drafts)
     warnings = [warning for stage in (*stages.values(), *drafts.values()) for warning in stage.warnings]
     return replace(resolved, stages=stages, warnings=(*resolved.warnings, *warnings))
@@ -128,42 +86,28 @@ def _draft_name(config: ModelConfig) -> str:
     return config.parameters.get("draft_model", "")
 
 
-def _resolve_stage(
-    entry: ModelEntry, entries: Mapping[str, ModelEntry], *, options: RepositoryOptions, on_cpu: bool
-) -> ResolvedModel:
-    check_usable(entry, entries)
-    return _resolve(entry, entries, options=options, on_cpu=on_cpu)
-
-
 def _resolve(
-    entry: ModelEntry,
-    entries: Mapping[str, ModelEntry],
-    *,
-    options: RepositoryOptions,
-    on_cpu: bool = False,
+    entry: ModelEntry, validator: Validator, *, options: RepositoryOptions, on_cpu: bool = False
 ) -> ResolvedModel:
-    if entry.config is None:
-        raise first_error(entry.parsed.diagnostics) or AssertionError(entry.name)
-    # Diagnostics of the parsed config are computed again after completion, which may have resolved them.
-    found = [one for one in model_diagnostics(entry, entries) if one not in entry.parsed.diagnostics]
-    _raise_first(found)
-    role = role_of(entry, entry.config, entries)
+    _raise(validator.poll_error(entry))
+    assert entry.config is not None     # or there would be an error
+    found = list(validator.load_diagnostics(entry))
+    _raise(first_error(found))
+    role = validator.role(entry)
+    versions = _versions(entry, entry.config, role)
     message = new_model_config()
-    message.CopyFrom(entry.parsed.message)
-    message.name = message.name or entry.name
-    deduce_backend(message, entry.path)
-    versions = _versions(entry, model_config(message, name=entry.name), role)
+    message.CopyFrom(entry.config.message)
     _complete(message, entry, version=versions[-1], options=options)
-    found += _validated(message, entry, options=options, completed=True).diagnostics
-    _raise_first(found)
+    found += validator.completed_diagnostics(entry, message)
+    _raise(first_error(found))
     # The ensemble of a text model may be configured to give one response, though its decoder is decoupled.
     if message.platform == "ensemble" and role is not Role.ENSEMBLE:
-        message.model_transaction_policy.decoupled = is_decoupled(entry, entries)
+        message.model_transaction_policy.decoupled = is_decoupled(entry, validator.entries)
     if on_cpu or role is Role.DECODER:     # whatever it asks for; the rules of stages report another `kind`
         normalise(message, model_folder=entry.path, gpus=0)
     else:
         found += _normalise(message, entry, role, version=versions[-1], options=options)
-    _raise_first(found)
+    _raise(first_error(found))
     return ResolvedModel(
         config=model_config(message, name=entry.name),
         path=entry.path,
@@ -173,8 +117,7 @@ def _resolve(
     )
 
 
-def _raise_first(diagnostics: list[Diagnostic]) -> None:
-    error = first_error(diagnostics)
+def _raise(error: ConfigError | None) -> None:
     if error is not None:
         raise error
 
@@ -222,16 +165,3 @@ def _normalise(
         return [*found]
     severity = Severity.ERROR if options.strict_placement else Severity.WARNING
     return [*found, entry.parsed.diagnostic(severity, "instance_group", text, remedy=obstacle.remedy)]
-
-
-def _validated(
-    message: Any, entry: ModelEntry, *, options: RepositoryOptions, completed: bool = False
-) -> ParsedConfig:
-    return inspect_message(
-        message,
-        path=entry.parsed.path,
-        folder=entry.path,
-        backends=known_backends([options.backend_directory] if options.backend_directory else ()),
-        source_map=entry.parsed.source_map if completed else None,
-        completed=completed,
-    )

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from genserve.config.model_config import EnsembleStep, ModelConfig
-from genserve.errors import Closed, GenserveError, InferenceError, Status
+from genserve.errors import Closed, GenserveError, InferenceError, InvalidRequest, Status
 from genserve.inference import (
     Backlog,
     Inference,
@@ -47,10 +47,10 @@ class Ensemble:
         """Prepare the graph.
 
         Args:
-            config: with at least one step.
-            server: runs the models of its steps.
+            config: the ensemble's config, with at least one step.
+            server: the server that runs the models of the steps.
             config_of: returns the current config of a step's model; raises InferenceError.
-            statistics: to count executions in.
+            statistics: the statistics that count the executions.
         """
         self._config = config
         self._server = server
@@ -135,7 +135,7 @@ class _Step:
 
 
 class _InflightQueue:
-    """The queue of a step: `limit` of its requests run at a time, the others wait."""
+    """The queue of a step: `limit` of its requests run at a time, further requests wait."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -149,8 +149,9 @@ class _InflightQueue:
 
         Args:
             part: the request.
-            submit: submits it; returns whether the model has taken it.
-            of: the inference whose response it was made of; its model waits too. None: the ensemble's.
+            submit: submits the request; returns whether the model has accepted it.
+            of: the inference whose response the request was made of, and whose model waits too. None: the
+                ensemble's.
         """
         part.backlog = Backlog()
         part.when_ended(self._ended)
@@ -223,13 +224,13 @@ class _Flow:
     """The tensors and steps that follow one source: the request, or one response of a decoupled step.
 
     Attributes:
-        tensors: by the ensemble's names; None: it will never be made.
+        tensors: the known tensors, by the ensemble's names; None: the tensor will never be made.
         waiting: the steps that are still to run in this flow.
         parent: the flow whose tensors are visible here too.
-        num_running: its running steps, without decoupled ones.
-        num_streaming: its running decoupled steps.
-        branched: a decoupled step has started: the steps after it run in child flows.
-        children: its unfinished child flows, in order.
+        num_running: running steps of the flow, without decoupled ones.
+        num_streaming: running decoupled steps of the flow.
+        branched: whether a decoupled step has started, so that the steps after it run in child flows.
+        children: unfinished child flows, in order.
     """
 
     tensors: dict[str, Tensor | None]
@@ -284,7 +285,7 @@ class _Run:
         )
 
     def start(self) -> None:
-        """Start the steps that depend on no other."""
+        """Start the steps that depend on no other step."""
         with self._lock:
             starting = self._advance(self._root)
         for flow, step in starting:
@@ -306,15 +307,15 @@ class _Run:
         self._answer(flows)
         return starting
 
-    def _hold_with_us(self, backlog: Backlog) -> None:
-        """Let a step wait while this ensemble, itself a step of another, must wait."""
+    def _delay_with_ensemble(self, backlog: Backlog) -> None:
+        """Make a step wait while this ensemble, itself a step of another, must wait."""
         ours = self._inference.backlog
         if ours is not None and (waiting := ours.waiting):
             backlog.add(waiting[-1])
             ours.when_clear(lambda: backlog.remove(waiting[-1]))
 
     def _startable(self, flow: _Flow) -> Iterator[_Step]:
-        """Remove the steps with known inputs from `waiting`; without a required input a step never runs."""
+        """Remove the steps with known inputs from `waiting`; a step without a required input never runs."""
         for step in list(flow.waiting):
             if not all(flow.knows(name) for name in step.sources):
                 continue
@@ -349,7 +350,7 @@ class _Run:
         def on_response(response: InferenceResponse | None, final: bool) -> None:  # noqa: FBT001 - OnResponse
             self._on_response(flow, step, response, final=final, part=part)
 
-        part = Inference(request=request, on_response=on_response)
+        part = Inference(request=request, on_response=on_response, share=self._inference.share)
         self._inference.parts.append(part)
         part.when_ended(self._inference.parts.remove)
         if self._inference.cancelled:
@@ -396,7 +397,7 @@ class _Run:
                 flow.num_running -= final
             starting = self._advance(changed)
         if part.backlog is not None:
-            self._hold_with_us(part.backlog)
+            self._delay_with_ensemble(part.backlog)
         for flow_of_step, next_step in starting:
             self._start(flow_of_step, next_step, of=part)
 
@@ -436,7 +437,7 @@ class _Run:
 
 
 def _needed(steps: list[_Step], wanted: Sequence[str], *, config: ModelConfig) -> list[_Step]:
-    """Return the steps that the wanted outputs depend on; all, if these are all outputs or none is named."""
+    """Return the steps that the wanted outputs depend on; all steps if no output or every output is named."""
     tensors = set(wanted)
     if not tensors or tensors >= {spec.name for spec in config.outputs}:
         return steps
@@ -448,7 +449,7 @@ def _needed(steps: list[_Step], wanted: Sequence[str], *, config: ModelConfig) -
 
 
 def _ranks(dims: Mapping[str, Sequence[int]], model: ModelConfig) -> dict[str, int]:
-    """Return the number of dimensions of tensors of a model, with that of the batch."""
+    """Return the number of dimensions of each tensor of a model, with the batch dimension."""
     return {name: bool(model.max_batch_size) + len(sizes) for name, sizes in dims.items()}
 
 
@@ -482,7 +483,7 @@ def _downstream(step: _Step, steps: Sequence[_Step]) -> list[_Step]:
 
 
 def _in_one_flow(steps: Sequence[_Step], below: Mapping[_Step, Sequence[_Step]]) -> list[_Step]:
-    """Leave out the steps after a decoupled one of these: they run in child flows."""
+    """Leave out the steps after a decoupled step: they run in child flows."""
     later = {step for before in steps for step in below.get(before, ())}
     return [step for step in steps if step not in later]
 
@@ -499,5 +500,8 @@ def _sequence(request: InferenceRequest) -> Mapping[str, Parameter]:
 def _within(config: ModelConfig, error: GenserveError) -> InferenceError:
     """Return the error of a step as an error of the ensemble, with the same status."""
     prefix = f"in ensemble '{config.name}', "
-    status = error.status if isinstance(error, InferenceError) else Status.INTERNAL
+    if isinstance(error, InferenceError):
+        status = error.status
+    else:
+        status = Status.INVALID_ARG if isinstance(error, InvalidRequest) else Status.INTERNAL
     return InferenceError(prefix + error.message, status=status, remedy=error.remedy)

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from genserve.config.backends import known_backends, version_folders
-from genserve.config.diagnostics import Diagnostic, Severity, first_error
+from genserve.config.backends import version_folders
+from genserve.config.diagnostics import Diagnostic, Severity
 from genserve.config.model_config import LatestVersions, ModelConfig, SpecificVersions
-from genserve.config.parse import ParsedConfig, inspect_model_config, unreadable_config
-from genserve.errors import ConfigError, InferenceError, RepositoryError, Status
+from genserve.config.parse import ParsedConfig, read_config, unreadable_config
+from genserve.errors import InferenceError, RepositoryError, Status
 from genserve.store import default_repository, described, repository_flag
 
 
@@ -22,22 +22,17 @@ class ModelEntry:
     name: str
     path: Path
     parsed: ParsedConfig                    # its config.pbtxt
-    wanted_version: int = -1                # of the step of an ensemble; -1: the latest
+    wanted_version: int = -1                # the version that a step of an ensemble names; -1: the latest
     is_ambiguous: bool = False              # several repositories have a model of this name
 
     @property
     def config(self) -> ModelConfig | None:
-        """The values of its config.pbtxt; None: it cannot be read, see `error`."""
+        """The values of its config.pbtxt; None: it cannot be read."""
         return self.parsed.config
 
     @property
-    def error(self) -> ConfigError | None:
-        """The first error of its config.pbtxt."""
-        return first_error(self.parsed.diagnostics)
-
-    @property
     def is_ensemble(self) -> bool:
-        """Whether the model is an ensemble of others."""
+        """Whether the model is an ensemble of other models."""
         return self.config is not None and self.config.platform == "ensemble"
 
     @property
@@ -49,7 +44,7 @@ class ModelEntry:
         """Return the folder of `wanted_version`, or of the highest version that the policy serves.
 
         Raises:
-            RepositoryError: it does not exist, or is not served.
+            RepositoryError: the version does not exist, or is not served.
         """
         versions = self.versions
         if not versions:
@@ -70,20 +65,18 @@ def scan(
     roots: Iterable[Path],
     *,
     config_name: str = "",
-    backend_folders: Iterable[Path] = (),
     strict_paths: bool = False,
 ) -> dict[str, ModelEntry]:
-    """Read the folders of one or more repositories, without hidden folders and those of tools.
+    """Read the folders of one or more repositories, without hidden folders and folders of tools.
 
     Args:
         roots: the repositories.
-        config_name: `configs/<config_name>.pbtxt` replaces config.pbtxt where it exists.
-        backend_folders: of backends written in Python.
+        config_name: `configs/<config_name>.pbtxt` replaces config.pbtxt where the file exists.
         strict_paths: a model with a link out of the roots is an error, and is not read.
 
     Returns:
-        The entries by name, in alphabetical order. A model with a broken config.pbtxt is listed with its
-        diagnostics; a model in two roots is an error.
+        The entries by name, in alphabetical order. A model whose config.pbtxt cannot be read, and one in two
+        roots, is listed with a diagnostic.
 
     Raises:
         RepositoryError: a root is not a folder, or is a model; or `config_name` is a path.
@@ -93,7 +86,6 @@ def scan(
             f"{config_name!r} is not the name of a config",
             remedy="write NAME for the files configs/NAME.pbtxt in the folders of models",
         )
-    backends = known_backends(backend_folders)
     entries: dict[str, ModelEntry] = {}
     real_roots = {root.resolve(): root for root in roots}
     for root in real_roots.values():
@@ -108,7 +100,7 @@ def scan(
             elif outside:
                 parsed = _leads_out(path, outside[0])
             else:
-                parsed = _read(path, config_name=config_name, backends=backends)
+                parsed = _read(path, config_name=config_name)
             entries[name] = ModelEntry(name=name, path=path, parsed=parsed)
     return dict(sorted(entries.items()))
 
@@ -118,16 +110,21 @@ def _printable(name: str) -> str:
     return name if name.isprintable() else name.encode("unicode_escape").decode()
 
 
-def _read(path: Path, *, config_name: str, backends: tuple[str, ...]) -> ParsedConfig:
+def _read(path: Path, *, config_name: str) -> ParsedConfig:
     try:
-        return inspect_model_config(path, config_name=config_name, backends=backends)
-    except OSError as error:    # the folder was removed meanwhile, or may not be read
-        return unreadable_config(
-            path / "config.pbtxt",
-            at=path,
-            message=f"the folder cannot be read: {error.strerror}",
-            remedy="make it readable for this user, or remove it from the repository",
-        )
+        return read_config(path, config_name=config_name)
+    except OSError as error:
+        return unreadable_folder(path, error)
+
+
+def unreadable_folder(path: Path, error: OSError) -> ParsedConfig:
+    """Return the config of a model whose folder was removed meanwhile, or may not be read."""
+    return unreadable_config(
+        path / "config.pbtxt",
+        at=path,
+        message=f"the folder cannot be read: {error.strerror}",
+        remedy="make it readable for this user, or remove it from the repository",
+    )
 
 
 def _misnamed(folder: Path) -> ParsedConfig:
@@ -143,7 +140,7 @@ def served_versions(config: ModelConfig, versions: Iterable[int]) -> tuple[int, 
     """Return the versions that the version policy of a model serves, ascending.
 
     Raises:
-        RepositoryError: it serves none.
+        RepositoryError: the policy serves no version.
     """
     there = sorted(versions)
     match config.version_policy:
@@ -174,8 +171,8 @@ def links_out(folder: Path, roots: Iterable[Path]) -> list[Path]:
     Links to somewhere inside are followed.
 
     Args:
-        folder: of the model.
-        roots: of the repositories, without links in their paths.
+        folder: the model's folder.
+        roots: the folders of the repositories, without links in their paths.
     """
     return list(_links_out(folder, tuple(map(str, roots)), seen=set()))
 
@@ -263,13 +260,13 @@ def _ambiguous(entry: ModelEntry, *, other: Path) -> ModelEntry:
 
 
 def step_models(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> list[ModelEntry]:
-    """Return the models of an ensemble's steps; those that do not exist are left out."""
+    """Return the models of an ensemble's steps; models that do not exist are left out."""
     steps = entry.config.ensemble_steps if entry.config else ()
     return [entries[step.model_name] for step in steps if step.model_name in entries]
 
 
 def all_step_models(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> list[ModelEntry]:
-    """Return the models of the steps, and those of the steps of nested ensembles."""
+    """Return the models of the steps of an ensemble and of the ensembles among them."""
     found: dict[str, ModelEntry] = {}
     waiting = step_models(entry, entries)
     while waiting:

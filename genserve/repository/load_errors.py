@@ -24,7 +24,7 @@ _STATUS_WORDS: Mapping[Status, str] = {
 
 
 class VersionFailed(Exception):
-    """A version cannot be loaded, and therefore none of the model's; `others` are these."""
+    """A version cannot be loaded, and therefore no other version of the model; `others` are their numbers."""
 
     def __init__(self, error: Exception, *, version: int, others: Sequence[int] = ()) -> None:
         super().__init__(version)

@@ -1,4 +1,4 @@
-"""Load request: a request to load a model, with a config or files that replace those of its folder."""
+"""Load request: a request to load a model, which may bring a config or files in place of its folder's."""
 
 from __future__ import annotations
 
@@ -6,20 +6,18 @@ import re
 import weakref
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from tempfile import gettempdir
 
-from genserve.config.backends import deduce_backend
-from genserve.config.config_rules import MAX_NAME_BYTES
+from genserve.config.backends import BUILT_IN, deduce_backend
+from genserve.config.config_json import read_config_json
+from genserve.config.parse import MAX_NAME_BYTES, config_of
 from genserve.config.schema import new_model_config
 from genserve.errors import InferenceError, RepositoryError, Status
 from genserve.files import staging_folder
-from genserve.repository.config_resolution import with_config
 from genserve.repository.index import ModelEntry, not_polled, scan
-from genserve.repository.options import RepositoryOptions
 
-_DATA_BACKENDS = frozenset({"onnxruntime", "tokenizer"})    # their models are no code
 _WORD_OR_NUMBER = re.compile(r"\w+|\d+\.\d+")
 
 
@@ -28,9 +26,8 @@ class LoadRequest:
     """A request to load a model.
 
     Attributes:
-        name: of the model.
-        config_json: replaces the config of its folder; empty: the folder's.
-        files: replace its folder, by their path in it: `1/model.py`; None or empty: its folder.
+        config_json: a config as JSON, which replaces the folder's; empty: the folder's config is read.
+        files: the files that replace the folder, by paths like `1/model.py`; None or empty: no change.
         allow_code: whether config and files may make the server run code that is not in the repository.
     """
 
@@ -47,14 +44,11 @@ class LoadRequest:
                 remedy="write the name of the model's folder in the repository",
             )
 
-    def resolve(
-        self, entries: Mapping[str, ModelEntry], *, options: RepositoryOptions
-    ) -> tuple[ModelEntry, Upload | None]:
+    def resolve(self, entries: Mapping[str, ModelEntry]) -> tuple[ModelEntry, Upload | None]:
         """Return the model to load, and the folder of its uploaded files.
 
         Args:
             entries: all models of the repository, by name.
-            options: of the repository.
 
         Raises:
             InferenceError: the config or a file is invalid, or would run code that is not allowed.
@@ -70,12 +64,17 @@ class LoadRequest:
         entry = entries[self.name]
         if self.config_json:
             try:
-                entry = with_config(entry, self.config_json, options=options)
+                entry = self._with_config(entry)
                 if not self.allow_code:
                     _reject_code(entry, is_uploaded=upload is not None)
             except RepositoryError as error:
                 raise not_polled(self.name, remedy=str(error)) from error
         return entry, upload
+
+    def _with_config(self, entry: ModelEntry) -> ModelEntry:
+        """Return a model with the config of the request. Raises what `read_config_json` raises."""
+        message = read_config_json(self.config_json, name=entry.name)
+        return replace(entry, parsed=config_of(message, path=entry.parsed.path, folder=entry.path))
 
 
 class Upload:
@@ -89,8 +88,8 @@ class Upload:
         """Write the files.
 
         Args:
-            name: of the model.
-            files: by their path in the model's folder: `1/model.py`.
+            name: the name of the model's folder.
+            files: their content, by their path in the model's folder: `1/model.py`.
 
         Raises:
             InferenceError: a path is invalid or leads out of the folder, or two paths conflict.
@@ -129,7 +128,9 @@ def _reject_code(entry: ModelEntry, *, is_uploaded: bool) -> None:
     message.CopyFrom(entry.parsed.message)
     if is_uploaded:
         deduce_backend(message, entry.path)
-        if message.backend not in _DATA_BACKENDS and message.platform != "ensemble":
+        built_in = BUILT_IN.get(message.backend)
+        is_data = message.platform == "ensemble" or (built_in is not None and built_in.is_data)
+        if not is_data:
             raise _code_error(entry, f"its files would run as code (backend '{message.backend}')")
     accelerators = message.optimization.execution_accelerators
     for accelerator in (*accelerators.gpu_execution_accelerator, *accelerators.cpu_execution_accelerator):

@@ -8,28 +8,20 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from genserve.config.diagnostics import first_error
-from genserve.errors import (
-    ConfigError,
-    GenserveError,
-    InferenceError,
-    RepositoryError,
-    Status,
-)
-from genserve.repository.config_resolution import check_usable
-from genserve.repository.ensemble_rules import ensemble_diagnostics
+from genserve.errors import ConfigError, GenserveError, InferenceError, Status
 from genserve.repository.index import ModelEntry, all_step_models, fingerprint, not_polled, scan, step_models
 from genserve.repository.load_errors import step_error, stopping, unexpected_as_failed
 from genserve.repository.load_request import LoadRequest, Upload
 from genserve.repository.model_loader import ModelLoader
-from genserve.repository.model_versions import ModelState, ModelTable, ModelVersion
+from genserve.repository.model_validation import Validator
+from genserve.repository.model_versions import UNLOADED, ModelState, ModelTable, ModelVersion
 from genserve.repository.options import RepositoryOptions
-from genserve.repository.text_stages import TextStages, stage_owners, text_models, text_stages
+from genserve.repository.text_stages import TextStages, stage_owners
 from genserve.textmodel.logits_config import is_logits_stage
 
 logger = logging.getLogger(__name__)
@@ -38,10 +30,32 @@ _C_LIBRARY = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Files:
+    """What a model is loaded from.
+
+    Attributes:
+        config: the fingerprint of its config files.
+        versions: the fingerprint of the folder of each version, by number.
+        shared: the fingerprints of all other files and of a text model's stages, and the configs of an
+            ensemble's steps.
+    """
+
+    config: object
+    versions: Mapping[int, object]
+    shared: object
+
+    def unchanged_versions(self, now: _Files) -> list[int]:
+        """Return the versions whose files are the same now; the config may differ."""
+        if self.shared != now.shared:
+            return []
+        return [number for number, files in now.versions.items() if self.versions.get(number) == files]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _FailedLoad:
     """A load that failed."""
 
-    files: object       # the fingerprint of the folders
+    files: _Files
     ended_s: float
     error: GenserveError
 
@@ -52,15 +66,15 @@ class _Model:
 
     Attributes:
         lock: held while the model is loaded or unloaded.
-        is_requested: it was loaded for its own sake, not only as a step of an ensemble.
-        waits_for_steps: an ensemble, to be loaded once the models of all its steps are ready.
+        is_requested: whether the model was loaded for its own sake, not only as a step of an ensemble.
+        waits_for_steps: whether the model is an ensemble that is loaded once all its steps' models are ready.
         override: an ensemble with the config of a load request.
         stages: the stages that the engine of this text model answers for.
-        loaded: the fingerprint of the folders that it was loaded from; None: it is not loaded, or with the
-            config of a load request.
-        polled: the fingerprint of the folders at the poll that last loaded it.
-        settling: that of folders that had changed at the last poll; None: they had not.
-        failed: the last load that failed; None: none has.
+        loaded: the files that the model was loaded from; None: the model is not loaded, or was loaded with
+            the config of a load request.
+        polled: the files at the poll that last loaded it.
+        settling: the files at the last poll if they had changed since `polled`, else None.
+        failed: the failure of the last load, if it has failed.
     """
 
     lock: threading.RLock = field(default_factory=threading.RLock)
@@ -68,13 +82,13 @@ class _Model:
     waits_for_steps: bool = False
     override: ModelEntry | None = None
     stages: frozenset[str] = frozenset()
-    loaded: object = None
-    polled: object = None
-    settling: object = None
+    loaded: _Files | None = None
+    polled: _Files | None = None
+    settling: _Files | None = None
     failed: _FailedLoad | None = None
 
-    def has_settled(self, files: object) -> bool:
-        """Record the fingerprint at a poll; whether it has changed, and is that of the poll before."""
+    def has_settled(self, files: _Files) -> bool:
+        """Record the files at a poll; return whether they are new, and the same as at the poll before."""
         is_changed = files != self.polled
         is_settled = is_changed and files == self.settling
         if is_settled:
@@ -87,9 +101,9 @@ class ModelLifecycle:
     """Loads and unloads models; a model is changed by one call at a time. Safe from any thread.
 
     Attributes:
-        entries: the folders at the last scan; replaced, never changed.
-        text_models: the text models among them, with their stages.
-        errors: of the models whose load at the start, or by polling, has failed.
+        validator: the models of the last scan and their rules; the next scan replaces it.
+        errors: the errors of the models whose last load has failed, by name; old versions may answer. A stage
+            that the engine of a text model answers for has no error of its own.
     """
 
     def __init__(
@@ -109,30 +123,39 @@ class ModelLifecycle:
         self._models: dict[str, _Model] = {}
         self._following = threading.Lock()
         self._scanning = threading.Lock()
-        self.entries: Mapping[str, ModelEntry] = {}
-        self.text_models: Mapping[str, TextStages] = {}
+        self.validator: Validator
         self.scan_folders()
+
+    @property
+    def entries(self) -> Mapping[str, ModelEntry]:
+        """The models at the last scan, by name."""
+        return self.validator.entries
+
+    @property
+    def text_models(self) -> Mapping[str, TextStages]:
+        """The stages of the text models at the last scan, by name."""
+        return self.validator.text_models
 
     def load(self, request: LoadRequest) -> None:
         """Load a model; does nothing if it is loaded and its folder has not changed.
 
         Raises:
-            InferenceError: it cannot be loaded; the old versions keep answering.
+            InferenceError: the model cannot be loaded; the old versions keep answering.
         """
         self.scan_folders()
         try:
             with unexpected_as_failed(request.name):
-                entry, upload = request.resolve(self.entries, options=self._options)
-                self._load_with_steps(entry, is_override=bool(request.config_json), upload=upload)
+                entry, upload = request.resolve(self.entries)
         except GenserveError as error:
             _log_not_loaded(request.name, error)
             raise
+        self._load_with_steps(entry, is_override=bool(request.config_json), upload=upload)
         self._model(request.name).is_requested = True
         self._follow_steps()
 
     def load_noted(self, entry: ModelEntry) -> None:
-        """Load a model; if that fails, record the error in `errors`."""
-        with self._noting_errors(entry.name):
+        """Load a model; if that fails, `errors` has the error."""
+        with suppress(GenserveError):
             self._load_with_steps(entry)
             self._model(entry.name).is_requested = True
 
@@ -146,20 +169,34 @@ class ModelLifecycle:
         model.override = None
         self._unload(name)
         if dependents:
-            needed = {step for served in self._table.served for step in _steps(served)}
-            for step in steps - needed:
-                if not self._model(step).is_requested:
-                    self._unload(step)
+            self._unload_unneeded(steps)
         self._follow_steps()
 
+    def forget_failed(self, name: str) -> None:
+        """After a load that has failed: unload what it has loaded, and do not wait for what was missing."""
+        if name in self.entries:    # nothing is kept of the names that clients invent
+            self._model(name).waits_for_steps = False
+            self._unload_unneeded({step.name for step in all_step_models(self.entries[name], self.entries)})
+
+    def join_unloads(self) -> None:
+        """Wait until the unloads that have begun are over."""
+        self._unloader.join()
+
+    def _unload_unneeded(self, steps: Iterable[str]) -> None:
+        """Unload the models of steps that were not loaded for their own sake, and that no ensemble needs."""
+        needed = {step for served in self._table.served for step in _steps(served)}
+        for step in steps:
+            if step not in needed and not self._model(step).is_requested:
+                self._unload(step)
+
     def serve(self, name: str, fresh: Iterable[ModelVersion]) -> None:
-        """Serve these versions of a model in place of the old ones, which finish what they have accepted."""
+        """Serve `fresh` versions of a model in place of the old ones, which finish the requests they have."""
         self._unloader.unload(self._table.put(name, fresh), timeout_s=self._options.exit_timeout_s)
 
     def note_folders(self) -> None:
-        """Record the fingerprints of all folders, which `follow_folders` compares."""
+        """Record the files of all models, which `follow_folders` compares."""
         for name, entry in self.entries.items():
-            self._model(name).polled = self._fingerprint(entry)
+            self._model(name).polled = self._files(entry)
 
     def follow_folders(self) -> bool:
         """Load new and changed models, unload removed ones.
@@ -170,14 +207,16 @@ class ModelLifecycle:
         Returns:
             Whether folders have changed since the last call, so that this should be called again soon.
         """
-        before = self.entries
         self.scan_folders()
-        for name in before.keys() - self.entries.keys():
-            self._unload(name)
-            self._model(name).polled = None
-        for name, entry in self.entries.items():
-            if self._model(name).has_settled(self._fingerprint(entry)):
-                self.load_noted(entry)
+        for name, model in list(self._models.items()):  # not the last scan's, which may not be a poll's
+            if model.polled is not None and name not in self.entries:
+                self._unload(name)
+                model.polled = None
+        changed = [
+            name for name, entry in self.entries.items() if self._model(name).has_settled(self._files(entry))
+        ]
+        for entry in self.owners(changed):
+            self.load_noted(entry)
         self._follow_steps()
         return any(self._model(name).settling is not None for name in self.entries)
 
@@ -188,17 +227,24 @@ class ModelLifecycle:
             self._unload(name, timeout_s=0)
         self._unloader.join()
 
+    def owners(self, names: Iterable[str]) -> list[ModelEntry]:
+        """Return the named models, each once, and for a stage that an engine answers for its text model."""
+        validator = self.validator
+        entries, owners = validator.entries, stage_owners(validator.text_models)
+        found = dict.fromkeys(owners.get(name, name) for name in names)
+        return [entries[name] for name in found if name in entries]
+
     def scan_folders(self) -> None:
         """Read the folders again; nothing is loaded or unloaded."""
-        directory = self._options.backend_directory
         with self._scanning:    # a scan never replaces the result of a later one
-            self.entries = scan(
-                self._roots,
-                config_name=self._options.config_name,
-                backend_folders=[directory] if directory else (),
-                strict_paths=self._options.strict_paths,
+            entries = scan(
+                self._roots, config_name=self._options.config_name, strict_paths=self._options.strict_paths
             )
-            self.text_models = text_models(self.entries)
+            self.validator = self._validator(entries)
+
+    def _validator(self, entries: Mapping[str, ModelEntry]) -> Validator:
+        directory = self._options.backend_directory
+        return Validator(entries, backend_folders=[directory] if directory else ())
 
     def _model(self, name: str) -> _Model:
         return self._models.setdefault(name, _Model())
@@ -213,11 +259,11 @@ class ModelLifecycle:
                 for name in torn:
                     self._model(name).waits_for_steps = True
                     self._unload(name)
-            while whole := [entry for entry in self._waiting() if self._table.has_steps(entry.config)]:
+            while whole := [entry for entry in self._waiting() if self._has_steps(entry)]:
                 for entry in whole:
                     model = self._model(entry.name)
                     model.waits_for_steps = False
-                    with self._noting_errors(entry.name):
+                    with suppress(GenserveError):
                         self._load_with_steps(entry, is_override=model.override is not None)
 
     def _waiting(self) -> list[ModelEntry]:
@@ -226,69 +272,105 @@ class ModelLifecycle:
         found = [model.override or self.entries.get(name) for name, model in waiting]
         return [entry for entry in found if entry is not None]
 
-    @contextmanager
-    def _noting_errors(self, name: str) -> Iterator[None]:
-        try:
-            with unexpected_as_failed(name):
-                yield
-        except GenserveError as error:
-            cause = error.__cause__  # names file and line
-            self.errors[name] = cause if isinstance(cause, ConfigError) else error
-            _log_not_loaded(name, self.errors[name])
+    def _has_steps(self, entry: ModelEntry) -> bool:
+        """Whether the models of an ensemble's steps are ready, except the stages that load with it."""
+        if entry.name in self.text_models:
+            return all(self._table.get(step.name, step.wanted_version) for step in self._steps_before(entry))
+        return self._table.has_steps(entry.config)
+
+    def _steps_before(self, entry: ModelEntry) -> list[ModelEntry]:
+        """Return the models of an ensemble's steps that are loaded before it.
+
+        The engine of a text model is its logits and decoder stages; its tokenizer is a model of its own too.
+        """
+        stages = self.text_models.get(entry.name)
+        return [stages["tokenizer"]] if stages else step_models(entry, self.entries)
 
     def _load_with_steps(
         self, requested: ModelEntry, *, is_override: bool = False, upload: Upload | None = None
     ) -> None:
         """Load a model; an ensemble after the models of its steps that are not ready.
 
+        A failure is logged, and recorded in `errors` until a load succeeds, or the model is unloaded.
+
         Args:
             requested: the model; a stage of a text model loads the text model.
-            is_override: its config is that of a load request; the next one reads the folder again.
+            is_override: whether the config comes from a load request; the next load reads the folder again.
             upload: the folder of the files of the load request, if it has any.
         """
         asked_s = time.monotonic()
         owner = stage_owners(self.text_models).get(requested.name, requested.name)
         model = self._model(owner)
         with model.lock:
+            validator = self.validator
             if not is_override:     # the folder may have changed while this waited
-                requested = self.entries.get(requested.name, requested)
-            entries = {**self.entries, requested.name: requested}
-            entry = entries.get(owner, requested)
-            files, failed = self._fingerprint(entry), model.failed
-            if not is_override and model.loaded == files and all(map(self._table.of, (owner, *model.stages))):
-                return
+                requested = validator.entries.get(requested.name, requested)
+            if validator.entries.get(requested.name) is not requested:
+                validator = self._validator({**validator.entries, requested.name: requested})
+            entry = validator.entries.get(owner, requested)
+            files, failed = self._files(entry), model.failed
             if not is_override and failed and failed.files == files and failed.ended_s > asked_s:
-                raise failed.error      # of the same load, for which this one has waited
-            try:
-                self._replace(entry, requested, entries, is_override=is_override, upload=upload)
-            except GenserveError as error:
-                model.failed = _FailedLoad(files=files, ended_s=time.monotonic(), error=error)
-                raise
-            model.loaded = None if is_override else files
+                raise failed.error      # the same load has failed while this one waited for it
+            answers = all(map(self._table.of, (owner, *model.stages)))
+            if is_override or model.loaded != files or not answers:
+                try:
+                    with unexpected_as_failed(owner):
+                        self._replace(
+                            entry, requested, validator, files, is_override=is_override, upload=upload
+                        )
+                except GenserveError as error:
+                    model.failed = _FailedLoad(files=files, ended_s=time.monotonic(), error=error)
+                    self._record_error(owner, error)
+                    raise
+                model.loaded = None if is_override else files
+            model.failed = None
+            for name in (owner, requested.name, *model.stages):
+                self.errors.pop(name, None)
+
+    def _record_error(self, name: str, error: GenserveError) -> None:
+        cause = error.__cause__  # names file and line
+        recorded = cause if isinstance(cause, ConfigError) else error
+        if name in self.entries:    # nothing is kept of the names that clients invent
+            self.errors[name] = recorded
+        _log_not_loaded(name, recorded)
 
     def _replace(
         self,
         entry: ModelEntry,
         requested: ModelEntry,
-        entries: Mapping[str, ModelEntry],
+        validator: Validator,
+        files: _Files,
         *,
         is_override: bool,
         upload: Upload | None,
     ) -> None:
-        """Load a model, whose lock is held, and unload the versions that it replaces."""
+        """Load a model, whose lock is held, and unload the versions that it replaces.
+
+        As in Triton, a version whose files have not changed, of a model whose config has not, goes on with
+        its sequences: a version that comes, goes or changes leaves the other versions alone.
+        """
         started_s = time.monotonic()
         model = self._model(entry.name)
         for each in {requested.name: requested, entry.name: entry}.values():
-            _reject_unusable(each, entries)
+            if (error := validator.poll_error(each)) is not None:
+                raise not_polled(each.name, remedy=str(error)) from error
         is_text_model = entry.name in self.text_models
-        _reject_broken(entry, entries, is_text_model=is_text_model, is_uploaded=upload is not None)
-        if not is_text_model:
-            self._load_missing_steps(entry)
-        _reject_unfit(entry, entries)
-        fresh = self._loader.load(entry, entries, upload=upload)
+        is_broken = is_text_model and entry.name not in validator.text_models
+        if is_broken or (upload is not None and (is_text_model or is_logits_stage(entry.config))):
+            raise _runs_in_engine(entry.name)
+        self._load_missing_steps(entry)
+        if (error := validator.step_error(entry)) is not None:     # the ensemble gets no version in the index
+            text = f"load failed for model '{entry.name}': {error.text}\n"
+            raise InferenceError(text, remedy=str(error)) from error
+        unchanged: list[ModelVersion] = []
+        if model.loaded and not is_override and not is_text_model and not model.stages:
+            numbers = model.loaded.unchanged_versions(files)
+            unchanged = [served for served in self._table.of(entry.name) if served.version in numbers]
+        fresh = self._loader.load(entry, validator, unchanged=unchanged, upload=upload)
         if self._unloader.is_closing:
             for served in fresh:
-                served.close(timeout_s=0)
+                if served not in unchanged:     # `close` closes the unchanged ones
+                    served.close(timeout_s=0)
             raise stopping()
         _return_free_memory()
         names = {served.name for served in fresh}
@@ -299,12 +381,11 @@ class ModelLifecycle:
         model.override = None
         if is_override and requested.is_ensemble:
             self._model(requested.name).override = requested
-        self.errors.pop(entry.name, None)
 
     def _load_missing_steps(self, entry: ModelEntry) -> None:
         """Load the models of an ensemble's steps that are not ready: all, even if one of them fails."""
         failures: list[tuple[ModelEntry, InferenceError]] = []
-        for step in step_models(entry, self.entries):
+        for step in self._steps_before(entry):
             below = {step.name, *(model.name for model in all_step_models(step, self.entries))}
             if self._table.of(step.name) or entry.name in below:
                 continue    # it is ready, or depends on the ensemble itself
@@ -324,14 +405,22 @@ class ModelLifecycle:
             for each in (name, *model.stages):
                 self._unloader.unload(self._table.put(each, ()), timeout_s=timeout_s)
             model.stages = frozenset()
-            model.loaded = None
+            model.loaded = model.failed = None
             self.errors.pop(name, None)
 
-    def _fingerprint(self, entry: ModelEntry) -> object:
-        """Return a value that changes with the files of a model and its stages, or the configs of steps."""
-        stages = self.text_models.get(entry.name, {})
+    def _files(self, entry: ModelEntry) -> _Files:
+        versions: dict[int, list[object]] = {number: [] for number in entry.versions}
+        config: list[object] = []
+        others: list[object] = []
+        for trace in fingerprint(entry.path):
+            part = trace[0].partition("/")[0]
+            if part in ("config.pbtxt", "configs"):
+                config.append(trace)
+            else:
+                versions.get(int(part) if part.isdecimal() else 0, others).append(trace)
+        stages = [fingerprint(stage.path) for stage in self.text_models.get(entry.name, {}).values()]
         steps = {model.name: model.parsed.message for model in step_models(entry, self.entries)}
-        return [fingerprint(model.path) for model in (entry, *stages.values())], steps
+        return _Files(config=config, versions=versions, shared=(others, stages, steps))
 
 
 class _Unloader:
@@ -359,7 +448,7 @@ class _Unloader:
             if not self.is_closing:
                 gc.collect()  # a model's weights are often in a reference cycle with it
                 _return_free_memory()
-            self._set_state(keys, ModelState.UNAVAILABLE, reason="unloaded")
+            self._set_state(keys, ModelState.UNAVAILABLE, reason=UNLOADED)
             text = ", ".join(f"{name} version {version}" for name, version in keys)
             logger.info("unloaded in %.1f s: %s", time.monotonic() - started_s, text)
             self._threads.pop(thread, None)
@@ -375,7 +464,7 @@ class _Unloader:
             thread.join()
 
     def _set_state(self, keys: Iterable[tuple[str, int]], state: ModelState, *, reason: str = "") -> None:
-        """Set the state of versions, except those that another one has replaced."""
+        """Set the state of versions, except versions that another one has replaced."""
         for name, version in keys:
             if self._table.get(name, version) is None:
                 self._table.set_state(name, version, state, reason=reason)
@@ -383,48 +472,31 @@ class _Unloader:
 
 def _return_free_memory() -> None:
     """Return the C library's free memory to the system: 30 of 195 MB after a load of the default model."""
-    trim = getattr(_C_LIBRARY, "malloc_trim", None)     # of glibc
+    trim = getattr(_C_LIBRARY, "malloc_trim", None)     # only glibc has it
     if trim is not None:
         trim(0)
 
 
 def _log_loaded(name: str, fresh: Iterable[ModelVersion], *, seconds: float) -> None:
-    versions = ", ".join(str(served.version) for served in fresh if served.name == name)
-    logger.info("model %s version %s is ready, loaded in %.1f s", name, versions, seconds)
+    loaded = [served for served in fresh if served.name == name]
+    versions = ", ".join(str(served.version) for served in loaded)
+    contexts = [f"; context length {served.text_model.context}" for served in loaded if served.text_model]
+    logger.info(
+        "model %s version %s is ready, loaded in %.1f s%s", name, versions, seconds, "".join(contexts[:1])
+    )
 
 
 def _log_not_loaded(name: str, error: GenserveError) -> None:
     logger.error("model %s is not loaded: %s", name, error)
 
 
-def _reject_unusable(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> None:
-    """Reject a config that Triton rejects before it loads: the model gets no version in the index."""
-    try:
-        check_usable(entry, entries)
-    except RepositoryError as error:
-        raise not_polled(entry.name, remedy=str(error)) from error
-
-
-def _reject_broken(
-    entry: ModelEntry, entries: Mapping[str, ModelEntry], *, is_text_model: bool, is_uploaded: bool
-) -> None:
-    """Reject a load request that breaks a text model."""
-    is_broken = is_text_model and not text_stages(entry, entries)
-    in_engine = is_text_model or is_logits_stage(entry.config)
-    if is_broken or (in_engine and is_uploaded):
-        raise InferenceError(
-            f"model '{entry.name}' runs in a text engine, which cannot be loaded like this",
-            status=Status.UNSUPPORTED,
-            remedy="change its files in the repository, or its config so that its three stages remain",
-        )
-
-
-def _reject_unfit(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> None:
-    """Reject an ensemble that does not fit the models of its steps: it gets no version in the index."""
-    error = first_error(ensemble_diagnostics(entry, entries))
-    if error is not None:
-        text = f"load failed for model '{entry.name}': {error.text}\n"
-        raise InferenceError(text, remedy=str(error)) from error
+def _runs_in_engine(name: str) -> InferenceError:
+    """Return the error of a load request that breaks a text model."""
+    return InferenceError(
+        f"model '{name}' runs in a text engine, which cannot be loaded like this",
+        status=Status.UNSUPPORTED,
+        remedy="change its files in the repository, or its config so that its three stages remain",
+    )
 
 
 def _steps(served: ModelVersion) -> list[str]:

@@ -11,11 +11,14 @@ from pathlib import Path
 from genserve.backends.backend import Backend, ModelSource, Placement
 from genserve.backends.registry import find_backend
 from genserve.backends.warmup import run_warmups, warmup_batches
+from genserve.batching.model_instance import ModelInstances, group_placements
+from genserve.batching.queue_scheduler import make_scheduler
+from genserve.batching.rate_limiter import RateLimiter, ResourcePermit
 from genserve.config.model_config import EnsembleStep, InstanceGroup, ModelConfig
-from genserve.config.supported_fields import Role
+from genserve.config.schema import new_model_config
+from genserve.engine.engine_thread import EngineThread
 from genserve.errors import RepositoryError, drop_frames
 from genserve.files import read_regular_text
-from genserve.generation.engine_thread import EngineThread
 from genserve.generation_metrics import Metrics
 from genserve.inference import InferenceServer
 from genserve.inference_statistics import ModelStatistics
@@ -24,13 +27,19 @@ from genserve.repository.ensemble import Ensemble
 from genserve.repository.index import ModelEntry
 from genserve.repository.load_errors import VersionFailed, load_reason, version_error
 from genserve.repository.load_request import Upload
-from genserve.repository.model_versions import ModelRuntime, ModelState, ModelTable, ModelVersion
+from genserve.repository.model_validation import Validator
+from genserve.repository.model_versions import (
+    UNLOADED,
+    ModelRuntime,
+    ModelState,
+    ModelTable,
+    ModelVersion,
+)
 from genserve.repository.options import RepositoryOptions
 from genserve.repository.response_cache import ResponseCache
-from genserve.schedulers.model_instance import ModelInstances, group_placements
-from genserve.schedulers.queue_scheduler import make_scheduler
-from genserve.schedulers.rate_limiter import RateLimiter, ResourcePermit
+from genserve.repository.text_stages import Role
 from genserve.textmodel.decoder_stage import DecoderInference
+from genserve.textmodel.logits_config import is_logits_stage
 from genserve.textmodel.logits_inference import LogitsInference
 from genserve.textmodel.logits_runtime import LoadedLogits, engine_placements, load_logits
 from genserve.textmodel.text_inference import TextInference
@@ -64,7 +73,12 @@ class ModelLoader:
     rate_limiter: RateLimiter | None
 
     def load(
-        self, entry: ModelEntry, entries: Mapping[str, ModelEntry], *, upload: Upload | None = None
+        self,
+        entry: ModelEntry,
+        validator: Validator,
+        *,
+        unchanged: Iterable[ModelVersion] = (),
+        upload: Upload | None = None,
     ) -> list[ModelVersion]:
         """Load the versions of a model, warmed up and ready, and two of the stages of a text model.
 
@@ -72,38 +86,50 @@ class ModelLoader:
 
         Args:
             entry: the model.
-            entries: all models of the repository, by name.
+            validator: the rules for the models of the repository.
+            unchanged: versions that answer, and whose files have not changed. A version that the model still
+                serves, with the same config, is returned as it is.
             upload: the folder of the model's files, if they came with the load request.
 
         Raises:
-            InferenceError: one version cannot be loaded; the others are closed again.
+            InferenceError: one version cannot be loaded; the versions that were loaded before it are closed.
         """
         name, version = entry.name, (entry.versions or (1,))[-1]
         serves = bool(self.table.of(name))
         if not serves:
             self.table.set_state(name, version, ModelState.LOADING)
         try:
-            return self._load_all(entry, entries, upload=upload)
+            return self._load_all(entry, validator, unchanged=unchanged, upload=upload)
         except Exception as error:
             failed = error if isinstance(error, VersionFailed) else VersionFailed(error, version=version)
         if not serves:
             reason = load_reason(failed.error)
             self.table.set_state(name, failed.version, ModelState.UNAVAILABLE, reason=reason)
             for other in failed.others:
-                self.table.set_state(name, other, ModelState.UNAVAILABLE, reason="unloaded")
+                self.table.set_state(name, other, ModelState.UNAVAILABLE, reason=UNLOADED)
         reported = version_error(name, failed)
         drop_frames(failed.error)   # which is kept: the next load may need the memory
         raise reported from failed.error
 
     def _load_all(
-        self, entry: ModelEntry, entries: Mapping[str, ModelEntry], *, upload: Upload | None
+        self,
+        entry: ModelEntry,
+        validator: Validator,
+        *,
+        unchanged: Iterable[ModelVersion],
+        upload: Upload | None,
     ) -> list[ModelVersion]:
         """Load the versions of a model; raises VersionFailed, and what `resolve_model` raises."""
-        model = resolve_model(entry, entries, options=self.options)
+        model = resolve_model(entry, validator, options=self.options)
         for warning in model.warnings:
             logger.warning("%s: %s (%s)", warning.where, warning.message, warning.remedy)
+        kept = [
+            served
+            for served in unchanged
+            if served.version in model.versions and _differ_in_policy_only(served.config, model.config)
+        ]
         loaded: list[ModelVersion] = []
-        for version in model.versions:
+        for version in sorted({*model.versions} - {served.version for served in kept}):
             try:
                 loaded += self._load(model, version, upload=upload)
             except BaseException as error:
@@ -113,7 +139,9 @@ class ModelLoader:
                     raise
                 others = [other for other in model.versions if other != version]
                 raise VersionFailed(error, version=version, others=others) from error
-        return loaded
+        for served in kept:
+            served.config = model.config
+        return [*kept, *loaded]
 
     def _load(self, model: ResolvedModel, version: int, *, upload: Upload | None) -> list[ModelVersion]:
         started_s = time.monotonic()
@@ -144,7 +172,10 @@ class ModelLoader:
         statistics = ModelStatistics()
         if model.runs_in_engine:
             runtime: ModelRuntime = load_logits_stage(
-                self._source(model, version), limits=self.options.queue_limits, statistics=statistics
+                self._source(model, version),
+                limits=self.options.queue_limits,
+                statistics=statistics,
+                max_model_len=self.options.max_model_len,
             )
         elif model.config.ensemble_steps:
             runtime = Ensemble(
@@ -163,6 +194,8 @@ class ModelLoader:
             draft=self._sources(logits.draft) if logits.draft else None,
             limits=self.options.queue_limits,
             defaults=self.options.default_sampling_params,
+            max_model_len=self.options.max_model_len,
+            prefix_cache_folder=self.options.prefix_cache_folder,
         )
         engine, of_text, of_logits = text_model.engine, ModelStatistics(), ModelStatistics()
         assert isinstance(engine, EngineThread)
@@ -188,8 +221,12 @@ class ModelLoader:
         return {role: self._source(stage, stage.versions[-1]) for role, stage in stages.items()}
 
     def _source(self, model: ResolvedModel, version: int) -> ModelSource:
+        config, cache_bytes = model.config, self.options.kv_cache_bytes
+        if cache_bytes is not None and is_logits_stage(config):
+            parameters = {"kv_cache_bytes": str(cache_bytes), **config.parameters}
+            config = replace(config, parameters=parameters)
         return ModelSource(
-            config=model.config,
+            config=config,
             version=version,
             path=model.path,
             folder=model.path / str(version),
@@ -251,6 +288,17 @@ class ModelLoader:
         return permits
 
 
+def _differ_in_policy_only(old: ModelConfig, new: ModelConfig) -> bool:
+    """Whether two configs of a model are the same but for the choice of versions."""
+    policy = new_model_config()
+    policy.version_policy.CopyFrom(new.message.version_policy)
+    message = new_model_config()
+    message.CopyFrom(old.message)
+    message.ClearField("version_policy")
+    message.MergeFrom(policy)
+    return bool(message == new.message)
+
+
 def _withdraw(permits: Iterable[ResourcePermit]) -> None:
     for permit in permits:
         permit.withdraw()
@@ -265,8 +313,8 @@ def load_stage_logits(entry: ModelEntry) -> LoadedLogits:
     """Load the logits of a stage where a server would, without an engine.
 
     Raises:
-        RepositoryError: its config has an error, or its file cannot be loaded.
-        MissingDependency: its runtime is not installed.
+        RepositoryError: the config has an error, or the file cannot be loaded.
+        MissingDependency: the model's runtime is not installed.
     """
     model = _resolve_alone(entry)
     folder = model.path / str(model.versions[-1])
@@ -275,7 +323,7 @@ def load_stage_logits(entry: ModelEntry) -> LoadedLogits:
 
 def _resolve_alone(entry: ModelEntry) -> ResolvedModel:
     entry = replace(entry, wanted_version=int(entry.latest_version().name))
-    return resolve_model(entry, {entry.name: entry}, options=RepositoryOptions())
+    return resolve_model(entry, Validator({entry.name: entry}), options=RepositoryOptions())
 
 
 def _output_labels(config: ModelConfig, path: Path) -> dict[str, Sequence[str]]:

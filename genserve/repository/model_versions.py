@@ -9,12 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from typing import Protocol
 
 from genserve.config.model_config import ModelConfig
 from genserve.errors import Closed, GenserveError, InferenceError, Status
 from genserve.histogram import Histogram
-from genserve.inference import Inference, InferenceResponse
+from genserve.inference import Inference, InferenceRequest, InferenceResponse, ResponseStep
 from genserve.inference_statistics import ModelStatistics
 from genserve.repository.load_request import Upload
 from genserve.repository.request_validation import RequestValidator, decoupled_error
@@ -40,7 +41,7 @@ class ModelRuntime(Protocol):
         """Take an inference with a valid request; must not block.
 
         Raises:
-            GenserveError: it is rejected; no response was sent.
+            GenserveError: the inference is rejected; no response was sent.
         """
 
     def close(self) -> None:
@@ -51,11 +52,11 @@ class ModelVersion:
     """One version of a model that answers requests. Safe from any thread.
 
     Attributes:
-        config: normalised.
-        version: the number of its folder.
-        statistics: of its requests and executions.
-        load_s: duration of its load, seconds.
-        labels: of the classes, by output name, for the outputs that have a `label_filename`.
+        config: the normalised config.
+        version: the number of the version's folder.
+        statistics: counts requests and executions of the version.
+        load_s: duration of the load, seconds.
+        labels: the names of classes by output name, for the outputs that have a `label_filename`.
         text_model: None for any other kind of model.
     """
 
@@ -76,16 +77,16 @@ class ModelVersion:
         """Serve by a runtime.
 
         Args:
-            runtime: started; closed with this.
-            config: normalised.
-            version: the number of its folder.
-            statistics: to be updated.
-            cache: of responses; None: none.
-            labels: of the classes, by output name.
-            upload: the temporary folder of the model, which is kept as long as this.
+            runtime: the started runtime, which `close` closes.
+            config: the normalised config.
+            version: the number of the version's folder.
+            statistics: the statistics to be updated.
+            cache: the response cache; None: the model does not use it.
+            labels: the names of classes by output name.
+            upload: the temporary folder of the model, which is kept as long as this version.
             load_s: duration of the load, seconds.
             histogram_latencies: measure the time to the first response.
-            text_model: of the runtime; most of its requests do not pass through this class. None: none.
+            text_model: the text model of the runtime, most of whose requests do not pass through this class.
         """
         self.config = config
         self.version = version
@@ -109,7 +110,7 @@ class ModelVersion:
 
     @property
     def name(self) -> str:
-        """Of the model."""
+        """The model's name."""
         return self.config.name
 
     @property
@@ -131,32 +132,33 @@ class ModelVersion:
         """Validate a request and run it.
 
         Raises:
-            InferenceError: it does not fit the config, or the queue rejects it.
-            Closed: this version is being unloaded; another may have replaced it.
+            InferenceError: the request does not fit the config, or the queue rejects it.
+            Closed: this version is being unloaded; another version may have replaced it.
         """
         request = inference.request
         if self.config.decoupled and not inference.takes_stream:
             raise decoupled_error(self.name)
-        inference.batch_size = self._validator.check(request)
-        inference.model_name, inference.model_version = self.config.name, self.version
+        batch_size = self._validator.check(request)
         with self._lock:
             if self._closing:
                 raise Closed(f"model '{self.name}' is being unloaded")
             self._pending[inference] = None
-        if self.statistics.first_response is not None:
-            _time_first_response(inference, self.statistics.first_response)
-        if request.cause is not None:
-            _trace(inference, request.cause)
+        lookup = _CacheLookup(self._cache, statistics=self.statistics) if self._cache is not None else None
+        span = self._open_span(inference)
+        inference.accept(
+            model_version=self.version,
+            batch_size=batch_size,
+            span=span,
+            response_steps=self._response_steps(lookup, span),
+        )
         if self._reshapes_inputs:
             inference.inputs = self._validator.reshaped(request.inputs)
-        if self._reshapes_outputs:
-            self._reshape_outputs(inference)
-        if self._cache is not None and self._answer_from(self._cache, inference):
+        if lookup is not None and self._answer_from(lookup, inference):
             return
         inference.when_ended(self._ended)
         try:
             self.runtime.submit(inference)
-        except Exception as error:  # of any kind: an unload waits for pending inferences
+        except Exception as error:  # whatever it is: an unload waits for pending inferences
             if isinstance(error, GenserveError) and inference.ended:
                 return  # this version was closed meanwhile, and has failed it
             self._leave(inference)  # a rejected request is not counted
@@ -167,7 +169,7 @@ class ModelVersion:
             raise
 
     def close(self, *, timeout_s: float) -> None:
-        """Reject new requests, wait for the pending ones, fail those that take too long, and close."""
+        """Reject new requests, wait for the pending ones, fail the ones that take too long, and close."""
         until_s = time.monotonic() + timeout_s
         if self.text_model is not None:
             self.text_model.engine.drain(timeout_s=timeout_s)
@@ -189,74 +191,107 @@ class ModelVersion:
             if self._closing and not self._pending:
                 self._idle.notify_all()
 
-    def _answer_from(self, cache: ResponseCache, inference: Inference) -> bool:
-        """Answer from the cache; if it has no response, put the model's response into it."""
+    def _open_span(self, inference: Inference) -> Span | None:
+        request = inference.request
+        if request.cause is None:
+            return None
+        return request.cause.open(
+            model=self.name,
+            version=self.version,
+            request_id=request.id,
+            inputs=request.inputs.values(),
+            at_ns=inference.submitted_ns,
+        )
+
+    def _response_steps(self, lookup: _CacheLookup | None, span: Span | None) -> Sequence[ResponseStep]:
+        """Return the steps of a response, in their order: the cache keeps it as the model has sent it."""
+        steps: list[ResponseStep] = []
+        if lookup is not None:
+            steps.append(lookup.keep)
+        if self._reshapes_outputs:
+            steps.append(self._reshape)
+        if span is not None:
+            steps.append(_record_in_trace)
+        if self.statistics.first_response is not None:
+            steps.append(partial(_time_first_response, self.statistics.first_response))
+        return steps
+
+    def _reshape(
+        self,
+        _inference: Inference,
+        response: InferenceResponse | None,
+        _final: bool,  # noqa: FBT001 - ResponseStep
+    ) -> InferenceResponse | None:
+        return response and self._validator.reshaped_response(response)
+
+    def _answer_from(self, lookup: _CacheLookup, inference: Inference) -> bool:
+        """Answer from the cache; return whether it has the response."""
+        found = lookup.find(inference.request, load=self._load)
+        if found is None:
+            return False
+        with suppress(Closed):  # this version was closed meanwhile, and has failed it
+            inference.send(found, final=True)
+        self.statistics.cache_hit_ended(inference, lookup_ns=lookup.lookup_ns)
+        self._leave(inference)
+        return True
+
+
+class _CacheLookup:
+    """The lookup of one inference in the response cache, which keeps the model's response if it has none."""
+
+    def __init__(self, cache: ResponseCache, *, statistics: ModelStatistics) -> None:
+        self.lookup_ns = 0
+        self._cache = cache
+        self._statistics = statistics
+        self._missed: bytes | None = None   # the key that the cache did not have
+
+    def find(self, request: InferenceRequest, *, load: int) -> InferenceResponse | None:
         started_ns = time.monotonic_ns()
-        key = cache.key(inference.request, load=self._load)
-        kept = cache.get(key)
-        lookup_ns = time.monotonic_ns() - started_ns
-        if kept is not None:
-            with suppress(Closed):  # this version was closed meanwhile, and has failed it
-                inference.send(kept, final=True)
-            self.statistics.cache_hit_ended(inference, lookup_ns=lookup_ns)
-            self._leave(inference)
-            return True
-        answer = inference.on_response
+        key = self._cache.key(request, load=load)
+        found = self._cache.get(key)
+        self.lookup_ns = time.monotonic_ns() - started_ns
+        self._missed = key if found is None else None
+        return found
 
-        def keep(response: InferenceResponse | None, final: bool) -> None:  # noqa: FBT001 - OnResponse
-            started_ns = time.monotonic_ns()
-            if response is not None and response.error is None:
-                cache.put(key, response)
-            if final:
-                insert_ns = time.monotonic_ns() - started_ns
-                self.statistics.cache_missed(lookup_and_insert_ns=lookup_ns + insert_ns)
-            answer(response, final)
-
-        inference.on_response = keep
-        return False
-
-    def _reshape_outputs(self, inference: Inference) -> None:
-        answer = inference.on_response
-
-        def reshape(response: InferenceResponse | None, final: bool) -> None:  # noqa: FBT001 - OnResponse
-            answer(response and self._validator.reshaped_response(response), final)
-
-        inference.on_response = reshape
-
-
-def _time_first_response(inference: Inference, histogram: Histogram) -> None:
-    answer = inference.on_response
-
-    def time_first(response: InferenceResponse | None, final: bool) -> None:  # noqa: FBT001 - OnResponse
-        if response is not None and inference.num_responses == 1:
-            histogram.observe((time.monotonic_ns() - inference.submitted_ns) / 1e6)
-        answer(response, final)
-
-    inference.on_response = time_first
-
-
-def _trace(inference: Inference, cause: Span) -> None:
-    """Trace an inference."""
-    request, answer = inference.request, inference.on_response
-    span = cause.open(
-        model=inference.model_name,
-        version=inference.model_version,
-        request_id=request.id,
-        inputs=request.inputs.values(),
-        at_ns=inference.submitted_ns,
-    )
-    if span is None:
-        return
-    inference.span = span
-
-    def note(response: InferenceResponse | None, final: bool) -> None:  # noqa: FBT001 - OnResponse
-        if response is not None:
-            span.answered(() if response.error is not None else response.outputs)
+    def keep(
+        self,
+        _inference: Inference,
+        response: InferenceResponse | None,
+        final: bool,  # noqa: FBT001 - ResponseStep
+    ) -> InferenceResponse | None:
+        if self._missed is None:
+            return response     # it comes from the cache
+        started_ns = time.monotonic_ns()
+        if response is not None and response.error is None:
+            self._cache.put(self._missed, response)
         if final:
-            span.close(started_ns=inference.started_ns)
-        answer(response, final)
+            insert_ns = time.monotonic_ns() - started_ns
+            self._statistics.cache_missed(lookup_and_insert_ns=self.lookup_ns + insert_ns)
+        return response
 
-    inference.on_response = note
+
+def _record_in_trace(
+    inference: Inference,
+    response: InferenceResponse | None,
+    final: bool,  # noqa: FBT001 - ResponseStep
+) -> InferenceResponse | None:
+    assert inference.span is not None
+    if response is not None:
+        inference.span.answered(() if response.error is not None else response.outputs)
+    if final:
+        inference.span.close(started_ns=inference.started_ns)
+    return response
+
+
+def _time_first_response(
+    histogram: Histogram,
+    inference: Inference,
+    response: InferenceResponse | None,
+    _final: bool,  # noqa: FBT001 - ResponseStep
+) -> InferenceResponse | None:
+    if response is not None and inference.num_responses == 1:
+        histogram.observe((time.monotonic_ns() - inference.submitted_ns) / 1e6)
+    return response
 
 
 def _unloaded(model: str) -> InferenceError:
@@ -274,6 +309,9 @@ class ModelState(StrEnum):
     READY = "READY"
     UNLOADING = "UNLOADING"
     UNAVAILABLE = "UNAVAILABLE"
+
+
+UNLOADED = "unloaded"   # the reason in the index for a version that was unloaded on request or replaced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,7 +360,7 @@ class ModelTable:
         """Return a version of a model; -1: the highest that answers.
 
         Raises:
-            InferenceError: there is none, with Triton's text.
+            InferenceError: there is no such version, with Triton's text.
         """
         served = self.get(name, version)
         if served is not None:
@@ -358,9 +396,14 @@ class ModelTable:
             self._entries[name, version] = IndexEntry(name=name, version=version, state=state, reason=reason)
 
     def put(self, name: str, fresh: Iterable[ModelVersion]) -> list[ModelVersion]:
-        """Replace all versions of a model; return the old ones."""
+        """Serve only the `fresh` versions of a model; return the versions that no longer answer."""
+        fresh = list(fresh)
         with self._lock:
-            old = [served for (n, version), served in self._routes.items() if n == name and version != -1]
+            old = [
+                served
+                for (n, version), served in self._routes.items()
+                if n == name and version != -1 and served not in fresh
+            ]
             routes = {key: served for key, served in self._routes.items() if key[0] != name}
             self._entries = {
                 key: entry

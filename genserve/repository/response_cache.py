@@ -9,7 +9,7 @@ from collections import OrderedDict
 from genserve.inference import InferenceRequest, InferenceResponse
 from genserve.tensor import Tensor
 
-_OVERHEAD_BYTES = 256  # of an entry, roughly: its key and objects without arrays
+_OVERHEAD_BYTES = 256  # an entry has roughly as many without its arrays: its key and objects
 
 
 class ResponseCache:

@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
+from enum import StrEnum
+from pathlib import Path
 from typing import TypeAlias
 
 from genserve.config.model_config import ModelConfig
-from genserve.config.supported_fields import Role
 from genserve.errors import RepositoryError
 from genserve.repository.index import ModelEntry
-from genserve.repository.source_rules import decodes
 from genserve.textmodel.logits_config import CacheKind, cache_kind, is_logits_stage
 
-TextStages: TypeAlias = Mapping[str, ModelEntry]  # of a text model: "tokenizer", "logits", "decoder"
+# The stages of a text model: "tokenizer", "logits" and "decoder".
+TextStages: TypeAlias = Mapping[str, ModelEntry]
 
+_DECODE = re.compile(r"^\s*async\s+def\s+decode\b", re.MULTILINE)
+_PLAIN_CLASS = re.compile(r"^class\s+TritonPythonModel\s*(\(\s*\))?\s*:", re.MULTILINE)
+_EXECUTE = re.compile(r"^\s*(async\s+)?def\s+execute\b|\bexecute\s*=", re.MULTILINE)
 # The stages of a text model, by backend.
 _STAGES = {"tokenizer": "tokenizer", "onnxruntime": "logits", "pytorch": "logits", "python": "decoder"}
+
+
+class Role(StrEnum):
+    """The role of a model in a text model, whose stages run in one engine."""
+
+    ENSEMBLE = "text model"
+    TOKENIZER = "tokenizer stage"
+    LOGITS = "logits stage"                         # with a KV cache
+    LOGITS_WITHOUT_CACHE = "logits stage without a KV cache"
+    DECODER = "decoder stage"
 
 
 def text_stages(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> TextStages | None:
     """Return the stages of a text model, each with the version that its step names; None: it is not one.
 
-    A text model is an ensemble of a tokenizer, a logits stage and a model.py with an `async def decode`.
+    A text model is an ensemble of a tokenizer, a logits stage and a decoder stage, see `is_decoder`.
     """
     steps = entry.config.ensemble_steps if entry.config else ()
     models = [
@@ -33,7 +48,7 @@ def text_stages(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> TextSta
     stages = {_STAGES.get(model.config.backend, ""): model for model in models if model.config}
     if len(steps) != len(stages):
         return None
-    if stages.keys() != set(_STAGES.values()) or not _decodes(stages["decoder"]):
+    if stages.keys() != set(_STAGES.values()) or not _is_decoder(stages["decoder"]):
         return None
     return stages
 
@@ -53,30 +68,43 @@ def stage_owners(models: Mapping[str, TextStages]) -> dict[str, str]:
     return owners
 
 
-def role_of(entry: ModelEntry, config: ModelConfig, entries: Mapping[str, ModelEntry]) -> Role | None:
-    """Return the role of a model in the text models that it is part of; None: it is part of none."""
-    if entry.is_ensemble:
-        return Role.ENSEMBLE if text_stages(entry, entries) else None
+def role_of(config: ModelConfig, models: Mapping[str, TextStages]) -> Role | None:
+    """Return the role of a model in the text models of its repository; None: it has none.
+
+    Args:
+        config: the config of the model.
+        models: the stages of all text models, by name.
+    """
+    if config.name in models:
+        return Role.ENSEMBLE
     of_logits = Role.LOGITS_WITHOUT_CACHE if cache_kind(config) is CacheKind.NONE else Role.LOGITS
     if is_logits_stage(config):
         return of_logits
     roles = {"tokenizer": Role.TOKENIZER, "logits": of_logits, "decoder": Role.DECODER}
-    for ensemble in entries.values():
-        steps = ensemble.config.ensemble_steps if ensemble.config else ()
-        if any(step.model_name == entry.name for step in steps):
-            for name, stage in (text_stages(ensemble, entries) or {}).items():
-                if stage.name == entry.name:
-                    return roles[name]
+    for stages in models.values():
+        for name, stage in stages.items():
+            if stage.name == config.name:
+                return roles[name]
     return None
 
 
-def _decodes(decoder: ModelEntry) -> bool:
+def is_decoder(path: Path) -> bool:
+    """Whether a model.py is a decoder stage: it has an `async def decode`, or is no model of Triton's.
+
+    The latter has no `execute`, and its class none that it could inherit; its decoding loop is the default.
+    """
+    source = path.read_text(encoding="utf-8", errors="replace")
+    return bool(_DECODE.search(source) or (_PLAIN_CLASS.search(source) and not _EXECUTE.search(source)))
+
+
+def _is_decoder(decoder: ModelEntry) -> bool:
     if decoder.config is None:
         return False
     try:
         file = decoder.latest_version() / (decoder.config.default_model_filename or "model.py")
     except RepositoryError:
         return False
-    if not file.is_file():
-        return True  # loading then reports the missing file
-    return decodes(file)
+    try:
+        return not file.is_file() or is_decoder(file)
+    except OSError:
+        return True     # loading then reports the file, which is missing or cannot be read

@@ -29,8 +29,8 @@ from genserve.sampling.sampler import (
     sample_on_host,
     sampling_rule,
 )
+from genserve.sampling.sampler_chain import COLDEST, SamplerChain, chain_of
 from genserve.sampling.sampling_params import SamplingParams
-from genserve.sampling.staged_sampler import COLDEST, DrawStages, stages_of
 
 
 class PluginProcessors(Protocol):
@@ -50,10 +50,10 @@ class SamplingState:
     Attributes:
         params: the sampling parameters of the request.
         seed: the request's, or the one that `InputProcessor` drew.
-        grammar: the form of the answer and its state; None: any text will do.
+        grammar: the grammar of the answer and its state; None: any text will do.
         processors: the edits that the request makes to its logits; None: none.
-        rule: of a draw by `sample_logits`.
-        stages: of a draw that `sample_logits` cannot make; they survive a preemption.
+        rule: the rule of a draw by `sample_logits`.
+        chain: the samplers of a draw that `sample_logits` cannot make; it survives a preemption.
         draws: whether tokens are drawn; else the best one is taken.
         plain: nothing but the draw decides its tokens, and no log-probability is reported.
     """
@@ -61,6 +61,7 @@ class SamplingState:
     __slots__ = (
         "_ending_ids",
         "_tokenized",
+        "chain",
         "draws",
         "grammar",
         "num_prompt_tokens",
@@ -70,7 +71,6 @@ class SamplingState:
         "processors",
         "rule",
         "seed",
-        "stages",
     )
 
     def __init__(
@@ -93,11 +93,15 @@ class SamplingState:
         self._ending_ids = ending_ids
         self._tokenized = tokenized
         self.processors = self.fresh_processors()
-        self.stages: DrawStages | None = stages_of(params, spared_ids=tuple(tokenized.spared_ids))
-        self.rule: SamplingRule = sampling_rule(params) if self.stages is None else GREEDY_RULE
+        self.chain: SamplerChain | None = chain_of(params, spared_ids=tuple(tokenized.spared_ids))
+        self.rule: SamplingRule = sampling_rule(params) if self.chain is None else GREEDY_RULE
         self.draws = params.temperature > COLDEST
-        adaptive = self.stages is not None and self.stages.adaptive
+        adaptive = self.chain is not None and self.chain.adaptive
         self.plain = not (params.logprobs or grammar or self.processors or self.plugins or adaptive)
+
+    def add_plugins(self, plugins: PluginProcessors) -> None:
+        """Have plug-ins from the next token on."""
+        self.plugins, self.plain = plugins, False
 
     def fresh_processors(self) -> BuiltinLogitsProcessors | None:
         """Return the processors in their state before the first token."""
@@ -126,10 +130,10 @@ class SamplingState:
             after=self.plugins.edits("post_penalty", token_ids, row=row),
         )
 
-    def learn(self, surprise_bits: float | None) -> None:
+    def adapt(self, surprise_bits: float | None) -> None:
         """Adapt the next draw to the surprise of the token sampled; None: nothing adapts."""
-        if surprise_bits is not None and self.stages is not None:
-            self.stages = self.stages.after(surprise_bits)
+        if surprise_bits is not None and self.chain is not None:
+            self.chain = self.chain.after(surprise_bits)
 
 
 class SampledSequence(Protocol):
@@ -150,7 +154,7 @@ class SampledToken(NamedTuple):
     token_id: int
     logprob: TokenLogprob | None    # None if the request does not ask for it
     finite: bool                    # False: a NaN, or the rules leave no finite logit; the token is void
-    surprise_bits: float | None     # of the token among those it was drawn from, if the stages adapt to it
+    surprise_bits: float | None     # the token's surprise in its draw, if the samplers adapt to it
 
 
 def sample(logits: LogitsArray, sequences: Sequence[SampledSequence]) -> list[SampledToken]:
@@ -201,7 +205,7 @@ def sampling_metadata(sequences: Sequence[SampledSequence], *, num_tokens: int) 
     return SamplingMetadata.of(
         drawing,
         [state.rule for state in drawn],
-        stages=[state.stages for state in drawn],
+        chains=[state.chain for state in drawn],
         seeds=[state.seed for state in drawn],
         steps=[len(sequences[row].token_ids) - states[row].num_prompt_tokens for row in drawing],
         logprobs=() if plain else _logprobs_requests(states, drawing),
@@ -221,8 +225,8 @@ def _logprobs_requests(states: Sequence[SamplingState], drawing: Sequence[int]) 
         if state.params.logprobs
     ]
     for row in drawing:
-        stages = states[row].stages
-        if stages is not None and stages.adaptive:
+        chain = states[row].chain
+        if chain is not None and chain.adaptive:
             requests.append(LogprobsRequest(row=row, processed=True, surprise=True))
     return requests
 
@@ -235,4 +239,4 @@ def _edits(sequences: Sequence[SampledSequence], *, num_tokens: int) -> LogitsEd
     return join_edits(edits, bitmask=bitmask) if edits or bitmask is not None else None
 
 
-_GREEDY = SamplingMetadata.of((), (), stages=(), seeds=(), steps=())
+_GREEDY = SamplingMetadata.of((), (), chains=(), seeds=(), steps=())

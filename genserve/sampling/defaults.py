@@ -1,4 +1,4 @@
-"""Sampling defaults: those of a model's generation_config.json, and those of chats in terminal and browser.
+"""Sampling defaults: of a model's generation_config.json, and of chats in terminal and browser.
 
 The default of each parameter is in its row in `sampling_params.py`.
 """
@@ -44,7 +44,7 @@ def with_model_defaults(params: SamplingParams, defaults: Mapping[str, Any]) -> 
 def _contradicts(name: str, value: Any, params: SamplingParams) -> bool:
     row = PARAMETERS[name]
     excluded = any(getattr(params, other) != PARAMETERS[other].default for other in row.excludes)
-    skipped = bool(params.samplers) and row.stage is not None and row.stage not in params.samplers
+    skipped = bool(params.samplers) and row.sampler is not None and row.sampler not in params.samplers
     match name:
         case "temperature":
             return excluded or skipped or (value == 0 and params.best_of > 1)
@@ -54,16 +54,16 @@ def _contradicts(name: str, value: Any, params: SamplingParams) -> bool:
             return excluded or skipped
 
 
-# For a model that recommends nothing; `benchmarks/first_minute.py` compares them. Truncated, since the
-# unlikely tokens of a small model are absurd. Without the penalty it falls into loops; without the window the
-# penalty suppresses the end of the turn too, which the prompt contains, and the answer rambles on.
+# The defaults for a model that recommends nothing; `benchmarks/first_minute.py` compares them. They truncate,
+# since the unlikely tokens of a small model are absurd. Without the penalty it falls into loops; without the
+# window the penalty suppresses the end of the turn too, which the prompt contains, and the answer rambles on.
 _OWN = SamplingOptions(temperature=0.5, min_p=0.1, repetition_penalty=1.1, penalty_window=256)
 _SAMPLERS = frozenset({"temperature", "top_k", "top_p", "min_p", "typical_p", "top_h"})
 # Less is no loop yet: the zeros of a matrix, the columns of a table, the rows of an empty board.
 _LOOPS = SamplingOptions(
     repetition_detection={"min_pattern_size": 8, "max_pattern_size": 64, "min_count": 8}
 )
-# The limit of an answer in the terminal, lowered to the tokens that the context has left.
+# The limit of an answer in the terminal.
 CHAT_MAX_TOKENS = 1024
 
 

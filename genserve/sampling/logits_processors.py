@@ -59,7 +59,7 @@ class LogitsEdits:
 
     before: tuple[RowEdit, ...] = ()
     bitmask: GrammarBitmask | None = None   # forbidden tokens get -inf
-    allowed: Entries = _NO_ENTRIES      # of a row with any, all other tokens get -inf; values unused
+    allowed: Entries = _NO_ENTRIES      # where a row has any, all other tokens get -inf; values unused
     biased: Entries = _NO_ENTRIES       # added
     repeated: Entries = _NO_ENTRIES     # a logit above 0 is divided by it, any other multiplied
     lowered: Entries = _NO_ENTRIES      # subtracted
@@ -82,7 +82,7 @@ def apply_edits(logits: LogitsArray, edits: LogitsEdits, *, to_device: ToDevice 
 
     `to_device` copies a numpy array to the device of the logits.
 
-    Source: the repetition penalty is that of Keskar et al., "CTRL" (2019), as transformers applies it.
+    Source: the repetition penalty follows Keskar et al., "CTRL" (2019), as transformers applies it.
     """
     for edit in edits.before:
         edit.apply(logits[edit.row])
@@ -122,7 +122,7 @@ def _index(entries: Entries, to_device: ToDevice) -> tuple[Any, Any]:
     return to_device(entries.rows), to_device(entries.token_ids)
 
 
-# Of a longer repetition only this many tokens count: it costs more than any logit is worth.
+# A longer repetition counts as one of this many tokens: it costs more than any logit is worth.
 MAX_LENGTH = 256
 MAX_PENALTY = 1e9   # rules a token out, and sums with it stay exact
 
@@ -149,9 +149,9 @@ class DryBreakers:
 class TokenizedParams:
     """The texts of a request's parameters as token ids of the vocabulary. Its answers share it."""
 
-    bad_words: Sequence[Sequence[int]] = ()         # in each spelling
+    bad_words: Sequence[Sequence[int]] = ()         # every spelling of each
     dry_breakers: DryBreakers = DryBreakers(())     # noqa: RUF009  # is not modified
-    spared_ids: Sequence[int] = ()                  # of the tokens that XTC never removes
+    spared_ids: Sequence[int] = ()                  # the tokens that XTC never removes
 
 
 class DryPenalty:
@@ -178,7 +178,7 @@ class DryPenalty:
         """Return the tokens that would continue a repetition, and the penalty of each: [E] and [E].
 
         Args:
-            token_ids: prompt and answer; they begin with those of the last call.
+            token_ids: the tokens of prompt and answer, which begin with the tokens of the last call.
         """
         self._read(token_ids)
         first = 0 if self._window < 0 else max(0, len(self._token_ids) - self._window)
@@ -247,9 +247,9 @@ class BuiltinLogitsProcessors:
         self._dry = DryPenalty(params, breakers=tokenized.dry_breakers) if uses_dry else None
         self._num_read = 0
         self._num_forgotten = 0
-        self._seen: Counter[int] = Counter()        # of prompt and answer
+        self._seen: Counter[int] = Counter()        # counts in prompt and answer
         self._seen_ids: TokenArray = np.empty(0, dtype=np.int64)
-        self._generated: Counter[int] = Counter()   # of the answer
+        self._generated: Counter[int] = Counter()   # counts in the answer
         self._followers: defaultdict[tuple[int, ...], set[int]] = defaultdict(set)
 
     @staticmethod

@@ -1,21 +1,21 @@
 """Parameter table: the rows that describe sampling parameters, and the validation by them.
 
 The rows are the fields of `SamplingParams`. From them come the validation, the bodies of the dialects, the
-tensors of Triton's clients, `SamplingOptions` and the tables of docs/sampling.md.
+tensors of Triton's clients, `SamplingOptions` and the reference of sampling parameters.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from types import UnionType
 from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
-from genserve.errors import require
+from genserve.errors import InvalidRequest, require
 
-# The table of docs/sampling.md that has the row, and its heading.
+# The table of the reference that has the row, and its heading there and in docs/sampling.md.
 Section: TypeAlias = Literal["logits", "draw", "beams", "end", "text", "logprobs", "prompt"]
 SECTIONS: Mapping[Section, str] = {
     "logits": "Edits of the logits", "draw": "The draw", "beams": "Beam search", "end": "Where the text ends",
@@ -32,7 +32,7 @@ class Range:
 
     low: float
     high: float = math.inf
-    low_means: str = ""             # of the lowest number, if it has a special meaning
+    low_means: str = ""             # what the lowest number means, if that is special
     above: bool = False             # `low` itself is out of range
     below: bool = False             # `high` itself is out of range
     extra: int | None = None        # one number more
@@ -73,17 +73,19 @@ def _written(number: float) -> str:
 class Param:
     """The row of one parameter."""
 
-    name: str = ""                          # name, hint, kinds and default come from the field
+    name: str = ""                          # name, hint, item, kinds and default come from the field
     hint: Any = None
+    item: Any = None                        # the type of an item, of a list
     kinds: tuple[Any, ...] = ()             # types of the values; empty if they have their own reader
     default: Any = None
     neutral: Any = _DEFAULT                 # the value without an effect
-    doc: str                                # for docs/sampling.md: the effect
+    doc: str                                # the effect, for the reference
     section: Section
     range: Range | None = None
-    max_items: int | None = None            # of a list
-    max_chars: int = 0                      # of the text, or of each of a list
-    stage: str | None = None                # the stage of a draw that it turns on
+    max_items: int | None = None            # the longest list
+    max_chars: int = 0                      # the longest text, or the longest of a list
+    min_chars: int = 1                      # the shortest, if there is a longest
+    sampler: str | None = None              # the sampler that it turns on
     draws: bool = False                     # it affects draws only
     requires: str | None = None             # rejected without this parameter
     excludes: tuple[str, ...] = ()          # rejected with one of these
@@ -94,11 +96,6 @@ class Param:
     tgi: str | None = None                  # TGI's name, if it has another
     triton: str | None = None               # the input tensor of Triton's clients, if any
     generation_config: str | None = None    # the key of a model's default in generation_config.json
-
-    @property
-    def item(self) -> Any:
-        """The type of an item, of a list."""
-        return get_args(self.hint)[0] if get_origin(self.hint) is tuple else None
 
     @property
     def triton_type(self) -> tuple[str, int]:
@@ -140,6 +137,7 @@ def param_table(of: Any) -> Mapping[str, Param]:
             row,
             name=option.name,
             hint=hint,
+            item=get_args(hint)[0] if get_origin(hint) is tuple else None,
             kinds=kinds if any(map(_words, kinds)) else (),
             default=default,
             neutral=neutral,
@@ -147,30 +145,34 @@ def param_table(of: Any) -> Mapping[str, Param]:
     return table
 
 
-def validate(params: Any, table: Mapping[str, Param]) -> None:
-    """Validate each parameter that is not at its default, and its `requires` and `excludes`.
+def validate(values: Iterable[Any], table: Mapping[str, Param]) -> tuple[str, ...]:
+    """Validate the value of each parameter, its `requires` and `excludes`; return those not at their default.
 
     Raises:
         InvalidRequest: `field` is the name of the parameter.
     """
-    given = [row for row in table.values() if getattr(params, row.name) is not row.default]
-    for row in given:
-        _validate_value(getattr(params, row.name), row)
-    changed = {row.name: row for row in given if getattr(params, row.name) != row.default}
+    changed: dict[str, Param] = {}
+    for value, (name, row) in zip(values, table.items(), strict=True):
+        if value is not row.default:    # a default needs no check
+            _validate_value(value, row)
+            if value != row.default:
+                changed[name] = row
     for name, row in changed.items():
         if row.requires is not None:
             require(row.requires in changed, name, f"needs {row.requires}")
         for other in row.excludes:
             require(other not in changed, name, f"cannot be combined with {other}")
+    return tuple(changed)
 
 
 def _validate_value(value: Any, row: Param) -> None:
     name = row.name
-    if row.kinds:
+    # The words are made only for an error: every request passes here.
+    if row.kinds and not any(_is_of(value, kind) for kind in row.kinds):
         words = " or ".join(filter(None, map(_words, row.kinds)))
-        require(any(_is_of(value, kind) for kind in row.kinds), name, f"must be {words}")
-    if row.range is not None and value is not None:
-        require(value in row.range, name, f"must be {row.range}")
+        raise InvalidRequest(f"{name} must be {words}", field=name)
+    if row.range is not None and value is not None and value not in row.range:
+        raise InvalidRequest(f"{name} must be {row.range}", field=name)
     if row.item is int:
         require(all(map(is_token_id, value)), name, "must be whole numbers, 0 or more")
     if row.max_items is not None:
@@ -179,8 +181,8 @@ def _validate_value(value: Any, row: Param) -> None:
     if row.max_chars:
         texts = {name: value} if row.item is None else {f"{name}[{i}]": text for i, text in enumerate(value)}
         for place, text in texts.items():
-            holds = isinstance(text, str) and 0 < len(text) <= row.max_chars
-            require(holds, place, f"must be a string of 1 to {row.max_chars} characters")
+            holds = isinstance(text, str) and row.min_chars <= len(text) <= row.max_chars
+            require(holds, place, f"must be a string of {row.min_chars} to {row.max_chars} characters")
 
 
 def _words(kind: Any) -> str:
@@ -194,9 +196,9 @@ def _is_of(value: object, kind: Any) -> bool:
         return isinstance(value, int) and not isinstance(value, bool)
     if kind is float:
         return is_number(value)
-    if get_origin(kind) is Literal:
-        return isinstance(value, str) and value in get_args(kind)
-    return isinstance(value, kind)
+    if isinstance(kind, type):
+        return isinstance(value, kind)
+    return isinstance(value, str) and value in get_args(kind)   # of a Literal
 
 
 def is_number(value: object) -> bool:

@@ -35,7 +35,7 @@ def read_plugin_calls(value: Any, *, field: str) -> tuple[PluginCall, ...]:
     """Read a list of calls; None is an empty one.
 
     Raises:
-        InvalidRequest: it is no list of calls; `field` names the place.
+        InvalidRequest: the value is no list of calls; `field` names the place.
     """
     calls = () if value is None else value
     if not isinstance(calls, Sequence) or isinstance(calls, str):

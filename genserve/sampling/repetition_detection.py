@@ -58,19 +58,17 @@ class RepetitionDetection:
         return False
 
 
-def repetition_detection(value: object) -> RepetitionDetection | None:
-    """Read a JSON object; None is None.
+def repetition_detection(value: object, *, field: str) -> RepetitionDetection:
+    """Read a JSON object.
 
     Raises:
-        InvalidRequest: it is malformed; `field` names the place.
+        InvalidRequest: the value is malformed; `field` names the place.
     """
-    if value is None or isinstance(value, RepetitionDetection):
+    if isinstance(value, RepetitionDetection):
         return value
     names = [option.name for option in fields(RepetitionDetection)]
     if not isinstance(value, Mapping) or not set(value) <= {*names}:
-        raise InvalidRequest(
-            f"repetition_detection must be an object with {', '.join(names)}", field="repetition_detection"
-        )
+        raise InvalidRequest(f"{field} must be an object with {', '.join(names)}", field=field)
     for name in ("max_pattern_size", "min_count"):
         _require(name in value, name, "is missing")
     return RepetitionDetection(**value)

@@ -1,7 +1,7 @@
 """Sampler: rows of logits to token ids and log-probabilities; pure.
 
 Greedy rows, and draws by temperature, top-k, top-p and min-p, take one call of `sample_logits`
-(kernels/src/sampling.hpp); torch_sampler.py draws on a GPU, staged_sampler.py with other stages or orders.
+(kernels/src/sampling.hpp); torch_sampler.py draws on a GPU, sampler_chain.py with other samplers or orders.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from genserve.completion import TokenLogprob
 from genserve.kernels.sampling_kernels import SAMPLING_RULE, sample_logits, scan_logits
 from genserve.sampling.logits_array import FloatArray, LogitsArray, TokenArray, on_host, select_rows
 from genserve.sampling.logits_processors import LogitsEdits, apply_edits
+from genserve.sampling.sampler_chain import NUMPY_OPS, SamplerChain, apply_cutting
 from genserve.sampling.sampling_params import SamplingParams
-from genserve.sampling.staged_sampler import NUMPY_OPS, DrawStages, apply_cutting
 
-LOWEST_LOGPROB = -9999.0    # of a token that cannot be sampled, since JSON has no infinity; vLLM's figure
+LOWEST_LOGPROB = -9999.0    # vLLM's value for a token that cannot be sampled, since JSON has no infinity
 # Makes a second seed of a sequence's seed, for the second number of a step.
 _SECOND_SEED = np.uint64(0xD1B54A32D192ED03)
 
@@ -46,24 +46,24 @@ def sampling_rule(params: SamplingParams) -> SamplingRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobsRequest:
-    """The log-probabilities wanted of one row: of its token, and of others."""
+    """The log-probabilities that one row reports: of its token, and of the likeliest or of given tokens."""
 
     row: int
-    num_top: int = 0                    # of this number of the most likely tokens
-    token_ids: tuple[int, ...] = ()     # or of these
-    processed: bool = False             # after all sampling rules; False: those of the model
-    surprise: bool = False              # for the stages of the row, not for the answer
+    num_top: int = 0                    # how many of the most likely tokens are reported
+    token_ids: tuple[int, ...] = ()     # the given tokens, if there are any
+    processed: bool = False             # after all sampling rules; False: as the model has them
+    surprise: bool = False              # read by the samplers of the row, not by the answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingMetadata:
-    """How R rows are sampled: D of them by a draw, of all others the best token is taken."""
+    """How R rows are sampled: D of them by a draw, the rest greedily."""
 
     drawing: Sequence[int]              # the D rows that draw, ascending
     rules: NDArray[np.void]             # [D] SAMPLING_RULE
-    stages: Sequence[DrawStages | None]     # D; of a rule with stages only `uniform` is used
-    chances: Sequence[float]            # D numbers in [0, 1) for the stages; empty if no row has any
-    logprobs: Sequence[LogprobsRequest] = ()    # those not processed: of distinct rows, ascending
+    chains: Sequence[SamplerChain | None]   # D; of a row with a chain the rule's `uniform` alone is used
+    chances: Sequence[float]            # D numbers in [0, 1) for the chains; empty if no row has one
+    logprobs: Sequence[LogprobsRequest] = ()    # the unprocessed ones are of distinct rows, ascending
     edits: LogitsEdits | None = None
 
     @staticmethod
@@ -71,7 +71,7 @@ class SamplingMetadata:
         drawing: Sequence[int],
         rules: Sequence[SamplingRule],
         *,
-        stages: Sequence[DrawStages | None],
+        chains: Sequence[SamplerChain | None],
         seeds: Sequence[int],
         steps: Sequence[int],
         logprobs: Sequence[LogprobsRequest] = (),
@@ -86,8 +86,8 @@ class SamplingMetadata:
         return SamplingMetadata(
             drawing=drawing,
             rules=np.array([(u, *rule) for u, rule in zip(numbers, rules, strict=True)], SAMPLING_RULE),
-            stages=stages,
-            chances=uniforms(seed ^ _SECOND_SEED, step).tolist() if any(stages) else (),
+            chains=chains,
+            chances=uniforms(seed ^ _SECOND_SEED, step).tolist() if any(chains) else (),
             logprobs=logprobs,
             edits=edits,
         )
@@ -111,15 +111,15 @@ def sample_on_host(logits: FloatArray, metadata: SamplingMetadata) -> SamplerOut
     else:
         raw = logits[rows]
         apply_edits(logits, metadata.edits)
-    table = np.zeros(len(logits), SAMPLING_RULE)    # at the temperature 0 the best token is taken
+    table = np.zeros(len(logits), SAMPLING_RULE)    # the temperature 0 means greedy
     table[list(metadata.drawing)] = metadata.rules
     sampled = sample_logits(logits, table)
     token_ids, finite = sampled["token_id"], np.isfinite(sampled["best"])
     left: dict[int, tuple[FloatArray, TokenArray | None]] = {}
     if metadata.chances:
-        for row, index in _staged(metadata):
+        for row, index in _chained(metadata):
             if finite[row]:
-                left[row], token_ids[row] = _draw_staged(logits[row], metadata, index)
+                left[row], token_ids[row] = _draw_by_chain(logits[row], metadata, index)
     logprobs = dict(zip(of_raw, _logprobs(raw, token_ids, of_raw), strict=True))
     for request in metadata.logprobs:
         if request.processed:
@@ -133,20 +133,20 @@ def sample_on_host(logits: FloatArray, metadata: SamplingMetadata) -> SamplerOut
     return SamplerOutput(token_ids=token_ids, finite=finite, logprobs=ordered)
 
 
-def _staged(metadata: SamplingMetadata) -> Iterator[tuple[int, int]]:
-    """Yield each row with stages, and its index among the rows that draw."""
-    for index, (row, stages) in enumerate(zip(metadata.drawing, metadata.stages, strict=True)):
-        if stages is not None:
+def _chained(metadata: SamplingMetadata) -> Iterator[tuple[int, int]]:
+    """Yield each row with a chain of samplers, and its index among the rows that draw."""
+    for index, (row, chain) in enumerate(zip(metadata.drawing, metadata.chains, strict=True)):
+        if chain is not None:
             yield row, index
 
 
-def _draw_staged(
+def _draw_by_chain(
     row: FloatArray, metadata: SamplingMetadata, index: int
 ) -> tuple[tuple[FloatArray, TokenArray | None], int]:
-    """Return what the stages of a row leave, as `apply_cutting` does, and the token drawn from it."""
-    stages = metadata.stages[index]
-    assert stages is not None
-    left, ids = apply_cutting(row[None], [stages], chances=[metadata.chances[index]], ops=NUMPY_OPS)
+    """Return what the samplers of a row leave, as `apply_cutting` does, and the token drawn from it."""
+    chain = metadata.chains[index]
+    assert chain is not None
+    left, ids = apply_cutting(row[None], [chain], chances=[metadata.chances[index]], ops=NUMPY_OPS)
     uniform = metadata.rules["uniform"][index]
     rule = np.array([(uniform, 1.0, 0, 1.0, -math.inf)], SAMPLING_RULE)
     column = int(sample_logits(left, rule)["token_id"][0])
@@ -187,7 +187,7 @@ def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def token_logprob(
     logits: LogitsArray, token_id: int, *, num_top: int = 0, token_ids: Sequence[int] = ()
 ) -> TokenLogprob:
-    """Return the log-probability of a token, and of others: the highest first, of equals the lowest id.
+    """Return the log-probability of a token and of the likeliest ones, ties in the order of their ids.
 
     Args:
         logits: [V] float32, on any device; not modified. A NaN in it makes all log-probabilities NaN.

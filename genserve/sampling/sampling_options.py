@@ -1,4 +1,4 @@
-"""Sampling options: the keyword arguments of the SDK; written by scripts/sampling_tables.py."""
+"""Sampling options: the keyword arguments of the SDK; written by scripts/sampling_options.py."""
 
 from __future__ import annotations
 
@@ -67,14 +67,18 @@ class SamplingOptions(TypedDict, total=False):
     spaces_between_special_tokens: bool
     stream_interval: int
     thinking_token_budget: int | None
+    reasoning_budget_message: str | None
     logits_processors: Sequence[PluginCall | PluginCallOptions] | None
     output_parser: PluginCall | PluginCallOptions | None
+    return_receipt: bool
     logprobs: bool
     top_logprobs: int
     logprob_token_ids: Sequence[int] | None
     logprobs_mode: Literal['raw', 'processed']
     prompt_logprobs: int | None
+    add_special_tokens: bool | None
     truncate_prompt_tokens: int | None
     truncation_side: Literal['left', 'right']
     cache_salt: str | None
+    return_cache_match: bool
     priority: int

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from functools import partial
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -15,14 +16,14 @@ from genserve.sampling.repetition_detection import RepetitionDetection, repetiti
 from genserve.sampling.structured_outputs import StructuredOutputs, structured_outputs
 
 MAX_BEST_OF = 128
-MAX_STOP_STRINGS = 16
+MAX_STOP_STRINGS = 64
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIASES = 1024
 MAX_CACHE_SALT_CHARS = 256
 _INT_MAX = 2**31 - 1
 
 _BEAMS = "use_beam_search"
-_CHANGED: tuple[str, ...] = ("all that are not at their default",)  # if no request has stated them
+_CHANGED: tuple[str, ...] = ("those in `changed`",)     # if no request has stated them
 _COUNT = Range(0, _INT_MAX, "off")
 _SHARE = Range(0, 1, "off")
 _OF_DRY = ("dry_multiplier",)
@@ -125,18 +126,18 @@ class _LogitsParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _DrawParams(_LogitsParams):
-    """The rows of the parameters of a draw: the stages in their default order, and others."""
+    """The rows of the parameters of a draw: the samplers in their default order, and further ones."""
 
     temperature: float = _draw(
         "divides the logits. 0: the best token is taken, of equals the lowest id, and all other parameters "
         "of the draw are off",
-        default=0.0, range=Range(0, 100), neutral=1.0, stage="temperature", common=True, own_field=True,
+        default=0.0, range=Range(0, 100), neutral=1.0, sampler="temperature", common=True, own_field=True,
         excludes=(_BEAMS,), triton="temperature",
         generation_config="temperature",
     )
     dynatemp_range: float = _draw(
         "the temperature is lower by up to this where the entropy is low, and higher where it is high",
-        default=0.0, range=Range(0, 100, "off"), stage="temperature", excludes=(_BEAMS,),
+        default=0.0, range=Range(0, 100, "off"), sampler="temperature", excludes=(_BEAMS,),
     )
     dynatemp_exponent: float = _draw(
         "above 1, the dynamic temperature is high only where the entropy is",
@@ -144,55 +145,55 @@ class _DrawParams(_LogitsParams):
     )
     top_n_sigma: float = _sampler(
         "keeps the logits within this number of standard deviations of the best one",
-        default=0.0, range=Range(0, 100, "off"), stage="top_n_sigma",
+        default=0.0, range=Range(0, 100, "off"), sampler="top_n_sigma",
     )
     top_h: float = _sampler(
         "of the 100 likeliest tokens, keeps the best ones until they have this share of the entropy",
-        default=0.0, range=_SHARE, stage="top_h",
+        default=0.0, range=_SHARE, sampler="top_h",
         generation_config="top_h",
     )
     top_k: int = _sampler(
         "keeps this number of best tokens; -1 is off, too",
-        default=0, range=_COUNT, stage="top_k", common=True, own_field=True, triton="top_k",
+        default=0, range=_COUNT, sampler="top_k", common=True, own_field=True, triton="top_k",
         generation_config="top_k",
     )
     top_p: float = _sampler(
         "keeps the smallest set of tokens with this share of the probability",
-        default=1.0, range=Range(0, 1, above=True), stage="top_p", common=True, triton="top_p",
+        default=1.0, range=Range(0, 1, "the best token"), sampler="top_p", common=True, triton="top_p",
         generation_config="top_p",
     )
     min_p: float = _sampler(
         "keeps the tokens with this share of the best one's probability",
-        default=0.0, range=_SHARE, stage="min_p", common=True,
+        default=0.0, range=_SHARE, sampler="min_p", common=True,
         generation_config="min_p",
     )
     typical_p: float = _sampler(
         "keeps the tokens whose surprise is nearest to the entropy, up to this share of the probability",
-        default=1.0, range=Range(0, 1, above=True), stage="typical_p",
+        default=1.0, range=Range(0, 1, above=True), sampler="typical_p",
         generation_config="typical_p",
     )
     epsilon_cutoff: float = _sampler(
         "keeps the tokens of at least this probability, and the best one",
-        default=0.0, range=Range(0, 1, "off", below=True), stage="epsilon_cutoff",
+        default=0.0, range=Range(0, 1, "off", below=True), sampler="epsilon_cutoff",
         generation_config="epsilon_cutoff",
     )
     eta_cutoff: float = _sampler(
         "keeps the tokens of at least min(eta, sqrt(eta) * e^-entropy), and the best one",
-        default=0.0, range=Range(0, 1, "off", below=True), stage="eta_cutoff",
+        default=0.0, range=Range(0, 1, "off", below=True), sampler="eta_cutoff",
         generation_config="eta_cutoff",
     )
     xtc_probability: float = _sampler(
         "how often all likely tokens but the least likely of them are removed; never, if end-of-sequence "
         "or a newline is among them",
-        default=0.0, range=_SHARE, stage="xtc",
+        default=0.0, range=_SHARE, sampler="xtc",
     )
     xtc_threshold: float = _draw(
         "the probability from which a token is likely",
         default=0.1, range=Range(0, 1), unused_without=("xtc_probability",),
     )
-    samplers: tuple[str, ...] = _sampler("the names of the stages in another order", default=(), draws=True)
+    samplers: tuple[str, ...] = _sampler("the names of the samplers in another order", default=(), draws=True)
     mirostat_mode: int = _draw(
-        "1, 2: replaces all stages but the temperature with a cut that holds the surprise near "
+        "1, 2: replaces all samplers but the temperature with a cut that holds the surprise near "
         "`mirostat_tau`",
         default=0, range=Range(0, 2, "off"), draws=True, excludes=(_BEAMS,),
     )
@@ -218,8 +219,8 @@ class _DrawParams(_LogitsParams):
 class SamplingParams(_DrawParams):
     """How tokens are sampled and where the text ends; validated when it is made.
 
-    The fields, with those of the base classes, are the table of sampling parameters. After a change of it,
-    `python scripts/sampling_tables.py` writes `SamplingOptions` and the tables of docs/sampling.md.
+    The fields, base classes included, are the table of sampling parameters. After a change of the table,
+    `python scripts/sampling_options.py` writes `SamplingOptions`.
 
     Raises:
         InvalidRequest: a value is out of range; `field` is the name of the parameter.
@@ -297,11 +298,21 @@ class SamplingParams(_DrawParams):
         "after this number of tokens, reasoning is ended (models with `<think>` and `</think>`)",
         default=None, range=Range(0, _INT_MAX), excludes=(_BEAMS, "structured_outputs"),
     )
+    reasoning_budget_message: str | None = _text(
+        "what reasoning that is ended says last; without it, Qwen's sentence ([reasoning.md](reasoning.md))",
+        default=None, max_chars=1024, min_chars=0, generation_config="reasoning_budget_message",
+    )
     logits_processors: tuple[PluginCall, ...] = _text(
         "plug-ins of the model, which edit the logits in this order", default=(), excludes=(_BEAMS,)
     )
     output_parser: PluginCall | None = _text(
         "the plug-in of the model that rewrites the text", default=None, excludes=(_BEAMS,)
+    )
+
+    return_receipt: bool = _text(
+        "the answer has a receipt, by which `genserve verify` repeats it on any machine "
+        "([reliability.md](reliability.md#receipts))",
+        default=False, excludes=(_BEAMS, "best_of", "max_time_ms"),
     )
 
     logprobs: bool = _logprobs(
@@ -327,6 +338,11 @@ class SamplingParams(_DrawParams):
         tgi="decoder_input_details",
     )
 
+    add_special_tokens: bool | None = _prompt(
+        "begin the prompt with the tokens that begin every text; by default only a text does, since the "
+        "template of a chat writes them",
+        default=None,
+    )
     truncate_prompt_tokens: int | None = _prompt(
         "a longer prompt is truncated to this number of tokens; without it, it is rejected",
         default=None, range=Range(1, _INT_MAX, extra=-1, extra_means="as many as max_tokens leaves room for"),
@@ -340,6 +356,11 @@ class SamplingParams(_DrawParams):
         "cached prefixes are shared only by requests with the same salt",
         default=None, max_chars=MAX_CACHE_SALT_CHARS,
     )
+    return_cache_match: bool = _prompt(
+        "report how far the prompt was in the prefix cache, and what was different there "
+        "([http_api.md](http_api.md#why-a-prompt-was-not-cached))",
+        default=False,
+    )
     priority: int = _prompt(
         "of waiting requests, those with the lowest number go first; running ones are not stopped for them",
         default=0, range=Range(-(2**31), _INT_MAX),
@@ -347,22 +368,20 @@ class SamplingParams(_DrawParams):
 
     # Which of the parameters in `GENERATION_CONFIG` the request gives, even as their default.
     stated: tuple[str, ...] = _CHANGED
+    # The names of the parameters that are not at their default.
+    changed: tuple[str, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "changed", validate(_values(self), PARAMETERS))
         if self.stated is _CHANGED:
-            changed = (name for name in self.changed_names() if name in GENERATION_CONFIG.values())
-            object.__setattr__(self, "stated", tuple(changed))
-        validate(self, PARAMETERS)
+            stated = (name for name in self.changed if name in GENERATION_CONFIG.values())
+            object.__setattr__(self, "stated", tuple(stated))
         _validate_together(self)
         _validate_stages(self)
 
-    def changed_names(self) -> list[str]:
-        """Return the names of the parameters that are not at their default."""
-        return [name for name, row in PARAMETERS.items() if getattr(self, name) != row.default]
-
     def given(self) -> dict[str, Any]:
         """Return the parameters that are stated or not at their default, by name, as JSON values."""
-        names = {*self.stated, *self.changed_names()}
+        names = {*self.stated, *self.changed}
         return {name: _as_json(getattr(self, name)) for name in PARAMETERS if name in names}
 
     def token_ids(self) -> Mapping[str, Iterable[int]]:
@@ -372,14 +391,15 @@ class SamplingParams(_DrawParams):
 
 
 PARAMETERS: Mapping[str, Param] = param_table(SamplingParams)
-# The stages of a draw in their default order, with the parameters that turn each on and their neutral values.
-STAGES: Mapping[str, Mapping[str, Any]] = {
-    stage: {name: row.neutral for name, row in PARAMETERS.items() if row.stage == stage}
-    for stage in dict.fromkeys(row.stage for row in PARAMETERS.values() if row.stage is not None)
+_values = attrgetter(*PARAMETERS)
+# The samplers in their default order, with the parameters that turn each on and their neutral values.
+SAMPLERS: Mapping[str, Mapping[str, Any]] = {
+    sampler: {name: row.neutral for name, row in PARAMETERS.items() if row.sampler == sampler}
+    for sampler in dict.fromkeys(row.sampler for row in PARAMETERS.values() if row.sampler is not None)
 }
 # The parameters that affect draws only, and their neutral values.
 DRAW_PARAMETERS: Mapping[str, Any] = {
-    name: row.neutral for name, row in PARAMETERS.items() if row.stage is not None or row.draws
+    name: row.neutral for name, row in PARAMETERS.items() if row.sampler is not None or row.draws
 }
 # The parameters that turn on an edit of the logits.
 EDIT_PARAMETERS = tuple(
@@ -397,10 +417,10 @@ _TEXTS = tuple(name for name, row in PARAMETERS.items() if row.item is str)
 _IDS = tuple(name for name, row in PARAMETERS.items() if row.item is int)
 
 
-def active(params: SamplingParams, stages: Iterable[str]) -> Iterator[str]:
-    """Yield the parameters of these stages that are not neutral."""
-    for stage in stages:
-        for name, neutral in STAGES[stage].items():
+def active(params: SamplingParams, samplers: Iterable[str]) -> Iterator[str]:
+    """Yield the parameters of these samplers that are not neutral."""
+    for sampler in samplers:
+        for name, neutral in SAMPLERS[sampler].items():
             if getattr(params, name) != neutral:
                 yield name
 
@@ -432,30 +452,30 @@ def _validate_biases(biases: Mapping[int, float]) -> None:
 
 
 def _validate_stages(params: SamplingParams) -> None:
-    """Validate the names of `samplers`, and that it has the stages of all parameters that are given."""
+    """Validate the names of `samplers`, and that it has the samplers of all parameters that are given."""
     names = params.samplers
     for index, name in enumerate(names):
         field = f"samplers[{index}]"
-        if not isinstance(name, str) or name not in STAGES:
-            problem, remedy = "is not the name of a sampling stage", suggestion(str(name), known=STAGES)
+        if not isinstance(name, str) or name not in SAMPLERS:
+            problem, remedy = "is not the name of a sampler", suggestion(str(name), known=SAMPLERS)
             raise InvalidRequest(f"{field} {problem}", field=field, remedy=remedy)
         if name in names[:index]:
-            raise InvalidRequest(f"{field} repeats {name!r}", field=field, remedy="name each stage once")
+            raise InvalidRequest(f"{field} repeats {name!r}", field=field, remedy="name each sampler once")
     if names and params.temperature > 0:
-        for name in active(params, [stage for stage in STAGES if stage not in names]):
+        for name in active(params, [sampler for sampler in SAMPLERS if sampler not in names]):
             raise InvalidRequest(
-                f"{name} has no effect, since samplers omits its stage",
+                f"{name} has no effect, since samplers omits its sampler",
                 field=name,
-                remedy="add the stage to samplers, or leave the parameter out",
+                remedy="add it to samplers, or leave the parameter out",
             )
 
 
 def unused_parameters(params: SamplingParams) -> list[str]:
-    """Return the parameters that the request sets and that have no effect, given the others.
+    """Return the parameters that the request sets and that have no effect, given its other parameters.
 
-    These are the details of a rule that is off, and all parameters of a draw if nothing is drawn.
+    They are the details of a rule that is off, and all parameters of a draw if nothing is drawn.
     """
-    changed = params.changed_names()
+    changed = params.changed
     greedy = params.temperature == 0
     from_model = {*GENERATION_CONFIG.values()}.difference(params.stated)
     return [
@@ -467,15 +487,17 @@ def unused_parameters(params: SamplingParams) -> list[str]:
 
 
 def sampling_params(
-    options: Mapping[str, Any], *, defaults: Mapping[str, Any] = MappingProxyType({})
+    options: Mapping[str, Any],
+    *,
+    defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> SamplingParams:
     """Make parameters from options as a client writes them.
 
     `stop` may be one string, `top_k` -1, the ids of `logit_bias` digits, and lists None.
 
     Args:
-        options: what the request states; None: not stated. For the others, `with_model_defaults` fills in the
-            model's defaults.
+        options: the parameters that the request states; None: not stated. `with_model_defaults` fills in the
+            model's defaults for parameters that are not stated.
         defaults: the dialect's defaults, for what neither the request nor the model states.
 
     Raises:
@@ -495,18 +517,11 @@ def sampling_params(
         values["top_k"] = 0
     for name in ("allowed_token_ids", "samplers"):  # an empty list would allow nothing, the default all
         require(values.get(name) not in ([], ()), name, "must not be empty")
-    for name in (*_TEXTS, *_IDS):
-        if values.get(name) is None:
-            values.pop(name, None)
-        else:
-            values[name] = _listed(values[name], name)
-    values["structured_outputs"] = structured_outputs(values.get("structured_outputs"))
-    values["logit_bias"] = _biases(values.get("logit_bias"))
-    for name in ("logits_processors", "stop_rules"):
-        values[name] = read_plugin_calls(values.get(name), field=name)
-    if values.get("output_parser") is not None:
-        values["output_parser"] = read_plugin_call(values["output_parser"], field="output_parser")
-    values["repetition_detection"] = repetition_detection(values.get("repetition_detection"))
+    for name, read in _READERS.items():
+        if name in values:
+            written = values.pop(name)
+            if written is not None:
+                values[name] = read(written, field=name)
     return SamplingParams(**values, stated=stated)
 
 
@@ -518,19 +533,19 @@ def _as_json(value: Any) -> Any:
     return [_as_json(part) for part in value] if isinstance(value, tuple) else value
 
 
-def _listed(value: Any, name: str) -> tuple[Any, ...]:
-    words = "text, or a list of texts" if name in _TEXTS else "a list of whole numbers"
-    require(isinstance(value, Iterable) and not isinstance(value, Mapping), name, f"must be {words}")
+def _listed(value: Any, *, field: str) -> tuple[Any, ...]:
+    words = "text, or a list of texts" if field in _TEXTS else "a list of whole numbers"
+    require(isinstance(value, Iterable) and not isinstance(value, Mapping), field, f"must be {words}")
     if isinstance(value, str):
-        require(name in _TEXTS, name, f"must be {words}")
+        require(field in _TEXTS, field, f"must be {words}")
         return (value,) if value else ()
     return tuple(value)
 
 
-def _biases(value: Any) -> Mapping[int, float]:
-    require(value is None or isinstance(value, Mapping), "logit_bias", "must map token ids to numbers")
-    biases = {_read_id(key): bias for key, bias in (value or {}).items()}
-    require(len(biases) == len(value or {}), "logit_bias", "must not give an id twice, such as 1 and 01")
+def _biases(value: Any, *, field: str) -> Mapping[int, float]:
+    require(isinstance(value, Mapping), field, "must map token ids to numbers")
+    biases = {_read_id(key): bias for key, bias in value.items()}
+    require(len(biases) == len(value), field, "must not give an id twice, such as 1 and 01")
     return biases
 
 
@@ -539,11 +554,23 @@ def _read_id(key: Any) -> Any:
     return int(key) if isinstance(key, str) and key.isascii() and key.isdecimal() else key
 
 
+# How the values are read that clients write in another form, by parameter; a null is the default.
+_READERS: Mapping[str, Callable[..., Any]] = {
+    **dict.fromkeys((*_TEXTS, *_IDS), _listed),
+    "structured_outputs": structured_outputs,
+    "logit_bias": _biases,
+    "logits_processors": read_plugin_calls,
+    "stop_rules": read_plugin_calls,
+    "output_parser": read_plugin_call,
+    "repetition_detection": repetition_detection,
+}
+
+
 def without_rejected_methods(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options without those of methods that are not offered, if these are neutral.
+    """Return the options without the options of methods that are not offered, if they are neutral.
 
     Raises:
-        InvalidRequest: one is not neutral; `field` is its name.
+        InvalidRequest: such an option is not neutral; `field` is its name.
     """
     for name, (reason, neutral) in _REJECTED_METHODS.items():
         if options.get(name) is not None and options[name] != neutral:

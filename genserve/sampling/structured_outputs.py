@@ -1,4 +1,4 @@
-"""Structured outputs: the form that a request requires of the text of its answer."""
+"""Structured outputs: a schema, a regex or a grammar that a request requires of the text of its answer."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any, Literal, TypeAlias, TypedDict, cast, get_args
 
 from genserve.errors import InvalidRequest, require
 
-Form: TypeAlias = Literal["json", "json_object", "regex", "choice", "grammar", "structural_tag"]
-FORMS: tuple[Form, ...] = get_args(Form)
-# The forms with JSON, which the options of `JsonForm` apply to.
-_WITH_JSON: tuple[Form, ...] = ("json", "json_object", "structural_tag")
+Kind: TypeAlias = Literal["json", "json_object", "regex", "choice", "grammar", "structural_tag"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+# The kinds with JSON, to which `JsonOptions` apply.
+_WITH_JSON: tuple[Kind, ...] = ("json", "json_object", "structural_tag")
 _PATTERN = "structured_outputs.whitespace_pattern"
 # A longer text takes a parser minutes, or more stack than it has.
 MAX_CHARS = 65536
@@ -28,12 +28,12 @@ _REQUIRED: Mapping[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JsonForm:
+class JsonOptions:
     """How JSON is written, by the names of vLLM's options.
 
     Attributes:
         disable_any_whitespace: one space after each colon and comma, and no other whitespace.
-        disable_additional_properties: an object that names its properties has no others, unless its schema
+        disable_additional_properties: an object that names its properties has no other, unless its schema
             has `additionalProperties`.
         whitespace_pattern: a regex of the whitespace between any two parts, which may also be left out;
             empty: none. It takes the place of `disable_any_whitespace`.
@@ -58,106 +58,106 @@ class JsonForm:
         return {name: value for name, value in asdict(self).items() if value != getattr(COMPACT, name)}
 
 
-COMPACT = JsonForm()
+COMPACT = JsonOptions()
 _OPTIONS = tuple(asdict(COMPACT))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
-    """One form as text: equal forms have equal texts.
+    """One constraint as text: equal constraints have equal texts.
 
     Raises:
         InvalidRequest: the text is empty or too long.
     """
 
-    form: Form
+    kind: Kind
     # The schema, the choices or the tags as JSON; the regex; the grammar; for json_object {}.
     text: str
-    json_form: JsonForm = COMPACT
+    json_options: JsonOptions = COMPACT
 
     def __post_init__(self) -> None:
         field = "structured_outputs"
-        require(self.text != "", field, f"has an empty {self.form}")
+        require(self.text != "", field, f"has an empty {self.kind}")
         require(len(self.text) <= MAX_CHARS, field, f"is longer than {MAX_CHARS} characters")
 
     def as_options(self) -> dict[str, Any]:
         """Return the JSON object that `structured_outputs` reads."""
-        match self.form:
+        match self.kind:
             case "json_object":
-                return {"json_object": True, **self.json_form.changed()}
+                return {"json_object": True, **self.json_options.changed()}
             case "json" | "choice" | "structural_tag":
-                return {self.form: json.loads(self.text), **self.json_form.changed()}
+                return {self.kind: json.loads(self.text), **self.json_options.changed()}
             case _:
-                return {self.form: self.text}
+                return {self.kind: self.text}
 
 
 class StructuredOutputOptions(TypedDict, total=False):
-    """The form of a request, by vLLM's names: exactly one of them, and options of its JSON."""
+    """What a request requires, by vLLM's names: exactly one kind, and options of its JSON."""
 
     json: Mapping[str, Any] | str | None    # a JSON schema, or its text
     json_object: bool | None                # any JSON object
     regex: str | None                       # the whole text matches
-    choice: Sequence[str] | None            # the text is one of these
-    grammar: str | None                     # in Lark's notation, or llama.cpp's GBNF
+    choice: Sequence[str] | None            # the text is one of the texts
+    grammar: str | None                     # a grammar in Lark's notation, or llama.cpp's GBNF
     structural_tag: Mapping[str, Any] | str | None  # any text, with JSON between some tags; or its text
-    disable_any_whitespace: bool | None             # true by default; see `JsonForm`
+    disable_any_whitespace: bool | None             # true by default; see `JsonOptions`
     disable_additional_properties: bool | None      # true by default
     whitespace_pattern: str | None
 
 
 def structured_outputs(value: Any, *, field: str = "structured_outputs") -> StructuredOutputs | None:
-    """Read the form of a request; None: any text.
+    """Read what a request requires; None: any text.
 
     Raises:
-        InvalidRequest: not exactly one form, or a malformed one; `field` names the place.
+        InvalidRequest: not exactly one kind, or a malformed one; `field` says where.
     """
     if value is None or isinstance(value, StructuredOutputs):
         return value
-    require(isinstance(value, Mapping), field, f"must be an object with one of {', '.join(FORMS)}")
+    require(isinstance(value, Mapping), field, f"must be an object with one of {', '.join(KINDS)}")
     neutral = {"json_object": False}
-    given = {name: form for name, form in value.items() if form is not None and form is not neutral.get(name)}
-    json_form = JsonForm(**{name: given.pop(name) for name in _OPTIONS if name in given})
+    given = {name: part for name, part in value.items() if part is not None and part is not neutral.get(name)}
+    json_options = JsonOptions(**{name: given.pop(name) for name in _OPTIONS if name in given})
     for name in given:
-        known = ", ".join(FORMS + _OPTIONS)
-        require(name in FORMS, f"{field}.{name}", f"is not supported; known are {known}")
-    require(len(given) == 1, field, f"must have exactly one of {', '.join(FORMS)}")
-    [(name, form)] = given.items()
-    read = _read(name, form, f"{field}.{name}")
-    if name in _WITH_JSON:
-        return replace(read, json_form=json_form)
-    # Clients of vLLM send its other options with any form.
-    require(json_form.whitespace_pattern is None, _PATTERN, f"needs one of {', '.join(_WITH_JSON)}")
+        known = ", ".join(KINDS + _OPTIONS)
+        require(name in KINDS, f"{field}.{name}", f"is not supported; known are {known}")
+    require(len(given) == 1, field, f"must have exactly one of {', '.join(KINDS)}")
+    [(kind, part)] = given.items()
+    read = _read(kind, part, f"{field}.{kind}")
+    if kind in _WITH_JSON:
+        return replace(read, json_options=json_options)
+    # Clients of vLLM send its other options with any kind.
+    require(json_options.whitespace_pattern is None, _PATTERN, f"needs one of {', '.join(_WITH_JSON)}")
     return read
 
 
-def _read(name: Form, form: Any, where: str) -> StructuredOutputs:
-    match name:
+def _read(kind: Kind, value: Any, where: str) -> StructuredOutputs:
+    match kind:
         case "json_object":
-            require(form is True, where, "must be true or false")
-            return StructuredOutputs(form=name, text="{}")
+            require(value is True, where, "must be true or false")
+            return StructuredOutputs(kind=kind, text="{}")
         case "json":
-            return _json(form, where)
+            return _json(value, where)
         case "choice":
-            return StructuredOutputs(form=name, text=_choices(form, where))
+            return StructuredOutputs(kind=kind, text=_choices(value, where))
         case "structural_tag":
-            return _structural_tag(form, where)
+            return _structural_tag(value, where)
         case _:
-            require(isinstance(form, str), where, "must be text")
-            return StructuredOutputs(form=name, text=form)
+            require(isinstance(value, str), where, "must be text")
+            return StructuredOutputs(kind=kind, text=value)
 
 
 def structured_outputs_of_format(value: Any, *, field: str) -> StructuredOutputs | None:
-    """Read the form of OpenAI's `response_format`, of TGI's `grammar`, or of a variant of these.
+    """Read OpenAI's `response_format`, TGI's `grammar`, or a variant of either.
 
     Args:
         value: `{"type": ...}`: `text`; `json_schema` with `json_schema` or, for TGI, `value`, which has the
             `schema`; `json_object`, with a `schema` or `value` or without; `json` or `regex` with `value`;
             `structural_tag` with `structures` and `triggers`.
             None: any text.
-        field: its name in the dialect.
+        field: the field's name in the dialect.
 
     Raises:
-        InvalidRequest: it is malformed; `field` names the place.
+        InvalidRequest: the value is malformed; `field` says where.
     """
     if value is None:
         return None
@@ -175,7 +175,7 @@ def structured_outputs_of_format(value: Any, *, field: str) -> StructuredOutputs
         case "structural_tag", _:
             return _structural_tag(parts, field)
         case "regex", {"value": str(regex), **rest} if not rest:
-            return StructuredOutputs(form="regex", text=regex)
+            return StructuredOutputs(kind="regex", text=regex)
         case "json_schema", {"json_schema": {"schema": schema}, **rest} if not rest:
             return _json(schema, f"{field}.json_schema.schema")
         case "json_schema", {"value": {"schema": schema}, **rest} if not rest:
@@ -199,7 +199,7 @@ def _problem(kind: Any, parts: Mapping[str, Any]) -> str:
 
 
 def _json(schema: Any, field: str) -> StructuredOutputs:
-    return StructuredOutputs(form="json", text=_written(_schema(schema, field), field))
+    return StructuredOutputs(kind="json", text=_written(_schema(schema, field), field))
 
 
 def _schema(schema: Any, field: str) -> Mapping[str, Any]:
@@ -237,7 +237,7 @@ def _structural_tag(value: Any, field: str) -> StructuredOutputs:
         require(isinstance(trigger, str) and trigger != "", f"{field}.triggers[{index}]", "must be text")
     read = [_structure(one, triggers, f"{field}.structures[{index}]") for index, one in enumerate(structures)]
     text = _written({"structures": read, "triggers": triggers}, field)
-    return StructuredOutputs(form="structural_tag", text=text)
+    return StructuredOutputs(kind="structural_tag", text=text)
 
 
 def _structure(value: Any, triggers: Sequence[str], field: str) -> dict[str, Any]:

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from genserve.completion import TokenLogprob
 from genserve.sampling.logits_processors import LogitsEdits, apply_edits
 from genserve.sampling.sampler import LOWEST_LOGPROB, LogprobsRequest, SamplerOutput, SamplingMetadata
-from genserve.sampling.staged_sampler import MASKED, ArrayOps, apply_stages
+from genserve.sampling.sampler_chain import MASKED, ArrayOps, apply_chains
 
-# Of a row that takes the best token: whether it draws, and the fields of a SAMPLING_RULE.
+# A greedy row: whether it draws, and the fields of a SAMPLING_RULE.
 _GREEDY = {"draws": 0.0, "uniform": 0.0, "temperature": 1.0, "top_k": 0.0, "top_p": 1.0, "log_min_p": -np.inf}
 
 
@@ -69,7 +69,7 @@ def _draw(
     rules = metadata.rules
     fields = [np.ones(len(rules)), *(rules[name] for name in [*_GREEDY][1:])]
     columns[:, list(metadata.drawing)] = np.stack(fields)
-    columns[2][columns[2] == 0] = 1.0   # of rows with stages, which are drawn otherwise
+    columns[2][columns[2] == 0] = 1.0   # rows with a chain are drawn otherwise
     uploaded = torch.from_numpy(columns).to(shifted.device, non_blocking=True)
     draws, uniform, temperature, top_k, top_p, log_min_p = uploaded[:, :, None].unbind()
     uses_k, uses_p, uses_min_p = (columns[3] > 0).any(), (columns[4] < 1).any(), (columns[5] > -np.inf).any()
@@ -81,10 +81,10 @@ def _draw(
         scaled = torch.where(scaled >= level, scaled, -torch.inf)
     if uses_min_p:
         scaled = torch.where(scaled >= log_min_p, scaled, -torch.inf)
-    for rows, indices in _staged_groups(metadata):
-        stages = [s for i in indices if (s := metadata.stages[i]) is not None]
+    for rows, indices in _chain_groups(metadata):
+        chains = [chain for i in indices if (chain := metadata.chains[i]) is not None]
         chances = [metadata.chances[i] for i in indices]
-        scaled[rows] = apply_stages(shifted[rows], stages, chances=chances, ops=TORCH_OPS)
+        scaled[rows] = apply_chains(shifted[rows], chains, chances=chances, ops=TORCH_OPS)
     weights = torch.where(scaled == -torch.inf, 0.0, TORCH_OPS.exponentials(scaled))
     cumulative = weights.cumsum(1, dtype=torch.float64)
     drawn = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
@@ -94,9 +94,9 @@ def _draw(
 def _logprobs(
     rows: torch.Tensor, token_ids: torch.Tensor, requests: Sequence[LogprobsRequest]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return, flat, the log-probability of each row's token, and ids and log-probabilities of others.
+    """Return, flat, the log-probability of each row's token, and the other tokens' ids and log-probabilities.
 
-    Each row has `_num_others` others, even if it asks for fewer.
+    Each row has `_num_others` other tokens, even if it asks for fewer.
     """
     shifted = rows - rows.amax(dim=1, keepdim=True)
     total = TORCH_OPS.exponentials(shifted).sum(dim=1, keepdim=True, dtype=torch.float64).log()
@@ -133,12 +133,12 @@ def _read_logprobs(
     return tuple(found)
 
 
-def _staged_groups(metadata: SamplingMetadata) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield the rows that have the same stages, and their indices among the rows that draw."""
+def _chain_groups(metadata: SamplingMetadata) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield the rows that have the same samplers, and their indices among the rows that draw."""
     groups: defaultdict[object, list[int]] = defaultdict(list)
-    for index, stages in enumerate(metadata.stages):
-        if stages is not None:
-            groups[stages.order, stages.spared_ids, stages.params.mirostat_mode].append(index)
+    for index, chain in enumerate(metadata.chains):
+        if chain is not None:
+            groups[chain.order, chain.spared_ids, chain.params.mirostat_mode].append(index)
     for indices in groups.values():
         yield [metadata.drawing[index] for index in indices], indices
 

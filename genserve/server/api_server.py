@@ -16,29 +16,24 @@ from types import FrameType
 from typing import TYPE_CHECKING, Self
 
 from genserve.errors import GenserveError, RepositoryError
-from genserve.generation.engine_thread import EngineThread
 from genserve.generation_metrics import Metrics
 from genserve.repository.model_versions import IndexEntry
 from genserve.repository.repository import Repository
-from genserve.server.access_control import AccessControl, address_of, require_safe_addresses
-from genserve.server.app import create_app
-from genserve.server.engine_watch import EngineWatch
-from genserve.server.event_loop_lag import EventLoopLag
-from genserve.server.http_server import HttpServer, open_http_port
-from genserve.server.metrics_port import MetricsPort
-from genserve.server.metrics_text import metrics_text
-from genserve.server.offload import start_daemon
+from genserve.server.access.access_control import AccessControl, address_of, require_safe_addresses
+from genserve.server.access.tls import TlsFiles
+from genserve.server.http.http_server import HttpServer, open_http_port
+from genserve.server.http.offload import start_daemon
+from genserve.server.observe.engine_watch import EngineWatch, engines_of
+from genserve.server.observe.metrics_port import MetricsPort
+from genserve.server.observe.metrics_text import metrics_text
+from genserve.server.observe.throughput_log import ThroughputLog
+from genserve.server.server_parts import ServerParts
 from genserve.server.services import Services, repository_options
-from genserve.server.startup_pages import unmap_startup_pages
-from genserve.server.throughput_log import ThroughputLog
-from genserve.server.tls import TlsFiles
-from genserve.server.triton_metrics import CpuCollector, InferenceCollector, read_metrics_config
-from genserve.server.watched_files import WatchedFiles
 from genserve.settings import ServerSettings
 from genserve.store import described, repository_flag
 
 if TYPE_CHECKING:
-    from genserve.server.grpc.grpc_server import GrpcServer
+    from genserve.server.kserve.grpc.grpc_server import GrpcServer
 
 
 logger = logging.getLogger(__name__)
@@ -60,7 +55,7 @@ class ModelInfo:
     """A model that generates text."""
 
     name: str
-    max_length: int             # tokens of prompt and answer together
+    context: str                # the tokens of prompt and answer together; see `TextModel.context`
     max_num_seqs: int
     kv_cache_bytes: int         # at most
     precision: str
@@ -73,16 +68,18 @@ class ServerInfo:
     url: str
     grpc_address: str = ""                  # host and port; empty: no gRPC
     metrics_url: str = ""                   # empty: metrics are only on the HTTP port
+    needs_key: bool = False                 # whether clients need one
     models: tuple[ModelInfo, ...]           # those that generate text
     versions: tuple[IndexEntry, ...] = ()
-    errors: tuple[GenserveError, ...]       # of models that could not be loaded
+    stages: frozenset[str] = frozenset()    # the models among them that are stages of text models
+    errors: tuple[GenserveError, ...]       # why models could not be loaded
 
     def with_models(self, repository: Repository) -> Self:
         """Return this information with the models of a repository."""
         models = tuple(
             ModelInfo(
                 name=model.name,
-                max_length=model.max_length,
+                context=model.context,
                 max_num_seqs=model.max_num_seqs,
                 kv_cache_bytes=model.kv_cache_bytes,
                 precision=model.precision,
@@ -90,7 +87,8 @@ class ServerInfo:
             for model in repository.text_models
         )
         versions, errors = tuple(repository.index()), tuple(repository.errors.values())
-        return replace(self, models=models, versions=versions, errors=errors)
+        stages = repository.stage_names
+        return replace(self, models=models, versions=versions, stages=stages, errors=errors)
 
 
 def serve(
@@ -143,39 +141,18 @@ class Server(HttpServer):
     ) -> None:
         """Scan the repository's folders; raises what `serve` raises about them."""
         require_safe_addresses(settings)
-        self._tls = tls = TlsFiles.of(settings)
-        metrics = Metrics()
-        metrics_config = read_metrics_config(settings.metrics_config)
-        self.services = Services(
-            settings=settings,
-            repository=Repository(
-                settings.model_repository, options=repository_options(settings), metrics=metrics
-            ),
-            metrics=metrics,
-        )
-        self._watched_files = WatchedFiles()
-        self._watched_files.add(self.services.keys.files, self.services.keys.reload)
-        if tls is not None:
-            self._watched_files.add(tls.files, tls.reload)
-        metrics.registry.register(
-            InferenceCollector(self.services.repository, latency_counters=metrics_config["counter_latencies"])
-        )
-        self._lag = EventLoopLag()
-        metrics.registry.register(self._lag)
-        if settings.allow_cpu_metrics:
-            metrics.registry.register(CpuCollector(interval_s=settings.metrics_interval_ms / 1000))
-        if settings.model_control_mode == "none" and not self.services.repository.index():
+        metrics, options = Metrics(), repository_options(settings)
+        self._repository = Repository(settings.model_repository, options=options, metrics=metrics)
+        self._parts = parts = ServerParts(settings, self._repository, metrics)
+        self.services = parts.services
+        if settings.model_control_mode == "none" and not self._repository.index():
             raise _nothing_to_load(settings)
-        super().__init__(
-            create_app(self.services),
-            settings=settings,
-            tls=tls,
-            drain_s=round(settings.drain_s + _LAST_EVENTS_S),
-        )
+        drain_s = round(settings.drain_s + _LAST_EVENTS_S)
+        super().__init__(parts.app, settings=settings, tls=parts.tls, drain_s=drain_s)
         self._on_ready = on_ready
         self._end_process = end_process
         self._first_signal: int | None = None
-        self.exit_code = 1          # of a process that is ended before everything is closed
+        self.exit_code = 1          # if the process is ended before everything is closed
         self._grpc: GrpcServer | None = None
         self._metrics_port: MetricsPort | None = None
         self._loading: asyncio.Task[None] | None = None
@@ -232,39 +209,38 @@ class Server(HttpServer):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Open the ports, and load the models in the background."""
         await super().startup(sockets=sockets)
-        self._lag.start()
         assert sockets
         try:
             url = f"{self._scheme}://{address_of(*sockets[0].getsockname()[:2])}"
-            info = await self._open_ports(ServerInfo(url=url, models=(), errors=()))
+            needs_key = self.services.keys.is_required
+            info = await self._open_ports(ServerInfo(url=url, needs_key=needs_key, models=(), errors=()))
         except Exception as error:
             self._fail(error)
         else:
             _log_listening(info)
-            self.services.keys.report()
-            self._watched_files.start()
+            self._parts.start()
             self._loading = asyncio.create_task(self._load(info))
-            repository = self.services.repository
-            watches = (ThroughputLog(self.services.metrics), EngineWatch(partial(_engines, repository)))
+            engines = partial(engines_of, self._repository)
+            watches = (ThroughputLog(self.services.metrics), EngineWatch(engines))
             self._watching = tuple(asyncio.create_task(watch.run()) for watch in watches)
 
     @property
     def _scheme(self) -> str:
-        return "https" if self._tls else "http"
+        return "https" if self._parts.tls else "http"
 
     async def _open_ports(self, info: ServerInfo) -> ServerInfo:
         """Open the ports of gRPC and of metrics."""
         settings = self.services.settings
         if settings.allow_metrics:
             host = settings.metrics_host or settings.host
-            self._metrics_port = _open_metrics_port(self.services, host=host, tls=self._tls)
+            self._metrics_port = _open_metrics_port(self.services, host=host, tls=self._parts.tls)
             address = address_of(host, self._metrics_port.port)
             info = replace(info, metrics_url=f"{self._scheme}://{address}/metrics")
         if settings.allow_grpc:
-            from genserve.server.grpc.grpc_server import GrpcServer
+            from genserve.server.kserve.grpc.grpc_server import GrpcServer
 
             host = settings.grpc_host or settings.host
-            self._grpc = GrpcServer(self.services, tls=self._tls)
+            self._grpc = GrpcServer(self.services, self._parts.kserve, tls=self._parts.tls)
             port = await self._grpc.open(host=host, port=settings.grpc_port)
             info = replace(info, grpc_address=address_of(host, port))
         return info
@@ -272,7 +248,7 @@ class Server(HttpServer):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Reject new requests, let running ones finish during the drain, then close the models."""
         self.services.draining = True
-        self.services.repository.reject_loads()
+        self._repository.reject_loads()
         drain_s = self.services.settings.drain_s
         logger.info("stopping: %s", self._waiting(drain_s) or "no request is running")
         self._expect_end(drain_s + _LAST_EVENTS_S + _CLOSED_EXIT_S)
@@ -288,14 +264,13 @@ class Server(HttpServer):
         await _wait("closing the models", self._close_repository(), until=end)
         for watch in self._watching:
             watch.cancel()
-        self._lag.stop()
-        await event_loop.run_in_executor(None, self.services.trace_settings.close)
+        await event_loop.run_in_executor(None, self._parts.kserve.trace_settings.close)
         if spans := self.services.request_spans:
             sending = start_daemon(spans.close, name="spans")
             await _wait("sending the last spans", sending, until=event_loop.time() + _LAST_SPANS_S)
         if self._metrics_port is not None:
             await event_loop.run_in_executor(None, self._metrics_port.close)
-        self._watched_files.close()
+        self._parts.stop()
         reports.cancel()
         logger.info("stopped")
 
@@ -321,7 +296,7 @@ class Server(HttpServer):
     def _close_repository(self) -> asyncio.Future[None]:
         """Begin to close the models, once."""
         if self._closing is None:
-            self._closing = start_daemon(self.services.repository.close, name="close")
+            self._closing = start_daemon(self._repository.close, name="close")
         return self._closing
 
     def _expect_end(self, seconds: float) -> None:
@@ -337,12 +312,11 @@ class Server(HttpServer):
             await self._grpc.close(drain_s=0 if self.force_exit else drain_s)
 
     async def _load(self, info: ServerInfo) -> None:
-        settings, repository = self.services.settings, self.services.repository
+        settings, repository = self.services.settings, self._repository
         started_s = time.monotonic()
         try:
             await start_daemon(lambda: repository.start(_models_to_load(settings)), name="load")
             _check_started(settings, repository)
-            await start_daemon(unmap_startup_pages, name="unmap")
         except Exception as error:
             self._fail(error)
             return
@@ -381,16 +355,11 @@ def _open_metrics_port(services: Services, *, host: str, tls: TlsFiles | None) -
     )
 
 
-def _engines(repository: Repository) -> list[tuple[str, EngineThread]]:
-    engines = [(model.name, model.engine) for model in repository.text_models]
-    return [(name, engine) for name, engine in engines if isinstance(engine, EngineThread)]
-
-
 def _models_to_load(settings: ServerSettings) -> tuple[str, ...] | None:
     """Return the names of the models to load at the start; None: all."""
     if settings.load_model == ("*",):
         return None
-    if settings.load_model or settings.model_control_mode == "explicit":
+    if settings.load_model or settings.model_control_mode in ("explicit", "on-demand"):
         return settings.load_model
     return None
 

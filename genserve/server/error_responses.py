@@ -7,21 +7,26 @@ import logging
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple, TypeAlias
+from itertools import takewhile
+from typing import Any, NamedTuple, Protocol
 
-from fastapi import FastAPI, Request
+import orjson
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
+from starlette.types import Scope
 
 from genserve.errors import (
     Closed,
+    ContextLengthExceeded,
     ControlForbidden,
+    DeadlineExceeded,
     Forbidden,
     GenserveError,
     InferenceError,
@@ -31,14 +36,16 @@ from genserve.errors import (
     ModelNotReady,
     Overloaded,
     ReplicaLost,
+    ResponseNotFound,
     Status,
     Unauthenticated,
     UnsupportedMediaType,
     closest,
+    validation_message,
 )
-from genserve.log import fail_request
 from genserve.redaction import redacted_error
-from genserve.server.connection_errors import (
+from genserve.request_context import CURRENT_REQUEST, fail_request
+from genserve.server.http.connection_errors import (
     BodyTooLarge,
     HeadTooLarge,
     MalformedRequest,
@@ -46,13 +53,21 @@ from genserve.server.connection_errors import (
     TooManyConnections,
     UriTooLong,
 )
-from genserve.server.response_store import ResponseNotFound
+from genserve.server.http.request_body import empty_body
 
 logger = logging.getLogger(__name__)
 
 
+class _RouteNotFound(InvalidRequest):
+    """No route has the path of the request."""
+
+
+class _MethodNotAllowed(InvalidRequest):
+    """The routes with the path of the request have other methods."""
+
+
 class _Statuses(NamedTuple):
-    openai: int         # and the other routes without a dialect
+    openai: int         # and of every dialect without statuses of its own
     tgi: int            # TGI's own statuses and error types, which its clients compare
     tgi_type: str
     kserve: int
@@ -67,6 +82,8 @@ _STATUSES: Mapping[type[GenserveError], _Statuses] = {
     RequestTimeout: _Statuses(408, 408, "validation", 408, "DEADLINE_EXCEEDED"),
     TooManyConnections: _Statuses(503, 503, "overloaded", 503, "UNAVAILABLE"),
     BodyTooLarge: _Statuses(413, 413, "validation", 413, "RESOURCE_EXHAUSTED"),
+    _RouteNotFound: _Statuses(404, 404, "validation", 404, "NOT_FOUND"),
+    _MethodNotAllowed: _Statuses(405, 405, "validation", 405, "UNIMPLEMENTED"),
     InvalidRequest: _Statuses(400, 422, "validation", 400, "INVALID_ARGUMENT"),
     Unauthenticated: _Statuses(401, 401, "authentication", 401, "UNAUTHENTICATED"),
     ControlForbidden: _Statuses(403, 403, "authentication", 403, "PERMISSION_DENIED"),
@@ -77,6 +94,7 @@ _STATUSES: Mapping[type[GenserveError], _Statuses] = {
     ModelNotReady: _Statuses(503, 503, "overloaded", 503, "UNAVAILABLE"),
     Overloaded: _Statuses(429, 429, "overloaded", 429, "RESOURCE_EXHAUSTED"),
     Closed: _Statuses(503, 503, "overloaded", 503, "UNAVAILABLE"),
+    DeadlineExceeded: _Statuses(504, 504, "incomplete_generation", 504, "DEADLINE_EXCEEDED"),
     ModelFailed: _Statuses(500, 424, "generation", 500, "INTERNAL"),
     GenserveError: _Statuses(500, 500, "incomplete_generation", 500, "INTERNAL"),
 }
@@ -92,6 +110,8 @@ _TRITON_STATUSES: Mapping[Status, tuple[int, str]] = {
     Status.ALREADY_EXISTS: (400, "ALREADY_EXISTS"),
     Status.CANCELLED: (400, "CANCELLED"),
 }
+# The HTTP status of OpenAI's dialect, by class.
+ERROR_STATUSES = {kind: statuses.openai for kind, statuses in _STATUSES.items()}
 _OPENAI_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -113,6 +133,7 @@ _DOCUMENTED: tuple[tuple[GenserveError, str], ...] = (
     (HeadTooLarge("an example"), "The head is too large."),
     (Overloaded("an example", retry_after_s=1), "The queue is full, or the key has reached a limit."),
     (ModelFailed("an example"), "The model failed."),
+    (DeadlineExceeded("an example"), "The request's deadline passed before its first token."),
     (ModelNotReady("an example"), "The model is not ready, or the server is stopping."),
 )
 _MAX_SHOWN = 128    # characters of the path of a field, which the client chose
@@ -133,7 +154,11 @@ def as_genserve_error(error: Exception, *, doing: str) -> GenserveError:
         return error
     logger.error("%s failed", doing, exc_info=error)
     if _is_exhaustion(error):
-        return _exhausted()
+        return ModelNotReady(
+            "the server has no threads, files or memory left for this request",
+            remedy="try again later",
+            retry_after_s=_EXHAUSTED_RETRY_S,
+        )
     return InferenceError("the server failed; its log has the reason", status=Status.INTERNAL)
 
 
@@ -142,14 +167,6 @@ def _is_exhaustion(error: Exception) -> bool:
     if isinstance(error, OSError):
         return error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
     return isinstance(error, MemoryError) or str(error) == "can't start new thread"
-
-
-def _exhausted() -> GenserveError:
-    return ModelNotReady(
-        "the server has no threads, files or memory left for this request",
-        remedy="try again later",
-        retry_after_s=_EXHAUSTED_RETRY_S,
-    )
 
 
 def http_status(error: GenserveError) -> int:
@@ -177,15 +194,20 @@ def error_code(error: GenserveError) -> str:
 
 
 def _statuses(error: GenserveError) -> _Statuses:
-    return next(_STATUSES[kind] for kind in type(error).__mro__ if kind in _STATUSES)
+    return _statuses_of(type(error))    # type: ignore[arg-type]  # mypy takes the hash of an error for its class's
+
+
+@cache
+def _statuses_of(kind: type[GenserveError]) -> _Statuses:
+    return next(_STATUSES[base] for base in kind.__mro__ if base in _STATUSES)
 
 
 def openai_error(error: GenserveError) -> dict[str, Any]:
-    """Return the error body of OpenAI's dialect, with our remedy."""
+    """Return the error body of OpenAI's dialect, with our remedy; its clients show only the message."""
     error = redacted_error(error)
     return {
         "error": {
-            "message": error.message,
+            "message": full_message(error),
             "type": _OPENAI_TYPES.get(http_status(error), "server_error"),
             "param": error.field,
             "code": error.code,
@@ -194,11 +216,27 @@ def openai_error(error: GenserveError) -> dict[str, Any]:
     }
 
 
+def full_message(error: GenserveError) -> str:
+    """Return the message of an error with its remedy, for clients that show only the message.
+
+    Some clients look for OpenAI's code in this text, to shorten a chat that is too long.
+    """
+    message = error.message
+    if error.remedy and message.endswith("."):
+        message = f"{message} {error.remedy[0].upper()}{error.remedy[1:]}."
+    elif error.remedy:
+        message = f"{message}; {error.remedy}"
+    return f"{message} ({error.code})" if isinstance(error, ContextLengthExceeded) else message
+
+
 def tgi_error(error: GenserveError) -> dict[str, Any]:
     """Return the error body of TGI's dialect, with our code, field and remedy."""
     error = redacted_error(error)
+    message = error.message
+    if isinstance(error, ContextLengthExceeded) and error.num_tokens is not None:
+        message = f"`inputs` must have less than {error.max_length} tokens. Given: {error.num_tokens}"
     return {
-        "error": error.message,
+        "error": message,
         "error_type": _statuses(error).tgi_type,
         "code": error.code,
         "field": error.field,
@@ -220,14 +258,15 @@ def message_of(error: GenserveError) -> str:
 def error_headers(error: GenserveError) -> dict[str, str]:
     """Return the headers that an error has in every dialect.
 
-    When to retry is HTTP's header, in whole seconds, and OpenAI's, in milliseconds; `ErrorResponses.response`
+    When to retry is HTTP's header, in whole seconds, and OpenAI's, in milliseconds; `error_response`
     adds them to any other 503.
     """
     if isinstance(error, Overloaded) or (isinstance(error, ModelNotReady) and error.retry_after_s):
         return _retry_headers(error.retry_after_s)
     if isinstance(error, Unauthenticated):
         return {"www-authenticate": "Bearer"}
-    if isinstance(error, ReplicaLost):  # maybe by this request: official clients would send it again
+    # Official clients would send it again: maybe it has ended the replica, and it has had its time.
+    if isinstance(error, ReplicaLost | DeadlineExceeded):
         return {"x-should-retry": "false"}
     return {}
 
@@ -240,15 +279,31 @@ def _retry_headers(retry_after_s: float) -> dict[str, str]:
 
 
 def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
-    """Return the error with its field, and the mention of it in the message, in a dialect's own names."""
+    """Return the error with its field, and the mention of it in the message, in a dialect's own names.
+
+    Args:
+        error: what is wrong with a request.
+        names: the dialect's names by ours. The key is a whole field, also with an index (`tools[1]`), or the
+            part of it behind an index, with a dot before it.
+    """
     field = error.field or ""
     name = re.split(r"[.\[]", field, maxsplit=1)[0]
-    if name not in names:
+    indexed = field.partition("]")[0] + "]"
+    name = indexed if indexed in names else name
+    own = names[name] + field.removeprefix(name) if name in names else field
+    for part, theirs in names.items():
+        if part.startswith("."):
+            own = own.replace(part, theirs)
+    if own == field:
         return error
     message = error.message
-    if message.startswith(name):
-        message = names[name] + message.removeprefix(name)
-    return type(error)(message, remedy=error.remedy, field=names[name] + field.removeprefix(name))
+    if message.startswith(field):
+        message = own + message.removeprefix(field)
+    elif message.startswith(name):
+        message = names.get(name, name) + message.removeprefix(name)
+    changed = copy(error)
+    changed.message, changed.field = message, own
+    return changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,42 +317,46 @@ class ErrorFormat:
 OPENAI_ERRORS = ErrorFormat(openai_error, http_status)
 TGI_ERRORS = ErrorFormat(tgi_error, lambda error: _statuses(error).tgi)
 
-# By the prefix of the path; of several that fit, the longest. Each dialect has an `ERRORS` of this kind.
-ErrorFormats: TypeAlias = Mapping[str, ErrorFormat]
+
+def error_response(error: GenserveError, written: ErrorFormat) -> Response:
+    """Return the response to a failed request in a dialect's format, and note the error for the log."""
+    fail_request(error)
+    status = written.status(error)
+    headers = error_headers(error)
+    if status == 503 and not headers:
+        headers = _retry_headers(_UNAVAILABLE_RETRY_S)
+    elif isinstance(error, InvalidRequest):
+        headers = {"x-should-retry": "false"}
+    body = orjson.dumps(written.body(error))    # a third of what JSONResponse costs
+    return Response(body, status_code=status, headers=headers, media_type="application/json")
+
+
+class Dialect(Protocol):
+    """Routes whose errors have one format: `Router`."""
+
+    prefix: str
+    errors: ErrorFormat
+    routes: list[Any]
 
 
 class ErrorResponses:
-    """Turns every failure into a response of the route's dialect; none quotes the client's text.
+    """Turns every failure into a response of the route's dialect; none quotes the client's text."""
 
-    Args:
-        formats: of the dialects; that of `/`, TGI's, is the format of all other paths.
-    """
+    def __init__(self, dialects: Sequence[Dialect]) -> None:
+        """Take the formats of the dialects.
 
-    def __init__(self, formats: ErrorFormats) -> None:
-        self._formats = sorted(formats.items(), key=lambda item: -len(item[0]))     # the longest first
-
-    def format_of(self, path: str) -> ErrorFormat:
-        """Return the format of the errors of a path."""
-        fitting = (form for prefix, form in self._formats if path.startswith(prefix))
-        return next(fitting, self._formats[-1][1])      # `OPTIONS *` has no path
-
-    def response(self, error: GenserveError, *, path: str, status: int | None = None) -> JSONResponse:
-        """Return the response to a failed request, and note the error for the log.
-
-        Args:
-            error: why it failed.
-            path: of the request, which is not below `/v2`.
-            status: of the response; None: that of the error.
+        A path that no route has gets the format of the dialect with the longest prefix that it begins with;
+        of several such dialects, that of the first.
         """
-        fail_request(error)
-        written = self.format_of(path)
-        status = status or written.status(error)
-        headers = error_headers(error)
-        if status == 503 and not headers:
-            headers = _retry_headers(_UNAVAILABLE_RETRY_S)
-        elif isinstance(error, InvalidRequest):
-            headers = {"x-should-retry": "false"}
-        return JSONResponse(written.body(error), status_code=status, headers=headers)
+        self._by_path = _formats(dialects)
+        self._dialects = sorted(dialects, key=lambda dialect: -len(dialect.prefix))
+
+    def format_of(self, scope: Scope) -> ErrorFormat:
+        """Return the format of the errors of a request."""
+        if (route := scope.get("route")) is not None:
+            return self._by_path[route.path_format]
+        path = f"/{scope['path'].lstrip('/')}"      # `OPTIONS *` has no path
+        return next(each.errors for each in self._dialects if path.startswith(f"{each.prefix}/"))
 
     def install(self, app: FastAPI) -> None:
         """Handle all exceptions of `app`."""
@@ -308,40 +367,52 @@ class ErrorResponses:
             app.add_exception_handler(kind, self._on_system_error)
         app.add_exception_handler(Exception, self._on_bug)
 
-    def _respond(self, request: Request, error: GenserveError, *, status: int | None = None) -> JSONResponse:
-        # `request.url` depends on the Host header too.
-        return self.response(error, path=request.scope["path"], status=status)
+    def response(self, scope: Scope, error: GenserveError) -> Response:
+        """Return the response to a request that failed, and note the error and its field for the log."""
+        request = CURRENT_REQUEST.get()
+        if request is not None and error.field and isinstance(error, InvalidRequest):
+            request.field = _own_part(error.field, _body_of(scope))
+        return error_response(error, self.format_of(scope))
 
-    async def _on_error(self, request: Request, error: Exception) -> JSONResponse:
+    def unexpected(self, scope: Scope, error: Exception) -> Response:
+        """Return the response to a request that ended with an error which is none of ours, and log it."""
+        if _is_exhaustion(error):
+            return self.response(scope, as_genserve_error(error, doing="a request"))
+        logger.error("request failed", exc_info=error)
+        return self.response(scope, ModelFailed("the server failed; its log has the reason"))
+
+    async def _on_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, GenserveError)
-        return self._respond(request, error)
+        return self.response(request.scope, error)
 
-    async def _on_invalid_body(self, request: Request, error: Exception) -> JSONResponse:
+    async def _on_invalid_body(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        route = getattr(request.scope.get("route"), "body_field", None)
-        body = route.field_info.annotation if route is not None else None
-        return self._respond(request, _invalid_body(error, body))
+        problem = error.errors()[0]
+        if error.body is None and problem["loc"][0] == "body":
+            return self.response(request.scope, empty_body())
+        invalid = invalid_field(problem, problem["loc"][1:], _body_of(request.scope))
+        return self.response(request.scope, invalid)
 
-    async def _on_http_error(self, request: Request, error: Exception) -> JSONResponse:
+    async def _on_http_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
+        remedy = "GET /docs lists the routes"
         if error.status_code == 405:
-            error = HTTPException(405, headers={"Allow": _allowed_methods(request)})
-        allowed = (error.headers or {}).get("Allow")
-        messages = {404: "no such route", 405: f"this route supports only {allowed}"}
-        message = messages.get(error.status_code, str(error.detail))
-        invalid = InvalidRequest(message, remedy="GET /docs lists the routes")
-        response = self._respond(request, invalid, status=error.status_code)
-        response.headers.update(error.headers or {})
-        return response
+            allowed = _allowed_methods(request)
+            not_allowed = _MethodNotAllowed(f"this route supports only {allowed}", remedy=remedy)
+            response = self.response(request.scope, not_allowed)
+            response.headers["Allow"] = allowed
+            return response
+        if error.status_code != 404:
+            return self.response(request.scope, InvalidRequest(str(error.detail), remedy=remedy))
+        return self.response(request.scope, _RouteNotFound("no such route", remedy=remedy))
 
-    async def _on_system_error(self, request: Request, error: Exception) -> JSONResponse:
+    async def _on_system_error(self, request: Request, error: Exception) -> Response:
         if not _is_exhaustion(error):
             raise error     # for `_on_bug`
-        return self._respond(request, as_genserve_error(error, doing="a request"))
+        return self.unexpected(request.scope, error)
 
-    async def _on_bug(self, request: Request, error: Exception) -> JSONResponse:
-        logger.error("request failed", exc_info=error)
-        return self._respond(request, ModelFailed("the server failed; its log has the reason"))
+    async def _on_bug(self, request: Request, error: Exception) -> Response:
+        return self.unexpected(request.scope, error)
 
 
 def _allowed_methods(request: Request) -> str:
@@ -354,17 +425,36 @@ def _allowed_methods(request: Request) -> str:
     )
 
 
-def _invalid_body(error: RequestValidationError, body: type[BaseModel] | None) -> InvalidRequest:
-    problem = error.errors()[0]
-    if error.body is None and problem["loc"][0] == "body":
-        return InvalidRequest("the body is empty", remedy="send a JSON object")
-    field = _path(problem["loc"][1:])[:_MAX_SHOWN]
+def invalid_field(
+    problem: Mapping[str, Any], place: tuple[int | str, ...], body: type[BaseModel] | None
+) -> InvalidRequest:
+    """Return the error of a field.
+
+    Args:
+        problem: what pydantic says is wrong.
+        place: the names and indices that lead to the field.
+        body: the model of the body; None: the field is none of a body.
+    """
+    field = _path(place)[:_MAX_SHOWN]
     if problem["type"] == "extra_forbidden":
         known = _field_names(body) if body is not None else ()
-        meant = closest(str(problem["loc"][-1]), known=known)
+        meant = closest(str(place[-1]), known=known)
         remedy = f"did you mean {meant}?" if meant else "GET /docs lists the fields"
         return InvalidRequest(f"unknown field {field!r}", field=field, remedy=remedy)
-    return InvalidRequest(f"{field}: {problem['msg'].removeprefix('Value error, ')[:200]}", field=field)
+    return InvalidRequest(f"{field}: {validation_message(problem)}", field=field)
+
+
+def _body_of(scope: Scope) -> type[BaseModel] | None:
+    """Return the model of the bodies of a request's route; None: it has none, or there is no such route."""
+    field = getattr(scope.get("route"), "body_field", None)
+    return None if field is None else field.field_info.annotation
+
+
+def _own_part(field: str, body: type[BaseModel] | None) -> str:
+    """Return the path of a field up to the first name that is not the server's own, but the client's."""
+    names = () if body is None else _field_names(body)
+    own = takewhile(lambda part: re.sub(r"(\[\d+\])+$", "", part) in names, field.split("."))
+    return ".".join(own)
 
 
 @cache
@@ -382,18 +472,24 @@ def _path(parts: tuple[int | str, ...]) -> str:
     return path
 
 
-def document_errors(document: dict[str, Any], errors: ErrorResponses) -> None:
+def document_errors(document: dict[str, Any], dialects: Iterable[Dialect]) -> None:
     """Replace the errors of an OpenAPI document, which are FastAPI's, by those of each route's dialect."""
+    formats = _formats(dialects)
     schemas: dict[str, Any] = document["components"]["schemas"]
     schemas.pop("HTTPValidationError", None)
     schemas.pop("ValidationError", None)
     for path, operations in document["paths"].items():
-        written = errors.format_of(path)
+        written = formats[path]
         name = f"{_dialect(written)}Error"
         schemas[name] = _schema_of(written.body(_DOCUMENTED[0][0]))
         for operation in operations.values():
             operation["responses"].pop("422", None)
             operation["responses"] |= _responses(written, {"$ref": f"#/components/schemas/{name}"})
+
+
+def _formats(dialects: Iterable[Dialect]) -> dict[str, ErrorFormat]:
+    """Return the formats by the path of the route."""
+    return {route.path_format: dialect.errors for dialect in dialects for route in dialect.routes}
 
 
 def _dialect(written: ErrorFormat) -> str:
@@ -417,5 +513,7 @@ def _schema_of(value: Any) -> dict[str, Any]:
             return {"type": "object", "properties": properties, "required": list(properties)}
         case None:
             return {}
+        case int():
+            return {"type": ["integer", "null"]}
         case _:
             return {"type": ["string", "null"]}

@@ -1,1 +1,1 @@
-"""Text: text and chats to token ids, and token ids to text."""
+"""Text: turns text and chats into token ids, and token ids into text."""

@@ -18,29 +18,37 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import from_json
+
 from genserve.errors import SEE_LOG, InvalidRequest, ModelFailed, RepositoryError
-from genserve.prompt import Chat, Message
+from genserve.prompt import Chat, Message, Tool, ToolCall
+from genserve.text.message_roles import MessageRoles, arranged, learn_roles
+from genserve.text.reasoning_effort import ReasoningVariables
 
 logger = logging.getLogger(__name__)
 
 # Marks the end of a continued message; a code point that is not a character, so that no message contains it.
 _MARK = "\udfff"
 _REMEDY = "take the template from the model's original checkpoint"
-# The variables that a request does not set by name.
+# The template variables that a request cannot set by name.
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+
+# For templates that need a tool.
+_TOOL = Tool(name="probe", description="Finds out what the template takes.")
 
 MAX_CPU_S = 2.0             # to compile a template, or to render a chat, which takes some 0.1 ms
 MAX_RENDER_S = 10.0         # wall-clock time, for a busy machine
 MAX_START_S = 30.0
-MAX_BYTES = 2**29           # of the process, which starts with 26 MB
+MAX_BYTES = 2**29           # memory limit of the process, which starts with 26 MB
 # Limits of a prompt: the characters that a template writes itself, more than any needs, and how many times it
 # may repeat the content of a request. Tokenizing a million characters takes a second and 100 MB.
 MAX_OWN_CHARS = 2**18
 MAX_TIMES_SHOWN = 4
-# The environment variables that it gets; others may hold passwords and API keys.
+# The environment variables that the process gets. No others, which may hold passwords and API keys.
 ENVIRONMENT = ("PATH", "TZ", "TZDIR", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
 
 
@@ -52,12 +60,15 @@ class ChatTemplate:
     Args:
         source: the template.
         special_tokens: the variables `bos_token`, `eos_token` and so on.
-        name: of its file, for the log.
+        name: the template's file name, for the log.
 
     Attributes:
         source: the template.
         variables: the names that a request may set in addition to the messages.
-        tools_variable: the name of the tools in the template; None: it knows no tools.
+        tools_variable: the name of the tools in the template; None: it has no variable for them.
+        tools_in_system: whether it shows tools that are a field of the system message, as Phi-4-mini's does.
+        reasoning: the variables by which the template controls reasoning.
+        roles: which messages the template takes.
 
     Raises:
         RepositoryError: the template is not valid Jinja, or takes too much time or memory to compile.
@@ -73,33 +84,108 @@ class ChatTemplate:
             place = "the chat template cannot be compiled: " if isinstance(error, TemplateExceeded) else ""
             raise RepositoryError(f"{name}: {place}{error}", remedy=_REMEDY) from None
         self.variables = names - _RESERVED
-        # SmolLM3 has the latter only.
+        # SmolLM3's template has only `xml_tools`.
         self.tools_variable = next((name for name in ("tools", "xml_tools") if name in names), None)
+        # Mistral's templates find the reasoning of earlier messages in their contents only.
+        self._thinks_in_blocks = "[THINK]" in source and "reasoning_content" not in source
+        self._exceeds = False   # a limit in a try, which the first chat reports
+        self.tools_in_system = self.tools_variable is None and self._shows_tools_in_system()
+        self.roles = self._learn_roles()
+        self.reasoning = ReasoningVariables(self.variables, self._try)
 
     def render(self, chat: Chat, *, change: Callable[[str], str] = str) -> str:
         """Render the prompt for the assistant's next turn, or for the rest of the last one.
 
         Args:
-            chat: its tools are left out if the template knows none.
-            change: of each text of the request.
+            chat: its messages are arranged as the template takes them (see `message_roles.py`), and its tools
+                left out if it knows none.
+            change: is applied to each text of the request.
 
         Raises:
-            InvalidRequest: the template rejects these messages, or drops the message to continue (`field` is
+            InvalidRequest: the template rejects the messages, or drops the message to continue (`field` is
                 `messages`); or it does not use one of `chat.template_kwargs`.
-            ModelFailed: the template is broken, or exceeded its limit on time, memory or output. The log has
-                the reason.
+            ModelFailed: the template is broken, or exceeded its limit on time, memory or output. The reason
+                is in the log.
         """
         for name in chat.template_kwargs:
             self._require_variable(name)
-        variables = chat_variables(chat, change, tools_variable=self.tools_variable)
+        variables = self.reasoning.values(chat.reasoning)
+        messages = arranged(chat.messages, self.roles)
+        if messages is not chat.messages:
+            chat = replace(chat, messages=tuple(messages))
+        variables |= self.values(chat, change)
+        is_cut = self.roles.object_arguments and _has_cut_calls(variables)
+        if is_cut and not self._renders(variables):
+            variables |= self.values(_with_objects(chat), change)
         if chat.continue_final_message:
-            variables["messages"][-1]["content"] += _MARK + " "
+            last = variables["messages"][-1]
+            last["content"] = (last["content"] or "") + _MARK + " "
         rendered = self._render(variables)
         return _up_to_mark(rendered) if chat.continue_final_message else rendered
 
+    def values(self, chat: Chat, change: Callable[[str], str] = str) -> dict[str, Any]:
+        """Return the variables for a chat; see `chat_variables`."""
+        variables = chat_variables(
+            chat,
+            change,
+            tools_variable=self.tools_variable,
+            object_arguments=self.roles.object_arguments,
+        )
+        if not self.roles.any_content:
+            for message in variables["messages"]:
+                if "tool_calls" in message:
+                    message["content"] = message["content"] or None
+        if self.tools_in_system and (tools := chat.template_tools):
+            shown = [map_strings(tool.as_dict()["function"], change) for tool in tools]
+            _add_tools(variables["messages"], json.dumps(shown, ensure_ascii=False))
+        if self._thinks_in_blocks:
+            *before, last = variables["messages"]
+            last = last if chat.continue_final_message else _with_blocks(last)
+            variables["messages"] = [*map(_with_blocks, before), last]
+        return variables
+
     def close(self) -> None:
-        """End the process after the chat that it renders now; a later `render` starts another."""
+        """End the process once it has rendered its current chat; a later `render` starts a new one."""
         self._process.close()
+
+    def _try(self, variables: Mapping[str, Any]) -> str | None:
+        """Return what the template writes, by default for a short chat; None: it rejects the variables."""
+        chat = {"messages": [{"role": "user", "content": "a"}], "tools": None, "documents": None}
+        if self._exceeds:
+            return None
+        try:
+            return self._process.render({**chat, "add_generation_prompt": True, **variables})
+        except TemplateExceeded:
+            self._exceeds = True
+        except (ChatRejected, TemplateFailed):
+            pass
+        return None
+
+    @property
+    def knows_tools(self) -> bool:
+        """Whether it shows the tools of a chat."""
+        return self.tools_variable is not None or self.tools_in_system
+
+    def _shows_tools_in_system(self) -> bool:
+        messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "a"}]
+        # A template that writes whole messages, as a few do, escapes the newline.
+        _add_tools(messages, probe := "probe\ntools")
+        return probe in (self._try({"messages": messages}) or "")
+
+    def _learn_roles(self) -> MessageRoles:
+        """Return what the template takes, without tools, or else with one, which some templates need."""
+        tools: dict[str, Any] = {self.tools_variable or "tools": [_TOOL.as_dict()]}
+        roles = learn_roles(lambda messages: self._try({"messages": messages}))
+        roles = roles or learn_roles(lambda messages: self._try(tools | {"messages": messages}))
+        return roles or MessageRoles()
+
+    def _renders(self, variables: Mapping[str, Any]) -> bool:
+        """Whether the template accepts the messages."""
+        try:
+            self._process.render(variables)
+        except (ChatRejected, TemplateFailed, NotSerializable):
+            return False
+        return True
 
     def _require_variable(self, name: str) -> None:
         if name not in self.variables:
@@ -121,24 +207,27 @@ class ChatTemplate:
             limits = ": it exceeded its limit on time, memory or output"
             exceeded = limits if isinstance(error, TemplateExceeded) else ""
             raise ModelFailed(f"the chat template failed{exceeded}", remedy=f"{SEE_LOG}; {_REMEDY}") from None
-        except NotSerializable as error:    # only from a caller in this process
+        except NotSerializable as error:    # only a caller in this process can cause it
             field = "chat_template_kwargs"
             raise InvalidRequest(f"{field} must be JSON-serializable: {error}", field=field) from None
 
 
 def chat_variables(
-    chat: Chat, change: Callable[[str], str], *, tools_variable: str | None
+    chat: Chat, change: Callable[[str], str], *, tools_variable: str | None, object_arguments: bool
 ) -> dict[str, Any]:
-    """Return the variables of a template, as those of transformers' apply_chat_template.
+    """Return the variables of a template, the same as transformers' apply_chat_template sets.
 
     Args:
         chat: to render.
-        change: of each text of the request; roles and keys of messages stay.
-        tools_variable: the name of the tools; None: without them.
+        change: is applied to each text of the request, but not to roles and keys of messages.
+        tools_variable: the template's name for the tools; None: leaves the tools out.
+        object_arguments: whether the arguments of calls are objects; False: they are text.
     """
-    tools = [map_strings(tool.as_dict(), change) for tool in chat.tools] or None
+    tools = [map_strings(tool.as_dict(), change) for tool in chat.template_tools] or None
     return {
-        "messages": [_message(message, change) for message in chat.messages],
+        "messages": [
+            _message(message, change, object_arguments=object_arguments) for message in chat.messages
+        ],
         "tools": None,
         "documents": None,
         "add_generation_prompt": chat.begins_turn,
@@ -147,11 +236,44 @@ def chat_variables(
     }
 
 
-def _message(message: Message, change: Callable[[str], str]) -> dict[str, Any]:
-    """Return a message with the arguments of calls as objects, as templates expect them."""
+def _add_tools(messages: list[dict[str, Any]], tools: str) -> None:
+    """Add tools to the system message, in the field and the words with which Phi-4-mini was trained."""
+    if not messages or messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": "You are a helpful assistant with some tools."})
+    messages[0]["tools"] = tools
+
+
+def _has_cut_calls(variables: Mapping[str, Any]) -> bool:
+    """Whether the arguments of a call are a text, which some templates cannot read."""
+    calls = (call for message in variables["messages"] for call in message.get("tool_calls", ()))
+    return any(isinstance(call["function"]["arguments"], str) for call in calls)
+
+
+def _with_objects(chat: Chat) -> Chat:
+    """Return a chat in which the arguments of a call that was cut are an object of what was written."""
+
+    def whole(call: ToolCall) -> ToolCall:
+        if not isinstance(call.shown_arguments(), str):
+            return call
+        try:
+            read = from_json(call.arguments, allow_partial="trailing-strings")
+        except ValueError:
+            read = None
+        return replace(call, arguments=json.dumps(read if isinstance(read, dict) else {}))
+
+    messages = (
+        replace(message, tool_calls=tuple(map(whole, message.tool_calls))) for message in chat.messages
+    )
+    return replace(chat, messages=tuple(messages))
+
+
+def _message(message: Message, change: Callable[[str], str], *, object_arguments: bool) -> dict[str, Any]:
+    """Return a message; the arguments of its calls are objects, unless they were cut, or all are text."""
     fields: dict[str, Any] = message.as_dict()
     for name in fields.keys() - {"role", "tool_calls"}:
         fields[name] = change(fields[name])
+    if message.reasoning_content:
+        fields["thinking"] = fields["reasoning_content"]    # gpt-oss' and LFM2's name, as in transformers
     if message.tool_calls:
         fields["tool_calls"] = [
             {
@@ -159,12 +281,25 @@ def _message(message: Message, change: Callable[[str], str]) -> dict[str, Any]:
                 "type": "function",
                 "function": {
                     "name": change(call.name),
-                    "arguments": map_strings(call.parsed_arguments(), change),
+                    "arguments": (
+                        map_strings(call.shown_arguments(), change)
+                        if object_arguments
+                        else change(call.arguments)
+                    ),
                 },
             }
             for call in message.tool_calls
         ]
     return fields
+
+
+def _with_blocks(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose reasoning is a block of its content."""
+    reasoning = message.get("reasoning_content")
+    if reasoning is None:
+        return message
+    text = [{"type": "text", "text": message["content"]}] if message["content"] else []
+    return {**message, "content": [{"type": "thinking", "thinking": reasoning}, *text]}
 
 
 def map_strings(value: Any, change: Callable[[str], Any]) -> Any:
@@ -188,7 +323,7 @@ def _up_to_mark(rendered: str) -> str:
         )
     if not after.startswith(" "):  # the template trims messages
         before = before.rstrip()
-    return before.replace(_MARK + " ", "").replace(_MARK, "")  # it may show the message twice
+    return before.replace(_MARK + " ", "").replace(_MARK, "")  # a template may show the message twice
 
 
 class TemplateFailed(Exception):
@@ -196,7 +331,7 @@ class TemplateFailed(Exception):
 
 
 class TemplateExceeded(TemplateFailed):
-    """The template exceeded a limit on time, memory or output; or its process died or answered nonsense."""
+    """The template exceeded a limit on time, memory or output, or its process died or answered nonsense."""
 
 
 class ChatRejected(Exception):
@@ -208,11 +343,11 @@ class NotSerializable(Exception):
 
 
 class TemplateProcess:
-    """Compiles a template and renders chats one by one, in a sandboxed process; safe from any thread.
+    """Compiles a template and renders chats one by one in a sandboxed process; safe from any thread.
 
-    The first call starts the process, and so does the first one after the process has ended: after `close`,
-    after an exceeded limit, or by itself. The process ends with its input, so it outlives neither this
-    object nor the server.
+    A call starts the process if none is running: at first, and after the process ended by `close`, by an
+    exceeded limit or by itself. The process ends when its input closes, so it outlives neither this object
+    nor the server.
     """
 
     def __init__(
@@ -229,8 +364,8 @@ class TemplateProcess:
         """Return the names of the variables that the template reads and does not set.
 
         Raises:
-            TemplateFailed: it does not compile.
-            TemplateExceeded: it does not compile within its limits.
+            TemplateFailed: the template does not compile.
+            TemplateExceeded: the template does not compile within its limits.
         """
         with self._turn():
             return self._variables
@@ -239,9 +374,10 @@ class TemplateProcess:
         """Render a prompt from variables, which must be JSON.
 
         Raises:
-            ChatRejected: the template called `raise_exception`, or the chat lacks a part that it needs.
-            TemplateFailed: it raised another exception.
-            TemplateExceeded: it exceeded its limits.
+            ChatRejected: the template called `raise_exception`, or the chat lacks a part that the template
+                needs.
+            TemplateFailed: the template raised another exception.
+            TemplateExceeded: the template exceeded its limits.
             NotSerializable: the variables cannot be written as JSON.
         """
         try:
@@ -254,12 +390,12 @@ class TemplateProcess:
             return str(child.ask(message, within_s=MAX_RENDER_S))
 
     def close(self) -> None:
-        """End the process after the chat that it renders now, without waiting for it."""
+        """End the process once it has rendered its current chat, without waiting for it."""
         self._is_closed = True
         self._end_if_closed()
 
     def _end_if_closed(self) -> None:
-        # A thread that holds the lock does this again after it has released it.
+        # A thread that holds the lock ends the process itself after it has released the lock.
         if self._is_closed and self._lock.acquire(blocking=False):
             try:
                 self._is_closed = False
@@ -271,7 +407,7 @@ class TemplateProcess:
     def _turn(self) -> Iterator[_Child]:
         """Wait for the process, and have it compile the template if it is new.
 
-        At most as many threads wait as the model has to prepare requests, each `MAX_RENDER_S` at most.
+        Only the model's threads that prepare requests wait here, each for `MAX_RENDER_S` at most.
         """
         self._lock.acquire()
         try:
@@ -310,7 +446,7 @@ class TemplateProcess:
 
 
 class _Child:
-    """The process, for one call at a time."""
+    """The running process, which answers one call at a time."""
 
     def __init__(self, *, max_cpu_s: float) -> None:
         self._max_cpu_s = max_cpu_s
@@ -344,7 +480,7 @@ class _Child:
         try:
             self._socket.sendall(len(message).to_bytes(8) + message)
             size = int.from_bytes(self._receive(8, deadline_s=deadline_s))
-            if size > MAX_BYTES:    # more than its memory limit
+            if size > MAX_BYTES:    # more than the memory limit of the process
                 raise ValueError(size)
             content = self._receive(size, deadline_s=deadline_s)
             kind, value = json.loads(content.decode(errors="surrogatepass"))
@@ -364,7 +500,7 @@ class _Child:
         raise TemplateExceeded(value)
 
     def end(self) -> None:
-        """Kill it; a second call does nothing."""
+        """Kill the process; a second call does nothing."""
         self._process.kill()
         self._process.wait()
         self._socket.close()
@@ -381,7 +517,7 @@ class _Child:
         return content
 
     def _death(self) -> str:
-        self._process.kill()    # it may only have closed its output
+        self._process.kill()    # the process may only have closed its output
         status = self._process.wait()
         if status == -signal.SIGPROF:
             return f"it takes more than {self._max_cpu_s:g} s of CPU time"

@@ -14,11 +14,11 @@ from genserve.text.tool_call_parser import ToolCallParser
 
 
 class MessageParser:
-    """Reads one answer, delta by delta; the joined result does not depend on the cuts.
+    """Reads one answer, delta by delta; the joined result does not depend on how the answer was cut.
 
     Args:
-        reasoning: the parser of its reasoning; None: it has none.
-        tools: the parser of its tool calls; None: it has none.
+        reasoning: the parser of reasoning; None: the answer has none.
+        tools: the parser of tool calls; None: the answer has none.
 
     Attributes:
         has_calls: whether a tool call has begun.
@@ -27,7 +27,7 @@ class MessageParser:
     def __init__(self, *, reasoning: ReasoningParser | None, tools: ToolCallParser | None) -> None:
         self._reasoning = reasoning
         self._tools = tools
-        self._token_ids: list[int] = []     # if there may be reasoning
+        self._token_ids: list[int] = []     # collected only if there may be reasoning
         self.has_calls = False
 
     def read(self, part: Delta | Completion) -> MessageDelta:
@@ -44,8 +44,13 @@ class MessageParser:
         return replace(called, reasoning=delta.reasoning)
 
     @property
+    def num_held(self) -> int:
+        """The number of characters held back, since they may still become a tag or a call."""
+        return sum(part.num_held for part in (self._reasoning, self._tools) if part is not None)
+
+    @property
     def num_reasoning_tokens(self) -> int:
-        """How many tokens of the answer are reasoning; after the last delta."""
+        """How many tokens of the answer are reasoning; known after the last delta."""
         return 0 if self._reasoning is None else self._reasoning.num_tokens(self._token_ids)
 
     def without_reasoning(self) -> MessageParser | None:
@@ -59,23 +64,22 @@ class MessageParser:
 
     def ends_with_calls(self, reason: FinishReason) -> bool:
         """Whether an answer that ended for this reason waits for the results of its calls."""
-        ended = reason in (FinishReason.END_OF_SEQUENCE, FinishReason.STOP_STRING)
-        return self.has_calls and ended and not self.within_call
+        return self.has_calls and reason is FinishReason.STOP and not self.within_call
 
 
 def read_delta(parser: MessageParser | None, delta: Delta) -> MessageDelta:
-    """Return what a delta adds to the message; without a parser all of its text is content."""
+    """Return what a delta adds to the message; without a parser the whole text is content."""
     return MessageDelta(content=delta.text) if parser is None else parser.read(delta)
 
 
 def parsed_message(parser: MessageParser | None, completion: Completion) -> Message:
     """Return the message of a whole answer.
 
-    A call whose arguments were cut by `max_tokens` or `stop` has what there is of them, which is no valid
-    JSON.
+    If `max_tokens` or `stop` cut the arguments of a call, the call has the first part of them, which is not
+    valid JSON.
 
     Args:
-        parser: of the answer, fresh; None: all of the text is content.
+        parser: a parser that has read nothing yet; None: the whole text is content.
         completion: the whole answer.
     """
     if parser is None:
@@ -88,7 +92,7 @@ def parsed_message(parser: MessageParser | None, completion: Completion) -> Mess
 
 
 def arguments_so_far(text: str) -> dict[str, Any]:
-    """Return the arguments of a call; of cut ones, what there is. Text that is no JSON object has none."""
+    """Return the arguments of a call as far as they were written; empty if the text is no JSON object."""
     try:
         read = from_json(text, allow_partial=True)
     except ValueError:

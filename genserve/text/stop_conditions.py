@@ -1,16 +1,16 @@
-"""Stop conditions: the text of an answer as it grows, up to its first stop string or match of a regex."""
+"""Stop conditions: end the text of an answer at its first stop string or match of a regex."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
 from genserve.errors import InvalidRequest
-from genserve.text.detokenizer import Detokenizer
+from genserve.text.detokenizer import NO_TOKENS, Detokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -45,12 +45,16 @@ class StopFinder(Protocol):
 class StopChecker:
     """The output text of an answer: whole characters, never past a stop; the engine's `AnswerText`.
 
-    The stop that is complete first ends the text; of stops that end at the same character, the longest. Text
-    that may still become part of a stop is held back.
+    The stop that is complete first ends the text; if several end at the same character, the longest counts.
+    Text that may still become part of a stop is held back.
+
+    Stops are searched in the text including the names of the `hidden` tokens, although the names are not
+    shown: a stop may be, or contain, the name of a special token.
 
     Args:
-        detokenizer: a new one.
+        detokenizer: a detokenizer that has read nothing yet.
         finders: search for stops.
+        hidden: names of tokens that have no text, by id.
         include_stop: the text includes the stop, and nothing is held back.
         min_tokens: stops completed within this many tokens are ignored.
     """
@@ -60,14 +64,17 @@ class StopChecker:
         detokenizer: Detokenizer,
         finders: Sequence[StopFinder],
         *,
+        hidden: Mapping[int, str] = NO_TOKENS,
         include_stop: bool = False,
         min_tokens: int = 0,
     ) -> None:
         self._detokenizer = detokenizer
         self._finders = finders
+        self._hidden = hidden
         self._include_stop = include_stop
         self._num_tokens_left = min_tokens
         self._held = ""
+        self._names: list[tuple[int, int]] = []     # where names of hidden tokens begin and end in `_held`
         self._stop: str | None = None
 
     @property
@@ -80,6 +87,7 @@ class StopChecker:
         fork = copy(self)
         fork._detokenizer = self._detokenizer.fork()
         fork._finders = [finder.fork() for finder in self._finders]
+        fork._names = [*self._names]
         return fork
 
     def push(self, token_id: int) -> str:
@@ -87,6 +95,9 @@ class StopChecker:
         text = self._detokenizer.push(token_id)
         if not self._finders:
             return text
+        if token_id in self._hidden:
+            text = self._hidden[token_id]
+            self._names.append((len(self._held), len(self._held) + len(text)))
         return self._read(text, may_end=self._count_token())
 
     def flush(self) -> str:
@@ -94,8 +105,7 @@ class StopChecker:
         text = self._detokenizer.flush()
         if self._finders:
             text = self._read(text, may_end=self._num_tokens_left == 0)
-        held, self._held = self._held, ""
-        return text + held
+        return text + self._released(self._held)
 
     def _count_token(self) -> bool:
         """Count a token; return whether it may end the text."""
@@ -113,17 +123,28 @@ class StopChecker:
         elif stop := self._first_stop(text):
             return self._end(text, stop)
         num_held = 0 if self._include_stop else max([finder.num_pending for finder in self._finders])
-        if not (num_held or self._held):
+        if not (num_held or self._held or self._names):
             return text
         pending = self._held + text
-        num_released = len(pending) - num_held
-        self._held = pending[num_released:]
-        return pending[:num_released]
+        return self._released(pending, num_held=num_held)
 
     def _end(self, text: str, stop: Stop) -> str:
-        pending, self._held, self._stop = self._held + text, "", stop.reason
+        pending, self._stop = self._held + text, stop.reason
         num_kept = len(pending) - len(text) + stop.end
-        return pending[: num_kept if self._include_stop else num_kept - stop.length]
+        text = self._released(pending[: num_kept if self._include_stop else num_kept - stop.length])
+        self._held, self._names = "", []
+        return text
+
+    def _released(self, pending: str, *, num_held: int = 0) -> str:
+        """Hold back the last characters; return those before them, without the names of hidden tokens."""
+        end = len(pending) - num_held
+        shown, at = "", 0
+        for first, last in self._names:
+            shown += pending[at : min(first, end)]
+            at = min(last, end)
+        self._names = [(max(first - end, 0), last - end) for first, last in self._names if last > end]
+        self._held = pending[end:]
+        return shown + pending[at:end]
 
     def _first_stop(self, text: str) -> Stop | None:
         first = None
@@ -137,8 +158,8 @@ class StopChecker:
 class StopStrings:
     """Finds the first stop string that is completed in a text that arrives in pieces; a `StopFinder`.
 
-    The result does not depend on how the text is cut into pieces. Of two stop strings that end at the same
-    character the longer one counts. Each character takes amortised constant time for any stop strings.
+    The result does not depend on how the text is cut into pieces. If two stop strings end at the same
+    character, the longer one counts. Each character takes amortised constant time for any stop strings.
 
     Source: Aho and Corasick, "Efficient string matching" (CACM 18(6), 1975).
 
@@ -215,13 +236,14 @@ END_OF_TEXT = 256       # the token id after those of the bytes
 class StopRegex:
     r"""Finds the match that is completed first in a text that arrives in pieces; a `StopFinder`.
 
-    The text ends at the first character that completes a match, so that `a+` ends it at the first `a`. Of the
-    matches that end there the longest counts; none is longer than MAX_MATCH_CHARS. The result does not depend
-    on how the text is cut into pieces. A character takes constant time for any expression, because llguidance
-    matches by derivatives, without backtracking, and reports the text that may still become a match.
+    The text ends at the first character that completes a match, so that `a+` ends it at the first `a`. If
+    several matches end there, the longest counts; a match has at most MAX_MATCH_CHARS. The result does not
+    depend on how the text is cut into pieces. A character takes constant time for any expression, because
+    llguidance matches by derivatives, without backtracking, and reports the text that may still become a
+    match.
 
     Args:
-        pattern: in the syntax of Rust's regex crate, without anchors (`^`, `$`, `\b`).
+        pattern: a regex in the syntax of Rust's regex crate, without anchors (`^`, `$`, `\b`).
 
     Raises:
         InvalidRequest: the pattern is invalid, or matches the empty text; `field` is `stop_regex`.
@@ -264,7 +286,7 @@ class StopRegex:
         """Read a piece in which matches are ignored.
 
         Raises:
-            InvalidRequest: as `find`.
+            InvalidRequest: the same as in `find`.
         """
         for char in text:
             self._read(char)
@@ -276,7 +298,7 @@ class StopRegex:
             raise _rejected(self._pattern, "it needs too much memory for this text")
 
     def _match_length(self) -> int:
-        """Return how many of the last characters are a match; 0: the match is too long."""
+        """Return the number of characters in the match at the end of the text; 0: the match is too long."""
         for text in _endings(self._pending[-MAX_MATCH_CHARS:]):
             self._alone.reset()
             ids = [*text.encode()]

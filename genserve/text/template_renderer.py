@@ -1,12 +1,13 @@
 """Template renderer: the program of a separate process that compiles one chat template and renders chats.
 
-A template is a program that comes with a model. Jinja's sandbox bounds its access, but neither its time nor
-its memory, so it runs in a process that can be killed. The only other package it needs is jinja2, in the
-folders that follow the limits on the command line. Its client is `chat_template.py`.
+A template is a program that comes with a model. Jinja's sandbox bounds what it can access, but neither time
+nor memory, so it runs in a process that can be killed. The process imports jinja2 and nothing else outside
+the standard library, from the folders that follow the limits on the command line. Its client is
+`chat_template.py`.
 
-A message is its length in 8 bytes, big-endian, followed by JSON. The first describes the template, each later
-one a chat. An answer is a pair: `done` and the result, or a reason with `rejected` (the chat is invalid),
-`failed` (the template is broken) or `exceeded` (the template exceeded a limit).
+A message is a length in 8 bytes, big-endian, followed by JSON. The first message describes the template, each
+later one a chat. An answer is a pair: `done` and the result, or `rejected` (the chat is invalid), `failed`
+(the template is broken) or `exceeded` (the template exceeded a limit) and the reason.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from importlib.util import find_spec
 
 if __name__ == "__main__":
     sys.path += sys.argv[3:]
-    # Jinja imports hashlib, which has its own algorithms besides those of OpenSSL: 4 of 21 MB. Fedora's
-    # Python and others have those of OpenSSL alone.
+    # Jinja imports hashlib, which would load OpenSSL: 4 of 21 MB. Python's own algorithms are enough, where
+    # they exist: Fedora's Python, for example, has OpenSSL's only.
     if find_spec("_sha1"):
         sys.modules["_hashlib"] = None  # type: ignore[assignment]
 
@@ -56,7 +57,7 @@ class Renderer:
         self._special_tokens: Mapping[str, str] = {}
 
     def answer(self, message: Mapping[str, Any]) -> Answer:
-        """Compile the template in the first call, render a chat in each later one; raises MemoryError."""
+        """Compile the template in the first call, and render a chat in each later one; raises MemoryError."""
         return self._compile(**message) if self._template is None else self._render(self._template, **message)
 
     def _compile(self, source: str, special_tokens: Mapping[str, str]) -> Answer:
@@ -122,7 +123,8 @@ def _strftime_now(form: str) -> str:
 
 
 def _reason(error: Exception) -> str:
-    # It may quote a chat, with lone surrogates as placeholders of special tokens; logs cannot contain them.
+    # The reason may quote a chat, whose placeholders of special tokens are lone surrogates: no log can
+    # contain them.
     return str(error)[:MAX_REASON_CHARS].encode(errors="replace").decode()
 
 

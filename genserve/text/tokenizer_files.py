@@ -1,4 +1,4 @@
-"""Tokenizer files: reads the folder of a tokenizer stage, with the file names of Hugging Face."""
+"""Tokenizer files: reads the folder of a tokenizer stage, whose file names are Hugging Face's."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ REMEDY = "copy the file from the model's checkpoint, or export the model again w
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerFiles:
-    """The contents of the files, checked against each other."""
+    """The contents of the tokenizer's files, checked against each other."""
 
     backend: tokenizers.Tokenizer
     special_tokens: dict[str, str]          # the texts of `bos_token`, `eos_token` ...
-    add_bos_token: bool                     # prepend it to prompts even if tokenizer.json does not
-    eos_token_ids: frozenset[int]           # empty: only its length ends a text
+    add_bos_token: bool                     # prepend the bos token to prompts even if tokenizer.json does not
+    eos_token_ids: frozenset[int]           # empty: only the length limit ends a text
     chat_template: ChatTemplate | None
-    tool_template: ChatTemplate | None = None   # for chats with tools, of models with two
+    tool_template: ChatTemplate | None = None   # for chats with tools, if the model has two templates
     config: dict[str, Any] = field(default_factory=dict)    # tokenizer_config.json
 
 
@@ -36,7 +36,7 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
     """Read the files in `folder`; chat_template.jinja and generation_config.json are optional.
 
     Raises:
-        RepositoryError: a file is missing or broken; names it.
+        RepositoryError: a file is missing or broken; the message names it.
     """
     backend = _read_backend(folder / "tokenizer.json")
     config_file = folder / "tokenizer_config.json"
@@ -62,7 +62,7 @@ def recommended_sampling_params(folder: Path) -> dict[str, Any]:
     """Return the sampling parameters of generation_config.json in the folder of a tokenizer stage, if any.
 
     Raises:
-        RepositoryError: it is broken, or a value is out of range.
+        RepositoryError: the file is broken, or a value is out of range.
     """
     try:
         return default_sampling_params(_read_generation_config(folder))
@@ -130,9 +130,9 @@ def _eos_token_ids(folder: Path, *, backend: tokenizers.Tokenizer, eos_token: st
 def _chat_templates(
     folder: Path, *, config: dict[str, Any], special_tokens: dict[str, str]
 ) -> tuple[ChatTemplate | None, ChatTemplate | None]:
-    """Return the chat template, and the one for chats with tools if the model has two.
+    """Return the chat template, and the template for chats with tools if the model has two.
 
-    A file counts more than tokenizer_config.json, as in transformers.
+    A template's own file takes precedence over tokenizer_config.json, as in transformers.
     """
 
     def read(*files: str, name: str) -> ChatTemplate | None:

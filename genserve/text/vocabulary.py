@@ -5,26 +5,26 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Protocol
 
 import tokenizers
 
-# Of what NFC makes a single byte, at most: three letters of Hangul, or a letter and its marks.
+# How many bytes NFC may turn into one, at most: three letters of Hangul, or a letter and its marks.
 _NFC_BYTES = 4
 MAX_KNOWN_SPELLINGS = 64
 _KEEP_ALL_TEXT = frozenset({"ByteLevel", "Digits", "Punctuation", "Split", "Sequence"})
 
 
 class TokenNames:
-    """The names of some tokens, to be found in texts.
+    """The names of some tokens, to search texts for.
 
     Attributes:
         pattern: matches any of the names.
     """
 
     def __init__(self, names: Mapping[int, str]) -> None:
-        """Store the names of the tokens, by id."""
+        """Store the names by token id."""
         self._ids = {name: token_id for token_id, name in names.items()}
         longest_first = sorted(names.values(), key=len, reverse=True)
         self.pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
@@ -54,7 +54,7 @@ class _Vocabulary(Protocol):
 class Spellings:
     """Finds the token sequences that can contain a text, for banned words and DRY's sequence breakers.
 
-    The text may begin and end within a token. If it takes several, the tokens after the first are the
+    The text may begin and end within a token. If it needs several tokens, the tokens after the first are the
     tokenizer's encoding of the rest. Scans the vocabulary, and caches the latest texts. Safe from any thread.
     """
 
@@ -88,16 +88,16 @@ class Spellings:
 
 
 class TokenLengths:
-    """How many bytes the longest token stands for, to tell that a text is too long without encoding it.
+    """How many bytes the longest token stands for, which shows that a text is too long without encoding it.
 
-    It is known of byte-level BPE, the tokenizer of most models: each byte of a text is in one of its tokens,
-    unless the vocabulary lacks it. Other tokenizers may drop spaces, or give a run of unknown characters one
-    token.
+    The number is known for byte-level BPE, the tokenizer of most models: each byte of a text is in one of its
+    tokens, unless the vocabulary lacks the byte. Other tokenizers may drop spaces, or encode a run of unknown
+    characters as one token.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         """Read the vocabulary, in a tenth of a second."""
-        self._longest = 0       # in bytes; 0: it is not known
+        self._longest = 0       # in bytes; 0: unknown
         self._unknown = b""     # bytes that have no token
         factor = _bytes_that_become_one(backend.normalizer)
         added = backend.get_added_tokens_decoder().values()
@@ -105,7 +105,7 @@ class TokenLengths:
         if not factor or strips or not _keeps_all_text(backend.pre_tokenizer):
             return
         vocabulary = backend.get_vocab(with_added_tokens=False)
-        # A character of a name in the vocabulary is one byte.
+        # Each character of a name in the vocabulary stands for one byte.
         lengths = (*map(len, vocabulary), *(len(token.content.encode()) for token in added))
         self._longest = factor * max(lengths)
         self._unknown = bytes(byte for byte, char in _alphabet().items() if char not in vocabulary)
@@ -118,6 +118,24 @@ class TokenLengths:
         return len(text.encode().translate(None, self._unknown)) > most_bytes
 
 
+def spells_bytes(decoder: Any) -> bool:
+    """Whether the names of tokens spell their bytes whatever precedes them: a byte-level vocabulary."""
+    return decoder is not None and json.loads(decoder.__getstate__())["type"] == "ByteLevel"
+
+
+def spelled(name: str) -> bytes:
+    """Return the bytes that the name of a token in a byte-level vocabulary spells."""
+    values = [_values().get(char) for char in name]
+    known = [value for value in values if value is not None]
+    # The decoder treats a name with any other character as text.
+    return bytes(known) if len(known) == len(name) else name.encode()
+
+
+@cache
+def _values() -> dict[str, int]:
+    return {char: byte for byte, char in _alphabet().items()}
+
+
 def _alphabet() -> dict[int, str]:
     """Return the characters by which names in a byte-level vocabulary spell bytes: GPT-2's."""
     shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
@@ -126,7 +144,7 @@ def _alphabet() -> dict[int, str]:
 
 
 def _bytes_that_become_one(normalizer: Any) -> int:
-    """Return how many bytes of a text become one at most; 0: it is not known."""
+    """Return how many bytes of a text become one at most; 0: unknown."""
     if normalizer is None:
         return 1
     kinds = {part["type"] for part in _parts(json.loads(normalizer.__getstate__()))}
@@ -142,6 +160,6 @@ def _keeps_all_text(pre_tokenizer: Any) -> bool:
 
 
 def _parts(state: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a component and those within it."""
+    """Return a component and all components within it."""
     inner = state.get("pretokenizers") or state.get("normalizers") or []
     return [state, *(part for each in inner for part in _parts(each))]

@@ -5,23 +5,21 @@
     logits_processors, stop_rules, output_parsers
 
 A factory is called with a `PluginContext` and with keyword arguments from the request. These are its
-keyword-only parameters; pydantic validates them against their annotations.
+keyword-only parameters; pydantic validates the arguments against the parameters' annotations.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
-import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NotRequired
 
-from genserve.errors import InvalidRequest, ModelFailed, RepositoryError
-from genserve.generation.delta_builder import AnswerText
-from genserve.generation.sequence_plugins import (
+from genserve.engine.delta_builder import AnswerText
+from genserve.engine.sequence_plugins import (
     HOOKS,
     LogitsProcessor,
     OutputParser,
@@ -29,6 +27,7 @@ from genserve.generation.sequence_plugins import (
     SequencePlugins,
     plugin_errors,
 )
+from genserve.errors import InvalidRequest, ModelFailed, RepositoryError, closest, validation_message
 from genserve.sampling.plugin_call import PluginCall
 
 if TYPE_CHECKING:
@@ -101,7 +100,7 @@ class Plugin:
 
         Raises:
             InvalidRequest: an argument is missing, unknown or invalid; `field` is its path. A ValueError of
-                the factory becomes one, with its text.
+                the factory becomes an InvalidRequest with the same text.
             ModelFailed: the factory raised another exception, or did not return such a plug-in.
         """
         from pydantic import ValidationError
@@ -115,7 +114,7 @@ class Plugin:
         with plugin_errors(_KINDS[self.kind], self.name):
             try:
                 made = self.factory(context, **arguments)
-            except ValidationError as error:  # of the factory's own pydantic models
+            except ValidationError as error:  # raised by the factory's own pydantic models
                 raise self._rejection(error, field=f"{field}.args") from None
             except ValueError as error:
                 raise InvalidRequest(f"{field}.args: {str(error)[:200]}", field=f"{field}.args") from None
@@ -123,15 +122,19 @@ class Plugin:
         return made
 
     def _rejection(self, error: ValidationError, *, field: str) -> InvalidRequest:
-        problem = error.errors()[0]
+        # An unknown name may be the misspelt name of an argument that is missing.
+        problems = sorted(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
+        problem = problems[0]
         loc = problem["loc"]
         place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc)
         path = (field + place)[:256]
         if problem["type"] == "extra_forbidden" and len(loc) == 1:
-            known = ", ".join(self.schema.get("properties", ())) or "none"
+            known = list(self.schema.get("properties", ()))
+            meant = closest(str(loc[0]), known=known)
+            remedy = f"did you mean {meant}?" if meant else f"its arguments are: {', '.join(known) or 'none'}"
             message = f"{path}: the plug-in has no argument {str(loc[0])[:64]!r}"
-            return InvalidRequest(message, field=path, remedy=f"its arguments are: {known}")
-        return InvalidRequest(f"{path}: {_OF_PYDANTIC.sub('', problem['msg'])[:200]}", field=path)
+            return InvalidRequest(message, field=path, remedy=remedy)
+        return InvalidRequest(f"{path}: {validation_message(problem)}", field=path)
 
     def _require_usable(self, made: object) -> None:
         """Raise ModelFailed if a factory did not return such a plug-in; classes are validated at load."""
@@ -157,7 +160,7 @@ class Plugins:
         """Make the plug-ins of a request that act on tokens, followed by the processors `ours`.
 
         Raises:
-            InvalidRequest: there is no such plug-in, or see `Plugin.make`.
+            InvalidRequest: a plug-in does not exist, or see `Plugin.make`.
             ModelFailed: see `Plugin.make`.
         """
         return SequencePlugins(
@@ -170,9 +173,18 @@ class Plugins:
         call = context.params.output_parser
         if call is None:
             return text
+        return ParsedText(text, self._parser(call, context), name=call.name)
+
+    def check(self, context: PluginContext) -> None:
+        """Make the plug-ins of a request and drop them. Raises what `for_sequence` raises."""
+        if context.params.output_parser is not None:
+            self._parser(context.params.output_parser, context)
+        self.for_sequence(context)
+
+    def _parser(self, call: PluginCall, context: PluginContext) -> OutputParser:
         plugin = self._find("output_parsers", call.name, field="output_parser")
-        parser = plugin.make(call, context, field="output_parser")
-        return ParsedText(text, parser, name=call.name)
+        parser: OutputParser = plugin.make(call, context, field="output_parser")
+        return parser
 
     def described(self) -> dict[str, dict[str, Any]]:
         """Return the JSON schema of the arguments of each plug-in, by kind and name."""
@@ -206,7 +218,7 @@ def plugins_of(model: object, path: Path) -> Plugins:
     """Return the plug-ins of a `TritonPythonModel`.
 
     Raises:
-        RepositoryError: one has the wrong signature or lacks a method; with its line in `path`.
+        RepositoryError: a plug-in has the wrong signature or lacks a method; with its line in `path`.
     """
     return Plugins(by_kind={kind: _of_kind(model, kind, path) for kind in _KINDS})
 
@@ -274,8 +286,6 @@ def _where(factory: Any, path: Path) -> str:
         return str(path)
 
 
-# pydantic's prefixes of a validator's message.
-_OF_PYDANTIC = re.compile("^(Value error|Assertion failed), ")
 # Stands for the context of a factory without parameters, which is rejected.
 _NOTHING = inspect.Parameter("nothing", inspect.Parameter.KEYWORD_ONLY)
 _REMEDY = "write `def __init__(self, context, *, argument: type = default)`; see docs/decoding.md"

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import dis
 import inspect
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import CodeType
 
 from genserve.backends.python.model_context import CONTEXT_GLOBAL, ModelContext
 from genserve.backends.python.model_package import ModelPackage
+from genserve.engine.decoding_loops import DecodeFunction
+from genserve.engine.engine_request import TokenSequence
+from genserve.engine.text_engine import TextEngine
 from genserve.errors import InferenceError, RepositoryError, Status
-from genserve.generation.engine_request import TokenSequence
-from genserve.generation.output_processor import DecodeFunction
-from genserve.generation.text_engine import TextEngine
 from genserve.inference import Inference
+from genserve.text.reasoning import REASONING_FORMATS
 from genserve.text.tool_formats import TOOL_FORMATS, ToolFormat
 from genserve.textmodel.decoder_plugins import Plugins, plugins_of
 
@@ -44,7 +43,7 @@ class DecoderInference:
             InferenceError: always.
         """
         raise InferenceError(
-            f"model '{inference.model_name}' runs as a stage of the text model '{self._text_model}'",
+            f"model '{inference.request.model_name}' runs as a stage of the text model '{self._text_model}'",
             status=Status.UNSUPPORTED,
             remedy=f"send the request to '{self._text_model}'",
         )
@@ -55,27 +54,30 @@ class DecoderInference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoding:
-    """The decode loop and the plug-ins of a decoder stage."""
+    """The decoding loop and the plug-ins of a decoder stage."""
 
     decode: DecodeFunction
-    only_samples: bool                  # the loop is the one that `genserve export` writes
+    is_default_loop: bool               # the model.py has no `decode`
     plugins: Plugins
     tool_format: ToolFormat | None      # None: the chat template shows it
+    reasoning_format: str | None = None     # a name; None: the vocabulary shows it
 
 
 def load_decoding(path: Path, *, name: str, parameters: Mapping[str, str] | None = None) -> Decoding:
     """Return `TritonPythonModel().decode` of a decoder stage's model.py, and the model's plug-ins.
 
-    The file is imported like that of other Python models, and its modules are dropped with `decode`.
+    A model without `decode` has the default loop. The file is imported like that of other Python models, and
+    its modules are dropped with `decode`.
 
     Args:
-        path: of the model.py.
-        name: of the stage.
-        parameters: of its config; `tool_format` names the format of tool calls if the model declares none.
+        path: the model.py.
+        name: the name of the stage.
+        parameters: the parameters in its config; `tool_format` names the format of tool calls if the model
+            declares none, and `reasoning_format` that of reasoning.
 
     Raises:
-        RepositoryError: the file cannot be imported, or has no `async def decode(self, sequence)`, or a
-            plug-in or the format of tool calls is not valid.
+        RepositoryError: the file cannot be imported, its `decode` is no coroutine function, or a plug-in or
+            the format of tool calls is not valid.
     """
     if not path.is_file():
         raise RepositoryError(f"{path} is missing", remedy="`genserve pull` and `genserve export` write one")
@@ -86,17 +88,30 @@ def load_decoding(path: Path, *, name: str, parameters: Mapping[str, str] | None
     try:
         model = _model_of(package, path)
         plugins = plugins_of(model, path)
-        tool_format = _declared_tool_format(model, path) or _named_tool_format(parameters or {}, name)
+        tool_format = _declared_tool_format(model, path)
+        if named := _named(parameters or {}, "tool_format", TOOL_FORMATS, name):
+            tool_format = tool_format or TOOL_FORMATS[named]
+        reasoning_format = _named(parameters or {}, "reasoning_format", REASONING_FORMATS, name)
         # A new callable, whose finalizer runs when the file's can no longer be called.
-        loop = _decode_of(model, path)
-        decode: DecodeFunction = partial(loop)
+        own = _decode_of(model, path)
+        decode: DecodeFunction = partial(own or sample_until_finished)
     except BaseException:
         package.unload()
         raise
     weakref.finalize(decode, package.unload).atexit = False
     return Decoding(
-        decode=decode, only_samples=_only_samples(loop), plugins=plugins, tool_format=tool_format
+        decode=decode,
+        is_default_loop=own is None,
+        plugins=plugins,
+        tool_format=tool_format,
+        reasoning_format=reasoning_format,
     )
+
+
+async def sample_until_finished(sequence: TokenSequence) -> None:
+    """The default decoding loop: the request's sampling parameters choose each token."""
+    while not sequence.finished:
+        sequence.append(await sequence.sample())
 
 
 def _model_of(package: ModelPackage, path: Path) -> object:
@@ -107,53 +122,34 @@ def _model_of(package: ModelPackage, path: Path) -> object:
     return model
 
 
-class _Sampling:
-    """Has the decode loop that `genserve export` writes."""
-
-    async def decode(self, sequence: TokenSequence) -> None:
-        while not sequence.finished:
-            sequence.append(await sequence.sample())
-
-
-def _only_samples(decode: DecodeFunction) -> bool:
-    """Whether a loop does what `_Sampling.decode` does, and nothing else."""
-    code = getattr(decode, "__code__", None)
-    return code is not None and _instructions(code) == _instructions(_Sampling.decode.__code__)
-
-
-def _instructions(code: CodeType) -> list[tuple[str, object]]:
-    return [(instruction.opname, instruction.argval) for instruction in dis.get_instructions(code)]
-
-
 def _declared_tool_format(model: object, path: Path) -> ToolFormat | None:
     """Return the format of tool calls that a model declares by the fields of `ToolFormat`."""
     declared = getattr(model, "tool_format", None)
     if declared is None:
         return None
     try:
-        return ToolFormat(**dict(declared))
+        return ToolFormat.declared(declared)
     except (TypeError, ValueError) as error:
         raise RepositoryError(
             f"{path}: tool_format: {error}", remedy="write a dict as docs/tools.md shows it"
         ) from None
 
 
-def _named_tool_format(parameters: Mapping[str, str], stage: str) -> ToolFormat | None:
-    """Return the format of tool calls that a stage's config names; None: it names none."""
-    name = parameters.get("tool_format")
-    if name is None:
-        return None
-    if name not in TOOL_FORMATS:
-        remedy = f"write one of {', '.join(TOOL_FORMATS)}"
-        raise RepositoryError(f"{stage}: tool_format {name!r} is unknown", remedy=remedy)
-    return TOOL_FORMATS[name]
+def _named(parameters: Mapping[str, str], key: str, known: Collection[str], stage: str) -> str | None:
+    """Return the format that a stage's config names by the parameter `key`; None: the config names none."""
+    name = parameters.get(key)
+    if name is not None and name not in known:
+        remedy = f"write one of {', '.join(known)}"
+        raise RepositoryError(f"{stage}: {key} {name!r} is unknown", remedy=remedy)
+    return name
 
 
-def _decode_of(model: object, path: Path) -> DecodeFunction:
+def _decode_of(model: object, path: Path) -> DecodeFunction | None:
+    """Return the decoding loop of a model; None: the model has no `decode`."""
     decode: DecodeFunction | None = getattr(model, "decode", None)
-    if decode is None or not inspect.iscoroutinefunction(decode):
+    if decode is not None and not inspect.iscoroutinefunction(decode):
         raise RepositoryError(
-            f"{path}: TritonPythonModel has no coroutine `decode`",
+            f"{path}: the `decode` of TritonPythonModel is no coroutine",
             remedy="write `async def decode(self, sequence)`; docs/decoding.md shows one",
         )
     return decode

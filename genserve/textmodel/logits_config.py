@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import Enum, StrEnum, auto
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from genserve.backends.backend import integer_parameter, model_file
+from genserve.backends.backend import ModelSource, integer_parameter, model_file
 from genserve.config.model_config import ModelConfig, TensorSpec
 from genserve.errors import RepositoryError
 
 _FILES: Mapping[str, str] = {"onnxruntime": "model.onnx", "pytorch": "model.pt"}
 # Next to a graph: how closely it agrees with its source, by its export.
 PARITY_FILE = "parity.json"
+# Below it are the blocks of prefixes that `genserve cache build` has computed.
+PREFIXES_FOLDER = "prefixes"
 _DEFAULT_LENGTH = 1024  # tokens; a graph without a cache does not say how many it takes
+
+
+class LengthLimit(StrEnum):
+    """What limits the context of a loaded model; the value says how to get a longer one."""
+
+    MODEL = "shorten the prompt"    # it has all that the model itself takes
+    FLAG = "raise --max-model-len"
+    CONFIG = "raise max_sequence_length in the config.pbtxt of its logits stage"
+    KV_CACHE = "raise kv_cache_bytes in the config.pbtxt of its logits stage, or free memory"
 
 
 class CacheKind(Enum):
     """How a logits stage keeps the keys and values of its tokens, by the states of its config."""
 
     IN_PLACE = auto()   # written into the same buffer at each step
-    GROWING = auto()    # of a traced graph: copied at each step, with one token more
+    GROWING = auto()    # traced graphs copy the cache at each step, with one token more
     NONE = auto()       # no states: every step computes all tokens again
 
 
@@ -32,8 +43,8 @@ def cache_kind(config: ModelConfig) -> CacheKind:
     batching = config.sequence_batching
     if batching is None or not batching.iterative or not batching.states:
         return CacheKind.NONE
-    # Other iterative models have states too, which are no cache of keys and values.
-    if not all(state.input_name.startswith("past_key_values") for state in batching.states):
+    # Other iterative models have states too, but no cache of keys and values, or states of layers, in them.
+    if not all(state.input_name.startswith(("past_key_values", "past_states")) for state in batching.states):
         return CacheKind.NONE
     if all(state.same_buffer for state in batching.states):
         return CacheKind.IN_PLACE
@@ -41,7 +52,7 @@ def cache_kind(config: ModelConfig) -> CacheKind:
 
 
 def is_logits_stage(config: ModelConfig | None) -> bool:
-    """Whether a config is that of an exported logits graph, whose states are a KV cache."""
+    """Whether a config belongs to an exported logits graph, whose states are a KV cache."""
     return config is not None and config.backend in _FILES and cache_kind(config) is not CacheKind.NONE
 
 
@@ -74,7 +85,7 @@ def logits_files(config: ModelConfig, folder: Path) -> list[Path]:
     """Return the files of a logits stage in the folder of its version: one for each stage of a pipeline.
 
     Raises:
-        RepositoryError: one does not exist, or `pipeline_stages` is not a number.
+        RepositoryError: a file does not exist, or `pipeline_stages` is not a number.
     """
     first = model_file(
         folder, filename=config.default_model_filename, default=_FILES[config.backend], model=config.name
@@ -91,6 +102,30 @@ def logits_files(config: ModelConfig, folder: Path) -> list[Path]:
     return files
 
 
+def version_files(folder: Path) -> Iterator[Path]:
+    """Yield the files of a version in order, without those that do not change what it computes.
+
+    These are hidden files, what Python has compiled, and prefixes that were computed with it.
+    """
+    for path in sorted(folder.rglob("*")):
+        parts = path.relative_to(folder).parts
+        is_left_out = any(part.startswith(".") or part == "__pycache__" for part in parts)
+        is_prefix = parts[0] == PREFIXES_FOLDER and path.suffix == ".kv"
+        if not is_left_out and not is_prefix and path.is_file():
+            yield path
+
+
+# Of each file its path, size, time of change and inode.
+FileStates: TypeAlias = frozenset[tuple[Path, int, int, int]]
+
+
+def file_states(stages: Mapping[str, ModelSource]) -> FileStates:
+    """Return what changes with each file of the stages of a text model that is written or replaced."""
+    paths = (path for stage in stages.values() for path in version_files(stage.folder))
+    states = ((path, path.stat()) for path in paths)
+    return frozenset((path, state.st_size, state.st_mtime_ns, state.st_ino) for path, state in states)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitsNames:
     """The names that a config gives the tensors of a model from token ids to logits."""
@@ -101,7 +136,7 @@ class LogitsNames:
 
     @classmethod
     def of(cls, config: ModelConfig) -> LogitsNames:
-        """Find them: by their usual names, or else (`INPUT__0`) the ids first and the mask second.
+        """Find the names: the usual ones, or else (`INPUT__0`) the ids first and the mask second.
 
         Raises:
             RepositoryError: the model takes more than ids and a mask, or has several outputs, none `logits`.

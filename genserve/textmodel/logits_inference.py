@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genserve.config.model_config import ModelConfig
+from genserve.engine.engine_request import LogitsRequest
+from genserve.engine.engine_thread import EngineThread
 from genserve.errors import Closed, GenserveError, InvalidRequest
-from genserve.generation.engine_request import LogitsRequest
-from genserve.generation.engine_thread import EngineThread
 from genserve.inference import Inference, InferenceResponse
 from genserve.inference_statistics import ModelStatistics
 from genserve.sampling.logits_array import LogitsArray
@@ -43,13 +43,13 @@ class LogitsInference:
 
         Args:
             engine: runs the stage.
-            config: of the stage.
+            config: the stage's config.
             logits: the model that the engine runs.
             statistics: counts the executions.
-            owns_engine: whether closing this closes the engine; otherwise it is a text model's.
+            owns_engine: whether `close` closes the engine; otherwise a text model closes it.
 
         Raises:
-            RepositoryError: the config is not that of a logits stage.
+            RepositoryError: the config is not a logits stage's.
         """
         self._engine = engine
         self._names = LogitsNames.of(config)
@@ -82,6 +82,7 @@ class LogitsInference:
                 on_logits=partial(rows.take, row),
                 vocab_size=self._logits.vocab_size,
                 max_length=self._logits.max_length,
+                share=inference.share,
             )
             for row, token_ids in enumerate(_unpadded(inference, self._names))
         ]
@@ -118,7 +119,7 @@ class _Rows:
         self._num_missing = inference.batch_size
 
     def take(self, row: int, content: LogitsArray | GenserveError) -> None:
-        """Take the logits of a row, or its error; on the engine's thread."""
+        """Record the logits of a row, or its error; on the engine's thread."""
         if isinstance(content, GenserveError):
             self._inference.fail(content)
             return
@@ -129,7 +130,7 @@ class _Rows:
                 return
         rows = [logits for logits in self._logits if logits is not None]
         outputs = (Tensor(self._output, _stacked(rows)[:, None, :], data_type=DataType.FP32),)
-        with suppress(Closed):  # it may have been cancelled while the step ran
+        with suppress(Closed):  # the inference may have been cancelled while the step ran
             self._inference.send(InferenceResponse(outputs=outputs), final=True)
 
 
@@ -145,7 +146,7 @@ def _stacked(rows: Sequence[LogitsArray]) -> LogitsArray:
 
 
 def _unpadded(inference: Inference, names: LogitsNames) -> list[NDArray[np.int64]]:
-    """Return the ids of each row, without those that the attention mask excludes."""
+    """Return the ids of each row, without the ids that the attention mask excludes."""
     ids = inference.inputs[names.input_ids].array
     mask = inference.inputs.get(names.attention_mask or "")
     if mask is None:

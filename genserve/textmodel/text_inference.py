@@ -9,15 +9,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from genserve.completion import Delta, FinishReason
+from genserve.completion import DEADLINE, Delta, FinishReason
 from genserve.config.model_config import ModelConfig
+from genserve.engine.generation_request import AnswerRecord, GenerationOutput, GenerationRequest
+from genserve.engine.input_queue import Reservation
+from genserve.engine.text_engine import TextEngine
 from genserve.errors import Closed, GenserveError, InferenceError, InvalidRequest, Status
-from genserve.generation.engine_request import TokenSequence
-from genserve.generation.request_inbox import RequestOutput, Reservation
-from genserve.generation.text_engine import TextEngine
 from genserve.inference import Inference, InferenceResponse, Parameter
 from genserve.inference_statistics import ModelStatistics
-from genserve.log import CURRENT_REQUEST
+from genserve.request_context import CURRENT_REQUEST
 from genserve.sampling.sampling_params import (
     PARAMETERS,
     TRITON_TENSORS,
@@ -30,7 +30,7 @@ from genserve.textmodel.text_model import TextModel
 
 # The sampling parameters that Triton's backends for language models have tensors for.
 _PARAMETERS = {tensor: row.name for tensor, row in TRITON_TENSORS.items() if row.item is None}
-# Their kinds of structured outputs, and the fields of `structured_outputs`.
+# The kinds of structured outputs of Triton's backends, and the fields of `structured_outputs`.
 _GUIDES = {"json": "json_object", "json_schema": "json", "regex": "regex", "ebnf_grammar": "grammar"}
 _WORDS = {tensor: row.name for tensor, row in TRITON_TENSORS.items() if row.item is str}
 _TEXTS = _WORDS | dict.fromkeys(("guided_decoding_guide_type", "guided_decoding_guide"), "structured_outputs")
@@ -50,15 +50,15 @@ class TextInference:
     With the input `stream` each step is a response; otherwise the whole text is one.
 
     Attributes:
-        text_model: loaded; closed with this.
+        text_model: the loaded model, which `close` closes.
     """
 
     def __init__(self, text_model: TextModel, config: ModelConfig, *, statistics: ModelStatistics) -> None:
         """Answer by a text model.
 
         Args:
-            text_model: loaded.
-            config: of the ensemble; its steps map the names of its tensors to those of the stages.
+            text_model: a loaded model.
+            config: the ensemble's config; its steps map the names of its tensors to the stages' tensors.
             statistics: counts the executions.
         """
         self.text_model = text_model
@@ -68,7 +68,7 @@ class TextInference:
 
     @property
     def ready(self) -> bool:
-        """Whether its engine runs."""
+        """Whether the text model's engine runs."""
         return self.text_model.engine.ready
 
     @property
@@ -80,13 +80,14 @@ class TextInference:
         """Prepare the request on a thread of the model, which submits it to the engine.
 
         Raises:
-            Overloaded: see `EngineThread.reserve`.
+            Overloaded: see `TextEngine.reserve`.
             Closed: after `close`.
         """
         inference.inputs = {self._names.get(name, name): tensor for name, tensor in inference.inputs.items()}
-        if request := CURRENT_REQUEST.get():
+        request = CURRENT_REQUEST.get()
+        if request is not None:
             request.operation = "text_completion"
-        reservation = self.text_model.engine.reserve(inference.batch_size)
+        reservation = self.text_model.engine.reserve(inference.batch_size, share=inference.share)
         inference.when_cancelled(reservation.release)
         try:
             self.text_model.run_soon(
@@ -121,25 +122,29 @@ class TextInference:
         if streaming and len(prompts) > 1:
             raise InvalidRequest("a streamed request has one text_input", field="stream")
         prepare = partial(self.text_model.prepare, params=params, arrived_s=reservation.arrived_s)
-        sequences = [prepare(prompt) for prompt in prompts]
+        requests = [replace(prepare(prompt), share=inference.share) for prompt in prompts]
         answer = _Answer(
-            inference, sequences, engine=self.text_model.engine, output=self._output, streaming=streaming
+            inference, requests, engine=self.text_model.engine, output=self._output, streaming=streaming
         )
         inference.when_ended(self._statistics.executed_alone)
         answer.submit(reservation)
         if request := CURRENT_REQUEST.get():
-            request.answers = sequences
+            request.answers = answer.records
             request.streams = bool(streaming)
         inference.when_cancelled(answer.cancel)
 
 
 class _Answer:
-    """Turns the deltas of one inference into responses; an `OutputSink` of the engine."""
+    """Turns the deltas of one inference into responses; an `OutputSink` of the engine.
+
+    Attributes:
+        records: the record of each row of the batch, with what has arrived for it.
+    """
 
     def __init__(
         self,
         inference: Inference,
-        sequences: Sequence[TokenSequence],
+        requests: Sequence[GenerationRequest],
         *,
         engine: TextEngine,
         output: str,
@@ -149,47 +154,50 @@ class _Answer:
         self._engine = engine
         self._output = output
         self._streaming = streaming
-        self._texts = dict.fromkeys(sequences, "")
-        self._open = set(sequences)
+        self._rows = {request: row for row, request in enumerate(requests)}
+        self.records = [AnswerRecord(request) for request in requests]
+        self._texts = [""] * len(requests)
+        self._num_open = len(requests)
 
     def submit(self, reservation: Reservation) -> None:
-        """Submit the sequences to the engine, which accepts all of them or none."""
+        """Submit the requests to the engine, which accepts all of them or none."""
         self._inference.started_ns = self._inference.started_ns or self._inference.submitted_ns
-        self._engine.submit(*self._texts, sink=self, reservation=reservation)
+        self._engine.submit(*self._rows, sink=self, reservation=reservation)
 
-    def cancel_sequences(self) -> None:
-        """Cancel the sequences in the engine."""
-        for sequence in self._texts:
-            self._engine.cancel(sequence)
+    def cancel_requests(self) -> None:
+        """Cancel the requests in the engine."""
+        for request in self._rows:
+            self._engine.cancel(request)
 
     def cancel(self) -> None:
         """End the inference as cancelled."""
-        self.cancel_sequences()
+        self.cancel_requests()
         self._inference.fail_cancelled()
 
-    def deliver(self, outputs: Sequence[RequestOutput]) -> None:
+    def deliver(self, outputs: Sequence[GenerationOutput]) -> None:
         """See `OutputSink.deliver`."""
-        for sequence, content in outputs:
+        for output in outputs:
+            row, content = self._rows[output.request], output.content
+            self.records[row].add(output)
             if isinstance(content, GenserveError):
-                self.cancel_sequences()
+                self.cancel_requests()
                 self._inference.fail(content)
-            elif content.finish_reason is FinishReason.LENGTH and content.stop_reason == "deadline":
-                self.cancel_sequences()
+            elif content.finish_reason is FinishReason.LENGTH and content.stop_reason == DEADLINE:
+                self.cancel_requests()
                 self._inference.fail(InferenceError("Request timeout expired", status=Status.UNAVAILABLE))
             else:
-                self._take(sequence, content)
+                self._add_delta(row, content)
 
-    def _take(self, sequence: TokenSequence, delta: Delta) -> None:
+    def _add_delta(self, row: int, delta: Delta) -> None:
         if self._inference.span is not None:
-            self._inference.span.note_first_token()
-        if delta.finish_reason is not None:
-            self._open.discard(sequence)
+            self._inference.span.record_first_token()
+        self._num_open -= delta.finish_reason is not None
         if self._streaming:
-            self._send([delta.text], final=not self._open)
+            self._send([delta.text], final=not self._num_open)
             return
-        self._texts[sequence] += delta.text
-        if not self._open:
-            self._send(list(self._texts.values()), final=True)
+        self._texts[row] += delta.text
+        if not self._num_open:
+            self._send(self._texts, final=True)
 
     def _send(self, answers: Sequence[str], *, final: bool) -> None:
         output = string_tensor(self._output, answers, shape=(len(answers), 1))

@@ -8,21 +8,25 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from typing import Any, TypeVar
 
+from genserve.completion import join_deltas
+from genserve.engine.delta_streams import DeltaStream
+from genserve.engine.disk_cache import DiskCache
+from genserve.engine.generation_request import GenerationRequest
+from genserve.engine.text_engine import TextEngine
 from genserve.errors import Closed, InvalidRequest
-from genserve.generation.engine_request import TokenSequence
-from genserve.generation.text_engine import TextEngine
-from genserve.prompt import Chat, Prompt
+from genserve.prompt import Chat, Prompt, Reasoning
 from genserve.sampling.sampling_params import SamplingParams
 from genserve.text.message_parser import MessageParser
-from genserve.text.reasoning import THINKING_TAGS
 from genserve.text.tokenizer import Tokenizer
 from genserve.textmodel.decoder_stage import Decoding
 from genserve.textmodel.input_processor import InputProcessor
 from genserve.textmodel.logits_runtime import LogitsFigures
+from genserve.textmodel.sequence_builder import SequenceBuilder
 
 T = TypeVar("T")
 
-# Of each of two kinds: those for requests with structured outputs may compile a grammar for seconds.
+# As many threads prepare requests with structured outputs, which may compile a grammar for seconds, and as
+# many threads prepare all other requests.
 _MAX_THREADS = 4
 
 
@@ -35,20 +39,19 @@ class TextModel:
     """A loaded model that answers text with text. Its methods are safe from any thread.
 
     Attributes:
-        name: of the ensemble in the repository.
+        name: the name of the ensemble in the repository.
         tokenizer: its tokenizer stage.
         engine: runs its logits and decoder stages.
-        plugins: of its decoder stage.
-        inputs: turns requests into token sequences.
+        plugins: the plug-ins of its decoder stage.
+        builder: makes the token sequences of requests, and the parsers of their answers.
+        inputs: makes the requests to the engine.
         logits: figures of the model that the engine runs.
-        max_length: maximum tokens of prompt and answer together.
-        max_num_seqs: sequences that run concurrently; more wait.
-        kv_cache_bytes: largest size of the KV cache.
-        precision: of the weights, from the file's metadata.
+        precision: how the weights are stored, from the file's metadata.
         vocab_size: length of a row of logits.
-        default_sampling_params: of the model, for parameters that a request does not state.
+        default_sampling_params: the values of parameters that a request does not state.
         loaded_s: wall-clock time of the load, seconds since 1970.
         weights_bytes: size of the files of the logits stage.
+        disk_cache: its prefix cache on disk, or the prefixes that came with it; None: neither.
     """
 
     def __init__(
@@ -58,28 +61,29 @@ class TextModel:
         tokenizer: Tokenizer,
         engine: TextEngine,
         decoding: Decoding,
+        builder: SequenceBuilder,
         logits: LogitsFigures,
         default_sampling_params: Mapping[str, Any],
         weights_bytes: int,
+        disk_cache: DiskCache | None = None,
     ) -> None:
         self.name = name
         self.tokenizer = tokenizer
         self.engine = engine
         self.plugins = decoding.plugins
+        self.builder = builder
         self.logits = logits
-        self.max_length = logits.max_length
-        self.max_num_seqs = logits.max_num_seqs
         self.vocab_size = logits.vocab_size
-        self.kv_cache_bytes = logits.kv_cache_bytes
         self.precision = logits.metadata.get("genserve.precision", "unknown")
         self.default_sampling_params = default_sampling_params
         self.loaded_s = time.time()
         self.weights_bytes = weights_bytes
+        self.disk_cache = disk_cache
         self.inputs = InputProcessor(
             name=name,
             tokenizer=tokenizer,
             engine=engine,
-            decoding=decoding,
+            builder=builder,
             logits=logits,
             default_sampling_params=default_sampling_params,
         )
@@ -87,18 +91,41 @@ class TextModel:
         self._compilers = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix=f"compile-{name}")
 
     @property
+    def max_length(self) -> int:
+        """Maximum tokens of prompt and answer together."""
+        return self.logits.max_length
+
+    @property
+    def context(self) -> str:
+        """The context length, and what limits it, for the log and the command line."""
+        own, limit = self.logits.context_length, self.logits.length_limit
+        if self.max_length == own:
+            return f"{own}"
+        return f"{self.max_length} of the model's {own} ({limit})"
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Sequences that run concurrently; more wait."""
+        return self.logits.max_num_seqs
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """Largest size of the KV cache."""
+        return self.logits.kv_cache_bytes
+
+    @property
     def num_waiting(self) -> int:
         """Requests whose prompts are being prepared, and sequences that wait to be scheduled."""
         return self.engine.num_preparing + max(0, self.engine.num_accepted - self.engine.num_running)
 
     def run_soon(self, work: Callable[[], T], *, compiles: bool) -> Future[T]:
-        """Prepare a request on a thread of this model, in the order of these calls.
+        """Prepare a request on a thread of this model, in the order of the calls of this method.
 
         So requests that are expensive to prepare delay no other model.
 
         Args:
-            work: runs in the context of this call; calls `Reservation.check` first.
-            compiles: whether the request has structured outputs or tools; these do not delay other requests.
+            work: a function that runs in the context of this call, and calls `Reservation.check` first.
+            compiles: whether the request has structured outputs or tools, which delay no other requests.
 
         Raises:
             Closed: after `close`.
@@ -112,50 +139,87 @@ class TextModel:
             raise Closed(f"model '{self.name}' is being unloaded") from None
 
     def prepare(
-        self, prompt: Prompt, params: SamplingParams, *, arrived_s: float | None = None
-    ) -> TokenSequence:
-        """Turn a prompt into a token sequence; see `prepare_choices`."""
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        arrived_s: float | None = None,
+        return_progress: bool = False,
+    ) -> GenerationRequest:
+        """Return the request for one answer to a prompt; see `prepare_choices`."""
         if params.best_of > 1:
             raise InvalidRequest("best_of cannot be streamed", field="best_of")
-        [sequence] = self.prepare_choices(prompt, params, num_choices=1, arrived_s=arrived_s)
-        return sequence
+        return self.prepare_choices(
+            prompt, params, num_choices=1, arrived_s=arrived_s, return_progress=return_progress
+        )
 
     def prepare_choices(
-        self, prompt: Prompt, params: SamplingParams, *, num_choices: int, arrived_s: float | None = None
-    ) -> list[TokenSequence]:
-        """Turn a prompt into token sequences, one for each choice, ready to submit to `engine`.
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        num_choices: int,
+        arrived_s: float | None = None,
+        return_progress: bool = False,
+    ) -> GenerationRequest:
+        """Return the request for several answers to a prompt, ready to submit to `engine`.
 
         Takes time in proportion to the prompt: keep it off an event loop. With a seed, choice i has the
         seed plus i.
 
         Args:
             prompt: text, token ids or a chat.
-            params: of the request.
-            num_choices: how many answers it gets.
-            arrived_s: when `max_time_ms` begins, by the clock of `engine`; None: now.
+            params: the sampling parameters; where one is not stated, the model's default holds.
+            num_choices: how many answers the prompt gets.
+            arrived_s: the time at which `max_time_ms` begins, by the clock of `engine`; None: now.
+            return_progress: see `GenerationRequest`.
 
         Raises:
             InvalidRequest: an empty prompt, bad text or messages, ids outside the vocabulary; `field` is
-                `prompt`, `messages` or the parameter's name. Or the model has no plug-in of this name with
-                these arguments.
-            ContextLengthExceeded: prompt and `max_tokens` do not fit; has both numbers.
-            ModelFailed: the chat template, the tokenizer or a plug-in failed.
+                `prompt`, `messages` or the parameter's name. An error in a grammar or a plug-in is raised by
+                the engine's `submit`.
+            ContextLengthExceeded: prompt and `max_tokens` do not fit; the error has both numbers.
+            ModelFailed: the chat template or the tokenizer failed.
         """
-        return self.inputs.process(prompt, params, num_choices=num_choices, arrived_s=arrived_s)
+        return self.inputs.process(
+            prompt, params, num_choices=num_choices, arrived_s=arrived_s, return_progress=return_progress
+        )
+
+    def facts(self) -> dict[str, Any]:
+        """Return the fields of receipts that describe this model; see `ModelReceipts.facts`."""
+        assert self.builder.receipts is not None    # the model runs in this process
+        return self.builder.receipts.facts(self.logits)
+
+    def repeat(self, request: GenerationRequest) -> Mapping[str, Any]:
+        """Answer the request of a receipt, and return the receipt of the answer.
+
+        Raises:
+            InvalidRequest: a token or a parameter does not fit the model.
+            GenserveError: the model failed.
+        """
+        self.encode(request.prompt_token_ids)
+        self.builder.param_tokens.check(request.params)
+        with DeltaStream(self.engine, request) as stream:
+            usage = join_deltas(stream).usage
+        assert usage.receipt is not None
+        return usage.receipt
 
     def message_parser(self, prompt: Prompt, params: SamplingParams, *, begun: bool) -> MessageParser | None:
         """Return a parser of one answer to a request; None: all of the text is content.
 
         Args:
-            prompt: of the request; a chat may have tools.
-            params: of the request.
-            begun: whether the prompt begins the reasoning, see `TokenSequence.begins_reasoning`.
+            prompt: the prompt; a chat may have tools.
+            params: the sampling parameters; they decide whether the answer has a required structure.
+            begun: whether the prompt begins the reasoning, see `GenerationRequest.begins_reasoning`.
         """
-        return self.inputs.message_parser(prompt, params, begun=begun)
+        return self.builder.message_parser(prompt, params, begun=begun)
 
-    def encode(self, prompt: Prompt) -> Sequence[int]:
-        """Return the token ids of a prompt; takes time as `prepare_choices` does, and raises its errors."""
-        return self.inputs.encode(prompt)
+    def encode(self, prompt: Prompt, *, add_special_tokens: bool | None = None) -> Sequence[int]:
+        """Return the token ids of a prompt; takes time as `prepare_choices` does, and raises its errors.
+
+        `add_special_tokens`: see `SamplingParams`.
+        """
+        return self.inputs.encode(prompt, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Return the text of token ids.
@@ -173,11 +237,16 @@ class TextModel:
     @property
     def reasons(self) -> bool:
         """Whether the model marks the reasoning in its answers."""
-        return all(self.tokenizer.token_id(tag) is not None for tag in THINKING_TAGS)
+        return self.builder.reasoning.has_marks
+
+    def reads_reasoning(self, reasoning: Reasoning) -> bool:
+        """Whether the chat template reads a part of how the model is to reason."""
+        template = self.tokenizer.chat_template
+        return template is not None and bool(template.reasoning.values(reasoning))
 
     @property
     def template_variables(self) -> frozenset[str]:
-        """The variables of its chat template that a request may set."""
+        """The variables of the chat template that a request may set."""
         template = self.tokenizer.chat_template
         return frozenset() if template is None else template.variables
 

@@ -11,12 +11,13 @@ from pathlib import Path
 from statistics import median
 from typing import cast
 
-from genserve.backends.onnx_session import num_cores
-from genserve.generation.engine_request import TokenSequence
-from genserve.generation.kv_cache_manager import KVCacheManager
-from genserve.generation.model_runner import ModelRunner
-from genserve.generation.output_processor import DecodeFunction, DecodingLoops, OutputProcessor
-from genserve.generation.scheduler import Scheduler, SchedulerOutput
+from genserve.engine.decoding_loops import DecodeFunction, DecodingLoops
+from genserve.engine.engine_request import TokenSequence
+from genserve.engine.kv_cache_manager import KVCacheManager
+from genserve.engine.model_runner import ModelRunner
+from genserve.engine.scheduler import Scheduler, SchedulerOutput
+from genserve.engine.step_processor import StepProcessor
+from genserve.machine import num_cores
 from genserve.repository.index import scan
 from genserve.repository.repository import Repository
 from genserve.repository.text_stages import text_models
@@ -27,29 +28,27 @@ from genserve.textmodel.text_model import TextModel
 from genserve.tuning.measured_steps import EngineLimits, MeasuredEngine, MeasuredStep, ServingCost, StepSize
 
 _CONTEXTS = (64, 512)
-_PROMPTS = (0, 16, 48, 128)     # tokens; and as many as a step has room for
-_NUM_STEPS = 2                  # of one size, one after the other
-_GROWTH = 128                   # tokens that a sequence gets at most while it is measured
+_PROMPTS = (0, 16, 48, 128)     # tokens; the longest prompt that a step has room for is measured too
+_NUM_STEPS = 2                  # consecutive steps of one size
+_GROWTH = 128                   # at most this many tokens are added to a sequence during a measurement
 _GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 
 
 def measure_engine(name: str, *, repository: Path, budget_s: float) -> MeasuredEngine:
-    """Measure the steps of a text model as its configs are, in rounds until the budget is spent.
+    """Measure the steps of a text model with its present configs, in rounds until the budget is spent.
 
-    The first round is always complete. Sequences are sampled greedily and nothing is drafted.
+    The first round is always complete. Sampling is greedy, without speculation.
 
     Raises:
         GenserveError: the model cannot be loaded.
     """
     models = Repository([repository])
     try:
-        models.start([name])
-        for error in models.errors.values():
-            raise error
+        model = models.start_text_model(name)
         decoder = text_models(scan([repository]))[name]["decoder"]
-        assert decoder.config is not None   # it is loaded
+        assert decoder.config is not None   # the model is loaded
         file = decoder.latest_version() / decoder.config.default_model_filename
-        bench = _StepBench(models.text_model(name), decode=load_decoding(file, name=decoder.name).decode)
+        bench = _StepBench(model, decode=load_decoding(file, name=decoder.name).decode)
         return MeasuredEngine(
             model=name,
             machine=f"{platform.machine()}, {num_cores()} cores",
@@ -62,14 +61,17 @@ def measure_engine(name: str, *, repository: Path, budget_s: float) -> MeasuredE
 
 
 class _StepBench:
-    """Runs steps of chosen sizes with the parts of an engine, whose scheduler would choose others."""
+    """Runs steps of given sizes with the parts of an engine, but not the scheduler, which chooses sizes."""
 
     def __init__(self, text_model: TextModel, *, decode: DecodeFunction) -> None:
-        model = cast("LoadedLogits", text_model.logits)     # of an engine in this process
+        model = cast("LoadedLogits", text_model.logits)     # the engine is in this process
         self._text_model = text_model
         self._model = model     # the engine of `text_model` is idle
         self._kv = KVCacheManager(
-            num_blocks=model.num_blocks, block_size=model.block_size, prefix_cache=False
+            num_blocks=model.num_blocks,
+            block_size=model.block_size,
+            num_state_slots=model.num_state_slots,
+            prefix_cache=False,
         )
         max_tokens = Scheduler(self._kv, max_num_seqs=model.max_num_seqs).max_num_batched_tokens
         self.limits = EngineLimits(
@@ -81,7 +83,7 @@ class _StepBench:
         )
         self._runner = ModelRunner(model, self._kv, max_num_batched_tokens=max_tokens)
         self._loops = DecodingLoops(decode)
-        self._processor = OutputProcessor(self._kv, self._loops, speculation=None)
+        self._processor = StepProcessor(self._kv, self._loops, speculation=None)
         most = max(1, min(model.max_length // 2, model.max_length - _GROWTH))
         self._contexts = sorted({min(context, most) for context in _CONTEXTS})
         self._source = self._sequence(self._contexts[-1] + 1, num_cached=0)
@@ -89,7 +91,7 @@ class _StepBench:
             self._run([], self._source, num_tokens=min(max_tokens, self._source.num_pending - 1))
 
     def measure(self, *, budget_s: float) -> list[MeasuredStep]:
-        """Return the median steps of all sizes, in rounds until the budget is spent."""
+        """Return the median step of each size, measured in rounds until the budget is spent."""
         end_s = time.perf_counter() + budget_s
         samples: dict[tuple[int, int, int], list[tuple[StepSize, float]]] = defaultdict(list)
         for number in itertools.count():
@@ -125,7 +127,7 @@ class _StepBench:
     def _step(
         self, decodes: Sequence[TokenSequence], num_prompt: int, *, context: int
     ) -> tuple[StepSize, float]:
-        """Time a step with these decodes and a prompt, which follows `context` cached tokens or none."""
+        """Time a step with some decodes and a prompt, which follows `context` cached tokens."""
         num_cached = context if context == self._contexts[-1] else 0
         prompt = self._sequence(num_cached + num_prompt, num_cached=num_cached) if num_prompt else None
         size = StepSize(
@@ -152,20 +154,22 @@ class _StepBench:
         if prompt is not None:
             output.add(prompt, num_tokens)
             output.num_prompt_tokens = num_tokens
+        if self._kv.states is not None:
+            self._kv.schedule_states(output.requests, output.drafts)
         logits, num_rows = self._runner.run(output)
         for sequence in self._processor.process(output, logits, num_rows).generated:
-            sequence.take_delta()
+            sequence.pop_delta()
         return time.perf_counter() - started_s
 
     def _sequence(self, num_tokens: int, *, num_cached: int) -> TokenSequence:
         """Return a sequence whose first tokens are in the KV cache, copied from the first sequence."""
         token_ids = [number % self._model.vocab_size for number in range(num_tokens)]
-        sequence = self._text_model.prepare(token_ids, _GREEDY)
+        [sequence] = self._text_model.builder.sequences(self._text_model.prepare(token_ids, _GREEDY))
         allocated = self._kv.allocate(sequence, num_spare=0)
         assert allocated, "`_room` leaves blocks for all sequences"
         if num_cached:
             num_blocks = self._kv.num_blocks_for(num_cached)
-            source, own = self._kv.table(self._source).block_ids, self._kv.table(sequence).block_ids
+            source, own = self._source.block_table.block_ids, sequence.block_table.block_ids
             self._model.copy_blocks(list(zip(source[:num_blocks], own[:num_blocks], strict=True)))
             sequence.num_computed_tokens = num_cached
         return sequence
@@ -173,7 +177,7 @@ class _StepBench:
     def _drop(self, sequences: Sequence[TokenSequence]) -> None:
         for sequence in sequences:
             self._kv.free(sequence)
-            self._loops.drop(sequence)
+            self._loops.close(sequence)
 
 
 def _counts(most: int) -> list[int]:
@@ -182,6 +186,6 @@ def _counts(most: int) -> list[int]:
 
 
 def _median_step(steps: Sequence[tuple[StepSize, float]]) -> MeasuredStep:
-    """Return the median time of steps of nearly one size, as of their median context."""
+    """Return the median time of steps of nearly one size, with the size of the step in the middle."""
     sizes = sorted((size for size, _ in steps), key=lambda size: size.context_tokens)
     return MeasuredStep(size=sizes[len(sizes) // 2], seconds=median(seconds for _, seconds in steps))

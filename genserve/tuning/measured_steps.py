@@ -1,4 +1,4 @@
-"""Measured steps: how long the steps of an engine take, and the file that `genserve plan` reads."""
+"""Measured steps: how long the steps of an engine take, in the file that `genserve plan` reads."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class StepSize:
     """The quantities that determine the duration of a step."""
 
     decodes: int            # sequences with one token
-    context_tokens: int     # cached tokens of these, together
+    context_tokens: int     # the sum of the decodes' cached tokens
     prompt_tokens: int      # tokens of prompts
-    prompt_pairs: int       # for each of these, the tokens before it: what its attention reads, together
+    prompt_pairs: int       # the sum, over the prompt tokens, of the tokens before each: what attention reads
     rows: int               # rows of logits: one for each decode and each prompt that the step completes
 
 
@@ -40,7 +40,7 @@ class EngineLimits:
     max_num_seqs: int               # sequences of a step
     max_num_batched_tokens: int     # tokens of a step
     max_length: int                 # tokens of a sequence
-    num_blocks: int                 # of the KV cache
+    num_blocks: int                 # blocks of the KV cache
     block_size: int                 # tokens of a block
 
 
@@ -49,14 +49,14 @@ class ServingCost:
     """The time that a server adds to the steps of its engine: HTTP, templates, tokenizing and sending."""
 
     request_s: float = 0.0      # from the arrival of a request to the engine's queue
-    busy_s: float = 0.0         # by which the arrival of a request lengthens the steps of the others
-    step_s: float = 0.0         # by which a step is longer
-    token_s: float = 0.0        # and for each token that is sent
+    busy_s: float = 0.0         # added by the arrival of a request to the steps of other requests
+    step_s: float = 0.0         # added to each step
+    token_s: float = 0.0        # added to a step for each token that is sent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredEngine:
-    """The measured steps of a model on one machine: a kind of replica."""
+    """The measured steps of a model on one machine, which describe a replica to the planner."""
 
     model: str
     machine: str
@@ -65,17 +65,17 @@ class MeasuredEngine:
     steps: Sequence[MeasuredStep]
 
     def write(self, path: Path) -> None:
-        """Write it as JSON; times are seconds."""
+        """Write the measurement as JSON, with times in seconds."""
         steps = [asdict(step.size) | {"seconds": step.seconds} for step in self.steps]
         document = asdict(self) | {"steps": steps}
         path.write_bytes(orjson.dumps(document, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
 
 
 def read_measured_engine(path: Path) -> MeasuredEngine:
-    """Read a file of `MeasuredEngine.write`.
+    """Read a file that `MeasuredEngine.write` has written.
 
     Raises:
-        InvalidRequest: it cannot be read, or is not such a file.
+        InvalidRequest: the file cannot be read, or has another format.
     """
     try:
         document = orjson.loads(path.read_bytes())

@@ -12,7 +12,7 @@ from statistics import median
 
 import numpy as np
 
-from genserve.generation.logits_model import ForwardBatch, IndexArray, LogitsModel
+from genserve.engine.logits_model import ForwardBatch, IndexArray, LogitsModel
 from genserve.repository.index import ModelEntry
 from genserve.repository.model_loader import load_stage_logits
 from genserve.tuning.search_space import SearchSpace, Setting, with_setting
@@ -22,13 +22,13 @@ _NUM_STEPS = 3      # per sample, after a warmup step that binds buffers and all
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Consecutive steps of one setting, timed."""
+    """The time of consecutive steps with one setting."""
 
     setting: Setting
     context: int                    # tokens in the KV cache of each sequence
     steps_s: tuple[float, ...]
     cpu_s: float                    # CPU time of the thread, for all steps together
-    token_bytes: int                # of the KV cache, per token of a sequence; 0: no cache
+    token_bytes: int                # size of the KV cache per token of a sequence; 0: no cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class Measurement:
 
 
 class Samples:
-    """Collects samples."""
+    """Collects samples, and computes the medians of each setting."""
 
     def __init__(self) -> None:
         self._steps_s: dict[Setting, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -94,12 +94,12 @@ def take_samples(
 ) -> Iterator[Sample]:
     """Yield samples of all settings, round after round, until the budget is spent.
 
-    The number of threads of a session is fixed, and two open sessions compete for the cores. So one session
-    is open at a time, and each round opens it again. Rounds alternate their direction, so that a machine that
-    slows down does so for all sessions.
+    A session has a fixed number of threads, and two open sessions would compete for the cores. So only one
+    session is open at a time, and each round opens it again. Rounds alternate their direction, so that a
+    machine that slows down does so for all sessions.
 
-    No sample begins after `budget_s`, but the first round is always complete. A session with a step slower
-    than `max_step_s` is not measured with more sequences.
+    No sample begins after `budget_s`, but the first round is always complete. Once a step of a session is
+    slower than `max_step_s`, the session is not measured with more sequences.
 
     Raises:
         RepositoryError: a graph cannot be loaded.
@@ -118,7 +118,7 @@ def take_samples(
 def _sample_session(
     stage: ModelEntry, space: SearchSpace, *, graph: str, threads: int, max_step_s: float
 ) -> Iterator[Sample]:
-    """Open a session, and yield a sample of each setting that fits into its KV cache, at each context."""
+    """Open a session, and yield a sample at each context for each setting that fits into the KV cache."""
     largest = Setting(graph=graph, threads=threads, batch_size=max(space.batch_sizes))
     entry = with_setting(stage, largest)
     model = load_stage_logits(entry)
@@ -141,17 +141,24 @@ def _sample_session(
 
 
 def _block_table(model: LogitsModel, *, num_tokens: int) -> IndexArray:
-    """Return the block table of the sequences, of `num_tokens` each, that fit into the cache and a batch."""
+    """Return the block table of as many sequences of `num_tokens` as fit into the cache and a batch."""
     blocks_per_sequence = -(-num_tokens // model.block_size)
     num_seqs = min(model.max_num_seqs, model.num_blocks // blocks_per_sequence)
     return np.arange(num_seqs * blocks_per_sequence, dtype=np.int32).reshape(num_seqs, -1)
 
 
 def _fill(model: LogitsModel, table: IndexArray, *, num_filled: int, num_tokens: int) -> None:
-    """Fill the KV cache of the sequences from `num_filled` on: unwritten memory is read too fast."""
+    """Fill the KV cache of the sequences from `num_filled` on, since unwritten memory is read too fast."""
     if num_filled == 0:
         token_ids = np.random.default_rng(0).integers(model.vocab_size, size=(1, num_tokens))
-        model.forward(ForwardBatch.of(token_ids, num_computed_tokens=[0], block_table=table[:1]))
+        batch = ForwardBatch.of(
+            token_ids,
+            num_computed_tokens=[0],
+            block_table=table[:1],
+            state_source=_slots(model, 1),
+            state_target=_slots(model, 1),
+        )
+        model.forward(batch)
     for blocks in table[max(1, num_filled) :].tolist():
         model.copy_blocks(list(zip(table[0].tolist(), blocks, strict=True)))
 
@@ -161,7 +168,14 @@ def _sample(
 ) -> Sample:
     """Time decode steps, all at the same positions."""
     computed = [context] * len(table)
-    batch = ForwardBatch.of([[0]] * len(table), num_computed_tokens=computed, block_table=table)
+    slots = _slots(model, len(table))
+    batch = ForwardBatch.of(
+        [[0]] * len(table),
+        num_computed_tokens=computed,
+        block_table=table,
+        state_source=slots,
+        state_target=slots,
+    )
     model.forward(batch)
     cpu_started_s = time.thread_time()
     steps_s = tuple(_step_s(model, batch) for _ in range(_NUM_STEPS))
@@ -174,13 +188,18 @@ def _sample(
     )
 
 
+def _slots(model: LogitsModel, num_seqs: int) -> IndexArray | None:
+    """Return a state slot for each sequence, if the model has states."""
+    return np.arange(num_seqs, dtype=np.int32) if model.num_state_slots else None
+
+
 def _step_s(model: LogitsModel, batch: ForwardBatch) -> float:
     started_s = time.perf_counter()
     model.forward(batch)
     return time.perf_counter() - started_s
 
 
-_NOISE = 0.03   # relative; medians within one run scatter by this much
+_NOISE = 0.03   # the relative scatter of medians within one run
 
 
 class Objective(StrEnum):
@@ -192,7 +211,7 @@ class Objective(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """The objective and its bound."""
+    """The objective, and the bound that it must keep."""
 
     objective: Objective
     max_inter_token_s: float    # upper bound of the time between two tokens of a sequence
@@ -203,19 +222,20 @@ class BestSetting:
     """The chosen setting."""
 
     best: Measurement
-    meets_bound: bool           # whether it is within `max_inter_token_s`; False: no setting is
+    meets_bound: bool           # whether the setting is within `max_inter_token_s`; False: no setting is
 
 
 def choose(measurements: Sequence[Measurement], *, goal: Goal, current: Setting) -> BestSetting:
     """Return the best setting for a goal.
 
-    For throughput, this is the setting with the most tokens per second within the bound. For latency, graph
-    and threads are those of the fastest step of the smallest batch, and among these the throughput decides.
-    Among settings that differ only by noise, the current one wins, or else the one with the shortest step.
+    For throughput, the best setting has the most tokens per second within the bound. For latency, the fastest
+    step of the smallest batch decides about graph and threads, and then the throughput about the batch size.
+    Among settings that differ only by noise, the current setting wins, or else the one with the shortest
+    step.
 
     Args:
         measurements: at least one.
-        goal: if no setting is within its bound, the one with the shortest step is chosen.
+        goal: the objective; if no setting is within the bound, the one with the shortest step is chosen.
         current: the setting in the config.
     """
     within = [m for m in measurements if m.inter_token_s <= goal.max_inter_token_s]
@@ -234,8 +254,8 @@ def eligible(
 ) -> list[Measurement]:
     """Return the measurements of graphs that agree well enough with their source.
 
-    `agreements` are the known top-1 agreements of graphs with their source, 0 to 1, and `least` is the
-    required one. The current graph, and those of unknown agreement, are always eligible.
+    `agreements` has the known top-1 agreements of graphs with their source, from 0 to 1, and `least` is the
+    required agreement. The current graph, and graphs of unknown agreement, are always eligible.
     """
     return [
         m
@@ -245,7 +265,7 @@ def eligible(
 
 
 def _fastest_alone(measurements: Sequence[Measurement], *, current: Setting) -> list[Measurement]:
-    """Return the measurements with the graph and the threads of the fastest step of the smallest batch."""
+    """Return the measurements with the graph and threads whose step of the smallest batch is the fastest."""
     smallest = min(m.setting.batch_size for m in measurements)
     alone = [m for m in measurements if m.setting.batch_size == smallest]
     least_s = min(m.inter_token_s for m in alone)

@@ -1,4 +1,4 @@
-"""Search space: the settings of a logits stage that are measured, and how a setting changes its config."""
+"""Search space: the settings of a logits stage to measure, and the config change that each one needs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from genserve.backends.backend import integer_parameter
-from genserve.backends.onnx_session import default_threads, num_cores
 from genserve.config.edit import ConfigChange, change_message
 from genserve.config.model_config import ModelConfig, OldestStrategy
-from genserve.config.parse import inspect_message
+from genserve.config.parse import config_of
 from genserve.errors import RepositoryError
+from genserve.machine import default_threads, num_cores
 from genserve.repository.index import ModelEntry
 from genserve.repository.model_loader import stage_placement
 from genserve.textmodel.logits_config import num_pipeline_stages, pipeline_files, read_parity
@@ -53,7 +53,7 @@ class Setting:
     """The fields of config.pbtxt that are tuned."""
 
     graph: str              # a file in the version folder: `default_model_filename`
-    threads: int            # of one forward, or of each stage of a pipeline: `intra_op_thread_count`
+    threads: int            # per forward, or per stage of a pipeline: `intra_op_thread_count`
     batch_size: int         # sequences that share a step: `max_batch_size`
 
     @classmethod
@@ -71,7 +71,7 @@ def config_change(setting: Setting, stage: ModelEntry) -> ConfigChange:
     """Return the change that writes a setting into the config of a logits stage.
 
     Raises:
-        RepositoryError: the graph is another one, and cannot be read.
+        RepositoryError: the setting has another graph, which cannot be read.
     """
     config = stage.config
     assert config is not None  # a diagnostic was raised otherwise
@@ -92,17 +92,17 @@ def with_setting(stage: ModelEntry, setting: Setting) -> ModelEntry:
     """Return the stage with a setting in its config, in memory.
 
     Raises:
-        RepositoryError: see `config_change`.
+        RepositoryError: the same as in `config_change`.
     """
     message = deepcopy(stage.parsed.message)
     change_message(message, config_change(setting, stage))
-    return replace(stage, parsed=inspect_message(message, path=stage.parsed.path, folder=stage.path))
+    return replace(stage, parsed=config_of(message, path=stage.parsed.path, folder=stage.path))
 
 
 def _num_candidates(config: ModelConfig, batch_size: int) -> dict[str, int]:
     oldest = config.sequence_batching.strategy if config.sequence_batching else None
     if not isinstance(oldest, OldestStrategy) or not oldest.max_candidate_sequences:
-        return {}   # its default is the batch size
+        return {}   # the default is the batch size
     return {"sequence_batching.oldest.max_candidate_sequences": batch_size}
 
 
@@ -123,7 +123,7 @@ def _graph_fields(stage: ModelEntry, config: ModelConfig, graph: str) -> dict[st
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchSpace:
-    """The values of each field; their combinations are measured. Each is ascending, without duplicates."""
+    """The values of each field, ascending without duplicates; all combinations are measured."""
 
     graphs: tuple[str, ...]
     threads: tuple[int, ...]
@@ -138,16 +138,17 @@ def make_search_space(
     threads: Iterable[int] = (),
     contexts: Iterable[int] = (),
 ) -> SearchSpace:
-    """Return the search space of a logits stage: the graphs of its version folder, and its present setting.
+    """Return the search space of a logits stage, which includes all its graphs and its present setting.
 
     Args:
         stage: the logits stage.
-        batch_sizes: empty: powers of two from 1 to 64.
-        threads: empty: the number of cores, half and a quarter of it; on a GPU, the present number.
-        contexts: empty: 64 and 512.
+        batch_sizes: the batch sizes to try; empty: powers of two from 1 to 64.
+        threads: the numbers of threads to try; empty: the number of cores, a half and a quarter of it; on
+            a GPU, the present number.
+        contexts: the lengths of context to measure at; empty: 64 and 512.
 
     Raises:
-        RepositoryError: the stage takes one sequence at a time.
+        RepositoryError: the stage runs one sequence at a time.
     """
     config = stage.config
     assert config is not None  # a diagnostic was raised otherwise
@@ -172,7 +173,7 @@ def thread_counts(cores: int) -> tuple[int, ...]:
 
 
 def _graphs(stage: ModelEntry, current: str) -> tuple[str, ...]:
-    """Return the current graph and those in subfolders: `model.onnx`, `int4/model.onnx`."""
+    """Return the current graph and the graphs in subfolders: `model.onnx`, `int4/model.onnx`."""
     folder, file = stage.latest_version(), Path(current).name
     found = (path.relative_to(folder).as_posix() for path in (*folder.glob(file), *folder.glob(f"*/{file}")))
     return tuple(sorted({current, *found}))

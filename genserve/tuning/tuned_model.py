@@ -1,4 +1,4 @@
-"""Tuned model: the stages of a model, and their configs with the chosen settings."""
+"""Tuned model: writes a chosen setting into the configs of a model's stages."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from genserve.config.edit import ConfigChange, change_text
 from genserve.errors import ModelNotFound, RepositoryError, suggestion
 from genserve.files import replacement
 from genserve.repository.index import ModelEntry, scan
-from genserve.repository.model_validation import accept, model_diagnostics
-from genserve.repository.text_stages import stage_owners, text_models
+from genserve.repository.model_validation import Validator, accept
+from genserve.repository.text_stages import stage_owners
 from genserve.textmodel.logits_config import is_logits_stage
 from genserve.tuning.search_space import Setting, config_change, top1_agreement
 
@@ -28,7 +28,7 @@ class TunedModel:
 
     @property
     def current(self) -> Setting:
-        """The setting in its config."""
+        """The setting in the config of the logits stage."""
         config = self.logits.config
         assert config is not None  # a diagnostic was raised otherwise
         return Setting.from_config(config)
@@ -40,9 +40,9 @@ class TunedModel:
         return {graph: agreement for graph, agreement in known.items() if agreement is not None}
 
     def edits(self, setting: Setting) -> list[ConfigEdit]:
-        """Return the edits that write a setting into the configs; empty: they have it already.
+        """Return the edits that write a setting into the configs; empty: the configs have it already.
 
-        All stages get the batch size, since that of an ensemble must not exceed that of a stage. A shared
+        All stages get the batch size, since an ensemble's batch size must not exceed a stage's. A shared
         stage keeps at least the batch size that its other ensembles need.
 
         Raises:
@@ -67,7 +67,7 @@ class TunedModel:
         if entry.name == self.logits.name:
             change = config_change(replace(setting, batch_size=batch_size), entry)
         else:
-            # A stage without batching stays so: its tensors have no batch dimension.
+            # A stage without batching keeps batch size 0: its tensors have no batch dimension.
             fields = {"max_batch_size": batch_size} if config.max_batch_size > 0 else {}
             change = ConfigChange(fields=fields, parameters={})
         before = _read(path)
@@ -110,20 +110,21 @@ class ConfigEdit:
 
 
 def find_model(name: str, *, repository: Path) -> TunedModel:
-    """Find a model to tune, by its own name or that of its logits stage.
+    """Find a model to tune, by its own name or the name of its logits stage.
 
     Raises:
-        ModelNotFound: no such model.
+        ModelNotFound: there is no such model.
         RepositoryError: the folder does not exist, or the model is not a text model or has an error.
     """
     entries = scan([repository])
     if name not in entries:
         remedy = suggestion(name, known=entries)
         raise ModelNotFound(f"there is no model {name!r} in {repository}", remedy=remedy)
-    chains = text_models(entries)
+    validator = Validator(entries)
+    chains = validator.text_models
     owner = name if name in chains else stage_owners(chains).get(name)
     if owner is None and not is_logits_stage(entries[name].config):
-        accept(model_diagnostics(entries[name], entries))    # its errors may be why it is not recognised
+        accept(validator.diagnostics(entries[name]))    # an error may be why it is no text model
         raise RepositoryError(
             f"model {name!r} is not a text model, so there is nothing to tune",
             remedy=f"text models: {', '.join(chains) or 'none; `genserve pull smollm2` installs one'}",
@@ -134,7 +135,7 @@ def find_model(name: str, *, repository: Path) -> TunedModel:
         entries=entries,
     )
     for entry in filter(None, (model.logits, model.ensemble)):
-        accept(model_diagnostics(entry, entries))
+        accept(validator.diagnostics(entry))
     return model
 
 
@@ -142,7 +143,7 @@ def write_edits(edits: list[ConfigEdit]) -> None:
     """Write configs, each file atomically.
 
     Raises:
-        RepositoryError: a file cannot be written; the files before it in the list have been.
+        RepositoryError: a file cannot be written; the files before it in the list have been written.
     """
     for edit in edits:
         try:
@@ -158,6 +159,6 @@ def write_edits(edits: list[ConfigEdit]) -> None:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_bytes().decode("utf-8")    # bytes, to keep its line ends
+        return path.read_bytes().decode("utf-8")    # text mode would change the line ends
     except (OSError, UnicodeDecodeError) as error:
         raise RepositoryError(f"{path} cannot be read: {error}", remedy="check that it exists") from error

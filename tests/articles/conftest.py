@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,9 @@ from tests.support.live_server import LiveServer
 
 @pytest.fixture(scope="session")
 def articles_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The models of all Triton examples, except the one that needs TensorFlow."""
+    """The models of all Triton examples; the one that needs TensorFlow only where that is installed."""
     copy, root = tmp_path_factory.mktemp("examples"), tmp_path_factory.mktemp("articles") / "models"
-    ignored = shutil.ignore_patterns("shansou_rank", "__pycache__")
+    ignored = shutil.ignore_patterns("__pycache__", *([] if find_spec("tensorflow") else ["shansou_rank"]))
     for models in EXAMPLES.glob("*/models"):
         shutil.copytree(models, copy / models.relative_to(EXAMPLES), ignore=ignored)
     write_networks(copy)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import json
 import re
 import runpy
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -21,9 +21,10 @@ import tritonclient.http as httpclient
 from transformers import AutoTokenizer
 
 from examples.networks import EXAMPLES
-from genserve.config.parse import parse_model_config
 from tests.backends.networks import BLOOM_VOCABULARY, CHAT_VOCABULARY, SimpleModel
 from tests.support.live_server import LiveServer
+
+pytestmark = pytest.mark.extended
 
 
 def load_torchscript(path: Path) -> torch.jit.ScriptModule:
@@ -31,7 +32,8 @@ def load_torchscript(path: Path) -> torch.jit.ScriptModule:
         return torch.jit.load(path)
 
 
-CLIENTS = sorted(EXAMPLES.glob("triton_*/client.py"))
+# The client of triton_trees needs a text model: test_trees.py.
+CLIENTS = sorted(set(EXAMPLES.glob("triton_*/client.py")) - set(EXAMPLES.glob("triton_trees/client.py")))
 
 
 @pytest.mark.parametrize("program", CLIENTS, ids=lambda path: path.parent.name)
@@ -153,7 +155,7 @@ def test_the_sentiment_model_is_warmed_up_from_its_file_and_batches_20_threads_b
         alone = {text: sentiment(server, [text]) for text in set(samples)}
         with ThreadPoolExecutor(20) as executor:
             answers = list(executor.map(lambda text: sentiment(server, [text]), samples))
-    printed = re.findall("---------本次获取的请求数 (\\d+)", capfd.readouterr().out)
+    printed = re.findall("---------requests in this call (\\d+)", capfd.readouterr().out)
     sizes = [int(size) for size in printed]
     assert sizes[0] == 1  # the warmup, before any request
     assert len(sizes) == 1 + len(alone) + len(sizes[1 + len(alone) :])
@@ -161,7 +163,7 @@ def test_the_sentiment_model_is_warmed_up_from_its_file_and_batches_20_threads_b
     assert sum(together) == 102
     assert max(together) == 10
     assert all(answer == alone[text] for text, answer in zip(samples, answers, strict=True))
-    assert {answer for [answer] in answers} <= {"正向", "负面"}
+    assert {answer for [answer] in answers} <= {"positive", "negative"}
 
 
 def test_the_sentiment_model_takes_requests_of_several_texts(server: LiveServer) -> None:
@@ -241,10 +243,28 @@ def test_label_filename_names_the_best_tokens(server: LiveServer) -> None:
     assert [text.decode() for text in answer.reshape(-1)] == expected
 
 
-def test_the_tensorflow_model_is_read_and_names_its_dependency(tmp_path: Path) -> None:
-    text = (EXAMPLES / "triton_search" / "models" / "shansou_rank" / "config.pbtxt").read_text()
-    config = parse_model_config(text, source=tmp_path / "shansou_rank" / "config.pbtxt")
-    assert config.platform == "tensorflow_savedmodel"
-    assert [spec.dims for spec in config.inputs] == [(128,)] * 3
-    if importlib.util.find_spec("tensorflow") is None:
-        pytest.skip("TensorFlow is not installed: pip install 'genserve[tensorflow]'")
+@pytest.mark.skipif(find_spec("tensorflow") is None, reason="needs genserve[tensorflow]")
+def test_the_ranker_is_its_saved_model_in_every_batch(server: LiveServer, articles_repository: Path) -> None:
+    import tensorflow as tf
+
+    folder = articles_repository / "shansou_rank" / "1" / "model.savedmodel"
+    rank = tf.saved_model.load(str(folder)).signatures["serving_default"]
+    rng = np.random.default_rng(0)
+    names = ("input_ids", "input_mask", "segment_ids")
+    batches = [
+        dict(zip(names, rng.integers(1, 1000, (3, size, 128), dtype=np.int32), strict=True))
+        for size in (1, 3, 16)
+    ]
+
+    def ask(batch: dict[str, np.ndarray]) -> np.ndarray:
+        inputs = [httpclient.InferInput(name, list(array.shape), "INT32") for name, array in batch.items()]
+        for tensor, array in zip(inputs, batch.values(), strict=True):
+            tensor.set_data_from_numpy(array)
+        with httpclient.InferenceServerClient(server.url.removeprefix("http://")) as client:
+            return client.infer("shansou_rank", inputs).as_numpy("output")
+
+    with ThreadPoolExecutor() as threads:
+        answers = list(threads.map(ask, batches))   # batched together
+    for batch, answer in zip(batches, answers, strict=True):
+        expected = rank(**{name: tf.constant(array) for name, array in batch.items()})["output"]
+        np.testing.assert_array_equal(answer, expected.numpy())

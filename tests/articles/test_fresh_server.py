@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import requests
 
+pytestmark = pytest.mark.extended
+
 
 @pytest.mark.parametrize("load_threads", [1, 4])
 def test_models_that_import_torch_each_in_its_way_load_in_one_process(

@@ -53,9 +53,13 @@ def started(backend, config: ModelConfig, path: Path, *, placement: Placement = 
 class Asked:
     """A request and its responses."""
 
-    inference: Inference
+    inference: Inference = field(init=False)
     responses: list[InferenceResponse | None] = field(default_factory=list)
     finals: list[bool] = field(default_factory=list)
+
+    def receive(self, response: InferenceResponse | None, final: bool) -> None:
+        self.responses.append(response)
+        self.finals.append(final)
 
     def outputs(self) -> dict[str, np.ndarray]:
         [response] = self.responses
@@ -77,11 +81,9 @@ def ask(
         correlation_id=sequence,
         flags=RequestFlags.SEQUENCE_START if start else RequestFlags.NONE,
     )
-    asked = Asked(inference=Inference(request=request, on_response=lambda *_: None, batch_size=batch_size))
-    asked.inference.states = states
-    asked.inference.on_response = lambda response, final: (
-        asked.responses.append(response),
-        asked.finals.append(final),
+    asked = Asked()
+    asked.inference = Inference(
+        request=request, on_response=asked.receive, batch_size=batch_size, states=states
     )
     return asked
 
@@ -98,7 +100,7 @@ def assert_share_a_network(backend, config: ModelConfig, path: Path) -> None:
     shared = backend.load(source)
     first = backend(source, shared, ON_CPU)
     second = backend(source, shared, Placement(name="m_1", kind="CPU"))
-    assert first._network is second._network
+    assert first.network is second.network
 
 
 def assert_runs_concurrently(backend, config: ModelConfig, path: Path, *, requests) -> None:

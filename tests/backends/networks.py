@@ -34,10 +34,10 @@ def save_onnx(path: Path, nodes, *, inputs: Tensors, outputs: Tensors, weights=N
     """Write a graph.
 
     Args:
-        path: of the file; its folder is made.
+        path: the file to write, whose folder is made.
         nodes: (operator, inputs, outputs, attributes), in order.
-        inputs: by name, the type of elements and the shape.
-        outputs: the same; a shape of None is not said in the file.
+        inputs: the type of elements and the shape, by name.
+        outputs: the same; a shape of None is left out of the file.
         weights: arrays by name.
     """
     graph = helper.make_graph(
@@ -162,3 +162,22 @@ def two_outputs_torchscript(path: Path) -> Path:
     torch.manual_seed(0)
     example = torch.tensor([[1, 2, 3], [4, 5, 6]], dtype=torch.long)
     return save_torchscript(path, SimpleModel(), example=example)
+
+
+def ranker_saved_model(path: Path) -> Path:
+    """A ranker in TensorFlow: the mean of the ids that the mask selects, plus the last token's segment."""
+    # Here, since it takes seconds to import.
+    import tensorflow as tf
+
+    ids = tf.TensorSpec([None, 128], tf.int32)
+
+    class Ranker(tf.Module):
+        @tf.function(input_signature=[ids, ids, ids])
+        def rank(self, input_ids, input_mask, segment_ids):
+            mask = tf.cast(input_mask, tf.float32)
+            mean = tf.reduce_sum(tf.cast(input_ids, tf.float32) * mask, axis=1) / tf.reduce_sum(mask, axis=1)
+            return {"output": (mean + tf.cast(segment_ids[:, -1], tf.float32))[:, None]}
+
+    ranker = Ranker()
+    tf.saved_model.save(ranker, str(path), signatures={"serving_default": ranker.rank})
+    return path

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -12,17 +11,10 @@ from google.protobuf import text_format
 from genserve.backends import libraries, onnx_session
 from genserve.backends.backend import Placement
 from genserve.backends.libraries import import_onnxruntime
-from genserve.backends.onnx_session import choose_providers, num_cores, register_kernels
+from genserve.backends.onnx_session import choose_providers, register_kernels
 from genserve.config.schema import new_model_config
 from genserve.errors import GenserveError, MissingDependency, RepositoryError
-
-
-def test_without_cpu_affinity_all_cores_are_counted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delattr(os, "sched_getaffinity")    # as on macOS
-    monkeypatch.setattr(os, "cpu_count", lambda: 12)
-    assert num_cores() == 12
+from genserve.machine import num_cores
 
 
 @pytest.mark.parametrize(

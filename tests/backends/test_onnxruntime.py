@@ -11,11 +11,11 @@ from onnx import TensorProto
 
 from genserve.backends.backend import Placement
 from genserve.backends.onnxruntime import OnnxRuntimeBackend
+from genserve.batching.model_instance import ModelInstance
+from genserve.batching.queue_scheduler import make_scheduler
 from genserve.config.schema import new_model_config
 from genserve.errors import InferenceError, RepositoryError
 from genserve.inference_statistics import ModelStatistics
-from genserve.schedulers.model_instance import ModelInstance
-from genserve.schedulers.queue_scheduler import make_scheduler
 from genserve.tensor import DataType, Tensor
 from tests.backends.inferences import (
     ON_CPU,
@@ -125,7 +125,7 @@ def test_inputs_and_outputs_are_not_copied(tmp_path):
     one_node(tmp_path, "Relu")
     backend = started(OnnxRuntimeBackend, plain(), tmp_path)
     fed, made = [], []
-    run = backend._network._session.run
+    run = backend.network._session.run
 
     class Spy:
         def run(self, names, feed, options):
@@ -133,7 +133,7 @@ def test_inputs_and_outputs_are_not_copied(tmp_path):
             made.extend(run(names, feed, options))
             return made
 
-    backend._network._session = Spy()
+    backend.network._session = Spy()
     x = np.ones((1, 5), dtype=np.float32)
     [answer] = answers(backend, ask({"x": x}))
     assert address(fed[0]) == address(x)
@@ -281,7 +281,7 @@ def test_parameters_become_session_options(tmp_path):
     )
     config = plain(more=more + "optimization { graph { level: -1 } }")
     backend = started(OnnxRuntimeBackend, config, tmp_path)
-    options = backend._network._session.get_session_options()
+    options = backend.network._session.get_session_options()
     assert (options.intra_op_num_threads, options.inter_op_num_threads) == (3, 2)
     assert options.execution_mode == onnxruntime.ExecutionMode.ORT_PARALLEL
     assert options.graph_optimization_level == onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC

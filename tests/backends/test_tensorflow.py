@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from importlib.util import find_spec
 
 import numpy as np
@@ -44,6 +45,7 @@ def rank_model(tmp_path):
     return tmp_path
 
 
+@pytest.mark.extended    # imports TensorFlow
 @needs_tensorflow
 def test_a_saved_model_answers_a_batch(rank_model):
     backend = started(TensorFlowBackend, config_of(RANK), rank_model)
@@ -52,14 +54,15 @@ def test_a_saved_model_answers_a_batch(rank_model):
     assert [answer["output"].tolist() for answer in answers(backend, *batch)] == [[[3]], [[4]]]
 
 
+@pytest.mark.extended
 @needs_tensorflow
 def test_an_input_that_the_signature_lacks_is_rejected(rank_model):
     with pytest.raises(RepositoryError, match="unexpected inference input 'ids', allowed inputs are"):
         started(TensorFlowBackend, config_of(RANK.replace("input_ids", "ids")), rank_model)
 
 
-@pytest.mark.skipif(INSTALLED, reason="TensorFlow is installed")
-def test_without_tensorflow_the_load_names_the_package_to_install(tmp_path):
+def test_without_tensorflow_the_load_names_the_package_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorflow", None)    # importing it raises ModuleNotFoundError
     (tmp_path / "1" / "model.savedmodel").mkdir(parents=True)
     with pytest.raises(MissingDependency) as raised:
         started(TensorFlowBackend, config_of(RANK), tmp_path)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.extended
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 METHODS = [
     *("greedy", "temperature", "top_k", "top_p", "top_k, top_p", "min_p", "typical_p"),
@@ -68,6 +69,14 @@ def test_each_method_is_compared_with_the_plain_one_and_with_steps(
 
 
 @pytest.mark.slow
+def test_prompts_after_a_restart_are_compared(tiny_repository: Path) -> None:
+    command = [sys.executable, str(BENCHMARKS / "prefix_restart.py"), f"--model-repository={tiny_repository}"]
+    sizes = ["--tokens=200", "--cost-tokens=100", "--rounds=1", "--cost-rounds=1"]
+    printed = subprocess.run([*command, *sizes], check=True, capture_output=True, text=True).stdout
+    assert "\n| 200 " in printed
+    assert printed.rstrip().endswith("% |")
+
+
 def test_the_floor_of_every_size_is_printed(tiny_repository: Path, tmp_path: Path) -> None:
     printed, report = run(
         "floor.py",
@@ -104,9 +113,10 @@ def test_faults_lose_no_request_of_a_server(tiny_repository: Path, tmp_path: Pat
         report=tmp_path / "report.json",
         codes=(0, 1),   # 1: a promise about time, on a busy machine
     )
-    held = {figure["name"]: figure["holds"] for figure in report["figures"]}
-    names = ("requests lost", "requests ended twice", "unexpected answers", "leaked blocks")
-    assert [held[name] for name in names] == [True] * 4
+    figures = {figure["name"]: figure for figure in report["figures"]}
+    assert figures["unexpected answers"]["details"] == []
+    for name in ("requests lost", "requests ended twice", "unexpected answers", "leaked blocks"):
+        assert figures[name]["holds"], figures[name]
     assert "| requests lost " in printed
 
 
@@ -124,7 +134,6 @@ def test_an_overload_is_compared_with_the_capacity(tiny_repository: Path, tmp_pa
     assert held["ended otherwise"] is True
     assert "| capacity " in printed
     assert "| clients that left" in printed
-
 
 
 @pytest.mark.slow
@@ -227,3 +236,18 @@ def test_predictions_are_printed_beside_what_a_server_measures(tiny_repository: 
     [[measured, predicted]] = report["0.1"]
     assert measured.keys() == predicted.keys()
     assert min(*measured.values(), *predicted.values()) > 0
+
+
+def test_two_of_five_models_answer_clients_in_random_order(tiny_repository: Path, tmp_path: Path) -> None:
+    root = shutil.copytree(tiny_repository, tmp_path / "models")
+    printed, report = run(
+        "on_demand.py",
+        f"--model-repository={root}",
+        "--model=tiny",
+        *("--minutes=0.1", "--clients=4", f"--cache-bytes={2**20}"),
+        report=tmp_path / "report.json",
+    )
+    assert report["failed"] == report["differing answers"] == 0
+    assert report["reserved at most, MiB"] <= report["budget, MiB"]
+    assert report["unloads for memory"] > 0
+    assert "| loads " in printed

@@ -11,7 +11,7 @@ SECONDS = np.arange(0.0, 600.0)
 
 
 def noise(seed: int) -> np.ndarray:
-    """As an allocator's: it comes and goes in steps that last for a while."""
+    """Return noise like an allocator's, in steps that last for a while."""
     return np.repeat(np.random.default_rng(seed).normal(0, 2.0, len(SECONDS) // 20), 20)
 
 

@@ -56,19 +56,18 @@ class FakeDeltas:
         yield Delta(
             text="",
             token_ids=(0,),
-            finish_reason=FinishReason.END_OF_SEQUENCE,
+            finish_reason=FinishReason.STOP,
             usage=Usage(prompt_tokens=10, completion_tokens=len(words) + 1),
         )
 
 
 class FakeModel:
-    """Remembers what it was asked; rejects a question with the word `reject`."""
+    """Records the questions; rejects a question with the word `reject`."""
 
     def __init__(self) -> None:
         self.asked: list[list[Message]] = []
         self.options: list[SamplingOptions] = []
         self.streams: list[FakeDeltas] = []
-        self.room = 2048    # tokens that the context has left
 
     def stream(self, prompt: str, **options: Unpack[SamplingOptions]) -> Stream:
         return self.chat_stream([Message(role="user", content=prompt)], **options)
@@ -96,16 +95,16 @@ class FakeModel:
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return " ".join(_WORDS[i] for i in token_ids if i or not skip_special_tokens)
 
-    def chat_stream(self, messages: Messages, **options: Unpack[SamplingOptions]) -> Stream:
+    def chat_stream(
+        self, messages: Messages, *, return_progress: bool = False, **options: Unpack[SamplingOptions]
+    ) -> Stream:
         sampling_params(options)
         chat = read_chat(messages)
         messages = chat.messages
         if "reject" in messages[-1].content:
             raise InvalidRequest("that is rejected", remedy="ask something else")
-        room = 0 if messages[-1].content == "full" else self.room
-        if room < max(1, options.get("max_tokens") or 0):
-            field = "max_tokens" if room else "messages"
-            raise ContextLengthExceeded(f"there is room for {room} tokens", field=field)
+        if messages[-1].content == "full":
+            raise ContextLengthExceeded("there is no room", field="messages")
         self.asked.append(list(messages))
         self.options.append(options)
         self.streams.append(FakeDeltas(" and on" if chat.continue_final_message else messages[-1].content))

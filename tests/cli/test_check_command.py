@@ -3,14 +3,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from click.testing import Result
-from typer.testing import CliRunner
-
-from genserve.cli.main import app
+from genserve.errors import RepositoryError
+from tests.support.command_line import Ended, invoke
 
 
 def add_model(repository: Path, name: str, *, config: str = "") -> Path:
-    """A decoder stage that is in order but for what `config` adds."""
+    """Write a decoder stage that is valid except for what `config` adds."""
     folder = repository / name
     (folder / "1").mkdir(parents=True)
     (folder / "1" / "model.py").write_text("class TritonPythonModel: pass")
@@ -19,9 +17,9 @@ def add_model(repository: Path, name: str, *, config: str = "") -> Path:
     return file
 
 
-def run(*repositories: Path, flags: tuple[str, ...] = ()) -> Result:
+def run(*repositories: Path, flags: tuple[str, ...] = ()) -> Ended:
     roots = [word for repository in repositories for word in ("--model-repository", str(repository))]
-    return CliRunner().invoke(app, ["check", *roots, *flags])
+    return invoke(["check", *roots, *flags])
 
 
 def test_every_diagnostic_is_listed_by_model_with_its_place_and_remedy(tmp_path: Path) -> None:
@@ -49,6 +47,14 @@ def test_a_clean_repository_is_one_line(tmp_path: Path) -> None:
     add_model(tmp_path, "a")
     ran = run(tmp_path)
     assert (ran.stdout, ran.exit_code) == ("1 model: 0 errors, 0 warnings\n", 0)
+
+
+def test_a_folder_without_models_is_an_error(tmp_path: Path) -> None:
+    ran = run(tmp_path)
+    assert ran.exit_code == 1
+    assert ran.exit_code == 1
+    assert ran.stderr.startswith(f"error[{RepositoryError.code}]")
+    assert str(tmp_path) in ran.error
 
 
 def test_warnings_fail_with_strict_only(tmp_path: Path) -> None:
@@ -89,7 +95,7 @@ def test_json_has_the_counts_and_an_object_for_each_diagnostic(tmp_path: Path) -
 def test_a_repository_may_be_an_argument(tmp_path: Path) -> None:
     add_model(tmp_path / "one", "a")
     add_model(tmp_path / "two", "b")
-    ran = CliRunner().invoke(app, ["check", str(tmp_path / "one"), str(tmp_path / "two")])
+    ran = invoke(["check", str(tmp_path / "one"), str(tmp_path / "two")])
     assert ran.stdout == "2 models: 0 errors, 0 warnings\n"
 
 

@@ -64,11 +64,11 @@ def test_an_error_without_a_remedy_is_one_line(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().err == "error[model_not_found]: no model\n"
 
 
-def test_progress_is_one_line_per_stage_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_one_line_per_task_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     progress = ConsoleProgress()
-    with progress.stage("reading"):
+    with progress.task("reading"):
         pass
-    with progress.stage("converting", total=2) as advance:
+    with progress.task("converting", total=2) as advance:
         advance(1)
         advance(1)
     captured = capsys.readouterr()
@@ -76,12 +76,12 @@ def test_progress_is_one_line_per_stage_without_a_terminal(capsys: pytest.Captur
     assert captured.out == ""
 
 
-def test_progress_is_one_line_per_stage_on_a_terminal_that_moves_no_cursor(
+def test_progress_is_one_line_per_task_on_a_terminal_that_moves_no_cursor(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "dumb")
-    with ConsoleProgress().stage("converting", total=2) as advance:
+    with ConsoleProgress().task("converting", total=2) as advance:
         advance(2)
     assert "━" not in capsys.readouterr().err
 
@@ -90,11 +90,23 @@ def test_progress_is_a_bar_on_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
-    with ConsoleProgress().stage("converting", total=2) as advance:
+    with ConsoleProgress().task("converting", total=2) as advance:
         advance(2)
     shown = capsys.readouterr().err
     assert "converting" in shown
     assert "━" in shown
+
+
+def test_progress_in_bytes_tells_how_many_there_are(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "200")
+    with ConsoleProgress().task("converting", total=3_400_000_000, unit="bytes") as advance:
+        advance(1_700_000_000)
+    shown = capsys.readouterr().err
+    assert "3.4/3.4 GB" in shown
+    assert "left" in shown
 
 
 PROGRAM = "from genserve.cli.console import read_text; print(ascii(read_text()))"

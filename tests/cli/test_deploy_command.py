@@ -6,15 +6,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from click.testing import Result
-from typer.testing import CliRunner
 
-from genserve.cli.main import app
 from genserve.deploy.ray.deploy_config import FINGERPRINT
+from tests.support.command_line import Ended, invoke
 
 
-def run(*words: str) -> Result:
-    return CliRunner().invoke(app, ["deploy", "ray", *words])
+def run(*words: str) -> Ended:
+    return invoke(["deploy", "ray", *words])
 
 
 @pytest.fixture
@@ -64,10 +62,10 @@ def test_models_of_other_machines_keep_the_fingerprints_of_the_file(repository: 
 @pytest.mark.parametrize(
     ("words", "message", "remedy"),
     [
-        ("--detach", "error[usage]: Invalid value for --detach: needs the --address", "see `genserve deploy"),
-        ("--delete", "error[usage]: Invalid value for --delete: needs the --address", "see `genserve deploy"),
-        ("--min-replicas 3 --max-replicas 2", "--max-replicas: is 2, less than --min-replicas 3", "see"),
-        ("m --config x.yaml", "error[usage]: Invalid value for --config: names the models itself", "see"),
+        ("--detach", "error[usage]: --detach needs the --address", "see `genserve deploy"),
+        ("--delete", "error[usage]: --delete needs the --address", "see `genserve deploy"),
+        ("--min-replicas 3 --max-replicas 2", "--max-replicas is 2, less than --min-replicas 3", "see"),
+        ("m --config x.yaml", "error[usage]: the file of --config names the models itself", "see"),
         ("--config /none.yaml", "cannot read /none.yaml", "check the path"),
         ("--host 0.0.0.0", "lets other machines connect, and no API key is set", "set GENSERVE_API_KEY"),
         ("mm", "there is no model 'mm' in ", "did you mean m?"),
@@ -81,9 +79,8 @@ def test_what_cannot_be_deployed_is_an_error_with_a_remedy(
     of_repository = () if "--config" in words else ("--model-repository", str(repository))
     ran = run(*words.split(), *of_repository)
     assert ran.exit_code != 0
-    shown = ran.stderr or str(ran.exception)
-    assert message in shown
-    assert remedy in (ran.stderr or ran.exception.remedy)   # type: ignore[union-attr]
+    assert message in ran.error
+    assert remedy in ran.error
 
 
 def test_a_file_that_lets_everybody_in_is_a_warning(repository: Path, tmp_path: Path) -> None:
@@ -100,4 +97,4 @@ def test_a_file_that_lets_everybody_in_is_a_warning(repository: Path, tmp_path: 
 
 def test_an_address_without_a_cluster_is_an_error(repository: Path) -> None:
     ran = run("--model-repository", str(repository), "--address", "http://127.0.0.1:9", "--detach")
-    assert "no Ray cluster answers at http://127.0.0.1:9" in str(ran.exception)
+    assert "no Ray cluster answers at http://127.0.0.1:9" in ran.error

@@ -5,13 +5,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from genserve.cli.export_command import print_report
-from genserve.cli.main import app
 from genserve.errors import ExportError
 from genserve.export import ExportReport
 from genserve.store import default_repository
+from tests.support.command_line import invoke
 from tests.support.tiny_llama import tiny_llama_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -52,11 +51,11 @@ def test_a_checkpoint_becomes_a_model_that_answers(tmp_path: Path) -> None:
     checkpoint = tiny_llama_checkpoint(tmp_path / "checkpoint")
     repository = str(tmp_path / "repository")
     where = ["--name", "tiny", "--model-repository", repository]
-    exported = CliRunner().invoke(app, ["export", str(checkpoint), *where, "--precision", "fp32"])
+    exported = invoke(["export", str(checkpoint), *where, "--precision", "fp32"])
     assert exported.exit_code == 0
     assert "top-1 agreement 100.0%" in exported.stdout
     answer = ["generate", "Tea", "--model-repository", repository, "--max-tokens", "4", "--json"]
-    assert '"completion_tokens":4' in CliRunner().invoke(app, answer).stdout
+    assert '"completion_tokens":4' in invoke(answer).stdout
 
 
 def test_the_script_is_the_command(tmp_path: Path) -> None:
@@ -70,8 +69,9 @@ def test_the_script_is_the_command(tmp_path: Path) -> None:
 
 def test_an_export_of_an_invalid_source_is_an_error(tmp_path: Path) -> None:
     where = ["--name", "../evil", "--model-repository", str(tmp_path)]
-    result = CliRunner().invoke(app, ["export", "x", *where])
-    assert isinstance(result.exception, ExportError)
+    result = invoke(["export", "x", *where])
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"error[{ExportError.code}]")
 
 
 def test_the_next_command_for_an_additional_graph_is_tune(capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,12 +80,13 @@ def test_the_next_command_for_an_additional_graph_is_tune(capsys: pytest.Capture
 
 
 def test_pulling_an_unknown_name_is_an_error(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["pull", "nonsense", "--model-repository", str(tmp_path)])
-    assert isinstance(result.exception, ExportError)
+    result = invoke(["pull", "nonsense", "--model-repository", str(tmp_path)])
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"error[{ExportError.code}]")
 
 
 def test_an_unknown_precision_is_wrong_usage(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["pull", "smollm2", "--precision", "int3"])
+    result = invoke(["pull", "smollm2", "--precision", "int3"])
     assert result.exit_code == 2
     assert "int3" in result.stderr
 
@@ -93,5 +94,5 @@ def test_an_unknown_precision_is_wrong_usage(tmp_path: Path) -> None:
 def test_the_name_is_by_default_that_of_the_source(tmp_path: Path) -> None:
     checkpoint = tiny_llama_checkpoint(tmp_path / "My-Checkpoint")
     flags = ["--model-repository", str(tmp_path / "repository"), "--precision", "fp32"]
-    assert CliRunner().invoke(app, ["export", f"{checkpoint}/", *flags]).exit_code == 0
+    assert invoke(["export", f"{checkpoint}/", *flags]).exit_code == 0
     assert (tmp_path / "repository" / "my-checkpoint" / "config.pbtxt").exists()

@@ -4,11 +4,10 @@ import json
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from genserve.cli.main import app
 from genserve.errors import InvalidRequest, ModelNotFound
 from tests.client.scripted_server import Reply, event_reply, models_reply, scripted
+from tests.support.command_line import Ended, invoke
 
 MODELS = models_reply("m")
 
@@ -22,9 +21,9 @@ def event(token_id: int, text: str, whole: str | None = None) -> dict[str, Any]:
 ANSWER = event_reply(event(1, " is\x1b[2J"), event(2, " hot", " is\x1b[2J hot"))
 
 
-def generate(*arguments: str, stdin: str = "", reply: Reply = ANSWER) -> tuple[Result, dict[str, Any]]:
+def generate(*arguments: str, stdin: str = "", reply: Reply = ANSWER) -> tuple[Ended, dict[str, Any]]:
     with scripted(MODELS, reply) as server:
-        result = CliRunner().invoke(app, ["generate", "--url", server.url, *arguments], input=stdin)
+        result = invoke(["generate", "--url", server.url, *arguments], stdin=stdin)
     return result, server.received[-1].body
 
 
@@ -40,9 +39,10 @@ def test_without_a_prompt_stdin_is_read_without_its_last_line_end(arguments: tup
 
 
 def test_input_in_another_encoding_is_rejected_with_its_position() -> None:
-    result = CliRunner().invoke(app, ["generate"], input=b"caf\xe9")
-    assert isinstance(result.exception, InvalidRequest)
-    assert result.exception.message == "standard input is not UTF-8, at byte 3"
+    result = invoke(["generate"], stdin=b"caf\xe9")
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"error[{InvalidRequest.code}]")
+    assert "standard input is not UTF-8, at byte 3" in result.error
 
 
 def test_line_ends_of_other_systems_are_read_as_line_feeds() -> None:
@@ -82,10 +82,11 @@ def test_any_other_parameter_can_be_set() -> None:
 )
 def test_an_invalid_assignment_is_rejected_before_the_request(assignment: str, words: str) -> None:
     with scripted(MODELS) as server:
-        result = CliRunner().invoke(app, ["generate", "Tea", "--url", server.url, "--set", assignment])
+        result = invoke(["generate", "Tea", "--url", server.url, "--set", assignment])
         assert not server.received
-    assert isinstance(result.exception, InvalidRequest)
-    assert words in result.exception.message
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"error[{InvalidRequest.code}]")
+    assert words in result.error
 
 
 def test_json_is_one_object_with_the_whole_answer() -> None:
@@ -96,7 +97,14 @@ def test_json_is_one_object_with_the_whole_answer() -> None:
         "token_ids": [1, 2],
         "finish_reason": "length",
         "stop_reason": None,
-        "usage": {"prompt_tokens": 4, "completion_tokens": 2, "cached_tokens": 0},
+        "usage": {
+            "prompt_tokens": 4,
+            "completion_tokens": 2,
+            "cached_tokens": 0,
+            "timings": None,
+            "cache_match": None,
+            "receipt": None,
+        },
     }
     assert "\x1b" not in result.stdout
 
@@ -104,10 +112,11 @@ def test_json_is_one_object_with_the_whole_answer() -> None:
 def test_the_url_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     with scripted(MODELS, ANSWER) as server:
         monkeypatch.setenv("GENSERVE_BASE_URL", server.url)
-        assert CliRunner().invoke(app, ["generate", "Tea"]).exit_code == 0
+        assert invoke(["generate", "Tea"]).exit_code == 0
 
 
 def test_an_unknown_model_is_rejected_with_the_names_of_the_others() -> None:
     result, _ = generate("Tea", "--model", "x", reply=ANSWER)
-    assert isinstance(result.exception, ModelNotFound)
-    assert result.exception.remedy == "known there: m"
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"error[{ModelNotFound.code}]")
+    assert "known there: m" in result.error

@@ -4,15 +4,15 @@ import re
 import shlex
 
 import pytest
-from typer.testing import CliRunner
 
-from genserve.cli.main import COMMANDS, app, commands
+from genserve.cli.main import COMMANDS, parsers
+from tests.support.command_line import invoke
 
 NAMES = [*COMMANDS]
 
 
 def help_of(command: str, **environment: str) -> str:
-    result = CliRunner().invoke(app, [command, "--help"], env=environment)
+    result = invoke([command, "--help"], env=environment)
     assert result.exit_code == 0
     return result.stdout
 
@@ -22,8 +22,8 @@ def help_of(command: str, **environment: str) -> str:
 def test_every_flag_is_shown_in_full_on_lines_that_fit(command: str, columns: int) -> None:
     lines = help_of(command, COLUMNS=str(columns)).splitlines()
     words = {word.rstrip(",") for line in lines for word in line.split()}
-    options = [each for each in commands()[command].params if each.param_type_name == "option"]
-    assert {name for option in options for name in (*option.opts, *option.secondary_opts)} <= words
+    options = [each for each in parsers()[command].parameters if not each.flag.is_argument]
+    assert {name for option in options for name in (*option.names, *option.negations)} <= words
     # One word may be too long; the usage and the examples are to be copied.
     wrapped = [line for line in lines[: lines.index("Examples:")] if not line.startswith("Usage:")]
     assert [line for line in wrapped if len(line) > columns and len(line.split()) > 2] == []
@@ -53,7 +53,7 @@ def test_a_switch_is_shown_with_both_names_and_its_default() -> None:
 
 
 def test_the_commands_are_below_their_headings_with_a_summary_of_one_line() -> None:
-    shown = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "80"}).stdout
+    shown = invoke(["--help"], env={"COLUMNS": "80"}).stdout
     for name, command in COMMANDS.items():
         assert re.search(rf"^  {name} +{command.summary}$", shown, re.MULTILINE)
         assert f"\n{command.heading}:\n" in shown
@@ -66,7 +66,7 @@ def test_the_examples_of_a_command_are_valid(command: str) -> None:
         assert f"  {example}\n" in help_of(command)
         written = re.search(rf"genserve {command}([^|)>]*)", example.rpartition("| ")[2])
         assert written
-        commands()[command].make_context(command, shlex.split(written[1]))
+        COMMANDS[command].read(command, shlex.split(written[1]))
 
 
 @pytest.mark.parametrize(

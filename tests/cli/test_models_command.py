@@ -6,12 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from typer.testing import CliRunner
-
-from genserve.cli.main import app
+from genserve.export import KNOWN_MODELS
 from genserve.kernels import instruction_set
 from tests.cli.test_model_access import add_model
 from tests.client.scripted_server import models_reply, scripted
+from tests.support.command_line import invoke
 
 
 def test_the_models_of_a_repository_are_a_table(tmp_path: Path) -> None:
@@ -22,7 +21,7 @@ def test_the_models_of_a_repository_are_a_table(tmp_path: Path) -> None:
     add_model(tmp_path, "b", weights=False)
     add_model(tmp_path, "c")
     (tmp_path / "c_logits" / "1" / "parity.json").write_text(json.dumps(parity | {"kv_cache": "int8"}))
-    result = CliRunner().invoke(app, ["models", "--model-repository", str(tmp_path)])
+    result = invoke(["models", "--model-repository", str(tmp_path)])
     rows = [" ".join(line.split()) for line in result.stdout.splitlines()]
     assert rows[-1] == f"in {tmp_path}; kernels of this machine: {instruction_set()}"
     assert rows[:-2] == [
@@ -42,16 +41,16 @@ def test_the_quality_is_that_of_the_configured_graph(tmp_path: Path) -> None:
         path.parent.mkdir(exist_ok=True)
         rest = {"precision": "x", "perplexity_ratio": 1, "divergence": 0}
         path.write_text(json.dumps(rest | {"top1_agreement": agreement}))
-    assert "70.0%" in CliRunner().invoke(app, ["models", "--model-repository", str(tmp_path)]).stdout
+    assert "70.0%" in invoke(["models", "--model-repository", str(tmp_path)]).stdout
 
 
 def test_the_models_of_a_server_are_one_per_line() -> None:
     with scripted(models_reply("a", "b")) as server:
-        assert CliRunner().invoke(app, ["models", "--url", server.url]).stdout == "a\nb\n"
+        assert invoke(["models", "--url", server.url]).stdout == "a\nb\n"
 
 
 def test_the_remedy_for_an_empty_repository_is_pull(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["models", "--model-repository", str(tmp_path)])
+    result = invoke(["models", "--model-repository", str(tmp_path)])
     assert "no text model" in result.stdout
     assert f"genserve pull smollm2 --model-repository {tmp_path}" in result.stdout
 
@@ -62,7 +61,7 @@ def test_json_has_the_models_with_their_numbers(tmp_path: Path) -> None:
     parity = {"precision": "int8"} | numbers
     (tmp_path / "a_logits" / "1" / "parity.json").write_text(json.dumps(parity))
     add_model(tmp_path, "b", weights=False)
-    result = CliRunner().invoke(app, ["models", "--model-repository", str(tmp_path), "--json"])
+    result = invoke(["models", "--model-repository", str(tmp_path), "--json"])
     document = json.loads(result.stdout)
     assert document["model_repository"] == str(tmp_path)
     first, second = document["models"]
@@ -72,13 +71,13 @@ def test_json_has_the_models_with_their_numbers(tmp_path: Path) -> None:
 
 
 def test_json_of_a_repository_without_models_has_an_empty_list(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["models", "--model-repository", str(tmp_path), "--json"])
+    result = invoke(["models", "--model-repository", str(tmp_path), "--json"])
     assert json.loads(result.stdout)["models"] == []
 
 
 def test_json_of_a_server_has_its_models() -> None:
     with scripted(models_reply("a", "b")) as server:
-        result = CliRunner().invoke(app, ["models", "--url", server.url, "--json"])
+        result = invoke(["models", "--url", server.url, "--json"])
     assert [model["name"] for model in json.loads(result.stdout)["models"]] == ["a", "b"]
 
 
@@ -88,3 +87,20 @@ def test_json_is_utf_8_in_every_locale(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONIOENCODING": "latin-1"}
     ran = subprocess.run(command, env=environment, capture_output=True, check=True)
     assert json.loads(ran.stdout)["models"][0]["name"] == "t\u00e9e"
+
+
+def test_available_models_are_listed_with_sizes_and_estimates(tmp_path: Path) -> None:
+    add_model(tmp_path, "qwen3-0.6b")
+    flags = ["models", "--available", "--model-repository", str(tmp_path)]
+    document = json.loads(invoke([*flags, "--json"]).stdout)
+    rows = document["models"]
+    by_name = {row["name"]: row for row in rows}
+    assert by_name.keys() == KNOWN_MODELS.keys()
+    assert [name for name, row in by_name.items() if row["is_installed"]] == ["qwen3-0.6b"]
+    assert by_name["smollm2"]["was_run"]
+    assert all(row["estimated_tokens_per_s_of_32"] > row["estimated_tokens_per_s"] > 0 for row in rows)
+    lines = invoke(flags).stdout.splitlines()
+    assert [line.split()[0] for line in lines[1 : len(rows) + 1]] == list(KNOWN_MODELS)
+    encoders = [(row["name"], row["size"], row["is_installed"]) for row in document["encoders"]]
+    assert encoders == [("all-minilm-l6-v2", 384, False)]
+    assert lines[-1].split()[0] == "all-minilm-l6-v2"

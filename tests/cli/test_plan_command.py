@@ -4,18 +4,16 @@ import json
 from pathlib import Path
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
 
-from genserve.cli.main import app
 from genserve.errors import InvalidRequest
 from tests.planner.conftest import engine, step_times  # noqa: F401  # fixtures
+from tests.support.command_line import Ended, check_error, invoke
 
 LOAD = ("--request-rate", "30", "--num-requests", "150", "--input-len", "50", "--output-len", "20")
 
 
-def plan(*flags: str | Path) -> Result:
-    return CliRunner().invoke(app, ["plan", "--processes", "1", *map(str, flags)], catch_exceptions=False)
+def plan(*flags: str | Path) -> Ended:
+    return invoke(["plan", "--processes", "1", *map(str, flags)])
 
 
 def test_the_smallest_fleet_is_the_last_line(step_times: Path) -> None:  # noqa: F811
@@ -25,7 +23,7 @@ def test_the_smallest_fleet_is_the_last_line(step_times: Path) -> None:  # noqa:
     assert lines[0].startswith("steps: tiny on imaginary; the step model errs by 0.0% (median)")
     assert lines[-2] == "targets: ttft_p99 1000, rejected 0.01"
     number = int(lines[-1].removeprefix("steps: ").partition(" ")[0])
-    assert lines[-1] == f"steps: {number} replicas meet them"
+    assert lines[-1] in (f"steps: {number} replicas meet them", "steps: 1 replica meets them")
     [row] = [line for line in lines if line.split()[:1] == [str(number)]]
     assert row.rstrip().endswith("meets the targets")
 
@@ -66,14 +64,14 @@ def test_a_fleet_that_misses_its_targets_exits_with_1(step_times: Path) -> None:
     [
         (("--target", "ttft:3", *LOAD), "'ttft:3' is not ttft_p99:MS"),
         (("--target", "rejected:2", *LOAD), "'rejected:2' is not"),
-        (LOAD, "give targets, or --replicas to simulate"),
-        (("--target", "ttft_p50:9"), "give either a trace or --request-rate"),
-        (("--target", "ttft_p50:9", "--trace", "t.csv", *LOAD), "give either a trace or --request-rate"),
-        ((*LOAD, "--replicas", "1", "--cost-per-hour", "1", "--cost-per-hour", "1"), "2 costs for 1 "),
+        (LOAD, "give each --target, or the --replicas to simulate"),
+        (("--target", "ttft_p50:9"), "give either --trace or --request-rate"),
+        (("--target", "ttft_p50:9", "--trace", "t.csv", *LOAD), "give either --trace or --request-rate"),
+        ((*LOAD, "--replicas", "1", "--cost-per-hour", "1", "--cost-per-hour", "1"), "has 2 costs for"),
     ],
 )
 def test_wrong_flags_are_rejected(step_times: Path, flags: tuple[str, ...], message: str) -> None:  # noqa: F811
-    ran = CliRunner().invoke(app, ["plan", "--step-times", str(step_times), *flags])
+    ran = invoke(["plan", "--step-times", str(step_times), *flags])
     assert ran.exit_code == 2
     assert message in ran.stderr
 
@@ -83,13 +81,12 @@ def test_a_file_without_step_times_is_rejected_with_the_remedy(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "other.json").write_text("{}")
-    with pytest.raises(InvalidRequest, match="has no step times") as caught:
-        plan("--step-times", tmp_path / "other.json", *LOAD, "--replicas", "1")
-    assert "genserve tune" in caught.value.remedy
+    ran = plan("--step-times", tmp_path / "other.json", *LOAD, "--replicas", "1")
+    check_error(ran, InvalidRequest, "has no step times.*genserve tune")
     document = json.loads(step_times.read_bytes())
     document["steps"][3]["seconds"] = 0
     (tmp_path / "other.json").write_text(json.dumps(document))
-    with pytest.raises(InvalidRequest, match="takes no time"):
-        plan("--step-times", tmp_path / "other.json", *LOAD, "--replicas", "1")
-    with pytest.raises(InvalidRequest, match="No such file"):
-        plan("--step-times", tmp_path / "gone.json", *LOAD, "--replicas", "1")
+    ran = plan("--step-times", tmp_path / "other.json", *LOAD, "--replicas", "1")
+    check_error(ran, InvalidRequest, "takes no time")
+    ran = plan("--step-times", tmp_path / "gone.json", *LOAD, "--replicas", "1")
+    check_error(ran, InvalidRequest, "No such file")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from genserve.cli.plots import check_plot, draw_settings
-from genserve.errors import RepositoryError
+from genserve.errors import InvalidRequest
 from genserve.tuning.measurement import BestSetting, Goal, Measurement, Objective
 from genserve.tuning.search_space import Setting
 
@@ -47,5 +47,5 @@ def test_the_suffix_is_the_format(tmp_path: Path) -> None:
     ("name", "words"), [("tune.txt", "not an image format"), ("none/tune.png", "no folder")]
 )
 def test_an_invalid_plot_is_rejected_before_measuring(tmp_path: Path, name: str, words: str) -> None:
-    with pytest.raises(RepositoryError, match=words):
+    with pytest.raises(InvalidRequest, match=words):
         check_plot(tmp_path / name)

@@ -5,19 +5,18 @@ import pty
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from genserve.cli.main import app, main
+from genserve.cli.main import main
 from genserve.cli.model_access import local_models
-from genserve.errors import GenserveError, InvalidRequest, ModelNotFound, RepositoryError
+from genserve.errors import InvalidRequest, ModelNotFound, RepositoryError
 from tests.cli.terminal import ENTER, Terminal
 from tests.cli.test_model_access import add_model
+from tests.support.command_line import invoke
 
 
-def remove(repository: Path, *words: str) -> GenserveError | None:
-    result = CliRunner().invoke(app, ["remove", *words, "--model-repository", str(repository)])
-    assert result.exception is None or isinstance(result.exception, GenserveError)
-    return result.exception
+def remove(repository: Path, *words: str) -> str:
+    """Remove models; return the error, empty: there is none."""
+    return invoke(["remove", *words, "--model-repository", str(repository)]).error
 
 
 def folders(repository: Path) -> list[str]:
@@ -27,7 +26,7 @@ def folders(repository: Path) -> list[str]:
 def test_a_model_goes_with_its_stages(tmp_path: Path) -> None:
     add_model(tmp_path, "a")
     add_model(tmp_path, "b")
-    assert remove(tmp_path, "a", "--yes") is None
+    assert remove(tmp_path, "a", "--yes") == ""
     assert folders(tmp_path) == ["b", "b_decoder", "b_logits", "b_tokenizer"]
     assert [model.missing for model in local_models(tmp_path)] == [()]
 
@@ -37,25 +36,25 @@ def test_a_stage_that_another_model_uses_stays(tmp_path: Path) -> None:
     config = (tmp_path / "a" / "config.pbtxt").read_text()
     (tmp_path / "twin").mkdir()
     (tmp_path / "twin" / "config.pbtxt").write_text(config.replace('name: "a"', 'name: "twin"', 1))
-    assert remove(tmp_path, "a", "--yes") is None
+    assert remove(tmp_path, "a", "--yes") == ""
     assert folders(tmp_path) == ["a_decoder", "a_logits", "a_tokenizer", "twin"]
     error = remove(tmp_path, "a_logits", "--yes")
-    assert isinstance(error, RepositoryError)
-    assert error.remedy == f"`genserve remove twin --model-repository {tmp_path}`"
-    assert remove(tmp_path, "a_logits", "twin", "--yes") is None
+    assert error.startswith(f"error[{RepositoryError.code}]")
+    assert f"remedy: `genserve remove twin --model-repository {tmp_path}`" in error
+    assert remove(tmp_path, "a_logits", "twin", "--yes") == ""
     assert folders(tmp_path) == []
 
 
 def test_an_unknown_model_is_an_error_with_the_nearest_name(tmp_path: Path) -> None:
     add_model(tmp_path, "mine")
     error = remove(tmp_path, "mime", "--yes")
-    assert isinstance(error, ModelNotFound)
-    assert error.remedy == "did you mean mine?"
+    assert error.startswith(f"error[{ModelNotFound.code}]")
+    assert error.endswith("did you mean mine?")
 
 
 def test_without_a_terminal_it_needs_yes(tmp_path: Path) -> None:
     add_model(tmp_path, "a")
-    assert isinstance(remove(tmp_path, "a"), InvalidRequest)
+    assert remove(tmp_path, "a").startswith(f"error[{InvalidRequest.code}]")
     assert len(folders(tmp_path)) == 4
 
 
@@ -65,7 +64,7 @@ def test_a_linked_model_is_unlinked(tmp_path: Path) -> None:
     models.mkdir()
     for folder in (tmp_path / "elsewhere").iterdir():
         (models / folder.name).symlink_to(folder)
-    assert remove(models, "a", "--yes") is None
+    assert remove(models, "a", "--yes") == ""
     assert (folders(models), len(folders(tmp_path / "elsewhere"))) == ([], 4)
 
 

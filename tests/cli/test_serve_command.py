@@ -4,16 +4,16 @@ import socket
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from genserve.cli.main import COMMANDS, app
+from genserve.cli.main import COMMANDS
 from genserve.cli.serve_command import print_startup_banner
 from genserve.cli.tritonserver_flags import REJECTED_FLAGS
-from genserve.errors import GenserveError, RepositoryError
+from genserve.errors import RepositoryError
 from genserve.repository.model_versions import IndexEntry, ModelState
 from genserve.server import ModelInfo, ServerInfo
 from genserve.settings import ServerSettings
 from tests.cli.test_model_access import add_model
+from tests.support.command_line import invoke
 
 
 def test_trace_and_metrics_flags_are_those_of_tritonserver(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,14 +42,15 @@ def test_trace_and_metrics_flags_are_those_of_tritonserver(monkeypatch: pytest.M
 def test_invalid_trace_and_metrics_flags_are_rejected_at_the_start(
     tmp_path: Path, flag: str, text: str
 ) -> None:
-    result = CliRunner().invoke(app, ["serve", "--model-repository", str(tmp_path), flag])
+    result = invoke(["serve", "--model-repository", str(tmp_path), flag])
     assert result.exit_code != 0
-    assert text in f"{result.exception} {result.output}"
+    assert text in result.error
 
 
 def test_a_missing_repository_is_an_error() -> None:
-    result = CliRunner().invoke(app, ["serve", "--model-repository", "/nowhere"])
-    assert isinstance(result.exception, RepositoryError)
+    result = invoke(["serve", "--model-repository", "/nowhere"])
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"error[{RepositoryError.code}]")
 
 
 def test_flags_may_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,17 +59,17 @@ def test_flags_may_come_from_the_environment(tmp_path: Path, monkeypatch: pytest
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         monkeypatch.setenv("GENSERVE_MODEL_REPOSITORY", str(tmp_path))
         monkeypatch.setenv("GENSERVE_HTTP_PORT", address.partition(":")[2])
-        result = CliRunner().invoke(app, ["serve"])
-    assert isinstance(result.exception, GenserveError)
-    assert f"cannot listen on {address}" in result.exception.message
+        result = invoke(["serve"])
+    assert result.exit_code == 1
+    assert f"cannot listen on {address}" in result.error
 
 
 def settings_of(monkeypatch: pytest.MonkeyPatch, *words: str) -> ServerSettings:
     """Return the settings that a command line sets."""
     given: list[ServerSettings] = []
     monkeypatch.setattr("genserve.server.serve", lambda settings, **_: given.append(settings))
-    result = CliRunner().invoke(app, ["serve", *words])
-    assert result.exit_code == 0, result.output
+    result = invoke(["serve", *words])
+    assert result.exit_code == 0, result.error
     return given[0]
 
 
@@ -144,7 +145,7 @@ def test_a_command_line_of_tritonserver_is_accepted(monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_an_invalid_value_of_a_flag_is_wrong_usage(flag: str) -> None:
-    assert CliRunner().invoke(app, ["serve", flag]).exit_code == 2
+    assert invoke(["serve", flag]).exit_code == 2
 
 
 def test_flags_limit_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,39 +186,68 @@ def test_flags_control_the_access(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_an_unsupported_flag_of_tritonserver_is_rejected_with_a_remedy(words: str, message: str) -> None:
-    result = CliRunner().invoke(app, ["serve", *words.split()], terminal_width=1000)
+    result = invoke(["serve", *words.split()])
     assert result.exit_code == 2
-    assert message in " ".join(result.output.replace("│", " ").split())
+    assert message in " ".join(result.error.replace("│", " ").split())
 
 
 def test_no_supported_flag_is_rejected() -> None:
-    command = COMMANDS["serve"].load("serve")
-    assert not REJECTED_FLAGS.keys() & {name for option in command.params for name in option.opts}
+    parameters = COMMANDS["serve"].parser("serve").parameters
+    assert not REJECTED_FLAGS.keys() & {name for parameter in parameters for name in parameter.names}
 
 
 def test_an_unknown_backend_setting_is_rejected_at_the_start(tmp_path: Path) -> None:
     words = ["serve", "--model-repository", str(tmp_path), "--backend-config=onnxruntime,threads=4"]
-    result = CliRunner().invoke(app, words)
-    assert isinstance(result.exception, GenserveError)
-    assert "default-max-batch-size" in result.exception.remedy
+    result = invoke(words)
+    assert result.exit_code == 1
+    assert "default-max-batch-size" in result.error
 
 
 def test_the_banner_has_the_models_the_url_and_a_curl_command(capsys: pytest.CaptureFixture[str]) -> None:
-    model = ModelInfo(name="m", max_length=2048, max_num_seqs=32, kv_cache_bytes=3 * 2**29, precision="int8")
+    model = ModelInfo(name="m", context="2048", max_num_seqs=32, kv_cache_bytes=3 * 2**29, precision="int8")
     broken = RepositoryError("model 'x' is broken", remedy="mend it")
     print_startup_banner(ServerInfo(url="http://127.0.0.1:1", models=(model,), errors=(broken,)))
     captured = capsys.readouterr()
     assert "m: int8, context length 2048, up to 32 sequences, KV cache up to 1,536 MiB" in captured.out
     assert "Ready at http://127.0.0.1:1" in captured.out
-    body = '{"model": "m", "messages": [{"role": "user", "content": "Hi"}], "temperature": 0, "stream": true}'
-    assert f"-d '{body}'" in captured.out
+    assert """-d '{"model": "m", "messages": [{"role": "user", "content": """ in captured.out
     assert "error[repository_error]: model 'x' is broken" in captured.err
+
+
+def test_a_model_that_is_not_there_is_an_error_before_a_port_opens(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    result = invoke(["serve", "min", "--model-repository", str(tmp_path)])
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"error[{RepositoryError.code}]")
+    assert "'min'" in result.error
+    assert str(tmp_path) in result.error
+    assert "did you mean mine?" in result.error
+
+
+def test_the_first_steps_have_the_key_and_the_name_that_a_server_requires(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    one, other = (
+        ModelInfo(name=name, context="8", max_num_seqs=1, kv_cache_bytes=1, precision="int8")
+        for name in "ab"
+    )
+    print_startup_banner(ServerInfo(url="http://h:1", models=(one,), errors=()))
+    steps = capsys.readouterr().out
+    assert "  genserve chat --url http://h:1\n" in steps
+    assert "KEY" not in steps
+    print_startup_banner(ServerInfo(url="http://h:1", models=(one, other), needs_key=True, errors=()))
+    steps = capsys.readouterr().out
+    assert "  export GENSERVE_API_KEY=KEY" in steps
+    assert "  genserve chat a --url http://h:1\n" in steps
+    assert '/v1/chat/completions -H "Authorization: Bearer $GENSERVE_API_KEY" -H' in steps
 
 
 def test_the_banner_lists_every_version_and_the_ports(capsys: pytest.CaptureFixture[str]) -> None:
     versions = (
         IndexEntry(name="m", version=1, state=ModelState.READY, reason=""),
+        IndexEntry(name="m_decoder", version=1, state=ModelState.READY, reason=""),
         IndexEntry(name="x", version=2, state=ModelState.UNAVAILABLE, reason="no weights"),
+        IndexEntry(name="x_decoder"),
     )
     print_startup_banner(
         ServerInfo(
@@ -226,11 +256,14 @@ def test_the_banner_lists_every_version_and_the_ports(capsys: pytest.CaptureFixt
             metrics_url="http://h:3/metrics",
             models=(),
             versions=versions,
+            stages=frozenset({"m_decoder", "x_decoder"}),
             errors=(),
         )
     )
     out = capsys.readouterr().out
     assert "UNAVAILABLE: no weights" in out
+    assert "m_decoder" not in out   # it is as ready as its text model
+    assert "x_decoder" in out
     assert "over gRPC at h:2" in out
     assert "Metrics at http://h:3/metrics" in out
     assert "curl" not in out

@@ -1,21 +1,25 @@
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import dataclass
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
-from genserve.cli.tritonserver_flags import TritonserverCommand
-
-app = typer.Typer()
+from genserve.cli.parser import CommandParser, UsageError
+from genserve.cli.tritonserver_flags import tritonserver_words
+from genserve.settings import Flag, flag
 
 
-@app.command(cls=TritonserverCommand)
-def show(
-    strict: Annotated[bool, typer.Option("--strict/--no-strict", envvar="STRICT")] = True, name: str = ""
-) -> None:
-    print(strict, name)
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    strict: bool = flag(True, Flag(help="", variable="STRICT"))
+    name: str = flag("", Flag(help=""))
+
+
+def read(*words: str) -> Flags:
+    parser = CommandParser(prog="server", flags=Flags, description="", examples=())
+    flags = parser.read(tritonserver_words(words, switches=parser.switches))
+    assert isinstance(flags, Flags)
+    return flags
 
 
 @pytest.mark.parametrize(
@@ -33,13 +37,16 @@ def show(
         (["--strict", "TRUE"], "True "),
     ],
 )
-def test_both_spellings_of_switches_are_accepted(words, shown):
-    assert CliRunner().invoke(app, words).output == f"{shown}\n"
+def test_both_spellings_of_switches_are_accepted(words: list[str], shown: str) -> None:
+    flags = read(*words)
+    assert f"{flags.strict} {flags.name}" == shown
 
 
-def test_a_switch_takes_no_other_value():
-    assert CliRunner().invoke(app, ["--strict=perhaps"]).exit_code == 2
+def test_a_switch_takes_no_other_value() -> None:
+    with pytest.raises(UsageError):
+        read("--strict=perhaps")
 
 
-def test_a_switch_may_come_from_the_environment():
-    assert CliRunner().invoke(app, [], env={"STRICT": "false"}).output == "False \n"
+def test_a_switch_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STRICT", "false")
+    assert not read().strict

@@ -10,15 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
 
-from genserve.cli.main import app
 from genserve.errors import MissingDependency, RepositoryError
 from genserve.export import SilentProgress, export_model
 from genserve.llm import LLM
 from genserve.repository.index import scan
 from genserve.tuning.measured_steps import read_measured_engine
+from genserve.tuning.measurement import Samples
+from tests.support.command_line import Ended, check_error, invoke
 
 CORES = str(len(os.sched_getaffinity(0)))
 QUICK = ("--budget-seconds", "0", "--context", "8", "--max-inter-token-ms", "10000")
@@ -29,13 +28,15 @@ def repository(tiny_repository: Path, tmp_path: Path) -> Path:
     return shutil.copytree(tiny_repository, tmp_path / "models")
 
 
-def tune(repository: Path, *flags: str) -> Result:
+def tune(repository: Path, *flags: str) -> Ended:
     flags = ("tune", "--model-repository", str(repository), *QUICK, *flags)
-    return CliRunner().invoke(app, flags, catch_exceptions=False)
+    return invoke(flags)
 
 
 def test_the_best_setting_is_printed_and_written(repository: Path) -> None:
-    ran = tune(repository, "--batch-size", "1", "--batch-size", "2", "--threads", CORES)
+    # Other tests may run at the same time.
+    flags = ("--batch-size", "1", "--batch-size", "2", "--threads", CORES, "--allow-busy")
+    ran = tune(repository, *flags)
     assert ran.exit_code == 0
     rows = re.findall(rf"^model\.onnx +100\.0% +{CORES} +(\d+) .*", ran.stdout, re.MULTILINE)
     assert rows == ["1", "2", "32"]
@@ -44,6 +45,22 @@ def test_the_best_setting_is_printed_and_written(repository: Path) -> None:
     assert {entry.config.max_batch_size for entry in entries.values() if entry.config} == {int(best)}
     with LLM(model_repository=repository) as llm:
         assert llm.generate("Tea", max_tokens=3).usage.completion_tokens == 3
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",)])
+def test_what_other_programs_disturbed_is_not_written(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(Samples, "stolen_share", 0.74)
+    before = {path: path.read_bytes() for path in repository.rglob("*.pbtxt")}
+    ran = tune(repository, "--max-inter-token-ms", "0", "--batch-size", "1", *flags)
+    assert ran.exit_code == 1
+    if flags:
+        assert json.loads(ran.stdout)["is_written"] is False
+    else:
+        assert "other programs used 74% of the time: tune again without them" in ran.stdout
+        assert ran.stdout.endswith("--allow-busy writes it\n")
+    assert {path: path.read_bytes() for path in repository.rglob("*.pbtxt")} == before
 
 
 def test_a_dry_run_prints_the_changes_and_writes_nothing(repository: Path) -> None:
@@ -106,14 +123,13 @@ def test_graphs_without_a_common_context_are_rejected(tiny_checkpoint: Path, rep
     config = repository / "tiny_logits" / "config.pbtxt"
     small = 'parameters [ { key: "kv_cache_bytes" value: { string_value: "64KiB" } } ]\n'
     config.write_text(small + config.read_text())
-    with pytest.raises(RepositoryError, match="'tiny_logits' has room in its KV cache for") as caught:
-        tune(repository, "--context", "200", "--batch-size", "1", "--threads", CORES)
-    assert "kv_cache_bytes" in caught.value.remedy
+    ran = tune(repository, "--context", "200", "--batch-size", "1", "--threads", CORES)
+    check_error(ran, RepositoryError, "'tiny_logits' has room in its KV cache for .*kv_cache_bytes")
 
 
 def test_a_plot_is_drawn(repository: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    ran = tune(repository, "--batch-size", "1", "--plot", str(tmp_path / "tune.png"))
+    ran = tune(repository, "--batch-size", "1", "--allow-busy", "--plot", str(tmp_path / "tune.png"))
     assert ran.exit_code == 0
     assert (tmp_path / "tune.png").stat().st_size > 10_000
 
@@ -122,8 +138,8 @@ def test_the_remedy_for_a_missing_matplotlib_is_pip_install(
     repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(MissingDependency, match=r"pip install 'genserve\[plot\]'"):
-        tune(repository, "--plot", str(tmp_path / "tune.png"))
+    ran = tune(repository, "--plot", str(tmp_path / "tune.png"))
+    check_error(ran, MissingDependency, r"pip install 'genserve\[plot\]'")
 
 
 def test_ctrl_c_prints_the_measurements_and_writes_nothing(repository: Path) -> None:
@@ -144,6 +160,7 @@ def test_ctrl_c_prints_the_measurements_and_writes_nothing(repository: Path) -> 
     assert {path: path.read_bytes() for path in repository.rglob("*.pbtxt")} == before
 
 
+@pytest.mark.extended    # also on a server
 def test_step_times_are_written_for_the_planner(repository: Path, tmp_path: Path) -> None:
     file = tmp_path / "steps.json"
     ran = tune(repository, "--batch-size", "1", "--threads", CORES, "--dry-run", "--step-times", str(file))
@@ -151,5 +168,5 @@ def test_step_times_are_written_for_the_planner(repository: Path, tmp_path: Path
     engine = read_measured_engine(file)
     assert (engine.model, engine.limits.max_num_seqs) == ("tiny", 32)
     assert len(engine.steps) > 30
-    assert engine.serving.request_s > 0     # of a server, which has ended
+    assert engine.serving.request_s > 0     # measured on a server, which has ended
     assert min(engine.serving.step_s, engine.serving.token_s) >= 0

@@ -158,7 +158,7 @@ def test_chat_reads_the_whole_answer(make_client: Any) -> None:
         assert client.chat("Hi") == Completion(
             text="Hi!",
             token_ids=(7, 8),
-            finish_reason=FinishReason.END_OF_SEQUENCE,
+            finish_reason=FinishReason.STOP,
             usage=Usage(prompt_tokens=9, completion_tokens=2),
         )
 
@@ -173,7 +173,7 @@ def test_the_last_delta_of_a_stream_has_finish_reason_and_usage(make_client: Any
         Delta(
             text="",
             token_ids=(0,),
-            finish_reason=FinishReason.END_OF_SEQUENCE,
+            finish_reason=FinishReason.STOP,
             usage=Usage(prompt_tokens=5, completion_tokens=3),
         ),
     ]
@@ -196,7 +196,7 @@ def test_the_last_delta_of_a_chat_stream_has_finish_reason_and_usage(make_client
         Delta(
             text="",
             token_ids=(),
-            finish_reason=FinishReason.END_OF_SEQUENCE,
+            finish_reason=FinishReason.STOP,
             usage=Usage(prompt_tokens=9, completion_tokens=2),
         ),
     ]
@@ -206,9 +206,9 @@ def test_the_last_delta_of_a_chat_stream_has_finish_reason_and_usage(make_client
     ("finish_reason", "stop_reason", "expected"),
     [
         ("length", None, FinishReason.LENGTH),
-        ("stop", None, FinishReason.END_OF_SEQUENCE),
-        ("stop", 2, FinishReason.END_OF_SEQUENCE),
-        ("stop", "END", FinishReason.STOP_STRING),
+        ("stop", None, FinishReason.STOP),
+        ("stop", 2, FinishReason.STOP),
+        ("stop", "END", FinishReason.STOP),
     ],
 )
 def test_a_chat_distinguishes_a_stop_string_from_the_end_of_sequence(
@@ -217,7 +217,8 @@ def test_a_chat_distinguishes_a_stop_string_from_the_end_of_sequence(
     end = chunk({}, finish_reason, stop_reason=stop_reason)
     events = (chunk({"content": "Hi"}), end, CHAT_USAGE, "[DONE]")
     with talk(make_client, event_reply(*events)) as (client, _):
-        assert client.chat_stream("Hi").final().finish_reason is expected
+        answer = client.chat_stream("Hi").final()
+        assert (answer.finish_reason, answer.stop_reason) == (expected, stop_reason)
 
 
 def test_logprobs_are_read_if_requested_and_null_is_nan(make_client: Any) -> None:
@@ -252,8 +253,9 @@ def test_every_request_has_the_key(make_client: Any) -> None:
 
 def test_a_misspelt_option_is_rejected_before_the_request(make_client: Any) -> None:
     with talk(make_client) as (client, server):
-        with pytest.raises(InvalidRequest, match="temperature"):
+        with pytest.raises(InvalidRequest, match="temperature") as caught:
             client.generate("Tea", temprature=1)
+        assert caught.value.field == "temprature"
         assert server.received == []
 
 
@@ -310,7 +312,7 @@ def test_without_a_server_the_remedy_is_to_start_one(make_client: Any) -> None:
 def test_a_timeout_is_unreachable(make_client: Any) -> None:
     with (
         talk(make_client, Reply(stays_open=True), timeout_s=0.05) as (client, server),
-        pytest.raises(Unreachable, match="in time"),
+        pytest.raises(Unreachable),
     ):
         client.generate("Tea")
     assert len(server.received) == 1
@@ -320,7 +322,7 @@ def test_a_timeout_is_unreachable(make_client: Any) -> None:
 def test_a_reply_of_another_shape_is_unreachable(make_client: Any, body: bytes) -> None:
     with (
         talk(make_client, Reply(body=body, headers={"x-prompt-tokens": "1"})) as (client, _),
-        pytest.raises(Unreachable, match="not that of a genserve server"),
+        pytest.raises(Unreachable, match="genserve"),
     ):
         client.generate("Tea")
 
@@ -411,7 +413,7 @@ def test_a_stream_of_a_closed_client_raises_closed(make_client: Any) -> None:
         stream = client.stream("Tea")
         next(stream)
         client.close()
-        with pytest.raises(Closed, match="the client was closed"):
+        with pytest.raises(Closed):
             next(stream)
 
 

@@ -7,12 +7,15 @@ import pytest
 from genserve.client.reply_errors import error_of_event, error_of_reply
 from genserve.errors import (
     ContextLengthExceeded,
+    Forbidden,
     GenserveError,
     InvalidRequest,
     ModelFailed,
     ModelNotFound,
     ModelNotReady,
     Overloaded,
+    RateLimited,
+    Unauthenticated,
     Unreachable,
 )
 
@@ -52,7 +55,10 @@ def test_an_error_in_openais_dialect_keeps_field_and_remedy() -> None:
         (429, {"error": "?", "error_type": "overloaded"}, Overloaded),
         (500, {"error": "?", "error_type": "incomplete_generation"}, ModelFailed),
         (503, {"error": {"message": "?", "code": "server_is_overloaded"}}, Overloaded),
-        (401, {"error": {"message": "?", "type": "authentication_error", "code": None}}, InvalidRequest),
+        (401, {"error": {"message": "?", "type": "authentication_error", "code": None}}, Unauthenticated),
+        (401, b"", Unauthenticated),
+        (403, {"error": {"message": "?", "type": "permission_error", "code": "forbidden"}}, Forbidden),
+        (429, {"error": {"message": "?", "type": "requests", "code": "rate_limited"}}, RateLimited),
         (400, {"error": {"message": "?", "code": 400}}, InvalidRequest),
         (503, b"<html>Service Unavailable</html>", Overloaded),
         (502, b"", Unreachable),
@@ -67,8 +73,17 @@ def test_code_type_and_status_determine_the_error_in_this_order(
     assert type(error_of(body, status=status)) is kind
 
 
+def test_a_missing_key_has_a_remedy_for_users_of_the_client() -> None:
+    details = {"message": "the key is missing", "code": "unauthenticated", "remedy": "send the header X"}
+    error = error_of({"error": details}, status=401)
+    assert error.code == "unauthenticated"
+    assert "GENSERVE_API_KEY" in error.remedy
+
+
 def test_an_empty_reply_is_named_by_its_url_and_status() -> None:
-    assert error_of(b"", status=500).message == "http://host/generate answered with status 500"
+    message = error_of(b"", status=500).message
+    assert "http://host/generate" in message
+    assert "500" in message
 
 
 def test_the_header_in_milliseconds_precedes_the_one_in_seconds() -> None:

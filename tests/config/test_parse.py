@@ -16,8 +16,9 @@ from genserve.config.model_config import (
     StateSpec,
     TensorSpec,
 )
-from genserve.config.parse import parse_model_config, read_model_config
+from genserve.config.parse import parse_config, read_config_file
 from genserve.errors import ConfigError
+from genserve.repository.model_validation import valid_config
 
 SOURCE = Path("models/m/config.pbtxt")
 
@@ -59,7 +60,7 @@ ensemble_scheduling {
 
 
 def test_every_value_of_a_logits_stage_is_read() -> None:
-    config = parse_model_config(LOGITS, source=SOURCE)
+    config = valid_config(parse_config(LOGITS, path=SOURCE))
     assert (config.name, config.backend, config.platform) == ("m", "onnxruntime", "onnxruntime_onnx")
     assert (config.max_batch_size, config.default_model_filename) == (32, "graph.onnx")
     assert config.inputs == (
@@ -84,7 +85,8 @@ def test_every_value_of_a_logits_stage_is_read() -> None:
 
 
 def test_every_value_of_an_ensemble_is_read_and_its_folder_names_it() -> None:
-    config = parse_model_config(ENSEMBLE, source=SOURCE)
+    config = parse_config(ENSEMBLE, path=SOURCE).config
+    assert config is not None
     assert (config.name, config.platform, config.decoupled) == ("m", "ensemble", True)
     assert config.ensemble_steps == (
         EnsembleStep(
@@ -108,7 +110,7 @@ def test_every_value_of_an_ensemble_is_read_and_its_folder_names_it() -> None:
     ],
 )
 def test_a_version_policy_is_read_and_the_latest_version_is_the_default(text: str, policy: object) -> None:
-    assert parse_model_config(f'backend: "python" {text}', source=SOURCE).version_policy == policy
+    assert valid_config(parse_config(f'backend: "python" {text}', path=SOURCE)).version_policy == policy
 
 
 @pytest.mark.parametrize(
@@ -141,8 +143,23 @@ def test_a_version_policy_is_read_and_the_latest_version_is_the_default(text: st
             '1:17: Message type "inference.ModelConfig" should not have multiple "name" fields',
             "",
         ),
-        ("input { dims: [ 1, 2 }", '1:22: Expected ","', ""),
-        ("input {", '1:7: Expected "}"', ""),
+        ("input { dims: [ 1, 2 }", '1:22: Expected ","', "close the [ at 1:15"),
+        ("input {", '1:7: Expected "}"', "close the { at 1:7"),
+        (
+            'input [ { name: "}" # ]\n  dims: 1 ]',
+            "2:11: Expected identifier or number, got ]",
+            "close the { at 1:9",
+        ),
+        (
+            'input { name: "a" }\n}',
+            "2:1: Expected identifier or number, got }",
+            "remove the } at 2:1, which closes nothing",
+        ),
+        (
+            'input [ { name: "x" data_type: "TYPE_FP32" } ]',
+            '1:32: Enum type "inference.DataType" has no value named "TYPE_FP32"',
+            "write TYPE_FP32 without quotes",
+        ),
         ('name: "abc', "1:7: String missing ending quote: '\"abc'", ""),
         (
             '# a comment with a name: x\ninput { name: "m" data_type: TYPE_BOOL dims: 1 }\n'
@@ -159,16 +176,17 @@ def test_a_version_policy_is_read_and_the_latest_version_is_the_default(text: st
 )
 def test_an_error_has_a_position_and_a_remedy(text: str, message: str, remedy: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        parse_model_config(text, source=SOURCE)
+        valid_config(parse_config(text, path=SOURCE))
     assert raised.value.message == f"{SOURCE}:{message}"
     assert raised.value.remedy == remedy
 
 
 def test_the_old_name_of_iterative_sequences_is_read_without_moving_positions() -> None:
     text = 'backend: "python" sequence_batching { generative_sequence: true } nope: 1'
-    with pytest.raises(ConfigError, match=f":1:{text.index('nope') + 1}: "):
-        parse_model_config(text, source=SOURCE)
-    config = parse_model_config(text.replace("nope: 1", ""), source=SOURCE)
+    with pytest.raises(ConfigError) as raised:
+        valid_config(parse_config(text, path=SOURCE))
+    assert raised.value.message.startswith(f"{SOURCE}:1:{text.index('nope') + 1}: ")
+    config = valid_config(parse_config(text.replace("nope: 1", ""), path=SOURCE))
     assert config.sequence_batching is not None
     assert config.sequence_batching.iterative
 
@@ -177,7 +195,7 @@ def test_a_config_is_read_from_its_file(tmp_path: Path) -> None:
     file = tmp_path / "m" / "config.pbtxt"
     file.parent.mkdir()
     file.write_text(LOGITS)
-    assert read_model_config(file) == parse_model_config(LOGITS, source=file)
+    assert valid_config(read_config_file(file)) == valid_config(parse_config(LOGITS, path=file))
 
 
 @pytest.mark.parametrize("content", [None, b"name: \xff"])
@@ -185,12 +203,13 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | No
     file = tmp_path / "config.pbtxt"
     if content is not None:
         file.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"config\.pbtxt:1:1: cannot be read"):
-        read_model_config(file)
+    with pytest.raises(ConfigError) as raised:
+        valid_config(read_config_file(file))
+    assert raised.value.message.startswith(f"{file}:1:1: ")
 
 
 def test_the_values_of_a_config_are_frozen() -> None:
-    config = parse_model_config(LOGITS, source=SOURCE)
+    config = valid_config(parse_config(LOGITS, path=SOURCE))
     with pytest.raises(TypeError):
         config.parameters["max_sequence_length"] = "1"  # type: ignore[index]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import json
 import sys
@@ -13,7 +14,7 @@ import pytest
 import conformance
 from conformance.client_programs import ClientProgram, Row, client_programs, run_program
 from conformance.environments import Environment
-from conformance.result_table import as_json, as_markdown, from_json, results
+from conformance.result_table import as_json, as_markdown, as_summary, from_json, results
 
 
 def run(tmp_path: Path, source: str, *, timeout_s: float = 60) -> list[Row]:
@@ -57,6 +58,34 @@ def test_a_program_that_ends_badly_is_a_row_that_fails(tmp_path, source, problem
     assert (row.outcome, row.detail) == ("failed", problem)
 
 
+WITH_CHILD = '''
+import sys
+from agents import run_command
+from rows import main, row
+child = """
+import fcntl, time
+lock = open('lock', 'w')
+fcntl.flock(lock, fcntl.LOCK_EX)
+print('begun', flush=True)
+time.sleep(600)
+"""
+run = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}]).wait()"
+@row("hangs")
+def _():
+    run_command([sys.executable, "-c", run], cwd=".", variables={}, timeout_s=TIMEOUT)
+main()
+'''
+
+
+@pytest.mark.parametrize(("of_row", "of_program"), [(1, 60), (60, 1)])
+def test_an_agent_that_hangs_ends_with_all_that_it_runs(tmp_path, of_row, of_program):
+    [row] = run(tmp_path, WITH_CHILD.replace("TIMEOUT", str(of_row)), timeout_s=of_program)
+    assert row.outcome == "failed"
+    assert (tmp_path / "log").read_text().splitlines().count("begun") == 1
+    with (tmp_path / "home" / "client" / "lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)    # which the child would hold for ten minutes
+
+
 @pytest.mark.parametrize(
     ("default", "scripted", "works"),
     [
@@ -91,6 +120,7 @@ def test_the_table_in_markdown_shows_problems_as_code():
     row = Row(name="a", outcome="failed", detail="x|`y`", seconds=0.25)
     [result] = results("client", "1.0", {"default": [row]})
     assert as_markdown([result]).splitlines()[-1] == "| client 1.0 | a | FAILS | - | 0.2 | `x/ y ` |"
+    assert as_summary([result]).splitlines()[-1] == "| client 1.0 | 1 | 0 | 0 |  | a: `x/ y ` |"
 
 
 def test_every_client_has_a_program_and_pins_its_packages():
@@ -149,3 +179,56 @@ def test_the_scripted_model_calls_a_tool_for_each_city_and_quotes_the_results(sc
 )
 def test_the_scripted_model_writes_an_instance_of_a_schema(script, schema):
     jsonschema.validate(conversation(script, "Anything.").example(schema), schema)
+
+
+WRITE = {"name": "write", "parameters": {"properties": {"path": {}, "text": {}}}}
+TASK = 'use the tool write({"text": "a", "path": "1"}), then use the tool write({"text": "b", "path": "2"}).'
+CALL = "<tool_call>...</tool_call>"
+
+
+def result(text):
+    return f"<tool_response>\n{text}\n</tool_response>"
+
+
+def called(answer):
+    return json.loads(answer.removeprefix("<tool_call>").removesuffix("</tool_call>"))["arguments"]
+
+
+def test_the_scripted_model_makes_the_calls_of_a_task_one_per_turn(script):
+    first = conversation(script, TASK, tools=[WRITE]).answer()
+    # In the order of the schema, since the grammar of a call wants that.
+    assert list(called(first).items()) == [("path", "1"), ("text", "a")]
+    second = conversation(script, TASK, CALL, result("done 1"), tools=[WRITE]).answer()
+    assert called(second) == {"path": "2", "text": "b"}
+    last = conversation(script, TASK, CALL, result("done 1"), CALL, result("done 2"), tools=[WRITE])
+    assert last.answer() == "The tool says: done 2"
+
+
+def test_the_scripted_model_calls_a_deferred_tool_only_when_a_search_has_found_it(script):
+    task = 'use the tool search({"query": "write"}), then use the tool write({"path": "1"}).'
+    search = {"name": "search", "parameters": {}}
+    missing = conversation(script, task, CALL, result("nothing"), tools=[search]).answer()
+    assert "<tool_call>" not in missing
+    found = conversation(script, task, CALL, result("The tool write can be called now"), tools=[search])
+    assert called(found.answer()) == {"path": "1"}
+
+
+def test_the_scripted_model_goes_on_with_a_task_after_a_summary(script):
+    asks = "Summarize the conversation."
+    summary = conversation(script, TASK, CALL, result("done 1"), CALL, asks, tools=[WRITE]).answer()
+    assert summary.startswith("<summary>")
+    assert called(conversation(script, summary, tools=[WRITE]).answer()) == {"path": "2", "text": "b"}
+    # A summary may come with the task, and may be cut.
+    both = conversation(script, f"{TASK} {summary[:-30]}", tools=[WRITE])
+    assert called(both.answer()) == {"path": "2", "text": "b"}
+    assert len(both.task.calls) == 2
+    # The result of a call whose predecessors are no longer in the prompt says how many there were.
+    marked = conversation(script, TASK, CALL, result("(2 calls are done)"), tools=[WRITE])
+    assert "<tool_call>" not in marked.answer()
+
+
+def test_the_scripted_model_waits_before_the_first_call_of_a_task_only(script):
+    task = f"wait 25 seconds, then {TASK}"
+    assert conversation(script, task, tools=[WRITE]).task.wait_s == 25
+    assert conversation(script, task, CALL, result("done 1"), tools=[WRITE]).task.wait_s == 0
+    assert conversation(script, "wait 25 seconds", tools=[WRITE]).task.wait_s == 0

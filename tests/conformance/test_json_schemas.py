@@ -1,4 +1,4 @@
-"""Whatever a model says at temperature 1, it is JSON by the schema: `jsonschema` judges."""
+"""Whatever a model writes at temperature 1, `jsonschema` accepts it as JSON of the schema."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.conformance.schemas import random_schema
 
 
 def num_valid(llm: LLM, seeds: range, **options: Any) -> int:
-    """How many answers came to an end; each of them is by its schema."""
+    """Return how many answers came to an end; each of them matches its schema."""
 
     def ends(seed: int) -> bool:
         schema = random_schema(seed)

@@ -18,7 +18,7 @@ TEXTS = ["hello there", "the quick brown fox", "hello again"]
 
 @pytest.fixture(scope="module")
 def answers(tiny_repository):
-    """What the same model says in this process."""
+    """The answers of the same model in this process."""
     with LLM(model_repository=tiny_repository) as llm:
         return {text: llm.generate(text, max_tokens=12, logprobs=True, ignore_eos=True) for text in TEXTS}
 
@@ -323,6 +323,7 @@ def test_a_client_that_leaves_before_the_answer_frees_all_its_slots(client, tiny
     ],
 )
 def test_a_bad_request_names_its_field(client, tiny_server, change, param):
+    wait_until_idle(tiny_server)    # other tests leave
     with pytest.raises(openai.BadRequestError) as raised:
         client.completions.create(**(OPTIONS | {"prompt": "hello"} | change))
     assert raised.value.param == param

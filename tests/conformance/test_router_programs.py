@@ -36,7 +36,7 @@ def test_only_failures_are_excused_by_a_limit_of_the_router():
 
 def test_the_same_server_answers_as_the_server(tiny_server):
     rows = compared(tiny_server.url, tiny_server.url, model="tiny")
-    assert {row.outcome for row in rows} == {"ok"}
+    assert [row for row in rows if row.outcome != "ok"] == []
     assert "as the server: chat, streamed" in [row.name for row in rows]
 
 

@@ -17,7 +17,7 @@ OPTIONS: dict[str, Any] = {"model": "tiny", "max_tokens": 12, "temperature": 0}
 
 @pytest.fixture(scope="module")
 def whole(tiny_repository) -> Completion:
-    """What the same model says in this process."""
+    """The answer of the same model in this process."""
     with LLM(model_repository=tiny_repository) as llm:
         return llm.generate(PROMPT, max_tokens=12, ignore_eos=True)
 

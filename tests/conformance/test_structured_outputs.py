@@ -1,4 +1,4 @@
-"""Answers in a form, over real sockets: openai-python, huggingface_hub and our own clients."""
+"""Structured outputs over real sockets: openai-python, huggingface_hub and our own clients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TURN: list[Any] = [{"role": "user", "content": "Rate Paris."}]
 
 
 class Rating(pydantic.BaseModel):
-    """What a program wants of a chat."""
+    """The structure that a program wants from a chat."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
 
@@ -149,7 +149,7 @@ def test_client_and_library_give_the_same_answer(tiny_server, tiny_repository):
 
 
 def test_answers_with_and_without_a_form_share_a_batch(tiny_server):
-    """The neighbours' texts are those that they have alone."""
+    """The texts of the other requests are the same as alone."""
     free: Any = {"temperature": 1.0, "seed": 6, "max_tokens": 20, "ignore_eos": True}
     with Client(tiny_server.url) as client:
         alone = client.generate("hello", **free).text

@@ -15,6 +15,7 @@ from genserve.export.pulling import cache_folder, fetch_gguf
 from genserve.export.source_model import source_model
 from tests.export.graphs import write_graph
 
+pytestmark = pytest.mark.extended   # a model of 135 million parameters; test_families.py has tiny ones
 NUM_TOKENS = 64
 END = 2  # <|im_end|>
 PROMPTS = [

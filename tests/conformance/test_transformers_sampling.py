@@ -28,8 +28,8 @@ from transformers import (
 )
 
 from genserve import LLM
+from genserve.engine.engine_request import TokenSequence
 from genserve.export import SilentProgress, export_model
-from genserve.generation.engine_request import TokenSequence
 from genserve.sampling.batch_sampler import sample_rows, sampling_metadata
 from genserve.sampling.sampler import LogprobsRequest
 from tests.export.tiny_models import TINY_MODELS, tiny_checkpoint
@@ -125,7 +125,7 @@ def test_random_prompts_and_rules_match_transformers(both, num_cases):
         if "min_tokens" in ours:
             ours["min_tokens"] = theirs["min_new_tokens"] = min(num, ours["min_tokens"])
         expected = greedy_ids(reference, prompt, num_tokens=num, end=END, **theirs)
-        answer = llm.generate(prompt, max_tokens=num, **ours)  # type: ignore[arg-type]
+        [answer] = llm.complete(prompt, max_tokens=num, **ours)
         assert list(answer.token_ids) == expected, (prompt, ours)
 
 

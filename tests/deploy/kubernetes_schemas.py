@@ -20,7 +20,7 @@ from referencing import Registry, Resource
 __all__ = ["OLDEST_KUBERNETES", "documents", "problem"]
 
 _CRDS = Path(__file__).parent / "crds"
-OLDEST_KUBERNETES = "1.29.0"     # that Chart.yaml allows
+OLDEST_KUBERNETES = "1.29.0"     # the oldest version that Chart.yaml allows
 _VERSIONS = (OLDEST_KUBERNETES, "1.35.0")
 
 
@@ -30,7 +30,7 @@ def documents(text: str) -> list[dict[str, Any]]:
 
 
 def problem(document: dict[str, Any]) -> str:
-    """Return what is wrong with a document first; empty: nothing.
+    """Return the first problem of a document; empty: it is valid.
 
     Raises:
         LookupError: there is no schema of its kind.
@@ -93,7 +93,7 @@ def _strict(schema: Any) -> Any:
         strict = {"type": ["integer", "string"]}
     if schema.get("nullable") and "type" in strict:
         strict["type"] = [strict["type"], "null"]
-    # Those of allOf, anyOf and oneOf only add to the properties of the schema around them.
+    # The parts of allOf, anyOf and oneOf only add to the properties of the schema around them.
     if strict.get("type") == "object" and "properties" in strict:
         keeps_unknown = schema.get("x-kubernetes-preserve-unknown-fields", False)
         strict.setdefault("additionalProperties", keeps_unknown)

@@ -125,7 +125,7 @@ def test_the_commands_accept_the_arguments(rendered, name) -> None:
     for container in [*pod(rendered[name]).get("initContainers", ()), server(rendered[name])]:
         if "genserve/genserve:" in container["image"]:
             command, *arguments = container["args"]
-            COMMANDS[command].load(command).make_context(command, arguments)
+            COMMANDS[command].read(command, arguments)
 
 
 @pytest.mark.parametrize("name", VALUES)

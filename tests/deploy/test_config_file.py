@@ -46,10 +46,10 @@ def test_what_is_written_is_valid_for_serve_and_read_again(text, tmp_path):
         ("max_queue:", "max_quee:", "unknown key 'max_quee'", "did you mean max_queue?"),
         ("max_queue: 8", "grpc_port: 8", "unknown key 'grpc_port'", ""),
         ("max_queue: 8", "max_queue: -8", "args.settings: max_queue must be at least 0", "--dry-run"),
-        ("max_queue: 8", "max_queue: many", "args.settings: max_queue: Input should be", "--dry-run"),
-        ("num_cpus: 1", "num_cpus: -1", "num_cpus: Input should be greater than or equal to 0", "--dry-run"),
+        ("max_queue: 8", "max_queue: many", "args.settings: max_queue: must be a whole number", "--dry-run"),
+        ("num_cpus: 1", "num_cpus: -1", "num_cpus: must be at least 0", "--dry-run"),
         ("max_queue: 8", "http_port: 0", "http_port must be a port that clients know", "--dry-run"),
-        ("max_queue: 8", "http_port: 80a", "http_port: Input should be a valid integer", "--dry-run"),
+        ("max_queue: 8", "http_port: 80a", "http_port: must be a whole number", "--dry-run"),
         ("min_replicas: 1", "min_replicas: 0", "min_replicas: must be at least 1", "--dry-run"),
         ("TokenLoadPolicy", "TokenPolicy", "cannot import: module 'genserve.deploy", "--dry-run"),
     ],
@@ -70,7 +70,7 @@ def test_a_mistake_is_reported_with_its_place_and_a_remedy(text, tmp_path, befor
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("- a", "a mapping"), ("", "a mapping"), ("a: [", "not YAML"), ("applications: 3", "valid list")],
+    [("- a", "a mapping"), ("", "a mapping"), ("a: [", "not YAML"), ("applications: 3", "must be a list")],
 )
 def test_another_file_is_rejected(tmp_path, text, message):
     with pytest.raises(ConfigError, match=message):
@@ -81,7 +81,7 @@ def test_autoscaling_by_the_policy_of_serve_is_rejected(text, tmp_path):
     config = yaml.safe_load(text)
     for options in config["applications"][0]["deployments"]:
         options.get("autoscaling_config", {}).pop("policy", None)
-    with pytest.raises(ConfigError, match=r"autoscaling_config: needs a policy.*TokenLoadPolicy"):
+    with pytest.raises(ConfigError, match=r"autoscaling_config: .*TokenLoadPolicy"):
         read_config(written(tmp_path, yaml.safe_dump(config)))
 
 
@@ -99,5 +99,5 @@ def test_the_arguments_of_another_application_are_not_checked(text, tmp_path):
 
 
 def test_a_missing_file_is_an_error(tmp_path):
-    with pytest.raises(RepositoryError, match="cannot read"):
+    with pytest.raises(RepositoryError, match=r"none\.yaml"):
         read_config(tmp_path / "none.yaml")

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from genserve.backends.onnx_session import default_threads
 from genserve.deploy.ray.deploy_config import (
     FINGERPRINT,
     INGRESS,
@@ -18,10 +17,11 @@ from genserve.deploy.ray.deploy_config import (
     with_fingerprints,
 )
 from genserve.errors import RepositoryError
+from genserve.machine import default_threads
 
 
 def add_model(root: Path, name: str, config: str = "", *, version: int = 1) -> Path:
-    """A Python model that is in order but for what `config` adds."""
+    """Write a Python model that is valid except for what `config` adds."""
     folder = root / name
     (folder / str(version)).mkdir(parents=True, exist_ok=True)
     (folder / str(version) / "model.py").write_text("class TritonPythonModel: pass")
@@ -167,9 +167,9 @@ def test_a_local_cluster_has_cpus_for_all_replicas_and_one_more_of_each(tmp_path
 
 def test_a_model_that_does_not_exist_is_rejected_with_the_closest_name(tmp_path):
     add_model(tmp_path, "resnet")
-    with pytest.raises(RepositoryError, match="no model 'resnett'") as caught:
+    with pytest.raises(RepositoryError, match="'resnett'") as caught:
         find_models([tmp_path], ["resnett"])
-    assert caught.value.remedy == "did you mean resnet?"
+    assert "resnet?" in caught.value.remedy
 
 
 def test_a_repository_without_models_is_rejected(tmp_path):

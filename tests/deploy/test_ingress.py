@@ -15,15 +15,17 @@ import pytest
 
 from genserve.deploy.ingress import ingress_server
 from genserve.deploy.replica.model_replica import ModelReplica
-from genserve.generation.engine_thread import EngineThread
+from genserve.deploy.replica.replica_load import ReplicaLoad
+from genserve.engine.engine_thread import EngineThread
 from tests.fakes.local_replicas import LocalReplicas, LossyReplicas
+from tests.support.answer_timings import without_timings
 from tests.support.live_ingress import LiveIngress
 from tests.support.live_server import LiveServer
 
 CHAT = [{"role": "user", "content": "Hello"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 SCHEMA = {"type": "object", "properties": {"a": {"enum": ["b"]}}, "required": ["a"]}
-# What differs from answer to answer: ids, times, and which of the prompt's tokens a replica has cached.
+# The fields that differ between answers: ids, times, and how many prompt tokens a replica has cached.
 VOLATILE = re.compile(
     r'"(id|call_id|item_id|previous_response_id|created|created_at|completed_at|last_inference|ns|retry_after'
     r"|cached_tokens|cache_read_input_tokens|input_tokens|\w+_duration|compute_time|inference_time|queue_time"
@@ -94,7 +96,8 @@ REQUESTS: list[tuple[str, Any]] = [
     }),
     ("/v1/chat/completions", {"messages": []}),
     ("/v1/chat/completions", {"messages": CHAT, "model": "other"}),
-    ("/v1/chat/completions", {"messages": CHAT, "max_tokens": 100_000}),
+    ("/v1/chat/completions", {"messages": CHAT, "temperature": 0, "max_tokens": 100_000}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x " * 900}]}),
     ("/v1/chat/completions", {"messages": CHAT, "structured_outputs": {"regex": "("}}),
     ("/v1/completions", {"prompt": ["Hello", "world"], "seed": 1, "n": 2, "max_tokens": 6}),
     ("/v1/completions", {"prompt": "a" * 3000}),
@@ -142,7 +145,7 @@ def shown(response: httpx2.Response) -> tuple[int, str, str]:
     return (
         response.status_code,
         response.headers.get("content-type", ""),
-        VOLATILE.sub(r'"\1":0', response.text).replace('": ', '":'),
+        VOLATILE.sub(r'"\1":0', without_timings(response.text)).replace('": ', '":'),
     )
 
 
@@ -154,6 +157,29 @@ def test_answers_as_a_single_server(
     several: httpx2.Client = request.getfixturevalue(kind)
     expected, answered = (client.post(path, json=body) for client in (single, several))
     assert shown(answered) == shown(expected)
+
+
+def test_progress_and_timings_come_from_the_replica(ingress: httpx2.Client) -> None:
+    body = {"messages": CHAT, "n": 2, "return_progress": True, "stream": True, "cache_salt": "p", **GREEDY}
+    text = ingress.post("/v1/chat/completions", json=body).text
+    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    progress = [event for event in events if "prompt_progress" in event]
+    assert [event["choices"][0]["index"] for event in progress] == [0]
+    assert progress[0]["prompt_progress"]["processed"] == progress[0]["prompt_progress"]["total"]
+    assert events[-1]["timings"]["predicted_n"] == 2 * GREEDY["max_tokens"]
+    assert events[-1]["timings"]["prompt_ms"] > 0
+
+
+def test_a_receipt_is_that_of_the_replica(
+    single: httpx2.Client, ingress: httpx2.Client, lossy: httpx2.Client
+) -> None:
+    body = {"messages": CHAT, "return_receipt": True, "seed": 1, **GREEDY}
+    answers = [client.post("/v1/chat/completions", json=body) for client in (single, ingress, lossy)]
+    whole, same, resumed = (answer.json()["receipt"] for answer in answers)
+    assert same == whole
+    assert resumed["token_ids"] == whole["token_ids"]
+    # A second replica has not seen the logits of the first, which may have ended the answer.
+    assert resumed["logits_sha256"] in (None, whole["logits_sha256"])
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -186,6 +212,61 @@ def test_sums_up_the_metrics_of_the_replicas(ingress: httpx2.Client, replicas: L
         ingress.post("/v1/completions", json={"prompt": "Hello", "ignore_eos": True, "max_tokens": 5})
     assert counted(ingress, 'genserve_generation_tokens_total{model="tiny"}') == generated + 15
     assert all(engine.num_steps > steps for engine, steps in zip(engines(replicas), before, strict=True))
+
+
+class FullReplicas(LocalReplicas):
+    """Local replicas that report to be full."""
+
+    def load(self, identity: str) -> ReplicaLoad:
+        return ReplicaLoad(num_free=0, seconds_per_slot=0.5)
+
+
+def test_a_request_is_rejected_early_while_all_replicas_are_full(
+    repository: Path, replicas: LocalReplicas
+) -> None:
+    full = FullReplicas(*replicas.replicas.values())
+    with (
+        LiveIngress(repository, {"tiny": full}) as server,
+        httpx2.Client(base_url=server.url, timeout=60) as client,
+    ):
+        rejected = client.post("/v1/completions", json={"prompt": 5.5})     # which is not validated any more
+        assert rejected.status_code == 429
+        assert rejected.headers["retry-after-ms"] == "250"
+        assert "add replicas" in rejected.text
+        assert values(client, "genserve_admission_rejections_total{", replicas="none") == [1]
+    assert not full.calls
+
+
+def test_the_metrics_of_each_replica_are_not_those_of_an_ingress(
+    repository: Path, ingress: httpx2.Client, replicas: LocalReplicas
+) -> None:
+    """The metrics of two ingresses can be added up, and added to the metrics of the replicas."""
+    body = {"inputs": [{"name": "input_ids", "datatype": "INT64", "shape": [1, 2], "data": [5, 6]}]}
+    ingress.post("/v2/models/tiny_logits/infer", json=body)
+    ingress.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 1})
+    with (
+        LiveIngress(repository, {"tiny": replicas}) as server,
+        httpx2.Client(base_url=server.url, timeout=60) as other,
+    ):
+        for name in (
+            "genserve_generation_tokens_total{",
+            "genserve_time_to_first_token_seconds_count{",
+            'nv_inference_count{model="tiny_logits"',
+            "vllm:prompt_tokens_total{",
+            "vllm:request_success_total{",
+            "vllm:cache_config_info{",
+        ):
+            of_each = values(ingress, name, replicas="each")
+            assert of_each == values(other, name, replicas="each")
+            assert sum(of_each) > 0
+            assert len(of_each) % 3 == 0
+            assert values(ingress, name, replicas="none") == values(other, name, replicas="none") == []
+        lag = "genserve_event_loop_lag_max_seconds"
+        assert [len(values(other, lag, replicas=kind)) for kind in ("none", "each", "sum")] == [1, 0, 1]
+    text = ingress.get("/metrics?replicas=each").text
+    for replica in replicas.replicas.values():
+        assert f'vllm:generation_tokens_total{{engine="0",model_name="tiny",replica="{replica.id}"}}' in text
+    assert ingress.get("/metrics?replicas=all").status_code == 422
 
 
 def test_sums_up_the_statistics_of_the_replicas(ingress: httpx2.Client) -> None:
@@ -246,9 +327,14 @@ def engines(replicas: LocalReplicas) -> list[EngineThread]:
 
 
 def counted(client: httpx2.Client, name: str) -> float:
-    """The value of a metric."""
-    [value] = [line for line in client.get("/metrics").text.splitlines() if line.startswith(name)]
-    return float(value.rpartition(" ")[2])
+    """The value of a metric, of ingress and replicas together."""
+    [value] = values(client, name, replicas="sum")
+    return value
+
+
+def values(client: httpx2.Client, name: str, *, replicas: str) -> list[float]:
+    lines = client.get("/metrics", params={"replicas": replicas}).text.splitlines()
+    return [float(line.rpartition(" ")[2]) for line in lines if line.startswith(name)]
 
 
 def test_answers_the_probe_of_kuberay(
@@ -257,7 +343,7 @@ def test_answers_the_probe_of_kuberay(
     """KubeRay looks for the word in the answer of a pod's port, without a key."""
     answer = ingress.get("/-/healthz")
     assert (answer.status_code, answer.text) == (200, "success")
-    monkeypatch.setattr(ingress_server, "_START_S", 0.01)   # no model will ever answer
+    monkeypatch.setattr(ingress_server, "_START_S", 0.01)   # no model answers
     with LiveIngress(repository, {"tiny": LocalReplicas()}, api_key="key") as server:
         answer = httpx2.get(f"{server.url}/-/healthz")
     assert (answer.status_code, answer.text) == (503, "not ready")

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from genserve.deploy.replica.replica_load import ReplicaLoad
 from genserve.deploy.routing.prefix_router import PrefixRouter
-from genserve.generation.prefix_cache import block_key, root_key
+from genserve.engine.prefix_cache import block_key, root_key
 
 BLOCK = 4
 IDLE = ReplicaLoad()
@@ -112,11 +112,6 @@ def test_a_forgotten_replica_has_nothing_and_leaves_the_others_alone():
     assert prefix.cached_tokens(keys_of("xy"), "abc") == {"a": 8, "b": 0, "c": 8}
     prefix.routed("d", keys_of("x"))
     assert prefix.cached_tokens(keys_of("xy"), "abcd") == {"a": 8, "b": 0, "c": 8, "d": 4}
-
-
-def test_a_load_with_one_more_request():
-    load = ReplicaLoad(running=1, waiting=2, waiting_tokens=30, kv_usage=0.5)
-    assert load.with_request(7) == ReplicaLoad(running=1, waiting=3, waiting_tokens=37, kv_usage=0.5)
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.text("xy", max_size=6), st.booleans()), max_size=30))

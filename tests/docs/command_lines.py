@@ -16,13 +16,15 @@ __all__ = ["check_command", "commands"]
 _SEPARATORS = ("|", "&&", ";", "&")
 _REDIRECTIONS = (">", ">>", "<")
 _COMMENT = re.compile(r"(^|\s)#.*$", re.MULTILINE)
+_HERE_DOCUMENT = re.compile(r"<<-?\s*'?(\w+)'?\n.*?^\1$", re.MULTILINE | re.DOTALL)
 _ASSIGNMENT = re.compile(r"^\w+=")
-# Programs of others, whose arguments are not looked at.
+# Third-party programs, whose arguments are not checked.
 _OTHERS = frozenset(
     (
-        "apt-get", "bash", "cat", "cd", "cmake", "cp", "curl", "diff", "echo", "export", "git", "helm",
-        "hf", "jq", "kubectl", "lm_eval", "ls", "mkdir", "nginx", "node", "npm", "openssl", "optimum-cli",
-        "prometheus", "ray", "serve", "sglang-router", "sh", "source", "tar", "vllm-router", ".",
+        "apt-get", "bash", "cat", "cd", "claude", "cmake", "codex", "copilot", "cp", "curl", "diff", "echo",
+        "export", "git", "helm", "hf", "jq", "kubectl", "lm_eval", "ls", "mkdir", "nginx", "node", "npm",
+        "opencode", "openssl", "optimum-cli", "pi", "printf", "prometheus", "qwen", "ray", "serve",
+        "sglang-router", "sh", "source", "tar", "vllm-router", ".",
     )
 )  # fmt: skip
 
@@ -31,6 +33,7 @@ _MODULES = ("onnxruntime_genai", "pip", "venv")
 
 def commands(text: str) -> list[list[str]]:
     """Return the commands of a block as words, those behind pipes included; redirections are left out."""
+    text = _HERE_DOCUMENT.sub("", text)
     lexer = shlex.shlex(
         _COMMENT.sub(r"\1", text).replace("\\\n", " "), posix=True, punctuation_chars="|&;><\n"
     )
@@ -50,7 +53,7 @@ def commands(text: str) -> list[list[str]]:
 def check_command(command: list[str]) -> None:
     """Fail unless the command's program is known and accepts the arguments."""
     program, *arguments = command
-    if arguments[:1] == ["--from"]:     # of uvx: a package with its extras
+    if arguments[:1] == ["--from"]:     # uvx's option: a package with its extras
         _check_extras(arguments[1:2])
         arguments = arguments[2:]
     match program.rpartition("/")[2]:
@@ -73,7 +76,7 @@ def check_command(command: list[str]) -> None:
 def _check_genserve(arguments: list[str]) -> None:
     name, *rest = arguments
     if name not in ("--help", "--version"):
-        COMMANDS[name].load(name).make_context(name, rest)
+        COMMANDS[name].read(name, rest)
 
 
 def _image(word: str) -> str:
@@ -89,7 +92,7 @@ def _check_extras(arguments: list[str]) -> None:
 def _check_targets(arguments: list[str]) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets, variables = (
-        set(re.findall(r"^(\w+):", makefile, re.MULTILINE)),
+        set(re.findall(r"^([\w-]+):", makefile, re.MULTILINE)),
         "ARGS RUNTIME MODEL REPOSITORY PYTHON",
     )
     for word in arguments:

@@ -40,10 +40,10 @@ class Snippet:
     """One code block."""
 
     page: Path
-    line: int  # of its first line
-    language: str  # as written behind the fence; empty: an indented block, or a fence without one
+    line: int  # the number of the first line
+    language: str  # the word after the fence; empty: an indented block, or a fence without a word
     text: str
-    not_run: str  # the reason; empty: it runs
+    not_run: str  # why the block is not run; empty: it is run
     is_slow: bool
 
     @property

@@ -39,6 +39,7 @@ def relative(path: Path) -> str:
     return path.relative_to(EXAMPLES).as_posix()
 
 
+@pytest.mark.extended
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("program", PYTHON, ids=relative)
 def test_a_python_program_runs(program, environment, capsys):
@@ -48,6 +49,7 @@ def test_a_python_program_runs(program, environment, capsys):
         gc.collect()    # what it leaves open, before the next test
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("command", ["sh curl/chat.sh", "node javascript/chat.mjs"])
 def test_a_program_in_another_language_runs(command, environment):
     program, path = command.split()

@@ -9,9 +9,10 @@ from types import ModuleType
 
 import pytest
 
-from genserve.cli.main import commands
+from genserve.cli.main import parsers
 from genserve.config.schema import new_model_config
 from genserve.sampling.sampling_params import PARAMETERS
+from genserve.server.observe.metrics_text import VLLM_NAMES, metrics_text
 from tests.docs.snippets import ROOT
 
 
@@ -31,11 +32,10 @@ def pages(reference: ModuleType) -> dict[str, str]:
 
 
 def test_every_command_and_every_flag_is_on_the_page(pages):
-    for name, command in commands().items():
+    for name, parser in parsers().items():
         [section] = re.findall(rf"\n## genserve {name}\n(.*?)(?=\n## |\Z)", pages["cli.md"], re.DOTALL)
-        flags = [flag for param in command.params for flag in param.opts if flag.startswith("--")]
-        hidden = {flag for param in command.params if getattr(param, "hidden", False) for flag in param.opts}
-        assert {flag for flag in flags if flag not in hidden and f"`{flag}`" not in section} <= {"--help"}
+        names = [name for each in parser.parameters for name in each.names]
+        assert [name for name in names if f"`{name}`" not in section] == []
 
 
 def test_every_variable_that_the_code_reads_is_on_the_page(pages):
@@ -63,3 +63,13 @@ def test_every_sampling_parameter_is_on_the_page(pages):
 def test_every_field_of_the_schema_is_on_the_page(pages):
     names = [field.name for field in new_model_config().DESCRIPTOR.fields]
     assert {name for name in names if f"| `{name}` |" not in pages["config.md"]} == set()
+
+
+def test_every_metric_of_a_server_is_on_the_page(pages, tiny_server):
+    text = metrics_text(tiny_server.server.services.metrics.registry).decode()
+    exported = set(re.findall(r"^# TYPE (genserve_\w+|vllm:\w+) ", text, re.MULTILINE))
+    assert len(exported) > 60
+    assert {name for name in exported if f"`{name}`" not in pages["metrics.md"]} == set()
+    for ours, theirs in VLLM_NAMES.items():
+        total = "_total" if f"{ours}_total" in exported else ""
+        assert f"| `{ours}{total}` | `{theirs}{total}` |" in pages["metrics.md"]

@@ -33,7 +33,7 @@ from genserve import LLM, Client, Completion
 from genserve.config.schema import new_model_config
 from tests.docs.command_lines import check_command, commands
 from tests.docs.snippets import ROOT, Snippet, snippets
-from tests.support.live_server import LiveServer
+from tests.support.live_server import LiveServer, line_with, serving
 
 SNIPPETS = snippets()
 SHELL = ("sh", "bash", "shell")
@@ -45,7 +45,7 @@ PARSED = {
     "toml": tomllib.loads,
 }
 # Programs that change nothing outside of the folder where a block runs.
-RUNNABLE = ("cat", "curl", "diff", "echo", "genserve", "head", "ls", "python", "tail")
+RUNNABLE = ("cat", "curl", "diff", "echo", "genserve", "head", "ls", "printf", "python", "tail")
 OTHERS = ("python", "pbtxt", "nginx", "js", "text", "")
 _COMMAND = re.compile(r"^(\$ )?(genserve|pip|uvx?|docker|make|curl|python|pytest) ", re.MULTILINE)
 
@@ -87,6 +87,7 @@ def model_files(words: str) -> list:
 PROGRAMS = [param for param in of_languages("python") if param not in model_files("")]
 
 
+@pytest.mark.extended
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("snippet", PROGRAMS)
 def test_python_runs(snippet, server, workspace, monkeypatch, capsys, tmp_path):
@@ -110,6 +111,7 @@ def likeliest(workspace: Path) -> Completion:
         return llm.generate("hello", max_tokens=12, ignore_eos=True)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("snippet", model_files("async def decode("))
 def test_every_decoding_loop_is_greedy_at_temperature_0(snippet, workspace, likeliest, tmp_path):
     repository = shutil.copytree(workspace / "model_repository", tmp_path / "repository")
@@ -118,6 +120,7 @@ def test_every_decoding_loop_is_greedy_at_temperature_0(snippet, workspace, like
         assert llm.generate("hello", max_tokens=12, ignore_eos=True) == likeliest
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("snippet", model_files("def execute("))
 def test_a_bls_loop_is_greedy(snippet, workspace, likeliest, tmp_path):
     repository = shutil.copytree(workspace / "model_repository", tmp_path / "repository")
@@ -138,12 +141,19 @@ def test_a_bls_loop_is_greedy(snippet, workspace, likeliest, tmp_path):
 
 
 @pytest.mark.parametrize("snippet", of_languages(*SHELL))
-def test_shell_commands_are_right(snippet, server, workspace):
-    """Each command line is one that its program accepts; those of curl run."""
+def test_shell_commands_are_right(snippet):
+    """Each command line is one that its program accepts."""
     for command in commands(snippet.text):
         check_command(command)
         assert snippet.not_run or command[0] in RUNNABLE, f"{command[0]}: say why it is not run"
-        if command[0] == "curl" and not snippet.not_run:
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("snippet", [one for one in of_languages(*SHELL) if "curl" in one.values[0].text])
+def test_curl_runs(snippet, server, workspace):
+    skip_if_marked(snippet)
+    for command in commands(snippet.text):
+        if command[0] == "curl":
             line = shlex.join(["curl", "-fsS", *(localized(word, server) for word in command[1:])])
             done = subprocess.run(
                 line, shell=True, cwd=workspace, capture_output=True, text=True, check=False
@@ -152,11 +162,29 @@ def test_shell_commands_are_right(snippet, server, workspace):
             assert done.stdout.strip() or "/health" in line
 
 
+@pytest.mark.extended
+def test_the_guide_of_triton_repositories_works_with_the_server_that_it_starts(workspace, capsys):
+    guide = [snippet for snippet in SNIPPETS if snippet.page.name == "triton_repository.md"]
+    [serve] = [line for one in guide for line in commands(one.text) if "--load-model=smollm2" in line]
+    [program] = [one.text for one in guide if one.language == "python"]
+    flags = serve[serve.index("serve") + 1 :]
+    with serving(
+        workspace / "model_repository", *flags, cwd=workspace, stderr=subprocess.DEVNULL
+    ) as process:
+        banner = line_with(process, "Model")
+        while "over gRPC at " not in banner:
+            banner += process.stdout.readline()
+        assert "not loaded" not in banner
+        exec(program.replace("127.0.0.1:8001", banner.rpartition("over gRPC at ")[2].strip()), {})
+    assert "[[" in capsys.readouterr().out      # token ids
+
+
 @pytest.mark.parametrize("snippet", of_languages(*PARSED))
 def test_data_is_parsed(snippet):
     assert PARSED[snippet.language](snippet.text)
 
 
+@pytest.mark.extended
 def test_alerts_are_about_metrics_of_the_server(server):
     [text] = [snippet.text for snippet in SNIPPETS if "alert: " in snippet.text]
     metrics = httpx2.get(server.info.metrics_url).text
@@ -200,6 +228,7 @@ def test_nginx_accepts_its_config(snippet, nginx):
     assert checked.returncode == 0, checked.stderr
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("words", ["location /llm/", "limit_req "])
 def test_streams_pass_through_nginx(words, nginx, server):
     [text] = [snippet.text for snippet in SNIPPETS if snippet.language == "nginx" and words in snippet.text]

@@ -14,10 +14,12 @@ def test_all_formats_are_listed():
     assert set(re.findall(r"^\| `(\w+)`: ", PAGE, re.MULTILINE)) == set(TOOL_FORMATS)
 
 
-def test_the_declared_format_writes_the_answer_that_follows():
-    [block] = [one.text for one in snippets() if one.page.name == "tools.md" and "tool_format =" in one.text]
-    declared: dict = {}
-    exec(block, declared)
-    form = ToolFormat(**declared["TritonPythonModel"].tool_format)
-    written = form.written([("get_weather", '{"city": "Paris"}')])
-    assert f"`{written}`" in PAGE.replace("\\n", "\n")
+def test_the_declared_formats_write_the_answers_that_follow():
+    blocks = [one.text for one in snippets() if one.page.name == "tools.md" and "tool_format =" in one.text]
+    assert blocks
+    for block in blocks:
+        declared: dict = {}
+        exec(block, declared)
+        form = ToolFormat.declared(declared["TritonPythonModel"].tool_format)
+        written = form.written([("get_weather", '{"city": "Paris"}')])
+        assert f"`{written}`" in PAGE.replace("\\n", "\n")

@@ -3,46 +3,90 @@
 from __future__ import annotations
 
 import json
+import math
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
+from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 from transformers import AutoConfig
 
+from genserve.kernels.blocks import BLOCK_FORMATS
+from tests.kernels.linear_calls import HALVES, random_rows
 from tests.support.tiny_llama import SPECIAL_TOKENS
 
-__all__ = ["write_gguf"]
+__all__ = ["write_gguf", "write_gguf_adapter"]
+
+Tensor = NDArray[np.float32]
+
+# The architectures by model_type, where they differ.
+_ARCHITECTURES = {
+    "cohere": "command-r",
+    "ernie4_5_moe": "ernie4_5-moe",
+    "gemma3_text": "gemma3",
+    "glm4_moe": "glm4moe",
+    "gpt_neox": "gptneox",
+    "gpt_oss": "gpt-oss",
+    "hunyuan_v1_dense": "hunyuan-dense",
+    "minimax_m2": "minimax-m2",
+    "ministral3": "mistral3",
+    "mistral": "llama",
+    "mixtral": "llama",
+    "olmo3": "olmo2",
+    "phi": "phi2",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+    "falcon_h1": "falcon-h1",
+    "granitemoehybrid": "granitehybrid",
+    "lfm2_moe": "lfm2moe",
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
+}
+_PERMUTED = {"arcee", "granite", "granitehybrid", "granitemoe", "llama", "mistral3", "olmo", "smollm3"}
+_STACKED = {"bloom", "gptneox"}
+_WITH_WINDOWS = {"cohere2", "exaone4", "olmo2"}
 
 
-def write_gguf(folder: Path, path: Path, *, pre: str = "smollm", **metadata: Any) -> Path:
-    """Write the checkpoint in `folder`, unquantized; `metadata` adds or replaces string fields."""
+def write_gguf(
+    folder: Path,
+    path: Path,
+    *,
+    pre: str = "smollm",
+    kind: str | Callable[[str], str] = "F32",
+    **metadata: Any,
+) -> Path:
+    """Write the checkpoint in `folder`.
+
+    Args:
+        folder: a checkpoint folder.
+        path: the file.
+        pre: the pre-tokenizer.
+        kind: the number format of matrices whose rows are whole blocks, or a function that returns that of a
+            tensor's name; others are F32. The package gguf does not quantize to k-quants, so that these have
+            random codes of about the same size.
+        metadata: adds or replaces fields: strings, booleans, numbers or lists of them; None leaves one out.
+    """
     config = AutoConfig.from_pretrained(folder)
-    architecture = config.model_type
+    architecture = _ARCHITECTURES.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(path, architecture)
-    writer.add_block_count(config.num_hidden_layers)
-    length = "seq_length" if architecture == "bloom" else "max_position_embeddings"
-    writer.add_context_length(getattr(config, length))
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_head_count(config.num_attention_heads)
-    if architecture in {"gpt2", "bloom"}:
-        writer.add_feed_forward_length(4 * config.hidden_size)
-        writer.add_layer_norm_eps(config.layer_norm_epsilon)
-    else:
-        writer.add_feed_forward_length(config.intermediate_size)
-        writer.add_head_count_kv(config.num_key_value_heads)
-        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    if architecture == "llama":
-        writer.add_rope_dimension_count(config.head_dim)
-    if architecture == "qwen3":
-        writer.add_key_length(config.head_dim)
-    _add_tokenizer(writer, folder, pre=pre)
-    for name, value in metadata.items():
-        writer.add_string(name, value)
-    _add_tensors(writer, folder, config=config)
+    fields = {f"{architecture}.{key}": value for key, value in _fields(config, architecture).items()}
+    for name, value in (fields | metadata).items():
+        _add(writer, name, value)
+    _add_tokenizer(writer, folder, pre=pre, replaced=metadata)
+    for name, tensor in _tensors(folder, config=config, architecture=architecture).items():
+        number = GGMLQuantizationType[kind if isinstance(kind, str) else kind(name)]
+        block, _ = gguf.GGML_QUANT_SIZES[number]
+        if tensor.ndim < 2 or tensor.shape[-1] % block or "ffn_gate_inp" in name:
+            number = GGMLQuantizationType.F32
+        values = np.ascontiguousarray(tensor)
+        is_super = number.name.endswith("_K")
+        blocks = _random_blocks(values, number.name) if is_super else gguf.quantize(values, number)
+        writer.add_tensor(name, blocks, raw_dtype=number)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -50,38 +94,355 @@ def write_gguf(folder: Path, path: Path, *, pre: str = "smollm", **metadata: Any
     return path
 
 
-def _add_tensors(writer: gguf.GGUFWriter, folder: Path, *, config: Any) -> None:
-    [number] = [number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == config.model_type]
-    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        # Of BLOOM, llama.cpp converts the model without its head.
-        theirs = names.get_name(name, (".weight", ".bias")) or names.get_name(
-            name.removeprefix("transformer."), (".weight", ".bias")
-        )
-        writer.add_tensor(theirs, np.ascontiguousarray(_converted(tensor, name, config=config)))
-        if theirs == "token_embd.weight" and config.model_type in {"gpt2", "bloom"}:
-            writer.add_tensor("output.weight", tensor)
+def write_gguf_adapter(adapter: Path, base: Path, path: Path) -> Path:
+    """Convert an adapter in the format of PEFT as convert_lora_to_gguf.py does."""
+    config = AutoConfig.from_pretrained(base)
+    architecture = _ARCHITECTURES.get(config.model_type, config.model_type)
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_type(gguf.GGUFType.ADAPTER)
+    writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
+    alpha = json.loads((adapter / "adapter_config.json").read_text())["lora_alpha"]
+    writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, float(alpha))
+    for own_name, tensor in load_file(adapter / "adapter_model.safetensors").items():
+        module, _, part = own_name.removeprefix("base_model.model.").rpartition(".lora_")
+        name = _name(f"{module}.weight", config=config, architecture=architecture)
+        match part:
+            case "A.weight":
+                writer.add_tensor(f"{name}.lora_a", tensor)
+            case "B.weight":
+                rows = _converted(tensor, f"{module}.weight", config=config, architecture=architecture)
+                writer.add_tensor(f"{name}.lora_b", np.ascontiguousarray(rows))
+            case "embedding_A":
+                writer.add_tensor(f"{name}.lora_a", np.ascontiguousarray(tensor.T))
+            case "embedding_B":
+                writer.add_tensor(f"{name}.lora_b", tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
 
 
-def _converted(tensor: NDArray[np.float32], name: str, *, config: Any) -> NDArray[np.float32]:
-    """The tensor as the model classes of llama.cpp's convert_hf_to_gguf.py leave it."""
+def _random_blocks(tensor: Tensor, kind: str) -> NDArray[np.uint8]:
+    outputs = tensor.size // tensor.shape[-1]
+    rows: NDArray[np.uint8] = random_rows(
+        np.random.default_rng(tensor.size), kind, outputs, tensor.shape[-1]
+    )
+    blocks = rows.reshape(len(rows), -1, BLOCK_FORMATS[kind].bytes)
+    for at in HALVES[kind]:
+        halves = blocks[:, :, at : at + 2].copy().view(np.float16)
+        size = np.float16(0.1 / np.sqrt(tensor.shape[-1]))  # for codes, scales and minimums of any size
+        blocks[:, :, at : at + 2] = (np.abs(halves) * size).view(np.uint8)
+    return rows.reshape(*tensor.shape[:-1], -1)
+
+
+def _add(writer: gguf.GGUFWriter, name: str, value: Any) -> None:
+    match value:
+        case None:
+            pass
+        case bool():
+            writer.add_bool(name, value)
+        case int():
+            writer.add_uint32(name, value)
+        case float():
+            writer.add_float32(name, value)
+        case list():
+            writer.add_array(name, value)
+        case _:
+            writer.add_string(name, value)
+
+
+def _fields(config: Any, architecture: str) -> dict[str, Any]:
+    """The fields that `set_gguf_parameters` of the converter's model classes writes."""
+    if architecture in ("gpt2", "bloom"):
+        length = "seq_length" if architecture == "bloom" else "max_position_embeddings"
+        return {
+            "block_count": config.num_hidden_layers,
+            "context_length": getattr(config, length),
+            "embedding_length": config.hidden_size,
+            "feed_forward_length": getattr(config, "n_inner", None) or 4 * config.hidden_size,
+            "attention.head_count": config.num_attention_heads,
+            "attention.layer_norm_epsilon": config.layer_norm_epsilon,
+        }
     heads = config.num_attention_heads
-    if config.model_type == "llama" and name.split(".")[-2] in {"q_proj", "k_proj"}:
-        return _permute(tensor, heads if "q_proj" in name else config.num_key_value_heads)
-    if config.model_type == "gpt2" and name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")):
-        return tensor.T
-    if config.model_type == "bloom" and ".query_key_value." in name:
-        size = config.hidden_size // heads
-        apart = tensor.reshape(heads, 3, size, *tensor.shape[1:])
-        return np.concatenate([apart[:, part].reshape(heads * size, *tensor.shape[1:]) for part in range(3)])
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    rotary = config.rope_parameters.get("full_attention", config.rope_parameters)
+    inner = "ffn_hidden_size" if architecture == "falcon" else "intermediate_size"
+    fields = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": getattr(config, inner),
+        "attention.head_count": heads,
+        "attention.key_length": head_dim,
+        "rope.freq_base": float(rotary["rope_theta"]),
+        "rope.dimension_count": int(head_dim * rotary.get("partial_rotary_factor", 1.0)),
+        **_rope_scaling(rotary),
+    }
+    for name in ("num_key_value_heads", "num_kv_heads"):
+        if hasattr(config, name):
+            fields["attention.head_count_kv"] = getattr(config, name)
+    for name in ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"):
+        if hasattr(config, name):
+            fields["attention.layer_norm_epsilon"] = getattr(config, name)
+    if hasattr(config, "rms_norm_eps"):
+        fields["attention.layer_norm_rms_epsilon"] = config.rms_norm_eps
+    if hasattr(config, "use_parallel_residual"):
+        fields["use_parallel_residual"] = config.use_parallel_residual
+    if hasattr(config, "logit_scale"):
+        fields["logit_scale"] = config.logit_scale
+    if architecture in _WITH_WINDOWS and getattr(config, "sliding_window", None):
+        fields["attention.sliding_window"] = config.sliding_window
+        pattern = [kind == "sliding_attention" for kind in config.layer_types]
+        fields["attention.sliding_window_pattern"] = pattern
+    match architecture:
+        case "gemma2":
+            fields["attn_logit_softcapping"] = config.attn_logit_softcapping
+            fields["final_logit_softcapping"] = config.final_logit_softcapping
+            fields["attention.sliding_window"] = config.sliding_window
+        case "gemma3":
+            fields["attention.sliding_window"] = config.sliding_window
+            fields["rope.freq_base_swa"] = config.rope_parameters["sliding_attention"]["rope_theta"]
+        case "granite" | "granitehybrid" | "granitemoe":
+            fields["attention.scale"] = config.attention_multiplier
+            fields["embedding_scale"] = config.embedding_multiplier
+            fields["residual_scale"] = config.residual_multiplier
+            fields["logit_scale"] = config.logits_scaling
+        case "olmo":
+            fields |= {"attention.layer_norm_epsilon": 1e-5, "attention.clamp_kqv": config.clip_qkv}
+        case "mistral3":
+            fields["attention.temperature_scale"] = rotary["llama_4_scaling_beta"]
+            fields["rope.scaling.yarn_log_multiplier"] = rotary["mscale_all_dim"]
+        case "phi3":
+            fields["attention.sliding_window"] = config.sliding_window or 0
+            fields["rope.scaling.original_context_length"] = config.original_max_position_embeddings
+    return fields | _expert_fields(config, architecture) | _state_fields(config, architecture)
+
+
+def _state_fields(config: Any, architecture: str) -> dict[str, Any]:
+    if architecture.startswith("lfm2"):
+        heads = [config.num_key_value_heads if kind != "conv" else 0 for kind in config.layer_types]
+        fields = {"attention.head_count_kv": heads, "shortconv.l_cache": config.conv_L_cache}
+        fields["attention.layer_norm_rms_epsilon"] = config.norm_eps
+        return fields | ({"leading_dense_block_count": 1} if architecture == "lfm2moe" else {})
+    if architecture.startswith("qwen35"):
+        return {
+            "full_attention_interval": 2,
+            "ssm.conv_kernel": config.linear_conv_kernel_dim,
+            "ssm.group_count": config.linear_num_key_heads,
+            "ssm.state_size": config.linear_key_head_dim,
+            "ssm.time_step_rank": config.linear_num_value_heads,
+            "ssm.inner_size": config.linear_num_value_heads * config.linear_value_head_dim,
+        }
+    if architecture in ("falcon-h1", "granitehybrid"):
+        own: dict[str, Any] = {}
+        if architecture == "granitehybrid":
+            heads = [config.num_key_value_heads if "full" in kind else 0 for kind in config.layer_types]
+            own = {"attention.head_count_kv": heads, "rope.scaling.finetuned": False}
+        return own | {
+            "ssm.conv_kernel": config.mamba_d_conv,
+            "ssm.group_count": config.mamba_n_groups,
+            "ssm.state_size": config.mamba_d_state,
+            "ssm.time_step_rank": config.mamba_n_heads,
+            "ssm.inner_size": config.mamba_n_heads * config.mamba_d_head,
+        }
+    return {}
+
+
+def _expert_fields(config: Any, architecture: str) -> dict[str, Any]:
+    names = ("num_local_experts", "num_experts", "moe_num_experts", "n_routed_experts")
+    count = next((getattr(config, name) for name in names if getattr(config, name, None)), 0)
+    if not count:
+        return {}
+    fields = {"expert_count": count, "expert_used_count": config.num_experts_per_tok}
+    match architecture:
+        case "ernie4_5-moe":
+            fields["interleave_moe_layer_step"] = config.moe_layer_interval
+            fields["leading_dense_block_count"] = config.moe_layer_start_index
+            fields["expert_shared_count"] = config.moe_num_shared_experts
+        case "glm4moe":
+            fields["block_count"] = config.num_hidden_layers + config.num_nextn_predict_layers
+            fields["nextn_predict_layers"] = config.num_nextn_predict_layers
+            fields["leading_dense_block_count"] = config.first_k_dense_replace
+            fields["expert_shared_count"] = config.n_shared_experts
+            fields["expert_weights_scale"] = config.routed_scaling_factor
+            fields["expert_weights_norm"] = config.norm_topk_prob
+            fields["expert_group_count"] = config.n_group
+            fields["expert_group_used_count"] = config.topk_group
+        case "gpt-oss":
+            fields["attention.sliding_window"] = config.sliding_window
+    return fields
+
+
+def _rope_scaling(rotary: Mapping[str, Any]) -> dict[str, Any]:
+    match rotary:
+        case {"rope_type": "linear", "factor": factor}:
+            return {"rope.scaling.type": "linear", "rope.scaling.factor": factor}
+        case {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}:
+            return {
+                "rope.scaling.type": "yarn",
+                "rope.scaling.factor": factor,
+                "rope.scaling.original_context_length": original,
+            }
+        case {"rope_type": "longrope", "factor": factor, "original_max_position_embeddings": original}:
+            scale = math.sqrt(1 + math.log(factor) / math.log(original))
+            return {"rope.scaling.type": "longrope", "rope.scaling.attn_factor": scale}
+    return {}
+
+
+def _tensors(folder: Path, *, config: Any, architecture: str) -> dict[str, Tensor]:
+    tensors = {}
+    for name, tensor in _stacked(load_file(folder / "model.safetensors")).items():
+        if ".act_fn." in name:
+            continue
+        if ".experts.gate_up_proj" in name:     # of gpt-oss
+            halves = tensor[..., 0::2], tensor[..., 1::2]
+            for half, part in zip(halves, ("gate", "up"), strict=True):
+                is_bias = name.endswith("_bias")
+                own = f"blk.{name.split('.')[2]}.ffn_{part}_exps.{'bias' if is_bias else 'weight'}"
+                tensors[own] = half if is_bias else half.swapaxes(1, 2)
+            continue
+        if ".block_sparse_moe.input_linear." in name:
+            for half, part in zip(np.split(tensor, 2, axis=1), ("gate", "up"), strict=True):
+                tensors[f"blk.{name.split('.')[2]}.ffn_{part}_exps.weight"] = half
+            continue
+        if ".shared_mlp." in name:
+            end = "_shexp" if config.num_local_experts else ""
+            halves = np.split(tensor, 2) if ".input_linear." in name else [tensor]
+            for half, part in zip(halves, ("gate", "up") if len(halves) == 2 else ("down",), strict=True):
+                tensors[f"blk.{name.split('.')[2]}.ffn_{part}{end}.weight"] = half
+            continue
+        if config.model_type == "gpt_oss" and ".experts.down_proj" in name:
+            tensor = tensor if name.endswith("_bias") else tensor.swapaxes(1, 2)
+            name = name.replace("_bias", ".bias") if name.endswith("_bias") else f"{name}.weight"
+        if name.endswith(".sinks"):
+            name = f"{name}.weight"
+        if name.endswith(".dt_bias"):
+            name = name.replace(".dt_bias", ".dt_proj.bias")
+        if name.endswith(".feed_forward.expert_bias"):
+            name = f"{name}.bias"
+        if ".conv1d." in name or ".conv.conv." in name:
+            tensor = tensor.squeeze(1) if tensor.ndim == 3 else tensor
+        if ".mamba." in name and name.endswith((".A_log", ".D")):
+            tensor = tensor[:, None]
+        if name.endswith(".mamba.norm.weight"):
+            tensor = tensor.reshape(config.mamba_n_groups, -1)
+        if config.model_type.startswith("qwen3_5") and ".linear_attn." in name:
+            tensor = _tiled(tensor, name, config=config)
+        if name.endswith(".A_log"):
+            tensor = -np.exp(tensor)
+        if ".mlp.experts.gate_up_proj" in name:
+            for half, part in zip(np.split(tensor, 2, axis=1), ("gate", "up"), strict=True):
+                tensors[f"blk.{name.split('.')[2]}.ffn_{part}_exps.weight"] = half
+            continue
+        if name.endswith(".mlp.experts.down_proj"):
+            name = f"{name}.weight"
+        if name.endswith(".e_score_correction_bias"):
+            name, tensor = name.replace("_bias", ".bias"), tensor.squeeze()
+        if name.endswith(".shared_expert_gate.weight"):
+            tensor = tensor.squeeze()
+        theirs = _name(name, config=config, architecture=architecture)
+        tensors[theirs] = _converted(tensor, name, config=config, architecture=architecture)
+    if architecture in ("gpt2", "bloom"):
+        tensors["output.weight"] = tensors["token_embd.weight"]
+    rotary = getattr(config, "rope_parameters", None) or {}
+    match rotary.get("rope_type"):
+        case "llama3":
+            tensors["rope_freqs.weight"] = _llama3_divisors(config)
+        case "longrope":
+            for length in ("short", "long"):
+                factors = np.array(rotary[f"{length}_factor"], np.float32)
+                tensors[f"rope_factors_{length}.weight"] = factors
+    return tensors
+
+
+def _tiled(tensor: Tensor, name: str, *, config: Any) -> Tensor:
+    """`_LinearAttentionVReorderBase`: heads of values alternate by heads of keys."""
+    groups, heads = config.linear_num_key_heads, config.linear_num_value_heads
+    keys, size = 2 * groups * config.linear_key_head_dim, config.linear_value_head_dim
+
+    def reordered(part: Tensor, size: int) -> Tensor:
+        apart = part.reshape(groups, heads // groups, size, *part.shape[1:])
+        return apart.swapaxes(0, 1).reshape(part.shape)
+
+    if ".in_proj_qkv." in name or ".conv1d." in name:
+        return np.concatenate([tensor[:keys], reordered(tensor[keys:], size)])
+    if ".in_proj_z." in name:
+        return reordered(tensor, size)
+    if name.endswith((".in_proj_a.weight", ".in_proj_b.weight", ".A_log", ".dt_proj.bias")):
+        return reordered(tensor, 1)
+    if ".out_proj." in name:
+        return np.ascontiguousarray(reordered(np.ascontiguousarray(tensor.T), size).T)
     return tensor
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path, *, pre: str) -> None:
+def _name(name: str, *, config: Any, architecture: str) -> str:
+    """The name of a tensor in a file."""
+    [number] = [number for number, known in gguf.MODEL_ARCH_NAMES.items() if known == architecture]
+    names, parts = gguf.get_tensor_name_map(number, config.num_hidden_layers), (".weight", ".bias")
+    # For BLOOM, llama.cpp converts the model without its head.
+    alone = (name.removeprefix(prefix) for prefix in ("", "transformer.", "model."))
+    found = next(filter(None, (names.get_name(each, parts) for each in alone)), None)
+    assert found is not None
+    return found
+
+
+def _stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors with those of the experts as stacks."""
+    experts: dict[str, dict[int, Tensor]] = {}
+    others: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if (found := re.fullmatch(r"(.*\.experts)\.(\d+)\.(.*)", name)) is None:
+            others[name] = tensor
+        else:
+            experts.setdefault(f"{found[1]}.{found[3]}", {})[int(found[2])] = tensor
+    stacks = {name: np.stack([own[index] for index in range(len(own))]) for name, own in experts.items()}
+    return others | stacks
+
+
+def _llama3_divisors(config: Any) -> Tensor:
+    """`LlamaModel.generate_extra_tensors`: by how much llama3 divides the frequencies."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config)
+    exponents = np.arange(0, config.head_dim, 2) / config.head_dim
+    plain = config.rope_parameters["rope_theta"] ** -exponents
+    divisors: Tensor = (plain / scaled.numpy()).astype(np.float32)
+    return divisors
+
+
+def _converted(tensor: Tensor, name: str, *, config: Any, architecture: str) -> Tensor:
+    """The tensor as `modify_tensors` of the converter's model classes leaves it."""
+    heads = config.num_attention_heads
+    part = name.split(".")[-2] if "." in name else ""
+    if architecture in _PERMUTED and part in {"q_proj", "k_proj"}:
+        return _permute(tensor, heads if part == "q_proj" else config.num_key_value_heads)
+    if architecture == "gpt2" and name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")):
+        return tensor.T
+    if architecture in _STACKED and part == "query_key_value":
+        size = config.hidden_size // heads
+        apart = tensor.reshape(heads, 3, size, *tensor.shape[1:])
+        return np.concatenate([apart[:, i].reshape(heads * size, *tensor.shape[1:]) for i in range(3)])
+    if architecture == "falcon" and part == "query_key_value":
+        size = config.hidden_size // heads
+        groups = tensor.reshape(config.num_kv_heads, -1, size, *tensor.shape[1:])
+        parts = (groups[:, :-2], groups[:, -2:-1], groups[:, -1:])
+        return np.concatenate([part.reshape(-1, *tensor.shape[1:]) for part in parts])
+    is_difference = architecture.startswith(("gemma", "nemotron", "qwen35"))
+    if is_difference and name.endswith("norm.weight") and ".linear_attn." not in name:
+        return tensor + np.float32(1)
+    return tensor
+
+
+def _add_tokenizer(
+    writer: gguf.GGUFWriter, folder: Path, *, pre: str, replaced: Mapping[str, Any]
+) -> None:
     model = json.loads((folder / "tokenizer.json").read_text())["model"]
     control, normal = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
+    if "tokenizer.ggml.model" not in replaced:
+        writer.add_tokenizer_model("gpt2")
+    if "tokenizer.ggml.pre" not in replaced:
+        writer.add_tokenizer_pre(pre)
     writer.add_token_list(list(model["vocab"]))
     writer.add_token_types([control if token in SPECIAL_TOKENS else normal for token in model["vocab"]])
     writer.add_token_merges([" ".join(pair) for pair in model["merges"]])
@@ -92,8 +453,8 @@ def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path, *, pre: str) -> None:
         writer.add_chat_template(json.loads((folder / "tokenizer_config.json").read_text())["chat_template"])
 
 
-def _permute(weight: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]:
-    """`LlamaModel.permute` of llama.cpp's convert_hf_to_gguf.py, word for word."""
+def _permute(weight: Tensor, num_heads: int) -> Tensor:
+    """`LlamaModel.permute`."""
     return (
         weight.reshape(num_heads, 2, weight.shape[0] // num_heads // 2, *weight.shape[1:])
         .swapaxes(1, 2)

@@ -66,7 +66,7 @@ def write_graph(
 def conversion_of(
     source: Path | Checkpoint,
     *,
-    precision: Precision = "fp32",
+    precision: Precision | None = "fp32",
     export_format: ExportFormat = ExportFormat.ONNX,
     kv_cache: CacheType = "float",
     pipeline_stages: int = 1,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from genserve.generation.logits_model import ForwardBatch, LogitsModel
+from genserve.engine.logits_model import ForwardBatch, LogitsModel
 from genserve.sampling.logits_array import on_host
 
 __all__ = ["BlockPool", "Row", "forward_batch", "logits_of"]
@@ -24,6 +24,7 @@ class Row:
     ids: NDArray[np.int64]
     num_computed: int = 0
     blocks: list[int] = field(default_factory=list)
+    state: int = -1     # the slot of its recurrent state; -1: it has none
 
     @property
     def num_left(self) -> int:
@@ -36,8 +37,10 @@ class BlockPool:
     def __init__(self, model: LogitsModel, *, seed: int | None = None) -> None:
         self.model = model
         self.free = list(range(model.num_blocks))[::-1]
+        self.free_slots = list(range(model.num_state_slots))
         if seed is not None:
             random.Random(seed).shuffle(self.free)
+            random.Random(seed).shuffle(self.free_slots)
 
     def forward(self, rows: Sequence[Row], *, lengths: Sequence[int]) -> list[NDArray[np.float32]]:
         """Run the next tokens of each row in one forward: logits [length, vocab] of each."""
@@ -50,7 +53,13 @@ class BlockPool:
         """Run the next tokens of each row, with logits of the wanted ones: [len(wanted), vocab]."""
         for row, length in zip(rows, lengths, strict=True):
             self.take(row, row.num_computed + length)
-        logits = on_host(self.model.forward(forward_batch(rows, lengths, wanted))).copy()
+        # Each forward writes other slots than the last one, as after a snapshot.
+        targets = [self.free_slots.pop() for _ in rows] if self.model.num_state_slots else None
+        batch = forward_batch(rows, lengths, wanted, targets=targets)
+        logits = on_host(self.model.forward(batch)).copy()
+        for row, target in zip(rows, targets or [], strict=targets is not None):
+            self.end_state(row)
+            row.state = target
         assert logits.shape == (len(wanted), self.model.vocab_size)
         assert logits.dtype == np.float32
         for row, length in zip(rows, lengths, strict=True):
@@ -72,6 +81,13 @@ class BlockPool:
         """Free the blocks of rows, without changing their contents."""
         for row in rows:
             self.shorten(row, 0)
+            self.end_state(row)
+
+    def end_state(self, row: Row) -> None:
+        """Free the slot of a row's recurrent state."""
+        if row.state >= 0:
+            self.free_slots.insert(0, row.state)
+            row.state = -1
 
     def take(self, row: Row, length: int) -> None:
         """Allocate the blocks of a row's first `length` tokens."""
@@ -87,9 +103,16 @@ class BlockPool:
 
 
 def forward_batch(
-    rows: Sequence[Row], lengths: Sequence[int], wanted: Sequence[int] | None = None
+    rows: Sequence[Row],
+    lengths: Sequence[int],
+    wanted: Sequence[int] | None = None,
+    *,
+    targets: Sequence[int] | None = None,
 ) -> ForwardBatch:
-    """The next tokens of each row, with logits for the wanted ones; None: all."""
+    """The next tokens of each row, with logits for the wanted ones; None: all.
+
+    `targets` are the slots of the new recurrent states, of a model that has them.
+    """
     pieces = [slice(row.num_computed, row.num_computed + n) for row, n in zip(rows, lengths, strict=True)]
     block_table = np.full((len(rows), max(len(row.blocks) for row in rows) + 1), VOID, np.int32)
     for line, row in zip(block_table, rows, strict=True):
@@ -101,6 +124,8 @@ def forward_batch(
         num_computed_tokens=np.array([row.num_computed for row in rows], np.int32),
         block_table=block_table,
         logits_indices=np.array(range(sum(lengths)) if wanted is None else wanted, np.int64),
+        state_source=None if targets is None else np.array([row.state for row in rows], np.int32),
+        state_target=None if targets is None else np.array(targets, np.int32),
     )
 
 

@@ -85,6 +85,13 @@ def test_a_missing_tokenizer_config_becomes_an_empty_one(folder: Path) -> None:
     assert json.loads(files["tokenizer_config.json"]) == {}
 
 
+def test_a_shard_that_is_missing_is_named(folder: Path) -> None:
+    index = {"weight_map": {QUERY: "model-1.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ExportError, match=r"model-1\.safetensors cannot be read"):
+        read_checkpoint(folder, source="tiny")
+
+
 @pytest.mark.parametrize("num_shards", [1, 2])
 def test_checkpoints_in_pytorch_s_bin_format_are_read(folder: Path, num_shards: int) -> None:
     tensors = load_file(folder / "model.safetensors")
@@ -168,14 +175,14 @@ def test_a_file_that_is_not_a_json_object_is_named(folder: Path, file: str, cont
 @pytest.mark.parametrize("content", ["{}", '{"weight_map": {"model.norm.weight": 5}}'])
 def test_an_index_without_a_weight_map_is_named(folder: Path, content: str) -> None:
     (folder / "model.safetensors.index.json").write_text(content)
-    with pytest.raises(ExportError, match=r"model\.safetensors\.index\.json has no weight_map"):
+    with pytest.raises(ExportError, match=r"model\.safetensors\.index\.json.*weight_map"):
         read_checkpoint(folder, source="tiny")
 
 
 def test_the_error_for_a_tensor_missing_in_its_shard_names_the_shard(folder: Path) -> None:
     index = {"weight_map": {"model.absent.weight": "model.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ExportError, match=r"model\.safetensors cannot be read: .*model\.absent\.weight"):
+    with pytest.raises(ExportError, match=r"model\.safetensors.*model\.absent\.weight"):
         read_checkpoint(folder, source="tiny").tensor("model.absent.weight")
 
 

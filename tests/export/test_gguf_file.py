@@ -63,6 +63,53 @@ def test_the_tensors_are_those_of_the_package(path: Path) -> None:
         assert (values.dtype, values.flags.writeable) == (np.float32, True)
 
 
+def write_parts(folder: Path) -> list[Path]:
+    """Write four tensors in parts of at most two."""
+    writer = GGUFWriter(folder / "it.gguf", "llama", split_max_tensors=2)
+    for number in range(4):
+        writer.add_tensor(f"tensor_{number}", np.full((2, 3), number, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return sorted(folder.iterdir())
+
+
+def test_a_file_in_parts_has_the_tensors_of_all_parts(tmp_path: Path) -> None:
+    first, second = write_parts(tmp_path)
+    assert first.name == "it-00001-of-00002.gguf"
+    tensors = GgufFile.open(first).tensors
+    assert {name: tensor.read()[0, 0] for name, tensor in tensors.items()} == {
+        f"tensor_{number}": number for number in range(4)
+    }
+    with pytest.raises(ValueError, match="-00001-of-00002"):
+        GgufFile.open(second)
+    second.unlink()
+    with pytest.raises(FileNotFoundError, match="00002-of-00002"):
+        GgufFile.open(first)
+
+
+@pytest.mark.parametrize("kind", sorted(gguf.quants._type_traits, key=lambda kind: kind.name))
+def test_every_number_format_is_dequantized_as_the_package_does_it(
+    tmp_path: Path, kind: GGMLQuantizationType
+) -> None:
+    """Blocks of random bytes, since the package cannot quantize to most formats."""
+    _, size = gguf.GGML_QUANT_SIZES[kind]
+    blocks = np.random.default_rng(1).integers(0, 256, (6, 3 * size), np.uint8)
+    writer = GGUFWriter(path := tmp_path / "it.gguf", "llama")
+    writer.add_tensor("it", blocks, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found = GgufFile.open(path).tensors["it"]
+    with np.errstate(all="ignore"):     # random scales may be infinite, or no numbers
+        expected = gguf.dequantize(blocks, kind)
+        assert np.array_equal(found.read(), expected, equal_nan=True)
+        for rows in (slice(2, 5), np.array([5, 0, 3])):
+            assert np.array_equal(found.rows(rows).read(), expected[rows], equal_nan=True)
+
+
 @pytest.mark.parametrize("size", [3, 20, 60, 200, -1])
 def test_a_part_of_a_file_is_rejected(path: Path, tmp_path: Path, size: int) -> None:
     cut = tmp_path / "cut.gguf"

@@ -12,6 +12,7 @@ from genserve.export import CacheType, Precision
 from tests.export.graphs import WrittenGraph, write_graph
 from tests.export.rows import BlockPool, Row
 from tests.export.tiny_models import TINY_MODELS, tiny_checkpoint
+from tests.support.representatives import with_extended
 
 # Precision and KV cache: keys and values in fp32, fp16 and int8.
 NUMBERS: dict[str, tuple[Precision, CacheType]] = {
@@ -36,11 +37,28 @@ MODELS = (
     "qwen2",
     "qwen3",
     "smollm3",
+    "apertus",
+    "cohere_head_norms",
+    "glm4",
+    "hunyuan",
+    "ministral3",
+    "nemotron",
+    "olmo",
+    "olmo2",
+    "stablelm_parallel",
 )
 NUM_ROWS, MAX_LENGTH = 33, 100
 
 
-@pytest.fixture(scope="module", params=MODELS)
+# Between them: biases by distance, windows and norms of heads, rotations and biases of projections, and the
+# operators of ONNX around ours.
+ALWAYS = {"bloom_6_heads", "gemma3", "apertus"}
+
+
+@pytest.fixture(
+    scope="module",
+    params=with_extended(MODELS, always=ALWAYS),
+)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
     return tiny_checkpoint(folder / "checkpoint", **TINY_MODELS[request.param])
@@ -56,7 +74,7 @@ def test_the_logits_of_a_sequence_do_not_depend_on_batch_chunks_and_blocks(graph
     compare(graph, ragged_rows(NUM_ROWS, longest=MAX_LENGTH), chunks=(1, 7, 16, 33))
 
 
-@pytest.mark.parametrize("numbers", NUMBERS)
+@pytest.mark.parametrize("numbers", with_extended(NUMBERS, always=("fp32", "kv8")))
 def test_the_logits_of_a_long_context_do_not_depend_on_them_either(tmp_path: Path, numbers: str) -> None:
     """Attention sums long contexts in segments."""
     config = {**TINY_MODELS["llama"], "max_position_embeddings": 1200}

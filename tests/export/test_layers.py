@@ -15,12 +15,13 @@ from torch import nn, tensor
 from genserve.backends.onnx_session import register_kernels
 from genserve.export.decoder import Activation
 from genserve.export.export_options import Precision
-from genserve.export.layers import DecoderLayer, FusedLayers, Layers, Linear, LinearKind, Norm, StandardLayers
+from genserve.export.layers import FusedLayers, Layers, Linear, LinearKind, Norm, StandardLayers
 from genserve.export.onnx_graph import OnnxGraphBuilder
-from genserve.export.quantization import SCHEMES
+from genserve.export.quantization import SCHEMES, scheme_of
+from genserve.export.rows import Rows
 
 # Largest error over the standard deviation of the product, from quantization.
-TOLERANCE: dict[Precision, float] = {"fp32": 1e-5, "fp16": 1e-2, "int8": 0.06, "int4": 0.6}
+TOLERANCE: dict[Precision, float] = {"fp32": 1e-5, "fp16": 1e-2, "int8": 0.06, "int4": 0.6, "source": 0.06}
 PRECISIONS = pytest.mark.parametrize("precision", get_args(Precision))
 ACTIVATIONS: dict[Activation, nn.Module] = {
     "silu": nn.SiLU(), "gelu": nn.GELU(), "gelu_tanh": nn.GELU(approximate="tanh"), "relu": nn.ReLU()
@@ -93,10 +94,12 @@ def test_a_tied_vocabulary_is_embedding_and_head(
     weight, ids = random(40, hidden), np.array([3, 39, 0, 7, 7, 1])
     norm = Norm(name="norm", kind="rms", epsilon=1e-5, weight=np.ones(hidden, np.float32), bias=None)
     with OnnxGraphBuilder(tmp_path) as graph:
-        layers = layers_of(graph, precision)
+        layers = layers_of(graph, precision, is_tied=True)
         graph.input("ids", np.int64, ("num_tokens",))
-        rows = layers.embedding("ids", weight, "embeddings")
-        head = Linear(x=rows, weight=weight, output="logits", kind="head", norm=norm, softcap=softcap)
+        rows = layers.embedding("ids", Rows.of(weight), "embeddings")
+        head = Linear(
+            x=rows, weight=Rows.of(weight), output="logits", kind="head", norm=norm, softcap=softcap
+        )
         layers.head(head, tied=True)
         graph.output("logits", np.float32, ("num_tokens", 40))
         graph.save(metadata={})
@@ -108,14 +111,16 @@ def test_a_tied_vocabulary_is_embedding_and_head(
     assert np.abs(found - expected).max() < TOLERANCE[precision] * np.sqrt(hidden)
 
 
-def test_in_fp16_a_tied_vocabulary_is_stored_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", ["fp16", "int8"])
+def test_a_tied_vocabulary_is_stored_once(tmp_path: Path, precision: Precision) -> None:
     norm = Norm(name="norm", kind="rms", epsilon=1e-5, weight=np.ones(128, np.float32), bias=None)
     with OnnxGraphBuilder(tmp_path) as graph:
-        layers = layers_of(graph, "fp16")
-        rows = layers.embedding(graph.input("ids", np.int64, ("num_tokens",)), random(40, 128), "embeddings")
-        head = Linear(x=rows, weight=random(40, 128), output="logits", kind="head", norm=norm)
+        layers = layers_of(graph, precision, is_tied=True)
+        weight = Rows.of(random(40, 128))
+        rows = layers.embedding(graph.input("ids", np.int64, ("num_tokens",)), weight, "embeddings")
+        head = Linear(x=rows, weight=weight, output="logits", kind="head", norm=norm)
         layers.head(head, tied=True)
-    assert (tmp_path / "model.onnx.data").stat().st_size < 2 * 40 * 128 + 2 * 4096
+    assert (tmp_path / "model.onnx.data").stat().st_size < 2 * 40 * 128 + 3 * 4096
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
@@ -144,33 +149,37 @@ def test_a_row_of_zeros_gives_zeros(tmp_path: Path, kind: LinearKind) -> None:
     assert not run_layer(tmp_path, "int8", weight, x=x, kind=kind, num_outputs=OUTPUTS).any()
 
 
-def test_a_decoder_layer_is_written_with_few_of_its_weights_in_memory(tmp_path: Path) -> None:
-    norm = Norm(name="norm", kind="rms", epsilon=1e-5, weight=np.ones(64, np.float32), bias=None)
-    weights: list[weakref.ref[NDArray[np.float32]]] = []
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("precision", ["int8", "int4", "fp32"])
+def test_a_large_weight_is_written_in_parts_with_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: Precision, *, gated: bool
+) -> None:
+    weight = random(330, 70)
+    read: list[weakref.ref[NDArray[np.float32]]] = []
     in_memory: list[int] = []
 
-    def linear(output: str, kind: LinearKind, norm: Norm | None) -> Linear:
-        in_memory.append(sum(weight() is not None for weight in weights))
-        weight = random(64, 64)
-        weights.append(weakref.ref(weight))
-        return Linear(x="", weight=weight, output=output, kind=kind, norm=norm)
+    def some_rows(start: int, stop: int) -> NDArray[np.float32]:
+        in_memory.append(sum(part() is not None for part in read))
+        part = weight[start:stop].copy()
+        read.append(weakref.ref(part))
+        return part
 
-    parts: list[tuple[str, LinearKind, Norm | None]] = [
-        ("qkv", "normed", norm), ("output", "inner", None), ("inner", "normed", norm), ("down", "inner", None)
-    ]
-    with OnnxGraphBuilder(tmp_path) as graph:
-        layers_of(graph, "int8").decoder_layer(
-            DecoderLayer(
-                x="x",
-                linears=(linear(*part) for part in parts),
-                past=["key", "value"],
-                present=["new_key", "new_value"],
-                constants=[""] * 5,
-                attributes={},
+    def written(name: str, rows: Rows[np.float32]) -> bytes:
+        (tmp_path / name).mkdir()
+        with OnnxGraphBuilder(tmp_path / name) as graph:
+            activation = "silu" if gated else None
+            layer = Linear(
+                x="x", weight=rows, output="y", kind="normed", gated=gated, activation=activation
             )
-        )
-    # That of the last linear layer, and the one that is being written.
-    assert max(in_memory) <= 2
+            layers_of(graph, precision).linear(layer)
+        return (tmp_path / name / "model.onnx.data").read_bytes()
+
+    whole = written("whole", Rows.of(weight))
+    monkeypatch.setattr("genserve.export.rows._PART", 64 * 70)
+    assert written("parts", Rows(weight.shape, some_rows)) == whole
+    assert len(read) >= 6
+    # One part is written while the next is read, and gates and values are read one after the other.
+    assert max(in_memory) <= 3
 
 
 def test_weights_are_aligned_to_pages(tmp_path: Path) -> None:
@@ -197,15 +206,15 @@ def run_layer(
         if residual is not None:
             inputs["residual"] = residual
             options["residual"] = graph.input("residual", dtype, ("rows", num_outputs))
-        layer = Linear(x="x", weight=weight, output="y", kind=kind, **options)
+        layer = Linear(x="x", weight=Rows.of(weight), output="y", kind=kind, **options)
         output = layers_of(graph, precision).linear(layer)
         graph.output(output, dtype, ("rows", num_outputs))
         graph.save(metadata={})
     return run(folder, **{name: value.astype(dtype) for name, value in inputs.items()})
 
 
-def layers_of(graph: OnnxGraphBuilder, precision: Precision) -> Layers:
-    scheme = SCHEMES[precision]
+def layers_of(graph: OnnxGraphBuilder, precision: Precision, *, is_tied: bool = False) -> Layers:
+    scheme = scheme_of(precision, is_tied=is_tied)
     return StandardLayers(graph, scheme) if precision == "fp16" else FusedLayers(graph, scheme)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +9,15 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
-from genserve.config.parse import parse_model_config
+from genserve.config.parse import parse_config
+from genserve.errors import ExportError
+from genserve.export.checkpoint import Checkpoint
 from genserve.export.decoder import Dimensions
-from genserve.export.layout import stage_files
+from genserve.export.export_options import ExportFormat
+from genserve.export.layout import ModelLayout, stage_files
 from genserve.export.model_folders import ModelFolders
+from genserve.repository.model_validation import valid_config
+from genserve.textmodel.decoder_stage import load_decoding
 
 SHIPPED = Path(__file__).parents[2] / "model_repository"
 SMOLLM2 = Dimensions(num_layers=30, num_kv_heads=3, head_dim=64, vocab_size=49152, context_length=8192)
@@ -33,7 +37,8 @@ def test_a_config_holds_to_the_official_schema_and_names_its_folder(path: str) -
 
 
 def test_the_ensemble_connects_tensors_of_one_type_and_shape() -> None:
-    configs = {Path(path).parent.name: parse_model_config(FILES[path], source=Path(path)) for path in CONFIGS}
+    paths = [Path(path) for path in CONFIGS]
+    configs = {path.parent.name: valid_config(parse_config(FILES[str(path)], path=path)) for path in paths}
     ensemble = configs["smollm2"]
     tensors = {spec.name: (spec.data_type, spec.dims) for spec in ensemble.inputs}
     for step in ensemble.ensemble_steps:
@@ -51,14 +56,14 @@ def test_the_ensemble_connects_tensors_of_one_type_and_shape() -> None:
 
 def test_the_kv_cache_is_implicit_state_that_is_written_in_place() -> None:
     path = "smollm2_logits/config.pbtxt"
-    config = parse_model_config(FILES[path], source=Path(path))
+    config = valid_config(parse_config(FILES[path], path=Path(path)))
     batching = config.sequence_batching
     assert batching is not None
     assert batching.iterative
     assert len(batching.states) == 60
     assert all(state.same_buffer and state.dims == (-1, 3, 64) for state in batching.states)
     assert {state.data_type for state in batching.states} == {"TYPE_FP16"}
-    assert "The KV cache takes 22.5 KiB per token, 90 MiB for" in FILES[path]
+    assert "The KV cache takes 22.5 KiB per token, 180 MiB for" in FILES[path]
 
 
 def test_an_int8_cache_also_has_a_scale_for_each_token_and_head() -> None:
@@ -67,38 +72,39 @@ def test_an_int8_cache_also_has_a_scale_for_each_token_and_head() -> None:
     assert 'output_name: "present.29.value" data_type: TYPE_INT8 dims: [ -1, 3, 64 ]' in text
 
 
-@pytest.mark.parametrize(("context", "expected"), [(8192, "4096"), (2048, "2048")])
-def test_the_sequence_length_is_the_context_length_up_to_a_limit(context: int, expected: str) -> None:
-    dimensions = Dimensions(num_layers=1, num_kv_heads=1, head_dim=8, vocab_size=10, context_length=context)
-    text = stage_files(ModelFolders("m"), dimensions=dimensions, cache=np.float32)["m_logits/config.pbtxt"]
-    assert parse_model_config(text, source=Path("m_logits/config.pbtxt")).parameters == {
+@pytest.mark.parametrize(("limit", "expected"), [(None, "131072"), (2048, "2048")])
+def test_the_sequence_length_is_the_models_own_or_the_limit(limit: int | None, expected: str) -> None:
+    dimensions = Dimensions(num_layers=1, num_kv_heads=1, head_dim=8, vocab_size=10, context_length=131072)
+    files = stage_files(
+        ModelFolders("m"), dimensions=dimensions, cache=np.float32, max_sequence_length=limit
+    )
+    text = files["m_logits/config.pbtxt"]
+    assert valid_config(parse_config(text, path=Path("m_logits/config.pbtxt"))).parameters == {
         "max_sequence_length": expected
     }
 
 
-class Countdown:
-    """A token sequence with the tokens of a model with three logits."""
+def test_a_limit_above_the_models_context_is_rejected() -> None:
+    layout = ModelLayout(
+        folders=ModelFolders("m"),
+        export_format=ExportFormat.ONNX,
+        precision="int8",
+        checkpoint=Checkpoint(
+            source="m",
+            config={},
+            tensor_names=frozenset(),
+            load=lambda _, rows: np.zeros(1)[rows],
+            shape=lambda _: (1,),
+            tokenizer_files={},
+        ),
+        dimensions=SMOLLM2,
+    )
+    assert layout.limited(None).max_sequence_length is None
+    assert layout.limited(8192).max_sequence_length == 8192
+    with pytest.raises(ExportError, match=r"8193.* 8192"):
+        layout.limited(8193)
 
-    def __init__(self) -> None:
-        self.token_ids: list[int] = []
 
-    @property
-    def finished(self) -> bool:
-        return len(self.token_ids) == 3
-
-    def append(self, token_id: int) -> None:
-        self.token_ids.append(token_id)
-
-    async def sample(self) -> int:
-        return int(np.argmax([0.1, 0.7, 0.2]))
-
-
-async def test_the_decoding_loop_appends_samples_until_the_sequence_is_finished() -> None:
-    spec = importlib.util.spec_from_file_location("decoder", SHIPPED / "smollm2_decoder" / "1" / "model.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    sequence = Countdown()
-    await module.TritonPythonModel().decode(sequence)
-    assert sequence.token_ids == [1, 1, 1]
+def test_the_decoder_stage_has_the_default_loop() -> None:
+    path = SHIPPED / "smollm2_decoder" / "1" / "model.py"
+    assert load_decoding(path, name="decoder").is_default_loop

@@ -16,11 +16,22 @@ from tests.export.graphs import conversion_of, write_conversion
 from tests.export.rows import logits_of
 from tests.export.test_families import MAX_DIFFERENCE, difference_of
 from tests.export.tiny_models import TINY_MODELS, tiny_checkpoint
+from tests.support.representatives import with_extended
 
 READERS = tuple(f"{name}_proj.weight" for name in ("q", "k", "v", "gate", "up"))
 
 
-@pytest.mark.parametrize("model", ["llama", "gpt2", "bloom_4_heads", "gpt_neox", "gemma", "gemma2", "opt"])
+ALWAYS = (
+    "llama",
+    "gpt2",
+    "cohere",   # one norm of attention and MLP, and a scale of logits
+    "olmo",     # norms without weights
+    "olmo2",    # no norms before attention and MLP
+)
+OTHERS = ("bloom_4_heads", "gpt_neox", "gemma", "gemma2", "opt", "glm4", "granite", "nemotron", "phi")
+
+
+@pytest.mark.parametrize("model", with_extended(ALWAYS + OTHERS, always=ALWAYS))
 def test_smoothing_does_not_change_the_outputs(tmp_path: Path, model: str) -> None:
     # In fp32 a tied head is stored once, and cannot be smoothed.
     config = {**TINY_MODELS[model], "tie_word_embeddings": False}
@@ -57,8 +68,8 @@ def with_large_channels(conversion: Conversion) -> Conversion:
     """An equivalent model, in which norms have outlier channels a hundred times as large."""
     checkpoint = conversion.layout.checkpoint
 
-    def larger(name: str) -> FloatArray:
-        tensor = checkpoint.load(name).copy()
+    def larger(name: str, rows: slice) -> FloatArray:
+        tensor = checkpoint.load(name, rows).copy()
         if name.endswith("layernorm.weight"):
             tensor[::13] *= 100
         elif name.endswith(READERS):

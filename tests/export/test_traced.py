@@ -15,6 +15,7 @@ from tests.backends.networks import bloom_onnx
 from tests.export.tiny_models import TINY_MODELS, tiny_checkpoint
 
 _SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 128}
+_GPTJ = {"n_layer": 2, "n_embd": 64, "n_head": 4, "rotary_dim": 8, "n_positions": 128}
 
 # Options that no family supports: the name of a tiny model, its changed config, and the message.
 _BEYOND_FAMILIES = [
@@ -32,9 +33,8 @@ def export(source: Path, repository: Path, **options: object) -> ExportReport:
 @pytest.mark.parametrize(
     "config",
     [
-        _SIZES | {"model_type": "falcon"},
-        _SIZES | {"model_type": "phi", "intermediate_size": 96},
-        _SIZES | {"model_type": "starcoder2", "num_key_value_heads": 2, "sliding_window": 16},
+        _SIZES | {"model_type": "persimmon", "intermediate_size": 96},
+        _GPTJ | {"model_type": "codegen"},
         _SIZES | {"model_type": "gpt_neo", "window_size": 16, "attention_types": [[["global", "local"], 1]]},
     ],
     ids=lambda config: config["model_type"],
@@ -70,7 +70,7 @@ def test_an_invalid_config_is_not_traced(tmp_path: Path) -> None:
     source = tiny_checkpoint(tmp_path / "checkpoint", **TINY_MODELS["llama"])
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"num_attention_heads": "four"}))
-    with pytest.raises(ExportError, match=r"config\.json does not describe a llama model"):
+    with pytest.raises(ExportError, match=r"config\.json.*llama"):
         export(source, tmp_path / "repository")
 
 
@@ -78,40 +78,15 @@ def test_an_invalid_config_is_not_traced(tmp_path: Path) -> None:
     ("file_format", "precision", "words"),
     [
         ("onnx", "int8", "a traced model does not support the precision 'int8'"),
-        ("torchscript", "fp32", "StableLmForCausalLM; TorchScript needs a known family"),
+        ("torchscript", "fp32", "GPTJForCausalLM; TorchScript needs a known family"),
     ],
 )
 def test_formats_that_need_a_family_are_rejected(
-    stablelm_checkpoint: Path, tmp_path: Path, file_format: FileFormat, precision: Precision, words: str
+    traced_checkpoint: Path, tmp_path: Path, file_format: FileFormat, precision: Precision, words: str
 ) -> None:
     with pytest.raises(ExportError, match=words):
-        export(stablelm_checkpoint, tmp_path / "repository", file_format=file_format, precision=precision)
+        export(traced_checkpoint, tmp_path / "repository", file_format=file_format, precision=precision)
     assert not (tmp_path / "repository").exists()
-
-
-def test_a_model_without_keys_and_values_is_rejected(tmp_path: Path) -> None:
-    source = tiny_checkpoint(
-        tmp_path / "mamba", model_type="mamba", hidden_size=32, num_hidden_layers=2, state_size=4
-    )
-    with pytest.raises(ExportError, match="MambaForCausalLM, which cannot be traced"):
-        export(source, tmp_path / "repository")
-
-
-def test_a_model_that_transformers_does_not_know_is_rejected(
-    stablelm_checkpoint: Path, tmp_path: Path
-) -> None:
-    source = tmp_path / "unknown"
-    source.mkdir()
-    for path in stablelm_checkpoint.iterdir():
-        (source / path.name).symlink_to(path)
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").unlink()
-    unknown = {"model_type": "phantom", "architectures": ["PhantomForCausalLM"]}
-    (source / "config.json").write_text(json.dumps(config | unknown))
-    with pytest.raises(ExportError, match="has the architecture PhantomForCausalLM") as caught:
-        export(source, tmp_path / "repository")
-    assert len(caught.value.message) < 400      # transformers would list all models that it knows
-    assert "LlamaForCausalLM" in caught.value.remedy
 
 
 def test_a_graph_without_a_cache_has_no_growing_cache(tmp_path: Path) -> None:

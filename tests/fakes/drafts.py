@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from genserve.generation.engine_request import Request, TokenSequence
-from genserve.generation.speculation import Proposer
+from genserve.engine.engine_request import Request, TokenSequence
+from genserve.engine.speculation import Proposer
 from tests.fakes.logits import VOCAB_SIZE, greedy_answer
 
 

@@ -9,19 +9,19 @@ from queue import SimpleQueue
 
 import numpy as np
 
+from genserve.engine.admission_control import QueueLimits
+from genserve.engine.engine import Engine
+from genserve.engine.engine_thread import EngineThread
 from genserve.errors import GenserveError
-from genserve.generation.admission_control import QueueLimits
-from genserve.generation.engine import Engine
-from genserve.generation.engine_thread import EngineThread
 from genserve.generation_metrics import Metrics
 from tests.fakes.logits import PagedLogits, logits_after
-from tests.fakes.sequences import logits_request, sample_loop
+from tests.fakes.sequences import logits_request, made_sequences, sample_loop
 
 EIGHT_WAITING = QueueLimits(max_requests=8)
 
 
 class GatedLogits(PagedLogits):
-    """Holds every step but the first of a sequence until its gate is opened."""
+    """Blocks every step but the first of a sequence until its gate is opened."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -39,7 +39,7 @@ class GatedLogits(PagedLogits):
 
 
 class RecordingSink:
-    """Keeps the outputs."""
+    """Stores the outputs."""
 
     def __init__(self):
         self.outputs = []
@@ -61,6 +61,7 @@ def engine_thread(
         max_num_seqs=model.max_num_seqs,
         limits=limits,
         metrics=(metrics or Metrics()).for_model("test"),
+        sequences_of=made_sequences,
     )
 
 
@@ -86,5 +87,5 @@ def wait_for_end(sink: RecordingSink) -> GenserveError | None:
     """Wait for the first outputs, and return the error if they end with one."""
     while not sink.outputs:
         time.sleep(0)
-    content = sink.outputs[-1][1]
+    content = sink.outputs[-1].content
     return content if isinstance(content, GenserveError) else None

@@ -9,13 +9,13 @@ from pathlib import Path
 from google.protobuf import text_format
 
 from genserve.backends.backend import Placement
+from genserve.batching.model_instance import ModelInstance
+from genserve.batching.queue_scheduler import make_scheduler
 from genserve.config.model_config import ModelConfig, TensorSpec
 from genserve.config.schema import new_model_config
 from genserve.errors import InferenceError, Status
 from genserve.inference import Inference, InferenceResponse
 from genserve.inference_statistics import ModelStatistics
-from genserve.schedulers.model_instance import ModelInstance
-from genserve.schedulers.queue_scheduler import make_scheduler
 
 Execute = Callable[[Inference], None]
 
@@ -72,6 +72,8 @@ class FakeModel:
 class FakeInferenceServer:
     """A `Repository` of some `FakeModel`s: validates names as the repository does, in Triton's words."""
 
+    on_demand = None
+
     def __init__(self, models: Iterable[FakeModel]) -> None:
         self._models = {model.name: model for model in models}
         self.ready = True
@@ -89,7 +91,7 @@ class FakeInferenceServer:
         for name in request.inputs:
             if model.config.input(name) is None:
                 raise InferenceError(f"unexpected inference input '{name}' for model '{model.name}'")
-        inference.model_name, inference.model_version = model.name, model.version
+        inference.accept(model_version=model.version, batch_size=inference.batch_size)
         inference.when_ended(model.statistics.ended)
         model.scheduler.submit(inference)
 

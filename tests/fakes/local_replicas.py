@@ -9,53 +9,74 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 from genserve.completion import Delta
+from genserve.deploy.calls.message_codec import decoded, encoded
 from genserve.deploy.replica.model_replica import ModelReplica
-from genserve.deploy.replica_messages import Broadcast, GenerationCall, InferenceItem
-from genserve.errors import ReplicaLost
+from genserve.deploy.replica.replica_load import ReplicaLoad, total_load
+from genserve.deploy.replica_messages import Broadcast, Call, InferenceItem
+from genserve.engine.generation_request import GenerationRequest
+from genserve.errors import ReplicaLost, VersionReplaced
 from genserve.inference import InferenceRequest
 
 T = TypeVar("T")
 
 
 class LocalReplicas:
-    """A `ReplicaSet` over replicas of this process; by default they take turns.
+    """A `ReplicaSet` of replicas in this process; by default the replicas of a call's identity take turns.
 
     Attributes:
-        replicas: those that live, by number.
-        calls: the number of the replica of each call so far.
+        replicas: the living replicas, by number.
+        calls: the number of the replica that got each call so far.
     """
 
     def __init__(
-        self, *replicas: ModelReplica, choose: Callable[[GenerationCall], int] | None = None
+        self, *replicas: ModelReplica, choose: Callable[[Call[GenerationRequest]], int] | None = None
     ) -> None:
         self.replicas = dict(enumerate(replicas))
         self.calls: list[int] = []
         self._choose = choose
         self._killed = {number: asyncio.Event() for number in self.replicas}
 
+    def add(self, replica: ModelReplica) -> int:
+        """Add a replica that gets calls; return its number."""
+        number = len(self._killed)
+        self._killed[number] = asyncio.Event()
+        self.replicas[number] = replica
+        return number
+
+    def retire(self, number: int) -> None:
+        """Send a replica no more calls; its running calls go on."""
+        del self.replicas[number]
+
     def kill(self, number: int) -> None:
-        """Let the calls of a replica end with ReplicaLost, like those of a process that was killed."""
+        """End the calls of a replica with ReplicaLost, as if its process was killed."""
         del self.replicas[number]
         self._killed[number].set()
 
-    async def generate(self, call: GenerationCall) -> AsyncIterator[Sequence[Delta]]:
-        number = self._take(self._choose(call) if self._choose else None)
+    async def generate(self, call: Call[GenerationRequest]) -> AsyncIterator[Sequence[Delta]]:
+        number = self._take(call, self._choose(call) if self._choose else None)
         async for deltas in self._read(number, self.replicas[number].generate(_sent(call))):
             yield _sent(deltas)
 
-    async def infer(self, request: InferenceRequest) -> AsyncIterator[InferenceItem]:
-        number = self._take(None)
-        async for item in self._read(number, self.replicas[number].infer(_sent(request))):
+    async def infer(self, call: Call[InferenceRequest]) -> AsyncIterator[InferenceItem]:
+        number = self._take(call, None)
+        async for item in self._read(number, self.replicas[number].infer(_sent(call))):
             yield _sent(item)
 
-    async def broadcast(self, method: Broadcast) -> list[Any]:
-        return [_sent(await getattr(replica, method)()) for replica in self.replicas.values()]
+    def load(self, identity: str) -> ReplicaLoad:
+        return total_load([one.load() for one in self.replicas.values() if one.identity == identity])
 
-    def _take(self, number: int | None) -> int:
+    async def broadcast(self, method: Broadcast) -> list[Any]:
+        answers = [await getattr(replica, method)() for replica in self.replicas.values()]
+        return [pickle.loads(pickle.dumps(answer)) for answer in answers]   # Ray pickles answers
+
+    def _take(self, call: Call[Any], number: int | None) -> int:
         if not self.replicas:
             raise ReplicaLost("no replica is left")
         if number is None:
-            number = list(self.replicas)[len(self.calls) % len(self.replicas)]
+            alike = [number for number, one in self.replicas.items() if one.identity == call.identity]
+            if not alike:
+                raise VersionReplaced("all replicas have another version", retry_after_s=1.0)
+            number = alike[len(self.calls) % len(alike)]
         self.calls.append(number)
         return number
 
@@ -68,7 +89,7 @@ class LocalReplicas:
                 yield item
 
     async def _unless_killed(self, number: int, arrival: Awaitable[T]) -> T | None:
-        """Wait for an item; None: there is none left."""
+        """Wait for an item; None: no item is left."""
         arriving = asyncio.ensure_future(arrival)
         killed = asyncio.ensure_future(self._killed[number].wait())
         try:
@@ -85,15 +106,15 @@ class LocalReplicas:
 
 
 def _sent(message: T) -> T:
-    """Return what arrives of a message in another process."""
-    arrived: T = pickle.loads(pickle.dumps(message))
+    """Return a message as another process would receive it."""
+    arrived: T = decoded(bytearray(b"".join(map(bytes, encoded(message)))))
     return arrived
 
 
 class LossyReplicas(LocalReplicas):
-    """Local replicas of which one is lost in each call: at a delta that varies, and before each response.
+    """Local replicas that lose one replica in each call, at a varying delta or before each response.
 
-    With `also_resumed`, calls that are resumed lose theirs too.
+    With `also_resumed`, resumed calls lose their replica too.
     """
 
     def __init__(self, *replicas: ModelReplica, also_resumed: bool = False) -> None:
@@ -102,20 +123,20 @@ class LossyReplicas(LocalReplicas):
         self._also_resumed = also_resumed
         self._num_inferences = 0
 
-    async def generate(self, call: GenerationCall) -> AsyncIterator[Sequence[Delta]]:
+    async def generate(self, call: Call[GenerationRequest]) -> AsyncIterator[Sequence[Delta]]:
         left = 1 if self._also_resumed else 1 + self.num_lost % 4
         async with aclosing(super().generate(call)) as items:
             async for deltas in items:
                 yield deltas
                 left -= 1
-                if not left and (self._also_resumed or not any(call.resumed_token_ids)):
+                if not left and (self._also_resumed or not call.request.is_resumed):
                     self._lose()
 
-    async def infer(self, request: InferenceRequest) -> AsyncIterator[InferenceItem]:
+    async def infer(self, call: Call[InferenceRequest]) -> AsyncIterator[InferenceItem]:
         self._num_inferences += 1
         if self._num_inferences % 2:
             self._lose()
-        async for item in super().infer(request):
+        async for item in super().infer(call):
             yield item
 
     def _lose(self) -> None:

@@ -8,15 +8,16 @@ from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
-from genserve.generation.logits_model import ForwardBatch
+from genserve.engine.logits_model import ForwardBatch
 from genserve.sampling.logits_array import FloatArray
 
 VOCAB_SIZE = 64
 
 
 def logits_after(token_ids: Sequence[int]) -> FloatArray:
-    """The row that any correct engine gets behind these tokens; different for every history."""
+    """Return the logits that any correct engine gets after these tokens; they differ for every history."""
     return _row_after(tuple(token_ids))
 
 
@@ -29,7 +30,7 @@ def _row_after(token_ids: tuple[int, ...]) -> FloatArray:
 
 
 def greedy_answer(prompt: Sequence[int], *, num_tokens: int) -> list[int]:
-    """The answer of a plain loop without any engine."""
+    """Return the answer of a plain loop without an engine."""
     token_ids = list(prompt)
     for _ in range(num_tokens):
         token_ids.append(int(np.argmax(logits_after(token_ids))))
@@ -37,7 +38,7 @@ def greedy_answer(prompt: Sequence[int], *, num_tokens: int) -> list[int]:
 
 
 class PagedLogits:
-    """Implements `LogitsModel`; a block holds each token and a digest of all tokens before it."""
+    """Implements `LogitsModel` and `BlockMemory`; a block holds each token and a digest of all before it."""
 
     def __init__(
         self,
@@ -46,6 +47,7 @@ class PagedLogits:
         max_length: int = 64,
         block_size: int = 4,
         num_blocks: int | None = None,
+        vocab_size: int = VOCAB_SIZE,
     ) -> None:
         self.max_num_seqs = max_num_seqs
         self.max_length = max_length
@@ -53,12 +55,13 @@ class PagedLogits:
         blocks_per_sequence = -(-max_length // block_size)
         self.num_blocks = num_blocks or max_num_seqs * blocks_per_sequence
         assert self.num_blocks >= blocks_per_sequence, "the longest sequence must fit"
-        self.vocab_size = VOCAB_SIZE
-        self.forwards: list[tuple[int, ...]] = []   # tokens of each sequence, by forward
+        self.vocab_size = vocab_size
+        self.num_state_slots = 0
+        self.forwards: list[tuple[int, ...]] = []   # the number of tokens of each sequence in each forward
         self.copies: list[tuple[int, int]] = []
-        # By token id: "nan" for the rows of its sequence, or "raise" for the forward.
+        # Failures by token id: "nan" for the rows of its sequence, or "raise" for the forward.
         self.poison: dict[int, str] = {}
-        self.buffer: FloatArray = np.zeros((0, VOCAB_SIZE), dtype=np.float32)
+        self.buffer: FloatArray = np.zeros((0, vocab_size), dtype=np.float32)
         self._tokens = np.full((self.num_blocks, block_size), -1)
         self._digests = np.zeros((self.num_blocks, block_size), dtype=np.int64)
 
@@ -75,9 +78,9 @@ class PagedLogits:
                 assert batch.positions[starts[row] + offset] == num_computed + offset
                 assert place not in written, "two tokens are written to one place"
                 written.add(place)
-                digest = _digest(digest, token_id)
+                digest = digest_after(digest, token_id)
                 self._tokens[place], self._digests[place] = token_id, digest
-        self.buffer = np.zeros((len(batch.logits_indices), VOCAB_SIZE), dtype=np.float32)
+        self.buffer = np.zeros((len(batch.logits_indices), self.vocab_size), dtype=np.float32)
         for index, token in enumerate(batch.logits_indices.tolist()):
             row = next(row for row, end in enumerate(starts[1:]) if token < end)
             self.buffer[index] = self._row(batch, row, int(batch.positions[token]) + 1)
@@ -88,6 +91,17 @@ class PagedLogits:
             self.copies.append((source, target))
             self._tokens[target] = self._tokens[source]
             self._digests[target] = self._digests[source]
+
+    @property
+    def block_bytes(self) -> int:
+        return 2 * 8 * self.block_size
+
+    def read_blocks(self, block_ids: Sequence[int]) -> NDArray[np.uint8]:
+        parts = [self._tokens[block_ids], self._digests[block_ids]]
+        return np.concatenate(parts, axis=1).view(np.uint8)
+
+    def write_blocks(self, block_ids: Sequence[int], rows: NDArray[np.uint8]) -> None:
+        self._tokens[block_ids], self._digests[block_ids] = np.split(rows.view(np.int64), 2, axis=1)
 
     def _check(self, batch: ForwardBatch, counts: tuple[int, ...]) -> None:
         arrays = [batch.token_ids, batch.positions, batch.query_start_loc, batch.num_computed_tokens]
@@ -116,9 +130,13 @@ class PagedLogits:
             if token_id in history and effect == "raise":
                 raise RuntimeError("poisoned")
             if token_id in history:
-                return np.full(VOCAB_SIZE, np.nan, dtype=np.float32)
+                return np.full(self.vocab_size, np.nan, dtype=np.float32)
+        return self.row_after(history)
+
+    def row_after(self, history: Sequence[int]) -> FloatArray:
+        """The logits of a model: those of `logits_after`, unless a subclass has others."""
         return logits_after(history)
 
 
-def _digest(before: int, token_id: int) -> int:
+def digest_after(before: int, token_id: int) -> int:
     return zlib.crc32(token_id.to_bytes(8, "little"), before)

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any, Self
 
+from genserve.engine.engine_request import LogitsRequest, TokenSequence
+from genserve.engine.generation_request import GenerationRequest
+from genserve.engine.sequence_plugins import SequencePlugins
 from genserve.errors import GenserveError
-from genserve.generation.engine_request import LogitsRequest, TokenSequence
-from genserve.generation.sequence_plugins import SequencePlugins
 from genserve.sampling.grammar_bitmask import StructuredOutputGrammar
 from genserve.sampling.logits_array import FloatArray
 from genserve.sampling.logits_processors import DryBreakers, TokenizedParams
@@ -53,7 +54,7 @@ def sequence_of(
     **params: Any,
 ) -> TokenSequence:
     sampling = SamplingParams(**params)
-    return kind(
+    sequence = kind(
         prompt,
         params=sampling,
         seed=sampling.seed or 0,
@@ -68,6 +69,29 @@ def sequence_of(
         plugins=plugins,
         grammar=grammar,
     )
+    request_of(sequence)
+    return sequence
+
+
+def request_of(*sequences: TokenSequence) -> GenerationRequest:
+    """Return the request of which these sequences are the choices, for an engine with `made_sequences`."""
+    prompt: Any = sequences     # which only `made_sequences` reads
+    first = sequences[0]
+    request = GenerationRequest(
+        prompt=prompt,
+        prompt_token_ids=tuple(first.token_ids),
+        params=first.params,
+        seeds=tuple(sequence.sampling.seed for sequence in sequences),
+    )
+    for choice, sequence in enumerate(sequences):
+        sequence.request, sequence.choice = request, choice
+    return request
+
+
+def made_sequences(request: GenerationRequest) -> Sequence[TokenSequence]:
+    """Return the sequences that `request_of` was called for."""
+    sequences: Any = request.prompt
+    return sequences
 
 
 async def sample_loop(sequence: TokenSequence) -> None:
@@ -87,7 +111,7 @@ def logits_request(
 
 
 class Clock:
-    """Stands still until a test moves it."""
+    """A clock that stands still until a test moves it."""
 
     def __init__(self) -> None:
         self.now_s = 0.0

@@ -24,7 +24,7 @@ class TritonPythonModel:
     async def decode(self, sequence):
         while not sequence.finished:
             if sequence.params.max_tokens == {FAILING} and sequence.num_new_tokens == 3:
-                raise ValueError("/etc/secret")
+                raise ValueError("no place left, see /etc/secret/places.toml")
             sequence.append(await sequence.sample())
 """
 

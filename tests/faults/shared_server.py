@@ -1,4 +1,4 @@
-"""Shared server: the command in a process of its own, for many tests that send it what it has to reject."""
+"""Shared server: `genserve serve` in a process, for many tests that send it what it must reject."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.faults.bystanders import Bystanders
 from tests.server.live_kserve import copy_models
 from tests.support.live_server import line_with, wait_until
 
-# Tests put this into prompts, keys, tensors and names that are secrets: the log must not have it.
+# Tests put this into prompts, keys, tensors and names that are secret, so the log must not contain it.
 CANARY = "canary-7d1f"
 MODELS = ("add_sub", "fails", "generate", "identity_fp32", "identity_string", "repeat", "types")
 # A step takes some milliseconds, as with a real model: every stream of a bystander lasts for many requests.
@@ -28,7 +28,7 @@ class TritonPythonModel:
     async def decode(self, sequence):
         while not sequence.finished:
             sequence.append(await sequence.sample())
-            time.sleep(0.002)
+            time.sleep(0.006)
 """
 _LOG_LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} [A-Z]+ [\w.]+: ")
 _NOT_PUBLIC = re.compile(r"Traceback|site-packages|File \"|/tmp/|0x[0-9a-f]{6}|genserve\.\w+\.|<class ")
@@ -68,11 +68,11 @@ class SharedServer:
     """A server that many tests share, and the requests that they send to it.
 
     Attributes:
-        process: of the server.
-        url: of HTTP, such as http://127.0.0.1:40123.
-        grpc_address: host and port.
-        metrics_address: host and port of the metrics port.
-        bystanders: streams that run beside the tests.
+        process: the server's process.
+        url: the URL for HTTP, such as http://127.0.0.1:40123.
+        grpc_address: host and port for gRPC.
+        metrics_address: host and port for metrics.
+        bystanders: streams that run at the same time as the tests.
     """
 
     def __init__(self, process: subprocess.Popen, log: Path) -> None:
@@ -95,11 +95,11 @@ class SharedServer:
         return socket.create_connection(_pair(addresses.get(port, self.metrics_address)), timeout=timeout_s)
 
     def exchange(self, data: bytes, *, method: str = "POST", port: str = "http") -> Response:
-        """Send bytes on a connection of their own; return the response, which shows nothing internal.
+        """Send bytes on a new connection; return the response, which must show nothing internal.
 
         Args:
-            data: anything.
-            method: of the request, which decides whether its response has a body.
+            data: any bytes.
+            method: the method of the request, which decides whether the response has a body.
             port: "http" or "metrics".
         """
         with self.connect(port=port) as connection:
@@ -134,7 +134,7 @@ class SharedServer:
             assert CANARY not in line
 
     def _leaked(self) -> bool:
-        """Whether requests wait or run, or blocks are held, that are none of the bystanders'."""
+        """Whether requests other than the bystanders' wait, run or use blocks."""
         text = self.get("/metrics").body.decode()
         values = dict(re.findall(r'^genserve_(\w+)\{model="tiny"\} (\S+)$', text, re.MULTILINE))
         num_streams = self.bystanders.num_streams

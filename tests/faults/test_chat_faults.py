@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from genserve.prompt import MAX_CHAT_MESSAGES, MAX_TOOLS
 from tests.faults.shared_server import CANARY
 from tests.faults.text_dialects import HTTP_CHATS
 
@@ -44,7 +45,7 @@ def test_what_is_no_list_of_messages_is_rejected_in_every_dialect(server, messag
         ({"role": "user", "content": 1}, "messages[0].content"),
         ({"role": "user", "content": {"a": 1}}, "messages[0].content"),
         ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text"),
-        ({"role": "user", "content": [{"type": "image_url"}]}, "messages[0].content[0].type"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "messages[0].content[0]"),
         ({"role": "user", "content": "a", "name": 1}, "messages[0].name"),
         ({"role": "user", "content": "a", "tool_calls": [{}]}, "messages[0].tool_calls[0].id"),
         ({"role": "assistant", "tool_calls": "a"}, "messages[0].tool_calls"),
@@ -75,12 +76,32 @@ def test_a_template_without_rules_takes_any_order_of_roles(server, messages):
     assert chat(server, messages=messages).status == 200
 
 
-def test_a_chat_may_have_1024_messages(server):
+def test_a_chat_may_have_16384_messages(server):
     # As many as are valid are too many tokens for this model.
-    assert chat(server, messages=[USER] * 1024).json()["error"]["code"] == "context_length_exceeded"
-    too_many = chat(server, messages=[USER] * 1025).json()["error"]
+    messages = [USER] * MAX_CHAT_MESSAGES
+    assert chat(server, messages=messages).json()["error"]["code"] == "context_length_exceeded"
+    too_many = chat(server, messages=[*messages, USER]).json()["error"]
     assert (too_many["param"], too_many["code"]) == ("messages", "invalid_request")
-    assert "1024" in too_many["message"]
+    assert str(MAX_CHAT_MESSAGES) in too_many["message"]
+
+
+def test_the_longest_chat_may_be_in_parts(server):
+    message = USER | {"content": [{"type": "text", "text": part} for part in "ab"]}
+    messages = [message] * MAX_CHAT_MESSAGES
+    assert chat(server, messages=messages).json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_a_chat_may_have_1024_tools(server):
+    schema = {"type": "object", "properties": {name: {"type": "string"} for name in "abcdef"}}
+    tools = [
+        {"type": "function", "function": {"name": f"tool_{number}", "parameters": schema}}
+        for number in range(MAX_TOOLS + 1)
+    ]
+    # As many as are valid are too many tokens for this model.
+    most = chat(server, messages=[USER], tools=tools[:-1])
+    assert most.json()["error"]["code"] == "context_length_exceeded"
+    too_many = chat(server, messages=[USER], tools=tools).json()["error"]
+    assert (too_many["param"], too_many["code"]) == ("tools", "invalid_request")
 
 
 def test_a_thousand_messages_of_8_kib_are_answered_with_their_length(server):
@@ -113,7 +134,7 @@ def test_a_message_is_text_to_the_template_and_to_the_tokenizer(server, content)
         ({"chat_template": "{{ 7 }}"}, "chat_template"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"tools": [{"type": "code"}]}, "tools[0].type"),
-        ({"tools": [function(f"f{number}") for number in range(129)]}, "tools"),
+        ({"tools": [function(f"f{number}") for number in range(MAX_TOOLS + 1)]}, "tools"),
         ({"tools": [function("a b\n")]}, "tools[0].function.name"),
         ({"tools": [function(""), function()]}, "tools[0].function.name"),
         ({"tools": [function(), function()]}, "tools"),

@@ -25,9 +25,9 @@ from tritonclient.grpc import service_pb2_grpc
 
 from benchmarks.text_faces import FACES
 from genserve.completion import join_deltas
+from genserve.engine.admission_control import QueueLimits
+from genserve.engine.delta_streams import DeltaStream, EventLoopSink
 from genserve.errors import Closed, InferenceError
-from genserve.generation.admission_control import QueueLimits
-from genserve.generation.delta_streams import DeltaStream, EventLoopSink
 from genserve.generation_metrics import Metrics
 from genserve.repository.options import ControlMode, RepositoryOptions
 from genserve.repository.repository import Repository
@@ -64,10 +64,10 @@ class HeldLogits(PagedLogits):
 
 def ends_of(metrics: Metrics) -> dict[str, int]:
     """Return how the sequences of an engine of the tests have ended."""
-    endings = ("length", "stop", "failed", "cancelled")
+    endings = ("length", "stop", "error", "abort")
     counts = {
         ending: metrics.registry.get_sample_value(
-            "genserve_requests_total", {"model": "test", "ending": ending}
+            "genserve_requests_total", {"model": "test", "finished_reason": ending}
         )
         for ending in endings
     }
@@ -78,7 +78,7 @@ async def test_the_event_loop_serves_others_while_a_thousand_requests_end_in_one
     model, metrics = HeldLogits(max_num_seqs=2000, max_length=4), Metrics()
     engine = engine_thread(model, limits=QueueLimits(max_requests=1000), metrics=metrics)
     sink = EventLoopSink(asyncio.get_running_loop())
-    turns = 0       # of the event loop, as somebody sees them who only wants to be served
+    turns = 0       # turns of the event loop, as another task sees them
     ends: list[int] = []
 
     async def probe() -> None:
@@ -94,10 +94,11 @@ async def test_the_event_loop_serves_others_while_a_thousand_requests_end_in_one
         assert only.finish_reason is not None
         return only.token_ids[0]
 
-    streams = [sink.open(engine, sequence_of([0], max_length=4, max_tokens=1))]
+    streams = [sink.open(engine, sequence_of([0], max_length=4, max_tokens=1).request)]
     await asyncio.to_thread(model.begun.wait)
     streams += [
-        sink.open(engine, sequence_of([number % 64], max_length=4, max_tokens=1)) for number in range(1, 1000)
+        sink.open(engine, sequence_of([number % 64], max_length=4, max_tokens=1).request)
+        for number in range(1, 1000)
     ]
     probing, *reading = map(asyncio.create_task, (probe(), *map(read, range(1000))))
     await asyncio.sleep(0)      # all of them wait
@@ -115,9 +116,9 @@ async def test_the_event_loop_serves_others_while_a_thousand_requests_end_in_one
 @pytest.mark.parametrize(
     ("max_tokens", "closes", "ends"),
     [
-        (50, False, {"cancelled": 3, "length": 1}),
+        (50, False, {"abort": 3, "length": 1}),
         (1, False, {"length": 4}),
-        (50, True, {"cancelled": 1, "failed": 3}),
+        (50, True, {"abort": 1, "error": 3}),
     ],
     ids=["tokens", "last-tokens", "a-token-and-the-end-of-the-engine"],
 )
@@ -129,12 +130,12 @@ def test_outputs_for_an_event_loop_that_has_closed_end_their_requests(
     closing = threading.Thread(target=engine.close)
     event_loop = asyncio.new_event_loop()
     sink = EventLoopSink(event_loop)
-    sink.open(engine, sequence_of([0], max_tokens=max_tokens))
+    sink.open(engine, sequence_of([0], max_tokens=max_tokens).request)
     model.begun.wait()
     for prompt in (1, 2):
-        sink.open(engine, sequence_of([prompt], max_tokens=max_tokens))
+        sink.open(engine, sequence_of([prompt], max_tokens=max_tokens).request)
     event_loop.close()
-    with DeltaStream(engine, sequence_of([5], max_tokens=6)) as other:
+    with DeltaStream(engine, sequence_of([5], max_tokens=6).request) as other:
         if closes:
             closing.start()
             wait_until(lambda: not engine.alive)
@@ -179,8 +180,8 @@ def answer_on(connection: Any) -> tuple[int, bytes]:
 
 TOO_LONG = {
     "prompt": {"prompt": POOL + 1, "tokens": 1},
-    "prompt-and-answer": {"prompt": POOL - 5, "tokens": 6},
-    "beams": {"prompt": 10, "tokens": POOL // 2, "use_beam_search": True, "n": 4},
+    "no-room": {"prompt": POOL, "tokens": 1},
+    "beams": {"prompt": POOL // 4, "tokens": 1, "use_beam_search": True, "n": 4},
 }
 
 
@@ -359,9 +360,9 @@ def open_and_drop(live: LiveServer, gate: StepGate, *, per_face: int, over_grpc:
         for call in calls[: over_grpc // 2]:
             call.cancel()
     dropped.set()
-    wait_until(lambda: len(engine._arrivals.cancelled) == num_requests)
+    wait_until(lambda: len(engine._queue._arrivals.cancelled) == num_requests)
     gate.open()
-    assert ledger.ends() == {"cancelled": num_requests}
+    assert ledger.ends() == {"abort": num_requests}
 
 
 def test_hundreds_of_idle_streams_that_are_dropped_leave_nothing(live: LiveServer, gate: StepGate) -> None:

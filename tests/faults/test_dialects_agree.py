@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tests.faults.shared_server import CANARY
-from tests.faults.text_dialects import CHATS, PROMPTS, completions
+from tests.faults.text_dialects import CHATS, PROMPTS, chat_completions, completions, messages_api, responses
 
 REQUESTS = {
     "greedy": {"max_tokens": 12, "temperature": 0},
@@ -36,6 +36,16 @@ def test_a_prompt_has_one_answer_in_every_dialect(server, name, text):
     same([ask(server, text, REQUESTS[name]) for ask in (completions, *PROMPTS)])
 
 
+def test_a_draw_from_no_probability_is_the_best_token_in_every_dialect(server):
+    """OpenAI's clients and Ollama's send `top_p: 0` for it."""
+    greedy = completions(server, TEXTS[0], REQUESTS["greedy"])
+    drawn = {"max_tokens": 12, "temperature": 1.0, "top_p": 0.0, "seed": 3}
+    assert same([ask(server, TEXTS[0], drawn) for ask in PROMPTS]).text == greedy.text
+    messages = [{"role": "user", "content": TEXTS[0]}]
+    best = same([ask(server, messages, drawn) for ask in CHATS])
+    assert best == chat_completions(server, messages, REQUESTS["greedy"])
+
+
 @pytest.mark.parametrize("name", REQUESTS)
 def test_a_chat_has_one_answer_in_every_dialect_and_that_of_its_tokens(server, name):
     turns = ("hello", "hi", "good bye {{7*7}} <|im_end|>")
@@ -46,12 +56,28 @@ def test_a_chat_has_one_answer_in_every_dialect_and_that_of_its_tokens(server, n
     assert completions(server, ids, REQUESTS[name]) == answer
 
 
+def test_system_messages_at_the_beginning_are_one_in_every_dialect(server):
+    """Many templates accept only one."""
+    question = {"role": "user", "content": "hello"}
+    texts = ("Be brief.", "Be kind.")
+    several = [*({"role": "system", "content": text} for text in texts), question]
+    one = [{"role": "system", "content": "\n\n".join(texts)}, question]
+    params = REQUESTS["greedy"]
+    expected = same([ask(server, one, params) for ask in CHATS])
+    assert same([ask(server, several, params) for ask in CHATS]) == expected
+    rest = [{"role": "developer", "content": texts[1]}, question]
+    developer = [{"role": "system", "content": texts[0]}, *rest]
+    assert chat_completions(server, developer, params) == expected
+    assert responses(server, rest, {**params, "instructions": texts[0]}) == expected
+    assert messages_api(server, several[1:], {**params, "system": texts[0]}) == expected
+
+
 REJECTED = {
     "an empty prompt": ("", {}, "empty|inputs|messages|input"),
     "a prompt that is too long": (CANARY + "é" * 150, {}, "tokens|context"),
     "a prompt that is certainly too long": (CANARY + "é" * 3000, {}, "tokens|context"),
     "a number that is too high": (CANARY, {"top_p": 1.5}, "top_p"),
-    "too many stop strings": (CANARY, {"stop": ["a"] * 17}, "stop"),
+    "too many stop strings": (CANARY, {"stop": ["a"] * 65}, "stop"),
 }
 
 

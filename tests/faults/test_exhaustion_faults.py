@@ -19,6 +19,7 @@ from tests.support.live_server import LiveServer, line_with, serving, wait_until
 from tests.support.python_models import write_model
 
 ASKED = {"inputs": [{"name": "X", "datatype": "FP32", "shape": [1], "data": [1]}]}
+pytestmark = pytest.mark.extended
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +115,7 @@ def test_streams_that_cannot_be_written_change_nothing(repository: Path, kind: s
 
 def test_a_log_that_nobody_reads_delays_no_request(repository: Path) -> None:
     with serving(repository, "--log-verbose=1") as process:
-        fcntl.fcntl(process.stderr, fcntl.F_SETPIPE_SZ, 4096)   # of Linux: some 40 lines
+        fcntl.fcntl(process.stderr, fcntl.F_SETPIPE_SZ, 4096)   # Linux only; some 40 lines
         url = line_with(process, "Ready at").split()[2]
         with httpx2.Client(base_url=url) as http:
             for _ in range(200):

@@ -13,7 +13,7 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from genserve.server.grpc import grpc_server
+from genserve.server.kserve.grpc import grpc_server
 from tests.faults.shared_server import SharedServer
 from tests.server.live_kserve import copy_models
 from tests.support.live_server import LiveServer

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from genserve.server.request_body import MAX_DEPTH
+from genserve.server.http.request_body import MAX_DEPTH
 from tests.faults.shared_server import CANARY, SharedServer
 
 # A path of each reader of bodies, and the field of a prompt in it.
@@ -61,14 +61,15 @@ TEXTS = {
 @pytest.mark.parametrize("path", FIELDS)
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
 def test_a_bad_text_is_a_4xx_that_does_not_repeat_it(server: SharedServer, path: str, text: bytes) -> None:
-    response = server.post(path, text.replace(b'"prompt"', b'"%b"' % FIELDS[path].encode()))
+    field = FIELDS[path].encode()
+    text = text.replace(b"\\u0070rompt", b"\\u%04x%b" % (field[0], field[1:]))
+    response = server.post(path, text.replace(b'"prompt"', b'"%b"' % field))
     assert response.status == (422 if path == "/generate" else 400), response.body
     assert len(response.body) < 1024
     assert response.error
 
 
 VALUES = {
-    "max-tokens-of-2^63": b'{"prompt": "x", "max_tokens": 9223372036854775808}',
     "text-for-an-integer": b'{"prompt": "x", "max_tokens": "1"}',
     "true-for-an-integer": b'{"prompt": "x", "max_tokens": true}',
     "float-for-an-integer": b'{"prompt": "x", "max_tokens": 1.5}',
@@ -98,7 +99,7 @@ def test_a_bad_text_is_an_error_in_tritons_words(server: SharedServer, text: byt
 
 def test_a_depth_within_the_limit_is_read(server: SharedServer) -> None:
     response = server.post("/v1/completions", nested(MAX_DEPTH))
-    assert "nested" not in response.error
+    assert (response.status, response.json()["error"]["param"]) == (400, "prompt")
 
 
 GOOD = {
@@ -124,7 +125,7 @@ def test_nul_is_not_an_end(server: SharedServer) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/completions", CHAT, "/v1/responses", "/v1/messages", "/api/chat"])
 def test_a_long_text_in_a_rejected_field_is_not_repeated(server: SharedServer, path: str) -> None:
-    response = server.post(path, {"model": CANARY * 600_000, "max_tokens": CANARY * 60})
+    response = server.post(path, {"model": "m" * 7_000_000, "max_tokens": CANARY * 60})
     assert 400 <= response.status < 500
     assert len(response.body) < 1024
 
@@ -134,14 +135,3 @@ def test_of_ten_thousand_errors_one_is_told(server: SharedServer) -> None:
     response = server.post(CHAT, {"messages": messages, "temperature": "a"})
     assert response.status == 400
     assert len(response.body) < 1024
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "meant"),
-    [
-        ("/generate", {"inputs": "x", "parameter": {}}, "parameters"),
-        ("/generate", {"inputs": "x", "parameters": {"max_new_token": 1}}, "max_new_tokens"),
-    ],
-)
-def test_a_field_that_is_spelt_wrong_is_told(server: SharedServer, path: str, body: dict, meant: str) -> None:
-    assert meant in server.post(path, body).body.decode()

@@ -1,4 +1,4 @@
-"""A client that leaves gives its place back within two steps, whatever its request was doing."""
+"""When a client leaves, its request is dropped within two steps, whatever the request was doing."""
 
 from __future__ import annotations
 
@@ -11,23 +11,63 @@ import pytest
 from tritonclient.grpc import service_pb2_grpc
 
 from benchmarks.text_faces import FACES
-from tests.faults.one_place import STATES, grpc_message, hold_place, leave, one_place, reach, send
+from tests.faults.one_place import (
+    STATES,
+    connect,
+    grpc_message,
+    hold_place,
+    leave,
+    one_place,
+    reach,
+    send,
+)
 from tests.support.live_server import LiveServer, wait_until
+from tests.support.python_models import write_model
 from tests.support.request_ledger import RequestLedger
 from tests.support.step_gate import StepGate
+
+# A model that calls the text model by BLS, in process and not.
+CALLERS = {"caller": "", "caller_stub": 'parameters { key: "EXECUTION" value { string_value: "process" } }'}
+_CALLER = """
+    import triton_python_backend_utils as pb_utils
+
+    class TritonPythonModel:
+        def execute(self, requests):
+            [request] = requests
+            sender = request.get_response_sender()
+            call = pb_utils.InferenceRequest(
+                model_name="tiny", requested_output_names=["text_output"], inputs=request.inputs())
+            for response in call.exec(decoupled=True):
+                if response.has_error():
+                    raise pb_utils.TritonModelException(response.error().message())
+                if response.output_tensors():
+                    sender.send(pb_utils.InferenceResponse(response.output_tensors()))
+            sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+_CALLER_CONFIG = """
+    backend: "python"
+    model_transaction_policy { decoupled: true }
+    input [ { name: "text_input" data_type: TYPE_STRING dims: [ 1, 1 ] },
+            { name: "max_tokens" data_type: TYPE_INT32 dims: [ 1, 1 ] },
+            { name: "stream" data_type: TYPE_BOOL dims: [ 1, 1 ] } ]
+    output [ { name: "text_output" data_type: TYPE_STRING dims: [ -1 ] } ]
+"""
 
 
 @pytest.fixture(scope="module")
 def live(tiny_repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     root = tmp_path_factory.mktemp("leaving") / "repository"
-    with LiveServer(one_place(tiny_repository, root)) as server:
+    one_place(tiny_repository, root)
+    for name, execution in CALLERS.items():
+        write_model(root, name, code=_CALLER, config=_CALLER_CONFIG + execution)
+    with LiveServer(root) as server:
         yield server
 
 
 def check_released(live: LiveServer, gate: StepGate, *, num_left: int) -> None:
     """Check that the server notices it without a step, and that two steps free the place."""
     engine = live.model.engine
-    wait_until(lambda: engine._arrivals.cancelled)
+    wait_until(lambda: engine._queue._arrivals.cancelled)
     gate.allow(2)
     wait_until(lambda: engine.num_accepted == num_left)
     assert engine.num_running == num_left
@@ -39,7 +79,7 @@ def check_released(live: LiveServer, gate: StepGate, *, num_left: int) -> None:
 def test_a_client_that_leaves_frees_its_place(
     live: LiveServer, gate: StepGate, face: str, stream: bool, state: str
 ) -> None:
-    ledger, ends = RequestLedger(live), {"cancelled": 1}
+    ledger, ends = RequestLedger(live), {"abort": 1}
     if state == "waiting":
         holder = hold_place(live, gate)
     else:
@@ -51,7 +91,7 @@ def test_a_client_that_leaves_frees_its_place(
     if state == "waiting":
         leave(holder, reset=False)
         gate.open()
-        ends = {"cancelled": 2}
+        ends = {"abort": 2}
     assert ledger.ends() == ends
 
 
@@ -70,7 +110,25 @@ def test_a_grpc_stream_that_is_cancelled_frees_its_place(
     if holder is not None:
         leave(holder, reset=False)
         gate.open()
-    assert ledger.ends() == {"cancelled": 2 if state == "waiting" else 1}
+    assert ledger.ends() == {"abort": 2 if state == "waiting" else 1}
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("caller", CALLERS)
+def test_a_client_of_a_model_that_calls_the_text_model_frees_the_place(
+    live: LiveServer, gate: StepGate, caller: str, state: str
+) -> None:
+    holder = hold_place(live, gate) if state == "waiting" else gate.shut()
+    asked = {"text_input": "tell me", "max_tokens": 100, "stream": True}
+    connection = connect(live, f"/v2/models/{caller}/generate_stream", asked)
+    reach(live, gate, state)
+    leave(connection, reset=True)
+    check_released(live, gate, num_left=1 if state == "waiting" else 0)
+    if holder is not None:
+        leave(holder, reset=False)
+        gate.open()
+    version = live.server.services.repository.find(caller)
+    wait_until(lambda: not version.num_pending)
 
 
 def test_a_client_that_leaves_during_the_preparation_frees_its_reservation(
@@ -92,4 +150,4 @@ def test_a_client_that_leaves_during_the_preparation_frees_its_reservation(
         leave(connection, reset=False)
         wait_until(lambda: not engine.num_preparing)
     # KServe's routes submit it, and cancel it at once.
-    assert set(ledger.ends()) <= {"cancelled"}
+    assert set(ledger.ends()) <= {"abort"}

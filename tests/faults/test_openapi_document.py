@@ -1,7 +1,7 @@
 """The OpenAPI document against the server: schemathesis sends what fits it and what does not.
 
-Of its checks one is left out: that what fits a schema is accepted, since no schema can say that a prompt fits
-into the context, or which parameters exclude each other.
+One of schemathesis's checks is left out: that the server accepts whatever fits a schema. No schema can say
+that a prompt fits into the context, or which parameters exclude each other.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ def run(server: SharedServer, folder: Path, *options: str) -> str:
     return ended.stdout
 
 
+@pytest.mark.extended
 def test_every_route_answers_as_documented(server: SharedServer, tmp_path: Path) -> None:
     report = run(server, tmp_path, "--phases=fuzzing", "--max-examples=2")
     num_routes = len([*server.get("/openapi.json").json()["paths"]])

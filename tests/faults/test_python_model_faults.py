@@ -85,7 +85,7 @@ class TritonPythonModel:
         {faults}
         return [answer(x)]
 """
-# Of the process itself, which the server survives.
+# Crashes of the stub process itself, which the server survives.
 CRASHES = {
     "is-killed": "os.kill(os.getpid(), signal.SIGKILL)",
     "has-a-segmentation-fault": "os.kill(os.getpid(), signal.SIGSEGV)",

@@ -10,7 +10,7 @@ import httpx
 import httpx2
 import openai
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.faults.shared_server import SharedServer, read_response
@@ -78,7 +78,6 @@ def test_a_failure_after_five_tokens_is_the_last_event(scripted: LiveServer, pat
     assert response.text.count("[DONE]") == path.startswith("/v1/")
 
 
-@settings(max_examples=50)
 @given(st.lists(st.sampled_from(PIECES) | st.characters(exclude_categories=["Cs"]), max_size=12).map("".join))
 def test_no_text_forges_an_event_of_kserve(_shared_server: SharedServer, text: str) -> None:  # noqa: PT019
     with _shared_server.connect() as connection:

@@ -17,18 +17,18 @@ OWN_RULES = {
     "top_logprobs": {"completions", "ollama_generate", "messages_api", "ollama_chat"},
     "truncate_prompt_tokens": {"responses"},
     # Each of them starts a process that compiles the grammar.
-    "structured_outputs": {"tgi", "ollama_generate", "messages_api", "responses", "ollama_chat"},
+    "structured_outputs": {"tgi", "ollama_generate", "messages_api", "responses", "ollama_chat", "gemini"},
 }
 # By the name of the parameter: values that are rejected, and what their errors say.
 REJECTED = {
     "temperature": ([-0.1, 100.5, "0.7", True], r"temperature"),
-    "top_p": ([0, 1.01, -1, "1", [1]], r"top_p"),
+    "top_p": ([-0.1, 1.01, -1, "1", [1]], r"top_p"),
     "top_k": ([-2, 2**31, 1.5, "3"], r"top_k"),
     "min_p": ([1.5, -0.1], r"min_p"),
     "typical_p": ([0, 2], r"typical_p"),
-    "max_tokens": ([-1, 2**31, 2**63, 1.5, "8", 1000], r"max_\w*tokens"),
+    "max_tokens": ([-1, 1.5, "8"], r"max_\w*tokens"),
     "min_tokens": ([-1, 2**31], r"min_tokens"),
-    "stop": (["", [""], [None], ["a"] * 17, ["a" * 257], 5], r"stop"),
+    "stop": (["", [""], [None], ["a"] * 65, ["a" * 257], 5], r"stop"),
     "stop_token_ids": ([[-1], [320], [2**40], ["1"], [1.5], [1] * 257], r"stop_token_ids"),
     "logit_bias": (
         [
@@ -80,8 +80,8 @@ def test_a_value_out_of_range_is_rejected_by_its_name(server, name):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("temperature", -0.5), ("top_p", 2.0), ("top_k", -2), ("max_tokens", 0), ("max_tokens", 1000),
-     ("repetition_penalty", 0.0), ("stop", ["a"] * 17)],
+    [("temperature", -0.5), ("top_p", 2.0), ("top_k", -2), ("max_tokens", 0),
+     ("repetition_penalty", 0.0), ("stop", ["a"] * 65)],
 )  # fmt: skip
 def test_a_tensor_out_of_range_is_rejected_by_its_name(server, name, value):
     http, stream = (ask(server, "hello", {"max_tokens": 2, name: value}) for ask in (kserve, grpc))

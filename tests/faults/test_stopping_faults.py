@@ -153,7 +153,7 @@ def descendants(pid: int) -> set[int]:
 def at_work(repository: Path) -> Iterator[tuple[subprocess.Popen, str, list[Call], list[GrpcStream]]]:
     """A server with a stream of each kind, over gRPC too, and a Python model that does not return.
 
-    Of the streams over gRPC two have answers, and the last two are open for more requests.
+    Two of the streams over gRPC have answers, and the last two are open for more requests.
     """
     with serving(repository, "--drain-s=0.2", "--model-control-mode=explicit", "--load-model=*") as process:
         host = line_with(process, "Ready at").split()[2].removeprefix("http://")

@@ -18,7 +18,7 @@ HOSTILE = {
 
 
 @pytest.fixture(scope="module")
-def server(tiny_repository, tmp_path_factory):
+def server(tiny_repository, tmp_path_factory, endless_templates_end_soon):
     root = tmp_path_factory.mktemp("templates") / "repository"
     shutil.copytree(tiny_repository, root)
     for part in ("", "_tokenizer", "_logits", "_decoder"):

@@ -105,6 +105,25 @@ def test_json_that_contradicts_itself_or_the_model(server: SharedServer, model: 
     assert response.error
 
 
+@pytest.mark.parametrize("count", [2, 200_000], ids=["short", "read in slices"])
+def test_an_integer_that_does_not_fit_is_rejected_with_its_place(server: SharedServer, count: int) -> None:
+    data = [*[127] * (count - 1), 128]
+    integers = {"name": "INT8", "datatype": "INT8", "shape": [count], "data": data}
+    response = infer(server, TYPES, {"inputs": [integers]})
+    assert response.status == 400
+    assert f"element {count - 1} of input 'INT8' is 128" in response.error
+
+
+@pytest.mark.parametrize("route", ["infer", "generate", "generate_stream"])
+def test_a_number_that_does_not_fit_is_rejected_with_its_place(server: SharedServer, route: str) -> None:
+    data = [1, 2, 1e39, 4]
+    bodies = [{"X": data}, {"parameters": {"X": data}}] if route != "infer" else [{"inputs": [x(data=data)]}]
+    for body in bodies:
+        response = server.post(f"/v2/models/{IDENTITY}/{route}", body)
+        assert response.status == 400
+        assert "element 2 of input 'X' is 1e+39" in response.error
+
+
 @pytest.mark.parametrize("name", ["NaN", "Infinity", "-Infinity", "1e999"])
 def test_numbers_that_json_does_not_have_come_back_as_they_were_sent(server: SharedServer, name: str) -> None:
     body = json.dumps({"inputs": [X]}).replace("[1, 2, 3, 4]", f"[1, 2, 3, {name}]").encode()

@@ -197,9 +197,34 @@ def ollama_chat(server: SharedServer, messages: Any, params: Params) -> Answer:
     )
 
 
+def gemini(server: SharedServer, messages: Any, params: Params) -> Answer:
+    def read(answer: Any, _: Response) -> Answer:
+        [candidate], usage = answer["candidates"], answer["usageMetadata"]
+        finish = {"MAX_TOKENS": "length", "STOP": "stop"}[candidate["finishReason"]]
+        tokens = (usage["promptTokenCount"], usage["candidatesTokenCount"])
+        return Answer(text="".join(map(_text, candidate["content"]["parts"])), usage=tokens, finish=finish)
+
+    names = {"max_tokens": "maxOutputTokens", "stop": "stopSequences", "top_logprobs": "logprobs"}
+    body = {"contents": messages, "generationConfig": _renamed(params, **names)}
+    if isinstance(messages, list) and all(isinstance(one, dict) and "role" in one for one in messages):
+        roles = {"assistant": "model"}
+        turns = [
+            {"role": roles.get(one["role"], one["role"]), "parts": [{"text": one["content"]}]}
+            for one in messages
+        ]
+        body["contents"] = [turn for turn in turns if turn["role"] != "system"]
+        if system := [part for turn in turns if turn["role"] == "system" for part in turn["parts"]]:
+            body["systemInstruction"] = {"parts": system}
+    return _over_http(server, f"/v1beta/models/{MODEL}:generateContent", body, read)
+
+
+def _text(part: Mapping[str, Any]) -> str:
+    return str(part["text"])
+
+
 Ask = Callable[[SharedServer, Any, Params], Answer]
 # Those that take a prompt, and those that take a chat.
 PROMPTS: tuple[Ask, ...] = (tgi, completions, ollama_generate, kserve, grpc, sdk)
-CHATS: tuple[Ask, ...] = (chat_completions, messages_api, responses, ollama_chat, sdk_chat)
+CHATS: tuple[Ask, ...] = (chat_completions, messages_api, responses, ollama_chat, gemini, sdk_chat)
 HTTP_PROMPTS: tuple[Ask, ...] = (tgi, completions, ollama_generate)
-HTTP_CHATS: tuple[Ask, ...] = (chat_completions, messages_api, responses, ollama_chat)
+HTTP_CHATS: tuple[Ask, ...] = (chat_completions, messages_api, responses, ollama_chat, gemini)

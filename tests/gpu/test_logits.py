@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from genserve.engine.logits_model import ForwardBatch, LogitsModel
 from genserve.errors import RepositoryError
 from genserve.export.export_options import ExportFormat
-from genserve.generation.logits_model import ForwardBatch, LogitsModel
 from genserve.textmodel.logits_config import pipeline_files
 from genserve.textmodel.runtimes.kv_cache_memory import DeviceMemory
 from genserve.textmodel.runtimes.onnx_logits import OnnxLogits
@@ -22,7 +22,7 @@ from tests.export.graphs import conversion_of, write_conversion, write_graph
 from tests.export.tiny_models import TINY_MODELS, tiny_checkpoint
 from tests.textmodel.runtimes.cached_sequences import CachedSequences
 
-TOLERANCE = 0.02  # of the largest logit: some units of float16 in two layers
+TOLERANCE = 0.02  # share of the largest logit: some units of float16 in two layers
 
 
 def reference_model(source: Path, *, device: str) -> PreTrainedModel:

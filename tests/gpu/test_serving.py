@@ -25,7 +25,7 @@ from genserve.textmodel.runtimes.kv_cache_memory import DeviceMemory
 from tests.textmodel.test_text_inference import BLS_LOOP, LOOP_CONFIG, asked, greedy_ids, of, text
 
 ON_GPU = "instance_group [ { kind: KIND_GPU gpus: [ 0 ] } ]\n"
-NEAR = 0.1  # of a logit of the default model: what float16 may take for a tie
+NEAR = 0.1  # a difference of the default model's logits that may be a tie in float16
 
 
 @pytest.fixture(autouse=True, scope="module")

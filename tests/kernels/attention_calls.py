@@ -44,6 +44,7 @@ INPUTS = (
     "key_scales",
     "value_scales",
     "attention_metadata",
+    "sinks",
 )
 CACHES = ("key_cache", "value_cache", "key_scales", "value_scales")
 
@@ -107,6 +108,7 @@ class Model:
     rotary_dims: int = 0
     qk_norm: bool = False
     alibi: bool = False
+    sinks: bool = False
     attributes: dict[str, float] = field(default_factory=dict)
 
 
@@ -118,6 +120,7 @@ FAMILIES = {
     "qwen3, float16 query": Model(7, 1, query_type="float16", rotary_dims=32, qk_norm=True),
     "bloom": Model(alibi=True, kv_num_heads=6, head_dim=40),
     "gemma2": Model(rotary_dims=32, attributes={"softcap": 50.0, "local_window_size": 70}),
+    "gpt-oss": Model(8, 2, 32, rotary_dims=32, sinks=True, attributes={"local_window_size": 70}),
     "mistral": Model(rotary_dims=24, head_dim=33, attributes={"local_window_size": 500}),
 }
 
@@ -165,6 +168,7 @@ def make_call(
         q_norm_weight=np.linspace(0.5, 1.5, dim).astype(np.float32) if model.qk_norm else None,
         k_norm_weight=np.linspace(1.4, 0.6, dim).astype(np.float32) if model.qk_norm else None,
         alibi_slopes=np.geomspace(0.5, 0.004, model.num_heads).astype(np.float32) if model.alibi else None,
+        sinks=np.linspace(-2, 3, model.num_heads).astype(np.float32) if model.sinks else None,
         key_scales=garbage(rng, cache[:3], "float32") if scales else None,
         value_scales=garbage(rng, cache[:3], "float32") if scales else None,
         **model.attributes,

@@ -7,8 +7,13 @@
 #include <stdlib.h>
 
 #include "attention.hpp"
+#include "causal_conv.hpp"
 #include "decoder_layer.hpp"
+#include "embedding.hpp"
+#include "experts.hpp"
+#include "grouped_linear.hpp"
 #include "linear.hpp"
+#include "linear_attention.hpp"
 #include "logits.hpp"
 #include "sampling.hpp"
 
@@ -58,6 +63,7 @@ struct Owned {
   size_t bytes() const {
     const size_t width = tensor.type == Type::kUint8 || tensor.type == Type::kInt8 ? 1
                          : tensor.type == Type::kFloat16                           ? 2
+                         : tensor.type == Type::kInt64                             ? 8
                                                                                    : 4;
     return size() * width;
   }
@@ -114,24 +120,30 @@ void run_linear(WeightFormat format, Norm norm, Activation activation, bool gate
   char name[96];
   snprintf(name, sizeof name, "linear format %d norm %d activation %d gated %d, %lld x %lld -> %lld", (int)format,
            (int)norm, (int)activation, gated, (long long)rows, (long long)k, (long long)n);
-  const LinearAttributes a{k, n, format, norm, activation, gated, 1e-5f, 0.0f};
+  const LinearAttributes a{k, n, format, norm, activation, gated, 1e-5f, 0.0f, {}};
   const LinearSizes sizes(a);
   Numbers numbers{(uint64_t)(rows * 1000003 + k * 1009 + n)};
   const bool floats = format == WeightFormat::kFloat32;
+  const bool blocks = in_blocks(format);
   const int64_t step = format == WeightFormat::kInt4Block ? 8 : 4;
   Owned x(Type::kFloat32, rows, k), bias(Type::kFloat32, n), norm_weight(Type::kFloat32, k);
   Owned residual(Type::kFloat32, rows, sizes.outputs), float_weight(Type::kFloat32, sizes.panels, sizes.inputs, kPanel);
-  Owned weight(Type::kUint8, sizes.panels, sizes.inputs / step, kPanel, 4);
+  Owned weight(Type::kUint8, sizes.panels, sizes.inputs / step, kPanel, 4), stream(Type::kUint8, sizes.weight_bytes);
   Owned row_scales(Type::kFloat32, sizes.panels, kPanel), scales(Type::kFloat32, sizes.panels, sizes.blocks, kPanel);
-  Owned* const filled[] = {&x, &bias, &norm_weight, &residual, &float_weight, &weight, &row_scales, &scales};
+  Owned* const filled[] = {&x, &bias, &norm_weight, &residual, &float_weight, &weight, &stream, &row_scales, &scales};
   for (Owned* each : filled) each->fill(numbers);
   LinearInputs in{};
   in.x = x.tensor;
-  in.weight = floats ? float_weight.tensor : weight.tensor;
-  if (!floats) in.scales = format == WeightFormat::kInt8 ? row_scales.tensor : scales.tensor;
+  // Numbers of fp16 are finite without the highest bit of the exponent.
+  for (int64_t i = 1; i < sizes.weight_bytes; i += 2) stream.tensor.as<uint8_t>()[i] &= 0xbf;
+  in.weight = floats ? float_weight.tensor : blocks ? stream.tensor : weight.tensor;
+  if (!floats && !blocks) in.scales = format == WeightFormat::kInt8 ? row_scales.tensor : scales.tensor;
   in.bias = bias.tensor;
   if (norm != Norm::kNone) in.norm_weight = norm_weight.tensor;
   in.residual = residual.tensor;
+  Owned order(Type::kInt32, k);
+  for (int64_t i = 0; i < k; i++) order.tensor.as<int32_t>()[i] = (int32_t)(k - 1 - i);
+  if (format >= WeightFormat::kQ4Z32) in.order = order.tensor;
   uint64_t hashes[2];
   for (int threads : kThreads) {
     Owned y(Type::kFloat32, rows, sizes.outputs);
@@ -142,6 +154,28 @@ void run_linear(WeightFormat format, Norm norm, Activation activation, bool gate
   }
   if (hashes[0] != hashes[1]) fail(name, "several threads give other bits than one");
   printf("%s: %016llx\n", name, (unsigned long long)hashes[0]);
+}
+
+void run_embedding(WeightFormat format, int64_t k, int64_t n) {
+  const LinearAttributes a{k, n, format, Norm::kNone, Activation::kNone, 0, 1e-5f, 0.0f, {}};
+  const LinearSizes sizes(a);
+  Numbers numbers{(uint64_t)(k * 1009 + n)};
+  Owned ids(Type::kInt64, 3), weight(Type::kUint8, sizes.weight_bytes), y(Type::kFloat32, 3, k);
+  weight.fill(numbers);
+  for (int64_t i = 1; i < sizes.weight_bytes; i += 2) weight.tensor.as<uint8_t>()[i] &= 0xbf;
+  for (int64_t i = 0; i < 3; i++) ids.tensor.as<int64_t>()[i] = i * (n - 1) / 2;
+  EmbeddingInputs in{ids.tensor, weight.tensor, {}};
+  Owned scales(Type::kFloat32, sizes.panels, sizes.blocks, kPanel);
+  scales.fill(numbers);
+  if (format == WeightFormat::kInt8Block) {
+    in.weight = Tensor{weight.tensor.data, Type::kUint8, 4, {sizes.panels, sizes.inputs / 4, kPanel, 4}};
+    in.scales = scales.tensor;
+  }
+  Error error;
+  if (!check_embedding(a, in, error) || !read_rows(a, in, y.tensor.as<float>(), error)) {
+    fail("embedding", error.message);
+  }
+  printf("embedding format %d, %lld x %lld: %016llx\n", (int)format, (long long)n, (long long)k, (unsigned long long)hash(y));
 }
 
 void run_attention(Type cache_type, int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size) {
@@ -207,8 +241,8 @@ void run_decoder_layer(WeightFormat format, bool parallel, int64_t rows, int64_t
            (long long)rows, (long long)hidden, (long long)intermediate);
   constexpr int64_t heads = 6, kv_heads = 2, dim = 20, block_size = 16;
   DecoderLayerAttributes a{};
-  a.qkv = a.inner = {hidden, 0, format, Norm::kRms, Activation::kNone, 0, 1e-5f, 0.0f};
-  a.output = a.down = {intermediate, 0, format, Norm::kNone, Activation::kNone, 0, 1e-5f, 0.0f};
+  a.qkv = a.inner = {hidden, 0, format, Norm::kRms, Activation::kNone, 0, 1e-5f, 0.0f, {}};
+  a.output = a.down = {intermediate, 0, format, Norm::kNone, Activation::kNone, 0, 1e-5f, 0.0f, {}};
   a.inner.activation = Activation::kSilu;
   a.inner.gated = 1;
   a.attention = {heads, kv_heads, 0, -1, 0.0f, 0.0f, 1e-6f};
@@ -269,6 +303,186 @@ void run_decoder_layer(WeightFormat format, bool parallel, int64_t rows, int64_t
   printf("%s: %016llx\n", name, (unsigned long long)hashes[0]);
 }
 
+// The weights of several linear layers, as panels one after the other.
+struct Weights {
+  Owned weight, scales;
+  Weights(const LinearAttributes& a, const LinearSizes& s, int64_t panels)
+      : weight(a.weight_format == WeightFormat::kFloat32 ? Type::kFloat32 : Type::kUint8, panels,
+               a.weight_format == WeightFormat::kFloat32      ? s.inputs
+               : a.weight_format == WeightFormat::kInt4Block ? s.inputs / 8
+                                                             : s.inputs / 4,
+               kPanel, 4),
+        scales(Type::kFloat32, panels, s.blocks, kPanel) {
+    if (a.weight_format == WeightFormat::kFloat32) weight.tensor.rank = 3;
+  }
+};
+
+void run_experts(WeightFormat format, Score score, int64_t rows, int64_t hidden, int64_t intermediate, int64_t shared) {
+  char name[96];
+  snprintf(name, sizeof name, "experts format %d score %d, %lld x %lld -> %lld, shared %lld", (int)format, (int)score,
+           (long long)rows, (long long)hidden, (long long)intermediate, (long long)shared);
+  ExpertsAttributes a{};
+  a.router = {8, 2, score, 0, 0, 1, score == Score::kSoftmaxOfTop ? -1.0f : 0.0f, 1.5f, 0.1f};
+  if (score == Score::kSigmoid) {
+    a.router.num_groups = 4;
+    a.router.kept_groups = a.router.group_top = 2;
+  }
+  a.inner = {0, 0, format, Norm::kRms, Activation::kSilu, 1, 1e-5f, 0.0f, {}};
+  if (shared == 0) a.inner.activation = Activation::kClampedSwiglu;
+  a.down = {0, 0, format, Norm::kNone, Activation::kNone, 0, 1e-5f, 0.0f, {}};
+  a.shared_inner.weight_format = a.shared_down.weight_format = format;
+  a.shared_score = shared > 0;
+  Error error;
+  if (!complete(a, hidden, intermediate, shared, error)) fail(name, error.message);
+  const int64_t count = a.router.num_experts;
+  Numbers numbers{(uint64_t)(hidden * 131 + rows)};
+  const LinearSizes inner_sizes(a.inner), down_sizes(a.down);
+  Weights inner(a.inner, inner_sizes, count * inner_sizes.panels), down(a.down, down_sizes, count * down_sizes.panels);
+  const LinearAttributes inner_of_shared = shared > 0 ? a.shared_inner : a.inner;
+  const LinearAttributes down_of_shared = shared > 0 ? a.shared_down : a.down;
+  const LinearSizes shared_inner_sizes(inner_of_shared), shared_down_sizes(down_of_shared);
+  Weights shared_inner(inner_of_shared, shared_inner_sizes, shared_inner_sizes.panels);
+  Weights shared_down(down_of_shared, shared_down_sizes, shared_down_sizes.panels);
+  Owned x(Type::kFloat32, rows, hidden), norm(Type::kFloat32, hidden), router(Type::kFloat32, 1, hidden, kPanel);
+  Owned choice(Type::kFloat32, count), inner_bias(Type::kFloat32, count, a.inner.out_features);
+  Owned down_bias(Type::kFloat32, count, hidden);
+  Owned* const vectors[] = {&x, &norm, &router, &choice, &inner_bias, &down_bias};
+  for (Owned* each : vectors) each->fill(numbers);
+  Weights* const all[] = {&inner, &down, &shared_inner, &shared_down};
+  for (Weights* each : all) {
+    each->weight.fill(numbers);
+    each->scales.fill(numbers);
+  }
+  ExpertsInputs in{};
+  in.x = in.residual = x.tensor;
+  in.router_weight = router.tensor;
+  in.norm_weight = norm.tensor;
+  in.choice_bias = choice.tensor;
+  in.inner_bias = inner_bias.tensor;
+  in.down_bias = down_bias.tensor;
+  in.inner_weight = inner.weight.tensor;
+  in.down_weight = down.weight.tensor;
+  const bool floats = format == WeightFormat::kFloat32;
+  if (!floats) in.inner_scales = inner.scales.tensor, in.down_scales = down.scales.tensor;
+  if (shared > 0) {
+    in.shared_inner_weight = shared_inner.weight.tensor;
+    in.shared_down_weight = shared_down.weight.tensor;
+    if (!floats) in.shared_inner_scales = shared_inner.scales.tensor, in.shared_down_scales = shared_down.scales.tensor;
+  }
+  uint64_t hashes[2];
+  for (int threads : kThreads) {
+    Owned y(Type::kFloat32, rows, hidden);
+    Experts experts(a, in);
+    const bool good = experts.check_weights(error) && experts.check_rows(error) &&
+                      experts.compute(y.tensor.as<float>(), team_of(threads), error);
+    if (!good) fail(name, error.message);
+    hashes[threads > 1] = hash(y);
+  }
+  if (hashes[0] != hashes[1]) fail(name, "several threads give other bits than one");
+  printf("%s: %016llx\n", name, (unsigned long long)hashes[0]);
+}
+
+// Three sequences of 1, 5 and 20 tokens, of which the first is new, and the last reads a slot that it does not write.
+struct Sequences {
+  static constexpr int64_t kTokens = 26, kSlots = 5;
+  Owned starts{Type::kInt32, 4}, sources{Type::kInt32, 3}, targets{Type::kInt32, 3}, states;
+  template <class... Sizes>
+  explicit Sequences(Numbers& numbers, Sizes... sizes) : states(Type::kFloat32, kSlots, sizes...) {
+    const int32_t values[] = {0, 1, 6, kTokens, -1, 1, 2, 0, 1, 3};
+    memcpy(starts.tensor.data, values, sizeof(int32_t[4]));
+    memcpy(sources.tensor.data, values + 4, sizeof(int32_t[3]));
+    memcpy(targets.tensor.data, values + 7, sizeof(int32_t[3]));
+    states.fill(numbers);
+  }
+  StateInputs inputs() const { return {starts.tensor, sources.tensor, targets.tensor, states.tensor}; }
+};
+
+void run_causal_conv(int64_t channels, int64_t kernel_size, bool gated) {
+  char name[96];
+  snprintf(name, sizeof name, "causal conv of %lld, %lld channels, gated %d", (long long)kernel_size, (long long)channels,
+           gated);
+  const CausalConvAttributes a{channels, kernel_size, 3, gated, gated ? ConvActivation::kNone : ConvActivation::kSilu};
+  Error error;
+  uint64_t hashes[2][2];
+  for (int threads : kThreads) {
+    Numbers numbers{(uint64_t)(channels * 131 + kernel_size)};
+    Owned x(Type::kFloat32, Sequences::kTokens, 3 + (gated ? 3 : 1) * channels), bias(Type::kFloat32, channels);
+    Owned weight(Type::kFloat32, kernel_size, channels), y(Type::kFloat32, Sequences::kTokens, channels);
+    Owned* const filled[] = {&x, &bias, &weight};
+    for (Owned* each : filled) each->fill(numbers);
+    Sequences sequences(numbers, kernel_size - 1, channels);
+    const CausalConvInputs in{x.tensor, weight.tensor, bias.tensor, sequences.inputs()};
+    const CausalConv conv(a, in);
+    if (!conv.check_inputs(error)) fail(name, error.message);
+    conv.compute(y.tensor.as<float>(), team_of(threads));
+    hashes[threads > 1][0] = hash(y);
+    hashes[threads > 1][1] = hash(sequences.states);
+  }
+  if (memcmp(hashes[0], hashes[1], sizeof hashes[0]) != 0) fail(name, "several threads give other bits than one");
+  printf("%s: %016llx %016llx\n", name, (unsigned long long)hashes[0][0], (unsigned long long)hashes[0][1]);
+}
+
+void run_linear_attention(Rule rule, OutputNorm norm, int64_t key_heads, int64_t heads, int64_t keys, int64_t values) {
+  char name[96];
+  snprintf(name, sizeof name, "linear attention rule %d norm %d, %lld of %lld heads %lld x %lld", (int)rule, (int)norm,
+           (long long)key_heads, (long long)heads, (long long)keys, (long long)values);
+  const int64_t width = heads * values;
+  const LinearAttentionAttributes a{key_heads, heads, keys, values, values, 1, 1 + width, 1 + width + heads,
+                                    rule,      norm,  1e-5f, 1.5f,  0.1f,   0.9f};
+  Error error;
+  uint64_t hashes[2][2];
+  for (int threads : kThreads) {
+    Numbers numbers{(uint64_t)(width * 131 + keys)};
+    Owned x(Type::kFloat32, Sequences::kTokens, 2 * key_heads * keys + width);
+    Owned gates(Type::kFloat32, Sequences::kTokens, 1 + width + 2 * heads), rate(Type::kFloat32, heads);
+    Owned step_bias(Type::kFloat32, heads), skip(Type::kFloat32, heads), norm_weight(Type::kFloat32, width);
+    Owned y(Type::kFloat32, Sequences::kTokens, width);
+    Owned* const filled[] = {&x, &gates, &rate, &step_bias, &skip, &norm_weight};
+    for (Owned* each : filled) each->fill(numbers);
+    Sequences sequences(numbers, heads, (values + kStatePanel - 1) / kStatePanel, keys, kStatePanel);
+    const LinearAttentionInputs in{x.tensor,    gates.tensor,       rate.tensor,       step_bias.tensor,
+                                   skip.tensor, norm_weight.tensor, sequences.inputs()};
+    const LinearAttention attention(a, in);
+    if (!attention.check_inputs(error) || !attention.compute(y.tensor.as<float>(), team_of(threads), error)) {
+      fail(name, error.message);
+    }
+    hashes[threads > 1][0] = hash(y);
+    hashes[threads > 1][1] = hash(sequences.states);
+  }
+  if (memcmp(hashes[0], hashes[1], sizeof hashes[0]) != 0) fail(name, "several threads give other bits than one");
+  printf("%s: %016llx %016llx\n", name, (unsigned long long)hashes[0][0], (unsigned long long)hashes[0][1]);
+}
+
+void run_grouped_linear(WeightFormat format, int64_t groups, int64_t rows, int64_t k, int64_t n) {
+  char name[96];
+  snprintf(name, sizeof name, "grouped linear format %d, %lld of %lld x %lld -> %lld", (int)format, (long long)groups,
+           (long long)rows, (long long)k, (long long)n);
+  const GroupedLinearAttributes a{{k, n, format, Norm::kNone, Activation::kNone, 0, 1e-5f, 0.0f, {}}, groups};
+  const LinearSizes sizes(a.group);
+  Numbers numbers{(uint64_t)(k * 131 + n)};
+  Weights weights(a.group, sizes, groups * sizes.panels);
+  Owned x(Type::kFloat32, rows, groups * k);
+  x.fill(numbers);
+  weights.weight.fill(numbers);
+  weights.scales.fill(numbers);
+  GroupedLinearInputs in{};
+  in.x = x.tensor;
+  in.weight = weights.weight.tensor;
+  if (format != WeightFormat::kFloat32) in.scales = weights.scales.tensor;
+  Error error;
+  uint64_t hashes[2];
+  for (int threads : kThreads) {
+    GroupedLinear linear(a, in);
+    Owned y(Type::kFloat32, rows, linear.outputs());
+    const bool good = linear.check_weights(error) && linear.check_rows(error) &&
+                      linear.compute(y.tensor.as<float>(), team_of(threads), error);
+    if (!good) fail(name, error.message);
+    hashes[threads > 1] = hash(y);
+  }
+  if (hashes[0] != hashes[1]) fail(name, "several threads give other bits than one");
+  printf("%s: %016llx\n", name, (unsigned long long)hashes[0]);
+}
+
 void run_logits(int64_t size, int64_t k) {
   Numbers numbers{(uint64_t)size};
   Owned logits(Type::kFloat32, 3, size), best(Type::kFloat32, 3), ids(Type::kFloat32, 3, 2), top(Type::kFloat32, 3, 2 * k);
@@ -299,13 +513,20 @@ void run_sampling(int64_t size) {
 
 int main() {
   const WeightFormat formats[] = {WeightFormat::kInt8, WeightFormat::kInt8Block, WeightFormat::kInt4Block,
-                                  WeightFormat::kFloat32};
+                                  WeightFormat::kFloat32,  WeightFormat::kQ4,        WeightFormat::kQ5,
+                                  WeightFormat::kQ8,       WeightFormat::kQ4K,       WeightFormat::kQ5K,
+                                  WeightFormat::kQ6K,      WeightFormat::kQ4Z32,     WeightFormat::kQ4Z64,
+                                  WeightFormat::kQ4Z128};
   for (WeightFormat format : formats) {
     run_linear(format, Norm::kNone, Activation::kNone, false, 1, 64, 32);
     run_linear(format, Norm::kRms, Activation::kSilu, true, 1, 201, 90);
     run_linear(format, Norm::kLayer, Activation::kGelu, false, 131, 77, 45);
     run_linear(format, Norm::kNone, Activation::kGeluTanh, true, 29, 130, 66);
     run_linear(format, Norm::kRms, Activation::kRelu, false, 200, 64, 5);
+    if (in_blocks(format)) {
+      run_linear(format, Norm::kRms, Activation::kNone, false, 40, 700, 70);
+    }
+    if (in_blocks(format) || format == WeightFormat::kInt8Block) run_embedding(format, 300, 45);
   }
   const Type caches[] = {Type::kFloat32, Type::kFloat16, Type::kInt8};
   for (Type cache : caches) {
@@ -316,6 +537,18 @@ int main() {
   run_decoder_layer(WeightFormat::kInt8, false, 1, 120, 200);
   run_decoder_layer(WeightFormat::kInt8, true, 37, 77, 45);
   run_decoder_layer(WeightFormat::kFloat32, false, 37, 77, 45);
+  run_experts(WeightFormat::kInt8Block, Score::kSoftmax, 1, 120, 70, 0);
+  run_experts(WeightFormat::kInt4Block, Score::kSigmoid, 37, 77, 45, 50);
+  run_experts(WeightFormat::kFloat32, Score::kSoftmaxOfTop, 400, 77, 45, 50);
+  run_experts(WeightFormat::kFloat32, Score::kSparseMixer, 37, 77, 45, 0);
+  run_grouped_linear(WeightFormat::kInt8Block, 3, 37, 77, 45);
+  run_grouped_linear(WeightFormat::kInt4Block, 4, 1, 64, 70);
+  run_grouped_linear(WeightFormat::kFloat32, 2, 200, 77, 45);
+  run_causal_conv(70, 3, true);
+  run_causal_conv(129, 4, false);
+  run_linear_attention(Rule::kGatedDelta, OutputNorm::kNormThenGate, 2, 4, 20, 40);
+  run_linear_attention(Rule::kGated, OutputNorm::kGateThenNorm, 1, 17, 16, 64);
+  run_linear_attention(Rule::kGated, OutputNorm::kNone, 3, 3, 33, 16);
   run_logits(5, 5);
   run_logits(5000, 50);
   run_sampling(3);

@@ -41,6 +41,7 @@ class PagedAttentionCall:
     q_norm_weight: Array | None = None
     k_norm_weight: Array | None = None
     alibi_slopes: Array | None = None
+    sinks: Array | None = None
     key_scales: Array | None = None
     value_scales: Array | None = None
     scale: float = 0.0
@@ -201,6 +202,10 @@ def reference_attention(call: PagedAttentionCall) -> Array:
         if call.local_window_size >= 0:
             hidden |= distance >= call.local_window_size
         scores = np.where(hidden, -np.inf, scores)
+        if call.sinks is not None:      # of another key, without a value
+            sinks = np.broadcast_to(call.sinks[:, None, None], (*scores.shape[:2], 1))
+            scores = np.concatenate([scores, sinks], axis=-1)
+            values = np.concatenate([values, np.zeros_like(values[:1])])
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True, initial=-np.inf))
         weights /= weights.sum(axis=-1, keepdims=True)
         output[tokens] = np.einsum("hqk,khd->qhd", weights, values)

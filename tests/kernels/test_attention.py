@@ -63,7 +63,7 @@ def assert_rounded(got: NDArray[Any], want: NDArray[Any], cache_type: str) -> No
     assert (np.abs(got - want) <= np.abs(want).max(axis=-1, keepdims=True) / steps).all()
 
 
-@settings(max_examples=80, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 @given(MODELS, SEQUENCES, st.integers(0, 2**32), st.integers(1, 3))
 def test_any_call_agrees_with_float64(
     model: Model, sequences: list[tuple[int, int]], seed: int, threads: int
@@ -133,7 +133,14 @@ def make_prompts(model: Model, lengths: list[int]) -> list[NDArray[Any]]:
     return [rng.standard_normal((length, columns)).astype(model.query_type) for length in lengths]
 
 
-@pytest.mark.parametrize("chunks", [[1], [7], [16], [33], [513, 1], [2, 1, 70, 5]], ids=str)
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        *([1], [513, 1], [2, 1, 70, 5]),
+        *(pytest.param([size], marks=pytest.mark.extended) for size in (7, 16, 33)),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bits_do_not_depend_on_batch_chunks_threads_and_blocks(family: str, chunks: list[int]) -> None:
     model = FAMILIES[family]

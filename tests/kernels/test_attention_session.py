@@ -71,7 +71,9 @@ def run_session(
     return binding.get_outputs()[0].numpy().copy()
 
 
-@pytest.mark.parametrize("family", ["llama", "llama, int8 cache", "qwen3, float16 query", "gemma2"])
+@pytest.mark.parametrize(
+    "family", ["llama", "llama, int8 cache", "qwen3, float16 query", "gemma2", "gpt-oss"]
+)
 def test_a_session_computes_the_same_as_the_function(family: str) -> None:
     sequences = [(600, 1), (30, 40), (0, 2)]
     call, other = make_call(FAMILIES[family], sequences), make_call(FAMILIES[family], sequences)

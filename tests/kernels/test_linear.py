@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -44,7 +44,6 @@ def bits(array: NDArray[np.float32]) -> NDArray[np.int32]:
     return array.view(np.int32)
 
 
-@settings(max_examples=150)
 @given(layers, st.integers(0, 40), st.booleans(), st.integers(0, 2**32))
 def test_any_layer_agrees_with_float64(
     attributes: dict[str, Any], rows: int, residual: bool, seed: int
@@ -60,7 +59,6 @@ def test_any_layer_agrees_with_float64(
         np.testing.assert_array_equal(bits(compute(layer, x, more, isa=isa)), bits(got))
 
 
-@settings(max_examples=120)
 @given(
     st.sampled_from(INTEGER_FORMATS),
     st.integers(1, 400),

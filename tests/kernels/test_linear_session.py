@@ -24,7 +24,7 @@ def model_of(layers: list[Layer], *, residual: bool = False, constant: bool = Tr
     for i, layer in enumerate(layers):
         named = [name if name in layer.inputs else "" for name in INPUTS]
         names = [f"{name}_{i}" if name else "" for name in named]
-        names[0], names[-1] = "x" if i == 0 else f"y_{i - 1}", "residual" if residual else ""
+        names[0], names[6] = "x" if i == 0 else f"y_{i - 1}", "residual" if residual else ""
         attributes = layer.attributes() | (changed if i == 0 else {})
         attributes = {name: value for name, value in attributes.items() if value is not None}
         nodes.append(helper.make_node("Linear", names, [f"y_{i}"], domain="genserve", **attributes))

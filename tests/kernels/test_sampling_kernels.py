@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from genserve.kernels.sampling_kernels import SAMPLED_ROW, SAMPLING_RULE, sample_logits, scan_logits
 from tests.kernels.c_types import instruction_sets
 
 
-@settings(max_examples=100)
 @given(
     st.integers(0, 5), st.integers(1, 1500), st.data(), st.sampled_from([1, 20, 10000]), st.integers(0, 2**32)
 )
@@ -101,7 +100,6 @@ def kept_and_borders(row: np.ndarray, rule: np.void) -> tuple[np.ndarray, np.nda
     return keep, cumulative / cumulative[-1], float(margin)
 
 
-@settings(max_examples=150)
 @given(st.integers(1, 3000), st.sampled_from([0.3, 2.0, 12.0]), st.booleans(), st.integers(0, 2**32))
 def test_draws_agree_with_float64(size: int, spread: float, whole: bool, seed: int) -> None:
     """Integers, so that many are equal, also to the k-th, and are all kept."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from genserve.generation.admission_control import QueueLimits
+from genserve.engine.admission_control import QueueLimits
 from genserve.planner.simulated_replica import ReplicaKind
 from genserve.planner.step_model import StepModel
 from genserve.tuning.measured_steps import EngineLimits, MeasuredEngine, MeasuredStep, ServingCost, StepSize

@@ -8,9 +8,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from genserve.generation.engine import Engine
-from genserve.generation.engine_request import TokenSequence
-from genserve.generation.logits_model import ForwardBatch
+from genserve.engine.engine import Engine
+from genserve.engine.engine_request import TokenSequence
+from genserve.engine.logits_model import ForwardBatch
 from genserve.planner.fleet import Fleet, FleetResult
 from genserve.planner.loads import Lengths, PlannedRequest, SyntheticLoad
 from genserve.planner.simulated_replica import ReplicaKind
@@ -25,6 +25,7 @@ class TimedLogits:
     """Implements `LogitsModel` without logits: a forward only takes virtual time."""
 
     vocab_size = 2
+    num_state_slots = 0
 
     def __init__(self, kind: ReplicaKind) -> None:
         limits = kind.limits
@@ -147,7 +148,7 @@ def test_turns_of_a_session_find_the_earlier_ones_in_the_cache(kind: ReplicaKind
     alone = simulated(kind, replace(turns, num_turns=1))
     assert alone.cached_tokens == 0
     result = simulated(kind, turns)
-    # Of three turns, the first has nothing cached, the second a half, the third two thirds.
+    # The first of three turns has nothing cached, the second a half, and the third two thirds.
     assert 0.4 < result.cached_tokens / result.prompt_tokens < 0.7
     # The router sends them to the replica that has them.
     spread = simulated(kind, turns, num_replicas=3)
@@ -160,6 +161,19 @@ def test_too_many_requests_are_rejected_as_by_a_server(kind: ReplicaKind) -> Non
     assert result.num_requests == 400
     assert result.times.first_s(100) < 5.0 + 1.0    # max_wait_s, and the prompt
     assert simulated(kind, load(rate=200.0, num_requests=400), num_replicas=12).num_rejected == 0
+
+
+def test_a_request_goes_to_a_next_replica_if_the_best_one_is_full(kind: ReplicaKind) -> None:
+    short = replace(kind, queue_limits=replace(kind.queue_limits, max_requests=0, max_wait_s=None))
+    alike = load(
+        rate=8.0,
+        num_requests=2 * short.limits.max_num_seqs,
+        input_len=Lengths(mean=10),
+        output_len=Lengths(mean=90),
+        num_system_prompts=1,
+        system_len=400,
+    )
+    assert simulated(short, alike, num_replicas=2).num_rejected == 0
 
 
 def test_requests_beyond_the_context_are_counted(kind: ReplicaKind) -> None:

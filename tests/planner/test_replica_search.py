@@ -6,18 +6,18 @@ from dataclasses import replace
 import pytest
 
 from genserve.planner.loads import Lengths
-from genserve.planner.plan import FleetFigures, FleetTarget, search, simulate
+from genserve.planner.plan import FleetMetrics, FleetTarget, search, simulate
 from genserve.planner.simulated_replica import ReplicaKind
 from tests.planner.test_fleet import load
 
 BUSY = load(rate=60.0, num_requests=200)
 TARGETS = [
-    FleetTarget(figure="ttft", rank=90.0, limit=300.0),
-    FleetTarget(figure="rejected", rank=None, limit=0.0),
+    FleetTarget(metric="ttft", rank=90.0, limit=300.0),
+    FleetTarget(metric="rejected", rank=None, limit=0.0),
 ]
 
 
-def found(kind: ReplicaKind, targets: list[FleetTarget], **options: int) -> list[FleetFigures]:
+def found(kind: ReplicaKind, targets: list[FleetTarget], **options: int) -> list[FleetMetrics]:
     settings = {"max_replicas": 64, "num_processes": 1, **options}
     return search(kind, BUSY, targets, on_fleet=lambda _fleet: None, **settings)
 
@@ -33,7 +33,7 @@ def test_the_smallest_fleet_is_found_and_the_one_below_misses(kind: ReplicaKind)
 
 
 def test_several_processes_find_the_same(kind: ReplicaKind) -> None:
-    def simulated(num_processes: int) -> list[FleetFigures]:
+    def simulated(num_processes: int) -> list[FleetMetrics]:
         fleets = simulate(
             kind, BUSY, TARGETS, counts=[4, 6], num_processes=num_processes, on_fleet=lambda _fleet: None
         )
@@ -44,7 +44,7 @@ def test_several_processes_find_the_same(kind: ReplicaKind) -> None:
 
 @pytest.mark.parametrize("max_replicas", [1, 3])
 def test_a_search_ends_at_its_most_replicas(kind: ReplicaKind, max_replicas: int) -> None:
-    impossible = FleetTarget(figure="itl", rank=50.0, limit=0.001)
+    impossible = FleetTarget(metric="itl", rank=50.0, limit=0.001)
     fleets = found(kind, [impossible], max_replicas=max_replicas)
     assert fleets[-1].num_replicas == max_replicas
     assert all(fleet.missed == ["itl_p50"] for fleet in fleets)

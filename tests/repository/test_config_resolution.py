@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from genserve.config.model_config import InstanceGroup
-from genserve.config.supported_fields import Role
 from genserve.errors import RepositoryError
 from genserve.repository import config_resolution
 from genserve.repository.config_resolution import ResolvedModel, resolve_model
 from genserve.repository.index import ModelEntry, scan
-from genserve.repository.model_validation import repository_diagnostics
+from genserve.repository.model_validation import Validator, repository_diagnostics
 from genserve.repository.options import RepositoryOptions
+from genserve.repository.text_stages import Role
 from genserve.textmodel import logits_runtime
 
 STATES, HALF = "sequence_batching", ("TYPE_FP32", "TYPE_FP16")
@@ -71,7 +71,7 @@ CUDA = ("CUDAExecutionProvider",)
 def placed(entry: ModelEntry, *, strict_placement: bool = False) -> InstanceGroup:
     """The first instance group of the resolved config; its warnings are logged as a load does."""
     options = RepositoryOptions(strict_placement=strict_placement)
-    model = resolve_model(entry, {entry.name: entry}, options=options)
+    model = resolve_model(entry, Validator({entry.name: entry}), options=options)
     for warning in model.warnings:
         logging.getLogger(__name__).warning("%s", warning.message)
     return model.config.instance_groups[0]
@@ -106,7 +106,7 @@ def test_a_pipeline_goes_to_the_devices_that_the_config_names(stage, machine, gr
     machine(gpus=3, providers=CUDA, cuda=True)
     stages = f'parameters {{ key: "pipeline_stages" value {{ string_value: "{num_stages}" }} }}'
     entry = stage(f"{groups}\n{stages}", fp16=True)
-    config = resolve_model(entry, {entry.name: entry}, options=RepositoryOptions()).config
+    config = resolve_model(entry, Validator({entry.name: entry}), options=RepositoryOptions()).config
     assert [placement.device_id for placement in logits_runtime.engine_placements(config)] == devices
 
 
@@ -169,7 +169,7 @@ def test_without_a_gpu_a_config_that_asks_for_one_is_reported(stage, machine, ca
 
 def resolved(root: Path, name: str, **options: bool) -> ResolvedModel:
     entries = scan([root])
-    return resolve_model(entries[name], entries, options=RepositoryOptions(**options))
+    return resolve_model(entries[name], Validator(entries), options=RepositoryOptions(**options))
 
 
 def test_a_text_model_is_resolved_with_its_stages(tiny_repository):
@@ -236,11 +236,11 @@ def test_stages_that_run_on_the_cpu_may_ask_for_a_gpu(tiny_repository, machine, 
     tokenizer.write_text(tokenizer.read_text() + "instance_group { kind: KIND_GPU }")
     entries = scan([tmp_path / "models"])
     options = RepositoryOptions(strict_placement=True)
-    text_model = resolve_model(entries["tiny"], entries, options=options)
+    text_model = resolve_model(entries["tiny"], Validator(entries), options=options)
     assert text_model.stages["tokenizer"].config.instance_groups[0].kind == "KIND_CPU"
     assert not any("GPUs are available" in warning.message for warning in text_model.warnings)
     with pytest.raises(RepositoryError, match="no GPUs are available"):
-        resolve_model(entries["tiny_tokenizer"], entries, options=options)
+        resolve_model(entries["tiny_tokenizer"], Validator(entries), options=options)
 
 
 def test_a_stage_in_two_repositories_is_not_loaded(tiny_repository, tmp_path):
@@ -248,7 +248,7 @@ def test_a_stage_in_two_repositories_is_not_loaded(tiny_repository, tmp_path):
     shutil.copytree(tiny_repository / "tiny_logits", tmp_path / "two" / "tiny_logits")
     entries = scan([tmp_path / "one", tmp_path / "two"])
     with pytest.raises(RepositoryError, match="not unique across all model repositories"):
-        resolve_model(entries["tiny"], entries, options=RepositoryOptions())
+        resolve_model(entries["tiny"], Validator(entries), options=RepositoryOptions())
 
 
 def test_a_stage_with_a_chosen_version_needs_no_other(tiny_repository, tmp_path):
@@ -258,4 +258,4 @@ def test_a_stage_with_a_chosen_version_needs_no_other(tiny_repository, tmp_path)
     with (stage / "config.pbtxt").open("a") as config:
         config.write("version_policy { all { } }")
     entry = replace(scan([tmp_path / "models"])["tiny_logits"], wanted_version=2)
-    assert resolve_model(entry, {entry.name: entry}, options=RepositoryOptions()).versions == (2,)
+    assert resolve_model(entry, Validator({entry.name: entry}), options=RepositoryOptions()).versions == (2,)

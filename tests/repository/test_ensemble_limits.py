@@ -174,8 +174,12 @@ def wait_for(file: Path) -> None:
 
 KINDS = pytest.mark.parametrize(
     ("producer", "more"),
-    [(PRODUCER, ""), (PRODUCER, PROCESS), (ASYNC_PRODUCER, ""), (ASYNC_PRODUCER, PROCESS)],
-    ids=["thread", "process", "coroutine", "coroutine in a process"],
+    [
+        pytest.param(PRODUCER, "", id="thread"),
+        pytest.param(PRODUCER, PROCESS, id="process"),
+        pytest.param(ASYNC_PRODUCER, "", id="coroutine"),
+        pytest.param(ASYNC_PRODUCER, PROCESS, id="coroutine in a process", marks=pytest.mark.extended),
+    ],
 )
 
 

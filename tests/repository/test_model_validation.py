@@ -9,6 +9,7 @@ import onnx
 import pytest
 
 from genserve.repository.model_validation import repository_diagnostics
+from genserve.repository.repository import Repository
 from tests.backends.networks import save_onnx
 from tests.support.tiny_llama import tiny_tokenizer
 
@@ -178,6 +179,21 @@ def test_an_invalid_file_name_is_an_error_of_its_model_only(tmp_path, name):
     (tmp_path / "n" / "1" / "model.py").write_text("class TritonPythonModel: pass")
     [line] = reported(tmp_path)
     assert line.startswith("m/config.pbtxt:1:19: error: '")
+
+
+def test_a_file_that_a_rule_of_configs_cannot_read_is_an_error_of_its_model_only(tmp_path):
+    add(tmp_path, config='backend: "python" input { name: "X" }')
+    (tmp_path / "n" / "1").mkdir(parents=True)
+    (tmp_path / "n" / "1" / "model.py").write_text("class TritonPythonModel: pass")
+    file = tmp_path / "m" / "1" / "model.py"
+    file.unlink()
+    file.symlink_to("/proc/self/mem")   # nobody can read its beginning, not even root
+    line, link = reported(tmp_path)
+    assert line.startswith("m: error: the folder cannot be read: ")
+    assert "the link leads out" in link
+    reasons = {entry.name: entry.reason for entry in Repository([tmp_path]).index()}
+    assert "cannot be read" in reasons["m"]
+    assert not reasons["n"]
 
 
 def test_a_model_file_outside_of_its_folder_is_not_read(tmp_path):

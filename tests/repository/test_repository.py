@@ -1,13 +1,18 @@
 from __future__ import annotations
 
 import shutil
+import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
 
-from genserve.errors import ModelNotFound, ModelNotReady, RepositoryError
+from genserve.errors import SEE_LOG, ModelNotFound, ModelNotReady, RepositoryError
+from genserve.repository import text_stages
 from genserve.repository.index import scan
 from genserve.repository.model_versions import ModelState
+from genserve.repository.options import ControlMode, RepositoryOptions
 from genserve.repository.repository import Repository
 from tests.support.python_models import write_model
 
@@ -48,8 +53,9 @@ def test_a_broken_model_does_not_stop_a_good_one(copy):
     (copy / "broken" / "config.pbtxt").write_text(text.replace("tiny_logits", "nowhere"))
     repository = loaded(copy)
     assert repository.text_model("tiny")
-    with pytest.raises(ModelNotReady, match="unavailable"):
+    with pytest.raises(ModelNotReady) as caught:
         repository.text_model("broken")
+    assert caught.value.remedy == SEE_LOG
     assert "nowhere" in str(repository.errors["broken"])
     assert repository.state is ModelState.UNAVAILABLE
     repository.close()
@@ -86,7 +92,7 @@ def test_a_repository_is_loading_until_the_last_model_is_although_one_has_failed
 
 def test_a_config_that_cannot_be_read_is_listed_with_its_error(copy):
     (copy / "tiny_logits" / "config.pbtxt").write_text("name: 5")
-    assert scan([copy])["tiny_logits"].error is not None
+    assert scan([copy])["tiny_logits"].parsed.diagnostics
     repository = loaded(copy)
     assert "config.pbtxt:1:" in str(repository.errors["tiny"])
 
@@ -106,13 +112,91 @@ def test_a_missing_file_is_named_with_a_remedy(copy, missing, words):
     assert error.remedy
 
 
-def test_an_ensemble_whose_decoder_has_no_loop_is_no_text_model(copy):
-    (copy / "tiny_decoder" / "1" / "model.py").write_text("class TritonPythonModel: ...")
+@pytest.mark.parametrize(
+    ("broken", "asked"),
+    [
+        ("tiny/config.pbtxt", "tiny"),
+        ("tiny_decoder/1/model.py", "tiny"),
+        ("tiny_decoder/1/model.py", "tiny_decoder"),
+        ("tiny_logits/1/model.onnx", "tiny_logits"),
+        ("tiny_tokenizer/1/tokenizer.json", "tiny"),
+        ("tiny_tokenizer/1/tokenizer.json", "tiny_tokenizer"),
+    ],
+)
+def test_a_text_model_that_was_broken_at_the_start_is_ready_once_it_is_mended(copy, broken, asked):
+    right = (copy / broken).read_bytes()
+    (copy / broken).write_bytes(b"nonsense (")
+    options = RepositoryOptions(control_mode=ControlMode.EXPLICIT)
+    with closing(Repository([copy], options=options)) as repository:
+        repository.start()
+        assert repository.state is ModelState.UNAVAILABLE
+        (copy / broken).write_bytes(right)
+        repository.load(asked)
+        assert_all_ready(repository)
+
+
+@pytest.mark.parametrize(
+    "broken", ["tiny_decoder/1/model.py", "tiny_decoder/config.pbtxt", "tiny_tokenizer/1/tokenizer.json"]
+)
+def test_polling_follows_a_text_model_that_is_broken_and_mended(copy, broken):
+    options = RepositoryOptions(control_mode=ControlMode.POLL, poll_s=0.02)
+    right = (copy / broken).read_bytes()
+    with closing(Repository([copy], options=options)) as repository:
+        repository.start()
+        assert_all_ready(repository)
+        (copy / broken).write_bytes(b"nonsense (")
+        wait_until(lambda: repository.errors)
+        (copy / broken).write_bytes(right)
+        wait_until(lambda: not repository.errors)
+        assert_all_ready(repository)
+
+
+def test_a_text_model_loads_the_models_of_all_its_steps(copy):
+    with closing(Repository([copy])) as repository:
+        repository.start(["tiny"])
+        assert_all_ready(repository)
+
+
+def assert_all_ready(repository: Repository) -> None:
+    assert repository.state is ModelState.READY
+    shown = {entry.name: (entry.state, entry.reason) for entry in repository.index()}
+    assert shown == dict.fromkeys(["tiny", "tiny_decoder", "tiny_logits", "tiny_tokenizer"], ("READY", ""))
+
+
+def wait_until(holds: Callable[[], object]) -> None:
+    """Wait for what another thread brings about."""
+    while not holds():
+        threading.Event().wait(0.01)
+
+
+def test_an_ensemble_with_a_model_of_tritons_is_no_text_model(copy):
+    (copy / "tiny_decoder" / "1" / "model.py").write_text(
+        "class TritonPythonModel:\n    def execute(self, requests): ..."
+    )
     repository = loaded(copy)
     assert repository.is_ready("tiny")
     with pytest.raises(ModelNotFound, match="'tiny' does not generate text"):
         repository.text_model("tiny")
     repository.close()
+
+
+@pytest.mark.parametrize(
+    ("source", "is_decoder"),
+    [
+        ("class TritonPythonModel:\n    pass    # no execute: the loop is the default one\n", True),
+        ("class TritonPythonModel: ...", True),
+        ("class TritonPythonModel():\n    stop_rules = {}", True),
+        ("class TritonPythonModel(Base): ...", False),
+        ("class TritonPythonModel:\n    execute = other", False),
+        ("class Other: ...", False),
+    ],
+)
+def test_a_model_py_without_a_loop_is_a_decoder_stage_if_it_cannot_be_a_model_of_tritons(
+    tmp_path, source, is_decoder
+):
+    path = tmp_path / "model.py"
+    path.write_text(source)
+    assert text_stages.is_decoder(path) is is_decoder
 
 
 def test_a_bad_parameter_names_the_file(copy):
@@ -143,9 +227,11 @@ def test_a_model_that_is_not_loaded_is_not_ready_instead_of_unknown(copy):
     config.write_text(config.read_text().replace('name: "tiny"', 'name: "other"'))
     repository = Repository([copy])
     repository.start(["tiny"])
-    with pytest.raises(ModelNotReady, match="not loaded"):
+    with pytest.raises(ModelNotReady, match="models/other/load"):
         repository.text_model("other")
     repository.close()
+    with pytest.raises(ModelNotReady, match="models/tiny/load"):
+        repository.text_model("tiny")
 
 
 def test_a_cache_that_cannot_be_reserved_is_an_error_of_that_model(copy):

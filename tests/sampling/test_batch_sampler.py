@@ -19,12 +19,12 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from genserve.generation.engine import Engine
-from genserve.generation.engine_request import TokenSequence
-from genserve.generation.speculation import Speculation
+from genserve.engine.engine import Engine
+from genserve.engine.engine_request import TokenSequence
+from genserve.engine.speculation import Speculation
 from genserve.sampling.batch_sampler import sample, sample_rows, sampling_metadata
 from genserve.sampling.sampler import SamplingMetadata
-from genserve.sampling.sampling_params import DRAW_PARAMETERS, PARAMETERS, STAGES
+from genserve.sampling.sampling_params import DRAW_PARAMETERS, PARAMETERS, SAMPLERS
 from tests.fakes.drafts import Foreseen
 from tests.fakes.logits import PagedLogits
 from tests.fakes.sequences import sample_loop, sequence_of
@@ -107,11 +107,11 @@ def test_frequencies_follow_the_exact_distribution(method, place):
     many = SamplingMetadata.of(
         range(NUM_DRAWS),
         [state.rule] * NUM_DRAWS,
-        stages=[state.stages] * NUM_DRAWS,
+        chains=[state.chain] * NUM_DRAWS,
         seeds=[11] * NUM_DRAWS,
         steps=range(NUM_DRAWS),
     )
-    assert one.stages == [state.stages]
+    assert one.chains == [state.chain]
     drawn = sample_rows(place(np.tile(ROW, (NUM_DRAWS, 1))), many).token_ids
     counts = np.bincount(drawn, minlength=ROW.size)
     likely = expected > 0
@@ -160,7 +160,7 @@ EDITS = {
     "suppress_tokens": st.lists(st.integers(0, 59), max_size=4).map(tuple),
     "min_tokens": st.integers(0, 4),
 }
-ORDERS = st.permutations(list(STAGES)).map(lambda order: {"samplers": tuple(order)})
+ORDERS = st.permutations(list(SAMPLERS)).map(lambda order: {"samplers": tuple(order)})
 
 
 @st.composite
@@ -186,7 +186,7 @@ def begun(*, prompt, answer, **options):
     return sequence
 
 
-@settings(max_examples=40, derandomize=True)
+@settings(derandomize=True)
 @given(rows=st.lists(sequences(), min_size=1, max_size=5), data=st.data())
 @pytest.mark.parametrize("place", PLACES)
 def test_a_row_gets_the_same_token_with_any_neighbours_at_any_index(place, rows, data):
@@ -202,7 +202,7 @@ def test_a_row_gets_the_same_token_with_any_neighbours_at_any_index(place, rows,
             assert found.logprob.logprob == pytest.approx(alone[i].logprob.logprob, abs=1e-5)
 
 
-@settings(max_examples=60, derandomize=True)
+@settings(derandomize=True)
 @given(rows=st.lists(sequences(), min_size=1, max_size=3))
 def test_numpy_and_torch_sample_the_same_tokens(rows):
     logits = np.random.default_rng(len(rows)).standard_normal((len(rows), 60)).astype(np.float32) * 2
@@ -244,7 +244,7 @@ def finish(engine: Engine, sequences: list[TokenSequence]) -> None:
         engine.add(sequence)
     while engine.step() is not None:
         for sequence in sequences:
-            sequence.take_delta()
+            sequence.pop_delta()
 
 
 def test_every_parameter_of_a_draw_is_covered():

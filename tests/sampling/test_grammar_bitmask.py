@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from genserve.completion import FinishReason
+from genserve.engine.engine import Engine
+from genserve.engine.speculation import Speculation
 from genserve.errors import InvalidRequest, ModelFailed
-from genserve.generation.engine import Engine
-from genserve.generation.speculation import Speculation
 from genserve.sampling.batch_sampler import sample
 from genserve.sampling.grammar_bitmask import grammar_bitmask
 from tests.fakes.drafts import Foreseen
@@ -72,7 +72,7 @@ def test_an_answer_ends_when_its_grammar_is_complete_even_before_min_tokens():
         sequence = sequence_of([3, 4], grammar=Steps([8], [9]), eos_token_ids=[EOS], **limits)
         run(Engine(PagedLogits(), decode=sample_loop), sequence)
         assert answer(sequence) == [8, 9]
-        assert sequence.finish_reason is FinishReason.END_OF_SEQUENCE
+        assert sequence.finish_reason is FinishReason.STOP
 
 
 def test_max_tokens_ends_an_incomplete_answer():
@@ -107,7 +107,7 @@ def test_log_probabilities_are_those_before_or_after_the_bitmask():
     for mode, known in (("raw", False), ("processed", True)):
         held = sequence_of([3, 4], grammar=Steps([8]), logprobs=True, logprobs_mode=mode, max_tokens=2)
         run(Engine(PagedLogits(), decode=sample_loop), held)
-        delta = held.take_delta()
+        delta = held.pop_delta()
         assert delta is not None
         assert (delta.logprobs[0] == 0.0) is known
 

@@ -210,4 +210,4 @@ def test_end_ids_outside_the_vocabulary_are_ignored():
 def test_min_tokens_does_not_prevent_stop_strings():
     early = sequence_of([5], stop_at=6, min_tokens=5)
     early.append(6)
-    assert early.finish_reason is FinishReason.STOP_STRING
+    assert early.finish_reason is FinishReason.STOP

@@ -5,14 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from genserve.sampling.batch_sampler import sample_rows
 from genserve.sampling.sampler import SamplingMetadata, uniforms
+from genserve.sampling.sampler_chain import SamplerChain
 from genserve.sampling.sampling_params import SamplingParams, active
-from genserve.sampling.staged_sampler import DrawStages
 from tests.fakes.rows import metadata_of, only
 
 VOCAB_SIZE = 40_000  # more blocks than most top-k, so that they are at work
@@ -93,7 +93,6 @@ def test_a_row_does_not_depend_on_its_neighbours():
         assert sample(logits[i : i + 1], only(rows, i))[0] == together[i]
 
 
-@settings(max_examples=200)
 @given(size=st.integers(1, 3000), spread=st.sampled_from([0.5, 3.0, 12.0]), seed=st.integers(0, 2**32))
 def test_stages_and_kernels_draw_the_same_tokens(size, spread, seed):
     rng = np.random.default_rng(seed)
@@ -108,12 +107,14 @@ def test_stages_and_kernels_draw_the_same_tokens(size, spread, seed):
     }
     rows = metadata_of(num, **columns, seed=rng.integers(0, 2**63, num))
     params = [SamplingParams(**{name: c[i].item() for name, c in columns.items()}) for i in range(num)]
-    staged = replace(
+    chained = replace(
         rows,
-        stages=[DrawStages(order=tuple(n for n in columns if any(active(p, [n]))), params=p) for p in params],
+        chains=[
+            SamplerChain(order=tuple(n for n in columns if any(active(p, [n]))), params=p) for p in params
+        ],
         chances=[0.5] * num,
     )
-    assert sample(logits, rows).tolist() == sample(logits, staged).tolist()
+    assert sample(logits, rows).tolist() == sample(logits, chained).tolist()
 
 
 @pytest.mark.parametrize("temperature", [1e-4, 1e-8, 1e-38])

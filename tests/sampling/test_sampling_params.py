@@ -21,7 +21,7 @@ from genserve.sampling.sampling_params import PARAMETERS, SamplingParams, sampli
         ({"top_k": 2.5}, "top_k"),
         ({"top_k": None}, "top_k"),
         ({"top_k": 2**31}, "top_k"),
-        ({"top_p": 0}, "top_p"),
+        ({"top_p": -0.1}, "top_p"),
         ({"seed": 1.5}, "seed"),
         ({"seed": 2**64}, "seed"),
         ({"stop": ["a", 5]}, "stop[1]"),

@@ -32,7 +32,7 @@ class TritonPythonModel:
             sequence.append(token_id)
             if sequence.finished:
                 return
-        sequence.finish("eos_token")
+        sequence.finish("stop")
 """
 
 

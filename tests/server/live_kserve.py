@@ -15,6 +15,7 @@ from genserve.generation_metrics import Metrics
 from genserve.repository.options import ControlMode, RepositoryOptions
 from genserve.repository.repository import Repository
 from genserve.server.app import create_app
+from genserve.server.kserve.state import KServeState
 from genserve.server.services import Services
 from genserve.settings import ServerSettings
 
@@ -39,7 +40,8 @@ class LiveKServe:
             metrics=metrics,
         )
         self._listener = socket.create_server(("127.0.0.1", 0))
-        config = uvicorn.Config(create_app(self.services), log_config=None, lifespan="off")
+        app = create_app(self.services, KServeState(self.services.settings))
+        config = uvicorn.Config(app, log_config=None, lifespan="off")
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, args=([self._listener],))
 

@@ -47,7 +47,9 @@ def test_a_disconnect_frees_the_slot_within_two_steps(
             while b"data:" not in client.recv(65536):
                 pass
         else:
-            wait_until(lambda: loop.num_running == 1)
+            # The server begins to watch the client after 50 ms: ten steps last twice as long.
+            begun = loop.num_steps
+            wait_until(lambda: loop.num_steps >= begun + 10)
         before = loop.num_steps
     wait_until(lambda: loop.num_accepted == 0)
     # One step may be under way when the connection closes, one may start before the event loop hears of it.
@@ -62,7 +64,7 @@ def test_health_and_metrics_report_the_model(tiny_server):
         http.post("/generate", json={"inputs": "hi", "parameters": {"max_new_tokens": 4}})
         text = http.get("/metrics").text
     assert 'genserve_generation_tokens_total{model="tiny"}' in text
-    assert 'genserve_requests_total{ending="length",model="tiny"}' in text
+    assert 'genserve_requests_total{finished_reason="length",model="tiny"}' in text
     assert 'genserve_time_to_first_token_seconds_count{model="tiny"}' in text
 
 
@@ -75,8 +77,9 @@ def test_with_an_api_key_only_the_health_check_is_open(tiny_repository):
 
 
 def test_an_api_key_that_no_header_can_hold_is_rejected_at_startup(tiny_repository):
-    with pytest.raises(InvalidRequest, match="API key"):
+    with pytest.raises(InvalidRequest) as caught:
         Server(ServerSettings(model_repository=(tiny_repository,), api_key="schlüssel", **FREE_PORTS))
+    assert caught.value.field == "api_key"
 
 
 def test_a_running_stream_ends_normally_while_the_server_drains(tiny_repository, monkeypatch):
@@ -110,7 +113,10 @@ def hang_up():
 
 
 @pytest.mark.usefixtures("hang_up")
-@pytest.mark.parametrize("signal_name", ["SIGTERM", "SIGINT", "SIGHUP"])
+@pytest.mark.parametrize(
+    "signal_name",     # test_stopping.py has Ctrl-C
+    ["SIGTERM", *(pytest.param(name, marks=pytest.mark.extended) for name in ("SIGINT", "SIGHUP"))],
+)
 def test_a_signal_stops_the_server_gracefully(tiny_repository, signal_name):
     with serving(tiny_repository) as process:
         line_with(process, "Ready at")
@@ -154,7 +160,10 @@ ASKED = {"inputs": [{"name": "X", "datatype": "FP32", "shape": [1], "data": [1]}
 @pytest.mark.parametrize(
     ("drain_s", "signals", "codes"),
     # Signals that arrive together are handled in any order.
-    [(0.1, [signal.SIGTERM], {0}), (60, [signal.SIGTERM, signal.SIGINT], {130, 143})],
+    [
+        (0.1, [signal.SIGTERM], {0}),
+        pytest.param(60, [signal.SIGTERM, signal.SIGINT], {130, 143}, marks=pytest.mark.extended),
+    ],
 )
 def test_a_hanging_model_does_not_keep_the_server_running(tmp_path, drain_s, signals, codes):
     write_model(tmp_path, "stuck", code=STUCK)
@@ -204,6 +213,7 @@ class TritonPythonModel:
 """
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("verbose", [0, 1])
 def test_the_output_of_a_model_is_logged(tmp_path, verbose):
     write_model(tmp_path, "talks", code=TALKS)
@@ -228,15 +238,19 @@ def test_an_address_of_another_machine_is_rejected_with_the_flag(tiny_repository
         model_repository=(tiny_repository,), host="192.0.2.1", http_port=0, allow_unauthenticated=True
     )
     server = Server(settings)
-    with pytest.raises(GenserveError, match=r"cannot listen on 192\.0\.2\.1:0: [^(]* \(.*--host"):
+    with pytest.raises(GenserveError) as caught:
         server.serve_until_stopped()
+    assert caught.value.message.count("192.0.2.1") == 1     # Python's own message repeats the address
+    assert "--host" in caught.value.remedy
 
 
 def test_a_server_without_a_model_does_not_start(tmp_path):
-    with pytest.raises(RepositoryError, match=f"there is no model in .*--model-repository {tmp_path}"):
-        Server(ServerSettings(model_repository=(tmp_path,), **FREE_PORTS)).serve_until_stopped()
-    with pytest.raises(RepositoryError, match="no model repository"):
+    with pytest.raises(RepositoryError) as caught:
+        Server(ServerSettings(model_repository=(tmp_path,), **FREE_PORTS))
+    assert f"genserve serve smollm2 --model-repository {tmp_path}`" in caught.value.remedy
+    with pytest.raises(RepositoryError) as caught:
         Server(ServerSettings(model_repository=(tmp_path / "none",), **FREE_PORTS))
+    assert f"genserve pull smollm2 --model-repository {tmp_path / 'none'}`" in caught.value.remedy
 
 
 def test_a_missing_model_to_load_is_named(tiny_repository):
@@ -269,7 +283,6 @@ def test_absurd_numbers_in_a_request_are_400(tiny_server):
         "/v1/completions": [
             {"model": "tiny", "prompt": "a", **absurd}
             for absurd in (
-                {"max_tokens": most},
                 {"n": most},
                 {"best_of": most},
                 {"logprobs": most},

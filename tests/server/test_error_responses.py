@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import grpc
+import openai
 import pytest
 
-from genserve import errors
+from genserve import Client, errors
 from genserve.errors import (
     ContextLengthExceeded,
     GenserveError,
@@ -17,8 +18,8 @@ from genserve.errors import (
 )
 from genserve.server.error_responses import (
     TGI_ERRORS,
-    ErrorResponses,
     error_headers,
+    error_response,
     grpc_status,
     http_status,
     kserve_status,
@@ -30,7 +31,7 @@ FULL = Overloaded("full", retry_after_s=1.5)
 
 def statuses(error: GenserveError) -> tuple[int, int, int, str]:
     """The statuses of OpenAI, TGI, KServe and gRPC."""
-    tgi = ErrorResponses({"/": TGI_ERRORS}).response(error, path="/generate").status_code
+    tgi = error_response(error, TGI_ERRORS).status_code
     return http_status(error), tgi, kserve_status(error), grpc_status(error)
 
 
@@ -63,3 +64,39 @@ def test_a_full_queue_has_the_time_to_retry_in_seconds_and_milliseconds():
 def test_a_renamed_error_has_the_dialects_name_in_field_and_message():
     error = renamed(errors.InvalidRequest("prompt[1] is empty", field="prompt[1]"), {"prompt": "inputs"})
     assert (error.message, error.field) == ("inputs[1] is empty", "inputs[1]")
+
+
+# By an unknown path of each dialect: a path with other methods, and what the bodies of 404 and 405 say.
+WRONG_ROUTES = {
+    "/v1/nowhere": ("/v1/models", {"type": "not_found_error"}, {"type": "invalid_request_error"}),
+    "/v1/messages/nowhere": ("/v1/messages", {"type": "not_found_error"}, {"type": "invalid_request_error"}),
+    "/v1beta/nowhere": (
+        "/v1beta/models",
+        {"code": 404, "status": "NOT_FOUND"},
+        {"code": 405, "status": "INVALID_ARGUMENT"},
+    ),
+    "/api/nowhere": ("/api/tags", {}, {}),      # the last two have no words for a status
+    "/nowhere": ("/info", {}, {}),
+}
+
+
+@pytest.mark.parametrize("path", WRONG_ROUTES)
+def test_the_body_for_an_unknown_path_or_method_agrees_with_its_status(http, path):
+    known, of_404, of_405 = WRONG_ROUTES[path]
+    for response, status, words in ((http.get(path), 404, of_404), (http.put(known), 405, of_405)):
+        assert (response.status_code, response.headers["x-should-retry"]) == (status, "false")
+        error = response.json()["error"]
+        assert words == {name: error[name] for name in words}
+
+
+def test_openais_clients_print_the_remedy_and_ours_has_it_apart(tiny_server):
+    messages = [{"role": "user", "content": "hi"}]
+    with openai.OpenAI(base_url=f"{tiny_server.url}/v1", api_key="none", max_retries=0) as client:
+        with pytest.raises(openai.NotFoundError, match=r"'tini'.*; did you mean tiny"):
+            client.chat.completions.create(model="tini", messages=messages)
+        with pytest.raises(openai.NotFoundError, match=r"; .*encoder"):
+            client.embeddings.create(model="tiny", input="a")
+    with Client(tiny_server.url) as client, pytest.raises(errors.ModelNotFound) as raised:
+        client.chat("hi", model="tini")
+    assert "did you mean tiny" in raised.value.remedy
+    assert "did you mean" not in raised.value.message

@@ -77,21 +77,22 @@ def test_the_ensemble_accepts_plugins_as_json_parameters(server, answered):
 
 
 @pytest.mark.parametrize(
-    ("parameters", "words"),
+    ("parameters", "place"),
     [
-        ({"output_parser": "hide"}, "output_parser must be a string that contains JSON"),
-        ({"stop_rules": 3}, "stop_rules must be a string that contains JSON"),
-        ({"stop_rules": '[{"name": "x"}]'}, "stop_rules[0].name: the model has no stop rule 'x'"),
-        ({"cache_salt": 3}, "cache_salt must be text"),
-        ({"stop_regex": "a"}, "stop_regex cannot be set by a request parameter"),
-        ({"structured_outputs": "{}"}, "structured_outputs cannot be set by a request parameter"),
+        ({"output_parser": "hide"}, "output_parser"),
+        ({"stop_rules": 3}, "stop_rules"),
+        ({"stop_rules": '[{"name": "x"}]'}, "stop_rules[0].name"),
+        ({"cache_salt": 3}, "cache_salt"),
+        # A request parameter cannot set these, though the values are valid in other dialects.
+        ({"stop_regex": "a"}, "stop_regex"),
+        ({"structured_outputs": '{"regex": "a"}'}, "structured_outputs"),
     ],
 )
-def test_the_ensemble_rejects_invalid_plugin_calls(server, parameters, words):
+def test_the_ensemble_rejects_invalid_plugin_calls(server, parameters, place):
     body = {"text_input": PROMPT, "max_tokens": 1, "parameters": parameters}
     reply = httpx2.post(f"{server.url}/v2/models/tiny/generate", json=body)
     assert reply.status_code == 400
-    assert words in reply.json()["error"]
+    assert reply.json()["error"].startswith((f"{place} ", f"{place}:"))
 
 
 def test_neutral_and_unknown_parameters_are_ignored(server):

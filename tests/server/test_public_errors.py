@@ -267,10 +267,12 @@ def responses(tmp_path_factory: pytest.TempPathFactory, tiny_repository: Path) -
     return responses
 
 
+@pytest.mark.extended
 def test_no_answer_contains_a_folder_of_the_server_or_a_traceback(responses: Responses) -> None:
     assert not responses.leaks()
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "words",
     [

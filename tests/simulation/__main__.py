@@ -7,7 +7,7 @@ import sys
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from genserve.backends.onnx_session import num_cores
+from genserve.machine import num_cores
 from tests.simulation.runner import Summary, failure_line, simulate, summaries
 from tests.simulation.virtual_threads import virtual_product
 

@@ -1,4 +1,4 @@
-"""Runner: simulates many seeds, in several processes, and adds up what they show."""
+"""Runner: simulates many seeds, in several processes, and adds up their results."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.simulation.text_simulation import TextSimulation
 from tests.simulation.virtual_threads import virtual_product
 
 _CHUNK = 100
-_SEEDS_PER_COLLECTION = 50  # of garbage, which would cost a quarter of the time if Python chose when
+_SEEDS_PER_COLLECTION = 50  # seeds between garbage collections, which Python would run too often
 
 
 @dataclass(slots=True, kw_only=True)
 class Summary:
-    """What some seeds have shown."""
+    """The results of some seeds."""
 
     num_seeds: int = 0
     num_requests: int = 0
@@ -73,7 +73,7 @@ def summary_of(seeds: Iterable[int]) -> Summary:
 
 
 def fingerprints(seeds: Iterable[int]) -> list[float]:
-    """Return a number for each seed, which differs if anything in it happens in another order."""
+    """Return a number for each seed, which differs if anything happens in another order."""
     with virtual_product():
         return [simulate(seed).fingerprint for seed in seeds]
 

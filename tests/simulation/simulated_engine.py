@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
-from genserve.generation.engine import Engine, StepResult
-from genserve.generation.engine_request import Request
-from genserve.generation.speculation import Proposer
+from genserve.engine.engine import Engine, StepResult
+from genserve.engine.engine_request import Request, RequestStatus, SequenceGroup, TokenSequence
+from genserve.engine.speculation import Proposer
 from tests.simulation.simulated_logits import VOCAB_SIZE, SimulatedLogits, best_after
 
 # How many steps a request may wait or run without progress: more than all requests of a seed need in turn.
@@ -59,17 +59,22 @@ class SimulatedEngine(Engine):
         self.num_preempted = 0
         self._report = report
         self._dies_at_step = dies_at_step
-        self._progress: dict[Request, tuple[object, int]] = {}  # what has changed last, and at which step
+        self._progress: dict[SequenceGroup, tuple[object, int]] = {}  # last change, and its step
+        self._known: list[TokenSequence] = []    # sequences that came, and may have left
+
+    def add(self, sequence: TokenSequence) -> None:
+        self._known.append(sequence)
+        super().add(sequence)
 
     def step(self) -> StepResult | None:
         self.num_steps += 1
         if self.num_steps == self._dies_at_step:
             raise EngineDied("injected")
-        waiting = tuple(self._scheduler._waiting)
-        running = tuple(self._scheduler._running)
+        waiting, running = tuple(self._scheduler.waiting), tuple(self._scheduler.running)
         result = super().step()
         try:
             self.check_integrity()
+            self._check_left()
             self.check_contents()
             if result is not None:
                 self.num_preempted += result.num_preempted
@@ -88,54 +93,64 @@ class SimulatedEngine(Engine):
             self.num_running
             or self.num_waiting
             or self.cache_usage
-            or self._timed
-            or len(self._loops)
+            or self.state_usage
+            or any(sequence.loop is not None for sequence in self._known)
             or (drafts is not None and (drafts._sequences or getattr(drafts._proposer, "known", ())))
         )
 
+    def _check_left(self) -> None:
+        """Check that sequences that have left hold nothing, and forget them."""
+        left = [s for s in self._known if s.group.status is RequestStatus.FINISHED]
+        assert all(s.loop is None for s in left), "a loop outlived its sequence"
+        assert not any(s.block_table.block_ids for s in left), "blocks outlived their sequence"
+        self._known = [s for s in self._known if s.group.status is not RequestStatus.FINISHED]
+
     def check_contents(self) -> None:
-        """Check that each request's blocks hold its tokens, also those that it shares."""
-        for request, table in self._kv._tables.items():
-            num_computed = request.num_computed_tokens
-            if table.block_ids and num_computed:
+        """Check that each request's blocks have its tokens, shared blocks included."""
+        for request in (request for group in self._scheduler.running for request in group.requests):
+            block_ids, num_computed = request.block_table.block_ids, request.num_computed_tokens
+            if num_computed:
                 num_blocks = self._kv.num_blocks_for(num_computed)
                 tokens = request.token_ids[:num_computed]
-                assert self.model.holds(table.block_ids[:num_blocks], tokens), (
+                assert self.model.holds(block_ids[:num_blocks], tokens), (
                     "a block of a request holds other tokens"
+                )
+                state = request.block_table.state
+                assert state is None or self.model.holds_state(state.slot, tokens), (
+                    "a state is behind other tokens"
                 )
 
     def _check_order(
-        self, waiting: Sequence[Request], running: Sequence[Request], result: StepResult
+        self, waiting: Sequence[SequenceGroup], running: Sequence[SequenceGroup], result: StepResult
     ) -> None:
         """Check that no request starts before one of higher priority, unless that one awaits a prefix."""
-        started = {answer.lead for answer in result.started}
-        worst = max((lead.priority for lead in started), default=None)
+        started = {choice.group for choice in result.started}
+        worst = max((group.priority for group in started), default=None)
         if worst is None:
             return
-        computing = [*running, *started]
-        for lead in waiting:
-            if lead.priority < worst and lead not in started and lead in self._scheduler._ranks:
-                first = lead.token_ids[: self._kv.block_size]
+        computing = [group.requests[0] for group in (*running, *started)]
+        for group in waiting:
+            is_waiting = group in self._scheduler.waiting
+            if group.priority < worst and group not in started and is_waiting:
+                first = group.requests[0]
                 shares = any(
-                    other is not lead
-                    and other.cache_salt == lead.cache_salt
-                    and other.token_ids[: self._kv.block_size] == first
+                    other.cache_salt == first.cache_salt
+                    and other.token_ids[: self._kv.block_size] == first.token_ids[: self._kv.block_size]
                     for other in computing
                 )
                 assert shares, "a request started before one of higher priority"
 
     def _check_deadlines(self) -> None:
         now_s = self.clock()
-        assert not any(sequence.is_expired(now_s) for sequence in self._timed), "a deadline was missed"
+        assert not any(sequence.is_expired(now_s) for sequence in self._known), "a deadline was missed"
 
     def _check_progress(self) -> None:
         """Check that each request changes at least once in so many steps."""
-        leads = [*self._scheduler._waiting, *self._scheduler._running]
         before, self._progress = self._progress, {}
-        for lead in leads:
-            state = (lead.num_computed_tokens, lead.num_preemptions, len(lead.token_ids))
-            known = before.get(lead)
+        for group in (*self._scheduler.waiting, *self._scheduler.running):
+            state = [(r.num_computed_tokens, r.num_preemptions, len(r.token_ids)) for r in group.requests]
+            known = before.get(group)
             is_same = known is not None and known[0] == state
-            self._progress[lead] = known if known is not None and is_same else (state, self.num_steps)
-            stalled = self.num_steps - self._progress[lead][1]
+            self._progress[group] = known if known is not None and is_same else (state, self.num_steps)
+            stalled = self.num_steps - self._progress[group][1]
             assert stalled <= _MAX_STEPS_WITHOUT_PROGRESS, f"a request made no progress in {stalled} steps"

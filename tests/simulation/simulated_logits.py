@@ -9,7 +9,7 @@ from random import Random
 
 import numpy as np
 
-from genserve.generation.logits_model import ForwardBatch
+from genserve.engine.logits_model import ForwardBatch
 from genserve.sampling.logits_array import FloatArray
 from tests.simulation.virtual_threads import VirtualThreads
 
@@ -18,6 +18,7 @@ _NUM_ROWS = 4096
 _ROWS = np.random.Generator(np.random.PCG64(7)).standard_normal((_NUM_ROWS, VOCAB_SIZE), dtype=np.float32)
 _ROWS[:, -2:] -= 100  # the tokens that only prompts have
 _BEST = _ROWS.argmax(axis=1).tolist()
+_SPOILT = 0xDEAD
 
 # Sequences that contain this token get rows of NaN.
 NAN_TOKEN = VOCAB_SIZE - 1
@@ -29,7 +30,7 @@ class FailedForward(Exception):
 
 @lru_cache(maxsize=1 << 14)
 def _state_after(token_ids: tuple[int, ...]) -> tuple[bytes, int]:
-    """Return what the cache holds for these tokens, and the digest of the last one."""
+    """Return the cache's contents for these tokens, and the digest of the last one."""
     if not token_ids:
         return b"", 0
     before, digest = _state_after(token_ids[:-1])
@@ -38,21 +39,22 @@ def _state_after(token_ids: tuple[int, ...]) -> tuple[bytes, int]:
 
 
 def row_after(token_ids: Sequence[int]) -> FloatArray:
-    """Return the row that any correct engine gets behind these tokens; read only."""
+    """Return the read-only logits that any correct engine gets after these tokens."""
     if NAN_TOKEN in token_ids:
         return np.full(VOCAB_SIZE, np.nan, dtype=np.float32)
     return _ROWS[zlib.crc32(_state_after(tuple(token_ids))[0]) % _NUM_ROWS]
 
 
 def best_after(token_ids: Sequence[int]) -> int:
-    """Return the most likely token behind these."""
+    """Return the most likely token after these tokens."""
     return _BEST[zlib.crc32(_state_after(tuple(token_ids))[0]) % _NUM_ROWS]
 
 
 class SimulatedLogits:
-    """Implements `LogitsModel`. A place of the cache holds the digest of all tokens up to there.
+    """Implements `LogitsModel`. A place in the cache has the digest of all tokens up to its own.
 
-    A forward takes virtual time, during which other threads run.
+    With state slots, a sequence's digest goes on from its state. A forward takes virtual time, during which
+    other threads run.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class SimulatedLogits:
         max_length: int,
         block_size: int,
         num_blocks: int,
+        num_state_slots: int,
         failure_rate: float,
         on_failure: Callable[[], None],
     ) -> None:
@@ -72,6 +75,8 @@ class SimulatedLogits:
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.vocab_size = VOCAB_SIZE
+        self.num_state_slots = num_state_slots
+        self.states = np.zeros(num_state_slots, dtype=np.uint32)
         self.failure_rate = failure_rate
         self.cache = np.zeros((num_blocks, block_size), dtype=np.uint32)
         self._nan_blocks = np.zeros((num_blocks, block_size), dtype=bool)
@@ -87,20 +92,23 @@ class SimulatedLogits:
 
     def forward(self, batch: ForwardBatch) -> FloatArray:
         self._threads.sleep(self._step_s + self._token_s * len(batch.token_ids))
+        states = self._read_states(batch)
         self._fail_sometimes(self.failure_rate)
         starts = batch.query_start_loc.tolist()
         token_ids, size = batch.token_ids.tolist(), self.block_size
         cache, poisoned = self.cache, self._nan_blocks
         for row, num_computed in enumerate(batch.num_computed_tokens.tolist()):
             table = batch.block_table[row]
-            digest = 0
-            if num_computed:
+            digest = states[row] if states else 0
+            if num_computed and not states:
                 digest = int(cache[table[(num_computed - 1) // size], (num_computed - 1) % size])
             for place, token_id in enumerate(token_ids[starts[row] : starts[row + 1]], num_computed):
                 digest = zlib.crc32(token_id.to_bytes(4, "little"), digest)
                 block = table[place // size]
                 cache[block, place % size] = digest
                 poisoned[block, place % size] = token_id == NAN_TOKEN
+            if batch.state_target is not None:
+                self.states[batch.state_target[row]] = digest
         rows = np.empty((len(batch.logits_indices), VOCAB_SIZE), dtype=np.float32)
         row = 0
         for index, token in enumerate(batch.logits_indices.tolist()):
@@ -124,6 +132,19 @@ class SimulatedLogits:
         """Whether the cache has the states of these tokens in these blocks."""
         cached = self.cache[list(block_ids)].tobytes()[: 4 * len(token_ids)]
         return cached == _state_after(tuple(token_ids))[0]
+
+    def holds_state(self, slot: int, token_ids: Sequence[int]) -> bool:
+        """Whether the slot has the state after these tokens."""
+        return self.states[slot] == _state_after(tuple(token_ids))[1]
+
+    def _read_states(self, batch: ForwardBatch) -> list[int]:
+        """Return the state of each sequence, and spoil the targets, as a forward that fails does."""
+        if batch.state_source is None:
+            return []
+        sources = batch.state_source.tolist()
+        states = [int(self.states[slot]) if slot >= 0 else 0 for slot in sources]
+        self.states[batch.state_target] = _SPOILT
+        return states
 
     def _fail_sometimes(self, rate: float) -> None:
         if self._rng.random() < rate:

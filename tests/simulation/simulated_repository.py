@@ -10,15 +10,19 @@ from typing import Any
 
 from sse_starlette import sse
 
+from genserve.config.diagnostics import Diagnostic
 from genserve.config.model_config import ModelConfig
-from genserve.generation.engine_thread import EngineThread
+from genserve.engine.engine_thread import EngineThread
+from genserve.engine.generation_request import GenerationRequest
 from genserve.generation_metrics import Metrics
 from genserve.inference import Inference
 from genserve.inference_statistics import ModelStatistics
-from genserve.repository import model_lifecycle, model_loader, repository
+from genserve.repository import model_lifecycle, model_loader, served_models
 from genserve.repository.config_resolution import ResolvedModel
 from genserve.repository.index import ModelEntry
 from genserve.repository.model_loader import ModelLoader, _Started
+from genserve.repository.model_validation import ENSEMBLE_RULES, Validator
+from genserve.textmodel.logits_config import LengthLimit
 from genserve.textmodel.text_model import TextModel
 from tests.simulation.text_requests import TextRequest
 from tests.simulation.virtual_threads import ThreadPoolExecutor
@@ -41,9 +45,9 @@ class Folders:
         """Stands in for `index.scan`."""
         return {name: self._entry(name) for name in sorted(self._configs)}
 
-    def fingerprint(self, path: Path) -> object:
+    def fingerprint(self, path: Path) -> tuple[tuple[str, int, int], ...]:
         """Stands in for `index.fingerprint`."""
-        return self.changes[path.name]
+        return (("1/model", self.changes[path.name], 0),)
 
     def change(self, name: str) -> None:
         """Change the files of a model."""
@@ -54,31 +58,39 @@ class Folders:
         return ModelEntry(name=name, path=Path("nowhere") / name, parsed=parsed)
 
 
+class SimulatedValidator(Validator):
+    """The product's rules of ensembles; the configs have no message that the other rules could read."""
+
+    def _poll(self, entry: ModelEntry) -> tuple[tuple[Diagnostic, ...], tuple[Diagnostic, ...]]:
+        return (), self._run(ENSEMBLE_RULES, entry) if entry.is_ensemble else ()
+
+
 class SimulatedTextModel(TextModel):
     """A text model whose prompts are token ids, without a tokenizer."""
 
     def __init__(self, name: str, engine: EngineThread, *, max_length: int) -> None:
         self.name = name
         self.engine = engine
-        self.max_length = max_length
+        self.logits: Any = SimpleNamespace(
+            max_length=max_length, context_length=max_length, length_limit=LengthLimit.MODEL
+        )
         self.tokenizer: Any = SimpleNamespace(close=lambda: None)
         self._workers: Any = ThreadPoolExecutor(2, f"prepare-{name}")
         self._compilers: Any = ThreadPoolExecutor(2, f"compile-{name}")
 
     def prepare_choices(
-        self, prompt: Any, params: Any, *, num_choices: int, arrived_s: float | None = None
-    ) -> list[Any]:
-        """Return the sequences; the prompt is the request itself."""
-        limit_s = None if params.max_time_ms is None else params.max_time_ms / 1000
-        now_s = self.engine.now_s if arrived_s is None else arrived_s
+        self,
+        prompt: Any,
+        params: Any,
+        *,
+        num_choices: int,
+        arrived_s: float | None = None,
+        return_progress: bool = False,
+    ) -> GenerationRequest:
+        """Return the request to the engine; the prompt is the client's request itself."""
         request: TextRequest = prompt
-        return list(
-            request.sequences(
-                max_length=self.max_length,
-                deadline_s=None if limit_s is None else now_s + limit_s,
-                max_beam_length=self.engine.max_tokens_per_sequence(request.params.beam_width or 2),
-            )
-        )
+        now_s = self.engine.now_s if arrived_s is None else arrived_s
+        return request.generation_request(params=params, arrived_s=now_s)
 
     def message_parser(self, prompt: Any, params: Any, *, begun: bool) -> None:
         """None: all text is content."""
@@ -152,12 +164,13 @@ def models_in_memory(factory: Factory) -> Iterator[None]:
     stand_ins: list[tuple[Any, str, Any]] = [
         (model_lifecycle, "scan", folders.scan),
         (model_lifecycle, "fingerprint", folders.fingerprint),
+        (model_lifecycle, "Validator", SimulatedValidator),
         (model_lifecycle, "gc", SimpleNamespace(collect=lambda: 0)),
         (model_lifecycle, "_return_free_memory", lambda: None),
         (model_loader, "resolve_model", factory.resolve),
         (model_loader, "find_backend", lambda *_args, **_options: factory),
-        (repository, "ModelLoader", factory.loader),
-        (sse, "_ensure_watcher_started_on_this_loop", lambda: None),  # of a process, not of a server
+        (served_models, "ModelLoader", factory.loader),
+        (sse, "_ensure_watcher_started_on_this_loop", lambda: None),  # watches the process, not a server
     ]
     originals = [(module, name, getattr(module, name)) for module, name, _ in stand_ins]
     for module, name, stand_in in stand_ins:

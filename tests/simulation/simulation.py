@@ -10,31 +10,32 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
+from genserve.batching import queue_scheduler
+from genserve.engine.delta_streams import EventLoopSink
 from genserve.errors import GenserveError
-from genserve.generation.delta_streams import EventLoopSink
 from genserve.repository.model_versions import ModelState
 from genserve.repository.options import ControlMode, RepositoryOptions
 from genserve.repository.repository import Repository
-from genserve.schedulers import queue_scheduler
-from genserve.server.running_inference import ResponseDispatcher
+from genserve.server.kserve.running_inference import ResponseDispatcher
+from genserve.server.services import RunningAnswers
 from tests.simulation.simulated_repository import Factory, Folders, models_in_memory
 from tests.simulation.virtual_event_loop import VirtualEventLoop
 from tests.simulation.virtual_threads import Stuck, VirtualThread, VirtualThreads, virtual_threads
 
 HORIZON_S = 3600.0
-_GRACE_S = 1.0  # for what is left when all clients are served
+_GRACE_S = 1.0  # for the remaining work when all clients are served
 _QUIET = logging.CRITICAL + 1
 
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """What one seed has shown."""
+    """The result of one seed."""
 
     seed: int
     problems: list[str]
     simulated_s: float = 0.0
     num_requests: int = 0
-    num_switches: int = 0  # of threads
+    num_switches: int = 0  # switches between threads
     faults: Counter[str] = field(default_factory=Counter)
     fingerprint: float = 0.0  # equal for equal simulations
 
@@ -43,9 +44,9 @@ class Simulation:
     """One simulated server; `run` returns what is wrong with it.
 
     Attributes:
-        threads: of the server and its clients.
-        faults: how many of each kind were injected.
-        disturbed: requests may fail: a model was unloaded, the server stopped, or a thread of it died.
+        threads: the threads of the server and its clients.
+        faults: how many faults of each kind were injected.
+        disturbed: requests may fail, because a model was unloaded, the server stopped, or its thread died.
     """
 
     threads: VirtualThreads
@@ -60,7 +61,9 @@ class Simulation:
         self.rng = Random(seed)
         self.faults: Counter[str] = Counter()
         self.disturbed = False
-        self.draining = False  # read by handlers, as of `Services`
+        self.draining = False  # used by handlers, as of `Services`
+        self.is_local = True
+        self.answers = RunningAnswers()
         self._trace = trace
 
     def output_sink(self) -> EventLoopSink:
@@ -76,7 +79,7 @@ class Simulation:
         return Random(self.rng.random())
 
     def report(self, problem: str) -> None:
-        """Note a violation."""
+        """Record a violation."""
         self.threads.report(f"{self.now_s:.6f} s: {problem}")
 
     def note(self, text: str) -> None:
@@ -143,7 +146,7 @@ class Simulation:
         raise NotImplementedError
 
     def check_closed(self) -> None:
-        """Check what is left when the repository is closed."""
+        """Check that nothing is left when the repository is closed."""
 
     def num_requests(self) -> int:
         raise NotImplementedError
@@ -213,7 +216,7 @@ class Simulation:
 
     def _stop(self) -> None:
         """Check that everything is back, close the repository, and check that all threads have ended."""
-        self.repository._lifecycle._unloader.join()
+        self.repository.lifecycle._unloader.join()
         self.check_idle()
         for entry in self.repository.index():
             if entry.state not in (ModelState.READY, ModelState.UNAVAILABLE, None):

@@ -8,11 +8,11 @@ from functools import partial
 from random import Random
 from typing import Any
 
+from genserve.batching.rate_limiter import ResourceCapacity
 from genserve.config.model_config import QueuePolicy
 from genserve.errors import GenserveError
 from genserve.inference import Inference, InferenceRequest, InferenceResponse
-from genserve.schedulers.rate_limiter import ResourceCapacity
-from genserve.server.running_inference import RunningInference
+from genserve.server.kserve.running_inference import RunningInference
 from tests.simulation.simulated_repository import Factory, Folders
 from tests.simulation.simulation import Simulation
 from tests.simulation.tensor_models import (
@@ -32,7 +32,7 @@ _REJECTED, _EXPIRED, _CANCELLED = "Exceeds maximum queue size", "timeout", "canc
 
 
 class TensorCall:
-    """An inference on its way, and what its requester has seen of it."""
+    """A running inference, and the responses that its requester has received."""
 
     def __init__(self, simulation: TensorSimulation, request: InferenceRequest, value: float) -> None:
         self.request = request
@@ -48,7 +48,7 @@ class TensorCall:
 
     @property
     def error(self) -> GenserveError | None:
-        """With which it was rejected or has failed."""
+        """The error with which it was rejected or has failed."""
         return self.rejection or next((r.error for r in self.responses if r.error is not None), None)
 
     @property
@@ -57,7 +57,7 @@ class TensorCall:
         return [float(tensor.array.sum()) for r in self.responses for tensor in r.outputs]
 
     def on_response(self, response: InferenceResponse | None, final: bool) -> None:
-        """Take a response; see `OnResponse`."""
+        """Record a response; see `OnResponse`."""
         if self.num_ends:
             self._simulation.report("a response after the end of an inference")
         if response is not None:
@@ -112,13 +112,13 @@ class TensorSimulation(Simulation):
             self.report(f"instances hold {self._num_used} of {CAPACITY} resources")
 
     def check_execution(self, batch: Sequence[Inference]) -> None:
-        """Check that none of a batch has ended or should have been rejected, and that they fit together."""
+        """Check that no request of a batch has ended or should be rejected, and that all fit together."""
         for inference in batch:
             if inference.ended and not self.disturbed and self.exit_timeout_s > 1:
                 self.report("an inference is executed after its end")
             if inference not in self.submitted_ns:
-                continue  # of the event loop, or a null request
-            batching = self.configs[inference.model_name].dynamic_batching
+                continue  # submitted by the event loop, or a null request
+            batching = self.configs[inference.request.model_name].dynamic_batching
             policy = batching.default_queue_policy if batching else QueuePolicy()
             waited_ns = self.threads.now_ns - self.submitted_ns[inference]
             if (
@@ -131,7 +131,7 @@ class TensorSimulation(Simulation):
     def start_threads(self) -> list[VirtualThread]:
         """See `Simulation.start_threads`."""
         rng = self.random()
-        self.load_failure_rate = rng.choice([0.0, 0.0, 0.2])  # of the loads after the first
+        self.load_failure_rate = rng.choice([0.0, 0.0, 0.2])  # for all loads but the first
         threads = []
         for number in range(1, rng.choice([2, 4, 8])):
             name = rng.choice(list(self.configs))

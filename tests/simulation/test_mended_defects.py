@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from genserve.engine.admission_control import QueueLimits
+from genserve.engine.engine import Engine
+from genserve.engine.engine_thread import EngineThread
+from genserve.engine.kv_cache_manager import KVCacheManager
+from genserve.engine.scheduler import Scheduler
 from genserve.errors import ModelFailed, ModelNotReady, Overloaded
-from genserve.generation.admission_control import QueueLimits
-from genserve.generation.engine import Engine
-from genserve.generation.engine_thread import EngineThread
-from genserve.generation.kv_cache_manager import KVCacheManager
-from genserve.generation.scheduler import Scheduler
 from tests.fakes.engines import RecordingSink
 from tests.fakes.logits import PagedLogits
 from tests.fakes.sequences import logits_request, sample_loop, sequence_of
@@ -38,8 +38,8 @@ def simulated(scenario: Callable[[], None]) -> None:
         raise failures[0]
 
 
-def engine_with_a_held_place(**limits: Any) -> EngineThread:
-    """Return an engine whose only place is held, for 2 s, for a loop that pauses for half a second."""
+def engine_with_a_reserved_slot(**limits: Any) -> EngineThread:
+    """Return an engine whose only slot is reserved, for 2 s, for a loop that pauses for half a second."""
     threads = current()
     engine = EngineThread(
         Engine(PagedLogits(max_num_seqs=1), decode=sample_loop, clock=lambda: threads.now_ns / 1e9),
@@ -57,29 +57,30 @@ def engine_with_a_held_place(**limits: Any) -> EngineThread:
     return engine
 
 
-def test_a_deadline_is_kept_while_all_places_are_held_for_loops():
+def test_a_deadline_is_kept_while_all_slots_are_reserved_for_loops():
     def scenario() -> None:
-        engine, sink = engine_with_a_held_place(), RecordingSink()
+        engine, sink = engine_with_a_reserved_slot(), RecordingSink()
         began_s = engine.now_s
-        engine.submit(sequence_of([7], deadline_s=began_s + 0.1), sink=sink)
+        sequence = sequence_of([7], deadline_s=began_s + 0.1)
+        engine.submit_sequences(sequence, sink=sink)
         engine.drain(timeout_s=10)
         assert engine.now_s - began_s == pytest.approx(0.1, abs=1e-3)
-        [(sequence, delta)] = sink.outputs
-        assert (delta.token_ids, sequence.stop_reason) == ((), "deadline")
+        [output] = sink.outputs
+        assert (output.content.token_ids, sequence.stop_reason) == ((), "deadline")
         engine.close()
 
     simulated(scenario)
 
 
-def test_the_longest_wait_is_kept_while_all_places_are_held_for_loops():
+def test_the_longest_wait_is_kept_while_all_slots_are_reserved_for_loops():
     def scenario() -> None:
-        engine, sink = engine_with_a_held_place(max_wait_s=0.1), RecordingSink()
+        engine, sink = engine_with_a_reserved_slot(max_wait_s=0.1), RecordingSink()
         began_s = engine.now_s
-        engine.submit(sequence_of([7]), sink=sink)
+        engine.submit_sequences(sequence_of([7]), sink=sink)
         engine.drain(timeout_s=10)
         assert engine.now_s - began_s == pytest.approx(0.1, abs=1e-3)
-        [(_, error)] = sink.outputs
-        assert isinstance(error, Overloaded)
+        [output] = sink.outputs
+        assert isinstance(output.content, Overloaded)
         engine.close()
 
     simulated(scenario)
@@ -103,12 +104,12 @@ def test_every_request_ends_when_the_engine_fails_outside_of_a_forward(where, me
             metrics=METRICS.for_model("test"),
         )
         answers = SimpleQueue()
-        engine.submit(*(sequence_of([7, i], max_tokens=1) for i in range(3)), sink=sink)
+        engine.submit_sequences(*(sequence_of([7, i], max_tokens=1) for i in range(3)), sink=sink)
         with suppress(ModelNotReady):
             engine.submit_logits([logits_request([1], on_logits=answers.put)])
         engine.drain(timeout_s=10)
         assert engine.num_accepted == 0
         assert not engine.alive
-        assert [type(content) for _, content in sink.outputs] == [ModelFailed] * 3
+        assert [type(output.content) for output in sink.outputs] == [ModelFailed] * 3
 
     simulated(scenario)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -13,13 +13,13 @@ from fastapi import Request, Response
 from starlette.types import Message
 
 from genserve.completion import Delta, FinishReason
+from genserve.engine.delta_streams import DeltaStream
+from genserve.engine.engine_request import LogitsRequest
+from genserve.engine.engine_thread import EngineThread
 from genserve.errors import GenserveError
-from genserve.generation.delta_streams import DeltaStream
-from genserve.generation.engine_request import LogitsRequest
-from genserve.generation.engine_thread import EngineThread
 from genserve.sampling.sampling_params import SamplingParams
-from genserve.server.generation_handler import handle_generation
-from genserve.server.sse_response import ClientLeft
+from genserve.server.dialects.generation_handler import handle_generation
+from genserve.server.http.sse_response import ClientLeft
 from tests.simulation.simulated_logits import VOCAB_SIZE, row_after
 from tests.simulation.text_requests import TextRequest
 from tests.simulation.virtual_threads import SimpleQueue
@@ -37,11 +37,11 @@ class Received:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class TextCall:
-    """A request on its way, and what its client has seen.
+    """A running request, and what its client has received.
 
     Attributes:
-        choices: what has been received.
-        error: with which the request was rejected, or with which its stream ended.
+        choices: the received parts of each choice.
+        error: the error with which the request was rejected, or its stream ended.
         num_ends: how often the stream ended.
         left: the client has disconnected.
         problems: breaches of the protocol.
@@ -77,6 +77,7 @@ class Body:
         self.model_name = model
         self.num_choices = request.num_choices
         self.stream = request.stream
+        self.return_progress = False
 
     def check(self) -> None:
         pass
@@ -93,7 +94,7 @@ class Body:
     def ignored(self, params: SamplingParams) -> Iterable[str]:
         return ()
 
-    def start(self) -> bytes:
+    def start(self, *, num_cached_tokens: int) -> bytes:
         return b""
 
     def delta(self, delta: Delta) -> bytes:
@@ -104,6 +105,9 @@ class Body:
 
     def end(self) -> bytes:
         return b'{"end": true}\n'
+
+    def ping(self) -> bytes:
+        return b": ping\n"
 
 
 def _as_dict(delta: Delta) -> dict[str, Any]:
@@ -123,6 +127,7 @@ class Connection:
         self._call = call
         self._now_s = now_s
         self._gone = asyncio.Event()
+        self._sent_body = False
         self._num_bodies = 0
         self._completed = False
         self.error_names: list[str] = []
@@ -133,6 +138,9 @@ class Connection:
         self._gone.set()
 
     async def receive(self) -> Message:
+        if not self._sent_body:     # the request's, which has been read
+            self._sent_body = True
+            return {"type": "http.request", "body": b"", "more_body": False}
         await self._gone.wait()
         return {"type": "http.disconnect"}
 
@@ -184,11 +192,13 @@ async def call_over_http(call: TextCall, services: Any, *, model: str, now_s: Ca
     if request.leaves_s is not None:
         leaving = asyncio.ensure_future(connection.leave_at(request.leaves_s))
     body = Body(request, model=model)
+    http_request = Request(scope, connection.receive)
     try:
+        await http_request.body()   # as the route has done
         response = await handle_generation(
             body,
             services,
-            Request(scope, connection.receive),
+            http_request,
             frames=lambda _submitted, body: body,
             answer=lambda _submitted, body, deltas: Response(b"".join(map(body.delta, deltas)) + body.end()),
         )
@@ -229,7 +239,6 @@ def call_on_thread(
     call: TextCall,
     engine: EngineThread,
     *,
-    max_length: int,
     sleep: Callable[[float], None],
     now_s: Callable[[], float],
     leaves_after: int | None,
@@ -237,9 +246,11 @@ def call_on_thread(
     """Read the deltas of a request on an ordinary thread, and stop after so many."""
     sleep(call.request.arrives_s)
     call.began_s = now_s()
-    [sequence] = call.request.sequences(max_length=max_length)
+    # Such a reader has no deadline.
+    params = replace(call.request.params, max_time_ms=None)
+    request = call.request.generation_request(params=params, arrived_s=now_s())
     try:
-        with DeltaStream(engine, sequence) as stream:
+        with DeltaStream(engine, request) as stream:
             for count, delta in enumerate(stream, 1):
                 call.take(_as_dict(delta))
                 if count == leaves_after:

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from genserve.completion import FinishReason, StopReason
+from genserve.engine.beam_search import BeamSearch
+from genserve.engine.decoding_loops import DecodeFunction
+from genserve.engine.engine_request import Awaited, TokenSequence
+from genserve.engine.generation_request import GenerationRequest
 from genserve.errors import GenserveError, InvalidRequest, ModelFailed
-from genserve.generation.beam_search import BeamSearch
-from genserve.generation.engine_request import Awaited, TokenSequence
-from genserve.generation.output_processor import DecodeFunction
 from genserve.sampling.batch_sampler import sample
 from genserve.sampling.sampling_params import SamplingParams
 from tests.fakes.grammars import Steps
@@ -78,12 +79,20 @@ class TextRequest:
         """Whether the logits or the decoding loop of the request fail."""
         return not {NAN_TOKEN, RAISING_TOKEN}.isdisjoint(self.prompt)
 
+    def generation_request(self, *, params: SamplingParams, arrived_s: float) -> GenerationRequest:
+        """Return the request for an engine whose sequences `sequences` makes."""
+        if not self.is_valid:
+            raise InvalidRequest("injected", field="prompt")
+        prompt: Any = self
+        seeds = tuple((params.seed or 0) + choice for choice in range(self.num_choices))
+        return GenerationRequest(
+            prompt=prompt, prompt_token_ids=self.prompt, params=params, seeds=seeds, arrived_s=arrived_s
+        )
+
     def sequences(
         self, *, max_length: int, deadline_s: float | None = None, max_beam_length: int = 0
     ) -> list[TokenSequence]:
         """Return the sequences of its choices, beams included."""
-        if not self.is_valid:
-            raise InvalidRequest("injected", field="prompt")
         is_search = self.params.use_beam_search
         sequences = [
             TokenSequence(
@@ -148,7 +157,7 @@ def _decode(sequence: TokenSequence, decode: DecodeFunction) -> SoloAnswer:
                 value = picked.token_id
     except StopIteration:
         if not sequence.finished:
-            sequence.finish(FinishReason.END_OF_SEQUENCE)
+            sequence.finish(FinishReason.STOP)
     except GenserveError as failure:
         error = type(failure)
     except RuntimeError:
@@ -161,8 +170,7 @@ def _search(answers: Sequence[TokenSequence]) -> list[SoloAnswer]:
     search: Any = answers[0].search
     error: type[GenserveError] | None = None
     while not search.done and error is None:
-        beams = search.beams if search.started else [search.lead]
-        if search.step(np.stack([row_after(beam.token_ids) for beam in beams])) is None:
+        if search.step(np.stack([row_after(beam.token_ids) for beam in search.requests])) is None:
             error = ModelFailed
     return [_answer(answer, error) for answer in answers]
 

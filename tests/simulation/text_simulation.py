@@ -10,13 +10,14 @@ from functools import partial
 from typing import Any
 
 from genserve.config.model_config import ModelConfig
+from genserve.engine.admission_control import QueueLimits
+from genserve.engine.delta_streams import EventLoopSink
+from genserve.engine.engine_request import TokenSequence
+from genserve.engine.engine_thread import EngineThread
+from genserve.engine.generation_request import GenerationOutput, GenerationRequest
+from genserve.engine.kv_cache_manager import max_tokens_per_sequence
+from genserve.engine.speculation import Speculation
 from genserve.errors import GenserveError
-from genserve.generation.admission_control import QueueLimits
-from genserve.generation.delta_streams import EventLoopSink
-from genserve.generation.engine_request import TokenSequence
-from genserve.generation.engine_thread import EngineThread
-from genserve.generation.request_inbox import RequestOutput
-from genserve.generation.speculation import Speculation
 from tests.simulation.simulated_engine import GreedyDrafts, SimulatedEngine
 from tests.simulation.simulated_logits import SimulatedLogits
 from tests.simulation.simulated_repository import METRICS, Factory, Folders, SimulatedTextModel
@@ -64,7 +65,7 @@ class TextSimulation(Simulation):
         self.engines: list[SimulatedEngine] = []
         self.engine_threads: list[EngineThread] = []
         self.failures_s: list[float] = []  # when forwards failed
-        self._ends: dict[TokenSequence, float] = {}
+        self._ends: set[tuple[GenerationRequest, int]] = set()
 
     def started_on_loop(self) -> None:
         self.sink: CheckedSink = CheckedSink(self)
@@ -80,6 +81,7 @@ class TextSimulation(Simulation):
             max_length=MAX_LENGTH,
             block_size=block_size,
             num_blocks=rng.randint(longest, max(longest, self.max_num_seqs * longest * 2 // 3)),
+            num_state_slots=rng.choice([0, 0, 2, 3, 4]) * self.max_num_seqs,
             failure_rate=rng.choice([0.0, 0.0, 0.0, 0.05]),
             on_failure=self._forward_failed,
         )
@@ -113,7 +115,12 @@ class TextSimulation(Simulation):
             self.faults["engine"] += 1
         metrics = METRICS.for_model(name)
         thread = self.engine_thread_class(
-            engine, name=name, max_num_seqs=self.max_num_seqs, limits=limits, metrics=metrics
+            engine,
+            name=name,
+            max_num_seqs=self.max_num_seqs,
+            limits=limits,
+            metrics=metrics,
+            sequences_of=partial(_sequences_of, engine),
         )
         self.engines.append(engine)
         self.engine_threads.append(thread)
@@ -145,7 +152,6 @@ class TextSimulation(Simulation):
                 call_on_thread,
                 call,
                 engine,
-                max_length=MAX_LENGTH,
                 sleep=self.threads.sleep,
                 now_s=lambda: self.now_s,
                 leaves_after=rng.choice([None, 1, 2]),
@@ -184,7 +190,7 @@ class TextSimulation(Simulation):
                 self.report("an invalid request was answered")
             return
         width = call.request.params.beam_width or 2
-        lengths = dict.fromkeys(thread.max_tokens_per_sequence(width) for thread in self.engine_threads)
+        lengths = dict.fromkeys(max_tokens_per_sequence(engine.model, width) for engine in self.engines)
         alone = [
             solo_answers(call.request, decode=self.decode, max_length=MAX_LENGTH, max_beam_length=length)
             for length in lengths
@@ -199,7 +205,8 @@ class TextSimulation(Simulation):
         self.faults["disconnect"] += call.left
         self.faults["slow reader"] += request.read_s > 0
         self.faults["stalled reader"] += request.stalls
-        self.faults["deadline"] += any(map(is_deadline, call.choices))
+        is_late = call.error is not None and error_name(call.error) == "DeadlineExceeded"
+        self.faults["deadline"] += is_late or any(map(is_deadline, call.choices))
         self.faults["overload"] += call.error is not None and error_name(call.error) == "Overloaded"
         self.faults["invalid request"] += not request.is_valid
         self.faults["poisoned request"] += request.is_poisoned
@@ -211,6 +218,10 @@ class TextSimulation(Simulation):
         if name in expected or (name == "InvalidRequest" and call.request.num_choices > min(limits)):
             return
         if name == "Overloaded" and not self.is_ample:
+            return
+        # Times are whole microseconds.
+        waited_s, limit_ms = round(call.ended_s - call.began_s, 6), call.request.params.max_time_ms
+        if name == "DeadlineExceeded" and limit_ms is not None and waited_s >= limit_ms / 1000:
             return
         failed = any(call.began_s <= when_s <= call.ended_s for when_s in self.failures_s)
         if name == "ModelFailed" and (failed or self.disturbed):
@@ -250,20 +261,34 @@ class TextSimulation(Simulation):
         calls = (*self.calls, *self.thread_calls)
         return f"{sum(bool(call.began_s and not call.ended_s) for call in calls)} requests never ended"
 
-    def check_outputs(self, outputs: Sequence[RequestOutput]) -> None:
-        """Check that no sequence has an output after its end, and that none ends late."""
-        for sequence, content in outputs:
-            if sequence in self._ends:
-                self.report("an output after the end of a sequence")
+    def check_outputs(self, outputs: Sequence[GenerationOutput]) -> None:
+        """Check that no choice has an output after its end, and that none ends late."""
+        for request, choice, content, _ in outputs:
+            if (request, choice) in self._ends:
+                self.report("an output after the end of a choice")
             if isinstance(content, GenserveError) or content.finish_reason is not None:
-                self._ends[sequence] = self.now_s
-                self._check_deadline(sequence)
+                self._ends.add((request, choice))
+                self._check_deadline(request)
 
-    def _check_deadline(self, sequence: TokenSequence) -> None:
-        """Check that a sequence ended by its deadline, or with the step after the one that ran then."""
+    def _check_deadline(self, request: GenerationRequest) -> None:
+        """Check that a choice ended by its deadline, or with the step after the one that ran then."""
         step_s = max(engine.model.longest_step_s(64) for engine in self.engines)
-        if sequence.deadline_s is not None and self.now_s > sequence.deadline_s + 2 * step_s + 0.001:
-            self.report(f"a sequence ended {self.now_s - sequence.deadline_s:.3f} s after its deadline")
+        deadline_s = request.deadline_s
+        if deadline_s is not None and self.now_s > deadline_s + 2 * step_s + 0.001:
+            self.report(f"a choice ended {self.now_s - deadline_s:.3f} s after its deadline")
+
+
+def _sequences_of(engine: SimulatedEngine, request: GenerationRequest) -> list[TokenSequence]:
+    """Return the sequences of a request, whose prompt is that of the client."""
+    asked: Any = request.prompt
+    sequences = asked.sequences(
+        max_length=MAX_LENGTH,
+        deadline_s=request.deadline_s,
+        max_beam_length=max_tokens_per_sequence(engine.model, request.params.beam_width or 2),
+    )
+    for choice, sequence in enumerate(sequences):
+        sequence.request, sequence.choice = request, choice
+    return list(sequences)
 
 
 class CheckedSink(EventLoopSink):
@@ -277,7 +302,7 @@ class CheckedSink(EventLoopSink):
     def num_streams(self) -> int:
         return len(self._streams)
 
-    def deliver(self, outputs: Sequence[RequestOutput]) -> None:
+    def deliver(self, outputs: Sequence[GenerationOutput]) -> None:
         self._simulation.check_outputs(outputs)
         super().deliver(outputs)
 

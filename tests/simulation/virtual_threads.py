@@ -26,24 +26,25 @@ from greenlet import GreenletExit, getcurrent, greenlet
 
 # The modules of the product that start threads, wait, or read the clock.
 MODULES = (
-    "genserve.generation.delta_streams",
-    "genserve.generation.engine",
-    "genserve.generation.engine_thread",
-    "genserve.generation.request_inbox",
+    "genserve.engine.delta_streams",
+    "genserve.engine.engine",
+    "genserve.engine.engine_thread",
+    "genserve.engine.generation_request",
+    "genserve.engine.input_queue",
     "genserve.inference",
     "genserve.inference_statistics",
     "genserve.repository.ensemble",
     "genserve.repository.model_lifecycle",
     "genserve.repository.model_versions",
     "genserve.repository.repository",
-    "genserve.schedulers.dynamic_batcher",
-    "genserve.schedulers.model_instance",
-    "genserve.schedulers.queue_scheduler",
-    "genserve.schedulers.rate_limiter",
+    "genserve.batching.dynamic_batcher",
+    "genserve.batching.model_instance",
+    "genserve.batching.queue_scheduler",
+    "genserve.batching.rate_limiter",
     "genserve.textmodel.text_model",
 )
 
-# Of a simulation, which needs some hundreds of either.
+# The most switches and points of a simulation, which needs some hundreds of either.
 _MAX_SWITCHES = 20_000
 _MAX_POINTS = 200_000
 
@@ -202,7 +203,7 @@ class VirtualThreads:
         return None if seconds is None or seconds < 0 else self.now_ns + int(seconds * 1e9) + 1
 
     def report(self, problem: str) -> None:
-        """Note a violation; the simulation ends with the running thread's next wait."""
+        """Record a violation; the simulation ends with the running thread's next wait."""
         self.problems.append(problem)
 
     def _leave(self) -> None:

@@ -18,7 +18,7 @@ class LiveIngress:
     """`with LiveIngress(repository, replicas) as server: ... server.url ...`
 
     Attributes:
-        event_loop: of the ingress, on which the replicas are called.
+        event_loop: the event loop of the ingress, on which replicas are called.
     """
 
     event_loop: asyncio.AbstractEventLoop

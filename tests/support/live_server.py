@@ -69,9 +69,9 @@ def parents() -> dict[int, int]:
     found = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            # Behind the name, which may hold anything: the state, and the parent.
+            # The state and the parent follow the name, which may contain anything.
             state, parent = stat.read_text().rpartition(")")[2].split()[:2]
-        except OSError:  # it has ended meanwhile
+        except OSError:  # the process has ended meanwhile
             continue
         if state != "Z":
             found[int(stat.parent.name)] = int(parent)
@@ -110,7 +110,7 @@ def wait_until(holds, what: str = "it", *, timeout_s: float = 30, every_s: float
 def serving(
     repository: Path, *flags: str, key: str = "", **process: Any
 ) -> Iterator[subprocess.Popen]:
-    """The command, which does not outlive the test; with an API key if one is given.
+    """Run `genserve serve` within the block, with an API key if one is given.
 
     `process` are arguments of Popen, such as another `stderr` than a pipe.
     """

@@ -33,7 +33,7 @@ CONFIG = """
 def write_model(
     root: Path, name: str, *, code: str = "", number: int = 1, config: str = CONFIG, version: int = 1
 ) -> Path:
-    """A model that adds `number`, or that has this code; returns its folder."""
+    """Write a model that adds `number`, or that has this code; return its folder."""
     folder = root / name
     (folder / str(version)).mkdir(parents=True, exist_ok=True)
     (folder / "config.pbtxt").write_text(textwrap.dedent(config))
@@ -68,7 +68,7 @@ def ask_all(
 
 
 def value(response: InferenceResponse, name: str = "Y") -> list[float]:
-    """What an output holds; raises the error that came in its place."""
+    """Return the values of an output; raise the error of a response that failed."""
     if response.error is not None:
         raise response.error
     output = response.output(name)

@@ -1,4 +1,4 @@
-"""Recorded answers of the samplers of llama.cpp, from tests/generation/recorded."""
+"""Recorded answers of the samplers of llama.cpp, from tests/engine/recorded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 __all__ = ["recorded"]
 
-RECORDED = Path(__file__).parents[1] / "generation" / "recorded" / "llama_cpp.json"
+RECORDED = Path(__file__).parents[1] / "engine" / "recorded" / "llama_cpp.json"
 
 
 def recorded(*names: str) -> list[dict[str, Any]]:

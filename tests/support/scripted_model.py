@@ -8,9 +8,9 @@ from pathlib import Path
 from genserve.text.tokenizer import Tokenizer
 from tests.support.thinking_model import copy_with_tags
 
-# An answer ends with this to fail there.
+# An answer fails where it has this text.
 FAILS = "#!"
-# Text, reasoning, a failure, a long answer, and two calls.
+# Scripts: text, reasoning, a failure, a long answer, and two calls.
 SCRIPTS = {
     "#1": "ok: 12",
     "#2": "<think>\n?!\n</think>\n\n12",
@@ -25,14 +25,15 @@ SCRIPTS = {scripts}     # by the token ids of a key, those of an answer; None: i
 class TritonPythonModel:
     async def decode(self, sequence):
         prompt = [*sequence.token_ids[: sequence.num_prompt_tokens]]
-        for token_id in self.script(prompt):
-            await sequence.logits()
+        for at, token_id in enumerate(self.script(prompt)):
+            if at % {tokens_per_step} == 0:
+                await sequence.logits()
             if token_id is None:
                 raise ValueError("the script says so")
             sequence.append(token_id)
             if sequence.finished:
                 return
-        sequence.finish("eos_token")
+        sequence.finish("stop")
 
     def script(self, prompt):
         for end in range(len(prompt), 0, -1):
@@ -44,7 +45,12 @@ class TritonPythonModel:
 
 
 def scripted_repository(
-    tiny_repository: Path, root: Path, scripts: Mapping[str, str], *, template: str = ""
+    tiny_repository: Path,
+    root: Path,
+    scripts: Mapping[str, str],
+    *,
+    template: str = "",
+    tokens_per_step: int = 1,
 ) -> Path:
     """Copy the repository; it answers a prompt by the script whose key comes last in it.
 
@@ -56,7 +62,8 @@ def scripted_repository(
         (encode(key), encode(answer.removesuffix(FAILS)) + [None] * answer.endswith(FAILS))
         for key, answer in scripts.items()
     ]
-    (root / "tiny_decoder" / "1" / "model.py").write_text(_DECODER.replace("{scripts}", repr(written)))
+    code = _DECODER.replace("{scripts}", repr(written)).replace("{tokens_per_step}", str(tokens_per_step))
+    (root / "tiny_decoder" / "1" / "model.py").write_text(code)
     # Drafts would make deltas of several tokens, now and then.
     with (root / "tiny_logits" / "config.pbtxt").open("a") as config:
         config.write('parameters [ { key: "speculation" value: { string_value: "none" } } ]\n')

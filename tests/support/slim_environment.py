@@ -1,4 +1,4 @@
-"""Slim environment: that of a process in which the packages of the extras cannot be imported."""
+"""Slim environment: variables of a process in which the packages of the extras cannot be imported."""
 
 from __future__ import annotations
 

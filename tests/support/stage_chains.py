@@ -13,7 +13,7 @@ from tests.support.transformers_reference import reference_model
 
 __all__ = ["WHOLE_CONFIG", "add_chain", "whole_torchscript"]
 
-# As it is written for Triton, where TorchScript's inputs have numbers.
+# The config as it is written for Triton, where TorchScript's inputs have numbers.
 WHOLE_CONFIG = """
 platform: "pytorch_libtorch"
 max_batch_size: 8
@@ -39,7 +39,7 @@ def whole_torchscript(path: Path, checkpoint: Path) -> Path:
     """The checkpoint's model without a KV cache, traced."""
     example = torch.ones((2, 3), dtype=torch.long)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # tracing asks transformers for all that is deprecated
+        warnings.simplefilter("ignore")  # tracing reads everything deprecated in transformers
         return save_torchscript(path, Whole(reference_model(checkpoint)), example=(example, example))
 
 
@@ -52,15 +52,15 @@ def add_chain(
     input_ids: str = "input_ids",
     logits: str = "logits",
 ) -> Path:
-    """Copy the tiny model's stages as `name`; returns the version folder of its logits stage, empty.
+    """Copy the tiny model's stages as `name`; return the empty version folder of its logits stage.
 
     Args:
-        tiny_repository: has the model `tiny`.
-        root: of the repository to write into.
-        name: of the new ensemble.
-        logits_config: of its logits stage.
-        input_ids: how that calls its input.
-        logits: how that calls its output.
+        tiny_repository: a repository with the model `tiny`.
+        root: the folder of the repository to write into.
+        name: the name of the new ensemble.
+        logits_config: the config.pbtxt of its logits stage.
+        input_ids: the logits stage's name for its input.
+        logits: the logits stage's name for its output.
     """
     for stage in ("", "_tokenizer", "_decoder"):
         shutil.copytree(tiny_repository / f"tiny{stage}", root / f"{name}{stage}")

@@ -9,7 +9,7 @@ from genserve.textmodel.text_model import TextModel
 
 
 class StepGate:
-    """While it is shut, the engine stays in the forward that it has begun until the test allows it.
+    """While the gate is shut, the engine stays in the current forward until the test lets it go on.
 
     Attributes:
         num_begun: forwards that have begun.
@@ -29,7 +29,7 @@ class StepGate:
             self._is_shut, self._allowed = True, 0
 
     def allow(self, count: int) -> None:
-        """Let the engine complete so many forwards, the one that has begun included."""
+        """Let the engine complete `count` forwards, including the current one."""
         with self._changed:
             self._allowed += count
             self._changed.notify_all()

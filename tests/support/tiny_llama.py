@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,14 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-__all__ = ["CHAT_TEMPLATE", "SPECIAL_TOKENS", "llama_tensors", "tiny_llama_checkpoint", "tiny_tokenizer"]
+__all__ = [
+    "CHAT_TEMPLATE",
+    "SPECIAL_TOKENS",
+    "add_shuffled_tokenizer",
+    "llama_tensors",
+    "tiny_llama_checkpoint",
+    "tiny_tokenizer",
+]
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0, 1, 2; the last ends a turn
 
@@ -130,3 +138,15 @@ def _llama_config(*, vocab_size: int, context: int) -> dict[str, Any]:
 
 def _write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2), encoding="utf-8")
+
+
+def add_shuffled_tokenizer(stage: Path) -> None:
+    """Add a version 2 to a tokenizer stage, in which other ids stand for the texts of the vocabulary."""
+    folder = shutil.copytree(stage / "1", stage / "2")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary, num_special = content["model"]["vocab"], len(SPECIAL_TOKENS)
+    for text, token_id in vocabulary.items():
+        if token_id >= num_special:
+            moved = (token_id - num_special + 101) % (len(vocabulary) - num_special)
+            vocabulary[text] = num_special + moved
+    _write_json(folder / "tokenizer.json", content)

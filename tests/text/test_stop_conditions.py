@@ -24,6 +24,16 @@ from genserve.text.stop_conditions import (
 from tests.text.vocabularies import FAMILIES, tokenizer_of
 
 TOKENIZERS = {family.__name__: tokenizer_of(family()) for family in FAMILIES}
+ALWAYS = {"byte_level_bpe", "sentencepiece_bpe"}
+EACH = [
+    pytest.param(name, marks=[] if name in ALWAYS else pytest.mark.extended) for name in TOKENIZERS
+]
+
+
+def text_of(tokenizer, ids):
+    detokenizer = tokenizer.detokenizer()
+    return "".join(map(detokenizer.push, ids)) + detokenizer.flush()
+
 
 texts = st.text(alphabet="ab", max_size=24)
 stop_sets = st.lists(st.text(alphabet="ab", min_size=1, max_size=5), min_size=1, max_size=4).map(tuple)
@@ -106,6 +116,25 @@ def test_stop_strings_do_not_depend_on_how_the_text_is_cut(
         assert (shown, growing.stop) == (text[: end if include else end - length], stop)
 
 
+@given(
+    tokens=st.lists(st.tuples(st.text(alphabet="ab", max_size=3), st.booleans()), max_size=12),
+    stops=stop_sets,
+    include=st.booleans(),
+)
+def test_hidden_tokens_are_part_of_the_searched_text_and_not_of_the_shown_one(
+    tokens: list[tuple[str, bool]], stops: tuple[str, ...], include: bool
+) -> None:
+    hidden = {index: name for index, (name, is_hidden) in enumerate(tokens) if is_hidden}
+    pieces = ["" if is_hidden else text for text, is_hidden in tokens]
+    growing = checker_over(pieces, *stops, hidden=hidden, include_stop=include)
+    shown = "".join(released(growing, len(pieces)))
+    found = first_stop("".join(text for text, _ in tokens), stops)
+    assert growing.stop == (found and found[2])
+    end = sum(len(text) for text, _ in tokens) if found is None else found[0] - (0 if include else found[1])
+    searched = [(char, is_hidden) for text, is_hidden in tokens for char in text]
+    assert shown == "".join(char for char, is_hidden in searched[:end] if not is_hidden)
+
+
 @given(text=texts, stops=stop_sets)
 def test_only_the_beginning_of_a_stop_string_is_held_back(text: str, stops: tuple[str, ...]) -> None:
     growing = checker_over(text, *stops)
@@ -140,7 +169,7 @@ def test_a_fork_of_a_finder_is_an_independent_copy(finder: StopFinder) -> None:
         assert (other.num_pending, other.find("b")) == (2, Stop(end=1, length=3, reason="abb"))
 
 
-@pytest.mark.parametrize("family", TOKENIZERS)
+@pytest.mark.parametrize("family", EACH)
 @given(data=st.data())
 def test_a_fork_of_a_text_is_an_independent_copy(family: str, data: st.DataObject) -> None:
     tokenizer = TOKENIZERS[family]
@@ -230,7 +259,7 @@ def test_a_match_has_a_maximum_length(at: list[int], excess: int) -> None:
     "pattern", ["(", "^a", "a$", r"\ba", r"(a)\1", "a*", "", "(?=a)b", "a)|(b", r"\p{Nothing}"]
 )
 def test_an_invalid_expression_is_rejected(pattern: str) -> None:
-    with pytest.raises(InvalidRequest, match="stop_regex") as raised:
+    with pytest.raises(InvalidRequest) as raised:
         StopRegex(pattern)
     assert raised.value.field == "stop_regex"
     assert "(?s:.)" not in raised.value.message
@@ -240,17 +269,17 @@ def test_an_expression_with_too_many_states_fails_within_its_memory_limit() -> N
     finder = StopRegex("a.{20}c")
     rng = random.Random(5)
     pieces = ("".join(rng.choices("ab", k=5)) for _ in range(20_000))
-    with pytest.raises(InvalidRequest, match="too much memory") as raised:
+    with pytest.raises(InvalidRequest) as raised:
         any(map(finder.find, pieces))
     assert raised.value.field == "stop_regex"
 
 
-@pytest.mark.parametrize("family", TOKENIZERS)
+@pytest.mark.parametrize("family", EACH)
 @given(data=st.data(), is_regex=st.booleans())
 def test_no_part_of_a_stop_leaks_for_any_tokens(family: str, data: st.DataObject, is_regex: bool) -> None:
     tokenizer = TOKENIZERS[family]
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), min_size=1, max_size=30))
-    whole = tokenizer.decode(ids)
+    whole = text_of(tokenizer, ids)
     assume(whole)
     start = data.draw(st.integers(0, len(whole) - 1))
     stop = whole[start : start + data.draw(st.integers(1, 8))]

@@ -88,14 +88,19 @@ def test_one_process_renders_several_chats() -> None:
     "source",
     [
         LOOP,
-        "{% macro f(n) %}{{ f(n + 1) ~ f(n + 1) if n < 40 }}{% endmacro %}{{ f(0) }}",
         "{{ 10 ** (n ** n) }}",
-        "{{ 'a' * n ** 10 }}",
         "{{ '%1000000000d' | format(1) }}",
-        "{{ 'a' | center(n ** 10) }}",
         DOUBLING + "{{ ns.x | tojson }}",
-        DOUBLING.replace("['ab']", "'ab'").replace("[ns.x, ns.x]", "ns.x ~ ns.x") + "{{ ns.x }}",
         "{% for i in range(99999) %}{{ 'a' * 999 }}{% endfor %}",
+        *(
+            pytest.param(source, marks=pytest.mark.extended)
+            for source in (
+                "{% macro f(n) %}{{ f(n + 1) ~ f(n + 1) if n < 40 }}{% endmacro %}{{ f(0) }}",
+                "{{ 'a' * n ** 10 }}",
+                "{{ 'a' | center(n ** 10) }}",
+                DOUBLING.replace("['ab']", "'ab'").replace("[ns.x, ns.x]", "ns.x ~ ns.x") + "{{ ns.x }}",
+            )
+        ),
     ],
 )
 def test_a_template_that_exceeds_its_limits_is_stopped_and_the_next_chat_is_rendered(source: str) -> None:
@@ -112,7 +117,7 @@ def test_a_template_that_exceeds_its_limits_is_stopped_and_the_next_chat_is_rend
     ids=["power", "brackets", "blocks"],
 )
 def test_a_template_that_exceeds_its_limits_when_compiled_is_rejected(source: str) -> None:
-    with pytest.raises(RepositoryError, match="the chat template cannot be compiled: ") as raised:
+    with pytest.raises(RepositoryError, match="chat template") as raised:
         ChatTemplate(source, special_tokens={}, name="chat_template.jinja")
     assert raised.value.message.startswith("chat_template.jinja: ")
     assert raised.value.remedy

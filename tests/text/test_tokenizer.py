@@ -186,7 +186,7 @@ def test_special_tokens_in_a_prompt_are_control_tokens() -> None:
 
 
 def test_a_model_without_a_template_rejects_chats() -> None:
-    with pytest.raises(InvalidRequest, match="no chat template") as raised:
+    with pytest.raises(InvalidRequest) as raised:
         tokenizer_of(byte_level_bpe()).encode_chat(chat(user("hi")))
     assert raised.value.field == "messages"
     assert "chat_template.jinja" in raised.value.remedy
@@ -308,14 +308,14 @@ def test_a_variable_that_nests_too_deeply_is_rejected() -> None:
     persona: Any = "x"
     for _ in range(2000):
         persona = [persona]
-    with pytest.raises(InvalidRequest, match="nested too deeply") as raised:
+    with pytest.raises(InvalidRequest) as raised:
         tokenizer.encode_chat(chat(user("x"), template_kwargs={"persona": persona}))
     assert raised.value.field == "chat_template_kwargs.persona"
 
 
 def test_a_failing_tokenizer_is_a_model_failure(caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = tokenizer_of(Backend(models.WordLevel({"a": 0}, unk_token="<unk>")))
-    with pytest.raises(ModelFailed, match="the tokenizer cannot encode this text") as raised:
+    with pytest.raises(ModelFailed) as raised:
         tokenizer.encode("b")
     assert "WordLevel" not in str(raised.value)
     assert "WordLevel" in caplog.text

@@ -7,18 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from genserve.completion import Delta, FinishReason, joined_calls
+from genserve.prompt import Tool
 from genserve.text.message_parser import MessageParser
 from genserve.text.reasoning import ReasoningParser
 from genserve.text.tool_call_parser import ToolCallParser
 from genserve.text.tool_formats import TOOL_FORMATS
 
-NAMES = ("f", "get_weather", "a.b-c")
+TOOLS = {name: Tool(name=name) for name in ("f", "get_weather", "a.b-c")}
 # Arguments whose strings contain what ends calls, and escapes.
 TRICKY = '{"a": "}\\"]}\\\\", "b": [{"c": "</tool_call>"}, [1]], "d": "[TOOL_CALLS]"}'
 
 
-def read(form: str, pieces: list[str], *, names=NAMES) -> tuple[str, list[tuple[str, str]]]:
-    parser = ToolCallParser(TOOL_FORMATS[form], names=names)
+def read(form: str, pieces: list[str], *, tools=TOOLS) -> tuple[str, list[tuple[str, str]]]:
+    parser = ToolCallParser(TOOL_FORMATS[form], tools=tools)
     deltas = [parser.push(piece, last=False) for piece in pieces] + [parser.push("", last=True)]
     calls = joined_calls(delta for one in deltas for delta in one.tool_calls)
     content = "".join(delta.content for delta in deltas)
@@ -111,7 +112,7 @@ def test_any_text_is_read_without_an_error(text):
 
 
 def test_the_name_comes_before_the_arguments():
-    parser = ToolCallParser(TOOL_FORMATS["hermes"], names=NAMES)
+    parser = ToolCallParser(TOOL_FORMATS["hermes"], tools=TOOLS)
     text = '<tool_call>\n{"name": "f", "arguments": {"city": "Paris"}}\n</tool_call>'
     deltas = [delta for sign in text for delta in parser.push(sign, last=False).tool_calls]
     assert (deltas[0].name, deltas[0].arguments) == ("f", "")
@@ -122,7 +123,7 @@ def test_the_name_comes_before_the_arguments():
 
 
 def test_ids_of_mistral_are_nine_letters_and_digits():
-    parser = ToolCallParser(TOOL_FORMATS["mistral"], names=NAMES)
+    parser = ToolCallParser(TOOL_FORMATS["mistral"], tools=TOOLS)
     first, *_ = parser.push(ANSWERS["mistral"], last=True).tool_calls
     assert len(first.id) == 9
     assert first.id.isalnum()
@@ -130,9 +131,26 @@ def test_ids_of_mistral_are_nine_letters_and_digits():
 
 def test_calls_follow_reasoning():
     parser = MessageParser(
-        reasoning=ReasoningParser(begun=True), tools=ToolCallParser(TOOL_FORMATS["hermes"], names=NAMES)
+        reasoning=ReasoningParser(begun=True), tools=ToolCallParser(TOOL_FORMATS["hermes"], tools=TOOLS)
     )
     text = "I write <tool_call>.\n</think>\n\n" + ANSWERS["hermes"]
-    delta = parser.read(Delta(text=text, token_ids=(), finish_reason=FinishReason.END_OF_SEQUENCE))
+    delta = parser.read(Delta(text=text, token_ids=(), finish_reason=FinishReason.STOP))
     assert (delta.reasoning, delta.content) == ("I write <tool_call>.", "I look.")
     assert [call.name for call in joined_calls(delta.tool_calls)] == ["f", "get_weather"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[TOOL_CALLS]a[CALL_ID]abcDEF123[ARGS]{}[TOOL_CALLS]b[CALL_ID]x1[ARGS]{}", ["abcDEF123", "x1"]),
+        ("[TOOL_CALLS]a[CALL_ID]abcDEF123[ARGS]{}[TOOL_CALLS]a[CALL_ID]abcDEF123[ARGS]{}", ["abcDEF123", ""]),
+        ("[TOOL_CALLS]a[ARGS]{}", [""]),
+    ],
+)
+def test_a_call_has_the_id_that_the_model_writes_unless_another_call_has_it(text, expected):
+    for pieces in ([text], [*text]):
+        parser = ToolCallParser(TOOL_FORMATS["mistral_ids"], tools={name: Tool(name=name) for name in "ab"})
+        read = [parser.push(piece, last=False) for piece in pieces] + [parser.push("", last=True)]
+        ids = [call.id for delta in read for call in delta.tool_calls if call.id]
+        assert [found if wanted else "" for found, wanted in zip(ids, expected, strict=True)] == expected
+        assert len(set(ids)) == len(ids)

@@ -12,7 +12,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from genserve.prompt import Chat, read_messages, read_tools
 from genserve.text.tokenizer import Tokenizer
 from genserve.text.tool_formats import SMOLLM2
-from genserve.textmodel.tool_calling import calls_as_text, tools_as_text
+from genserve.textmodel.tool_calling import ToolCalling, calls_as_text, tools_as_text
 
 # Hermes, Qwen 2.5 and 3: tools as lines of JSON, calls in tags, several results in one turn of the user.
 QWEN = """\
@@ -23,6 +23,8 @@ QWEN = """\
     {%- for tool in tools %}{{- "\\n" }}{{- tool | tojson }}{%- endfor %}
     {{- "\\n</tools>\\n<tool_call>\\n{\\"name\\": <name>, \\"arguments\\": <args>}\\n</tool_call>" }}
     {{- "<|im_end|>\\n" }}
+{%- elif messages[0].role == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
 {%- endif %}
 {%- for message in messages %}
     {%- if message.role == "user" or (message.role == "assistant" and not message.tool_calls) %}
@@ -97,7 +99,9 @@ MISTRAL = """\
             {%- endfor %}
             {{- "[/AVAILABLE_TOOLS]" }}
         {%- endif %}
-        {{- "[INST] " + message["content"] + "[/INST]" }}
+        {{- "[INST] " }}
+        {%- if loop.last and messages[0].role == "system" %}{{- messages[0].content + "\\n\\n" }}{%- endif %}
+        {{- message["content"] + "[/INST]" }}
     {%- elif message.tool_calls is defined and message.tool_calls is not none %}
         {{- "[TOOL_CALLS] [" }}
         {%- for tool_call in message.tool_calls %}
@@ -238,16 +242,68 @@ def test_names_of_special_tokens_in_tools_and_calls_stay_text(folder, template):
     assert num_ends(end) == num_ends("harmless")
 
 
+def test_names_of_special_tokens_in_arguments_that_are_text_stay_text(folder):
+    calls = "{% for c in m.tool_calls %}{{ c.function.arguments }}{% endfor %}"
+    template = "{% for m in messages %}{{ m.content }}" + calls + "{% endfor %}"
+    tokenizer = tokenizer_with(folder, **{"chat_template.jinja": template})
+    assert not tokenizer.chat_template.roles.object_arguments
+    # No object has the first of two values of a key.
+    written = json.dumps({"a": tokenizer.eos_token})[:-1] + ', "a": 1}'
+    call = {**CALL, "function": {"name": "now", "arguments": written}}
+    chat = Chat(messages=read_messages([{"role": "assistant", "content": "", "tool_calls": [call]}]))
+    ids = tokenizer.encode_chat(chat)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == written
+    assert not tokenizer.eos_token_ids.intersection(ids)
+
+
+def test_a_template_with_tools_but_no_calls_gets_the_calls_as_text(folder):
+    tokenizer = tokenizer_with(folder, **{"chat_template.jinja": SMOLLM3})
+    chat = Chat(messages=read_messages(conversation(num_calls=2, as_text=True)), tools=read_tools(TOOLS))
+    rendered = ToolCalling(tokenizer, tool_format=None).rendered(chat)
+    written = '{"name": "find_city", "arguments": ' + json.dumps(ARGUMENTS) + "}"
+    text = f"<tool_call>\n{written}\n</tool_call>"
+    assert rendered.messages[2].content == f"{text}\n{text}"
+    assert not rendered.messages[2].tool_calls
+    assert rendered.messages[3:] == chat.messages[3:]       # the template knows the results
+    assert rendered.tools == chat.tools
+
+
+def test_a_template_with_one_call_per_message_gets_calls_one_by_one(folder):
+    tokenizer = tokenizer_with(folder, **{"chat_template.jinja": LLAMA})
+    calls = [{**CALL, "id": f"id{i}", "function": {"name": f"f{i}", "arguments": "{}"}} for i in range(2)]
+    results = [{**RESULT, "tool_call_id": f"id{i}", "content": f"{i}"} for i in (1, 0, 2)]
+    said = {"role": "assistant", "content": "Two.", "tool_calls": calls}
+    asked = {"role": "user", "content": "Go on."}
+    chat = Chat(messages=read_messages([asked, said, *results, asked]), tools=read_tools(TOOLS))
+    told = ToolCalling(tokenizer, tool_format=None).rendered(chat).messages
+    assert [[call.name for call in message.tool_calls] for message in told] == [
+        [], ["f0"], [], ["f1"], [], [], [],
+    ]  # fmt: skip
+    assert [message.content for message in told] == ["Go on.", "Two.", "0", "", "1", "2", "Go on."]
+
+
+def test_the_text_before_a_call_is_a_part_of_the_thought_of_gpt_oss(folder):
+    source = (Path(__file__).parent / "templates" / "gpt_oss.jinja").read_text()
+    tokenizer = tokenizer_with(folder, **{"chat_template.jinja": source})
+    call = {**CALL, "function": {"name": "now", "arguments": "{}"}}
+    said = {"role": "assistant", "content": "I look.", "reasoning_content": "so", "tool_calls": [call]}
+    messages = read_messages([{"role": "user", "content": "?"}, said, RESULT])
+    chat = ToolCalling(tokenizer, tool_format=None).rendered(Chat(messages=messages))
+    prompt = tokenizer.decode(tokenizer.encode_chat(chat), skip_special_tokens=False)
+    assert "<|channel|>analysis<|message|>so\n\nI look.<|end|>" in prompt
+
+
 def test_a_template_without_tools_gets_them_as_text():
     chat = Chat(
         messages=read_messages(conversation(num_calls=2, as_text=True)), tools=read_tools(TOOLS)
     )
-    told = calls_as_text(tools_as_text(chat, SMOLLM2), SMOLLM2)
-    system, asked, called, first, second, *_ = told.messages
+    told = calls_as_text(tools_as_text(chat, SMOLLM2), SMOLLM2, with_results=True)
+    system, tools, asked, called, first, second, *_ = told.messages
     assert not told.tools
-    assert system.role == "system"
-    assert system.content.startswith("Be brief.\n\nYou are an expert in composing functions.")
-    assert f"<tools>{json.dumps(TOOLS, ensure_ascii=False)}</tools>" in system.content
+    assert (system.role, system.content) == ("system", "Be brief.")
+    assert tools.role == "system"
+    assert tools.content.startswith("You are an expert in composing functions.")
+    assert f"<tools>{json.dumps(TOOLS, ensure_ascii=False)}</tools>" in tools.content
     assert asked.content == "Where is it?"
     written = '{"name": "find_city", "arguments": ' + json.dumps(ARGUMENTS) + "}"
     assert called.content == f"<tool_call>[{written}, {written}]</tool_call>"

@@ -11,12 +11,17 @@ from tests.support.tiny_llama import tiny_tokenizer
 
 __all__ = [
     "FAMILIES",
+    "KINDS",
     "TEXTS",
     "bloom",
     "byte_level_bpe",
+    "metaspace_bpe",
     "sentencepiece_bpe",
     "tokenizer_of",
     "unigram",
+    "unigram_with_bytes",
+    "unprefixed_bpe",
+    "word_end_bpe",
     "word_piece",
 ]
 
@@ -26,33 +31,55 @@ TEXTS = [
     "cafe\u0301 na\u0308ive \u00e9t\u00e9 \N{GRINNING FACE}\N{WAVING HAND SIGN}\U0001f3fd family",
 ]
 CONTROL = ["<unk>", "<s>", "</s>"]
-WORDS = ["\u2581", "a", "b", "\u2581a", "\u2581b", "\u2581ab", "\u00e9", "\N{REPLACEMENT CHARACTER}"]
+WORDS = [
+    "\u2581", "a", "b", "\u2581a", "\u2581b", "\u2581ab", "\u00e9", "\N{REPLACEMENT CHARACTER}",
+    "\u4e16", "\u2581\u4e16", "\u0430", "\u2581\u0430", "\u0928", "\u2581\u0928",
+]
 
 
-def sentencepiece_bpe() -> Backend:
-    """As in Llama 2 and Mistral: spaces as U+2581, unknown characters as byte tokens."""
+def _byte_fallback_bpe() -> Backend:
     words = [*CONTROL, *(f"<0x{byte:02X}>" for byte in range(256)), *WORDS]
     backend = Backend(
         models.BPE(
             vocab={word: i for i, word in enumerate(words)},
-            merges=[("\u2581", "a"), ("\u2581", "b"), ("\u2581a", "b")],
+            merges=[("\u2581", word[1:]) for word in WORDS if len(word) == 2] + [("\u2581a", "b")],
             unk_token="<unk>",
             byte_fallback=True,
             fuse_unk=True,
         )
     )
-    backend.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
-    )
-    backend.decoder = decoders.Sequence(
-        [
-            decoders.Replace("\u2581", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(content=" ", left=1, right=0),
-        ]
-    )
     backend.add_special_tokens(CONTROL)
+    return backend
+
+
+def _fallback_decoder(*more: object) -> decoders.Decoder:
+    return decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), *more]
+    )
+
+
+def sentencepiece_bpe() -> Backend:
+    """As in Llama 2, Mistral and Phi 3: spaces as U+2581, one before the text; other characters as bytes."""
+    backend = _byte_fallback_bpe()
+    prepend, replace = normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")
+    backend.normalizer = normalizers.Sequence([prepend, replace])
+    backend.decoder = _fallback_decoder(decoders.Strip(content=" ", left=1, right=0))
+    return backend
+
+
+def metaspace_bpe() -> Backend:
+    """As in Llama 2 without `legacy`: the space before the text comes from the pre-tokenizer."""
+    backend = _byte_fallback_bpe()
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    backend.decoder = _fallback_decoder(decoders.Strip(content=" ", left=1, right=0))
+    return backend
+
+
+def unprefixed_bpe() -> Backend:
+    """As in Gemma: spaces as U+2581, none before the text."""
+    backend = _byte_fallback_bpe()
+    backend.normalizer = normalizers.Replace(" ", "\u2581")
+    backend.decoder = _fallback_decoder()
     return backend
 
 
@@ -62,6 +89,17 @@ def unigram() -> Backend:
     backend = Backend(models.Unigram([(word, -float(i)) for i, word in enumerate(words)], unk_id=0))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Metaspace()
+    backend.add_special_tokens(CONTROL)
+    return backend
+
+
+def unigram_with_bytes() -> Backend:
+    """As in SentencePiece's Unigram models with byte fallback."""
+    words = [*CONTROL, *(f"<0x{byte:02X}>" for byte in range(256)), *WORDS]
+    vocab = [(word, -float(i)) for i, word in enumerate(words)]
+    backend = Backend(models.Unigram(vocab, unk_id=0, byte_fallback=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
     backend.add_special_tokens(CONTROL)
     return backend
 
@@ -99,7 +137,22 @@ def bloom() -> Backend:
     return backend
 
 
+def word_end_bpe() -> Backend:
+    """As in the first GPT: the last piece of a word ends with a mark, which the decoder makes a space."""
+    backend = Backend(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
+    backend.normalizer = normalizers.BertNormalizer(lowercase=False)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.BPEDecoder(suffix="</w>")
+    trainer = trainers.BpeTrainer(
+        vocab_size=200, special_tokens=CONTROL, end_of_word_suffix="</w>", show_progress=False
+    )
+    backend.train_from_iterator(TEXTS, trainer)
+    return backend
+
+
 FAMILIES = [byte_level_bpe, sentencepiece_bpe, unigram, word_piece, bloom]
+# With those that differ in the spaces and bytes of their texts only.
+KINDS = [*FAMILIES, metaspace_bpe, unprefixed_bpe, unigram_with_bytes, word_end_bpe]
 
 
 def tokenizer_of(backend: Backend) -> Tokenizer:

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from genserve.engine.engine import Engine
+from genserve.engine.sequence_plugins import PluginContext, SequencePlugins
+from genserve.engine.speculation import Speculation
 from genserve.errors import InvalidRequest, ModelFailed, RepositoryError
-from genserve.generation.engine import Engine
-from genserve.generation.sequence_plugins import PluginContext, SequencePlugins
-from genserve.generation.speculation import Speculation
 from genserve.llm import LLM
 from genserve.sampling.batch_sampler import sample
 from genserve.sampling.sampling_params import SamplingParams
@@ -178,7 +178,7 @@ def test_a_stop_rule_ends_the_answer_after_the_token_it_saw(llm):
     ended = llm.generate("tell me", **options, stop_rules=[call("at_most_lines", lines=2)])
     assert plain.count("\n") > 2
     assert ended.text == "\n".join(plain.split("\n")[:2]) + "\n"
-    assert (ended.finish_reason, ended.stop_reason) == ("stop_sequence", "at_most_lines")
+    assert (ended.finish_reason, ended.stop_reason) == ("stop", "at_most_lines")
     longer = llm.generate("tell me", **options, min_tokens=47, stop_rules=[call("at_most_lines", lines=2)])
     assert len(longer.token_ids) >= 47
 
@@ -248,9 +248,10 @@ def test_a_parser_is_flushed_where_a_stop_string_ends_the_text():
     ("options", "field", "words"),
     [
         ({"logits_processors": [call("no_digit")]}, "logits_processors[0].name", "no_digits"),
-        ({"stop_rules": [call("at_most_lines")]}, "stop_rules[0].args.lines", "required"),
-        ({"stop_rules": [call("at_most_lines", lines="3")]}, "stop_rules[0].args.lines", "integer"),
-        ({"stop_rules": [call("at_most_lines", lines=0)]}, "stop_rules[0].args.lines", "greater than"),
+        ({"stop_rules": [call("at_most_lines")]}, "stop_rules[0].args.lines", "lines: is missing"),
+        ({"stop_rules": [call("at_most_lines", line=3)]}, "stop_rules[0].args.line", "did you mean lines?"),
+        ({"stop_rules": [call("at_most_lines", lines="3")]}, "stop_rules[0].args.lines", "a whole number"),
+        ({"stop_rules": [call("at_most_lines", lines=0)]}, "stop_rules[0].args.lines", "must be at least 1"),
         (
             {"logits_processors": [call("no_digits", fist=1)]},
             "logits_processors[0].args.fist",
@@ -281,11 +282,11 @@ def test_an_invalid_plugin_call_is_rejected_with_its_field(llm, options, field, 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"logits_processors": [call("breaks")]}, "logits processor 'breaks' failed"),
-        ({"logits_processors": [call("breaks", how="exit")]}, "'breaks' failed"),
+        ({"logits_processors": [call("breaks")]}, "logits processor 'breaks' failed: ZeroDivisionError"),
+        ({"logits_processors": [call("breaks", how="exit")]}, "'breaks' failed: SystemExit"),
         ({"logits_processors": [call("breaks", how="shape")]}, "returned logits of shape (2,)"),
         ({"logits_processors": [call("fails")]}, "logits processor 'fails' failed"),
-        ({"stop_rules": [call("breaks", after=2)]}, "stop rule 'breaks' failed"),
+        ({"stop_rules": [call("breaks", after=2)]}, "stop rule 'breaks' failed: ZeroDivisionError"),
         (
             {"logits_processors": [call("insists", text="n")], "structured_outputs": {"choice": ["yes"]}},
             "is not allowed by the request's grammar",

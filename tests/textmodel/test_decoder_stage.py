@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
+from genserve.engine.engine import Engine
 from genserve.errors import RepositoryError
-from genserve.generation.engine import Engine
 from genserve.textmodel.decoder_stage import load_decoding
 from tests.fakes.logits import PagedLogits, greedy_answer
 from tests.fakes.sequences import sequence_of
@@ -29,11 +29,10 @@ def test_the_shipped_decoder_stage_runs_in_the_engine(tiny_repository):
         ("class TritonPythonModel(:", "SyntaxError"),
         ("import no_such_module", "ModuleNotFoundError"),
         ("x = 1", "TritonPythonModel"),
-        ("class TritonPythonModel: pass", "no coroutine `decode`"),
-        ("class TritonPythonModel:\n    def decode(self, s): pass", "no coroutine `decode`"),
+        ("class TritonPythonModel:\n    def decode(self, s): pass", "no coroutine"),
     ],
 )
-def test_a_model_py_without_a_decode_loop_is_rejected_with_the_reason(tmp_path, source, words):
+def test_a_model_py_that_is_no_decoder_stage_is_rejected_with_the_reason(tmp_path, source, words):
     path = tmp_path / "model.py"
     if source is not None:
         path.write_text(source)
@@ -42,25 +41,14 @@ def test_a_model_py_without_a_decode_loop_is_rejected_with_the_reason(tmp_path, 
     assert str(path) in raised.value.message
 
 
-SAMPLES = "while not sequence.finished: sequence.append(await sequence.sample())"
-
-
 @pytest.mark.parametrize(
-    ("body", "only_samples"),
-    [
-        (SAMPLES, True),
-        (f"'Samples.'\n  # as shipped\n  {SAMPLES}", True),
-        (SAMPLES.replace("await", "1 + await"), False),
-        (SAMPLES.replace("sequence.sample()", "sequence.logits()"), False),
-        (SAMPLES.replace("while not sequence.finished", "for _ in range(3)"), False),
-    ],
+    ("body", "is_default"),
+    [("pass", True), ("async def decode(self, s):\n  s.append(await s.sample())", False)],
 )
-def test_a_loop_that_only_samples_is_known(tmp_path, tiny_repository, body, only_samples):
+def test_a_model_py_without_a_decode_has_the_default_loop(tmp_path, body, is_default):
     path = tmp_path / "model.py"
-    path.write_text(f"class TritonPythonModel:\n async def decode(self, sequence):\n  {body}\n")
-    assert load_decoding(path, name="own").only_samples is only_samples
-    shipped = tiny_repository / "tiny_decoder" / "1" / "model.py"
-    assert load_decoding(shipped, name="shipped").only_samples
+    path.write_text(f"class TritonPythonModel:\n {body}\n")
+    assert load_decoding(path, name="own").is_default_loop is is_default
 
 
 DECODES = """

@@ -14,12 +14,15 @@ import pytest
 from genserve.completion import Stream
 from genserve.config.config_json import config_json
 from genserve.config.parse import parse_message
-from genserve.errors import Closed, GenserveError, InferenceError
-from genserve.generation.delta_streams import DeltaStream
+from genserve.engine.delta_streams import DeltaStream
+from genserve.engine.engine_request import LogitsRequest
+from genserve.engine.engine_thread import EngineThread
+from genserve.errors import Closed, GenserveError, InferenceError, Status
 from genserve.inference import Inference, InferenceRequest, InferenceResponse
 from genserve.repository.model_versions import ModelState
 from genserve.repository.options import ControlMode, RepositoryOptions
 from genserve.repository.repository import Repository
+from genserve.request_context import CURRENT_REQUEST, NO_KEY, KeyShare, RequestContext
 from genserve.sampling.sampling_params import sampling_params
 from genserve.tensor import Tensor
 from tests.support.live_server import wait_until
@@ -162,23 +165,25 @@ def test_tensors_and_options_ask_for_the_same_answer(
 
 
 def test_an_unsupported_method_is_rejected_as_a_request_parameter(repository: Repository) -> None:
-    with pytest.raises(GenserveError, match="penalty_alpha is not supported: contrastive search needs"):
+    with pytest.raises(GenserveError, match="contrastive search") as caught:
         asked(repository, "tiny", text_input=text("hello"), parameters={"penalty_alpha": 0.6})
+    assert caught.value.field == "penalty_alpha"
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "field"),
     [
         ({"max_tokens": np.array([[0]], np.int32)}, "max_tokens"),
         ({"top_p": np.array([[2.0]], np.float32)}, "top_p"),
         ({"presence_penalty": np.array([[2.5]], np.float32)}, "presence_penalty"),
         ({"min_tokens": np.array([[9]], np.int32), "max_tokens": np.array([[4]], np.int32)}, "min_tokens"),
-        ({"random_seed": np.array([[1]], np.uint64), "text_input": text("")}, "empty"),
+        ({"random_seed": np.array([[1]], np.uint64), "text_input": text("")}, "prompt"),
     ],
 )
-def test_a_bad_parameter_is_named(repository: Repository, options: dict, words: str) -> None:
-    with pytest.raises(GenserveError, match=words):
+def test_a_bad_parameter_is_named(repository: Repository, options: dict, field: str) -> None:
+    with pytest.raises(GenserveError) as caught:
         asked(repository, "tiny", **({"text_input": text("hello")} | options))
+    assert caught.value.field == field
 
 
 def test_the_tokenizer_stage_gives_ids(repository: Repository) -> None:
@@ -197,7 +202,7 @@ def test_the_logits_stage_gives_those_after_the_last_token_of_each_row(repositor
 
 
 def test_invalid_ids_are_rejected(repository: Repository) -> None:
-    with pytest.raises(GenserveError, match="outside the vocabulary"):
+    with pytest.raises(GenserveError, match=str(10**9)):
         asked(repository, "tiny_logits", input_ids=np.array([[10**9]], dtype=np.int64))
     with pytest.raises(GenserveError, match="attention_mask"):
         asked(
@@ -209,8 +214,9 @@ def test_invalid_ids_are_rejected(repository: Repository) -> None:
 
 
 def test_the_decoder_stage_names_the_model_to_ask(repository: Repository) -> None:
-    with pytest.raises(InferenceError, match="runs as a stage of the text model 'tiny'"):
+    with pytest.raises(InferenceError, match="'tiny'") as caught:
         asked(repository, "tiny_decoder", logits=np.zeros((1, 1, 1), np.float32))
+    assert caught.value.status is Status.UNSUPPORTED
 
 
 def test_a_plain_loop_computes_one_token_a_step_and_shares_steps(repository: Repository) -> None:
@@ -236,6 +242,28 @@ def test_a_plain_loop_computes_one_token_a_step_and_shares_steps(repository: Rep
         thread.join()
     assert [answers[number] for number in range(len(prompts))] == expected
     assert model.engine.num_steps - before < 4 * 12
+
+
+def test_the_requests_of_a_loop_have_the_share_of_its_key(
+    repository: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = repository.text_model("tiny").engine
+    shares = []
+
+    def submit_logits(requests: list[LogitsRequest]) -> None:
+        shares.extend(request.share for request in requests)
+        EngineThread.submit_logits(engine, requests)
+
+    monkeypatch.setattr(engine, "submit_logits", submit_logits)
+    ids = np.array([[3, 4, 5]], dtype=np.int64)
+    share = KeyShare("alice", 2.0)
+    token = CURRENT_REQUEST.set(RequestContext(id="", key=share))
+    try:
+        asked(repository, "loop", input_ids=ids)
+    finally:
+        CURRENT_REQUEST.reset(token)
+    asked(repository, "loop", input_ids=ids)
+    assert shares == [share] * 12 + [NO_KEY] * 12
 
 
 def test_executions_are_counted(repository: Repository) -> None:

@@ -19,19 +19,19 @@ def ensemble(tiny_repository):
 
 
 def test_a_prompt_is_tokenised_as_the_tokenizer_does(ensemble):
-    sequence = ensemble.prepare("hello there", SamplingParams())
-    assert sequence.token_ids == ensemble.tokenizer.encode("hello there")
+    request = ensemble.prepare("hello there", SamplingParams())
+    assert list(request.prompt_token_ids) == ensemble.tokenizer.encode("hello there")
 
 
 def test_a_chat_goes_through_the_template(ensemble):
-    sequence = ensemble.prepare(Chat(messages=(Message(role="user", content="hi"),)), SamplingParams())
-    assert "assistant" in ensemble.tokenizer.decode(sequence.token_ids)
+    request = ensemble.prepare(Chat(messages=(Message(role="user", content="hi"),)), SamplingParams())
+    assert "assistant" in ensemble.tokenizer.decode(request.prompt_token_ids)
 
 
 def test_a_seed_is_drawn_where_none_is_given(ensemble):
-    drawn = {ensemble.prepare("x", SamplingParams()).sampling.seed for _ in range(4)}
+    drawn = {ensemble.prepare("x", SamplingParams()).seeds for _ in range(4)}
     assert len(drawn) == 4
-    assert ensemble.prepare("x", SamplingParams(seed=5)).sampling.seed == 5
+    assert ensemble.prepare("x", SamplingParams(seed=5)).seeds == (5,)
 
 
 @pytest.mark.parametrize("num_tokens", [-1, 0, 1])
@@ -47,12 +47,24 @@ def test_a_prompt_fits_up_to_the_context_less_one(ensemble, num_tokens):
         assert raised.value.field == "prompt"
 
 
-def test_max_tokens_beyond_the_context_is_rejected_with_both_numbers(ensemble):
+def test_lengths_beyond_the_room_are_clamped_to_it(ensemble):
     room = ensemble.max_length - 10
-    ensemble.prepare("!" * 10, SamplingParams(max_tokens=room))
-    with pytest.raises(ContextLengthExceeded, match=rf"{room + 1}.*{room}") as raised:
-        ensemble.prepare("!" * 10, SamplingParams(max_tokens=room + 1))
-    assert raised.value.field == "max_tokens"
+
+    def lengths(**asked: int) -> tuple[int | None, int]:
+        prepared = ensemble.prepare("!" * 10, SamplingParams(**asked)).params
+        return prepared.max_tokens, prepared.min_tokens
+
+    assert lengths(max_tokens=room - 1) == (room - 1, 0)
+    assert lengths(max_tokens=room) == lengths(max_tokens=room + 1) == lengths(max_tokens=10**6) == (room, 0)
+    assert lengths(max_tokens=room + 5, min_tokens=room + 5) == (room, room)
+    assert lengths(min_tokens=room + 1) == (None, room)
+
+
+def test_the_error_of_a_long_prompt_has_both_numbers(ensemble):
+    with pytest.raises(ContextLengthExceeded) as raised:
+        ensemble.prepare("!" * (ensemble.max_length + 5), SamplingParams())
+    error = raised.value
+    assert (error.num_tokens, error.max_length) == (ensemble.max_length + 5, ensemble.max_length)
 
 
 @pytest.mark.parametrize(
@@ -85,34 +97,37 @@ def test_parameters_are_validated_against_the_model(ensemble, prompt, params, fi
 def test_a_prompt_is_truncated_as_the_request_asks(ensemble, limit, side, kept):
     prompt = list(range(20, 40))
     params = SamplingParams(truncate_prompt_tokens=limit, truncation_side=side)
-    assert ensemble.prepare(prompt, params).token_ids == prompt[kept]
+    assert ensemble.prepare(prompt, params).prompt_token_ids == tuple(prompt[kept])
 
 
 def test_a_prompt_is_truncated_to_the_room_in_the_context(ensemble):
     long = [7] * ensemble.max_length + [8]
-    assert ensemble.prepare(long, SamplingParams(truncate_prompt_tokens=-1)).token_ids == long[2:]
+    request = ensemble.prepare(long, SamplingParams(truncate_prompt_tokens=-1))
+    assert request.prompt_token_ids == tuple(long[2:])
     params = SamplingParams(truncate_prompt_tokens=-1, max_tokens=10)
     assert ensemble.prepare(long, params).num_prompt_tokens == ensemble.max_length - 10
-    with pytest.raises(ContextLengthExceeded) as raised:
-        ensemble.prepare(long, SamplingParams(truncate_prompt_tokens=-1, max_tokens=10**6))
-    assert raised.value.field == "max_tokens"
+    # A number that fits no context says nothing about this one: half of it is left for the answer.
+    params = SamplingParams(truncate_prompt_tokens=-1, max_tokens=10**6)
+    assert ensemble.prepare(long, params).num_prompt_tokens == ensemble.max_length // 2
 
 
 def test_truncation_on_the_left_keeps_the_bos_token(ensemble, monkeypatch):
     monkeypatch.setattr(ensemble.tokenizer, "bos_id", 5)
     params = SamplingParams(truncate_prompt_tokens=3)
-    assert ensemble.prepare([5, 6, 7, 8, 9], params).token_ids == [5, 8, 9]
-    assert ensemble.prepare([6, 5, 7, 8, 9], params).token_ids == [7, 8, 9]
-    assert ensemble.prepare([5, 6], SamplingParams(truncate_prompt_tokens=1)).token_ids == [5]
+    assert ensemble.prepare([5, 6, 7, 8, 9], params).prompt_token_ids == (5, 8, 9)
+    assert ensemble.prepare([6, 5, 7, 8, 9], params).prompt_token_ids == (7, 8, 9)
+    assert ensemble.prepare([5, 6], SamplingParams(truncate_prompt_tokens=1)).prompt_token_ids == (5,)
 
 
 def test_the_deadline_of_all_choices_begins_when_the_request_arrives(ensemble):
     params = SamplingParams(max_time_ms=1500)
-    sequences = ensemble.prepare_choices("x", params, num_choices=2, arrived_s=7.0)
+    sequences = ensemble.builder.sequences(
+        ensemble.prepare_choices("x", params, num_choices=2, arrived_s=7.0)
+    )
     assert [sequence.deadline_s for sequence in sequences] == [8.5, 8.5]
     before_s = ensemble.engine.now_s
-    sequence = ensemble.prepare("x", params)
-    assert before_s + 1.5 <= sequence.deadline_s <= ensemble.engine.now_s + 1.5
+    request = ensemble.prepare("x", params)
+    assert before_s + 1.5 <= request.deadline_s <= ensemble.engine.now_s + 1.5
     assert ensemble.prepare("x", SamplingParams()).deadline_s is None
 
 
@@ -125,7 +140,8 @@ def test_bad_words_are_spelled_once_for_all_choices_of_a_request(ensemble, monke
         return encode(text, **options)
 
     monkeypatch.setattr(ensemble.tokenizer, "encode", noted)
-    sequences = ensemble.prepare_choices([7, 8], SamplingParams(bad_words=("you",)), num_choices=3)
+    request = ensemble.prepare_choices([7, 8], SamplingParams(bad_words=("you",)), num_choices=3)
+    sequences = ensemble.builder.sequences(request)
     assert encoded == ["you", " you"]
     for sequence in sequences:
         banned = sequence.sampling.edits([*sequence.token_ids, *encode("you")[:-1]], row=0).banned

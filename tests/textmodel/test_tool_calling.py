@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from genserve.completion import Delta, FinishReason, joined_calls
 from genserve.errors import GenserveError, InvalidRequest, RepositoryError
 from genserve.llm import LLM
 from genserve.prompt import Chat, Message, Tool
 from genserve.repository.model_validation import repository_diagnostics
 from genserve.sampling.sampling_params import sampling_params
+from genserve.text.message_parser import MessageParser
+from genserve.text.reasoning import ReasoningParser
 from genserve.text.tokenizer import Tokenizer
 from genserve.text.tool_formats import TOOL_FORMATS
 from genserve.textmodel.decoder_stage import load_decoding
@@ -38,10 +41,10 @@ def declare(models: Path, value: str) -> None:
     file.write_text(f"{file.read_text()}\nTritonPythonModel.tool_format = {value}\n")
 
 
-def name_format(models: Path, name: str) -> None:
+def name_format(models: Path, name: str, *, key: str = "tool_format") -> None:
     file = models / "tiny_decoder" / "config.pbtxt"
     file.write_text(
-        f'{file.read_text()}\nparameters {{ key: "tool_format" value {{ string_value: "{name}" }} }}\n'
+        f'{file.read_text()}\nparameters {{ key: "{key}" value {{ string_value: "{name}" }} }}\n'
     )
 
 
@@ -88,6 +91,18 @@ def test_marks_that_are_special_tokens_are_written_and_read(models):
                 assert all(len(call.id) == 9 for answer in answers for call in answer.tool_calls)
 
 
+@pytest.mark.parametrize(("parallel", "expected"), [(True, 2), (False, 1)])
+def test_an_open_thought_ends_with_as_many_calls_as_are_allowed(models, parallel, expected):
+    tokenizer = Tokenizer.from_folder(models / "tiny_tokenizer" / "1")
+    calling = ToolCalling(tokenizer, tool_format=TOOL_FORMATS["hermes"])
+    chat = Chat(messages=(Message(role="user", content="?"),), tools=TOOLS, parallel_tool_calls=parallel)
+    reasoning = ReasoningParser(begun=True, new_calls=calling.new_parser(chat))
+    parser = MessageParser(reasoning=reasoning, tools=calling.new_parser(chat)())
+    text = TOOL_FORMATS["hermes"].written([("now", "{}")] * 2)
+    read = parser.read(Delta(text=text, token_ids=(), finish_reason=FinishReason.STOP))
+    assert len(joined_calls(read.tool_calls)) == expected
+
+
 def test_a_model_declares_a_format_of_its_own(models):
     declare(models, OWN_FORMAT)
     assert repository_diagnostics([models])["tiny_decoder"] == ()
@@ -100,11 +115,34 @@ def test_a_config_names_a_format(models):
     assert required_call(models) == "[TOOL_CALLS]now[ARGS]{}"
 
 
+def test_harmony_without_its_tokens_fails_the_load(models):
+    name_format(models, "harmony")
+    with pytest.raises(GenserveError, match="harmony need the token") as raised:
+        LLM("tiny", model_repository=models).close()
+    assert "tool_format" in raised.value.remedy
+
+
+def test_a_config_names_a_format_of_reasoning(models):
+    name_format(models, "none", key="reasoning_format")
+    assert repository_diagnostics([models])["tiny_decoder"] == ()
+    with LLM("tiny", model_repository=models) as llm, pytest.raises(InvalidRequest) as raised:
+        llm.chat("?", thinking_token_budget=1, max_tokens=1)
+    assert raised.value.field == "thinking_token_budget"
+
+
+def test_an_unknown_format_of_reasoning_is_reported(models):
+    name_format(models, "thinks", key="reasoning_format")
+    [diagnostic] = repository_diagnostics([models])["tiny_decoder"]
+    assert "'thinks'" in diagnostic.message
+    with pytest.raises(GenserveError):
+        LLM("tiny", model_repository=models).close()
+
+
 def test_an_unknown_format_is_reported_and_fails_the_load(models):
     name_format(models, "hermess")
     [diagnostic] = repository_diagnostics([models])["tiny_decoder"]
-    assert diagnostic.message == "tool_format 'hermess' is unknown"
-    assert diagnostic.remedy == "did you mean hermes?"
+    assert "'hermess'" in diagnostic.message
+    assert "hermes?" in diagnostic.remedy
     assert diagnostic.position
     with pytest.raises(GenserveError, match="hermess"):
         LLM("tiny", model_repository=models)

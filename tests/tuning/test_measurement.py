@@ -9,15 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from genserve.backends.onnx_session import num_cores
-from genserve.config.parse import inspect_message
+from genserve.config.parse import config_of
 from genserve.errors import RepositoryError
+from genserve.machine import num_cores
 from genserve.repository.index import ModelEntry, scan
 from genserve.tuning.measurement import Sample, Samples, take_samples
 from genserve.tuning.search_space import SearchSpace, Setting
 from genserve.tuning.tuned_model import find_model
 from tests.support.stage_chains import WHOLE_CONFIG, add_chain, whole_torchscript
-from tests.support.torch_threads import torch_threads
 
 FOUR = Setting(graph="model.onnx", threads=2, batch_size=4)
 EIGHT = Setting(graph="model.onnx", threads=2, batch_size=8)
@@ -93,7 +92,7 @@ def test_a_session_with_too_slow_a_step_gets_no_larger_batch(stage: ModelEntry) 
 def test_batches_that_the_cache_cannot_hold_are_skipped(stage: ModelEntry) -> None:
     message = deepcopy(stage.parsed.message)
     message.parameters["kv_cache_bytes"].string_value = str(2 * 256 * 512)
-    small = replace(stage, parsed=inspect_message(message, path=stage.parsed.path, folder=stage.path))
+    small = replace(stage, parsed=config_of(message, path=stage.parsed.path, folder=stage.path))
     space = replace(SPACE, batch_sizes=(1, 2, 3), contexts=(200,))
     taken = take_samples(small, space, budget_s=0, max_step_s=FOREVER)
     assert {s.setting.batch_size for s in taken} == {1, 2}
@@ -112,8 +111,10 @@ def test_a_graph_that_cannot_be_loaded_is_named(stage: ModelEntry) -> None:
 
 @pytest.fixture
 def all_cores() -> Iterator[None]:
-    with torch_threads(num_cores()):
-        yield
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_cores())
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.mark.usefixtures("all_cores")

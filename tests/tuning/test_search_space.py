@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from genserve.backends.onnx_session import num_cores
 from genserve.errors import RepositoryError
+from genserve.machine import num_cores
 from genserve.repository.index import ModelEntry, scan
 from genserve.tuning.search_space import (
     SearchSpace,

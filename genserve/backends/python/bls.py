@@ -9,6 +9,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from genserve.backends.python.deadlock import CHECK_INTERVAL_S, Wait, bls_error
+from genserve.backends.python.model_context import RunningBatch
 from genserve.errors import GenserveError, InferenceError, Status
 from genserve.inference import Executor, Inference, InferenceRequest, InferenceResponse, InferenceServer
 from genserve.wakeup import Wakeup
@@ -17,7 +18,11 @@ T = TypeVar("T")
 
 
 def bls_exec(
-    request: InferenceRequest, *, server: InferenceServer, executor: Executor | None
+    request: InferenceRequest,
+    *,
+    server: InferenceServer,
+    executor: Executor | None,
+    batch: RunningBatch | None = None,
 ) -> InferenceResponse:
     """Send a request to a model that is not decoupled, and wait for the response.
 
@@ -25,6 +30,7 @@ def bls_exec(
         request: to send.
         server: runs the models.
         executor: the instance that waits; None: no instance is blocked.
+        batch: the batch that makes the request and cancels it with itself; None: it is unknown.
 
     Returns:
         The response; failures of any kind are in its `error`.
@@ -33,7 +39,7 @@ def bls_exec(
     inference = Inference(request=request, on_response=answer.receive, takes_stream=False)
     wait = Wait(inference, executor)
     try:
-        _submit(inference, server)
+        _submit(inference, server, batch)
         while not answer.wait():
             wait.check()
     except GenserveError as error:
@@ -84,6 +90,7 @@ def bls_exec_async(
     *,
     server: InferenceServer,
     executor: Executor | None,
+    batch: RunningBatch | None = None,
     convert: Callable[[InferenceResponse], T],
 ) -> asyncio.Future[T]:
     """Send a request to a model that is not decoupled; return a future of the converted response.
@@ -107,7 +114,7 @@ def bls_exec_async(
 
     _check_until_done(answer, inference=inference, executor=executor, fail=fail)
     try:
-        _submit(inference, server)
+        _submit(inference, server, batch)
     except GenserveError as error:
         fail(error)
     return answer
@@ -118,6 +125,7 @@ def bls_stream_async(
     *,
     server: InferenceServer,
     executor: Executor | None,
+    batch: RunningBatch | None = None,
     convert: Callable[[BlsResponses], T],
 ) -> asyncio.Future[T]:
     """Send a request to any model; return a future of its converted responses, done with the first."""
@@ -126,6 +134,7 @@ def bls_stream_async(
         request,
         server=server,
         executor=executor,
+        batch=batch,
         on_response=lambda: _set_result_threadsafe(arrived, lambda: convert(responses)),
     )
     _check_until_done(arrived, inference=responses.inference, executor=executor, fail=responses.fail)
@@ -144,6 +153,7 @@ class BlsResponses:
         *,
         server: InferenceServer,
         executor: Executor | None,
+        batch: RunningBatch | None = None,
         on_response: Callable[[], None] | None = None,
     ) -> None:
         """Send the request; if that fails, the error is the only response.
@@ -152,6 +162,7 @@ class BlsResponses:
             request: to send.
             server: runs the models.
             executor: the instance that waits while it iterates; None: no instance is blocked.
+            batch: the batch that makes the request and cancels it with itself; None: it is unknown.
             on_response: called after each response, on any thread.
         """
         self._on_response = on_response
@@ -159,7 +170,7 @@ class BlsResponses:
         self.inference = Inference(request=request, on_response=self._receive)
         self._executor = executor
         try:
-            _submit(self.inference, server)
+            _submit(self.inference, server, batch)
         except GenserveError as error:
             self.fail(error)
 
@@ -197,13 +208,21 @@ class BlsResponses:
             self._on_response()
 
 
-def _submit(inference: Inference, server: InferenceServer) -> None:
-    """Submit an inference; raises InferenceError with Triton's texts for BLS."""
+def _submit(inference: Inference, server: InferenceServer, batch: RunningBatch | None) -> None:
+    """Submit an inference, which is cancelled with the batch for which it is made.
+
+    Raises:
+        InferenceError: it is rejected; with Triton's texts for BLS.
+    """
     request = inference.request
     name = request.model_name
+    if batch is not None:
+        batch.add(inference)
     try:
         server.submit(inference)
     except GenserveError as error:
+        if batch is not None:
+            batch.remove(inference)
         text = error.message
         if not server.is_ready(name, request.model_version):
             text = f"Failed for execute the inference request. Model '{name}' is not ready."

@@ -87,7 +87,7 @@ class CustomMetricFamily:
     def __init__(self, name: str, *, description: str, kind: MetricKind) -> None:
         self.name = name
         self.kind = kind
-        self._description = description
+        self.description = description
         self._lock = threading.Lock()
         self._metrics: dict[tuple[tuple[str, str], ...], CustomMetric] = {}
 
@@ -115,7 +115,7 @@ class CustomMetricFamily:
 
     def collect(self) -> Metric:
         """Return the family in the form of prometheus_client."""
-        metric = bare_family(self.name, self._description, self.kind.value)
+        metric = bare_family(self.name, self.description, self.kind.value)
         with self._lock:
             metrics = list(self._metrics.items())
         for labels, custom_metric in metrics:
@@ -234,7 +234,7 @@ class _RemoteMetricFamily(CustomMetricFamily):
         self._measure = measure
 
     def metric(self, labels: Mapping[str, str], *, buckets: Sequence[float] = ()) -> CustomMetric:
-        where = ((self.name, self._description, self.kind), labels, buckets)
+        where = ((self.name, self.description, self.kind), labels, buckets)
         self._measure(*where)
         return _RemoteMetric(lambda method, *values: self._measure(*where, method, *values))
 

@@ -86,7 +86,7 @@ def waits_for_itself(inference: Inference) -> bool:
     """
     if inference.backlog is None:
         return False
-    held = frozenset(inference.executors)
+    held = frozenset(inference.blocked_by())    # the executor that executes it
     return any(part in _stuck_from(part, held=held) for part in inference.backlog.waiting)
 
 
@@ -95,13 +95,13 @@ def lift_backlog_if_circular(inference: Inference) -> None:
     if inference.backlog is not None and waits_for_itself(inference):
         logger.warning(
             "model %s ignores max_inflight_requests, since a later step of the request waits for it",
-            inference.model_name,
+            inference.request.model_name,
         )
         inference.backlog.lift()
 
 
 def _stuck_from(
-    inference: Inference, *, held: frozenset[Executor] = frozenset()
+    inference: Inference, *, held: frozenset[Inference | Executor] = frozenset()
 ) -> set[Inference | Executor]:
     """Return the stuck nodes that `inference` depends on: the largest set without a free node.
 
@@ -122,9 +122,7 @@ def _is_held(node: Inference | Executor, found: set[Inference | Executor]) -> bo
         return _all_held(node.blocked_by(), found)
     if node.ended:
         return False
-    if any(part in found for part in tuple(node.parts)) or _all_held(node.blocked_by(), found):
-        return True
-    return _all_held(node.executors, found)
+    return any(part in found for part in tuple(node.parts)) or _all_held(node.blocked_by(), found)
 
 
 def _all_held(nodes: Sequence[Inference | Executor], found: set[Inference | Executor]) -> bool:
@@ -142,7 +140,7 @@ def _reachable(inference: Inference) -> set[Inference | Executor]:
         if isinstance(node, Executor):
             todo += [*tuple(node.waiting_for), *node.blocked_by()]
         else:
-            todo += [*tuple(node.parts), *node.blocked_by(), *node.executors]
+            todo += [*tuple(node.parts), *node.blocked_by()]
     return seen
 
 

@@ -111,7 +111,7 @@ class ModelPackage:
         top = name.partition(".")[0]
         if level or not self._is_sibling(top):
             if isinstance(sys.modules.get(top), _ModuleProxy):
-                del sys.modules[top]  # of another model
+                del sys.modules[top]  # another model's
             with importing(name):
                 return builtins.__import__(name, globals, locals, fromlist or (), level)
         private = f"{self.name}.{name}"

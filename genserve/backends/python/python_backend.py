@@ -29,7 +29,7 @@ class PythonBackend:
     "process", in a stub process, whose crash does not affect the server.
 
     Attributes:
-        folder: of the model.py that runs every model of the backend; None: each model has its own.
+        folder: where the model.py is that runs every model of the backend; None: each model has its own.
     """
 
     folder: ClassVar[Path | None] = None

@@ -17,20 +17,25 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from genserve.backends.python.model_context import CONTEXT_GLOBAL, CURRENT_CONTEXT, ModelContext, Phase
+from genserve.backends.python.model_context import (
+    CONTEXT_GLOBAL,
+    CURRENT_BATCH,
+    CURRENT_CONTEXT,
+    ModelContext,
+    Phase,
+    RunningBatch,
+)
 from genserve.backends.python.model_package import ModelPackage
 from genserve.backends.python.pb_utils import InferenceRequest, InferenceResponse, ModelConfig
 from genserve.backends.python.pb_utils.pb_error import TritonModelException
-from genserve.errors import GenserveError, InferenceError, Status
+from genserve.errors import GenserveError, InferenceError, Status, exception_text
 from genserve.inference import CURRENT_EXECUTOR, Inference
 
 logger = logging.getLogger(__name__)
 
 _READY_TIMEOUT_S = 5.0
 _CLOSE_TIMEOUT_S = 10.0
-# Of an error that a model raises: what an answer has of its message, in characters, and of its traceback.
-_LONGEST_MESSAGE = 8192
-_MOST_FRAMES = 100
+_MOST_FRAMES = 100  # frames of a model's traceback in an answer
 _TRACED_MODULE = "genserve.backends.python.pb_utils.pb_config"
 
 
@@ -40,7 +45,7 @@ class ModelSetup:
 
     path: Path                      # the model.py
     folders: tuple[Path, ...]       # searched for other modules
-    arguments: Mapping[str, str]    # of `initialize`
+    arguments: Mapping[str, str]    # for `initialize`
     iterative: bool                 # whether it may reschedule requests
 
 
@@ -50,17 +55,13 @@ class PythonModel:
     def __init__(self, setup: ModelSetup, *, context: ModelContext) -> None:
         """Import the file, create the object and call its `initialize`.
 
-        Args:
-            setup: of the model.
-            context: of the instance.
-
         Raises:
             InferenceError: INTERNAL; the error of the file or `initialize`, with its traceback.
         """
         self._context = context
         self._iterative = setup.iterative
         self._loop: EventLoop | None = None
-        self._lock = threading.Lock()  # of the loop, which any thread may create
+        self._lock = threading.Lock()  # for the loop, which any thread may create
         self._package = ModelPackage(
             setup.path, model=context.model, folders=setup.folders, module_globals={CONTEXT_GLOBAL: context}
         )
@@ -86,6 +87,8 @@ class PythonModel:
             InferenceError: INTERNAL; the model raised, or returned an invalid value.
         """
         requests = [InferenceRequest._of(inference, self._context) for inference in batch]
+        self._context.batch = running = RunningBatch(batch)
+        outer = CURRENT_BATCH.set(running)
         try:
             if not hasattr(self._model, "execute"):
                 raise _ContractError(f"Python model {self._path} does not implement `execute` method.")
@@ -96,6 +99,9 @@ class PythonModel:
                 self._run(returned, requests)
         except BaseException as error:  # KeyboardInterrupt too: the code is not ours
             raise self._failed(error, requests) from error
+        finally:
+            CURRENT_BATCH.reset(outer)
+            self._context.batch = None
 
     @property
     def has_ready_check(self) -> bool:
@@ -217,7 +223,10 @@ class PythonModel:
         )
 
     def _failed(self, error: BaseException, requests: Sequence[InferenceRequest]) -> InferenceError:
-        logger.error("model %s failed", self._context.model, exc_info=error)
+        # A model that was called for cancelled requests fails as its calls were cancelled with them.
+        is_cancelled = bool(requests) and all(request.is_cancelled() for request in requests)
+        level = logging.DEBUG if is_cancelled else logging.ERROR
+        logger.log(level, "model %s failed", self._context.model, exc_info=error)
         for request in requests:
             request._close()
         text = str(error) if isinstance(error, _ContractError) else _failure_text(error)
@@ -237,7 +246,7 @@ def complete_config(
     Args:
         path: the model.py.
         folders: searched for other modules.
-        context: of the model, without a server.
+        context: the model's context, without a server.
         config: JSON.
 
     Raises:
@@ -329,15 +338,9 @@ def _failure_text(error: BaseException) -> str:
 
     Frames of genserve are left out.
     """
-    try:
-        text = str(error) or "<EMPTY MESSAGE>"
-    except Exception:
-        text = "<its message cannot be read>"
-    if len(text) > _LONGEST_MESSAGE:
-        text = f"{text[:_LONGEST_MESSAGE]}... ({len(text) - _LONGEST_MESSAGE} more characters)"
     frames = _frames(error)
     where = "".join(f"  {frame.filename}({frame.lineno}): {frame.name}\n" for frame in reversed(frames))
-    return f"{type(error).__name__}: {text}" + (f"\n\nAt:\n{where}" if where else "")
+    return exception_text(error) + (f"\n\nAt:\n{where}" if where else "")
 
 
 def _frames(error: BaseException) -> list[traceback.FrameSummary]:
@@ -364,7 +367,7 @@ class EventLoop:
         """Start the thread.
 
         Args:
-            name: of the instance.
+            name: the instance's name.
             close_timeout_s: how long `close` waits for coroutines to be cancelled.
         """
         self._close_timeout_s = close_timeout_s
@@ -390,7 +393,7 @@ class EventLoop:
         # The runner closes the loop when `close` has stopped it.
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             while True:
-                # Of a coroutine, whose future has it too; the loop of the others goes on.
+                # A coroutine raised it, and its future has it too; the loop goes on for the other coroutines.
                 with suppress(KeyboardInterrupt, SystemExit):
                     runner.get_loop().run_forever()
                     return

@@ -34,7 +34,7 @@ from genserve.backends.python.stub_channel import (
 )
 from genserve.backends.python.stub_process import run_model
 from genserve.errors import Closed, GenserveError, InferenceError, Status
-from genserve.inference import Inference, InferenceRequest, InferenceResponse
+from genserve.inference import Inference, InferenceRequest, InferenceResponse, common_share
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,11 @@ _CLOSE_TIMEOUT_S = 15.0
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 30.0
 _RESTART_TIMEOUT_S = 15.0  # that a batch waits for a process which is being restarted
+_DIED_STARTING = "its process ended in `initialize`, or while model.py was imported: mend it"
+_NOT_EXECUTED = "nothing was executed: send the request again"
+# INTERNAL, as in Triton, on which KServe's clients do not repeat a request: one that crashes its process
+# would crash the next one too.
+_DIED_EXECUTING = "its process ended during the request, which may be the cause; the log has the reason"
 _MAY_BLOCK = frozenset({"load", "unload", "is_ready"})  # methods of `InferenceServer`
 
 
@@ -60,8 +65,8 @@ class ModelProcess:
         """Start the process, and wait until the model is initialized.
 
         Args:
-            setup: of the model.
-            context: of the model.
+            setup: the model.py, and the arguments of its `initialize`.
+            context: the model's name, folder, outputs and server.
             close_timeout_s: time to finalize the model, after which the process is terminated, and after
                 twice the time killed.
 
@@ -180,7 +185,7 @@ class Stub:
         Raises:
             InferenceError: raised by the model, or the process died.
         """
-        error: InferenceError | None = self._dead_error()
+        error: InferenceError | None = self._dead_error(remedy=_DIED_STARTING)
         for message in self._messages():
             if message[0] == "started":
                 _, error, self._has_ready_check = message
@@ -310,7 +315,7 @@ class Stub:
         number = next(self._numbers)
         with self._lock:
             if not self.alive:
-                raise self._dead_error(Status.UNAVAILABLE)  # nothing was computed
+                raise self._dead_error(Status.UNAVAILABLE, remedy=_NOT_EXECUTED)
             self._replies[number] = reply
         self._writer.send((kind, number, *arguments))
         try:
@@ -375,11 +380,13 @@ class Stub:
         """Whether the process ends in time; a process that it has forked may keep its sentinel open."""
         return bool(connection.wait([self._process.sentinel], timeout_s)) or not self._is_running()
 
-    def _dead_error(self, status: Status = Status.INTERNAL) -> InferenceError:
+    def _dead_error(
+        self, status: Status = Status.INTERNAL, *, remedy: str = _DIED_EXECUTING
+    ) -> InferenceError:
         return InferenceError(
             f"Stub process '{self._instance}' is not healthy.",
             status=status,
-            remedy="wait until the model is ready again; the log has the reason",
+            remedy=remedy,
         )
 
 
@@ -401,7 +408,9 @@ class _StubRequests:
             self._writer.send(("answer", number, response and portable_response(response), final))
 
         inference = Inference(request=request, on_response=receive, takes_stream=takes_stream)
-        self._calls[number] = Wait(inference, None if self._context.decoupled else self._context.executor)
+        executor = self._context.executor
+        inference.share = common_share(executor.executing if executor else ())
+        self._calls[number] = Wait(inference, None if self._context.decoupled else executor)
         if not self._reply(number, partial(self._method("submit"), inference)):
             self._end_call(number)
 

@@ -112,7 +112,7 @@ class _ServerConnection:
                     inference.backlog.add(inference)  # until the server sends "clear"
             self._channel.send(("response", number, response and portable_response(response), final))
 
-        inference = Inference(request=request, on_response=send, model_name=request.model_name)
+        inference = Inference(request=request, on_response=send)
         inference.backlog = Backlog() if has_backlog else None
         self._inferences[number] = inference
         return inference
@@ -171,13 +171,14 @@ class _RemoteServer(InferenceServer):
     def submit(self, inference: Inference) -> None:
         number = next(self._numbers)
         self._calls[number] = inference
-        inference.when_cancelled(lambda: self._channel.send(("cancel_call", number)))
         try:
             request = portable_request(inference.request)
             self._wait(number, ("call", number, request, inference.takes_stream))
         except GenserveError:
             self._calls.pop(number, None)
             raise
+        # Now, as the server must know the call before it is cancelled.
+        inference.when_cancelled(lambda: self._channel.send(("cancel_call", number)))
 
     def load(self, name: str, *, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
         self._ask("load", name, config=config, files=files)

@@ -1,1 +1,1 @@
-"""The chat in the terminal."""
+"""Chat: `genserve chat`, the chat in the terminal."""

@@ -1,4 +1,4 @@
-"""Alternatives: the likeliest other tokens at each place of an answer, to look at and to go on from."""
+"""Alternatives: shows the likeliest other tokens of an answer, and continues the answer from one of them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 
-from prompt_toolkit.application import Application
+from prompt_toolkit.application import Application, get_app
 from prompt_toolkit.formatted_text import StyleAndTextTuples
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.layout import Dimension, FormattedTextControl, HSplit, Layout, Window
+from rich.cells import cell_len
 
 from genserve.cli.chat.conversation import Conversation
 from genserve.cli.console import visible
@@ -21,29 +23,35 @@ from genserve.errors import InvalidRequest
 from genserve.prompt import Chat
 
 _NUM_ALTERNATIVES = 8
-_SURE = 0.5     # the probability from which a token needs no look
+_SURE = 0.5     # the probability above which the model was sure of a token
 _BAR_COLUMNS = 20
-_NUM_THREADS = 16   # a model on a server is asked for each text
+_NUM_THREADS = 16   # a model on a server is called once for each text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredAnswer:
-    """The tokens of an answer, with the likeliest tokens at the place of each."""
+    """The tokens of an answer, with the likeliest tokens at each position."""
 
     token_ids: tuple[int, ...]
     scores: tuple[TokenLogprob, ...]
 
     def probability(self, place: int) -> float:
-        """Return the probability of the token at a place, before any sampling rule."""
+        """Return the probability of the token at a position, before any sampling rule."""
         return math.exp(self.scores[place].logprob)
 
+    def choices(self, place: int) -> tuple[tuple[int, float], ...]:
+        """Return the likeliest tokens and the answer's token at a position, with their log-probabilities."""
+        top, token_id = self.scores[place].top, self.token_ids[place]
+        is_among = any(token_id == each for each, _ in top)
+        return top if is_among else (*top, (token_id, self.scores[place].logprob))
+
     def beginning(self, place: int, choice: int) -> tuple[int, ...]:
-        """Return the tokens up to a place, with one of the likeliest there."""
-        return (*self.token_ids[:place], self.scores[place].top[choice][0])
+        """Return the tokens before a position, and one of the choices at it."""
+        return (*self.token_ids[:place], self.choices(place)[choice][0])
 
 
 def score_last_answer(model: OpenedModel, conversation: Conversation) -> ScoredAnswer:
-    """Return the last answer with its alternatives, which one forward over the conversation finds.
+    """Return the last answer with its alternatives, found by one forward over the conversation.
 
     Raises:
         InvalidRequest: there is no answer, or it is empty.
@@ -55,7 +63,7 @@ def score_last_answer(model: OpenedModel, conversation: Conversation) -> ScoredA
     text_model = model.text_model
     prompt_ids = text_model.tokenize(Chat(messages=tuple(conversation.messages()[:-1])))
     answer_ids = exchange.token_ids or text_model.tokenize(exchange.answer, add_special_tokens=False)
-    if model.max_length is not None:    # there must be room for one more token
+    if model.max_length is not None:    # the context must have room for one more token
         answer_ids = answer_ids[: model.max_length - 1 - len(prompt_ids)]
     if not answer_ids:
         raise InvalidRequest("the last answer is empty")
@@ -66,12 +74,12 @@ def score_last_answer(model: OpenedModel, conversation: Conversation) -> ScoredA
 
 
 class TokenPicker:
-    """Moves over the tokens of an answer, and chooses among the alternatives of one.
+    """Moves over the tokens of an answer, and chooses among the alternatives of the selected token.
 
     Attributes:
-        answer: the tokens.
-        place: the index of the token that is looked at.
-        choice: the index of the alternative that is marked.
+        answer: the tokens of the answer.
+        place: the index of the selected token.
+        choice: the index of the selected alternative.
     """
 
     def __init__(self, answer: ScoredAnswer, texts: TokenTexts) -> None:
@@ -84,12 +92,12 @@ class TokenPicker:
             self.move_to_unsure(1)
 
     def move(self, by: int) -> None:
-        """Look at another token."""
+        """Select another token."""
         self.place = min(max(self.place + by, 0), len(self._pieces) - 1)
         self.choice = 0
 
     def move_to_unsure(self, step: int) -> None:
-        """Look at the next token (-1: the one before) whose probability is low; stay if there is none."""
+        """Select the next token (-1: the previous one) of low probability, if there is one."""
         place = self.place + step
         while 0 <= place < len(self._pieces):
             if self.answer.probability(place) < _SURE:
@@ -98,23 +106,32 @@ class TokenPicker:
             place += step
 
     def choose(self, by: int) -> None:
-        """Mark another alternative."""
-        self.choice = (self.choice + by) % len(self.answer.scores[self.place].top)
+        """Select another alternative."""
+        self.choice = (self.choice + by) % len(self.answer.choices(self.place))
 
-    def answer_fragments(self) -> StyleAndTextTuples:
-        """Return the answer: the token that is looked at is reversed, unlikely ones are coloured."""
+    def answer_fragments(self, *, width: int) -> StyleAndTextTuples:
+        """Return the answer, with the selected token in reverse and unlikely tokens in colour.
+
+        Lines of more than `width` columns are wrapped between words.
+        """
         fragments: StyleAndTextTuples = []
-        for place, piece in enumerate(self._pieces):
-            if place == self.place:
-                fragments += [("[SetCursorPosition]", ""), ("reverse", _shown(piece))]
-                fragments += [("", "\n" * piece.count("\n"))]
+        for place, (piece, wrapped) in enumerate(
+            zip(self._pieces, _wrapped(self._pieces, width), strict=True)
+        ):
+            if place != self.place:
+                fragments.append((_style(self.answer.probability(place)), wrapped))
+                continue
+            fragments.append(("[SetCursorPosition]", ""))
+            end = next((i for i, char in enumerate(wrapped) if char != piece[i]), None)     # the line's end
+            if end is None:
+                fragments += [("reverse", _shown(piece)), ("", "\n" * piece.count("\n"))]
             else:
-                fragments.append((_style(self.answer.probability(place)), piece))
+                fragments += [("reverse", piece[:end]), ("", "\n"), ("reverse", piece[end + 1 :] or "␣")]
         return fragments
 
     def alternative_fragments(self) -> StyleAndTextTuples:
         """Return a line for each alternative, with its probability."""
-        top = self.answer.scores[self.place].top
+        top = self.answer.choices(self.place)
         previous = self.answer.token_ids[self.place - 1] if self.place else None
         texts = self._texts.all_after([(previous, token_id) for token_id, _ in top])
         fragments: StyleAndTextTuples = []
@@ -128,14 +145,19 @@ class TokenPicker:
 
 
 def pick_alternative(picker: TokenPicker) -> bool:
-    """Let the user look around; whether the answer is to go on from the alternative that is marked."""
+    """Let the user select an alternative; return whether the answer shall continue from it."""
     text = Window(
-        FormattedTextControl(picker.answer_fragments, focusable=True, show_cursor=False), wrap_lines=True
+        FormattedTextControl(
+            lambda: picker.answer_fragments(width=get_app().output.get_size().columns),
+            focusable=True,
+            show_cursor=False,
+        ),
+        wrap_lines=True,
     )
     choices = Window(
-        FormattedTextControl(picker.alternative_fragments), height=Dimension.exact(_NUM_ALTERNATIVES)
+        FormattedTextControl(picker.alternative_fragments), height=Dimension.exact(_NUM_ALTERNATIVES + 1)
     )
-    keys = "← → token, Tab unsure one, ↑ ↓ alternative, Enter goes on from it, Esc"
+    keys = "← → token, Tab unsure one, ↑ ↓ alternative, Enter goes on from it, Esc leaves"
     hint = Window(FormattedTextControl([("italic", keys)]), wrap_lines=True, dont_extend_height=True)
     gap = Window(height=1)
     application: Application[bool] = Application(
@@ -143,7 +165,7 @@ def pick_alternative(picker: TokenPicker) -> bool:
         key_bindings=_keys(picker),
         erase_when_done=True,
     )
-    application.ttimeoutlen = application.timeoutlen = 0.1  # Esc alone
+    application.ttimeoutlen = application.timeoutlen = 0.1  # recognizes Esc alone
     return application.run()
 
 
@@ -177,8 +199,26 @@ def _keys(picker: TokenPicker) -> KeyBindings:
     return keys
 
 
+def _wrapped(pieces: Sequence[str], width: int) -> list[str]:
+    """Return the pieces of a text with line feeds in place of the spaces at which lines must end."""
+    text = list("".join(pieces))
+    column, space, begin = 0, -1, 0     # `space` is the last space of the line, `begin` the column after it
+    for index, char in enumerate(text):
+        if char == "\n":
+            column, space = 0, -1
+            continue
+        column += cell_len(char)
+        if char == " ":
+            space, begin = index, column
+        if column > width and space >= 0:
+            text[space] = "\n"
+            column, space = column - begin, -1
+    ends = accumulate(map(len, pieces))
+    return ["".join(text[end - len(piece) : end]) for piece, end in zip(pieces, ends, strict=True)]
+
+
 def _shown(text: str) -> str:
-    """Return a token so that it can be seen."""
+    """Return the text of a token with visible whitespace."""
     return text.replace("\n", "⏎").replace("\t", "⇥") if text.strip(" ") else "␣" * len(text) or "·"
 
 
@@ -192,7 +232,7 @@ def beginning_text(model: OpenedModel, token_ids: Sequence[int]) -> tuple[str, b
     """Return the text of the beginning of an answer, and whether its last token ends the answer.
 
     Raises:
-        InvalidRequest: the last token is a part of a character.
+        InvalidRequest: the last token is an incomplete character.
     """
     text = model.text_model.detokenize(token_ids, skip_special_tokens=True)
     if text.endswith("\ufffd"):
@@ -207,9 +247,9 @@ class TokenTexts:
         self._decode = cache(model.detokenize)
 
     def after(self, previous: int | None, token_id: int) -> str:
-        """Return what a token adds after another one; None: at the beginning of a text.
+        """Return the text that a token adds after another token; None: at the beginning of a text.
 
-        A token that is a part of a character adds U+FFFD.
+        A token that is an incomplete character adds U+FFFD.
         """
         if previous is None:
             return self._decode((token_id,))
@@ -217,7 +257,7 @@ class TokenTexts:
         return both[len(before) :] if both.startswith(before) else self._decode((token_id,))
 
     def all_after(self, pairs: Sequence[tuple[int | None, int]]) -> list[str]:
-        """Return the results of `after`."""
+        """Return the result of `after` for each pair."""
         with ThreadPoolExecutor(_NUM_THREADS) as threads:
             return list(threads.map(lambda pair: self.after(*pair), pairs))
 

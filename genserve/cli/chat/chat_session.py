@@ -1,4 +1,4 @@
-"""Chat session: the model and the conversation of a chat, and each answer printed as it streams."""
+"""Chat session: holds the model and the conversation of a chat, and prints each answer as it streams."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
-from rich.console import Console, ConsoleDimensions
+from rich.console import Console, ConsoleDimensions, RenderableType
 from rich.text import Text
 
 from genserve.cli.chat.conversation import Conversation, Exchange
-from genserve.cli.chat.keyboard import held_keys
+from genserve.cli.chat.keyboard import held_keys, interrupts_deferred
 from genserve.cli.chat.markdown_stream import answer_display
-from genserve.cli.console import make_console, visible
+from genserve.cli.console import counted, error_heading, make_console, visible
 from genserve.cli.model_access import ModelSwitch, OpenedModel
-from genserve.completion import FinishReason, Stream, Usage
-from genserve.errors import ContextLengthExceeded, GenserveError
+from genserve.completion import Delta, FinishReason, PromptProgress, Stream, Usage
+from genserve.errors import GenserveError
 from genserve.prompt import Chat, Message, Messages
 from genserve.sampling.sampling_options import SamplingOptions
 
@@ -45,7 +45,7 @@ class PrintedAnswer:
 
     def summary(self, *, max_length: int | None) -> str:
         """Return token counts and timing as one line; `max_length` is the context length, if known."""
-        parts = [f"{self.num_tokens} tokens"]
+        parts = [counted(self.num_tokens, "token")]
         if self.first_token_s is not None:
             parts.append(f"first after {self.first_token_s * 1000:.0f} ms")
         if self.tokens_per_s is not None:
@@ -56,42 +56,63 @@ class PrintedAnswer:
         parts.append(self.finish_reason.value if self.finish_reason else "stopped")
         return " · ".join(parts)
 
+    def timing_summary(self) -> str:
+        """Return how long the parts of the answer took, as one line; empty: it is not known."""
+        usage = self.usage
+        if usage is None or (timings := usage.timings) is None:
+            return ""
+        num_read = usage.prompt_tokens - usage.cached_tokens
+        parts = [f"waited {timings.queue_s:.2f} s", f"read {counted(num_read, 'token')} of the prompt"]
+        parts[-1] += f" in {timings.prefill_s:.2f} s"
+        if timings.prefill_s > 0:
+            parts[-1] += f" ({num_read / timings.prefill_s:.1f} tokens/s)"
+        if usage.cached_tokens:
+            parts.append(f"{usage.cached_tokens} cached")
+        parts.append(f"answered in {timings.decode_s:.2f} s")
+        if timings.drafted_tokens:
+            parts.append(f"{timings.accepted_tokens} of {timings.drafted_tokens} drafted tokens accepted")
+        return " · ".join(parts)
+
 
 def print_answer(
-    open_stream: Callable[[], Stream], *, write: Callable[[str], None], clock: Callable[[], float]
+    open_stream: Callable[[], Stream],
+    *,
+    write: Callable[[str], None],
+    clock: Callable[[], float],
+    show_progress: Callable[[PromptProgress], None] | None = None,
 ) -> PrintedAnswer:
-    """Print an answer as it streams. Ctrl-C ends it, and the text so far is returned.
+    """Print an answer as it streams. Ctrl-C ends it, and the result has the text so far.
 
     Args:
         open_stream: sends the request; times count from this call.
         write: prints a piece of text.
         clock: a monotonic clock, in seconds.
+        show_progress: shows how much of the prompt was read; None: nothing does.
 
     Raises:
         GenserveError: the model failed, or rejected the request.
     """
     started_s = clock()
-    texts: list[str] = []
-    token_ids: list[int] = []
-    times_s: list[float] = []
-    finish_reason, usage = None, None
+    received: list[tuple[Delta, float]] = []
     try:
         with open_stream() as stream:
             for delta in stream:
-                times_s += [clock() - started_s] * len(delta.token_ids)
-                token_ids += delta.token_ids
-                texts.append(delta.text)
+                received.append((delta, clock() - started_s))
                 write(delta.text)
-                finish_reason, usage = delta.finish_reason, delta.usage
+                if show_progress is not None and isinstance(delta, PromptProgress):
+                    show_progress(delta)
     except KeyboardInterrupt:
         pass  # leaving the block has closed the stream
+    times_s = [at_s for delta, at_s in received for _ in delta.token_ids]
+    last = received[-1][0] if received else None
+    usage = last.usage if last else None
     return PrintedAnswer(
-        text="".join(texts),
+        text="".join(delta.text for delta, _ in received),
         num_tokens=usage.completion_tokens if usage else len(times_s),
-        token_ids=tuple(token_ids),
+        token_ids=tuple(token_id for delta, _ in received for token_id in delta.token_ids),
         first_token_s=times_s[0] if times_s else None,
         last_token_s=times_s[-1] if times_s else None,
-        finish_reason=finish_reason,
+        finish_reason=last.finish_reason if last else None,
         usage=usage,
     )
 
@@ -101,13 +122,13 @@ class ChatSession:
 
     Attributes:
         model: answers the next question.
-        models: what else could answer.
+        models: opens other models that could answer.
         conversation: the messages.
         options: the sampling parameters of the next answer.
         first_options: the sampling parameters with which a chat with this model begins.
         answers: all printed answers, including undone ones.
         shows_markdown: whether answers are rendered, on a terminal that can.
-        file: of the conversation, once it was saved or loaded.
+        file: the file that the conversation was saved to or loaded from; None: there is none.
     """
 
     def __init__(
@@ -122,8 +143,8 @@ class ChatSession:
 
         Args:
             models: opens the model, and closes it after the chat.
-            model: its name; None: the default one.
-            conversation: what was said before.
+            model: the name of the model; None: the default model.
+            conversation: the messages so far.
             initial_options: the sampling parameters with which a chat with a model begins.
 
         Raises:
@@ -136,7 +157,7 @@ class ChatSession:
         self.file: Path | None = None
         self.console = make_console()
         if self.console.is_dumb_terminal:
-            self.console.size = ConsoleDimensions(*shutil.get_terminal_size())   # rich takes 80 columns
+            self.console.size = ConsoleDimensions(*shutil.get_terminal_size())   # rich assumes 80 columns
         self._initial_options = initial_options
         self.model = models.switch(model)
         self.options = self.first_options = initial_options(self.model)
@@ -145,7 +166,7 @@ class ChatSession:
         """Answer with another model from now on; options that the user has changed stay.
 
         Raises:
-            GenserveError: the model does not exist or cannot be loaded; the old one stays.
+            GenserveError: the model does not exist or cannot be loaded; the old model stays.
         """
         self.use(self.models.switch(name))
 
@@ -172,12 +193,12 @@ class ChatSession:
         return answer
 
     def ask_instead(self, question: str) -> PrintedAnswer:
-        """Ask this in place of the last question, which stays if there is no answer; see `ask`."""
+        """Ask a question in place of the last one, which stays if there is no answer; see `ask`."""
         with self._last_replaced():
             return self.ask(question)
 
     def continue_from(self, text: str, token_ids: tuple[int, ...]) -> PrintedAnswer:
-        """Replace the last answer by one that begins with a text, of these tokens; see `ask`."""
+        """Replace the last answer by an answer that begins with a text, given with its tokens; see `ask`."""
         with self._last_replaced() as last:
             begun = [*self.conversation.messages_with(last.question), Message(role="assistant", content=text)]
             chat = Chat(messages=tuple(begun), continue_final_message=True)
@@ -187,8 +208,8 @@ class ChatSession:
             )
         return answer
 
-    def take(self, question: str, answer: PrintedAnswer, *, replaces_last: bool) -> None:
-        """Append an answer that was printed elsewhere, or replace the last exchange by it."""
+    def add_answer(self, question: str, answer: PrintedAnswer, *, replaces_last: bool) -> None:
+        """Append an answer that was printed elsewhere, or replace the last exchange with it."""
         if replaces_last:
             self.conversation.undo()
         self.conversation.add(Exchange(question=question, answer=answer.text, token_ids=answer.token_ids))
@@ -201,7 +222,7 @@ class ChatSession:
 
     @contextmanager
     def _last_replaced(self) -> Iterator[Exchange]:
-        """Take the last exchange off, and put it back unless another one is added."""
+        """Remove the last exchange, and put it back unless another exchange is added."""
         last = self.conversation.undo()
         assert last is not None
         num_left = len(self.conversation)
@@ -212,66 +233,66 @@ class ChatSession:
                 self.conversation.add(last)
 
     def _print_answer(self, messages: Messages, *, begun: str = "") -> PrintedAnswer:
-        with held_keys(), shown_answer(self.console, with_markdown=self.shows_markdown) as write:
-            write(begun)
+        options: SamplingOptions = {**self.options, "return_cache_match": True}
+        with held_keys(), shown_answer(self.console, with_markdown=self.shows_markdown) as shown:
+            shown.write(begun)
             answer = print_answer(
-                lambda: open_stream(self.model, messages, self.options),
-                write=write,
+                lambda: self.model.text_model.chat_stream(messages, return_progress=True, **options),
+                write=shown.write,
                 clock=time.perf_counter,
+                show_progress=shown.show_progress,
             )
         self.answers.append(answer)
         return answer
 
     def show(self, text: str) -> None:
         """Print an earlier answer."""
-        with shown_answer(self.console, with_markdown=self.shows_markdown) as write:
-            write(text)
+        with shown_answer(self.console, with_markdown=self.shows_markdown) as shown:
+            shown.write(text)
 
     def summarize(self, answer: PrintedAnswer) -> None:
         """Print the token counts and the timing of an answer, and an empty line before the next prompt."""
         self.note(answer.summary(max_length=self.model.max_length))
-        self.console.print()
+        self.print("")
 
     def note(self, text: str) -> None:
         """Print a remark of the chat program, dimmed, wrapped between words."""
-        self._say(Text(visible(text), style="dim"))
+        self._print_text(Text(visible(text), style="dim"))
 
     def report(self, error: GenserveError) -> None:
         """Print an error and its remedy as one paragraph."""
-        text = Text.assemble((f"error[{error.code}]", "bold red"), f": {visible(error.message.rstrip())}")
-        self._say(text.append(f"; {visible(error.remedy)}" if error.remedy else ""))
+        text = Text.assemble((error_heading(error), "bold red"), f": {visible(error.message.rstrip())}")
+        self._print_text(text.append(f"; {visible(error.remedy)}" if error.remedy else ""))
 
-    def _say(self, text: Text) -> None:
-        self.console.print(text, soft_wrap=not self.console.is_terminal)
+    def _print_text(self, text: Text) -> None:
+        self.print(text, soft_wrap=not self.console.is_terminal)
 
-
-def open_stream(model: OpenedModel, messages: Messages, options: SamplingOptions) -> Stream:
-    """Return the stream of an answer. In a chat `max_tokens` is a limit: the context may leave room for less.
-
-    Raises:
-        GenserveError: the model rejects the request.
-    """
-    try:
-        return model.text_model.chat_stream(messages, **options)
-    except ContextLengthExceeded as error:
-        if error.field != "max_tokens":
-            raise
-    options = options.copy()
-    options["max_tokens"] = None
-    return model.text_model.chat_stream(messages, **options)
+    def print(self, renderable: RenderableType, *, soft_wrap: bool | None = None) -> None:
+        """Print on the terminal; Ctrl-C does not interrupt it halfway."""
+        with interrupts_deferred():
+            self.console.print(renderable, soft_wrap=soft_wrap)
 
 
 def defect(error: Exception) -> GenserveError:
-    """Return the error to print for one that nobody expected."""
+    """Return the error to print for an unexpected exception."""
     return GenserveError(f"{type(error).__name__}: {error}", remedy="please report this defect")
 
 
+class _ShownAnswer(NamedTuple):
+    """How to show an answer: its text, and before that how much of the prompt was read."""
+
+    write: Callable[[str], None]
+    show_progress: Callable[[PromptProgress], None]
+
+
 @contextmanager
-def shown_answer(console: Console, *, with_markdown: bool) -> Iterator[Callable[[str], None]]:
-    """Yield the function that shows an answer; on a terminal a spinner turns until its first text."""
+def shown_answer(console: Console, *, with_markdown: bool) -> Iterator[_ShownAnswer]:
+    """Show an answer; on a terminal a spinner turns until the first text."""
     display = answer_display(console, with_markdown=with_markdown)
+    status = console.status("", spinner_style="dim")
     has_text = False
 
+    @interrupts_deferred()
     def write(text: str) -> None:
         nonlocal has_text
         if text:
@@ -279,13 +300,20 @@ def shown_answer(console: Console, *, with_markdown: bool) -> Iterator[Callable[
             display.feed(text)
             has_text = True
 
+    @interrupts_deferred()
+    def show_progress(progress: PromptProgress) -> None:
+        share = progress.read_tokens / progress.prompt_tokens
+        # A space, since rich keeps the text before when the new one is empty.
+        status.update(f"[dim]reading the prompt {100 * share:.0f} %[/]" if share < 1 else " ")
+
     with ExitStack() as spinner:
         if console.is_interactive:
-            spinner.enter_context(console.status("", spinner_style="dim"))
+            spinner.enter_context(status)
         try:
-            yield write
-            has_text |= not console.is_terminal     # there an empty answer is an empty line
+            yield _ShownAnswer(write, show_progress)
+            has_text |= not console.is_terminal     # outside a terminal, an empty answer is an empty line
         finally:
-            spinner.close()
-            if has_text:
-                display.finish()
+            with interrupts_deferred():
+                spinner.close()
+                if has_text:
+                    display.finish()

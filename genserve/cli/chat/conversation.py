@@ -1,4 +1,4 @@
-"""Conversation: the system prompt, questions and answers of a chat, also as a JSON file."""
+"""Conversation: the system prompt, questions and answers of a chat, which a JSON file can store."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from genserve.errors import InvalidRequest
 from genserve.files import replacement
 from genserve.prompt import Message, read_messages
 
 _MAX_FILE_BYTES = 64 * 2**20
+_PAGE_FORMAT = "genserve-conversations"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +22,7 @@ class Exchange:
 
     question: str
     answer: str
-    token_ids: tuple[int, ...] = ()     # of the answer; empty: unknown to the model that is open
+    token_ids: tuple[int, ...] = ()     # the answer's tokens; empty: the open model does not know them
 
 
 class Conversation:
@@ -43,7 +45,7 @@ class Conversation:
         return messages
 
     def messages_with(self, question: str) -> list[Message]:
-        """Return the messages so far and a new one of the user."""
+        """Return the messages so far and a new user message."""
         return [*self.messages(), Message(role="user", content=question)]
 
     def add(self, exchange: Exchange) -> None:
@@ -51,16 +53,16 @@ class Conversation:
         self._exchanges.append(exchange)
 
     def forget_token_ids(self) -> None:
-        """Forget the ids, which mean nothing to another model."""
+        """Remove the token ids, which mean nothing to another model."""
         self._exchanges = [replace(exchange, token_ids=()) for exchange in self._exchanges]
 
     @property
     def last(self) -> Exchange | None:
-        """The last exchange; None: there is none."""
+        """The last exchange, or None."""
         return self._exchanges[-1] if self._exchanges else None
 
     def undo(self) -> Exchange | None:
-        """Remove the last exchange and return it; None: no exchange is left."""
+        """Remove and return the last exchange; None: no exchange is left."""
         return self._exchanges.pop() if self._exchanges else None
 
     def clear(self) -> None:
@@ -72,8 +74,11 @@ class Conversation:
         return len(self._exchanges)
 
 
-def read_conversation(path: Path) -> Conversation:
-    """Return the conversation of a file: `{"messages": [...]}`, or the list of OpenAI's messages alone.
+def read_conversation(path: Path) -> tuple[Conversation, bool]:
+    """Return the conversation in a file, and whether the file has nothing else.
+
+    The file is `{"messages": [...]}`, a list of OpenAI's messages alone, or an export of the chat page, whose
+    newest conversation is read as the page shows it.
 
     Raises:
         InvalidRequest: the file cannot be read, is not JSON in UTF-8, or has another shape.
@@ -90,13 +95,33 @@ def read_conversation(path: Path) -> Conversation:
         raise InvalidRequest(f"{path} is not UTF-8, at byte {error.start}") from None
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"{path} is not JSON: {error}", remedy="/save writes such files") from None
+    is_of_page = isinstance(content, dict) and content.get("format") == _PAGE_FORMAT
+    if is_of_page:
+        content = _shown_on_page(content, path)
     found = content.get("messages") if isinstance(content, dict) else content
     if not isinstance(found, list) or not all(isinstance(message, dict) for message in found):
-        raise InvalidRequest(f"{path} has no list of messages", remedy="/save writes such files")
+        remedy = "/save and the chat page's export write such files"
+        raise InvalidRequest(f"{path} has no list of messages", remedy=remedy)
     try:
-        return _conversation_of(read_messages(found) if found else ())
+        return _conversation_of(read_messages(found) if found else ()), not is_of_page
     except InvalidRequest as error:
         raise InvalidRequest(f"{path}: {error.message}") from None
+
+
+def _shown_on_page(exported: dict[str, Any], path: Path) -> list[dict[str, str]]:
+    """Return the messages of the newest conversation in an export of the page (`web/src/exchange.ts`)."""
+    try:
+        newest = max(exported["conversations"], key=lambda each: each["updated"])
+        messages, chosen, parent = [], newest["chosen"], "root"
+        if newest["system"]:
+            messages.append({"role": "system", "content": newest["system"]})
+        left = dict(newest["messages"])     # a broken file may lead in circles
+        while (message := left.pop(chosen.get(parent), None)) is not None:
+            messages.append({"role": message["role"], "content": message["content"]})
+            parent = message["id"]
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise InvalidRequest(f"{path} is not a whole export of the chat page") from None
+    return messages
 
 
 def _conversation_of(messages: Sequence[Message]) -> Conversation:
@@ -115,7 +140,7 @@ def _conversation_of(messages: Sequence[Message]) -> Conversation:
 
 
 def save_conversation(conversation: Conversation, path: Path, *, may_replace: bool) -> None:
-    """Write the messages to a file, which is whole or not there at all.
+    """Write the messages to a file, completely or not at all.
 
     Raises:
         InvalidRequest: the file exists and must not be replaced, or cannot be written.
@@ -124,7 +149,7 @@ def save_conversation(conversation: Conversation, path: Path, *, may_replace: bo
     text = json.dumps({"messages": messages}, ensure_ascii=False, indent=2) + "\n"
     try:
         if not may_replace:
-            path.open("x").close()      # of two chats, one gets the name
+            path.open("x").close()      # reserves the name: a second chat cannot take it too
         try:
             with replacement(path) as complete:
                 complete.write_bytes(text.encode(errors="replace"))

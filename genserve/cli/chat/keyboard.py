@@ -1,4 +1,4 @@
-"""Keyboard: keeps what is typed while an answer streams for the next prompt, and lets an editor read keys."""
+"""Keyboard: keeps what is typed during an answer for the next prompt, runs editors, and defers Ctrl-C."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import termios
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,9 +24,9 @@ _USUAL = ("sensible-editor", "nano", "vim", "vi")
 
 @contextmanager
 def held_keys() -> Iterator[None]:
-    """Neither show nor interpret what is typed: the next prompt reads it as if it were typed there.
+    """Neither show nor interpret what is typed, so that the next prompt reads it as if it were typed there.
 
-    Ctrl-C still interrupts. SIGTERM and SIGHUP leave by SystemExit, so that every end of the program restores
+    Ctrl-C still interrupts. SIGTERM and SIGHUP raise SystemExit, so that every end of the program restores
     the terminal.
     """
     if sys.stdin is None or not sys.stdin.isatty():
@@ -43,7 +44,7 @@ def held_keys() -> Iterator[None]:
     def leave(number: int, _frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    # Between Ctrl-Z and `fg`, after which comes SIGCONT, a shell changes the terminal.
+    # A shell changes the terminal between Ctrl-Z and `fg`, which sends SIGCONT.
     handlers = ((signal.SIGCONT, hold), (signal.SIGTERM, leave), (signal.SIGHUP, leave))
     before = [(number, signal.getsignal(number)) for number, _ in handlers]
     try:
@@ -59,7 +60,7 @@ def held_keys() -> Iterator[None]:
 
 @contextmanager
 def released_keys() -> Iterator[None]:
-    """Let another program read the keys, in the midst of `held_keys`."""
+    """Let another program read the keys for a while within `held_keys`."""
     if sys.stdin is None or not sys.stdin.isatty():
         yield
         return
@@ -76,13 +77,13 @@ def released_keys() -> Iterator[None]:
 
 
 def edited(text: str) -> str:
-    """Return the text after an edit in $VISUAL, $EDITOR or a usual editor, without a line feed at its end.
+    """Let the user edit a text in $VISUAL, $EDITOR or a common editor; return it without a final line feed.
 
     Raises:
-        InvalidRequest: there is no editor, it failed, or it left no UTF-8.
+        InvalidRequest: there is no editor, it failed, or the file is not UTF-8.
     """
     command = _command()
-    with tempfile.TemporaryDirectory(prefix="genserve-") as folder:     # only its owner may read it
+    with tempfile.TemporaryDirectory(prefix="genserve-") as folder:     # only the user can read it
         path = Path(folder) / "message.md"
         path.write_text(text, encoding="utf-8", errors="replace")
         try:
@@ -109,8 +110,28 @@ def _command() -> list[str]:
 
 
 @contextmanager
+def interrupts_deferred() -> Iterator[None]:
+    """Defer Ctrl-C to the end of the block, which must not stop halfway.
+
+    Once a KeyboardInterrupt has cut a `print` or a capture short, rich's Console prints nothing any more, and
+    an interrupted display does not know what the terminal shows. Other threads are not interrupted anyway.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    deferred: list[FrameType | None] = []
+    before = signal.signal(signal.SIGINT, lambda _number, frame: deferred.append(frame))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if deferred and callable(before):
+            before(signal.SIGINT, deferred[0])
+
+
+@contextmanager
 def _interrupts_ignored() -> Iterator[None]:
-    """Leave Ctrl-C to the editor; unlike SIG_IGN a handler is not inherited."""
+    """Leave Ctrl-C to the editor. This is a handler, since a child would inherit SIG_IGN."""
     before = signal.signal(signal.SIGINT, lambda *_: None)
     try:
         yield

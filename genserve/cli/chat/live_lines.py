@@ -1,4 +1,4 @@
-"""Live lines: the last lines of a terminal, repainted in place where they change."""
+"""Live lines: repaints the last lines of a terminal in place where they change."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import NamedTuple
 from rich.console import Console, RenderableType
 from rich.segment import Segment, Segments
 
-_RENDERING_SHARE = 0.2  # of the time, at most: the model may compute on the same cores
+_RENDERING_SHARE = 0.2  # the largest share of the time, since the model may compute on the same cores
 
 
 def pause_s(rendering_s: float) -> float:
-    """Return the seconds without rendering that follow some with it, so that it takes a fifth of the time."""
+    """Return the seconds to pause after some seconds of rendering, so that it takes a fifth of the time."""
     return rendering_s * (1 / _RENDERING_SHARE - 1)
 
 
@@ -26,17 +26,17 @@ class Line(NamedTuple):
 
 @dataclass(slots=True)
 class _Painted:
-    """The lines on the terminal; the cursor is at the end of the last one."""
+    """The lines on the terminal; the cursor is at the end of the last line."""
 
     lines: list[Line]
     num_scrolled: int   # lines above the screen, which nothing can change
-    width: int          # of the terminal
+    width: int          # the terminal's width in columns
 
 
 class LiveLines:
-    """Paints lines, and later their changes only: no flicker, and nothing is printed twice.
+    """Paints lines, and later only their changes, so that nothing flickers or is printed twice.
 
-    Lines that no longer fit on the screen have scrolled away for good; the terminal keeps them as they were.
+    Lines that no longer fit on the screen have scrolled away, and can never change again.
     """
 
     def __init__(self, console: Console) -> None:
@@ -44,12 +44,12 @@ class LiveLines:
         self._painted = _Painted([], 0, console.width)
 
     def show(self, lines: Sequence[Line], *, num_stable: int | None = None) -> None:
-        """Show these lines in place of those shown before.
+        """Show lines in place of the lines shown before.
 
         Args:
-            lines: each narrower than the terminal.
-            num_stable: how many of them are final, the first ones; more than a screen after them is shown
-                later. None: all may scroll away.
+            lines: the lines, each narrower than the terminal.
+            num_stable: how many of the first lines are final. If more than a screen of lines follows them,
+                the rest is shown later. None: all lines may scroll away.
         """
         width, height = self._console.size
         room = max(1, height - 1)
@@ -63,14 +63,14 @@ class LiveLines:
             self._console.file.flush()
 
     def keep(self) -> None:
-        """Leave the lines on the terminal, and begin below them."""
+        """Leave the lines on the terminal, and show the next lines below."""
         if self._painted.lines:
             self._console.file.write("\n")
             self._console.file.flush()
         self._painted = _Painted([], 0, self._console.width)
 
     def _changes(self, lines: Sequence[Line]) -> str:
-        """Return what turns the painted lines into these, and remember them."""
+        """Return the output that turns the painted lines into the new ones, and store these as painted."""
         old, first = self._painted.lines, self._painted.num_scrolled
         if len(lines) <= first:
             return ""
@@ -78,7 +78,7 @@ class LiveLines:
             first += 1
         if first == len(old) == len(lines):
             return ""
-        first = min(first, len(lines) - 1)  # there may be fewer lines: the last one is written again
+        first = min(first, len(lines) - 1)  # with fewer lines than before, rewrite the last one
         self._painted.lines = [*old[:first], *lines[first:]]
         if first == len(old):
             begin = "\r\n" if old else ""
@@ -89,7 +89,7 @@ class LiveLines:
             num_up = len(old) - 1 - first
             begin = f"\x1b[{num_up}A\r" if num_up else "\r"
         widths = [line.width for line in old[first:]] + [0] * len(lines)
-        # The end of a longer line is erased after the new text, so that nothing flickers.
+        # Erase the end of a longer old line after writing the new text, so that nothing flickers.
         rows = (
             line.text + ("\x1b[K" if line.width < width else "")
             for line, width in zip(lines[first:], widths, strict=False)
@@ -97,10 +97,10 @@ class LiveLines:
         return begin + "\r\n".join(rows) + ("\x1b[J" if len(lines) < len(old) else "")
 
     def _at_new_width(self, lines: Sequence[Line], width: int, room: int) -> str:
-        """Return what erases the lines after a resize.
+        """Return the output that erases the lines after a resize.
 
-        Most terminals have wrapped those that became too long. Those that have scrolled away count as the
-        new lines that have as much text.
+        Most terminals have wrapped the lines that became too long. The lines that have scrolled away are
+        replaced by as many new lines as have the same amount of text.
         """
         painted = self._painted
         on_screen = painted.lines[painted.num_scrolled :]
@@ -117,7 +117,7 @@ class LiveLines:
 
 
 def rendered_lines(console: Console, renderable: RenderableType, *, width: int) -> list[Line]:
-    """Return the lines of a renderable at a width in columns, without spaces at their ends."""
+    """Return the lines of a renderable at a width in columns, without trailing spaces."""
     options = console.options.update(width=width, height=None, highlight=False)
     rows = [_stripped(row) for row in console.render_lines(renderable, options, pad=False)]
     widths = [Segment.get_line_length(row) for row in rows]
@@ -133,7 +133,7 @@ def rendered_lines(console: Console, renderable: RenderableType, *, width: int) 
 
 
 def _stripped(row: list[Segment]) -> list[Segment]:
-    """Return the segments of a row without the spaces at its end, which would wrap in a narrower terminal."""
+    """Return the segments of a row without trailing spaces, which would wrap in a narrower terminal."""
     kept = [segment for segment in row if not segment.control]
     while kept and not kept[-1].text.strip(" "):
         kept.pop()

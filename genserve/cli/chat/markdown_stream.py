@@ -1,4 +1,4 @@
-"""Markdown stream: an answer on the terminal as it arrives; Markdown where the terminal shows it."""
+"""Markdown stream: shows an answer as it arrives, as Markdown where the terminal can show it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rich.theme import Theme
 from genserve.cli.chat.live_lines import Line, LiveLines, pause_s, rendered_lines
 from genserve.cli.console import visible
 
-# Readable on dark and on light terminals: no backgrounds, and colours out of the terminal's own sixteen.
+# To be readable on dark and light terminals, there is no background, and all colours are the terminal's own.
 _THEME = Theme(
     {
         "markdown.h1": "bold underline",
@@ -37,7 +37,7 @@ _THEME = Theme(
         "markdown.table.header": "bold",
     }
 )
-# Of HTML, the text is shown: models write tags that are no formatting.
+# HTML is shown as text, since models write tags that are no formatting.
 _PARSER = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
 
 
@@ -45,21 +45,21 @@ class AnswerDisplay(Protocol):
     """Shows one answer."""
 
     def feed(self, text: str) -> None:
-        """Show some more of it."""
+        """Show the next piece of the answer."""
 
     def finish(self) -> None:
         """Show the rest, and end the last line."""
 
 
 def answer_display(console: Console, *, with_markdown: bool) -> AnswerDisplay:
-    """Return the display of one answer: unchanged on a pipe, plain with NO_COLOR and on dumb terminals."""
+    """Return the display of an answer: unchanged on a pipe, plain with NO_COLOR and on dumb terminals."""
     if not console.is_terminal:
         return _Unchanged(console)
     return MarkdownStream(console) if with_markdown and shows_markdown(console) else WordWrap(console)
 
 
 def shows_markdown(console: Console) -> bool:
-    """Whether a terminal can show more than plain text, and may."""
+    """Whether a terminal can and may show more than plain text."""
     return console.is_terminal and not console.is_dumb_terminal and not console.no_color
 
 
@@ -78,7 +78,7 @@ class _Unchanged:
 
 
 class WordWrap:
-    """Writes plain text without escape sequences, wrapped between words; shows a word when it is complete."""
+    """Writes plain text without escape sequences, wrapped between words; writes only complete words."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -86,7 +86,7 @@ class WordWrap:
         self._spaces = self._word = ""
 
     def feed(self, text: str) -> None:
-        """Write some more text; its last word may be held back."""
+        """Write the next piece of text; its last word may be held back."""
         out = ""
         for char in visible(text):
             if char == "\n":
@@ -112,7 +112,7 @@ class WordWrap:
             return ""
         word, spaces, width = self._word, self._spaces, cell_len(self._word)
         self._word = self._spaces = ""
-        last = max(1, self._console.width - 1)  # some terminals break a line that is exactly full
+        last = max(1, self._console.width - 1)  # some terminals wrap a line that is exactly full
         if self._column > 0 and self._column + len(spaces) + width > last:
             self._column = (width - 1) % last + 1
             return f"\n{word}"
@@ -125,21 +125,21 @@ class WordWrap:
 
 
 class MarkdownStream:
-    """Renders Markdown while it arrives. Complete blocks are printed once; the last one is repainted."""
+    """Renders Markdown while it arrives. Complete blocks are printed once; the last block is repainted."""
 
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.perf_counter) -> None:
         """Show an answer on a terminal; `clock` counts seconds."""
         self._console = console
         self._clock = clock
         self._live = LiveLines(console)
-        self._blocks = ""               # the source of the blocks that are not complete
+        self._blocks = ""               # the source of the incomplete blocks
         self._num_complete = 0
         self._next_paint_s = 0.0
-        self._later: threading.Timer | None = None  # paints what came too soon after the last time
+        self._later: threading.Timer | None = None  # paints text that came too soon after the last painting
         self._lock = threading.Lock()
 
     def feed(self, text: str) -> None:
-        """Show some more text, at once unless rendering would take too much time."""
+        """Show the next piece of text, at once unless rendering would take too much time."""
         with self._lock:
             self._blocks += visible(text)
             delay_s = self._next_paint_s - self._clock()
@@ -179,7 +179,7 @@ class MarkdownStream:
             self._num_complete += 1
         self._blocks = last
         if lines := self._lines(last):
-            # A new row may change the widths of all columns: a table scrolls when it is complete.
+            # A new row may change the widths of all columns, so a table may scroll only when it is complete.
             self._live.show(lines, num_stable=0 if _is_table(last) and not is_whole else None)
 
     def _lines(self, block: str) -> list[Line]:
@@ -194,7 +194,7 @@ def markdown_lines(console: Console, text: str, *, width: int) -> list[Line]:
 
 
 def _top_blocks(text: str) -> list[str]:
-    """Split a text before each of its outermost blocks; there is always a last one, which may go on."""
+    """Split a text before each of its outermost blocks; the last block may be incomplete."""
     blocks = (token.map for token in _PARSER.parse(text) if token.level == 0 and token.map)
     starts = [begin for begin, _ in blocks][1:]
     lines = text.split("\n")
@@ -219,7 +219,7 @@ class _NumberedItem(ListItem):
     def render_number(
         self, console: Console, options: ConsoleOptions, number: int, last_number: int
     ) -> RenderResult:
-        width = max(3, len(f"{last_number}."))     # so that a tenth item does not move those above it
+        width = max(3, len(f"{last_number}."))     # a tenth item must not move the items above it
         row = Table.grid(Column(width=width, justify="right"), Column(), padding=(0, 1))
         row.add_row(Text(f"{number}.", style="markdown.item.number"), self.elements)
         yield row
@@ -234,7 +234,7 @@ class _PlainCode(CodeBlock):
 
 
 class _ChatMarkdown(Markdown):
-    """Markdown as chats have it: a line feed of the model stays one, and an address is shown."""
+    """Markdown as chats show it: a line feed stays a line feed, and the address of a link is shown."""
 
     elements: ClassVar[dict[str, type[MarkdownElement]]] = {
         **Markdown.elements,

@@ -1,4 +1,4 @@
-"""REPL: the chat on a terminal, with history, completion and multi-line input."""
+"""REPL: runs the chat on a terminal, with history, completion and multi-line input."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run_repl(session: ChatSession) -> None:
         prompts = _prompt_session(session)
         with suppress(EOFError):
             while True:
-                with suppress(KeyboardInterrupt):   # that comes between a prompt and an answer
+                with suppress(KeyboardInterrupt):   # Ctrl-C between a prompt and an answer
                     if typed := _read(session, prompts):
                         _run(session, typed)
 
@@ -47,7 +47,7 @@ def _read(session: ChatSession, prompts: PromptSession[str]) -> str:
     while True:
         try:
             typed = prompts.prompt([("bold", "> ")], default=begun)
-            return typed.encode(errors="replace").decode().rstrip()     # bytes may be typed that are no UTF-8
+            return typed.encode(errors="replace").decode().rstrip()     # typed bytes may be invalid UTF-8
         except KeyboardInterrupt:
             if not prompts.default_buffer.text:
                 session.note("Ctrl-D or /bye leaves")
@@ -79,7 +79,7 @@ def _run(session: ChatSession, typed: str) -> None:
         session.report(error)
     except EOFError:
         raise
-    except Exception as error:  # a defect, which must not cost the conversation
+    except Exception as error:  # a defect must not end the conversation
         session.report(defect(error))
 
 
@@ -102,7 +102,7 @@ def _prompt_session(session: ChatSession) -> PromptSession[str]:
     prompts: PromptSession[str] = PromptSession(
         history=_history(),
         completer=SlashCompleter(session),
-        complete_in_thread=True,    # models are asked for on a server
+        complete_in_thread=True,    # the names of models may come from a server
         complete_while_typing=Condition(lambda: prompts.default_buffer.text.startswith("/")),
         key_bindings=_key_bindings(),
         multiline=True,
@@ -146,6 +146,15 @@ def _key_bindings() -> KeyBindings:
     def _new_line(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
 
+    @keys.add("tab", filter=has_focus(DEFAULT_BUFFER))
+    def _complete(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+        state = buffer.complete_state
+        if state is None:
+            buffer.start_completion(insert_common_part=True)
+        elif len(state.completions) > (state.complete_index is not None):   # otherwise Tab would undo it
+            buffer.complete_next()
+
     @keys.add("c-x", "c-e", filter=has_focus(DEFAULT_BUFFER))
     def _open_editor(event: KeyPressEvent) -> None:
         event.app.exit(exception=_OpenEditor(event.current_buffer.text))
@@ -154,7 +163,7 @@ def _key_bindings() -> KeyBindings:
 
 
 class _LenientHistory(FileHistory):
-    """A history file whose errors are ignored: an entry that cannot be written lasts for this chat only."""
+    """A history file that ignores errors: an entry that cannot be written lasts for this chat only."""
 
     def load_history_strings(self) -> Iterable[str]:
         try:
@@ -168,14 +177,14 @@ class _LenientHistory(FileHistory):
 
 
 class SlashCompleter(Completer):
-    """Completes lines of a chat that begin with /."""
+    """Completes lines that begin with /."""
 
     def __init__(self, session: ChatSession) -> None:
         self._session = session
         self._files = PathCompleter(expanduser=True)
 
     def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
-        """Return what the text before the cursor may go on with."""
+        """Return the completions of the text before the cursor."""
         typed = document.text_before_cursor
         if not typed.startswith("/") or "\n" in typed:
             return
@@ -204,7 +213,7 @@ def _parameters(session: ChatSession, argument: str) -> Iterator[str]:
 
 
 def _values(session: ChatSession, name: str) -> Iterator[str]:
-    """Yield the values of a parameter with few of them, the present one and the default."""
+    """Yield the values of a parameter if they are few, or else its present value and the default."""
     kind = get_type_hints(SamplingOptions)[name]
     kinds = {kind, *get_args(kind)}
     known: list[Any] = [field.default for field in fields(SamplingParams) if field.name == name]
@@ -224,7 +233,7 @@ def _models(session: ChatSession, argument: str) -> Iterator[str]:
     if " " not in argument:
         try:
             yield from session.models.names()
-        except GenserveError:   # the server is not there; the command will say so
+        except GenserveError:   # the server does not answer, which the command itself will report
             return
 
 

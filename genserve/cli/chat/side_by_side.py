@@ -1,4 +1,4 @@
-"""Side by side: two models or two seeds answer the same question, in two columns while both stream."""
+"""Side by side: shows the answers of two models or two seeds to a question, in two columns as they stream."""
 
 from __future__ import annotations
 
@@ -12,32 +12,33 @@ from prompt_toolkit import prompt
 from rich.console import Console
 from rich.text import Text
 
-from genserve.cli.chat.chat_session import ChatSession, PrintedAnswer, defect, open_stream, print_answer
+from genserve.cli.chat.chat_session import ChatSession, PrintedAnswer, defect, print_answer
+from genserve.cli.chat.keyboard import interrupts_deferred
 from genserve.cli.chat.live_lines import Line, LiveLines, pause_s, rendered_lines
 from genserve.cli.chat.markdown_stream import markdown_lines, shows_markdown
 from genserve.cli.console import visible
 from genserve.cli.model_access import OpenedModel
-from genserve.errors import GenserveError
+from genserve.errors import GenserveError, InvalidRequest
 from genserve.prompt import Message
 from genserve.sampling.sampling_options import SamplingOptions
 from genserve.sampling.sampling_params import sampling_params
 
-_MIN_COLUMNS = 50       # in a narrower terminal the answers are below each other
+_MIN_COLUMNS = 50       # in a narrower terminal one answer is below the other
 _FRAME_S = 0.05
-_PATIENCE_S = 1.0       # for the end of an answer after Ctrl-C: a server may have vanished
+_PATIENCE_S = 1.0       # how long to wait for an answer to end after Ctrl-C: a server may have vanished
 _BETWEEN = Line(" │ ", 3)
 
 
 def compare(session: ChatSession, name: str, *, question: str | None) -> None:
-    """Let the model of a chat and another one, or the same with another seed, answer; the user picks.
+    """Let two models, or one model with two seeds, answer a question, and let the user pick an answer.
 
     Args:
-        session: the chat, which goes on with the answer that is picked.
-        name: of the other model, or the other seed.
-        question: None: the last one of the chat, whose answer may be replaced.
+        session: the chat, which continues with the picked answer.
+        name: the name of the second model, or the second seed.
+        question: the question to answer; None: the chat's last one, whose answer may be replaced.
 
     Raises:
-        GenserveError: the other model cannot be opened, or the seed is invalid.
+        GenserveError: the second model cannot be opened, or the seed is invalid or changes nothing.
     """
     last = session.conversation.last if question is None else None
     messages = session.conversation.messages()[: -2 if last else None]
@@ -58,7 +59,7 @@ def compare(session: ChatSession, name: str, *, question: str | None) -> None:
         if picked.model is not session.model:
             session.models.adopt(opened.pop_all())
             session.use(picked.model)
-        session.take(asked, picked.answer, replaces_last=last is not None)
+        session.add_answer(asked, picked.answer, replaces_last=last is not None)
 
 
 def _pair(session: ChatSession, name: str, opened: ExitStack) -> tuple[Contestant, Contestant]:
@@ -67,14 +68,19 @@ def _pair(session: ChatSession, name: str, opened: ExitStack) -> tuple[Contestan
         model = opened.enter_context(session.models.open(name))
         return Contestant(session.model.name, session.model, ours), Contestant(model.name, model, theirs)
     theirs["seed"] = int(name)
-    sampling_params(theirs)
+    defaults = session.model.default_sampling_params
+    if sampling_params({**defaults, **theirs}).temperature == 0:
+        raise InvalidRequest(
+            "at temperature 0 every seed gives the same answer",
+            remedy="/set temperature 0.7, or compare with another model",
+        )
     seed = ours.get("seed")
     title = "a random seed" if seed is None else f"seed {seed}"
     return Contestant(title, session.model, ours), Contestant(f"seed {name}", session.model, theirs)
 
 
 def _picked(pair: tuple[Contestant, Contestant]) -> Contestant | None:
-    """Return the answer that the user picks; None: neither, or there is none."""
+    """Return the contestant that the user picks; None: the user picks neither, or neither has answered."""
     known = {str(number): one for number, one in enumerate(pair, 1) if one.answer is not None}
     if not known:
         return None
@@ -88,12 +94,12 @@ def _picked(pair: tuple[Contestant, Contestant]) -> Contestant | None:
 
 
 class Contestant:
-    """One of the two that answer, on a thread of its own.
+    """One of two models that answer, on a thread of its own.
 
     Attributes:
-        title: the model, and what else tells it from the other one.
+        title: the name of the model, with whatever else distinguishes it from the other contestant.
         model: the model.
-        text: what it has said.
+        text: the text so far.
         answer: the whole answer; None: it is not complete.
         error: why there is no whole answer.
     """
@@ -110,45 +116,45 @@ class Contestant:
     def begin(
         self, messages: Sequence[Message], *, changed: SimpleQueue[None], stopped: threading.Event
     ) -> None:
-        """Begin to answer; put an item after each change, and end when the event is set."""
+        """Begin to answer; put an item into `changed` after each change, and end when `stopped` is set."""
 
         def write(text: str) -> None:
             self.text += text
             changed.put(None)
             if stopped.is_set():
-                raise KeyboardInterrupt     # ends the answer as Ctrl-C does in a single one
+                raise KeyboardInterrupt     # ends the answer as Ctrl-C does in a chat
 
         def run() -> None:
             try:
                 self.answer = print_answer(
-                    lambda: open_stream(self.model, messages, self._options),
+                    lambda: self.model.text_model.chat_stream(messages, **self._options),
                     write=write,
                     clock=time.perf_counter,
                 )
             except GenserveError as error:
                 self.error = error
-            except Exception as error:  # a defect, which must not be waited for
+            except Exception as error:  # a defect must end the answer, since the chat waits for it
                 self.error = defect(error)
             changed.put(None)
 
-        # Not waited for at the end of the program.
+        # The program does not wait for the thread when it ends.
         self._thread = threading.Thread(target=run, daemon=True)
         self._thread.start()
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing more will come."""
+        """Whether the answer has ended."""
         return self.answer is not None or self.error is not None
 
     def wait(self, until_s: float) -> None:
-        """Wait for the end of an answer that was stopped, until a time: its text is the answer then."""
+        """Wait until a time for a stopped answer to end, whose text is then the answer."""
         if self._thread is not None:
             self._thread.join(max(0.0, until_s - time.perf_counter()))
         if not self.is_done and self.text:
             self.answer = PrintedAnswer(text=self.text, num_tokens=0)
 
     def lines(self, console: Console, *, width: int, with_markdown: bool) -> list[Line]:
-        """Return what it has said, at a width in columns."""
+        """Return the lines of the answer at a width in columns."""
         text = visible(self.text)
         if with_markdown:
             return markdown_lines(console, text, width=width)
@@ -159,10 +165,10 @@ def answer_side_by_side(
     console: Console, pair: tuple[Contestant, Contestant], messages: Sequence[Message], *, with_markdown: bool
 ) -> None:
     """Show both answers while they stream; Ctrl-C stops both."""
-    # A Ctrl-C while a main thread waits for an Event may become a RuntimeError of its lock.
+    # If Ctrl-C comes while the main thread waits for an Event, the Event's lock may raise RuntimeError.
     changed: SimpleQueue[None] = SimpleQueue()
     stopped = threading.Event()
-    changed.put(None)   # the titles are shown at once
+    changed.put(None)   # show the titles at once
     live = LiveLines(console)
     with_markdown = with_markdown and shows_markdown(console)
     for one in pair:
@@ -174,7 +180,8 @@ def answer_side_by_side(
                 changed.get()
             if not console.is_dumb_terminal:
                 started_s = time.perf_counter()
-                _show(console, live, pair, with_markdown=with_markdown)
+                with interrupts_deferred():
+                    _show(console, live, pair, with_markdown=with_markdown)
                 took_s = time.perf_counter() - started_s
                 time.sleep(max(_FRAME_S, pause_s(took_s)))
     except KeyboardInterrupt:
@@ -183,8 +190,9 @@ def answer_side_by_side(
             until_s = time.perf_counter() + _PATIENCE_S
             for one in pair:
                 one.wait(until_s)
-    _show(console, live, pair, with_markdown=with_markdown, is_last=True)
-    live.keep()
+    with interrupts_deferred():
+        _show(console, live, pair, with_markdown=with_markdown, is_last=True)
+        live.keep()
 
 
 def _show(
@@ -198,7 +206,7 @@ def _show(
     width = console.width - 1
     beside = width >= _MIN_COLUMNS
     columns = (width - _BETWEEN.width) // 2 if beside else max(1, width)
-    are_done = [one.is_done or is_last for one in pair]     # looked at before the lines, which may grow
+    are_done = [one.is_done or is_last for one in pair]     # read this before the lines, which may grow
     left, right = (_titled(console, index, one, columns, with_markdown) for index, one in enumerate(pair, 1))
     growing = [len(lines) - 1 for lines, is_done in zip((left, right), are_done, strict=True) if not is_done]
     if beside:

@@ -1,4 +1,4 @@
-"""Slash commands: lines of the chat that begin with /."""
+"""Slash commands: run the lines of a chat that begin with /."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ from genserve.cli.chat.chat_session import ChatSession
 from genserve.cli.chat.conversation import read_conversation, save_conversation
 from genserve.cli.chat.keyboard import edited
 from genserve.cli.chat.side_by_side import compare
-from genserve.cli.console import visible
+from genserve.cli.console import counted, visible
 from genserve.cli.flags import read_value
+from genserve.completion import CacheMatchEnd
 from genserve.errors import closest
 from genserve.prompt import Chat
 from genserve.sampling.sampling_options import SamplingOptions
 from genserve.sampling.sampling_params import sampling_params
 
-_COUNT_COLUMNS = 24     # of the table of /tokens, before the beginnings of the messages
+_COUNT_COLUMNS = 24     # width of the columns before the messages in the table of /tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +42,7 @@ class SlashCommand:
     usage: str
     summary: str
     run: Callable[[ChatSession, str], None]
-    argument: Literal["file", "model", "parameter", "switch"] | None = None     # for its completion
+    argument: Literal["file", "model", "parameter", "switch"] | None = None     # determines the completion
 
 
 def run_slash(session: ChatSession, line: str) -> None:
@@ -54,7 +55,7 @@ def run_slash(session: ChatSession, line: str) -> None:
     name, _, argument = line.partition(" ")
     command = COMMANDS.get(_OTHER_NAMES.get(name, name))
     if command is None:
-        # Without the slash, which makes all of them alike.
+        # Compare names without the slash, which makes all names similar.
         near = closest(name[1:], known=[known[1:] for known in COMMANDS])
         session.note(f"unknown command {name}" + (f"; did you mean /{near}?" if near else "; see /help"))
         return
@@ -65,7 +66,7 @@ def _help(session: ChatSession, _argument: str) -> None:
     table = Table.grid(padding=(0, 2))
     for command in COMMANDS.values():
         table.add_row(Text(command.usage), Text(command.summary, style="dim"))
-    session.console.print(table)
+    session.print(table)
     session.note(
         'Alt-Enter starts a new line, """ opens and closes a block of lines, Tab completes, Ctrl-R searches '
         "what was typed before, Ctrl-X Ctrl-E opens $EDITOR, Ctrl-C stops an answer. Behind a space, / "
@@ -74,7 +75,7 @@ def _help(session: ChatSession, _argument: str) -> None:
 
 
 def _set(session: ChatSession, argument: str) -> None:
-    # NAME VALUE, or NAME=VALUE as with `--set`.
+    # The line is NAME VALUE, or NAME=VALUE as for `--set`.
     name, _, value = argument.partition("=" if "=" in argument.partition(" ")[0] else " ")
     if not name:
         changed = sampling_params(session.options).given()
@@ -106,7 +107,7 @@ def _system(session: ChatSession, argument: str) -> None:
 
 def _clear(session: ChatSession, _argument: str) -> None:
     session.conversation.clear()
-    session.file = None     # so that /save does not write another conversation there
+    session.file = None     # or else /save would write the new conversation to the old file
     session.note("conversation cleared")
 
 
@@ -148,9 +149,10 @@ def _load(session: ChatSession, argument: str) -> None:
         session.note("usage: /load FILE")
         return
     path = _path(argument)
-    session.conversation = read_conversation(path)
-    session.file = path
-    session.note(f"loaded {len(session.conversation)} questions and answers; /save writes them back")
+    session.conversation, is_whole_file = read_conversation(path)
+    session.file = path if is_whole_file else None
+    rest = "; /save writes them back" if is_whole_file else ", the newest conversation of the chat page"
+    session.note(f"loaded {counted(len(session.conversation), 'exchange')}{rest}")
     if last := session.conversation.last:
         session.note(f"> {last.question}")
         session.show(last.answer)
@@ -182,8 +184,8 @@ def _tokens(session: ChatSession, argument: str) -> None:
         pieces = TokenTexts(session.model.text_model).of(token_ids)
         styles = cycle(("on blue", "on magenta"))
         coloured = zip(map(visible, pieces), styles, strict=False)
-        session.console.print(Text.assemble(*coloured))
-        session.note(f"{len(token_ids)} tokens")
+        session.print(Text.assemble(*coloured))
+        session.note(counted(len(token_ids), "token"))
         return
     messages = session.conversation.messages()
     if not messages:
@@ -197,7 +199,7 @@ def _tokens(session: ChatSession, argument: str) -> None:
         table.add_row(message.role, str(count), beginning)
     used = len(tokenize(Chat(messages=tuple(messages), add_generation_prompt=False)))
     table.add_row("template", str(used - sum(counts)), "", style="dim")
-    session.console.print(table)
+    session.print(table)
     limit = session.model.max_length
     left = f" of {limit}, {max(0, limit - used)} left" if limit else ""
     session.note(f"context {used}{left}")
@@ -227,9 +229,34 @@ def _compare(session: ChatSession, argument: str) -> None:
 
 def _stats(session: ChatSession, _argument: str) -> None:
     tokens = sum(answer.num_tokens for answer in session.answers)
-    session.note(f"{session.model.name}: {len(session.answers)} answers, {tokens} tokens")
+    answers = counted(len(session.answers), "answer")
+    session.note(f"{session.model.name}: {answers}, {counted(tokens, 'token')}")
     if session.answers:
-        session.note(f"last: {session.answers[-1].summary(max_length=session.model.max_length)}")
+        last = session.answers[-1]
+        session.note(f"last: {last.summary(max_length=session.model.max_length)}")
+        if timings := last.timing_summary():
+            session.note(timings)
+
+
+def _cache(session: ChatSession, _argument: str) -> None:
+    usage = session.answers[-1].usage if session.answers else None
+    if usage is None or (match := usage.cache_match) is None:
+        session.note("nothing is known: no answer has ended, or the server does not say")
+        return
+    shared = f"{match.matched_tokens} of {counted(usage.prompt_tokens, 'token')} of the prompt were cached"
+    session.note(f"{shared}; {usage.cached_tokens} were used, in whole blocks. {_CACHE_ENDS[match.end]}")
+    for name, token_ids in (("prompt", match.prompt_token_ids), ("cached", match.cached_token_ids)):
+        if token_ids:
+            shown = visible(session.model.text_model.detokenize(token_ids).replace("\n", "⏎"))
+            session.print(Text.assemble((f"{name}  ", "dim"), shown))
+
+
+_CACHE_ENDS = {
+    CacheMatchEnd.DIFFERENT: "There the cached prompt goes on differently:",
+    CacheMatchEnd.UNKNOWN: "Nothing that goes on like this was cached, or it was evicted since. Next comes:",
+    CacheMatchEnd.COMPLETE: "That is all of it: its last token is always read.",
+    CacheMatchEnd.OFF: "The cache is not read: prefix_cache is off, or the request asks for prompt_logprobs.",
+}
 
 
 def _bye(_session: ChatSession, _argument: str) -> None:
@@ -268,6 +295,9 @@ COMMANDS: Mapping[str, SlashCommand] = {
         argument="model",
     ),
     "/stats": SlashCommand(usage="/stats", summary="show tokens and speed", run=_stats),
+    "/cache": SlashCommand(
+        usage="/cache", summary="show where the last prompt left the prefix cache", run=_cache
+    ),
     "/markdown": SlashCommand(
         usage="/markdown [on|off]", summary="render answers, or not", run=_markdown, argument="switch"
     ),

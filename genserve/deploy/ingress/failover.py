@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
@@ -13,14 +14,29 @@ from enum import StrEnum
 from typing import Any
 
 from genserve.completion import Delta
-from genserve.deploy.replica_messages import Broadcast, GenerationCall, InferenceItem, ReplicaSet
-from genserve.errors import Closed, GenserveError, ModelNotReady, NotResumable, Overloaded, ReplicaLost
+from genserve.deploy.replica.replica_load import ReplicaLoad
+from genserve.deploy.replica_messages import (
+    Broadcast,
+    Call,
+    InferenceItem,
+    ReplicaSet,
+)
+from genserve.engine.generation_request import GenerationRequest
+from genserve.errors import (
+    Closed,
+    GenserveError,
+    ModelNotReady,
+    NotResumable,
+    Overloaded,
+    ReplicaLost,
+    VersionReplaced,
+)
 from genserve.generation_metrics import Metrics
 from genserve.inference import InferenceRequest
 
 logger = logging.getLogger(__name__)
 
-# A request may be the cause of the loss, so it reaches as many more replicas as this, and no others.
+# A request may be the cause of the loss, so at most so many more replicas get it.
 MAX_FAILOVERS = 2
 # An answer that has begun waits until another replica has room for it, or is ready. A call that no replica
 # takes fails after two minutes (`routed_replicas.py`), so this is enough for a second one.
@@ -39,8 +55,9 @@ class Outcome(StrEnum):
 class Failover:
     """The replicas of one model, any of which may die at any time; a `ReplicaSet` over another one.
 
-    An answer that a lost replica leaves incomplete is continued by another replica with the same seed, so it
-    is the one that would have come without the loss, and no part of it comes twice. An inference is repeated
+    An answer that a lost replica leaves incomplete is continued by another replica of the same identity with
+    the same seed, so it is the one that would have come without the loss, and no part of it comes twice. No
+    other version of the model continues it. An inference is repeated
     if it has no response yet and belongs to no sequence, whose state is lost. The lost replica may have
     executed it, so a model with effects besides its responses has them twice.
 
@@ -56,7 +73,7 @@ class Failover:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """Call `replicas`, which are those of the model `name`; `clock` and `sleep` are in seconds."""
+        """Call `replicas`, the replicas of the model `name`; `clock` and `sleep` are in seconds."""
         self._replicas = replicas
         self._name = name
         self._metrics = metrics
@@ -65,16 +82,18 @@ class Failover:
         for outcome in Outcome:  # or a rate would miss the first one
             metrics.interrupted_calls.labels(name, outcome.value)
 
-    async def generate(self, call: GenerationCall) -> AsyncIterator[Sequence[Delta]]:
+    async def generate(self, call: Call[GenerationRequest]) -> AsyncIterator[Sequence[Delta]]:
         """See `ReplicaSet`.
 
         Raises:
-            NotResumable: no other replica can continue the answer; see `generation/resumption.py`.
+            NotResumable: no other replica can continue the answer; see `engine/resumption.py`. Or none
+                has the identity of the call any more.
+            VersionReplaced: no replica has the identity of the call any more, and no answer has begun.
             ReplicaLost: too many replicas were lost.
             Overloaded, ModelNotReady: no replica takes the call; after the first token, for three minutes.
         """
         answers = _ReceivedAnswers(call)
-        losses = self._losses(call.request_id)
+        losses = self._losses(call.request.id)
         started_s = self._clock()
         while True:
             elapsed_s = self._clock() - started_s
@@ -88,13 +107,20 @@ class Failover:
             except NotResumable as error:
                 losses.fail(error)
                 raise
+            except VersionReplaced as error:
+                if not answers.num_tokens:
+                    raise
+                lost = _of_ended_version(self._name)
+                losses.fail(lost)
+                raise lost from error
             except (Overloaded, ModelNotReady) as error:
                 if not answers.num_tokens:
                     raise
                 if losses.pause_s >= _MAX_PAUSE_S:
                     losses.fail(error)
                     raise
-                await self._sleep(_RETRY_S)
+                # All answers of a lost replica wait alike, and should not come back together.
+                await self._sleep(_RETRY_S * random.uniform(0.5, 1.5))
             except (ReplicaLost, Closed) as error:
                 if answers.are_complete:
                     return
@@ -103,17 +129,18 @@ class Failover:
             else:
                 return
 
-    async def infer(self, request: InferenceRequest) -> AsyncIterator[InferenceItem]:
+    async def infer(self, call: Call[InferenceRequest]) -> AsyncIterator[InferenceItem]:
         """See `ReplicaSet`.
 
         Raises:
             ReplicaLost: too many replicas were lost, or the inference cannot be repeated.
         """
+        request = call.request
         losses = self._losses(request.id)
         num_responses = 0
         while True:
             try:
-                items = self._replicas.infer(request)
+                items = self._replicas.infer(call)
                 async with aclosing(items):  # type: ignore[type-var]
                     async for item in items:
                         losses.end()
@@ -127,6 +154,10 @@ class Failover:
                 losses.begin(error, Outcome.RETRIED, received="no response")
             else:
                 return
+
+    def load(self, identity: str) -> ReplicaLoad:
+        """See `ReplicaSet`."""
+        return self._replicas.load(identity)
 
     async def broadcast(self, method: Broadcast) -> list[Any]:
         """See `ReplicaSet`."""
@@ -144,13 +175,22 @@ class Failover:
         return _Losses(self._name, request_id, metrics=self._metrics, clock=self._clock)
 
 
+def _of_ended_version(name: str) -> NotResumable:
+    return NotResumable(
+        f"the replica of '{name}' was lost, and the answer cannot be continued: all others have another "
+        "version",
+        remedy="send the request again",
+    )
+
+
 class _ReceivedAnswers:
     """What a client has received of the answers to a call."""
 
-    def __init__(self, call: GenerationCall) -> None:
+    def __init__(self, call: Call[GenerationRequest]) -> None:
         self._call = call
-        self._token_ids = [list(ids) for ids in call.resumed_token_ids] or [[] for _ in call.seeds]
-        self._num_open = len(call.seeds)
+        request = call.request
+        self._token_ids = [list(ids) for ids in request.resumed_token_ids] or [[] for _ in request.seeds]
+        self._num_open = request.num_choices
 
     @property
     def num_tokens(self) -> int:
@@ -165,13 +205,10 @@ class _ReceivedAnswers:
             self._token_ids[delta.choice] += delta.token_ids
             self._num_open -= delta.finish_reason is not None
 
-    def rest(self, elapsed_s: float) -> GenerationCall:
+    def rest(self, elapsed_s: float) -> Call[GenerationRequest]:
         """Return the call for what is missing, the given time after it began."""
-        deadline_ms = self._call.deadline_ms
-        if deadline_ms is not None:
-            deadline_ms = max(1, math.floor(deadline_ms - 1000 * elapsed_s))
-        received = tuple(map(tuple, self._token_ids)) if self.num_tokens else ()
-        return replace(self._call, deadline_ms=deadline_ms, resumed_token_ids=received)
+        received = self._token_ids if self.num_tokens else ()
+        return replace(self._call, request=self._call.request.rest(elapsed_s=elapsed_s, received=received))
 
 
 class _Losses:
@@ -191,7 +228,7 @@ class _Losses:
         return math.inf if self._since_s is None else self._clock() - self._since_s
 
     def begin(self, error: GenserveError, outcome: Outcome, *, received: str) -> None:
-        """Note a loss after which the call goes on; raises ReplicaLost after too many."""
+        """Record a loss after which the call goes on; raises ReplicaLost after too many."""
         self._count += 1
         if self._count > MAX_FAILOVERS:
             lost = ReplicaLost(
@@ -202,7 +239,7 @@ class _Losses:
             raise lost from error
         if self._since_s is None:
             self._since_s = self._clock()
-        self._note(outcome)
+        self._count_outcome(outcome)
         logger.warning(
             "the call of '%s' is %s at another replica, after %s: %s",
             self._name,
@@ -213,15 +250,15 @@ class _Losses:
         )
 
     def end(self) -> None:
-        """Note that a replica responds."""
+        """Record that a replica responds."""
         if self._since_s is not None:
             seconds, self._since_s = self._clock() - self._since_s, None
             self._metrics.interruption_seconds.labels(self._name).observe(seconds)
 
     def fail(self, error: GenserveError) -> None:
-        """Note that the call fails with this error."""
-        self._note(Outcome.FAILED)
+        """Record that the call fails with this error."""
+        self._count_outcome(Outcome.FAILED)
         logger.error("the call of '%s' fails: %s", self._name, error.message, extra=self._extra)
 
-    def _note(self, outcome: Outcome) -> None:
+    def _count_outcome(self, outcome: Outcome) -> None:
         self._metrics.interrupted_calls.labels(self._name, outcome.value).inc()

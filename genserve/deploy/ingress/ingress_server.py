@@ -11,18 +11,15 @@ from fastapi.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from genserve.deploy.ingress.deployment_metrics import DeploymentMetrics
+from genserve.deploy.ingress.remote_inference import RemoteInference
 from genserve.deploy.ingress.remote_repository import RemoteRepository
 from genserve.deploy.replica_messages import ReplicaSet
-from genserve.errors import Closed, InferenceError
-from genserve.kserve.shared_memory import SharedMemory
-from genserve.server.access_control import require_safe_addresses
-from genserve.server.app import create_app
-from genserve.server.event_loop_lag import EventLoopLag
-from genserve.server.http_server import HttpServer, open_http_port
+from genserve.errors import Closed, GenserveError, InferenceError
+from genserve.server.access.access_control import require_safe_addresses
+from genserve.server.http.http_server import HttpServer, open_http_port
+from genserve.server.kserve.shared_memory import SharedMemory
+from genserve.server.server_parts import ServerParts
 from genserve.server.services import Services, repository_options
-from genserve.server.tls import TlsFiles
-from genserve.server.triton_metrics import CpuCollector, InferenceCollector, read_metrics_config
-from genserve.server.watched_files import WatchedFiles
 from genserve.settings import ServerSettings
 
 _START_S = 60.0     # how long an ingress waits for its models before it answers that they are loading
@@ -31,15 +28,15 @@ _SERVE_PROBE = "/-/healthz"
 
 
 class IngressServer(HttpServer):
-    """A server whose models run in replicas, on an event loop that others use too."""
+    """A server whose models run in replicas, on an event loop that other code uses too."""
 
     def __init__(self, settings: ServerSettings, replicas: Mapping[str, ReplicaSet]) -> None:
         """Read the folders of the repository.
 
         Args:
-            settings: of a single server. Those of gRPC, of the port of metrics, and of the loading of models
-                have no effect.
-            replicas: of each model that is deployed, by its name.
+            settings: the settings of a single server. Settings of gRPC, of the metrics port and of loading
+                models have no effect.
+            replicas: the replicas of each deployed model, by its name.
 
         Raises:
             RepositoryError: a folder of the repository cannot be read.
@@ -50,56 +47,59 @@ class IngressServer(HttpServer):
         self._repository = RemoteRepository(
             settings.model_repository, replicas, options=repository_options(settings), metrics=metrics
         )
-        self._services = services = Services(settings=settings, repository=self._repository, metrics=metrics)
-        services.shared_memory = _NoSharedMemory(allowed=False)
-        reads_config = read_metrics_config(settings.metrics_config)
-        metrics.registry.register(
-            InferenceCollector(self._repository, latency_counters=reads_config["counter_latencies"])
+        self._parts = parts = ServerParts(
+            settings,
+            self._repository,
+            metrics,
+            shared_memory=SharedMemory(allowed=False, refusal=_on_another_machine),
+            counts=lambda served: not isinstance(served.runtime, RemoteInference),  # else replicas count
         )
-        if settings.allow_cpu_metrics:
-            metrics.registry.register(CpuCollector(interval_s=settings.metrics_interval_ms / 1000))
-        self._lag = EventLoopLag()
-        metrics.registry.register(self._lag)
-        self._watched_files = WatchedFiles()
-        self._watched_files.add(services.keys.files, services.keys.reload)
-        tls = TlsFiles.of(settings)
-        if tls is not None:
-            self._watched_files.add(tls.files, tls.reload)
-        app = _IngressApp(create_app(services), services, self._repository)
-        super().__init__(app, settings=settings, tls=tls, drain_s=None)     # who stops it knows how long
+        self._services = parts.services
+        app = _IngressApp(parts.app, parts.services, self._repository)
+        super().__init__(app, settings=settings, tls=parts.tls, drain_s=None)   # who stops it knows how long
         self._closing = ExitStack()
         self._listener: socket.socket | None = None
         self._serving: asyncio.Task[None] | None = None
 
-    async def start(self) -> None:
+    async def start(self, *, others_serve: bool = False) -> None:
         """Open the port when the models of the replicas are served, or cannot be, or after a minute.
 
+        Args:
+            others_serve: whether there are other ingresses, one of which may end as soon as this one has
+                started. So this one opens the port only when it serves all models, as long as that takes.
+
         Raises:
-            GenserveError: the port is taken, or the address is not one of this machine.
+            GenserveError: the port is taken, or the address is not one of this machine. With `others_serve`,
+                a model cannot be served for a minute, for example because its files are not on this machine.
         """
         self._closing.enter_context(self._services.log_settings.written())
-        self._lag.start()
-        self._services.keys.report()
-        self._watched_files.start()
+        self._parts.start()
         self._repository.follow()
-        await self._repository.described(timeout_s=_START_S)
-        self._listener = open_http_port(self._services.settings)
+        try:
+            if others_serve:
+                await self._repository.all_served(patience_s=_START_S)
+            else:
+                await self._repository.described(timeout_s=_START_S)
+            self._listener = open_http_port(self._services.settings)
+        except GenserveError:
+            await self._close()
+            raise
         self._serving = asyncio.create_task(self.serve(sockets=[self._listener]))
 
     @property
     def port(self) -> int:
-        """The port that it listens on."""
+        """The port on which the ingress listens."""
         assert self._listener is not None
         port: int = self._listener.getsockname()[1]
         return port
 
     def check(self) -> None:
-        """Raise Closed if it does not serve any more."""
+        """Raise Closed if the ingress does not serve any more."""
         if self._serving is None or self._serving.done():
             raise Closed("the HTTP server has ended", remedy="the log of the ingress has the reason")
 
     async def stop(self) -> None:
-        """Leave the port to others, and return when all requests have ended."""
+        """Leave the port to other processes, and return when all requests have ended."""
         if self._serving is not None:
             self.should_exit = True
             await self._serving
@@ -116,23 +116,18 @@ class IngressServer(HttpServer):
 
     async def _close(self) -> None:
         await self._repository.stop()
-        await asyncio.to_thread(self._services.trace_settings.close)
+        await asyncio.to_thread(self._parts.kserve.trace_settings.close)
         if self._services.request_spans is not None:
             await asyncio.to_thread(self._services.request_spans.close)
-        self._watched_files.close()
-        self._lag.stop()
+        self._parts.stop()
         self._closing.close()
 
 
-class _NoSharedMemory(SharedMemory):
-    """Shared memory of a deployment, in which a client and an ingress may run on different machines."""
-
-    def require_enabled(self) -> None:
-        """Raise InferenceError."""
-        raise InferenceError(
-            "shared memory cannot be registered with a deployment, which may run on another machine",
-            remedy="send and receive tensors in requests and responses",
-        )
+def _on_another_machine() -> InferenceError:
+    return InferenceError(
+        "shared memory cannot be registered with a deployment, which may run on another machine",
+        remedy="send and receive tensors in requests and responses",
+    )
 
 
 class _IngressApp:
@@ -151,7 +146,7 @@ class _IngressApp:
         if path == _SERVE_PROBE:
             text, status = ("success", 200) if await self._services.is_ready() else ("not ready", 503)
             app = PlainTextResponse(text, status_code=status)
-        elif _reads_figures(path):
+        elif _reads_figures(path, scope["query_string"]):
             await self._refreshed()
         await app(scope, receive, send)
 
@@ -164,5 +159,6 @@ class _IngressApp:
         await asyncio.shield(self._asking)
 
 
-def _reads_figures(path: str) -> bool:
-    return path == "/metrics" or (path.startswith("/v2/") and path.endswith("/stats"))
+def _reads_figures(path: str, query: bytes) -> bool:
+    is_metrics = path == "/metrics" and b"replicas=" in query
+    return is_metrics or (path.startswith("/v2/") and path.endswith("/stats"))

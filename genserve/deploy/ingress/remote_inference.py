@@ -8,6 +8,7 @@ from contextlib import aclosing, suppress
 from dataclasses import replace
 
 from genserve.deploy.ingress.live_replicas import LiveReplicas
+from genserve.deploy.replica_messages import Call
 from genserve.errors import SEE_LOG, Closed, GenserveError, ModelFailed
 from genserve.inference import Inference
 
@@ -25,11 +26,13 @@ class RemoteInference:
         self,
         replicas: LiveReplicas,
         *,
+        identity: str,
         event_loop: asyncio.AbstractEventLoop,
     ) -> None:
-        """Call replicas on an event loop."""
+        """Call replicas with an identity on an event loop."""
         self.num_waiting = 0
         self._replicas = replicas
+        self._identity = identity
         self._event_loop = event_loop
 
     @property
@@ -57,10 +60,13 @@ class RemoteInference:
         inference.started_ns = inference.submitted_ns
         # Spans are of this process.
         request = replace(inference.request, cause=None)
+        call = Call(identity=self._identity, request=request)
         try:
-            async with aclosing(self._replicas.replicas.infer(request)) as arriving:  # type: ignore[type-var]
+            async with aclosing(self._replicas.replicas.infer(call)) as arriving:  # type: ignore[type-var]
                 async for response, final in arriving:
                     inference.send(response, final=final)
+                    if inference.all_read is not None and not final:
+                        await inference.all_read()  # a slow client would fill the memory
         except GenserveError as error:
             if not isinstance(error, Closed):  # by `send`: somebody has ended it
                 inference.fail(error)
@@ -68,5 +74,5 @@ class RemoteInference:
             inference.fail_cancelled()
             raise
         except Exception:
-            logger.exception("a call of model %s failed", inference.model_name)
+            logger.exception("a call of model %s failed", inference.request.model_name)
             inference.fail(ModelFailed("the call of a replica failed", remedy=SEE_LOG))

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,14 +16,14 @@ from genserve.deploy.ingress.failover import Failover
 from genserve.deploy.ingress.live_replicas import LiveReplicas
 from genserve.deploy.ingress.remote_inference import RemoteInference
 from genserve.deploy.ingress.remote_text_model import load_remote_text_model
-from genserve.deploy.replica.description import ReplicaReport, VersionDescription, digest
+from genserve.deploy.replica.description import ReplicaReport, VersionDescription, identity_of
 from genserve.deploy.replica_messages import ReplicaSet
 from genserve.errors import SEE_LOG, GenserveError, InferenceError, RepositoryError
 from genserve.histogram import Histogram
 from genserve.inference_statistics import ModelStatistics
 from genserve.repository.model_versions import ModelRuntime, ModelState, ModelVersion
 from genserve.repository.options import RepositoryOptions
-from genserve.repository.repository import Repository
+from genserve.repository.served_models import ServedModels
 from genserve.repository.text_stages import TextStages
 from genserve.textmodel.text_inference import TextInference
 from genserve.textmodel.text_model import TextModel
@@ -30,14 +31,18 @@ from genserve.textmodel.text_model import TextModel
 logger = logging.getLogger(__name__)
 
 _FOLLOW_S = 1.0  # how often replicas are asked what they serve
+# A version that another one has replaced waits for its calls, which end with their replicas at the latest:
+# Serve stops replicas after the `graceful_shutdown_timeout_s` of their deployment. This time is longer.
+_RETIRE_S = 7 * 24 * 3600.0
 _REDEPLOY = "change the repository and run `genserve deploy ray` again"
 
 
-class RemoteRepository(Repository):
+class RemoteRepository(ServedModels):
     """The models of replicas, which load them; here are their configs, tokenizers and templates.
 
-    A model is served as its first replica describes it, until no living one serves that any more: so a
-    rolling update changes it once, with its last replica. Belongs to the event loop that follows.
+    A model is served as most of its replicas describe it. So a rolling update changes it once, when more new
+    replicas than old ones take calls; the calls that were made before end at the old ones. Belongs to the
+    event loop that follows.
     """
 
     def __init__(
@@ -48,19 +53,20 @@ class RemoteRepository(Repository):
         options: RepositoryOptions,
         metrics: DeploymentMetrics,
     ) -> None:
-        """Read the folders, which are those of the replicas; nothing is served yet.
+        """Read the same folders as the replicas; nothing is served yet.
 
         Args:
             roots: folders of the repository.
-            replicas: by the name of the model that they were deployed for; they may serve others too.
-            options: of the repository.
-            metrics: of the deployment.
+            replicas: the replicas of each deployment, by the name of its model; they may serve other models
+                too.
+            options: the settings of the repository.
+            metrics: the metrics of the deployment.
 
         Raises:
             RepositoryError: a root is not a folder.
         """
-        super().__init__(roots, options=options, metrics=metrics)
-        self._wanted = list(replicas)
+        super().__init__(roots, options=replace(options, exit_timeout_s=_RETIRE_S), metrics=metrics)
+        self.wanted = list(replicas)
         self._deployments = {
             name: LiveReplicas(name, Failover(one, name=name, metrics=metrics))
             for name, one in replicas.items()
@@ -72,16 +78,16 @@ class RemoteRepository(Repository):
 
     @property
     def state(self) -> ModelState:
-        """READY while a replica of each model lives."""
+        """The state of each model: READY while a replica that has the identity of what is served lives."""
         deployments = self._deployments.values()
-        if self.errors or any(one.digest and not one.num_alive for one in deployments):
+        if any(not one.num_alive if one.identity else one.failed for one in deployments):
             return ModelState.UNAVAILABLE
-        return ModelState.READY if all(one.digest for one in deployments) else ModelState.LOADING
+        return ModelState.READY if all(one.identity for one in deployments) else ModelState.LOADING
 
     def follow(self) -> None:
         """Begin to serve what the replicas serve, and go on until `stop`."""
         for name in self._deployments:
-            self._table.set_state(name, self._latest(name), ModelState.LOADING)
+            self.table.set_state(name, self._latest(name), ModelState.LOADING)
         self._following = asyncio.get_running_loop().create_task(self._follow())
 
     async def described(self, *, timeout_s: float) -> None:
@@ -90,22 +96,40 @@ class RemoteRepository(Repository):
             async with asyncio.timeout(timeout_s):
                 await self._described.wait()
 
+    async def all_served(self, *, patience_s: float) -> None:
+        """Wait until each model is served, as long as its replicas load.
+
+        Raises:
+            GenserveError: a model has not been served for `patience_s` after all could have been.
+        """
+        await self._described.wait()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(patience_s):
+                while not all(one.identity for one in self._deployments.values()):  # noqa: ASYNC110  # 1 s each
+                    await asyncio.sleep(_FOLLOW_S)
+        for name, deployment in self._deployments.items():
+            if not deployment.identity:
+                raise self.errors[name]
+
     async def stop(self) -> None:
         """Stop following, and end all requests."""
         if self._following is not None:
             self._following.cancel()
             await asyncio.wait({self._following})
-        await asyncio.to_thread(self.close)
+        await asyncio.to_thread(self.lifecycle.close)
 
     async def refresh_reports(self) -> None:
         """Take over the statistics and metrics of all replicas."""
         deployments = list(self._deployments.values())
         reports = await asyncio.gather(*(one.report() for one in deployments))
-        for deployment, of_replicas in zip(deployments, reports, strict=True):
-            for served in self._table.served:
+        for deployment, (_, of_replicas) in zip(deployments, reports, strict=True):
+            for served in self.table.served:
                 if self._owners.get(served.name) == deployment.name:
-                    _take_over(served, of_replicas)
-        self._deployment_metrics.set_reported([one.metrics for several in reports for one in several])
+                    _replace_statistics(served, of_replicas)
+        self._deployment_metrics.set_reported(
+            {one.replica: one.metrics for living, _ in reports for one in living},
+            [one.metrics for _, several in reports for one in several],
+        )
 
     def load(
         self,
@@ -128,75 +152,89 @@ class RemoteRepository(Repository):
     async def _follow_one(self, deployment: LiveReplicas) -> None:
         while True:
             await self._look_at(deployment)
-            if all(one.digest or one.failed for one in self._deployments.values()):
+            if all(one.identity or one.failed for one in self._deployments.values()):
                 self._described.set()
             await asyncio.sleep(_FOLLOW_S)
 
     async def _look_at(self, deployment: LiveReplicas) -> None:
-        """Serve what a deployment serves, once no replica serves any more what it has served so far.
+        """Serve what most replicas of a deployment serve.
 
-        What fails is tried again with each look, since files of a shared volume may come later.
+        A version that fails is tried again with each look, since files of a shared volume may come later.
         """
-        digests = await deployment.look()
-        if not digests or deployment.digest in digests:
+        current = await deployment.look()
+        if current in ("", deployment.identity):
+            if current:
+                self._forget_failure(deployment)
             return
-        current = digests[0]
         answers: list[list[VersionDescription]] = await deployment.ask("describe")
-        described = next((answer for answer in answers if digest(answer) == current), None)
+        described = next((answer for answer in answers if identity_of(answer) == current), None)
         if described is None:
             return      # the next look will see the change
         event_loop = asyncio.get_running_loop()
         try:
-            serve = partial(self._serve, deployment, described, event_loop=event_loop)
+            serve = partial(self._serve, deployment, described, identity=current, event_loop=event_loop)
             await asyncio.to_thread(serve)
-        except Exception as error:  # of any file of the repository; the other models are still followed
+        except Exception as error:  # any file may be broken; the other models are still followed
             if deployment.failed != current:
                 unexpected = not isinstance(error, GenserveError)
                 logger.error(  # noqa: TRY400
                     "model %s is not served: %s", deployment.name, error, exc_info=unexpected
                 )
-            self._lifecycle.errors[deployment.name] = _as_ours(error, deployment.name)
+            self.lifecycle.errors[deployment.name] = _as_ours(error, deployment.name)
             deployment.failed = current
         else:
-            self._lifecycle.errors.pop(deployment.name, None)
-            deployment.digest = current
+            deployment.identity = current
+            self._forget_failure(deployment)
+
+    def _forget_failure(self, deployment: LiveReplicas) -> None:
+        """Record that the ingress serves what most replicas of a deployment serve."""
+        self.lifecycle.errors.pop(deployment.name, None)
+        deployment.failed = ""
 
     def _serve(
         self,
         deployment: LiveReplicas,
         described: Sequence[VersionDescription],
         *,
+        identity: str,
         event_loop: asyncio.AbstractEventLoop,
     ) -> None:
-        """Serve versions in place of those that the deployment has served so far; blocks."""
-        self._lifecycle.scan_folders()  # files may have changed since the ingress has started
+        """Replace the versions that the deployment has served so far; blocks."""
+        self.lifecycle.scan_folders()  # files may have changed since the ingress has started
         fresh: dict[str, list[ModelVersion]] = {}
         for one in described:
             if self._owners.setdefault(one.name, deployment.name) == deployment.name:
-                version = self._version(one, deployment, event_loop=event_loop)
+                version = self._version(one, deployment, identity=identity, event_loop=event_loop)
                 fresh.setdefault(one.name, []).append(version)
         for name in deployment.names - fresh.keys():
-            self._lifecycle.serve(name, ())
+            self.lifecycle.serve(name, ())
             del self._owners[name]
         for name, versions in fresh.items():
-            self._lifecycle.serve(name, versions)
+            self.lifecycle.serve(name, versions)
         deployment.names = frozenset(fresh)
 
     def _version(
-        self, one: VersionDescription, deployment: LiveReplicas, *, event_loop: asyncio.AbstractEventLoop
+        self,
+        one: VersionDescription,
+        deployment: LiveReplicas,
+        *,
+        identity: str,
+        event_loop: asyncio.AbstractEventLoop,
     ) -> ModelVersion:
         config = model_config(new_model_config().FromString(one.config), name=one.name)
         statistics = ModelStatistics()
         text_model: TextModel | None = None
         if one.text is None:
-            runtime: ModelRuntime = RemoteInference(deployment, event_loop=event_loop)
+            runtime: ModelRuntime = RemoteInference(deployment, identity=identity, event_loop=event_loop)
         else:
             text_model = load_remote_text_model(
                 one.name,
                 one.text,
                 self._stages(one.name),
                 replicas=deployment,
+                identity=identity,
                 event_loop=event_loop,
+                metrics=self._deployment_metrics,
             )
             runtime = TextInference(text_model, config, statistics=statistics)
         return ModelVersion(
@@ -220,14 +258,14 @@ class RemoteRepository(Repository):
         return stages
 
     def _latest(self, name: str) -> int:
-        entry = self._lifecycle.entries.get(name)
+        entry = self.lifecycle.entries.get(name)
         return entry.versions[-1] if entry and entry.versions else 1
 
 
-def _take_over(served: ModelVersion, reports: Sequence[ReplicaReport]) -> None:
-    """Replace the statistics of a version by the sum of those of its replicas, ended ones included.
+def _replace_statistics(served: ModelVersion, reports: Sequence[ReplicaReport]) -> None:
+    """Replace the statistics of a version by the sum of its replicas' statistics, ended replicas included.
 
-    Those of a text model stay: its inferences are generations to the replicas, and end here.
+    The statistics of a text model stay: its inferences are generations to the replicas, and end here.
     """
     runtime = served.runtime
     if not isinstance(runtime, RemoteInference):

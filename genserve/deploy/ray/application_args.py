@@ -10,16 +10,17 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, field_validator
 
-from genserve.errors import InvalidRequest, require, suggestion
+from genserve.errors import InvalidRequest, require, suggestion, validation_message
 from genserve.settings import Flag, ServerSettings
 
-# Serve starts the processes and chooses the models; a deployment has no ports but that of HTTP, which the
+# Serve starts the processes and chooses the models; a deployment has no port but the HTTP port, which the
 # replicas of its ingress share, and no shared memory.
-_PANELS_OF_OTHERS = ("Ports", "Connections of gRPC")
+_HEADINGS_OF_OTHERS = ("Ports", "Connections of gRPC")
 _PORTS = frozenset(("host", "http_port"))
 _SETTINGS_OF_OTHERS = frozenset(
     (
-        "model_repository", "model_control_mode", "load_model", "repository_poll_s", "exit_on_error",
+        "model_repository", "model_control_mode", "model_memory_budget", "model_keep_alive", "load_model",
+        "repository_poll_s", "exit_on_error",
         "allow_client_shm", "grpc_header_forward_pattern", "grpc_restricted_protocol",
     )
 )  # fmt: skip
@@ -40,7 +41,7 @@ class ApplicationArgs(BaseModel):
 
     Attributes:
         model_repository: folders of the repository, at the same paths on every machine of the cluster.
-        models: the models to serve; of each, the models that its code calls by BLS.
+        models: names of the models to serve, each with the names of the models that its code calls by BLS.
         settings: fields of `ServerSettings` that differ from their defaults.
         routing: weights of the router.
     """
@@ -78,7 +79,7 @@ def known_settings() -> dict[str, Field[Any]]:
         for setting in fields(ServerSettings)
         if setting.name not in _SETTINGS_OF_OTHERS
         and (flag := setting.metadata.get("flag")) is not None
-        and (flag.panel not in _PANELS_OF_OTHERS or setting.name in _PORTS)
+        and (flag.heading not in _HEADINGS_OF_OTHERS or setting.name in _PORTS)
     }
 
 
@@ -104,7 +105,7 @@ def checked_settings(values: Mapping[str, Any]) -> ServerSettings:
     except ValidationError as error:
         [first, *_] = error.errors()
         field = str(first["loc"][0])
-        raise InvalidRequest(f"{field}: {first['msg']}", field=field) from error
+        raise InvalidRequest(f"{field}: {validation_message(first)}", field=field) from error
     for name in values:
         validate = known[name].metadata["flag"].validate
         try:

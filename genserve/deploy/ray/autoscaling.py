@@ -41,9 +41,9 @@ def num_replicas_for(
     top.
 
     Args:
-        usages: of each replica, 0 to 1: the share of its places or of its KV cache, whichever is larger.
-        waiting_tokens: of each replica.
-        targets: for one replica.
+        usages: the used share of each replica's places or KV cache, whichever is larger, 0 to 1.
+        waiting_tokens: the prompt tokens that wait at each replica.
+        targets: how much one replica should have to do.
     """
     return sum(usages) / targets.usage + sum(waiting_tokens) / targets.waiting_tokens
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from genserve.deploy.ray.application_args import ApplicationArgs, known_settings
 from genserve.deploy.ray.deploy_config import IMPORT_PATH, POLICY
 from genserve.deploy.ray.serve_library import import_ray
-from genserve.errors import ConfigError, RepositoryError, suggestion
+from genserve.errors import ConfigError, RepositoryError, suggestion, validation_message
 
 _HEADING = """\
 # A Ray Serve application of genserve, to be edited and kept. `genserve deploy ray --config FILE` deploys it,
@@ -31,7 +31,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """Read a config file and check it as Serve does, and for unknown keys, which Serve ignores.
 
     Raises:
-        ConfigError: with the place of the first mistake.
+        ConfigError: the file has a mistake; the error has the place of the first one.
         RepositoryError: the file cannot be read.
         MissingDependency: Ray is not installed.
     """
@@ -58,7 +58,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def _unknown_keys(node: yaml.Node, model: type[BaseModel]) -> Iterator[tuple[yaml.Node, str, list[str]]]:
-    """Yield the keys that a schema does not have, with those that it has."""
+    """Yield each key that a schema does not have, with the keys that it has."""
     if isinstance(node, yaml.SequenceNode):
         for item in node.value:
             yield from _unknown_keys(item, model)
@@ -100,9 +100,9 @@ def _errors(config: Any, schema: type[BaseModel]) -> Iterator[dict[str, Any]]:
     try:
         schema.model_validate(config)
     except ValidationError as error:
-        yield from ({"loc": one["loc"], "message": one["msg"]} for one in error.errors())
+        yield from ({"loc": one["loc"], "message": validation_message(one)} for one in error.errors())
         return
-    except (ImportError, AttributeError) as error:  # of a policy or a router; Serve does not say which
+    except (ImportError, AttributeError) as error:  # a policy or router is missing; Serve hides which
         yield {"loc": (), "message": f"cannot import: {error}"}
         return
     for index, application in enumerate(config["applications"]):
@@ -111,7 +111,8 @@ def _errors(config: Any, schema: type[BaseModel]) -> Iterator[dict[str, Any]]:
                 ApplicationArgs.model_validate(application.get("args", {}))
             except ValidationError as error:
                 for one in error.errors():
-                    yield {"loc": ("applications", index, "args", *one["loc"]), "message": one["msg"]}
+                    loc = ("applications", index, "args", *one["loc"])
+                    yield {"loc": loc, "message": validation_message(one)}
             yield from _scaling_errors(application, ("applications", index, "deployments"))
 
 
@@ -135,7 +136,6 @@ def _invalid(path: Path, root: yaml.Node, *, loc: Sequence[str | int], message: 
         if (below := _child(node, part)) is not None:
             node = below
             names.append(str(part))
-    message = message.removeprefix("Value error, ")
     return ConfigError(
         f"{'.'.join(names)}: {message}" if names else message,
         where=_place(path, node.start_mark),

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from genserve.backends.onnx_session import default_threads
-from genserve.config.diagnostics import first_error
 from genserve.config.model_config import ModelConfig
 from genserve.deploy.ray.autoscaling import ScalingTargets
 from genserve.errors import RepositoryError, suggestion
+from genserve.machine import default_threads
 from genserve.repository.index import ModelEntry, all_step_models, fingerprint, scan, step_models
-from genserve.repository.text_stages import TextStages, text_models
+from genserve.repository.model_validation import Validator
+from genserve.repository.text_stages import TextStages
 from genserve.textmodel.logits_config import num_pipeline_stages
 
 IMPORT_PATH = "genserve.deploy.ray.application:build"
@@ -41,9 +41,9 @@ class DeployedModel:
 
     Attributes:
         entry: the model.
-        stages: of a text model; empty: it is none.
-        parts: all models that its replicas load, without itself.
-        needed: those of them that its code calls, and no step of an ensemble names.
+        stages: the stages of a text model; empty: the model is none.
+        parts: all models that its replicas load, without the model itself.
+        needed: the parts that its code calls, and no step of an ensemble names.
     """
 
     entry: ModelEntry
@@ -66,19 +66,20 @@ class DeployedModel:
 def find_models(
     roots: Sequence[Path], names: Iterable[str] = (), *, needed: Mapping[str, Sequence[str]] | None = None
 ) -> list[DeployedModel]:
-    """Return the models to deploy: the named ones, or all that are no part of another one.
+    """Return the models to deploy: the named ones, or all models that are no part of another model.
 
     Args:
         roots: folders of the repository.
-        names: of models; empty: all.
-        needed: by name of a model, those that its code calls by BLS: they run in its replicas.
+        names: the models to deploy; empty: all.
+        needed: the models that a model's code calls by BLS, by its name; they run in its replicas.
 
     Raises:
         RepositoryError: a root is not a folder or has no models, or a model does not exist or is broken.
     """
     needed = needed or {}
     entries = scan(roots)
-    texts = text_models(entries)
+    validator = Validator(entries)
+    texts = validator.text_models
     parts = {part.name for entry in entries.values() for part in step_models(entry, entries)}
     drafts = {name for stages in texts.values() if (name := _draft(stages))}
     called = {name for group in needed.values() for name in group}
@@ -95,22 +96,21 @@ def find_models(
         raise RepositoryError(
             f"there is no model in {', '.join(map(str, roots))}", remedy="`genserve pull smollm2` brings one"
         )
-    return [_deployed(entries[name], entries, texts, needed=tuple(needed.get(name, ()))) for name in wanted]
+    return [_deployed(entries[name], validator, needed=tuple(needed.get(name, ()))) for name in wanted]
 
 
 def _deployed(
     entry: ModelEntry,
-    entries: Mapping[str, ModelEntry],
-    texts: Mapping[str, TextStages],
+    validator: Validator,
     *,
     needed: tuple[str, ...],
 ) -> DeployedModel:
-    stages = texts.get(entry.name, {})
+    entries, stages = validator.entries, validator.text_models.get(entry.name, {})
     draft = _draft(stages)
     roots = [entry, *(entries[name] for name in (*needed, *([draft] if draft in entries else ())))]
     group = {part.name: part for root in roots for part in (root, *all_step_models(root, entries))}
     for part in group.values():
-        if error := first_error(part.parsed.diagnostics):
+        if error := validator.config_error(part):
             raise error
         if not part.is_ensemble:
             part.latest_version()  # raises if there is none
@@ -142,11 +142,11 @@ def serve_config(
     """Return the config of a Serve application with one deployment for each model and one ingress.
 
     Args:
-        models: to deploy.
-        name: of the application.
+        models: the models to deploy.
+        name: the name of the application.
         roots: folders of the repository, which every machine of the cluster has at these paths.
-        settings: those of `ServerSettings` that differ from their defaults.
-        scale: of generation models.
+        settings: the fields of `ServerSettings` that differ from their defaults.
+        scale: how many replicas each generation model has.
     """
     args = {
         "model_repository": [str(root.resolve()) for root in roots],
@@ -156,7 +156,7 @@ def serve_config(
     deployments = [_model_options(model, scale=scale) for model in models]
     application = {
         "name": name,
-        "route_prefix": None,   # of Serve's proxies, which have no part in it
+        "route_prefix": None,   # Serve's proxies have no part in it
         "import_path": IMPORT_PATH,
         "args": args,
         "logging_config": {"enable_access_log": False},     # the ingress has one of its own
@@ -169,7 +169,7 @@ def serve_config(
 def with_fingerprints(
     config: Mapping[str, Any], models: Sequence[DeployedModel], *, application: str
 ) -> dict[str, Any]:
-    """Return a config with the fingerprints that its models have now; replicas of others are replaced."""
+    """Return a config with its models' present fingerprints; replicas with other ones are replaced."""
     values = {model.name: model.fingerprint for model in models}
     applications = []
     for app in config["applications"]:

@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.request import urlopen
 
-from genserve.backends.onnx_session import num_cores
 from genserve.deploy.ray.application_args import checked_settings
 from genserve.deploy.ray.deploy_config import IMPORT_PATH, INGRESS
 from genserve.deploy.ray.serve_library import import_ray
 from genserve.errors import DeployFailed, Unauthenticated, Unreachable
-from genserve.server.access_control import address_of
+from genserve.machine import num_cores
+from genserve.server.access.access_control import address_of
 from genserve.settings import ServerSettings
 
 _POLL_S = 0.5
@@ -30,19 +30,19 @@ class ServeCluster:
     """A Ray cluster, by the URL of its dashboard."""
 
     def __init__(self, url: str) -> None:
-        """Connect to it.
+        """Connect to the cluster.
 
         Raises:
             Unreachable: nothing of Ray answers there.
-            Unauthenticated: it asks for a token.
+            Unauthenticated: the cluster asks for a token.
             MissingDependency: Ray is not installed.
         """
-        client = import_ray("ray.dashboard.modules.serve.sdk").ServeSubmissionClient  # of `serve deploy`
+        client = import_ray("ray.dashboard.modules.serve.sdk").ServeSubmissionClient  # as `serve deploy` does
         self._url = url
         try:
             with self._authenticated():
                 self._client = client(url)
-        except (OSError, RuntimeError, ValueError) as error:    # those of requests are OSErrors
+        except (OSError, RuntimeError, ValueError) as error:    # errors of requests are OSErrors
             raise Unreachable(
                 f"no Ray cluster answers at {url}: {error}",
                 remedy="give the address of its dashboard, such as http://127.0.0.1:8265; `ray start --head` "
@@ -59,20 +59,20 @@ class ServeCluster:
         return mode != "disabled"
 
     def deploy(self, config: Mapping[str, Any]) -> set[str]:
-        """Deploy the applications of a config file, or what has changed of them; others stay as they are.
+        """Deploy the applications of a config file, or what has changed of them; other ones stay as they are.
 
         Returns:
-            The names of those that did not run before.
+            The names of the applications that did not run before.
 
         Raises:
-            DeployFailed: two would listen on one port, or the cluster rejects the config.
-            Unreachable, Unauthenticated: it does not answer any more.
+            DeployFailed: two applications would listen on one port, or the cluster rejects the config.
+            Unreachable, Unauthenticated: the cluster does not answer any more.
         """
         details = self._details()
         running: dict[str, Any] = details["applications"]
         names: set[str] = {application["name"] for application in config["applications"]}
         applications = [*_configs(running, besides=names), *config["applications"]]
-        # Serve ignores those of a config while it runs.
+        # Serve ignores the proxy options of a config while it runs.
         _check_ports(applications, proxies=details if details.get("proxy_location") else config)
         self._put({**config, "applications": applications})
         return names - running.keys()
@@ -81,7 +81,7 @@ class ServeCluster:
         """Delete an application, when its requests have ended; blocks.
 
         Raises:
-            DeployFailed: there is none of this name.
+            DeployFailed: no application has this name.
             Unreachable, Unauthenticated: the cluster does not answer any more.
         """
         applications = self._applications()
@@ -96,7 +96,7 @@ class ServeCluster:
         """Return the URL of an application: on the machine of one of its ingresses, or of the dashboard.
 
         Raises:
-            DeployFailed: there is none of this name.
+            DeployFailed: no application has this name.
             Unreachable, Unauthenticated: the cluster does not answer any more.
         """
         details = self._details()
@@ -104,7 +104,7 @@ class ServeCluster:
         if application is None:
             raise _vanished(name)
         settings = _settings(application["deployed_app_config"])
-        if settings is None:    # of somebody else, behind Serve's proxies
+        if settings is None:    # somebody else's application, behind Serve's proxies
             options = details.get("http_options") or {}
             address = f"{_reachable(options.get('host', '127.0.0.1'))}:{options.get('port', 8000)}"
             return f"http://{address}{(application.get('route_prefix') or '/').rstrip('/')}"
@@ -117,7 +117,8 @@ class ServeCluster:
         """Yield a line for each change until all replicas of an application answer.
 
         Raises:
-            DeployFailed: it could not be built, a replica could not be started, or somebody deleted it.
+            DeployFailed: the application could not be built, one of its replicas could not be started, or
+                somebody deleted it.
             Unreachable, Unauthenticated: the cluster does not answer any more.
         """
         shown: dict[str, str] = {}
@@ -179,7 +180,7 @@ class ServeCluster:
 
 
 def _configs(applications: Mapping[str, Any], *, besides: set[str]) -> list[dict[str, Any]]:
-    """Return the configs of the applications of others, which Serve would delete without them."""
+    """Return the configs of the other applications, which Serve would delete without their configs."""
     return [
         details["deployed_app_config"]
         for name, details in applications.items()
@@ -188,7 +189,7 @@ def _configs(applications: Mapping[str, Any], *, besides: set[str]) -> list[dict
 
 
 def _settings(application: Mapping[str, Any]) -> ServerSettings | None:
-    """Return the settings in the config of an application; None: it is not ours."""
+    """Return the settings in the config of an application; None: the application is not genserve's."""
     if application.get("import_path") != IMPORT_PATH:
         return None
     return checked_settings(application["args"].get("settings", {}))
@@ -257,7 +258,7 @@ def local_cluster(*, num_cpus: float) -> Iterator[str]:
     calls without it, unless RAY_AUTH_MODE is `disabled`.
 
     Args:
-        num_cpus: that the replicas ask for. They share the cores, if these are fewer.
+        num_cpus: how many CPUs the replicas ask for; if the machine has fewer cores, they share them.
     """
     ray = import_ray()
     context = ray.init(

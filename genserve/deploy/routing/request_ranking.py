@@ -1,25 +1,29 @@
 """Request ranking: the order in which the replicas of a model are asked to take a request.
 
 A generation goes where its prompt is cached, unless too much waits there (`prefix_router.py`). A request of
-a KServe sequence goes to the replica that holds the state of the sequence, and to no other. All others go to
-the replica with the least to do.
+a KServe sequence goes to the replica that holds the state of the sequence, and to no other. All other
+requests go to the replica with the least to do.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Generic, TypeAlias, TypeVar
 
 from genserve.deploy.replica.replica_load import LoadEstimates, ReplicaLoad
-from genserve.deploy.replica_messages import GenerationCall
 from genserve.deploy.routing.prefix_router import PrefixRouter
-from genserve.generation.prefix_cache import block_keys
+from genserve.engine.admission_control import RejectionReason
+from genserve.engine.generation_request import GenerationRequest
+from genserve.engine.prefix_cache import block_keys
 from genserve.inference import InferenceRequest
 
 ReplicaId = TypeVar("ReplicaId", bound=Hashable)
+# How many replicas are asked to take a request: under overload each one more is work for nothing.
+MAX_ASKED = 3
 SequenceId: TypeAlias = tuple[str, int | str]  # the name of the model, and the correlation id
 
 _MAX_SEQUENCES = 65_536
@@ -35,7 +39,7 @@ class RequestRanking(Generic[ReplicaId]):
     """
 
     def __init__(self, **weights: float) -> None:
-        """Start with no replica known; `weights` are those of `PrefixRouter`."""
+        """Start with no replica known; for `weights`, see `PrefixRouter`."""
         self._weights = weights
         self._block_size = 1
         self._prefixes: PrefixRouter[ReplicaId] = PrefixRouter(1, num_blocks=0, **weights)
@@ -46,7 +50,7 @@ class RequestRanking(Generic[ReplicaId]):
         self._sequences: OrderedDict[SequenceId, ReplicaId] = OrderedDict()  # least recently used first
 
     def observe(self, replica: ReplicaId, load: ReplicaLoad) -> None:
-        """Take over the last statistics of a replica; does nothing if these are known already."""
+        """Record the last statistics of a replica; does nothing if they are known already."""
         if self._observed.get(replica) == load:
             return
         self._observed[replica] = load
@@ -55,24 +59,47 @@ class RequestRanking(Generic[ReplicaId]):
             self._block_size = load.block_size
             self._prefixes = PrefixRouter(load.block_size, num_blocks=load.num_blocks, **self._weights)
 
-    def rank(self, request: object, replicas: Collection[ReplicaId]) -> list[ReplicaId]:
-        """Return the replicas that may take a request, the best one first.
+    def rank(
+        self, request: object, replicas: Collection[ReplicaId], *, holding: Collection[ReplicaId] = ()
+    ) -> list[ReplicaId]:
+        """Return the replicas that are asked to take a request, the best one first; see `asked_replicas`.
 
         Args:
-            request: a `GenerationCall`, an `InferenceRequest` or any other, of which nothing is known.
-            replicas: all that live; at least one.
+            request: a `GenerationRequest` or an `InferenceRequest`; nothing is known about any other object.
+            replicas: the replicas that may take any request; at least one.
+            holding: other replicas, which keep the sequences that they hold, though they cannot be called at
+                the moment or are about to end.
         """
         if isinstance(request, InferenceRequest) and request.correlation_id:
-            return [self._replica_of((request.model_name, request.correlation_id), replicas)]
+            sequence = request.model_name, request.correlation_id
+            return [self._replica_of(sequence, replicas, holding=holding)]
         loads = {replica: self._estimates.load(replica) for replica in replicas}
-        return self._prefixes.rank(self._keys(request), loads)
+        ranked = self._prefixes.rank(self._keys(request), loads)
+        is_resumed = isinstance(request, GenerationRequest) and request.is_resumed
+        return ranked[:MAX_ASKED] if is_resumed else asked_replicas(ranked, loads)
+
+    def load(self, replica: ReplicaId) -> ReplicaLoad:
+        """Return the estimated load of a replica."""
+        return self._estimates.load(replica)
+
+    def rejected(self, request: object, replica: ReplicaId, *, reason: str) -> None:
+        """Record that a replica rejects a request; `reason` is the reason of the `Overloaded`.
+
+        A replica that would reject any other request too is full.
+        """
+        is_late = isinstance(request, GenerationRequest) and request.params.priority > 0
+        if is_late or not is_full(reason):
+            return
+        self._estimates.rejected(replica)
+        if replica in self._observed:   # so that its next statistics count as new ones
+            self._observed[replica] = replace(self._observed[replica], num_free=0)
 
     def is_sent(self, request_id: Hashable) -> bool:
         """Return whether `sent` was called for a request that has not ended."""
         return request_id in self._sent_to
 
     def sent(self, request_id: Hashable, request: object, replica: ReplicaId) -> None:
-        """Note that a request is, or is about to be, sent to a replica, and to none that was noted before."""
+        """Record that a request is (about to be) sent to a replica, and no longer to any other."""
         before = self._sent_to.get(request_id)
         if before == replica:
             return
@@ -82,7 +109,7 @@ class RequestRanking(Generic[ReplicaId]):
             return
         self._sent_to[request_id] = replica
         num_tokens = 0
-        if isinstance(request, GenerationCall):
+        if isinstance(request, GenerationRequest):
             keys = self._keys(request)
             cached = self._prefixes.cached_tokens(keys, [replica])[replica]
             num_tokens = len(request.prompt_token_ids) - cached
@@ -91,7 +118,7 @@ class RequestRanking(Generic[ReplicaId]):
         self._estimates.sent(request_id, replica, num_tokens=num_tokens)
 
     def ended(self, request_id: Hashable, replica: ReplicaId) -> None:
-        """Note that a replica does no more for a request; does nothing if it was not sent there."""
+        """Record that a replica does no more for a request; does nothing if it was not sent there."""
         if self._sent_to.get(request_id) == replica:
             del self._sent_to[request_id]
             self._estimates.ended(request_id, replica)
@@ -108,11 +135,13 @@ class RequestRanking(Generic[ReplicaId]):
             del self._sequences[sequence]
 
     def _keys(self, request: object) -> Sequence[bytes]:
-        if not isinstance(request, GenerationCall):
+        if not isinstance(request, GenerationRequest):
             return ()
         return _block_keys(request.prompt_token_ids, self._block_size, request.params.cache_salt)
 
-    def _replica_of(self, sequence: SequenceId, replicas: Collection[ReplicaId]) -> ReplicaId:
+    def _replica_of(
+        self, sequence: SequenceId, replicas: Collection[ReplicaId], *, holding: Collection[ReplicaId]
+    ) -> ReplicaId:
         """Return the replica that holds a sequence.
 
         A new sequence, or one of which only another ingress knows, belongs to the replica with the highest
@@ -120,12 +149,29 @@ class RequestRanking(Generic[ReplicaId]):
         that routed it is needed only when replicas come or go.
         """
         replica = self._sequences.pop(sequence, None)
-        if replica is None or replica not in replicas:
+        if replica is None or (replica not in replicas and replica not in holding):
             replica = max(replicas, key=lambda one: blake2b(f"{sequence} {one}".encode()).digest())
         self._sequences[sequence] = replica
         if len(self._sequences) > _MAX_SEQUENCES:
             self._sequences.popitem(last=False)
         return replica
+
+
+def asked_replicas(
+    ranked: Sequence[ReplicaId], loads: Mapping[ReplicaId, ReplicaLoad]
+) -> list[ReplicaId]:
+    """Return which of the replicas, the best one first, are asked in turn until one takes a request.
+
+    They are the best replicas that are not known to be full, at most MAX_ASKED. If all replicas are full, the
+    best one alone is asked: what is known may be a second old.
+    """
+    with_room = [replica for replica in ranked if loads[replica].has_room]
+    return with_room[:MAX_ASKED] or list(ranked[:1])
+
+
+def is_full(reason: str) -> bool:
+    """Return whether a replica that rejects a request for this reason would reject any other one too."""
+    return reason in (RejectionReason.MAX_QUEUE, RejectionReason.PREDICTED_WAIT)
 
 
 @lru_cache(maxsize=256)

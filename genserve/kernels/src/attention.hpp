@@ -38,7 +38,6 @@ constexpr int kRegisters = 8;
 #endif
 
 GENSERVE_INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
-GENSERVE_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // The operator's attributes.
 struct AttentionAttributes {
@@ -67,6 +66,7 @@ struct AttentionInputs {
   Tensor key_scales;                  // [num_blocks, block_size, Hk] float32, with an int8 cache only
   Tensor value_scales;
   Tensor attention_metadata;          // for CUDA; ignored here
+  Tensor sinks;                       // [Hq] float32: the score of one more key, which has no value
 };
 
 // Its outputs; all but the first share the memory of inputs.
@@ -93,6 +93,7 @@ struct PagedAttention {
   const float* q_norm_weight;
   const float* k_norm_weight;
   const float* alibi_slopes;
+  const float* sinks;
   Type query_type;
   Type cache_type;
   int64_t num_tokens;
@@ -210,12 +211,14 @@ inline bool PagedAttention::open(const AttentionAttributes& attributes, const At
   }
   if (!check_optional(in.q_norm_weight, "q_norm_weight", Type::kFloat32, error, head_dim) ||
       !check_optional(in.k_norm_weight, "k_norm_weight", Type::kFloat32, error, head_dim) ||
-      !check_optional(in.alibi_slopes, "alibi_slopes", Type::kFloat32, error, num_heads)) {
+      !check_optional(in.alibi_slopes, "alibi_slopes", Type::kFloat32, error, num_heads) ||
+      !check_optional(in.sinks, "sinks", Type::kFloat32, error, num_heads)) {
     return false;
   }
   q_norm_weight = in.q_norm_weight.as<float>();
   k_norm_weight = in.k_norm_weight.as<float>();
   alibi_slopes = in.alibi_slopes.as<float>();
+  sinks = in.sinks.as<float>();
   query = in.query.data;
   key_cache = in.key_cache.data;
   value_cache = in.value_cache.data;
@@ -962,11 +965,18 @@ class AttentionJob {
     store_rows(tile, sums);
   }
 
+  // The factor of a row's output: one over the sum of exp(score), of which `total` is that of exp(score - top).
+  float inverse_total(float top, float total, int64_t head) const {
+    if (a.sinks == nullptr) return 1.0f / total;
+    const float sink = a.sinks[head], highest = top > sink ? top : sink, ours = exp(top - highest);
+    return ours / fma(total, ours, exp(sink - highest));
+  }
+
   void store_rows(const QueryTile& tile, const Sums& sums) const {
     const int64_t dim = a.head_dim;
     for (int64_t r = 0; r < rows_of(tile); r++) {
       const int64_t to = ((tile.token + token_of(tile, r)) * a.num_heads + head_of(tile, r)) * dim;
-      const float inverse = 1.0f / sums.total[r];
+      const float inverse = inverse_total(sums.top[r], sums.total[r], head_of(tile, r));
       for (int64_t d = 0; d < dim; d += kLanes) {
         const f32x16 x = load(sums.output + r * a.padded_dim() + d) * inverse;
         if (a.query_type == Type::kFloat16) {

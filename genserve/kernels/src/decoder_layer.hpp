@@ -34,6 +34,7 @@ struct DecoderLayerInputs {
   Tensor cos_cache, sin_cache;
   Tensor q_norm_weight, k_norm_weight;
   Tensor alibi_slopes;
+  Tensor qkv_order, output_order, inner_order, down_order;
 };
 
 // Sets the attributes of the parts from those that they share.
@@ -57,13 +58,15 @@ inline bool complete(DecoderLayerAttributes& a, int64_t hidden, int64_t intermed
 class DecoderLayer {
  public:
   DecoderLayer(const DecoderLayerAttributes& attributes, const DecoderLayerInputs& in) : a_(attributes) {
-    qkv_ = {in.x, in.qkv_weight, in.qkv_scales, in.qkv_bias, in.attention_norm_weight, in.attention_norm_bias, {}};
-    output_ = {{}, in.output_weight, in.output_scales, in.output_bias, {}, {}, in.x};
-    inner_ = {in.x, in.inner_weight, in.inner_scales, in.inner_bias, in.mlp_norm_weight, in.mlp_norm_bias, {}};
-    down_ = {{}, in.down_weight, in.down_scales, in.down_bias, {}, {}, {}};
+    qkv_ = {in.x, in.qkv_weight, in.qkv_scales, in.qkv_bias, in.attention_norm_weight, in.attention_norm_bias, {},
+            in.qkv_order};
+    output_ = {{}, in.output_weight, in.output_scales, in.output_bias, {}, {}, in.x, in.output_order};
+    inner_ = {in.x, in.inner_weight, in.inner_scales, in.inner_bias, in.mlp_norm_weight, in.mlp_norm_bias, {},
+              in.inner_order};
+    down_ = {{}, in.down_weight, in.down_scales, in.down_bias, {}, {}, {}, in.down_order};
     attention_ = {{}, in.key_cache, in.value_cache, in.cumulative_sequence_length, in.past_seqlens, in.block_table,
                   in.cos_cache, in.sin_cache, in.q_norm_weight, in.k_norm_weight, in.alibi_slopes, in.key_scales,
-                  in.value_scales, {}};
+                  in.value_scales, {}, {}};
   }
 
   // Whether all required weights are given.

@@ -13,8 +13,9 @@
 //
 //   Int8Weights        64 weights of 8 bits (stored as q + 128), loaded once and used for all rows of a tile
 //   kInt8Offset        dot() uses q + offset, so its sums start at -offset times the sum of the inputs
-//   Int4Weights        64 weights of 4 bits, one per byte (q + 8), as dot() uses them
-//   Int4Sums           16 sums to which dot() adds the products of a block of 32 inputs with such weights
+//   Int4Weights        64 weights of up to 6 bits, one per byte, without a sign, as dot() uses them
+//   Int4Sums           16 sums to which dot() adds the products of a block of 32 inputs with weights of 4 bits, of 16 inputs
+//                      with weights of 5 bits, or of 8 inputs with weights of 6 bits
 //   kGroupsOfTile      groups of 16 outputs that a tile of more than two rows computes together, of the two in a panel
 //   kInt8Rows, kBlockRows, kFloatRows      most rows of a tile, whose sums fit in the registers
 #pragma once
@@ -35,8 +36,21 @@ GENSERVE_INLINE u8x64 load_bytes(const uint8_t* from) {
 
 // The sums of a block: start_sums() begins them, and total() returns them in 32 bits. One of the two adds `start`. Int4Sums
 // of another type than u32x16 need functions of their own.
-GENSERVE_INLINE void start_sums(u32x16& sums, int32_t start) { sums = (u32x16)broadcast(start); }
-GENSERVE_INLINE u32x16 total(u32x16 sums, int32_t) { return sums; }
+GENSERVE_INLINE void start_sums(u32x16& sums, u32x16 start) { sums = start; }
+GENSERVE_INLINE u32x16 total(u32x16 sums, u32x16) { return sums; }
+
+constexpr float kExact = 12582912.0f;       // 1.5 * 2^23: the last bit of a float is worth one
+constexpr int32_t kExactBits = 0x4b400000;  // its bits
+
+// The same for the formats of blocks.hpp: sums in 16 bits begin with two of them, packed, and are added to `start` at the end.
+GENSERVE_INLINE void first_sums(u32x16& sums, int32_t start) { sums = (u32x16)broadcast(start); }
+GENSERVE_INLINE u32x16 in_32_bits(u32x16 sums, int32_t = 0) { return sums; }
+
+#if defined(__AVX2__) && !defined(__AVXVNNI__) && !defined(__AVX512VNNI__)
+constexpr bool kPackedSums = true;
+#else
+constexpr bool kPackedSums = false;
+#endif
 
 #if defined(__AVX512VNNI__)
 
@@ -106,8 +120,14 @@ GENSERVE_INLINE Int4Sums dot(const Int4Sums& sums, const Halves& w, int32_t x) {
   const Halves pairs = multiply_pairs(w, x);
   return {_mm256_add_epi16(sums.low, pairs.low), _mm256_add_epi16(sums.high, pairs.high)};
 }
-GENSERVE_INLINE void start_sums(Int4Sums& sums, int32_t) { sums = Int4Sums{}; }
-GENSERVE_INLINE u32x16 total(const Int4Sums& sums, int32_t start) { return add_pairs((u32x16)broadcast(start), sums); }
+GENSERVE_INLINE void start_sums(Int4Sums& sums, u32x16) { sums = Int4Sums{}; }
+GENSERVE_INLINE u32x16 total(const Int4Sums& sums, u32x16 start) { return add_pairs(start, sums); }
+GENSERVE_INLINE void first_sums(Int4Sums& sums, int32_t pair) { sums = {_mm256_set1_epi32(pair), _mm256_set1_epi32(pair)}; }
+GENSERVE_INLINE u32x16 in_32_bits(const Int4Sums& sums) {
+  const __m256i ones = _mm256_set1_epi16(1);
+  return __builtin_bit_cast(u32x16, Halves{_mm256_madd_epi16(sums.low, ones), _mm256_madd_epi16(sums.high, ones)});
+}
+GENSERVE_INLINE u32x16 in_32_bits(const Int4Sums& sums, int32_t start) { return add_pairs((u32x16)broadcast(start), sums); }
 
 #endif
 

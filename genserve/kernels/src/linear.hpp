@@ -15,27 +15,41 @@
 // Rows of x are normalised and quantized to int8 by the operator: with one scale per row ("int8"), or per block of
 // inputs ("int8_block": 64, "int4_block": 32), in which case the weights also have a scale per output and block.
 //
+// The formats of blocks.hpp keep the numbers of a checkpoint; the outputs of one layer may have several of them.
+//
 // The bits of an output depend only on its row. Sums of integers are exact in any order; floats are added in the order
 // of the inputs, in one chain per output, for any number of rows in a tile and on any thread.
 #pragma once
 
 #include <math.h>
 
-#include "instruction_set.hpp"
+#include "blocks.hpp"
 #include "team.hpp"
 #include "tensor.hpp"
+#include "tiles.hpp"
 
 namespace genserve {
 
-constexpr int kPanel = 32;       // outputs of a panel
 constexpr int kInt8Block = 64;   // inputs of a block; inputs of 8-bit weights are padded to a multiple of it
 constexpr int kInt4Block = 32;
+constexpr int kPackedTiles = 2;  // tiles that read packed blocks; for more, unpacking them once pays
 constexpr int kChunkRows = 96;   // most rows of a chunk, which stay in the L2 cache while a panel streams
 constexpr int64_t kMaxInt8Inputs = 1 << 17;  // 2^17 * 127 * 127 is below 2^31
 
-enum class WeightFormat : int32_t { kInt8, kInt8Block, kInt4Block, kFloat32 };
+enum class WeightFormat : int32_t {
+  kInt8, kInt8Block, kInt4Block, kFloat32, kQ4, kQ5, kQ8, kQ4K, kQ5K, kQ6K, kQ4Z32, kQ4Z64, kQ4Z128
+};
 enum class Norm : int32_t { kNone, kRms, kLayer };
-enum class Activation : int32_t { kNone, kSilu, kGelu, kGeluTanh, kRelu };
+enum class Activation : int32_t { kNone, kSilu, kGelu, kGeluTanh, kRelu, kRelu2, kClampedSwiglu };  // the last: of experts only
+
+inline bool in_blocks(WeightFormat format) { return format >= WeightFormat::kQ4; }
+
+// Consecutive outputs whose weights have another format than the first ones.
+struct Segment {
+  int64_t outputs;  // 0: none
+  WeightFormat weight_format;
+};
+constexpr int kMoreSegments = 2;
 
 struct LinearAttributes {
   int64_t in_features;
@@ -46,10 +60,47 @@ struct LinearAttributes {
   int32_t gated;
   float epsilon;
   float softcap;  // 0: none
+  Segment more[kMoreSegments];  // with the formats of blocks.hpp only, and not gated
 };
 
 struct LinearInputs {
   Tensor x, weight, scales, bias, norm_weight, norm_bias, residual;
+  Tensor order;  // the inputs in the order of the weight, with the formats of blocks.hpp
+};
+
+// Calls `work` with the format of blocks.hpp as a type.
+template <class Work>
+inline auto with_blocks(WeightFormat format, Work work) {
+  switch (format) {
+    case WeightFormat::kQ5: return work(BlocksFormat<HalfScales<5>>());
+    case WeightFormat::kQ8: return work(BlocksFormat<EightBitScales>());
+    case WeightFormat::kQ4K: return work(BlocksFormat<SuperScales<4>>());
+    case WeightFormat::kQ5K: return work(BlocksFormat<SuperScales<5>>());
+    case WeightFormat::kQ6K: return work(BlocksFormat<SixBitScales>());
+    case WeightFormat::kQ4Z32: return work(BlocksFormat<ZeroScales<32>>());
+    case WeightFormat::kQ4Z64: return work(BlocksFormat<ZeroScales<64>>());
+    case WeightFormat::kQ4Z128: return work(BlocksFormat<ZeroScales<128>>());
+    default: return work(BlocksFormat<HalfScales<4>>());
+  }
+}
+
+// Inputs are padded to a multiple of it.
+inline int64_t inputs_of_block(WeightFormat format) {
+  switch (format) {
+    case WeightFormat::kFloat32: return 1;
+    case WeightFormat::kInt4Block: return kInt4Block;
+    case WeightFormat::kInt8:
+    case WeightFormat::kInt8Block: return kInt8Block;
+    default: return with_blocks(format, [](auto blocks) { return (int64_t)decltype(blocks)::kInputs; });
+  }
+}
+
+// Consecutive panels of one format.
+struct Panels {
+  WeightFormat format;
+  int64_t first, outputs;   // the first output, and their number
+  int64_t start;            // the first panel
+  int64_t offset, bytes;    // of the first panel in the weight, and of each
 };
 
 // Sizes that follow from the attributes.
@@ -58,29 +109,77 @@ struct LinearSizes {
   int64_t panels;
   int64_t inputs;        // with padding
   int64_t blocks;        // scales of a row
-  int64_t panel_bytes;
+  int64_t panel_bytes;   // of the largest
+  int64_t weight_bytes;
+  bool by_pairs;         // whether rows are rounded for weights of 8 bits; see round_inputs
+  Panels parts[1 + kMoreSegments];
+  int num_parts;
 
   explicit LinearSizes(const LinearAttributes& a) {
     outputs = a.gated ? a.out_features / 2 : a.out_features;
-    const int64_t per_panel = a.gated ? kPanel / 2 : kPanel;
-    panels = (outputs + per_panel - 1) / per_panel;
-    const int64_t multiple = a.weight_format == WeightFormat::kFloat32     ? 1
-                             : a.weight_format == WeightFormat::kInt4Block ? kInt4Block
-                                                                           : kInt8Block;
+    int64_t first_outputs = outputs, multiple = inputs_of_block(a.weight_format);
+    for (const Segment& each : a.more) {
+      first_outputs -= each.outputs;
+      if (each.outputs > 0 && inputs_of_block(each.weight_format) > multiple) multiple = inputs_of_block(each.weight_format);
+    }
     inputs = (a.in_features + multiple - 1) / multiple * multiple;
-    blocks = a.weight_format == WeightFormat::kInt8Block   ? inputs / kInt8Block
-             : a.weight_format == WeightFormat::kInt4Block ? inputs / kInt4Block
-                                                           : 1;
-    panel_bytes = inputs * kPanel;
-    if (a.weight_format == WeightFormat::kInt4Block) panel_bytes /= 2;
-    if (a.weight_format == WeightFormat::kFloat32) panel_bytes *= sizeof(float);
+    blocks = a.weight_format == WeightFormat::kInt8Block                                           ? inputs / kInt8Block
+             : a.weight_format == WeightFormat::kInt4Block || in_blocks(a.weight_format) ? inputs / kBlock
+                                                                                           : 1;
+    panels = panel_bytes = weight_bytes = 0;
+    by_pairs = false;
+    num_parts = 0;
+    add(a.weight_format, first_outputs, a.gated ? kPanel / 2 : kPanel);
+    for (const Segment& each : a.more) {
+      if (each.outputs > 0) add(each.weight_format, each.outputs, kPanel);
+    }
+  }
+
+  const Panels& part_of(int64_t panel) const {
+    int i = num_parts - 1;
+    while (i > 0 && panel < parts[i].start) i--;
+    return parts[i];
+  }
+  int64_t offset_of(int64_t panel) const {
+    const Panels& part = part_of(panel);
+    return part.offset + (panel - part.start) * part.bytes;
+  }
+
+ private:
+  void add(WeightFormat format, int64_t count, int64_t per_panel) {
+    const int64_t first = num_parts == 0 ? 0 : parts[num_parts - 1].first + parts[num_parts - 1].outputs;
+    const int64_t bytes = in_blocks(format)
+                              ? with_blocks(format, [&](auto blocks) { return decltype(blocks)::panel_bytes(inputs); })
+                          : format == WeightFormat::kInt4Block ? inputs * kPanel / 2
+                          : format == WeightFormat::kFloat32   ? inputs * kPanel * (int64_t)sizeof(float)
+                                                               : inputs * kPanel;
+    by_pairs = by_pairs || format == WeightFormat::kQ8 || format == WeightFormat::kInt8 || format == WeightFormat::kInt8Block;
+    parts[num_parts++] = {format, first, count, panels, weight_bytes, bytes};
+    const int64_t more = (count + per_panel - 1) / per_panel;
+    panels += more;
+    weight_bytes += more * bytes;
+    if (bytes > panel_bytes) panel_bytes = bytes;
   }
 };
 
 // Whether all required weights are given; in a graph, some may only come with the rows.
 inline bool has_weights(const LinearAttributes& a, const LinearInputs& in) {
-  return in.weight.present() && (in.scales.present() || a.weight_format == WeightFormat::kFloat32) &&
+  const bool scales = a.weight_format != WeightFormat::kFloat32 && !in_blocks(a.weight_format);
+  return in.weight.present() && (in.scales.present() || !scales) &&
          (in.norm_weight.present() || a.norm != Norm::kRms);
+}
+
+inline bool check_order(const LinearAttributes& a, const Tensor& order, Error& error) {
+  if (!order.present()) return true;
+  if (!in_blocks(a.weight_format)) return error.set("order is given, and weight_format is none of the formats in blocks");
+  if (!check(order, "order", Type::kInt32, error, a.in_features)) return false;
+  const uint32_t inputs = (uint32_t)a.in_features;
+  uint32_t largest = 0;
+  for (uint32_t i = 0; i < inputs; i++) {
+    const uint32_t at = order.as<uint32_t>()[i];
+    largest = at > largest ? at : largest;
+  }
+  return largest < inputs || error.set("order has an input that is not below %lld", (long long)a.in_features);
 }
 
 // Whether the weights match the attributes.
@@ -89,6 +188,15 @@ inline bool check_weights(const LinearAttributes& a, const LinearInputs& in, Err
   if (!is_size(a.in_features) || !is_size(a.out_features) || (a.gated && a.out_features % 2 != 0)) {
     return error.set("in_features %lld and out_features %lld make no layer", (long long)a.in_features,
                      (long long)a.out_features);
+  }
+  int64_t others = 0;
+  for (const Segment& each : a.more) {
+    if (each.outputs == 0) continue;
+    others += each.outputs;
+    const bool fits = in_blocks(a.weight_format) && in_blocks(each.weight_format) && !a.gated;
+    if (!fits || each.outputs < 0 || each.outputs >= a.out_features || others >= a.out_features) {
+      return error.set("the outputs of weight_format make no layer of %lld outputs", (long long)a.out_features);
+    }
   }
   const LinearSizes sizes(a);
   bool good = true;
@@ -113,6 +221,10 @@ inline bool check_weights(const LinearAttributes& a, const LinearInputs& in, Err
       if (in.scales.present()) return error.set("weights of float32 have no scales");
       good = check(in.weight, "weight", f32, error, sizes.panels, sizes.inputs, kPanel);
       break;
+    default:
+      if (in.scales.present()) return error.set("weights in blocks have their scales with them");
+      good = check(in.weight, "weight", Type::kUint8, error, sizes.weight_bytes);
+      break;
   }
   good = good && check_optional(in.bias, "bias", f32, error, a.out_features);
   if (!good) return false;
@@ -122,7 +234,7 @@ inline bool check_weights(const LinearAttributes& a, const LinearInputs& in, Err
   if (a.norm == Norm::kRms && in.norm_bias.present()) return error.set("norm \"rms\" has no norm_bias");
   if (a.norm == Norm::kRms && !in.norm_weight.present()) return error.set("norm_weight is missing");
   return check_optional(in.norm_weight, "norm_weight", f32, error, a.in_features) &&
-         check_optional(in.norm_bias, "norm_bias", f32, error, a.in_features);
+         check_optional(in.norm_bias, "norm_bias", f32, error, a.in_features) && check_order(a, in.order, error);
 }
 
 inline bool check_rows(const LinearAttributes& a, const LinearInputs& in, Error& error) {
@@ -169,16 +281,27 @@ struct NormedRow {
     if constexpr (norm != Norm::kLayer) return v;
     return count < kLanes ? keep_first(v - mean, count) : v - mean;
   }
+
+  // One value.
+  __attribute__((always_inline)) float at(int64_t i) const {
+    if constexpr (norm == Norm::kNone) return x[i];
+    const float scaled = (norm == Norm::kLayer ? x[i] - mean : x[i]) * inverse;
+    const float weighted = weight == nullptr ? scaled : scaled * weight[i];
+    return bias == nullptr ? weighted : weighted + bias[i];
+  }
 };
 
-// The rows for a tile: int8 with scales and sums, or floats.
-struct InputRows {
-  const int8_t* q;        // [rows, stride]
-  const float* values;    // [rows, stride], where weights are float32
-  int64_t stride;
-  const float* scales;    // [rows, blocks]
-  const int32_t* starts;  // [rows, blocks]: the initial value of the sum of a block
-  int64_t blocks;
+// The same values in another order.
+template <Norm norm>
+struct OrderedRow {
+  const NormedRow<norm>& row;
+  const int32_t* order;
+
+  __attribute__((always_inline)) f32x16 get(int64_t i, int64_t count) const {
+    float values[kLanes]{};
+    for (int64_t lane = 0; lane < kLanes && lane < count; lane++) values[lane] = row.at(order[i + lane]);
+    return load(values);
+  }
 };
 
 // Quantizes inputs [from, to) of a row with one scale, and fills q up to `end` with zeros. The largest magnitude becomes
@@ -215,33 +338,162 @@ inline void round_inputs(const Row& row, int64_t from, int64_t to, int64_t end, 
   *start = -offset * sum(sums);
 }
 
-// ------------------------------------------------------------------------------------------- tiles
-
-typedef f32x16 Outputs[2];  // 32 outputs of a row
-
-GENSERVE_INLINE int32_t four_bytes(const int8_t* from) {
-  int32_t v;
-  memcpy(&v, from, sizeof v);
-  return v;
+// The same for the formats of blocks.hpp: blocks of 32 inputs from input `from` on, at most sixteen. Values above 1e33
+// count as infinite, since the correction of their scale would be.
+template <class Row>
+inline void round_blocks(const Row& row, int64_t from, int64_t to, int64_t blocks, bool by_pairs, BlockOfRow* result) {
+  constexpr float kLeast = 1e-36f, kMost = 1e33f;
+  i32x16 largest[kLanes] = {}, sums[2][kLanes] = {};
+  for (int64_t b = 0; b < blocks; b++) {
+    for (int64_t i = from + b * kBlock; i < smaller(from + (b + 1) * kBlock, to); i += kLanes) {
+      const f32x16 x = row.get(i, to - i);
+      largest[b] = max(largest[b], (i32x16)abs(x));
+      if (by_pairs) largest[b] = max(largest[b], (i32x16)abs(x + swap_neighbours(x)));
+    }
+  }
+  const f32x16 top = (f32x16)fold_vectors(largest, [](i32x16 a, i32x16 b) { return max(a, b); });
+  const i32x16 small = top < kLeast, good = (top >= kLeast) & (top <= kMost);
+  float inverses[kLanes];
+  store(inverses, good ? 127.0f / top : f32x16{});
+  for (int64_t b = 0; b < blocks; b++) {
+    GENSERVE_UNROLL
+    for (int half = 0; half < 2; half++) {
+      const int64_t i = from + b * kBlock + half * kLanes;
+      const bool some = i < to && inverses[b] > 0.0f;
+      const i32x16 v = some ? round_to_int(row.get(i, to - i), broadcast(inverses[b])) : i32x16{};
+      store(result[b].q + half * kLanes, v);
+      // Inputs 0 and 1 of every four in the lower 16 bits, 2 and 3 above: sums of both in one.
+      const u32x16 place = {0, 0, 16, 16, 0, 0, 16, 16, 0, 0, 16, 16, 0, 0, 16, 16};
+      sums[half][b] = (i32x16)((u32x16)v << place);
+    }
+  }
+  const auto add = [](i32x16 a, i32x16 b) { return (i32x16)((u32x16)a + (u32x16)b); };
+  i32x16 low[2], high[2], both[2];
+  for (int half = 0; half < 2; half++) {
+    const i32x16 packed = fold_vectors(sums[half], add);
+    low[half] = (i32x16)((u32x16)packed << 16) >> 16;
+    high[half] = (packed - low[half]) >> 16;
+    both[half] = low[half] + high[half];
+  }
+  const i32x16 all = both[0] + both[1];
+  const f32x16 rounded = (f32x16)((i32x16)(top / 127.0f) & ~3);
+  const f32x16 scale = small ? f32x16{} : good ? rounded : broadcast(__builtin_nanf(""));
+  const auto start = [](i32x16 low, i32x16 high, int offset) {
+    if (kPackedSums) return (low * -offset & 0xffff) | (i32x16)((u32x16)(high * -offset) << 16);
+    return kExactBits - (low + high) * offset;
+  };
+  const i32x16 numbers[] = {
+      (i32x16)scale,
+      (i32x16)(scale * -kExact),
+      (i32x16)(__builtin_convertvector(all, f32x16) * scale),
+      start(low[0], high[0], 32),
+      start(low[1], high[1], 32),
+      kExactBits - all * kInt8Offset,
+      start(low[0] + low[1], high[0] + high[1], 16),
+      kExactBits + all * 16,
+  };
+  constexpr int kNumbers = sizeof numbers / sizeof *numbers;
+  for (int64_t b = 0; b < blocks; b++) {
+    int32_t of_block[kNumbers];
+    for (int i = 0; i < kNumbers; i++) of_block[i] = numbers[i][b];
+    memcpy(&result[b].scale, of_block, sizeof of_block);
+  }
 }
 
-// The weights that a tile prefetches. One or two rows alone are bound by memory, and prefetch a little ahead of themselves.
-// Of more rows, each tile prefetches its share of the next panel into the L2 cache; a first tile that prefetched all of it
-// would wait for memory.
-struct Ahead {
-  const char* at;
-  int64_t step;  // for each 64 bytes of the tile's own weights
+// Rows as a weight needs them: normalised, and quantized unless the weight is float32.
+class PreparedRows {
+ public:
+  // The norm is that of the inputs, which may be filled later.
+  PreparedRows(const LinearAttributes& attributes, const LinearInputs& inputs, const LinearSizes& sizes)
+      : a_(attributes), in_(inputs), sizes_(sizes) {}
 
-  template <int kRows>
-  __attribute__((always_inline)) void prefetch() {
-    __builtin_prefetch(at, 0, kRows <= 2 ? 3 : 2);
-    at += step;
+  // The memory of a number of rows.
+  size_t bytes(int64_t rows) const {
+    return Scratch::bytes_of<char>(bytes_of_row() * (size_t)rows) + Scratch::bytes_of<float>(scales_of(rows)) +
+           Scratch::bytes_of<int32_t>(scales_of(rows));
   }
+  void open(Scratch& scratch, int64_t rows) {
+    values_ = scratch.take<char>(bytes_of_row() * (size_t)rows);
+    scales_ = scratch.take<float>(scales_of(rows));
+    starts_ = scratch.take<int32_t>(scales_of(rows));
+  }
+
+  // Prepares x [in_features] as a row.
+  void prepare(int64_t row, const float* x) {
+    switch (a_.norm) {
+      case Norm::kNone: return prepare<Norm::kNone>(row, x);
+      case Norm::kRms: return prepare<Norm::kRms>(row, x);
+      case Norm::kLayer: return prepare<Norm::kLayer>(row, x);
+    }
+  }
+
+  // Copies a row that is prepared.
+  void copy(int64_t from, int64_t to) {
+    const auto copy_row = [&](auto* values, size_t count) {
+      if (count > 0) memcpy(values + (size_t)to * count, values + (size_t)from * count, count * sizeof *values);
+    };
+    copy_row(values_, bytes_of_row());
+    copy_row(scales_, scales_of(1));
+    copy_row(starts_, scales_of(1));
+  }
+
+  InputRows from(int64_t row) const {
+    return {q() + row * sizes_.inputs,     values() + row * sizes_.inputs, sizes_.inputs, scales_ + scales_of(row),
+            starts_ + scales_of(row), sizes_.blocks};
+  }
+  // The same for the formats of blocks.hpp.
+  const BlockOfRow* blocks_from(int64_t row) const { return blocks() + row * sizes_.blocks; }
+
+ private:
+  bool is_float() const { return a_.weight_format == WeightFormat::kFloat32; }
+  size_t bytes_of_row() const {
+    if (in_blocks(a_.weight_format)) return (size_t)sizes_.blocks * sizeof(BlockOfRow);
+    return (size_t)sizes_.inputs * (is_float() ? sizeof(float) : sizeof(int8_t));
+  }
+  // Blocks of blocks.hpp have theirs within them.
+  size_t scales_of(int64_t rows) const {
+    return is_float() || in_blocks(a_.weight_format) ? 0 : (size_t)(rows * sizes_.blocks);
+  }
+  int8_t* q() const { return reinterpret_cast<int8_t*>(values_); }
+  float* values() const { return reinterpret_cast<float*>(values_); }
+  BlockOfRow* blocks() const { return reinterpret_cast<BlockOfRow*>(values_); }
+
+  template <Norm norm>
+  void prepare(int64_t row, const float* x) {
+    const int64_t n = a_.in_features, padded = sizes_.inputs, blocks = sizes_.blocks, block = padded / blocks;
+    const NormedRow<norm> normed(x, in_.norm_weight.as<float>(), in_.norm_bias.as<float>(), n, a_.epsilon);
+    if (is_float()) {
+      for (int64_t i = 0; i < n; i += kLanes) store_first(values() + row * n + i, normed.get(i, n - i), n - i);
+      return;
+    }
+    if (in_blocks(a_.weight_format)) {
+      if (!in_.order.present()) return prepare_blocks(normed, row);
+      return prepare_blocks(OrderedRow<norm>{normed, in_.order.as<int32_t>()}, row);
+    }
+    const int offset = a_.weight_format == WeightFormat::kInt4Block ? kInt4Offset : kInt8Offset;
+    for (int64_t b = 0, at = row * blocks; b < blocks; b++, at++) {
+      round_inputs(normed, b * block, smaller(n, b * block + block), b * block + block, sizes_.by_pairs, offset,
+                   q() + row * padded, scales_ + at, starts_ + at);
+    }
+  }
+
+  template <class Row>
+  void prepare_blocks(const Row& values, int64_t row) {
+    const int64_t n = a_.in_features, count = sizes_.blocks;
+    for (int64_t b = 0; b < count; b += kLanes) {
+      round_blocks(values, b * kBlock, n, smaller(count - b, kLanes), sizes_.by_pairs, blocks() + row * count + b);
+    }
+  }
+
+  const LinearAttributes& a_;
+  const LinearInputs& in_;
+  const LinearSizes& sizes_;
+  char* values_ = nullptr;
+  float* scales_ = nullptr;
+  int32_t* starts_ = nullptr;
 };
 
-// The groups of 16 outputs that a tile computes together. With one or two rows these are all, so that weights are read in
-// the order of memory.
-constexpr int groups_of(int rows) { return rows <= 2 ? 2 : kGroupsOfTile; }
+// ------------------------------------------------------------------------------------------- tiles
 
 struct Int8Format {
   static constexpr int kRowsOfTile = kInt8Rows;
@@ -325,7 +577,7 @@ struct BlockFormat {
         GENSERVE_UNROLL
         for (int r = 0; r < kRows; r++) {
           GENSERVE_UNROLL
-          for (int g = 0; g < kGroups; g++) start_sums(sums[r][g], start[r * x.blocks]);
+          for (int g = 0; g < kGroups; g++) start_sums(sums[r][g], (u32x16)broadcast(start[r * x.blocks]));
         }
         for (int step = 0; step < kInputs / kInputsOfStep; step++, w += 128) {
           GENSERVE_UNROLL
@@ -352,7 +604,8 @@ struct BlockFormat {
           const f32x16 weight_scale = load(scale + kLanes * g);
           GENSERVE_UNROLL
           for (int r = 0; r < kRows; r++) {
-            const f32x16 integers = __builtin_convertvector((i32x16)total(sums[r][g], start[r * x.blocks]), f32x16);
+            const u32x16 all = total(sums[r][g], (u32x16)broadcast(start[r * x.blocks]));
+            const f32x16 integers = __builtin_convertvector((i32x16)all, f32x16);
             totals[r][g] = fma(integers, weight_scale * x_scale[r * x.blocks], totals[r][g]);
           }
         }
@@ -420,15 +673,73 @@ inline void multiply(int rows, const InputRows& x, int64_t row, const void* pane
   Format::template tile<kRows>(x, row, panel, scales, ahead, y);
 }
 
+// Calls `work` with a format that is none of blocks.hpp as a type.
+template <class Work>
+inline void with_format(WeightFormat format, Work work) {
+  switch (format) {
+    case WeightFormat::kInt8: return work(Int8Format());
+    case WeightFormat::kInt8Block: return work(Int8BlockFormat());
+    case WeightFormat::kInt4Block: return work(Int4BlockFormat());
+    default: return work(Float32Format());
+  }
+}
+
+// Multiplies a panel of `bytes` in a format of blocks.hpp by rows: y [rows]. share(next, tile, tiles, bytes) returns what a
+// tile prefetches of the `bytes` at `next`; before(row, height) is called before the sums of rows are complete.
+template <class Format, class Share, class Before>
+inline void multiply_panel_of_blocks(const uint8_t* weights, int64_t panel_bytes, const BlockOfRow* x, int64_t blocks,
+                                     int64_t rows, Share&& share, Before&& before, Outputs* y) {
+  memset(y, 0, sizeof *y * (size_t)rows);
+  const int64_t tiles = (rows + kBlockRows - 1) / kBlockRows;
+  const auto height_of = [&](int64_t row, int64_t tile) { return (int)((rows - row + tiles - tile - 1) / (tiles - tile)); };
+  if (tiles <= kPackedTiles) {
+    const typename Format::FromPacked packed(weights);
+    const bool alone = rows <= 2;
+    for (int64_t tile = 0, row = 0; tile < tiles; tile++) {
+      const int height = height_of(row, tile);
+      before(row, height);
+      const Ahead ahead = share(weights + (alone ? 4096 : panel_bytes), tile, tiles, panel_bytes);
+      Format::template multiply<kBlockRows>(height, packed, x + row * blocks, blocks, blocks, ahead, y + row);
+      row += height;
+    }
+    return;
+  }
+  typename Format::Unpacked unpacked;
+  constexpr int64_t kMost = Format::Unpacked::kMost, kTogether = Format::kTogether;
+  const int64_t parts = (blocks + kMost - 1) / kMost;
+  for (int64_t p = 0; p < parts; p++) {
+    const int64_t first = blocks / kTogether * p / parts * kTogether;
+    const int64_t count = blocks / kTogether * (p + 1) / parts * kTogether - first;
+    const uint8_t* const next = Format::unpack(weights, count, unpacked);
+    const typename Format::FromUnpacked from_unpacked{unpacked};
+    for (int64_t tile = 0, row = 0; tile < tiles; tile++) {
+      const int height = height_of(row, tile);
+      if (p + 1 == parts) before(row, height);
+      const Ahead ahead = share(next, tile, tiles, next - weights);
+      Format::template multiply<kBlockRows>(height, from_unpacked, x + row * blocks + first, blocks, count, ahead, y + row);
+      row += height;
+    }
+    weights = next;
+  }
+}
+
+// What a tile prefetches: its share of what is read next.
+inline Ahead share_of(const uint8_t* next, int64_t tile, int64_t tiles, int64_t bytes) {
+  const int64_t step = (64 + tiles - 1) / tiles;
+  return {reinterpret_cast<const char*>(next) + tile * step * (bytes / 64), step};
+}
+
 // ------------------------------------------------------------------------------------------- the operator
 
 GENSERVE_INLINE f32x16 activate(Activation activation, f32x16 v) {
   switch (activation) {
-    case Activation::kNone: return v;
+    case Activation::kNone:
+    case Activation::kClampedSwiglu: return v;
     case Activation::kSilu: return silu(v);
     case Activation::kGelu: return gelu(v);
     case Activation::kGeluTanh: return gelu_tanh(v);
     case Activation::kRelu: return relu(v);
+    case Activation::kRelu2: return relu(v) * relu(v);
   }
   return v;
 }
@@ -439,7 +750,12 @@ class Linear {
 
   // `inputs` and y [T, outputs] may be filled after the constructor, except for the number of rows.
   Linear(const LinearAttributes& attributes, const LinearInputs& inputs, float* y)
-      : a_(attributes), in_(inputs), sizes_(attributes), y_(y), num_rows_(inputs.x.shape[0]) {}
+      : a_(attributes),
+        in_(inputs),
+        sizes_(attributes),
+        y_(y),
+        num_rows_(inputs.x.shape[0]),
+        prepared_(attributes, inputs, sizes_) {}
 
   // Computes y from checked inputs.
   bool compute(const Threads& threads, Error& error) {
@@ -463,17 +779,10 @@ class Linear {
   bool open(int num_threads, Error& error) {
     num_threads_ = num_threads;
     as_they_are_ = a_.weight_format == WeightFormat::kFloat32 && a_.norm == Norm::kNone;
-    const size_t bytes_of_input = a_.weight_format == WeightFormat::kFloat32 ? sizeof(float) : sizeof(int8_t);
-    const size_t num_values = as_they_are_ ? 0 : (size_t)(num_rows_ * sizes_.inputs);
-    const size_t num_scales = (size_t)(num_rows_ * sizes_.blocks);
-    scratch_.open(Scratch::bytes_of<char>(num_values * bytes_of_input) + Scratch::bytes_of<float>(num_scales) +
-                  Scratch::bytes_of<int32_t>(num_scales));
+    const int64_t prepared = as_they_are_ ? 0 : num_rows_;
+    scratch_.open(prepared_.bytes(prepared));
     if (!scratch_) return error.set("out of memory for %lld rows", (long long)num_rows_);
-    char* values = scratch_.take<char>(num_values * bytes_of_input);
-    q_ = reinterpret_cast<int8_t*>(values);
-    normed_ = reinterpret_cast<float*>(values);
-    scales_ = scratch_.take<float>(num_scales);
-    starts_ = scratch_.take<int32_t>(num_scales);
+    prepared_.open(scratch_, prepared);
     row_chunks_ = as_they_are_ ? 0 : (num_rows_ + 3) / 4;
     row_groups_ = (num_rows_ + kChunkRows - 1) / kChunkRows;
     // A chunk has about 64 KiB of weights, to be worth its overhead, but each thread gets several.
@@ -503,83 +812,78 @@ class Linear {
   Prefetch first_weights(size_t index) const {
     constexpr int64_t kMost = 192 << 10;
     const int64_t first = Team::first_chunk(panel_chunks_, index, num_threads_) / row_groups_ * panels_of_chunk_;
-    const int64_t bytes = (sizes_.panels - first) * sizes_.panel_bytes;
-    return {in_.weight.as<char>() + first * sizes_.panel_bytes, smaller(bytes, kMost)};
+    const int64_t offset = sizes_.offset_of(first);
+    return {in_.weight.as<char>() + offset, smaller(sizes_.weight_bytes - offset, kMost)};
   }
 
  private:
-  static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-
   // Normalises and quantizes rows [from, to) of x.
   void prepare(int64_t from, int64_t to) {
-    for (int64_t row = from; row < to; row++) {
-      switch (a_.norm) {
-        case Norm::kNone: prepare_row<Norm::kNone>(row); break;
-        case Norm::kRms: prepare_row<Norm::kRms>(row); break;
-        case Norm::kLayer: prepare_row<Norm::kLayer>(row); break;
-      }
-    }
-  }
-
-  template <Norm norm>
-  void prepare_row(int64_t row) {
-    const int64_t n = a_.in_features, padded = sizes_.inputs, blocks = sizes_.blocks;
-    const NormedRow<norm> normed(in_.x.as<float>() + row * n, in_.norm_weight.as<float>(), in_.norm_bias.as<float>(), n,
-                                 a_.epsilon);
-    if (a_.weight_format == WeightFormat::kFloat32) {
-      for (int64_t i = 0; i < n; i += kLanes) store_first(normed_ + row * n + i, normed.get(i, n - i), n - i);
-      return;
-    }
-    const int64_t block = padded / blocks;
-    const bool is_int4 = a_.weight_format == WeightFormat::kInt4Block;
-    for (int64_t b = 0; b < blocks; b++) {
-      round_inputs(normed, b * block, smaller(n, b * block + block), b * block + block, !is_int4,
-                   is_int4 ? kInt4Offset : kInt8Offset, q_ + row * padded, scales_ + row * blocks + b,
-                   starts_ + row * blocks + b);
-    }
+    for (int64_t row = from; row < to; row++) prepared_.prepare(row, in_.x.as<float>() + row * a_.in_features);
   }
 
   void multiply_panel(int64_t panel, int64_t from, int64_t to) {
-    switch (a_.weight_format) {
-      case WeightFormat::kInt8: return multiply_panel<Int8Format>(panel, from, to);
-      case WeightFormat::kInt8Block: return multiply_panel<Int8BlockFormat>(panel, from, to);
-      case WeightFormat::kInt4Block: return multiply_panel<Int4BlockFormat>(panel, from, to);
-      case WeightFormat::kFloat32: return multiply_panel<Float32Format>(panel, from, to);
+    const Panels& part = sizes_.part_of(panel);
+    if (!in_blocks(part.format)) {
+      return with_format(part.format, [&](auto format) { multiply_panel<decltype(format)>(part, panel, from, to); });
     }
+    with_blocks(part.format, [&](auto format) { multiply_blocks<decltype(format)>(part, panel, from, to); });
+  }
+
+  // The outputs of a panel: from the first one up to `end`.
+  struct Place {
+    int64_t first, end;
+  };
+
+  Place place_of(const Panels& part, int64_t panel) const {
+    return {part.first + (panel - part.start) * (a_.gated ? kLanes : kPanel), part.first + part.outputs};
   }
 
   // Multiplies a panel by rows [from, to), in tiles of about equal heights.
   template <class Format>
-  void multiply_panel(int64_t panel, int64_t from, int64_t to) {
-    const InputRows rows{q_ + from * sizes_.inputs,
-                    (as_they_are_ ? in_.x.as<float>() : normed_) + from * sizes_.inputs,
-                    sizes_.inputs,
-                    scales_ + from * sizes_.blocks,
-                    starts_ + from * sizes_.blocks,
-                    sizes_.blocks};
-    const char* weights = in_.weight.as<char>() + panel * sizes_.panel_bytes;
+  void multiply_panel(const Panels& part, int64_t panel, int64_t from, int64_t to) {
+    InputRows rows = prepared_.from(from);
+    if (as_they_are_) rows.values = in_.x.as<float>() + from * sizes_.inputs;
+    const char* weights = in_.weight.as<char>() + part.offset + (panel - part.start) * part.bytes;
     const float* scales = in_.scales.present() ? in_.scales.as<float>() + panel * sizes_.blocks * kPanel : nullptr;
+    const Place place = place_of(part, panel);
     Outputs y[Format::kRowsOfTile];
     int64_t tiles = (to - from + Format::kRowsOfTile - 1) / Format::kRowsOfTile;
     const int64_t step = (64 + tiles - 1) / tiles;
-    const char* next = weights + sizes_.panel_bytes;
-    for (int64_t row = 0; tiles > 0; tiles--, next += step * (sizes_.panel_bytes / 64)) {
+    const char* next = weights + part.bytes;
+    for (int64_t row = 0; tiles > 0; tiles--, next += step * (part.bytes / 64)) {
       Ahead ahead{next, step};
       if (num_rows_ <= 2) ahead = {weights + 4096, 64};
       if (from > 0) ahead = {weights, 0};  // the first group of rows has prefetched it
       const int height = (int)((to - from - row + tiles - 1) / tiles);
-      prefetch_rows(panel, from + row, height);
+      prefetch_rows(place, from + row, height);
       multiply<Format>(height, rows, row, weights, scales, ahead, y);
-      finish(panel, from + row, height, y);
+      finish(place, from + row, height, y);
       row += height;
     }
   }
 
+  // The same with a format of blocks.hpp.
+  template <class Format>
+  void multiply_blocks(const Panels& part, int64_t panel, int64_t from, int64_t to) {
+    const uint8_t* weights = in_.weight.as<uint8_t>() + part.offset + (panel - part.start) * part.bytes;
+    const Place place = place_of(part, panel);
+    Outputs y[kChunkRows];
+    const auto share = [&](const uint8_t* next, int64_t tile, int64_t tiles, int64_t bytes) {
+      if (from > 0) return Ahead{reinterpret_cast<const char*>(next), 0};  // the first group of rows has done it for all
+      return share_of(next, tile, tiles, bytes);
+    };
+    const auto before = [&](int64_t row, int height) { prefetch_rows(place, from + row, height); };
+    multiply_panel_of_blocks<Format>(weights, part.bytes, prepared_.blocks_from(from), sizes_.blocks, to - from, share,
+                                     before, y);
+    finish(place, from, (int)(to - from), y);
+  }
+
   // Prefetches what finish() writes of y and reads of the residual, which may be another page of memory for each row.
-  void prefetch_rows(int64_t panel, int64_t row, int height) const {
+  void prefetch_rows(Place outputs, int64_t row, int height) const {
     const int64_t width = a_.gated ? kLanes : kPanel;
     for (int r = 0; r < height; r++) {
-      const int64_t place = (row + r) * sizes_.outputs + panel * width;
+      const int64_t place = (row + r) * sizes_.outputs + outputs.first;
       for (int64_t i = 0; i < width; i += kLanes) {
         __builtin_prefetch(y_ + place + i, 1);
         if (in_.residual.present()) __builtin_prefetch(in_.residual.as<float>() + place + i);
@@ -588,11 +892,11 @@ class Linear {
   }
 
   // Applies bias, activation, gate, soft cap and residual to a tile, and stores it in y.
-  void finish(int64_t panel, int64_t row, int height, const Outputs* y) {
+  void finish(Place outputs, int64_t row, int height, const Outputs* y) {
     const int64_t width = a_.gated ? kLanes : kPanel;
     for (int64_t group = 0; group < width / kLanes; group++) {
-      const int64_t at = panel * width + group * kLanes;
-      const int64_t count = sizes_.outputs - at;
+      const int64_t at = outputs.first + group * kLanes;
+      const int64_t count = outputs.end - at;
       if (count <= 0) return;
       const float* bias = in_.bias.as<float>();
       const f32x16 bias_here = bias == nullptr ? f32x16{} : load_first(bias + at, count);
@@ -622,10 +926,49 @@ class Linear {
   int64_t panels_of_chunk_ = 0;
   int64_t panel_chunks_ = 0;
   Scratch scratch_;
-  int8_t* q_ = nullptr;
-  float* normed_ = nullptr;
-  float* scales_ = nullptr;
-  int32_t* starts_ = nullptr;
+  PreparedRows prepared_;
 };
+
+// ------------------------------------------------------------------------------------------- stacked weights
+
+// Several weights of equal sizes as that of one Linear: the panels of one after those of the other.
+inline LinearAttributes stacked(const LinearAttributes& each, int64_t count) {
+  LinearAttributes all = each;
+  all.out_features = LinearSizes(each).panels * kPanel * count;
+  return all;
+}
+
+// Multiplies a panel of stacked weights by `count` rows, at most kChunkRows: finish(row, height, outputs) for each tile.
+// `values` replaces rows of floats that need no preparation.
+template <class Finish>
+inline void multiply_rows(const LinearAttributes& a, const LinearSizes& sizes, const Tensor& weight, const Tensor& scales,
+                          const PreparedRows& prepared, int64_t first, int64_t count, int64_t panel, Finish&& finish,
+                          const float* values = nullptr) {
+  const char* const weights = weight.as<char>() + panel * sizes.panel_bytes;
+  if (in_blocks(a.weight_format)) {
+    return with_blocks(a.weight_format, [&](auto format) {
+      Outputs y[kChunkRows];
+      multiply_panel_of_blocks<decltype(format)>(reinterpret_cast<const uint8_t*>(weights), sizes.panel_bytes,
+                                                 prepared.blocks_from(first), sizes.blocks, count, share_of,
+                                                 [](int64_t, int) {}, y);
+      finish(int64_t{0}, (int)count, y);
+    });
+  }
+  const float* const panel_scales = scales.present() ? scales.as<float>() + panel * sizes.blocks * kPanel : nullptr;
+  InputRows rows = prepared.from(first);
+  if (values != nullptr) rows.values = values + first * sizes.inputs;
+  with_format(a.weight_format, [&](auto format) {
+    typedef decltype(format) Format;
+    Outputs y[Format::kRowsOfTile];
+    int64_t tiles = (count + Format::kRowsOfTile - 1) / Format::kRowsOfTile;
+    for (int64_t row = 0; tiles > 0; tiles--) {
+      const int height = (int)((count - row + tiles - 1) / tiles);
+      const Ahead ahead{weights + (count <= 2 ? 4096 : 0), count <= 2 ? 64 : 0};
+      multiply<Format>(height, rows, row, weights, panel_scales, ahead, y);
+      finish(row, height, y);
+      row += height;
+    }
+  });
+}
 
 }  // namespace genserve

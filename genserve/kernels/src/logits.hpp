@@ -126,7 +126,7 @@ inline double log_sum_exp(const float* row, int64_t size, float best) {
     }
     total += sum(part);
   }
-  return best + log(total);
+  return best + ::log(total);
 }
 
 // Rows [num_rows, size] of logits. `best_ids` and `best` are [num_rows]; `top_ids` is [num_rows, k], or null with k = 0;

@@ -1,9 +1,14 @@
 // operators.cpp: the library's interface: operators for ONNX Runtime, and plain C functions for Python and tests.
 
 #include "attention.hpp"
+#include "causal_conv.hpp"
 #include "cpu.hpp"
 #include "decoder_layer.hpp"
+#include "embedding.hpp"
+#include "experts.hpp"
+#include "grouped_linear.hpp"
 #include "linear.hpp"
+#include "linear_attention.hpp"
 #include "logits.hpp"
 #include "sampling.hpp"
 #include "ort_api.hpp"
@@ -22,18 +27,57 @@ constexpr ort::Port kLinearInputs[] = {
     {Type::kFloat32, true},   // norm_weight [K]
     {Type::kFloat32, true},   // norm_bias [K]
     {Type::kFloat32, true},   // residual [T, N]
+    {Type::kInt32, true},     // order [K]
 };
 constexpr ort::Port kLinearOutputs[] = {{Type::kFloat32, false}};
 constexpr size_t kNumLinearInputs = sizeof kLinearInputs / sizeof *kLinearInputs;
 
 // The values of the attributes, in the order of their enums.
-constexpr const char* kWeightFormats[] = {"int8", "int8_block", "int4_block", "float32"};
+constexpr const char* kWeightFormats[] = {"int8", "int8_block", "int4_block", "float32", "q4",     "q5",     "q8",
+                                          "q4k",  "q5k",        "q6k",        "q4z_32",  "q4z_64", "q4z_128"};
 constexpr const char* kNorms[] = {"", "rms", "layer"};
-constexpr const char* kActivations[] = {"", "silu", "gelu", "gelu_tanh", "relu"};
+constexpr const char* kActivations[] = {"", "silu", "gelu", "gelu_tanh", "relu", "relu2"};
 
 // The inputs in order, which are all members of LinearInputs.
 inline Tensor* begin(LinearInputs& inputs) { return &inputs.x; }
 static_assert(sizeof(LinearInputs) == kNumLinearInputs * sizeof(Tensor));
+
+// The attribute weight_format: a format, or several with their outputs, such as "q4:384,q8:192". Without the attribute,
+// the layer has the format of `fallback`.
+inline bool read_formats(const ort::KernelInfo* info, const char* name, const LinearAttributes& fallback,
+                         LinearAttributes& a, Error& error) {
+  char text[128] = "";
+  if (!ort::attribute(info, name, text, error)) return false;
+  a.weight_format = fallback.weight_format;
+  memcpy(a.more, fallback.more, sizeof a.more);
+  if (text[0] == '\0') return true;
+  memset(a.more, 0, sizeof a.more);
+  const char* at = text;
+  for (int i = 0; i <= kMoreSegments; i++) {
+    size_t length = strcspn(at, ":,");
+    int index = 0;
+    while (index < (int)(sizeof kWeightFormats / sizeof *kWeightFormats) &&
+           (strlen(kWeightFormats[index]) != length || strncmp(at, kWeightFormats[index], length) != 0)) {
+      index++;
+    }
+    if (index == (int)(sizeof kWeightFormats / sizeof *kWeightFormats)) break;
+    at += length;
+    int64_t outputs = 0;
+    if (*at == ':') {
+      for (at++; *at >= '0' && *at <= '9' && outputs < INT32_MAX; at++) outputs = 10 * outputs + (*at - '0');
+    }
+    if (i == 0) {
+      a.weight_format = static_cast<WeightFormat>(index);
+    } else if (outputs == 0) {
+      break;
+    } else {
+      a.more[i - 1] = {outputs, static_cast<WeightFormat>(index)};
+    }
+    if (*at == '\0') return true;
+    if (*at++ != ',') break;
+  }
+  return error.set("%s is \"%s\", which is not known", name, text);
+}
 
 struct LinearKernel {
   static constexpr const char* kName = "genserve.Linear";
@@ -49,7 +93,7 @@ struct LinearKernel {
     attributes.gated = ort::attribute(info, "gated", int64_t{0}) != 0;
     attributes.epsilon = ort::attribute(info, "epsilon", 1e-5f);
     attributes.softcap = ort::attribute(info, "softcap", 0.0f);
-    return ort::attribute(info, "weight_format", kWeightFormats, attributes.weight_format, error) &&
+    return read_formats(info, "weight_format", {}, attributes, error) &&
            ort::attribute(info, "norm", kNorms, attributes.norm, error) &&
            ort::attribute(info, "activation", kActivations, attributes.activation, error) &&
            ort::constant_inputs(info, begin(constants), kNumLinearInputs, num_inputs, error) &&
@@ -66,6 +110,41 @@ struct LinearKernel {
     const Tensor like{nullptr, Type::kFloat32, 2, {inputs.x.shape[0], LinearSizes(attributes).outputs}};
     return ort::allocate_output(context, 0, like, y, error) &&
            Linear(attributes, inputs, y.as<float>()).compute(ort::threads_of(context, num_threads), error);
+  }
+};
+
+// ------------------------------------------------------------------------------------------- genserve.Embedding
+
+constexpr ort::Port kEmbeddingInputs[] = {
+    {Type::kInt64, false},    // ids [T]
+    {Type::kMissing, false},  // weight: uint8, panels
+    {Type::kFloat32, true},   // scales
+};
+constexpr ort::Port kEmbeddingOutputs[] = {{Type::kFloat32, false}};
+constexpr size_t kNumEmbeddingInputs = sizeof kEmbeddingInputs / sizeof *kEmbeddingInputs;
+
+inline Tensor* begin(EmbeddingInputs& inputs) { return &inputs.ids; }
+static_assert(sizeof(EmbeddingInputs) == kNumEmbeddingInputs * sizeof(Tensor));
+
+struct EmbeddingKernel {
+  static constexpr const char* kName = "genserve.Embedding";
+  LinearAttributes attributes;
+  EmbeddingInputs constants;
+  size_t num_inputs;
+
+  bool create(const ort::KernelInfo* info, Error& error) {
+    attributes.in_features = ort::attribute(info, "in_features", int64_t{0});
+    attributes.out_features = ort::attribute(info, "out_features", int64_t{0});
+    return read_formats(info, "weight_format", {}, attributes, error) &&
+           ort::constant_inputs(info, begin(constants), kNumEmbeddingInputs, num_inputs, error);
+  }
+
+  bool compute(ort::KernelContext* context, Error& error) const {
+    EmbeddingInputs inputs = constants;
+    if (!ort::inputs(context, begin(inputs), num_inputs, error) || !check_embedding(attributes, inputs, error)) return false;
+    Tensor y;
+    const Tensor like{nullptr, Type::kFloat32, 2, {inputs.ids.shape[0], attributes.in_features}};
+    return ort::allocate_output(context, 0, like, y, error) && read_rows(attributes, inputs, y.as<float>(), error);
   }
 };
 
@@ -86,6 +165,7 @@ constexpr ort::Port kAttentionInputs[] = {
     {Type::kFloat32, true},   // key_scales [num_blocks, block_size, Hk]
     {Type::kFloat32, true},   // value_scales
     {Type::kInt32, true},     // attention_metadata: for CUDA
+    {Type::kFloat32, true},   // sinks [Hq]
 };
 constexpr ort::Port kAttentionOutputs[] = {
     {Type::kMissing, false},  // output [T, Hq * D]
@@ -183,15 +263,16 @@ struct DecoderLayerKernel {
 
   bool create(const ort::KernelInfo* info, Error& error) {
     num_threads = count_cores();
-    LinearAttributes normed{}, residual{};
+    LinearAttributes normed{};
     normed.epsilon = ort::attribute(info, "epsilon", 1e-5f);
-    if (!ort::attribute(info, "norm", kNorms, normed.norm, error) ||
-        !ort::attribute(info, "weight_format", kWeightFormats, normed.weight_format, error) ||
-        !ort::attribute(info, "residual_weight_format", kWeightFormats, residual.weight_format, error)) {
+    if (!ort::attribute(info, "norm", kNorms, normed.norm, error)) return false;
+    attributes.qkv = attributes.inner = normed;
+    if (!read_formats(info, "weight_format", {}, attributes.qkv, error) ||
+        !read_formats(info, "residual_weight_format", {}, attributes.output, error) ||
+        !read_formats(info, "inner_weight_format", attributes.qkv, attributes.inner, error) ||
+        !read_formats(info, "down_weight_format", attributes.output, attributes.down, error)) {
       return false;
     }
-    attributes.qkv = attributes.inner = normed;
-    attributes.output = attributes.down = residual;
     attributes.inner.gated = ort::attribute(info, "gated", int64_t{0}) != 0;
     attributes.parallel = ort::attribute(info, "parallel", int64_t{0}) != 0;
     attributes.head_dim = ort::attribute(info, "head_dim", int64_t{0});
@@ -234,6 +315,249 @@ struct DecoderLayerOperator {
   }
 };
 
+// ------------------------------------------------------------------------------------------- genserve.Experts
+
+constexpr size_t kNumExpertsInputs = sizeof(ExpertsInputs) / sizeof(Tensor);
+constexpr const char* kExpertActivations[] = {"", "silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu"};
+constexpr const char* kScores[] = {"softmax", "sigmoid", "softmax_of_top", "sparsemixer"};
+
+inline Tensor* begin(ExpertsInputs& inputs) { return &inputs.x; }
+
+struct ExpertsKernel {
+  static constexpr const char* kName = "genserve.Experts";
+  ExpertsAttributes attributes{};
+  ExpertsInputs constants;
+  size_t num_inputs;
+  int num_threads;
+
+  bool create(const ort::KernelInfo* info, Error& error) {
+    num_threads = count_cores();
+    ExpertsAttributes& a = attributes;
+    a.router.num_experts = ort::attribute(info, "num_experts", int64_t{0});
+    a.router.top_k = ort::attribute(info, "top_k", int64_t{0});
+    a.router.num_groups = (int32_t)ort::attribute(info, "num_groups", int64_t{0});
+    a.router.kept_groups = (int32_t)ort::attribute(info, "kept_groups", int64_t{0});
+    a.router.group_top = (int32_t)ort::attribute(info, "group_top", int64_t{1});
+    a.router.normalise = ort::attribute(info, "normalise", -1.0f);
+    a.router.scale = ort::attribute(info, "scale", 1.0f);
+    a.router.jitter = ort::attribute(info, "jitter", 0.0f);
+    a.shared_score = ort::attribute(info, "shared_score", int64_t{0}) != 0;
+    a.inner.epsilon = ort::attribute(info, "epsilon", 1e-5f);
+    a.inner.gated = ort::attribute(info, "gated", int64_t{0}) != 0;
+    return ort::attribute(info, "score", kScores, a.router.score, error) &&
+           ort::attribute(info, "norm", kNorms, a.inner.norm, error) &&
+           ort::attribute(info, "activation", kExpertActivations, a.inner.activation, error) &&
+           read_formats(info, "weight_format", {}, a.inner, error) &&
+           read_formats(info, "down_weight_format", a.inner, a.down, error) &&
+           read_formats(info, "shared_weight_format", a.inner, a.shared_inner, error) &&
+           read_formats(info, "shared_down_weight_format", a.down, a.shared_down, error) &&
+           complete(a, ort::attribute(info, "hidden_size", int64_t{0}),
+                    ort::attribute(info, "intermediate_size", int64_t{0}),
+                    ort::attribute(info, "shared_size", int64_t{0}), error) &&
+           ort::constant_inputs(info, begin(constants), kNumExpertsInputs, num_inputs, error) &&
+           weights_are_valid(error);
+  }
+
+  // Whether the weights match the attributes; those that are inputs of the graph are checked in each run.
+  bool weights_are_valid(Error& error) const {
+    const Experts experts(attributes, constants);
+    return !experts.has_weights() || experts.check_weights(error);
+  }
+
+  bool compute(ort::KernelContext* context, Error& error) const {
+    ExpertsInputs inputs = constants;
+    if (!ort::inputs(context, begin(inputs), num_inputs, error)) return false;
+    Experts experts(attributes, inputs);
+    Tensor y;
+    return experts.check_weights(error) && experts.check_rows(error) &&
+           ort::allocate_output(context, 0, inputs.x, y, error) &&
+           experts.compute(y.as<float>(), ort::threads_of(context, num_threads), error);
+  }
+};
+
+struct ExpertsOperator {
+  ort::Port inputs[kNumExpertsInputs];
+  ort::CustomOp op;
+
+  ExpertsOperator() {
+    constexpr size_t kFirstOptional = 4;  // inner_scales
+    for (size_t i = 0; i < kNumExpertsInputs; i++) inputs[i] = {Type::kMissing, i >= kFirstOptional};
+    inputs[0].type = Type::kFloat32;
+    op = ort::make_operator<ExpertsKernel>("Experts", inputs, kNumExpertsInputs, kLinearOutputs, 1);
+  }
+};
+
+// ------------------------------------------------------------------------------------------- genserve.GroupedLinear
+
+constexpr ort::Port kGroupedInputs[] = {
+    {Type::kFloat32, false},  // x [T, groups * K]
+    {Type::kMissing, false},  // weight: the panels of all groups
+    {Type::kFloat32, true},   // scales, as for Linear
+};
+constexpr size_t kNumGroupedInputs = sizeof kGroupedInputs / sizeof *kGroupedInputs;
+
+inline Tensor* begin(GroupedLinearInputs& inputs) { return &inputs.x; }
+
+struct GroupedLinearKernel {
+  static constexpr const char* kName = "genserve.GroupedLinear";
+  GroupedLinearAttributes attributes{};
+  GroupedLinearInputs constants;
+  size_t num_inputs;
+  int num_threads;
+
+  bool create(const ort::KernelInfo* info, Error& error) {
+    num_threads = count_cores();
+    attributes.num_groups = ort::attribute(info, "num_groups", int64_t{0});
+    attributes.group.in_features = ort::attribute(info, "in_features", int64_t{0});
+    attributes.group.out_features = ort::attribute(info, "out_features", int64_t{0});
+    return read_formats(info, "weight_format", {}, attributes.group, error) &&
+           ort::constant_inputs(info, begin(constants), kNumGroupedInputs, num_inputs, error) && weights_are_valid(error);
+  }
+
+  // Whether the weights match the attributes; those that are inputs of the graph are checked in each run.
+  bool weights_are_valid(Error& error) const {
+    const GroupedLinear linear(attributes, constants);
+    return !linear.has_weights() || linear.check_weights(error);
+  }
+
+  bool compute(ort::KernelContext* context, Error& error) const {
+    GroupedLinearInputs inputs = constants;
+    if (!ort::inputs(context, begin(inputs), num_inputs, error)) return false;
+    GroupedLinear linear(attributes, inputs);
+    if (!linear.check_weights(error) || !linear.check_rows(error)) return false;
+    Tensor y;
+    const Tensor like{nullptr, Type::kFloat32, 2, {inputs.x.shape[0], linear.outputs()}};
+    return ort::allocate_output(context, 0, like, y, error) &&
+           linear.compute(y.as<float>(), ort::threads_of(context, num_threads), error);
+  }
+};
+
+// ------------------------------------------------------------------------------------------- genserve.CausalConv
+
+// The last inputs of an operator with states; the state is bound to the same memory as the last output.
+#define GENSERVE_STATE_PORTS                                                                                    \
+  {Type::kInt32, false},   /* cumulative_sequence_length [B + 1] */                                              \
+  {Type::kInt32, false},   /* state_source [B] */                                                                \
+  {Type::kInt32, false},   /* state_target [B] */                                                                \
+  {Type::kFloat32, false}  /* past_state [slots, ...] */
+
+constexpr ort::Port kConvInputs[] = {
+    {Type::kFloat32, false},  // x [T, columns]
+    {Type::kFloat32, false},  // weight [kernel_size, channels]
+    {Type::kFloat32, true},   // bias [channels]
+    GENSERVE_STATE_PORTS,
+};
+constexpr size_t kNumConvInputs = sizeof kConvInputs / sizeof *kConvInputs;
+constexpr ort::Port kStateOutputs[] = {
+    {Type::kFloat32, false},  // y [T, n]
+    {Type::kFloat32, false},  // present_state
+};
+constexpr const char* kConvActivations[] = {"", "silu"};
+
+inline Tensor* begin(CausalConvInputs& inputs) { return &inputs.x; }
+static_assert(sizeof(CausalConvInputs) == kNumConvInputs * sizeof(Tensor));
+
+// Allocates the output [T, width] of an operator with states, whose other output is the memory of the states.
+inline bool allocate_with_states(ort::KernelContext* context, int64_t tokens, int64_t width, const StateInputs& states,
+                                 Tensor& y, Error& error) {
+  Tensor present;
+  const Tensor like{nullptr, Type::kFloat32, 2, {tokens, width}};
+  if (!ort::allocate_output(context, 0, like, y, error) ||
+      !ort::allocate_output(context, 1, states.past_state, present, error)) {
+    return false;
+  }
+  return present.data == states.past_state.data ||
+         error.set("present_state is not bound to the memory of past_state");
+}
+
+struct CausalConvKernel {
+  static constexpr const char* kName = "genserve.CausalConv";
+  CausalConvAttributes attributes{};
+  CausalConvInputs constants;
+  size_t num_inputs;
+  int num_threads;
+
+  bool create(const ort::KernelInfo* info, Error& error) {
+    num_threads = count_cores();
+    attributes.channels = ort::attribute(info, "channels", int64_t{0});
+    attributes.kernel_size = ort::attribute(info, "kernel_size", int64_t{0});
+    attributes.offset = ort::attribute(info, "offset", int64_t{0});
+    attributes.gated = ort::attribute(info, "gated", int64_t{0}) != 0;
+    return ort::attribute(info, "activation", kConvActivations, attributes.activation, error) &&
+           ort::constant_inputs(info, begin(constants), kNumConvInputs, num_inputs, error);
+  }
+
+  bool compute(ort::KernelContext* context, Error& error) const {
+    CausalConvInputs inputs = constants;
+    if (!ort::inputs(context, begin(inputs), num_inputs, error)) return false;
+    const CausalConv conv(attributes, inputs);
+    Tensor y;
+    if (!conv.check_inputs(error) ||
+        !allocate_with_states(context, inputs.x.shape[0], attributes.channels, inputs.states, y, error)) {
+      return false;
+    }
+    conv.compute(y.as<float>(), ort::threads_of(context, num_threads));
+    return true;
+  }
+};
+
+// ------------------------------------------------------------------------------------------- genserve.LinearAttention
+
+constexpr ort::Port kLinearAttentionInputs[] = {
+    {Type::kFloat32, false},  // x [T, 2 * num_key_heads * key_dim + num_heads * value_dim]
+    {Type::kFloat32, false},  // gates [T, columns]
+    {Type::kFloat32, false},  // rate [num_heads]
+    {Type::kFloat32, false},  // step_bias [num_heads]
+    {Type::kFloat32, true},   // skip [num_heads]
+    {Type::kFloat32, true},   // norm_weight [num_heads * value_dim]
+    GENSERVE_STATE_PORTS,
+};
+constexpr size_t kNumLinearAttentionInputs = sizeof kLinearAttentionInputs / sizeof *kLinearAttentionInputs;
+constexpr const char* kRules[] = {"gated", "gated_delta"};
+constexpr const char* kOutputNorms[] = {"", "norm_then_gate", "gate_then_norm"};
+
+inline Tensor* begin(LinearAttentionInputs& inputs) { return &inputs.x; }
+static_assert(sizeof(LinearAttentionInputs) == kNumLinearAttentionInputs * sizeof(Tensor));
+
+struct LinearAttentionKernel {
+  static constexpr const char* kName = "genserve.LinearAttention";
+  LinearAttentionAttributes attributes{};
+  LinearAttentionInputs constants;
+  size_t num_inputs;
+  int num_threads;
+
+  bool create(const ort::KernelInfo* info, Error& error) {
+    num_threads = count_cores();
+    LinearAttentionAttributes& a = attributes;
+    a.num_key_heads = ort::attribute(info, "num_key_heads", int64_t{0});
+    a.num_heads = ort::attribute(info, "num_heads", int64_t{0});
+    a.key_dim = ort::attribute(info, "key_dim", int64_t{0});
+    a.value_dim = ort::attribute(info, "value_dim", int64_t{0});
+    a.norm_size = ort::attribute(info, "norm_size", int64_t{0});
+    a.gate_offset = ort::attribute(info, "gate_offset", int64_t{0});
+    a.step_offset = ort::attribute(info, "step_offset", int64_t{0});
+    a.beta_offset = ort::attribute(info, "beta_offset", int64_t{0});
+    a.epsilon = ort::attribute(info, "epsilon", 1e-5f);
+    a.beta_scale = ort::attribute(info, "beta_scale", 1.0f);
+    a.step_min = ort::attribute(info, "step_min", 0.0f);
+    a.step_max = ort::attribute(info, "step_max", __builtin_inff());
+    return ort::attribute(info, "rule", kRules, a.rule, error) &&
+           ort::attribute(info, "norm", kOutputNorms, a.norm, error) &&
+           ort::constant_inputs(info, begin(constants), kNumLinearAttentionInputs, num_inputs, error);
+  }
+
+  bool compute(ort::KernelContext* context, Error& error) const {
+    LinearAttentionInputs inputs = constants;
+    if (!ort::inputs(context, begin(inputs), num_inputs, error)) return false;
+    const LinearAttention attention(attributes, inputs);
+    Tensor y;
+    return attention.check_inputs(error) &&
+           allocate_with_states(context, inputs.x.shape[0], attributes.num_heads * attributes.value_dim, inputs.states, y,
+                                error) &&
+           attention.compute(y.as<float>(), ort::threads_of(context, num_threads), error);
+  }
+};
+
 }  // namespace genserve
 
 using namespace genserve;
@@ -241,10 +565,21 @@ using namespace genserve;
 // Created when the library is loaded instead of registered, since several sessions may register it concurrently.
 static const ort::CustomOp linear =
     ort::make_operator<LinearKernel>("Linear", kLinearInputs, kNumLinearInputs, kLinearOutputs, 1);
+static const ort::CustomOp embedding =
+    ort::make_operator<EmbeddingKernel>("Embedding", kEmbeddingInputs, kNumEmbeddingInputs, kEmbeddingOutputs, 1);
 static const PagedAttentionOperator attention[] = {
     {Type::kFloat32, Type::kFloat32}, {Type::kFloat32, Type::kFloat16}, {Type::kFloat32, Type::kInt8},
     {Type::kFloat16, Type::kFloat32}, {Type::kFloat16, Type::kFloat16}, {Type::kFloat16, Type::kInt8},
 };
+
+static const ExpertsOperator experts;
+static const ort::CustomOp grouped_linear = ort::make_operator<GroupedLinearKernel>(
+    "GroupedLinear", kGroupedInputs, kNumGroupedInputs, kLinearOutputs, 1);
+
+static const ort::CustomOp causal_conv =
+    ort::make_operator<CausalConvKernel>("CausalConv", kConvInputs, kNumConvInputs, kStateOutputs, 2);
+static const ort::CustomOp linear_attention = ort::make_operator<LinearAttentionKernel>(
+    "LinearAttention", kLinearAttentionInputs, kNumLinearAttentionInputs, kStateOutputs, 2);
 
 static const DecoderLayerOperator decoder_layer[] = {
     DecoderLayerOperator(Type::kFloat32), DecoderLayerOperator(Type::kFloat16), DecoderLayerOperator(Type::kInt8)};
@@ -255,6 +590,11 @@ GENSERVE_EXPORT ort::Status* RegisterCustomOps(ort::SessionOptions* options, con
   ort::Domain* domain = nullptr;
   if (ort::Status* failed = ort::Api::create_domain("genserve", &domain)) return failed;
   if (ort::Status* failed = ort::Api::add_to_domain(domain, &linear)) return failed;
+  if (ort::Status* failed = ort::Api::add_to_domain(domain, &embedding)) return failed;
+  if (ort::Status* failed = ort::Api::add_to_domain(domain, &experts.op)) return failed;
+  if (ort::Status* failed = ort::Api::add_to_domain(domain, &grouped_linear)) return failed;
+  if (ort::Status* failed = ort::Api::add_to_domain(domain, &causal_conv)) return failed;
+  if (ort::Status* failed = ort::Api::add_to_domain(domain, &linear_attention)) return failed;
   for (const PagedAttentionOperator& each : attention) {
     if (ort::Status* failed = ort::Api::add_to_domain(domain, &each.op)) return failed;
   }
@@ -278,6 +618,14 @@ GENSERVE_EXPORT int32_t genserve_linear(const LinearAttributes* attributes, cons
   return good && Linear(*attributes, *inputs, y->as<float>()).compute(*threads, *error);
 }
 
+// Embedding on the caller's tensors, in the same way.
+GENSERVE_EXPORT int32_t genserve_embedding(const LinearAttributes* attributes, const EmbeddingInputs* inputs,
+                                           const Tensor* y, Error* error) {
+  return check_embedding(*attributes, *inputs, *error) &&
+         check(*y, "y", Type::kFloat32, *error, inputs->ids.shape[0], attributes->in_features) &&
+         read_rows(*attributes, *inputs, y->as<float>(), *error);
+}
+
 // PagedAttention on the caller's tensors, in the same way.
 GENSERVE_EXPORT int32_t genserve_paged_attention(const AttentionAttributes* attributes, const AttentionInputs* inputs,
                                                  const AttentionOutputs* outputs, const Threads* threads,
@@ -295,6 +643,50 @@ GENSERVE_EXPORT int32_t genserve_decoder_layer(const DecoderLayerAttributes* att
   if (!complete(a, a.qkv.in_features, a.down.in_features, *error)) return false;
   DecoderLayer layer(a, *inputs);
   return layer.check_weights(*error) && layer.check_rows(*error) && layer.compute(*outputs, *threads, *error);
+}
+
+// Experts on the caller's tensors, in the same way. The sizes of the layer are inner.in_features, down.in_features and
+// shared_down.in_features.
+GENSERVE_EXPORT int32_t genserve_experts(const ExpertsAttributes* attributes, const ExpertsInputs* inputs, const Tensor* y,
+                                         const Threads* threads, Error* error) {
+  ExpertsAttributes a = *attributes;
+  if (!complete(a, a.inner.in_features, a.down.in_features, a.shared_down.in_features, *error)) return false;
+  Experts experts(a, *inputs);
+  return experts.check_weights(*error) && experts.check_rows(*error) &&
+         check(*y, "y", Type::kFloat32, *error, inputs->x.shape[0], a.inner.in_features) &&
+         experts.compute(y->as<float>(), *threads, *error);
+}
+
+// A GroupedLinear on the caller's tensors, in the same way.
+GENSERVE_EXPORT int32_t genserve_grouped_linear(const GroupedLinearAttributes* attributes,
+                                                const GroupedLinearInputs* inputs, const Tensor* y,
+                                                const Threads* threads, Error* error) {
+  GroupedLinear linear(*attributes, *inputs);
+  return linear.check_weights(*error) && linear.check_rows(*error) &&
+         check(*y, "y", Type::kFloat32, *error, inputs->x.shape[0], linear.outputs()) &&
+         linear.compute(y->as<float>(), *threads, *error);
+}
+
+// CausalConv on the caller's tensors, in the same way; the states are written in place.
+GENSERVE_EXPORT int32_t genserve_causal_conv(const CausalConvAttributes* attributes, const CausalConvInputs* inputs,
+                                             const Tensor* y, const Threads* threads, Error* error) {
+  const CausalConv conv(*attributes, *inputs);
+  if (!conv.check_inputs(*error) ||
+      !check(*y, "y", Type::kFloat32, *error, inputs->x.shape[0], attributes->channels)) {
+    return false;
+  }
+  conv.compute(y->as<float>(), *threads);
+  return true;
+}
+
+// LinearAttention on the caller's tensors, in the same way; the states are written in place.
+GENSERVE_EXPORT int32_t genserve_linear_attention(const LinearAttentionAttributes* attributes,
+                                                  const LinearAttentionInputs* inputs, const Tensor* y,
+                                                  const Threads* threads, Error* error) {
+  const LinearAttention attention(*attributes, *inputs);
+  return attention.check_inputs(*error) &&
+         check(*y, "y", Type::kFloat32, *error, inputs->x.shape[0], attributes->num_heads * attributes->value_dim) &&
+         attention.compute(y->as<float>(), *threads, *error);
 }
 
 // The best tokens of rows of logits: see scan_logits.

@@ -249,16 +249,22 @@ inline float attribute(const KernelInfo* info, const char* name, float fallback)
   return ok(Api::attribute(info, name, &whole), ignored) ? (float)whole : fallback;
 }
 
+// The text of an attribute; it stays as it is if the node does not have the attribute.
+template <size_t most>
+bool attribute(const KernelInfo* info, const char* name, char (&text)[most], Error& error) {
+  size_t size = 0;
+  Error ignored;
+  if (!ok(Api::attribute(info, name, nullptr, &size), ignored)) return true;
+  if (size > most) return error.set("%s is a word of %zu letters, which is not known", name, size - 1);
+  return ok(Api::attribute(info, name, text, &size), error);
+}
+
 // The index of an attribute in a list of words; the first one if the node does not have it.
 template <class Enum, size_t count>
 bool attribute(const KernelInfo* info, const char* name, const char* const (&words)[count], Enum& value, Error& error) {
-  char text[64] = "";
-  size_t size = 0;
-  Error ignored;
-  value = Enum{};
-  if (!ok(Api::attribute(info, name, nullptr, &size), ignored)) return true;
-  if (size > sizeof text) return error.set("%s is a word of %zu letters, which is not known", name, size - 1);
-  if (!ok(Api::attribute(info, name, text, &size), error)) return false;
+  char text[64];
+  snprintf(text, sizeof text, "%s", words[0]);
+  if (!attribute(info, name, text, error)) return false;
   for (size_t i = 0; i < count; i++) {
     if (strcmp(text, words[i]) != 0) continue;
     value = static_cast<Enum>(i);

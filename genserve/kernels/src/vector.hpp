@@ -22,6 +22,8 @@ namespace genserve {
 
 constexpr int kLanes = 16;
 
+GENSERVE_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
 typedef float f32x16 __attribute__((vector_size(64)));
 typedef int32_t i32x16 __attribute__((vector_size(64)));
 typedef uint32_t u32x16 __attribute__((vector_size(64)));  // integers whose sums may wrap
@@ -161,6 +163,31 @@ GENSERVE_INLINE auto fold_lanes(V v, Fold fold) {
   v = fold(v, __builtin_shufflevector(v, v, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1));
   return v[0];
 }
+// Folds the lanes of sixteen vectors: lane i of the result is that of vector i. In another order than fold_lanes().
+template <class V, class Fold>
+GENSERVE_INLINE V fold_vectors(const V* v, Fold fold) {
+  V eight[8], four[4], two[2];
+  GENSERVE_UNROLL
+  for (int i = 0; i < 8; i++) {
+    const V a = v[i], b = v[i + 8];
+    eight[i] = fold(__builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
+                    __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31));
+  }
+  GENSERVE_UNROLL
+  for (int i = 0; i < 4; i++) {
+    const V a = eight[i], b = eight[i + 4];
+    four[i] = fold(__builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27),
+                   __builtin_shufflevector(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31));
+  }
+  GENSERVE_UNROLL
+  for (int i = 0; i < 2; i++) {
+    const V a = four[i], b = four[i + 2];
+    two[i] = fold(__builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29),
+                  __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31));
+  }
+  return fold(__builtin_shufflevector(two[0], two[1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30),
+              __builtin_shufflevector(two[0], two[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31));
+}
 GENSERVE_INLINE float sum(f32x16 v) {
   return fold_lanes(v, [](f32x16 a, f32x16 b) { return a + b; });
 }
@@ -206,6 +233,32 @@ GENSERVE_INLINE f32x16 exp(f32x16 x) {
 }
 GENSERVE_INLINE float exp(float x) { return exp(broadcast(x))[0]; }
 
+// log(x) to 2 units in the last place (Cephes' polynomial), for normal positive x.
+GENSERVE_INLINE f32x16 log(f32x16 x) {
+  const i32x16 shifted = (i32x16)x - 0x3f3504f3;                              // the mantissa m is in [sqrt(1/2), sqrt(2))
+  const f32x16 n = __builtin_convertvector(shifted >> 23, f32x16);
+  const f32x16 r = (f32x16)((shifted & 0x007fffff) + 0x3f3504f3) - 1.0f, z = r * r;
+  f32x16 p = broadcast(7.0376836292e-2f);
+  p = fma(p, r, broadcast(-1.1514610310e-1f));
+  p = fma(p, r, broadcast(1.1676998740e-1f));
+  p = fma(p, r, broadcast(-1.2420140846e-1f));
+  p = fma(p, r, broadcast(1.4249322787e-1f));
+  p = fma(p, r, broadcast(-1.6668057665e-1f));
+  p = fma(p, r, broadcast(2.0000714765e-1f));
+  p = fma(p, r, broadcast(-2.4999993993e-1f));
+  p = fma(p, r, broadcast(3.3333331174e-1f));
+  f32x16 y = fma(n, broadcast(-2.12194440e-4f), p * r * z);
+  y = fma(z, broadcast(-0.5f), y);
+  return fma(n, broadcast(0.693359375f), r + y);
+}
+
+// log(1 + e^x). The quotient restores the digits that 1 + e^x rounds away (W. Kahan).
+GENSERVE_INLINE f32x16 softplus(f32x16 x) {
+  const f32x16 power = exp(x), sum = power + 1.0f, added = sum - 1.0f;
+  const f32x16 y = added == 0.0f ? power : log(sum) * (power / added);
+  return x > 20.0f ? x : y;
+}
+
 // Cephes' polynomial near zero, where 1 - 2 / (e^2x + 1) would lose digits.
 GENSERVE_INLINE f32x16 tanh(f32x16 x) {
   const f32x16 z = x * x;
@@ -240,6 +293,7 @@ GENSERVE_INLINE f32x16 erf(f32x16 x) {
 }
 
 GENSERVE_INLINE f32x16 relu(f32x16 x) { return max(broadcast(0.0f), x); }
+GENSERVE_INLINE f32x16 sigmoid(f32x16 x) { return 1.0f / (exp(-x) + 1.0f); }
 GENSERVE_INLINE f32x16 silu(f32x16 x) { return x / (exp(-x) + 1.0f); }
 GENSERVE_INLINE f32x16 gelu(f32x16 x) { return 0.5f * x * (1.0f + erf(x * 0.707106781f)); }
 GENSERVE_INLINE f32x16 gelu_tanh(f32x16 x) {

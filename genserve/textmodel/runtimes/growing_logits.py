@@ -13,8 +13,8 @@ from typing import Any, Unpack
 import numpy as np
 
 from genserve.backends.onnx_session import Provider, open_session
+from genserve.engine.logits_model import ForwardBatch
 from genserve.errors import RepositoryError
-from genserve.generation.logits_model import ForwardBatch
 from genserve.sampling.logits_array import FloatArray, TokenArray
 from genserve.textmodel.runtimes.cached_logits import (
     CachedLogits,
@@ -38,7 +38,7 @@ class GrowingLogits(CachedLogits):
     thread.
 
     Attributes:
-        metadata: of the graph, by its exporter.
+        metadata: the metadata that the exporter has written into the graph.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class GrowingLogits(CachedLogits):
         """Load the graph.
 
         Args:
-            path: of the model.onnx, with its weights in the same folder.
-            parameters: of the config, see `open_session`.
+            path: the model.onnx, with its weights in the same folder.
+            parameters: the parameters in the config, see `open_session`.
             providers: execution providers; the cache stays in the memory of the host.
-            sizes: of the KV cache.
+            sizes: the bounds of the KV cache.
 
         Raises:
             MissingDependency: ONNX Runtime is not installed.

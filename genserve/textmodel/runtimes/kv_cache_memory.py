@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -13,85 +13,41 @@ from numpy.typing import NDArray
 
 from genserve.backends.libraries import import_torch
 from genserve.backends.onnx_session import CPU_PROVIDER, Provider
-
-_CGROUP = Path("/sys/fs/cgroup")
-_MEMINFO = Path("/proc/meminfo")
-
-
-def free_memory_bytes(*, meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int | None:
-    """Return the free memory of the machine or of the container, whichever is less; None: unknown.
-
-    Args:
-        meminfo: Linux's /proc/meminfo.
-        cgroup: folder of a control group, version 2. Its cached files count as free, like the machine's.
-    """
-    known = [free for free in (_free_of_machine(meminfo), _free_of_container(cgroup)) if free is not None]
-    return min(known, default=None)
-
-
-def total_memory_bytes(*, meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int | None:
-    """Return the memory of the machine or of the container, whichever is less; None: unknown.
-
-    Args:
-        meminfo: see `free_memory_bytes`.
-        cgroup: see `free_memory_bytes`.
-    """
-    kilobytes = _fields(meminfo).get("MemTotal:")
-    known = [] if kilobytes is None else [kilobytes * 1024]
-    try:
-        limit = (cgroup / "memory.max").read_text().strip()
-    except OSError:
-        limit = ""
-    return min([*known, int(limit)] if limit.isdecimal() else known, default=None)
-
-
-def _free_of_machine(meminfo: Path) -> int | None:
-    kilobytes = _fields(meminfo).get("MemAvailable:")
-    return None if kilobytes is None else kilobytes * 1024
-
-
-def _free_of_container(cgroup: Path) -> int | None:
-    try:
-        limit, used = (cgroup / "memory.max").read_text(), (cgroup / "memory.current").read_text()
-    except OSError:
-        return None
-    if not limit.strip().isdecimal():  # "max": no limit
-        return None
-    fields = _fields(cgroup / "memory.stat")
-    cached = fields.get("active_file", 0) + fields.get("inactive_file", 0)   # not `file`, which counts tmpfs
-    return max(0, int(limit) - int(used) + cached)
-
-
-def _fields(path: Path) -> dict[str, int]:
-    try:
-        lines = [line.split() for line in path.read_text().splitlines()]
-    except OSError:
-        return {}
-    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}
-
+from genserve.machine import free_memory_bytes
+from genserve.sampling.logits_array import on_host
 
 # Shape and type of one token in each buffer of a cache, by the name of the graph's input. Keys and values are
 # [kv_heads, head_dim], the scales of an int8 cache [kv_heads].
 TokenShapes: TypeAlias = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
+# Shape of one sequence's state in each buffer of recurrent states, which are float32, by the same name.
+StateShapes: TypeAlias = Mapping[str, tuple[int, ...]]
 
 
 class KVCache:
-    """One buffer [num_blocks, block_size, ...] for each input of the graph that holds keys or values.
+    """One buffer for each input of the graph that holds keys, values, or recurrent states.
 
     Used by one thread.
 
     Attributes:
-        buffers: numpy arrays or torch tensors, by the name of the input.
+        buffers: keys and values [num_blocks, block_size, ...], numpy arrays or torch tensors, by the name of
+            the input.
+        states: recurrent states [num_state_slots, ...], in the same way.
+        block_bytes: size of one block in all buffers.
     """
 
-    def __init__(self, buffers: Mapping[str, Any]) -> None:
-        """Use these buffers."""
-        self.buffers = buffers
+    def __init__(self, buffers: Mapping[str, Any], states: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """Use the given buffers, without a copy."""
+        self.buffers, self.states = buffers, states
+        self.block_bytes = sum(buffer.nbytes // len(buffer) for buffer in buffers.values())
 
     @property
     def nbytes(self) -> int:
         """Size of the whole cache."""
-        return sum(buffer.nbytes for buffer in self.buffers.values())
+        return sum(buffer.nbytes for buffer in (*self.buffers.values(), *self.states.values()))
+
+    def first_states(self) -> dict[str, list[int]]:
+        """Return the slots of the states in a forward of one new sequence; none without states."""
+        return {"state_source": [-1], "state_target": [0]} if self.states else {}
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, given as pairs (source, target)."""
@@ -99,10 +55,39 @@ class KVCache:
             for source, target in pairs:
                 buffer[target] = buffer[source]
 
+    def read_blocks(self, block_ids: Sequence[int]) -> NDArray[np.uint8]:
+        """Return a copy of whole blocks: [len(block_ids), block_bytes], buffer after buffer."""
+        rows = np.empty((len(block_ids), self.block_bytes), np.uint8)
+        end = 0
+        for buffer in self.buffers.values():
+            start, end = end, end + buffer.nbytes // len(buffer)
+            chosen = on_host(buffer[list(block_ids)])
+            # One np.concatenate of all parts takes ten times as long.
+            rows[:, start:end] = chosen.reshape(len(block_ids), -1).view(np.uint8)
+        return rows
+
+    def write_blocks(self, block_ids: Sequence[int], rows: NDArray[np.uint8]) -> None:
+        """Overwrite whole blocks with rows of `read_blocks`."""
+        end = 0
+        for buffer in self.buffers.values():
+            start, end = end, end + buffer.nbytes // len(buffer)
+            part = rows[:, start:end]
+            if isinstance(buffer, np.ndarray):
+                buffer.reshape(len(buffer), -1).view(np.uint8)[list(block_ids)] = part
+                continue
+            dtype = np.dtype(str(buffer.dtype).removeprefix("torch."))
+            values = np.ascontiguousarray(part).view(dtype).reshape(-1, *buffer.shape[1:])
+            buffer[list(block_ids)] = buffer.new_tensor(values)     # which copies them to its device
+
 
 def token_bytes(shapes: TokenShapes) -> int:
     """Return the size of one token's keys and values in all layers."""
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values())
+
+
+def slot_bytes(shapes: StateShapes) -> int:
+    """Return the size of one sequence's recurrent states in all layers."""
+    return sum(math.prod(shape) * 4 for shape in shapes.values())
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -126,11 +111,11 @@ class LogitsMemory(Protocol):
 
     Attributes:
         device: ONNX Runtime's name of its kind: "cpu" or "cuda".
-        device_id: number of the device among those of its kind.
+        device_id: number of the device among the devices of its kind.
         providers: execution providers for the graph, in the order of preference.
-        is_host: whether ONNX Runtime reads inputs bound from host memory in place; otherwise it copies them
-            to the device when they are bound.
-        is_lazy: whether memory of a buffer is allocated only when it is written.
+        is_host: whether ONNX Runtime reads inputs bound from host memory in place; otherwise binding an input
+            copies it to the device.
+        is_lazy: whether the memory of a buffer is allocated only when the buffer is written.
         block_size: tokens of a block of the KV cache.
     """
 
@@ -148,7 +133,7 @@ class LogitsMemory(Protocol):
         """Return a buffer of zeros.
 
         Raises:
-            OSError, OverflowError: it does not fit.
+            OSError, OverflowError: the buffer does not fit.
         """
 
     def rows(self, num_rows: int, width: int, dtype: np.dtype[Any]) -> Any:

@@ -19,8 +19,8 @@ from genserve.backends.onnx_session import (
     register_kernels,
     session_options,
 )
+from genserve.engine.logits_model import ForwardBatch, IndexArray
 from genserve.errors import RepositoryError
-from genserve.generation.logits_model import ForwardBatch, IndexArray
 from genserve.sampling.logits_array import LogitsArray
 from genserve.textmodel.runtimes.cached_logits import (
     EXPORT_AGAIN,
@@ -28,14 +28,21 @@ from genserve.textmodel.runtimes.cached_logits import (
     CachePart,
     CacheSizes,
 )
-from genserve.textmodel.runtimes.kv_cache_memory import HostMemory, KVCache, LogitsMemory, TokenShapes
+from genserve.textmodel.runtimes.kv_cache_memory import (
+    HostMemory,
+    KVCache,
+    LogitsMemory,
+    StateShapes,
+    TokenShapes,
+)
 
 _PAST, _PRESENT = "past_key_values", "present"
+_PAST_STATES, _PRESENT_STATES = "past_states", "present_states"
 _INPUTS = frozenset({"cumulative_sequence_length", "past_seqlens", "block_table", "attention_metadata"})
 _FIRST_INPUTS = frozenset({"input_ids", "position_ids"})
-_LATER_INPUTS = frozenset({"hidden_states"})    # of the stages of a pipeline after the first
+_LATER_INPUTS = frozenset({"hidden_states"})    # only later stages of a pipeline have these inputs
 _LAST_INPUTS = frozenset({"logits_indices"})
-_OPERATORS = {"1", "2"}     # supported versions of the operators and layouts of `genserve.kernels`
+_OPERATORS = {"1", "2", "3", "4", "5", "6"}    # supported versions of the kernels' operators
 _EXPORT = "export it with `genserve export`"
 _ON_THE_CPU = "write `instance_group [ { kind: KIND_CPU } ]` into the logits stage's config.pbtxt"
 _MARK = 3   # no key or value has this in all its numbers
@@ -47,11 +54,12 @@ class LogitsGraph:
     """The session of a graph, and what is bound to it. One thread runs it at a time.
 
     Attributes:
-        memory: of the device that runs it.
-        metadata: of the graph, by its exporter.
-        token_shapes: of one token in its layers' part of the KV cache.
-        width: of a row of its output: of the logits, or of the hidden states before the last stage.
-        dtype: of its output.
+        memory: the memory of the device that runs it.
+        metadata: the metadata that the exporter has written into the graph.
+        token_shapes: the shapes of one token in its layers' part of the KV cache.
+        state_shapes: the shapes of the recurrent states of one sequence in its layers.
+        width: the length of a row of its output, which has logits, or hidden states before the last stage.
+        dtype: the dtype of its output.
     """
 
     def __init__(
@@ -66,11 +74,11 @@ class LogitsGraph:
         """Load the graph.
 
         Args:
-            path: of the graph, with its weights in the same folder.
+            path: the graph, with its weights in the same folder.
             num_threads: None or 0: one per core that this process may use.
-            memory: of the device that runs it.
-            stage: its number in the pipeline, from 1.
-            num_stages: of the pipeline.
+            memory: the memory of the device that runs it.
+            stage: the number of the stage in the pipeline, from 1.
+            num_stages: how many stages the pipeline has.
 
         Raises:
             MissingDependency: ONNX Runtime is not installed.
@@ -82,11 +90,14 @@ class LogitsGraph:
         check_logits_graph(self._session, path, stage=stage, num_stages=num_stages)
         self.metadata: dict[str, str] = dict(self._session.get_modelmeta().custom_metadata_map)
         self.token_shapes = _token_shapes(self._session, path)
-        [output] = [out for out in self._session.get_outputs() if not out.name.startswith(f"{_PRESENT}.")]
+        self.state_shapes = _state_shapes(self._session)
+        kept = (f"{_PRESENT}.", f"{_PRESENT_STATES}.")
+        [output] = [out for out in self._session.get_outputs() if not out.name.startswith(kept)]
         self._output = output.name
         self.width = int(output.shape[-1])
         self.dtype = np.dtype(_ELEMENT_TYPES[output.type])
         self._is_first, self._is_last = stage == 1, stage == num_stages
+        self._reads_positions = any(each.name == "position_ids" for each in self._session.get_inputs())
         self._binding = self._session.io_binding()
         self._unknown = np.zeros(2, np.int32)   # bounds that only a GPU reads
         self._bind("attention_metadata", self._unknown)
@@ -98,15 +109,19 @@ class LogitsGraph:
             place = self._place(cache.buffers[name])
             self._binding.bind_input(name, *place)
             self._binding.bind_output(name.replace(_PAST, _PRESENT, 1), *place)
+        for name in self.state_shapes:
+            place = self._place(cache.states[name])
+            self._binding.bind_input(name, *place)
+            self._binding.bind_output(name.replace(_PAST_STATES, _PRESENT_STATES, 1), *place)
 
     def run(self, batch: ForwardBatch, output: Any, *, hidden_states: Any = None) -> None:
         """Run the tokens of a batch.
 
         Args:
             batch: the tokens.
-            output: buffer of this memory for the result: of the last stage one row for each of the batch's
-                `logits_indices`, and one row if there are none; of another stage one for each token.
-            hidden_states: what the stage before has computed, in any memory; None: this is the first one.
+            output: buffer of this memory for the result. The last stage writes a row for each of the batch's
+                `logits_indices`, and one row if there are none; another stage writes a row for each token.
+            hidden_states: the output of the stage before, in any memory; None: this stage is the first one.
         """
         inputs: dict[str, NDArray[Any]] = {
             "cumulative_sequence_length": batch.query_start_loc,
@@ -115,11 +130,16 @@ class LogitsGraph:
         }
         if self._is_first:
             inputs["input_ids"] = batch.token_ids
+        if self._reads_positions:
             inputs["position_ids"] = batch.positions
         if self._is_last:
             # Some operators reject arrays without rows, so without wanted rows the first is computed.
             has_rows = len(batch.logits_indices) > 0
             inputs["logits_indices"] = batch.logits_indices if has_rows else np.zeros(1, np.int64)
+        if self.state_shapes:
+            assert batch.state_source is not None
+            assert batch.state_target is not None
+            inputs |= {"state_source": batch.state_source, "state_target": batch.state_target}
         if not self.memory.is_host:
             inputs["attention_metadata"] = _attention_metadata(batch)
         for name, array in inputs.items():
@@ -154,7 +174,7 @@ def check_written_cache(
     """
     for buffer in cache.buffers.values():
         buffer[0] = _MARK
-    one = ForwardBatch.of([[0]], num_computed_tokens=[0], block_table=[[0]])
+    one = ForwardBatch.of([[0]], num_computed_tokens=[0], block_table=[[0]], **cache.first_states())
     try:
         run(one)
     except Exception as error:  # onnxruntime's exceptions share no base class
@@ -175,19 +195,19 @@ def exported_context_length(metadata: Mapping[str, str], path: Path) -> int:
 
 
 def check_logits_graph(session: Any, path: Path, *, stage: int = 1, num_stages: int = 1) -> None:
-    """Check that a graph is one of `genserve export`, and the wanted stage of its pipeline.
+    """Check that a graph was exported by `genserve export`, as the wanted stage of its pipeline.
 
     Args:
-        session: of ONNX Runtime.
-        path: of the graph, for errors.
+        session: ONNX Runtime's session of the graph.
+        path: the graph's file, for errors.
         stage: the number of the stage in the pipeline, from 1.
-        num_stages: of the pipeline; 1: the graph has all layers.
+        num_stages: how many stages the pipeline has; 1: the graph has all layers.
 
     Raises:
         RepositoryError: the graph is another one, or of another version.
     """
     names = {argument.name for argument in session.get_inputs()}
-    if not any(name.startswith(f"{_PAST}.") for name in names):
+    if not any(name.startswith((f"{_PAST}.", f"{_PAST_STATES}.")) for name in names):
         raise RepositoryError(
             f"{path} has no KV cache: its inputs are {', '.join(sorted(names))}", remedy=_EXPORT
         )
@@ -233,6 +253,15 @@ def _token_shapes(session: Any, path: Path) -> TokenShapes:
                 )
             shapes[past.name] = (tuple(shape), cache_dtype(past, path))
     return shapes
+
+
+def _state_shapes(session: Any) -> StateShapes:
+    """Return the shapes of one sequence's recurrent states."""
+    return {
+        past.name: tuple(past.shape[1:])
+        for past in session.get_inputs()
+        if past.name.startswith(f"{_PAST_STATES}.")
+    }
 
 
 def cache_dtype(past: Any, path: Path) -> np.dtype[Any]:
@@ -292,10 +321,10 @@ def _not_started(path: Path, provider: Provider) -> RepositoryError:
 
 
 class OnnxLogits(CachedLogits):
-    """A logits graph over a KV cache; implements `generation.LogitsModel`. Used by one thread.
+    """A logits graph over a KV cache; implements `engine.LogitsModel`. Used by one thread.
 
     Attributes:
-        metadata: of the graph, by its exporter.
+        metadata: the metadata that the exporter has written into the graph.
         vocab_size: see `LogitsModel.vocab_size`.
     """
 
@@ -310,10 +339,10 @@ class OnnxLogits(CachedLogits):
         """Load the graph.
 
         Args:
-            path: of the model.onnx, with its weights in the same folder.
+            path: the model.onnx, with its weights in the same folder.
             num_threads: None or 0: one per core that this process may use.
-            memory: of the device that runs it; None: of the host. The logits are of its kind.
-            sizes: of the KV cache.
+            memory: the memory of the device that runs it, which has the logits too; None: the host's.
+            sizes: the bounds of the KV cache.
 
         Raises:
             MissingDependency: ONNX Runtime is not installed.
@@ -324,7 +353,11 @@ class OnnxLogits(CachedLogits):
         self._graph = LogitsGraph(path, num_threads=num_threads, memory=self._memory)
         self.metadata = self._graph.metadata
         super().__init__(
-            [CachePart(memory=self._memory, shapes=self._graph.token_shapes)],
+            [
+                CachePart(
+                    memory=self._memory, shapes=self._graph.token_shapes, states=self._graph.state_shapes
+                )
+            ],
             path=path,
             context_length=exported_context_length(self.metadata, path),
             **sizes,

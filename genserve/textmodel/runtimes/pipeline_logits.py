@@ -21,9 +21,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Unpack
 
-from genserve.backends.onnx_session import default_threads
+from genserve.engine.logits_model import ForwardBatch
 from genserve.errors import RepositoryError
-from genserve.generation.logits_model import ForwardBatch
+from genserve.machine import default_threads
 from genserve.sampling.logits_array import LogitsArray
 from genserve.textmodel.runtimes.cached_logits import (
     EXPORT_AGAIN,
@@ -37,7 +37,7 @@ from genserve.textmodel.runtimes.onnx_logits import LogitsGraph, check_written_c
 
 logger = logging.getLogger(__name__)
 
-_MEASURED_TOKENS = 32       # of the forward that is compared with one of a single token
+_MEASURED_TOKENS = 32       # a forward of so many tokens is compared with a forward of one
 _MAX_MICRO_BATCHES = 16
 # The cost of a micro-batch besides the runs of its stages: two threads wake each other.
 _HANDOVER_S = 1e-4
@@ -55,8 +55,8 @@ class StageCost:
 def num_micro_batches(costs: tuple[StageCost, ...], num_tokens: int) -> int:
     """Return into how many micro-batches a forward is divided, so that it takes the least time.
 
-    With m micro-batches the first passes all stages, and the m - 1 others follow it at the pace of the
-    slowest stage. Each is another run of every stage, which reads all its weights again.
+    With m micro-batches the first passes all stages, and the other m - 1 follow it at the pace of the
+    slowest stage. Each micro-batch is another run of every stage, which reads all its weights again.
     """
 
     def duration_s(number: int) -> float:
@@ -67,13 +67,13 @@ def num_micro_batches(costs: tuple[StageCost, ...], num_tokens: int) -> int:
 
 
 class PipelineLogits(CachedLogits):
-    """A pipeline of logits graphs; implements `generation.LogitsModel`. Used by one thread.
+    """A pipeline of logits graphs; implements `engine.LogitsModel`. Used by one thread.
 
     Each stage but the last has a thread, until `close` or the last reference to the pipeline is gone; the
     last stage runs on the thread of the caller. ONNX Runtime does not hold the interpreter's lock in a run.
 
     Attributes:
-        metadata: of the first graph, by its exporter.
+        metadata: the metadata that the exporter has written into the first graph.
         vocab_size: see `LogitsModel.vocab_size`.
     """
 
@@ -89,11 +89,11 @@ class PipelineLogits(CachedLogits):
         """Load the graphs, and measure what their runs cost.
 
         Args:
-            paths: of the graphs, in order, with their weights in the same folder.
-            num_threads: of each stage; None or 0: the cores that this process may use, divided among them.
-            memories: of the device of each stage; None: of the host. The logits are of the last one's kind.
+            paths: the graphs in order, with their weights in the same folder.
+            num_threads: threads of each stage; None or 0: the stages share the cores of this process.
+            memories: the memory of each stage's device; None: the host's. The last one has the logits too.
             max_micro_batch: maximum tokens of a micro-batch; None: by the measured costs.
-            sizes: of the KV cache of all stages.
+            sizes: the bounds of the KV cache of all stages together.
 
         Raises:
             MissingDependency: ONNX Runtime is not installed.
@@ -105,7 +105,10 @@ class PipelineLogits(CachedLogits):
         self._stages = _opened(paths, memories, num_threads=num_threads)
         self.metadata = self._stages[0].metadata
         super().__init__(
-            [CachePart(memory=stage.memory, shapes=stage.token_shapes) for stage in self._stages],
+            [
+                CachePart(memory=stage.memory, shapes=stage.token_shapes, states=stage.state_shapes)
+                for stage in self._stages
+            ],
             path=paths[0],
             context_length=exported_context_length(self.metadata, paths[0]),
             **sizes,
@@ -160,7 +163,7 @@ class PipelineLogits(CachedLogits):
     def _run_overlapped(self, parts: Sequence[tuple[ForwardBatch, slice]]) -> None:
         """Run micro-batches, each with the rows of its logits."""
         started: list[Future[Any]] = []
-        inputs: list[Future[Any]] = []      # of the last stage
+        inputs: list[Future[Any]] = []      # the inputs of the last stage
         try:
             for part, _ in parts:
                 before = None
@@ -180,7 +183,7 @@ class PipelineLogits(CachedLogits):
         self._stages[-1].run(part, wanted if len(wanted) else self._logits[-1:], hidden_states=hidden_states)
 
     def _rows(self, num_rows: int) -> Any:
-        """Return a buffer for logits, whose last row is for micro-batches of which no logits are wanted."""
+        """Return a buffer for logits, whose last row is for micro-batches without wanted logits."""
         stage = self._stages[-1]
         return stage.memory.rows(num_rows + 1, stage.width, stage.dtype)
 
@@ -194,6 +197,7 @@ class PipelineLogits(CachedLogits):
                 num_computed_tokens=[0],
                 block_table=[range(-(-num_tokens // self.block_size))],
                 logits_indices=range(num_tokens),
+                **self.cache.first_states(),
             )
             times_s[num_tokens] = self._run_in_turn(batch)
         costs = []
@@ -210,7 +214,7 @@ class PipelineLogits(CachedLogits):
 
 
 def _hidden_states(stage: LogitsGraph, batch: ForwardBatch, before: Any) -> Any:
-    """Run a stage before the last; `before` has the hidden states of the one before it, or its run."""
+    """Run a stage before the last; `before` has the hidden states of the previous stage, or its run."""
     output = stage.memory.rows(len(batch.token_ids), stage.width, stage.dtype)
     stage.run(batch, output, hidden_states=before.result() if isinstance(before, Future) else before)
     return output

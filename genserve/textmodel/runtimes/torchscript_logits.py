@@ -10,8 +10,8 @@ from typing import Any, Unpack
 import numpy as np
 
 from genserve.backends.libraries import import_torch
+from genserve.engine.logits_model import ForwardBatch
 from genserve.errors import RepositoryError
-from genserve.generation.logits_model import ForwardBatch
 from genserve.sampling.logits_array import LogitsArray
 from genserve.textmodel.runtimes.cached_logits import (
     EXPORT_AGAIN,
@@ -26,10 +26,10 @@ _CACHE_TYPES = {"fp32": np.float32, "fp16": np.float16}     # by the precision o
 
 
 class TorchLogits(CachedLogits):
-    """A `model.pt` of `genserve export`; implements `generation.LogitsModel`. Used by one thread.
+    """A `model.pt` of `genserve export`; implements `engine.LogitsModel`. Used by one thread.
 
     Attributes:
-        metadata: of the file, by its exporter.
+        metadata: the metadata that the exporter has written into the file.
     """
 
     def __init__(
@@ -38,9 +38,9 @@ class TorchLogits(CachedLogits):
         """Load the module.
 
         Args:
-            path: of the model.pt.
-            memory: of the device that runs it, and of the logits; None: of the host.
-            sizes: of the KV cache.
+            path: the model.pt.
+            memory: the memory of the device that runs it, which has the logits too; None: the host's.
+            sizes: the bounds of the KV cache.
 
         Raises:
             MissingDependency: PyTorch is not installed.

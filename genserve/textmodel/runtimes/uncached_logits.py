@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from genserve.backends.network_backend import RunFunction
+from genserve.backends.encoder import RunFunction
 from genserve.config.model_config import ModelConfig
+from genserve.engine.logits_model import ForwardBatch
 from genserve.errors import RepositoryError
-from genserve.generation.logits_model import ForwardBatch
 from genserve.sampling.logits_array import FloatArray, TokenArray
 from genserve.tensor import Tensor
-from genserve.textmodel.logits_config import LogitsNames
+from genserve.textmodel.logits_config import LengthLimit, LogitsNames
 from genserve.textmodel.runtimes.cached_logits import part_of, rows_per_run, sequence_of_tokens, token_slots
 
 _BLOCK_SIZE = 16
@@ -26,7 +26,7 @@ _ITEM_TYPES: Mapping[str, type[np.integer[Any]]] = {"TYPE_INT64": np.int64, "TYP
 
 
 class UncachedLogits:
-    """A graph without a KV cache; implements `generation.LogitsModel`. Used by one thread.
+    """A graph without a KV cache; implements `engine.LogitsModel`. Used by one thread.
 
     Its blocks hold token ids. A forward runs all tokens of each sequence whose logits are wanted. Rows of
     different lengths are padded on the right, where no earlier position attends.
@@ -34,18 +34,22 @@ class UncachedLogits:
 
     block_size = _BLOCK_SIZE
     kv_cache_bytes = 0
+    num_state_slots = 0
     metadata: Mapping[str, str] = MappingProxyType({})
 
-    def __init__(self, run: RunFunction, config: ModelConfig, *, max_length: int) -> None:
+    def __init__(
+        self, run: RunFunction, config: ModelConfig, *, max_length: int, context_length: int = 0
+    ) -> None:
         """Run the graph on two tokens, to validate it.
 
         Args:
             run: runs the graph.
-            config: of the stage; `max_batch_size` sequences run concurrently.
+            config: the stage's config; `max_batch_size` sequences run concurrently.
             max_length: maximum tokens of a sequence.
+            context_length: the most tokens that the config allows; 0: `max_length`.
 
         Raises:
-            RepositoryError: the config is not that of a logits stage, or the graph returns other logits than
+            RepositoryError: the config is not a logits stage's, or the graph returns other logits than
                 [batch, sequence, vocabulary].
         """
         self._run = run
@@ -53,6 +57,8 @@ class UncachedLogits:
         self._types = {spec.name: _item_type(spec.data_type, spec.name) for spec in config.inputs}
         self.max_num_seqs = max(1, config.max_batch_size)
         self.max_length = max_length
+        self.context_length = context_length or max_length
+        self.length_limit = LengthLimit.FLAG if max_length < self.context_length else LengthLimit.CONFIG
         self.num_blocks = self.max_num_seqs * -(-max_length // _BLOCK_SIZE)
         self._token_ids = np.zeros((self.num_blocks, _BLOCK_SIZE), dtype=np.int64)
         width = min(2, max_length)

@@ -11,6 +11,8 @@ from google.protobuf import text_format
 
 from genserve.backends.backend import ModelSource
 from genserve.backends.python.python_backend import PythonBackend
+from genserve.batching.model_instance import ModelInstances, group_placements
+from genserve.batching.queue_scheduler import make_scheduler
 from genserve.config.normalise import normalise
 from genserve.config.schema import model_config, new_model_config
 from genserve.errors import InferenceError, Status
@@ -18,15 +20,13 @@ from genserve.generation_metrics import Metrics
 from genserve.inference import Inference, InferenceRequest
 from genserve.inference_statistics import ModelStatistics
 from genserve.repository.request_validation import decoupled_error
-from genserve.schedulers.model_instance import ModelInstances, group_placements
-from genserve.schedulers.queue_scheduler import make_scheduler
 from genserve.tensor import Tensor
 
 DECOUPLED = "model_transaction_policy { decoupled: true }"
 HEADER = """\
 import triton_python_backend_utils as pb_utils
 import numpy as np
-import asyncio, json, threading
+import asyncio, json, threading, time
 
 
 def tensor(request, name="X"):
@@ -98,7 +98,7 @@ class Models:
     def write(self, name, source, config="", **files):
         """Write a model's files; paths are relative to the folder of the version.
 
-        A config without outputs gets Y: what is not declared is not answered.
+        A config without outputs gets the output Y, since undeclared outputs are not returned.
         """
         if "output" not in config:
             config += declared("Y")
@@ -149,7 +149,7 @@ class Models:
             self.stop(next(iter(self._models)))
 
     def infer(self, model, *arrays, **request):
-        """Ask a model; arrays are inputs X, X1, X2... or those given as `inputs`."""
+        """Call a model; arrays are inputs X, X1, X2..., or the inputs in `inputs`."""
         names = ["X", *(f"X{number}" for number in range(1, len(arrays)))][: len(arrays)]
         inputs = {name: Tensor(name, array) for name, array in zip(names, arrays, strict=True)}
         inputs |= request.pop("inputs", {})
@@ -164,11 +164,10 @@ class Models:
 
     def submit(self, inference):
         name = inference.request.model_name
-        inference.model_name = name
-        inference.model_version = 1
         model = self._find(name, inference.request.model_version)
         if self.configs[name].decoupled and not inference.takes_stream:
             raise decoupled_error(name)
+        inference.accept(model_version=1, batch_size=1)
         model.submit(inference)
 
     def load(self, name, *, config="", files=None):

@@ -4,8 +4,14 @@ import time
 
 import pytest
 
+from genserve.backends.python.model_context import RunningBatch
 from genserve.errors import InferenceError, Status
-from tests.backends.python.models import DECOUPLED, declared, floats
+from genserve.inference import Inference, InferenceRequest, common_share
+from genserve.request_context import NO_KEY, KeyShare
+from genserve.tensor import Tensor
+from tests.backends.python.models import DECOUPLED, Answer, declared, floats
+from tests.backends.python.test_stub import PROCESS
+from tests.support.live_server import wait_until
 
 TWO = "instance_group [{ count: 2 kind: KIND_CPU }]"
 
@@ -97,6 +103,36 @@ request = ask("target", x, request_id="7", correlation_id="s", flags=1, timeout=
 request.set_flags(2)
 return request.exec().output_tensors()[0].as_numpy()[0].decode()"""
     assert shown(models, body) == repr("""['7', 's', 2, 9, '{"a":true}']""")
+
+
+@pytest.mark.parametrize("config", ["", PROCESS])
+def test_a_call_is_for_the_key_of_the_batch(models, config):
+    models.add("double", DOUBLE)
+    models.add("caller", calling("return ask('double', x).exec().has_error()"), config)
+    shares = []
+    submit = models.submit
+
+    def submitted(inference):
+        shares.append(inference.share)
+        submit(inference)
+
+    models.submit = submitted
+    answers = [Answer(), Answer()]
+    keys = KeyShare("alice"), KeyShare("bob", 3.0)
+    for answer, key in zip(answers, keys, strict=True):
+        asked = InferenceRequest(model_name="caller", inputs={"X": Tensor("X", floats(3))})
+        answer.inference = Inference(request=asked, on_response=answer.receive, share=key)
+        models.submit(answer.inference)
+        assert answer.array[0].decode() == "False"
+    assert shares == [keys[0], keys[0], keys[1], keys[1]]
+
+
+def test_the_calls_of_a_batch_of_several_keys_have_none():
+    asked = InferenceRequest(model_name="m", inputs={})
+    names = ("alice", "alice", "bob")
+    batch = [Inference(request=asked, on_response=print, share=KeyShare(name)) for name in names]
+    for inferences, expected in ((batch[:2], KeyShare("alice")), (batch, NO_KEY), ([], NO_KEY)):
+        assert common_share(inferences) == expected
 
 
 FAILURES = [
@@ -208,7 +244,7 @@ def test_an_iterator_that_is_cancelled_cancels_the_request(models):
                 sender = request.get_response_sender()
                 sender.send(answer(np.zeros(1)))
                 while not request.is_cancelled():
-                    pass
+                    time.sleep(0.001)
                 sender.send(flags=1)
         """,
         DECOUPLED,
@@ -363,7 +399,7 @@ def test_a_future_that_is_cancelled_cancels_the_request(models):
             def execute(self, requests):
                 [request] = requests
                 while not request.is_cancelled():
-                    pass
+                    time.sleep(0.001)
                 return [answer(np.zeros(1))]
         """,
     )
@@ -376,6 +412,83 @@ async def give_up():
 return asyncio.run(give_up())"""
     assert shown(models, body) == "'gave up'"
     assert models.instances("target").ready
+
+
+UNTIL_CANCELLED = """
+    class TritonPythonModel:
+        def execute(self, requests):
+            [request] = requests
+            open(request.request_id(), "w").close()     # it runs
+            while not request.is_cancelled():
+                time.sleep(0.001)
+            request.get_response_sender().send(
+                pb_utils.InferenceResponse(error=pb_utils.TritonError("left")), flags=1)
+            return None if DECOUPLED else [None]
+"""
+FORWARDING = """
+    from concurrent.futures import ThreadPoolExecutor
+    class TritonPythonModel:
+        KIND execute(self, requests):
+            [r] = requests
+            call = ask("target", tensor(r), request_id=r.request_id())
+            said = [each.error().message() for each in CALL if each.has_error()]
+            call = ask("double", tensor(r))     # as a model that cleans up
+            said += [each.has_error() for each in AGAIN]
+            r.get_response_sender().send(answer(np.array(list(map(str, said)), dtype=object)), flags=1)
+            return None if DECOUPLED else [None]
+"""
+ONE, LATER = "[call.exec()]", "[await call.async_exec()]"
+WAYS = {
+    "exec": ("def", ONE, ONE),
+    "thread": ("def", "[ThreadPoolExecutor(1).submit(call.exec).result()]", ONE),
+    "async_exec": ("async def", LATER, LATER),
+    "decoupled exec": ("def", "call.exec(decoupled=True)", ONE),
+    "decoupled async_exec": ("async def", "await call.async_exec(decoupled=True)", LATER),
+}
+ALWAYS_IN_A_STUB = ("thread", "decoupled async_exec")
+
+
+# A stub forwards the calls of a thread, and of a coroutine with several answers: between them all its ways.
+IN_PROCESSES = [
+    *(pytest.param(way, "", id=f"{way}-in process") for way in WAYS),
+    *(
+        pytest.param(
+            way, PROCESS, id=f"{way}-stub", marks=[] if way in ALWAYS_IN_A_STUB else pytest.mark.extended
+        )
+        for way in WAYS
+    ),
+]
+
+
+@pytest.mark.parametrize(("way", "process"), IN_PROCESSES)
+def test_a_call_is_cancelled_with_the_request_that_it_was_made_for(models, tmp_path, way, process):
+    kind, call, again = WAYS[way]
+    config = DECOUPLED if "decoupled" in way else ""
+    forwarding = FORWARDING.replace("KIND", kind).replace("CALL", call).replace("AGAIN", again)
+    models.add("double", DOUBLE)
+    models.add("target", UNTIL_CANCELLED.replace("DECOUPLED", str(bool(config))), config)
+    models.add("caller", forwarding.replace("DECOUPLED", str(bool(config))), config + process)
+    runs = tmp_path / "runs"
+    answer = models.infer("caller", floats(3), id=str(runs))
+    wait_until(runs.exists)
+    answer.inference.cancel()
+    assert answer.array.tolist() == [b"left", b"False"]
+
+
+def test_a_call_is_cancelled_with_the_last_request_of_its_batch():
+    first, second, call, ended = (
+        Inference(request=InferenceRequest(model_name="m", inputs={}), on_response=lambda *_: None)
+        for _ in range(4)
+    )
+    batch = RunningBatch([first, second])
+    batch.add(call)
+    batch.add(ended)
+    ended.send(None, final=True)
+    first.cancel()
+    assert not call.cancelled
+    second.cancel()
+    assert call.cancelled
+    assert not batch._calls - {call}    # what has ended is not kept
 
 
 def test_models_load_and_check_other_models(models):

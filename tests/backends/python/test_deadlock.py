@@ -12,13 +12,13 @@ def inference(*executors, parts=(), backlog=None):
     asked = InferenceRequest(model_name="m", inputs={})
     made = Inference(request=asked, on_response=lambda response, final: None, parts=list(parts))
     made.backlog = backlog
-    made.executors = executors
+    made.blocked_by = lambda: executors
     return made
 
 
 def executing(instance, what):
     instance.executing = (what,)
-    what.executors = (instance,)
+    what.blocked_by = lambda: (instance,)
     what.started_ns = 1
 
 
@@ -180,7 +180,7 @@ def test_a_response_waits_for_itself_if_a_later_step_calls_its_model():
     waits(consumer, call)
     assert waits_for_itself(answered)
     assert not deadlocked(call)       # it is the producer that goes on
-    call.executors = (producer, executor())
+    call.blocked_by = lambda: (producer, executor())
     assert not waits_for_itself(answered)
 
 

@@ -18,6 +18,7 @@ from genserve.backends.python.python_model import EventLoop
 from genserve.errors import InferenceError, Status
 from genserve.tensor import DataType, Tensor
 from tests.backends.python.models import DECOUPLED, declared, floats
+from tests.support.live_server import wait_until
 
 IDENTITY = """
     class TritonPythonModel:
@@ -361,14 +362,13 @@ def test_a_model_sees_a_cancellation(models):
                 sender = request.get_response_sender()
                 sender.send(answer(np.zeros(1)))
                 while not request.is_cancelled():
-                    pass
+                    time.sleep(0.001)
                 sender.send(answer(np.array([sender.is_cancelled()])), flags=1)
         """,
         DECOUPLED,
     )
     answer = models.infer("m", floats(1))
-    while not answer.responses:
-        pass
+    wait_until(lambda: answer.responses)
     answer.inference.cancel()
     assert answer.arrays[1] == [True]
 

@@ -15,10 +15,11 @@ from prometheus_client import generate_latest
 from genserve.backends.python.model_context import ModelContext
 from genserve.backends.python.python_model import ModelSetup
 from genserve.backends.python.stub import ModelProcess
-from genserve.errors import InferenceError
+from genserve.errors import InferenceError, Status
 from genserve.inference import Backlog, Inference, InferenceRequest
 from genserve.tensor import Tensor
 from tests.backends.python.models import DECOUPLED, Answer, declared, floats
+from tests.support.live_server import wait_until
 
 PROCESS = 'parameters { key: "EXECUTION" value { string_value: "process" } }'
 
@@ -216,14 +217,13 @@ def test_a_decoupled_model_responds_through_its_senders(models):
                 sender = request.get_response_sender()
                 sender.send(answer(np.array([1])))
                 while not sender.is_cancelled():
-                    pass
+                    time.sleep(0.001)
                 sender.send(answer(np.array([2])), flags=1)
         """,
         f"{PROCESS} {DECOUPLED}",
     )
     answer = models.infer("m", floats(1))
-    while not answer.responses:
-        pass
+    wait_until(lambda: answer.responses)
     answer.inference.cancel()
     assert np.concatenate(answer.arrays).tolist() == [1, 2]
 
@@ -244,11 +244,14 @@ def test_a_crash_fails_its_own_requests_and_the_process_is_restarted(models):
     other = "class TritonPythonModel:\n    def execute(self, requests):\n        return [answer(np.ones(1))]"
     models.add("other", other)
     first = models.infer("m", floats(0)).array
-    assert models.infer("m", floats(1)).error.message == "Stub process 'm_0' is not healthy."
+    error = models.infer("m", floats(1)).error
+    assert error.message == "Stub process 'm_0' is not healthy."
+    # As in Triton, no status on which clients repeat a request: it may have caused the crash.
+    assert error.status is Status.INTERNAL
+    assert "may be the cause" in error.remedy
     assert not models.is_ready("m")
     assert models.infer("other", floats(1)).array == [1]
-    while not models.is_ready("m"):
-        pass
+    wait_until(lambda: models.is_ready("m"))
     assert models.infer("m", floats(0)).array != first
 
 
@@ -455,8 +458,7 @@ def stopped(models):
 
 def test_cancelling_does_not_block_on_a_process_that_does_not_read(models, stopped):
     answer = models.infer("m", np.zeros(2**22, np.float32))  # more than a pipe holds
-    while not answer.inference.started_ns:
-        pass
+    wait_until(lambda: answer.inference.started_ns)
     cancelling = threading.Thread(target=answer.inference.cancel, daemon=True)
     cancelling.start()
     cancelling.join(20)
@@ -467,8 +469,7 @@ def test_cancelling_does_not_block_on_a_process_that_does_not_read(models, stopp
 
 def test_a_process_with_an_endless_batch_is_killed_when_its_model_is_unloaded(models, stopped, caplog):
     answer = models.infer("m", np.zeros(2**22, np.float32))
-    while not answer.inference.started_ns:
-        pass
+    wait_until(lambda: answer.inference.started_ns)
     models.stop("m")
     assert not stopped.is_alive()
     assert "is not healthy" in answer.error.message

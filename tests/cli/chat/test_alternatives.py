@@ -18,6 +18,7 @@ from genserve.cli.chat.alternatives import (
 from genserve.cli.chat.chat_session import ChatSession
 from genserve.cli.chat.conversation import Conversation, Exchange
 from genserve.cli.chat.slash_commands import run_slash
+from genserve.cli.flags import RemoteServer
 from genserve.cli.model_access import ModelSwitch, OpenedModel, open_model
 from genserve.completion import TokenLogprob
 from genserve.errors import InvalidRequest
@@ -29,7 +30,7 @@ from tests.support.live_server import LiveServer
 
 @pytest.fixture(scope="module")
 def local(tiny_repository: Path) -> Iterator[OpenedModel]:
-    with open_model("tiny", repository=tiny_repository, url=None) as opened:
+    with open_model("tiny", repository=tiny_repository, server=None) as opened:
         yield opened
 
 
@@ -38,7 +39,8 @@ def opened(request: pytest.FixtureRequest, local, tiny_server: LiveServer):
     if request.param == "local":
         yield local
     else:
-        with open_model("tiny", repository=None, url=tiny_server.url) as remote:
+        server = RemoteServer(url=tiny_server.url, verify=True)
+        with open_model("tiny", repository=None, server=server) as remote:
             yield remote
 
 
@@ -132,8 +134,31 @@ def test_the_picker_moves_over_tokens_and_alternatives(local) -> None:
     picker.move_to_unsure(-1)
     picker.move_to_unsure(-1)
     assert picker.place == 1
-    styles = [style for style, text, *_ in picker.answer_fragments() if text]
+    styles = [style for style, text, *_ in picker.answer_fragments(width=80) if text]
     assert styles == ["", "reverse", ""]
+
+
+def test_the_token_of_the_answer_is_among_the_choices(local) -> None:
+    ids = local.text_model.tokenize("a b", add_special_tokens=False)
+    score = TokenLogprob(logprob=-9.0, top=((ids[0], -0.1),))
+    answer = ScoredAnswer(token_ids=(ids[1],), scores=(score,))
+    picker = TokenPicker(answer, TokenTexts(local.text_model))
+    shown = "".join(text for _, text, *_ in picker.alternative_fragments()).splitlines()
+    assert [line[:2] for line in shown] == ["▸ ", " •"]
+    picker.choose(1)
+    assert answer.beginning(0, picker.choice) == (ids[1],)
+
+
+def test_the_answer_is_wrapped_between_words(local) -> None:
+    ids = local.text_model.tokenize(" some more words", add_special_tokens=False)
+    score = TokenLogprob(logprob=-0.1, top=((ids[0], -0.1),))
+    picker = TokenPicker(
+        ScoredAnswer(token_ids=ids, scores=(score,) * len(ids)), TokenTexts(local.text_model)
+    )
+    for place in range(len(ids)):
+        picker.move(place - picker.place)
+        shown = "".join(text for _, text, *_ in picker.answer_fragments(width=10))
+        assert [line.replace("␣", " ").strip() for line in shown.splitlines()] == ["some more", "words"]
 
 
 def test_the_user_picks_an_alternative_or_leaves(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The REPL in a real pseudo-terminal, over a fake model."""
+"""The REPL in a real pseudo-terminal, over a fake model; a chat is a process, so most keys are extended."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_an_answer_is_printed_with_its_timing_and_ctrl_d_leaves(terminal: Termin
     say(terminal, "good day" + ENTER)
     terminal.expect("GOOD DAY")
     terminal.expect("3 tokens · first after ")
-    terminal.expect("tokens/s · context 13 of 2048 · eos_token")
+    terminal.expect("tokens/s · context 13 of 2048 · stop")
     say(terminal, CTRL_D)
     terminal.expect("streams closed: [True]")
     assert terminal.wait() == 0
@@ -39,7 +39,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_its_text(terminal: Terminal) -> None:
     say(terminal, "forever young" + ENTER)
     terminal.expect("FOREVER")
     terminal.type(CTRL_C)
-    terminal.expect("1 tokens · first after ")
+    terminal.expect("1 token · first after ")
     terminal.expect(" · stopped")
     say(terminal, "and on" + ENTER)
     terminal.expect("AND ON")
@@ -67,6 +67,7 @@ def test_alt_enter_starts_a_new_line_and_enter_sends_both(terminal: Terminal) ->
     terminal.expect(r"last asked: ['one\ntwo']")
 
 
+@pytest.mark.extended
 def test_three_quotes_open_and_close_a_block(terminal: Terminal) -> None:
     say(terminal, '"""' + ENTER + "one" + ENTER + ENTER + "two" + ENTER + '"""' + ENTER)
     terminal.expect("ONE TWO")
@@ -74,6 +75,7 @@ def test_three_quotes_open_and_close_a_block(terminal: Terminal) -> None:
     terminal.expect(r"last asked: ['one\n\ntwo']")
 
 
+@pytest.mark.extended
 def test_bytes_that_are_no_utf8_are_replaced(terminal: Terminal) -> None:
     terminal.expect(PROMPT)
     terminal.type_bytes(b"a\xffb" + ENTER.encode())
@@ -82,6 +84,7 @@ def test_bytes_that_are_no_utf8_are_replaced(terminal: Terminal) -> None:
     terminal.expect("last asked: ['a?b']")
 
 
+@pytest.mark.extended
 def test_pasted_lines_are_one_message(terminal: Terminal) -> None:
     say(terminal, "\x1b[200~one\ntwo\x1b[201~" + ENTER)
     terminal.expect("ONE TWO")
@@ -107,7 +110,7 @@ def test_typed_keys_do_not_mix_with_the_answer_and_are_the_next_prompt(tmp_path:
         assert terminal.modes() == terminal.modes_before
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.extended)])
 def test_a_signal_during_an_answer_leaves_a_sane_terminal(tmp_path: Path, number: int) -> None:
     with Terminal("tests.cli.chat_on_terminal", home=tmp_path) as terminal:
         say(terminal, "forever" + ENTER)
@@ -118,6 +121,7 @@ def test_a_signal_during_an_answer_leaves_a_sane_terminal(tmp_path: Path, number
         assert terminal.modes() == terminal.modes_before
 
 
+@pytest.mark.extended
 def test_an_answer_goes_on_after_a_resize_of_the_terminal(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     with Terminal(
@@ -127,7 +131,7 @@ def test_an_answer_goes_on_after_a_resize_of_the_terminal(tmp_path: Path) -> Non
         terminal.expect("WORDS GATED")
         terminal.resize(columns=20, rows=24)
         gate.touch()
-        lines = terminal.expect_screen(lambda lines: any("eos_token" in line for line in lines))
+        lines = terminal.expect_screen(lambda lines: any(line.endswith("stop") for line in lines))
         at = lines.index(" • A LIST OF WORDS")
         assert lines[at + 1 : at + 4] == ["   GATED THAT", "   BECOMES NARROW", "10 tokens · first"]
         terminal.type(CTRL_D)
@@ -158,6 +162,15 @@ def test_commands_are_completed_and_bye_leaves(terminal: Terminal) -> None:
     assert terminal.wait() == 0
 
 
+@pytest.mark.extended
+def test_a_second_tab_leaves_the_only_completion(terminal: Terminal) -> None:
+    terminal.expect(PROMPT)
+    terminal.type("/markd")
+    terminal.expect("render answers")   # in the menu
+    terminal.type(TAB + TAB + " off" + ENTER)
+    terminal.expect("Markdown is shown as the model writes it")
+
+
 def test_the_history_is_kept_for_the_next_chat_and_is_private(tmp_path: Path) -> None:
     with Terminal("tests.cli.chat_on_terminal", home=tmp_path) as first:
         say(first, "remember me" + ENTER)
@@ -170,6 +183,7 @@ def test_the_history_is_kept_for_the_next_chat_and_is_private(tmp_path: Path) ->
     assert (tmp_path / "genserve" / "history").stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.extended
 def test_a_history_that_becomes_unwritable_does_not_disturb_the_chat(tmp_path: Path) -> None:
     with Terminal("tests.cli.chat_on_terminal", home=tmp_path) as terminal:
         terminal.expect(PROMPT)
@@ -240,6 +254,7 @@ def test_ctrl_c_in_the_editor_belongs_to_the_editor(tmp_path: Path) -> None:
         assert terminal.modes() == terminal.modes_before
 
 
+@pytest.mark.extended
 def test_ctrl_r_searches_what_was_typed(terminal: Terminal) -> None:
     for question in ("about apples", "of pears"):
         say(terminal, question + ENTER)
@@ -251,12 +266,13 @@ def test_ctrl_r_searches_what_was_typed(terminal: Terminal) -> None:
     terminal.expect("ABOUT APPLES")
 
 
+@pytest.mark.extended
 def test_a_message_may_begin_with_a_slash_behind_a_space_and_a_narrow_terminal_will_do(
     tmp_path: Path,
 ) -> None:
     with Terminal("tests.cli.chat_on_terminal", home=tmp_path, columns=20) as terminal:
         say(terminal, " /etc is a folder of files" + ENTER)
-        lines = terminal.expect_screen(lambda lines: any("eos_token" in line for line in lines))
+        lines = terminal.expect_screen(lambda lines: any(line.endswith("stop") for line in lines))
         assert "/ETC IS A FOLDER OF" in lines
         assert "FILES" in lines
         say(terminal, "/help" + ENTER)

@@ -102,6 +102,26 @@ def test_an_error_ends_one_answer_only() -> None:
     assert pair[1].text == "two"
 
 
+def test_ctrl_c_in_the_midst_of_rendering_stops_the_answers_and_the_console_goes_on() -> None:
+    terminal = EmulatedTerminal(columns=60, rows=9)
+    pair = contestants(["one"], ["two"])
+    turn = threading.Semaphore(0)
+    for one in pair:
+        assert isinstance(one.model.text_model, Speaker)
+        one.model.text_model.turn = turn
+
+    def let_on() -> None:
+        terminal.painted.wait()
+        turn.release(2)
+
+    threading.Thread(target=let_on, daemon=True).start()
+    terminal.interrupt_next_rendering()
+    answer_side_by_side(terminal.console, pair, QUESTION, with_markdown=True)
+    terminal.console.print("still heard")
+    assert terminal.lines()[0] == "1 left                       │ 2 right"
+    assert terminal.lines()[-1] == "still heard"
+
+
 def test_the_chat_goes_on_with_the_answer_that_is_picked(tmp_path: Path) -> None:
     with Terminal("tests.cli.chat_on_terminal", home=tmp_path, columns=80) as terminal:
         terminal.expect(PROMPT)

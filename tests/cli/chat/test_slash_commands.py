@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
+from dataclasses import replace
+from errno import EFBIG
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,8 @@ from prompt_toolkit.document import Document
 from genserve.cli.chat.chat_session import ChatSession
 from genserve.cli.chat.repl import SlashCompleter
 from genserve.cli.chat.slash_commands import COMMANDS, run_slash
-from genserve.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
+from genserve.completion import CacheMatch, CacheMatchEnd, Usage
+from genserve.errors import InvalidRequest, ModelNotFound
 from genserve.sampling.sampling_options import SamplingOptions
 from tests.cli.fake_model import FakeModel, chat_with
 
@@ -79,21 +83,22 @@ def test_set_changes_a_parameter_of_the_next_answer(
 
 
 @pytest.mark.parametrize(
-    ("typed", "complaint"),
+    ("typed", "remedy"),
     [
-        ("temperature -1", "temperature must be between 0 and 100"),
-        ("temperature hot", "temperature"),
-        ("temprature 1", "temperature"),
-        ("temprature", "temperature"),
-        ("stop 5", "stop must be text"),
+        ("temperature -1", ""),
+        ("temperature hot", ""),
+        ("temprature 1", "did you mean temperature?"),
+        ("temprature", "did you mean temperature?"),
+        ("stop 5", ""),
     ],
 )
 def test_set_rejects_an_invalid_value_and_changes_nothing(
-    session: ChatSession, typed: str, complaint: str
+    session: ChatSession, typed: str, remedy: str
 ) -> None:
     before = dict(session.options)
-    with pytest.raises(InvalidRequest, match=complaint):
+    with pytest.raises(InvalidRequest) as caught:
         run_slash(session, f"/set {typed}")
+    assert (caught.value.field, caught.value.remedy) == (typed.split()[0], remedy)
     assert session.options == before
 
 
@@ -182,7 +187,7 @@ def test_save_leaves_no_partial_file_on_a_full_disk(session: ChatSession, tmp_pa
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
     try:
-        with pytest.raises(InvalidRequest, match="cannot be written: File too large"):
+        with pytest.raises(InvalidRequest, match=f"/chat.json .*{os.strerror(EFBIG)}"):
             run_slash(session, f"/save {tmp_path}/chat.json")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -198,9 +203,37 @@ def test_load_goes_on_with_a_saved_conversation(
     said("/clear")
     said("/system")
     shown = said(f"/load {tmp_path}/chat.json")
-    assert shown == "loaded 1 questions and answers; /save writes them back\n> one\nONE\n"
+    assert shown == "loaded 1 exchange; /save writes them back\n> one\nONE\n"
     session.ask("two")
     assert [m.content for m in model.asked[-1]] == ["Be brief.", "one", "ONE", "two"]
+
+
+def test_load_reads_what_the_chat_page_exports(session: ChatSession, said, tmp_path: Path) -> None:
+    def conversation(updated: int, *texts: str, other: str = "") -> dict[str, object]:
+        roles, parents = ("user", "assistant") * len(texts), ("root", *map(str, range(len(texts))))
+        messages = [
+            {"id": str(i), "parent": parents[i], "role": roles[i], "content": text, "created": i}
+            for i, text in enumerate(texts)
+        ]
+        messages.append({"id": "x", "parent": "root", "role": "user", "content": "another branch"})
+        return {
+            "system": "Be brief.",
+            "updated": updated,
+            "messages": {message["id"]: message for message in messages},
+            "chosen": {message["parent"]: message["id"] for message in messages[:-1]},
+        }
+
+    path = tmp_path / "chat.json"
+    conversations = [conversation(1, "old", "OLD"), conversation(2, "one", "ONE", "two", "TWO")]
+    path.write_text(json.dumps({"format": "genserve-conversations", "conversations": conversations}))
+    exported = path.read_bytes()
+    assert said(f"/load {path}").startswith("loaded 2 exchanges, the newest conversation of the chat page\n")
+    assert contents(session) == ["Be brief.", "one", "ONE", "two", "TWO"]
+    assert said("/save") == "usage: /save FILE\n"     # the export has more
+    assert path.read_bytes() == exported
+    path.write_text(json.dumps({"format": "genserve-conversations", "conversations": []}))
+    with pytest.raises(InvalidRequest, match="is not a whole export of the chat page"):
+        run_slash(session, f"/load {path}")
 
 
 @pytest.mark.parametrize(
@@ -281,16 +314,6 @@ def test_model_switches_and_keeps_what_the_user_has_set(session: ChatSession, sa
     assert session.options == {"temperature": 0.1, "top_k": 7}
 
 
-def test_a_question_gets_the_room_that_is_left(session: ChatSession, model: FakeModel, said) -> None:
-    said("/set max_tokens 500")
-    model.room = 100
-    session.ask("hi")
-    assert model.options[-1]["max_tokens"] is None
-    model.room = 0
-    with pytest.raises(ContextLengthExceeded):
-        session.ask("more")
-
-
 def test_tokens_are_counted_by_message(session: ChatSession, said) -> None:
     assert said("/tokens") == "nothing was said yet\n"
     said("/system Be brief.")
@@ -303,6 +326,12 @@ def test_tokens_are_counted_by_message(session: ChatSession, said) -> None:
         ["context", "17"],
     ]
     assert said("/tokens").endswith("context 17 of 2048, 2031 left\n")
+
+
+def test_compare_rejects_a_seed_that_changes_nothing(session: ChatSession, said) -> None:
+    said("/set temperature 0")
+    with pytest.raises(InvalidRequest, match="at temperature 0 every seed gives the same answer"):
+        run_slash(session, "/compare 7 Hi")
 
 
 def test_compare_needs_a_question(session: ChatSession, said) -> None:
@@ -343,6 +372,22 @@ def test_stats_count_answers_and_tokens(session: ChatSession, said) -> None:
     session.ask("one")
     session.ask("one two")
     assert said("/stats").startswith("fake: 2 answers, 5 tokens\nlast: 3 tokens")
+
+
+def test_cache_shows_where_the_last_prompt_left_the_prefix_cache(session: ChatSession, said) -> None:
+    assert said("/cache").startswith("nothing is known")
+    session.ask("one")
+    match = CacheMatch(
+        matched_tokens=3,
+        end=CacheMatchEnd.DIFFERENT,
+        prompt_token_ids=session.model.text_model.tokenize("blue sea"),
+        cached_token_ids=session.model.text_model.tokenize("red"),
+    )
+    usage = Usage(prompt_tokens=5, completion_tokens=1, cached_tokens=2, cache_match=match)
+    session.answers[-1] = replace(session.answers[-1], usage=usage)
+    first, *texts = said("/cache").splitlines()
+    assert "3 of 5 tokens" in first
+    assert [line.split() for line in texts[-2:]] == [["prompt", "blue", "sea"], ["cached", "red"]]
 
 
 @pytest.mark.parametrize("name", ["/bye", "/exit", "/quit"])

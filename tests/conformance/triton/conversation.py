@@ -141,13 +141,11 @@ class Conversation:
 
 def last_of_settled(ask: Callable[[], Any], *, still_s: float = 0.6) -> Any:
     """The answer that stayed the same for a while, with no model on its way; for recording."""
-    answer, since = ask(), time.monotonic()
-    while time.monotonic() - since < still_s or "LOADING" in canonical(answer):
-        time.sleep(0.03)
-        again = ask()
-        if canonical(again) != canonical(answer):
-            answer, since = again, time.monotonic()
-    return answer
+    answer = None
+    while canonical(again := ask()) != canonical(answer) or "LOADING" in canonical(again):
+        answer = again
+        time.sleep(still_s)
+    return again
 
 
 def first_equal(ask: Callable[[], Any], expected: Any, *, limit_s: float = 5.0) -> Any:

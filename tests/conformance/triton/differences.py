@@ -1,7 +1,8 @@
 """Differences: where genserve answers otherwise than the real server, on purpose.
 
 An entry holds for the exchanges whose `topic/name` matches its pattern, and tells the expected answer
-(or counts) of genserve from what was recorded. Each has its row in the table of docs/triton.md.
+(or counts) of genserve from what was recorded. Each has its row in a table of docs/triton.md or
+docs/triton_qa.md.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from genserve.config.diagnostics import first_error
-from genserve.repository.ensemble_rules import ensemble_diagnostics
+from genserve.config.backends import known_backends
 from genserve.repository.index import scan
-from genserve.server.routes.bundled_pages import FOLDER
+from genserve.repository.model_validation import Validator
+from genserve.server.pages.bundled_pages import FOLDER
 from genserve.version import __version__
 from tests.conformance.triton.exchange import Exchange
 
@@ -25,7 +26,7 @@ __all__ = ["DIFFERENCES", "Difference", "of_genserve"]
 
 
 Answer = dict[str, Any]
-# Of the real server's answer to step NUMBER, or of its counts.
+# Changes the real server's answer to step NUMBER, or its counts.
 ChangeAnswer = Callable[[int, Answer], Answer]
 ChangeCounts = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -43,7 +44,7 @@ class Difference:
     """One deliberate difference."""
 
     exchanges: str  # a regular expression that the whole of `topic/name` matches
-    row: str  # of the table in docs/triton.md
+    row: str  # its row in that table
     reason: str
     answer: ChangeAnswer = _same_answer
     counts: ChangeCounts = _same_counts
@@ -76,7 +77,7 @@ def _json_error(_: int, answer: Answer) -> Answer:
     return answer
 
 
-# Of a request that cannot be read; what a model or a repository says is not among them.
+# Messages about a request that cannot be read, but no messages of a model or a repository.
 _UNREADABLE = re.compile(
     "Unable to (parse|set|open) |failed to (parse|get) |Expected JSON object |attempt to |"
     "unexpected error on creating Triton parameter"
@@ -94,10 +95,10 @@ def _error_of_the_client(_: int, answer: Answer) -> Answer:
 def _with_reasons(_: int, answer: Answer) -> Answer:
     """The index, with the reason of each model whose config is invalid."""
     models = Path(__file__).parent / "models"
-    entries = scan([models])
+    validator = Validator(scan([models]))
     errors = {
-        name: entry.error or first_error(ensemble_diagnostics(entry, entries))
-        for name, entry in entries.items()
+        name: validator.config_error(entry) or validator.poll_error(entry) or validator.step_error(entry)
+        for name, entry in validator.entries.items()
     }
     lines = answer.get("json") or answer.get("message", {}).get("models", [])
     for line in lines if isinstance(lines, list) else []:
@@ -205,12 +206,44 @@ def _lower_case_headers(_: int, answer: Answer) -> Answer:
     return answer
 
 
+def _failed_reload(number: int, answer: Answer) -> Answer:
+    if number == 4:
+        answer["json"][0]["reason"] = (
+            "answers from its old files, as the last load has failed: load failed for model 'cold': "
+            "version 1 is at UNAVAILABLE state: Invalid argument: unable to find backend library for "
+            "backend 'abacus', try specifying runtime on the model configuration.; "
+            f"(known backends: {', '.join(known_backends())})"
+        )
+    return answer
+
+
+def _out_of_range(_: int, answer: Answer) -> Answer:
+    text = "element 0 of input 'INT8' is 300, which does not fit INT8"
+    if "json" in answer:
+        return _json({"error": text}, 400)
+    return {"code": "INVALID_ARGUMENT", "details": text}
+
+
 _CODES = {
     "INVALID_ARG": "unknown_output|unknown_input|wrong_type|wrong_shape|a_sequence_without_start",
     "NOT_FOUND": "unknown_model|failed_model|unknown_version|error_of_the_model",
 }
 
 DIFFERENCES = (
+    Difference(
+        exchanges=r"control/a_failed_load_keeps_the_loaded_model",
+        reason="clients need not read the log",
+        row="a reload that fails, in the index",
+        answer=_failed_reload,
+    ),
+    Difference(
+        exchanges=r"infer_errors/integer_out_of_range|grpc_infer/typed_int8_out_of_range",
+        reason="a number that does not fit its type is a mistake that nobody would notice",
+        row="a number that does not fit the data type of its input, such as 300 for INT8 or 1e39 for FP32, "
+        "in JSON or in typed gRPC contents",
+        answer=_out_of_range,
+        counts=_counts(),
+    ),
     Difference(
         exchanges=r".*/(grpc_)?server_metadata",
         reason="genserve says its own name and version",

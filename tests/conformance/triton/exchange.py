@@ -46,7 +46,7 @@ class Step:
     expect: dict[str, Any] | None = None
     concurrent: bool = False
     settle: bool = False
-    after_ms: int = 0  # of a concurrent step: how long after its group began
+    after_ms: int = 0  # when a concurrent step begins, after the beginning of its group
 
     def to_json(self) -> dict[str, Any]:
         """The step as it stands in a file."""

@@ -17,7 +17,8 @@ from tests.conformance.triton.scenarios import TOPICS
 # The models' own warnings are theirs.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in cast:RuntimeWarning")
 
-DOCS = (Path(__file__).parents[3] / "docs" / "triton.md").read_text(encoding="utf-8")
+_DOCS = Path(__file__).parents[3] / "docs"
+DOCS = "".join((_DOCS / page).read_text(encoding="utf-8") for page in ("triton.md", "triton_qa.md"))
 _RECORDED = [(topic, exchange) for topic in load_topics() for exchange in topic.exchanges]
 
 

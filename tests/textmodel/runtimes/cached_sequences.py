@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from genserve.generation.logits_model import LogitsModel
+from genserve.engine.logits_model import LogitsModel
 from tests.export.rows import BlockPool, Row
 
 __all__ = ["CachedSequences"]

@@ -54,7 +54,7 @@ class CopiedMemory(DeviceMemory):
 
 
 def test_a_graph_that_does_not_write_its_cache_in_place_is_rejected(path):
-    with pytest.raises(RepositoryError, match=r"does not write its cache on cpu: past_key_values\.0\.key"):
+    with pytest.raises(RepositoryError, match=r"past_key_values\.0\.key"):
         OnnxLogits(path, max_num_seqs=2, max_length=64, memory=CopiedMemory())
 
 
@@ -72,7 +72,7 @@ def test_a_provider_that_does_not_start_is_rejected_rather_than_replaced_by_the_
     tiny_checkpoint, tmp_path
 ):
     graph = write_graph(tiny_checkpoint, tmp_path, precision="fp16")
-    with pytest.raises(RepositoryError, match="CUDAExecutionProvider does not start"):
+    with pytest.raises(RepositoryError, match="CUDAExecutionProvider"):
         OnnxLogits(graph.folder / "model.onnx", max_num_seqs=2, memory=DeviceMemory("cuda:0"))
 
 

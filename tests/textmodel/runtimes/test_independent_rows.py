@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from genserve.engine.engine import Engine
+from genserve.engine.engine_request import TokenSequence
+from genserve.engine.speculation import Speculation
 from genserve.export import CacheType, export_model
 from genserve.export.export_options import SilentProgress
-from genserve.generation.engine import Engine
-from genserve.generation.engine_request import TokenSequence
-from genserve.generation.speculation import Speculation
 from genserve.textmodel.runtimes.onnx_logits import OnnxLogits
 from tests.fakes.drafts import Foreseen
 from tests.fakes.sequences import sample_loop, sequence_of

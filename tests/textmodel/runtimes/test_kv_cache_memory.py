@@ -5,14 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from genserve.textmodel.runtimes.kv_cache_memory import (
-    KVCache,
-    free_memory_bytes,
-    lazy_zeros,
-    token_bytes,
-    total_memory_bytes,
-)
+from genserve.textmodel.runtimes.kv_cache_memory import KVCache, lazy_zeros, token_bytes
 
 SHAPES = {
     "past_key_values.0.key": ((3, 64), np.dtype(np.int8)),
@@ -45,6 +40,27 @@ def test_copying_blocks_copies_whole_blocks_in_order():
         assert [np.unique(block).tolist() for block in buffer] == [[0], [3], [3], [3], [4], [5], [6], [5]]
 
 
+@pytest.mark.parametrize("on", ["numpy", "torch"])
+def test_blocks_are_written_as_they_were_read(on):
+    cache = cache_of()
+    for index, buffer in enumerate(cache.buffers.values()):
+        buffer[:] = np.random.default_rng(index).integers(-100, 100, buffer.shape)
+    before = {name: buffer.copy() for name, buffer in cache.buffers.items()}
+    if on == "torch":
+        cache = KVCache({name: torch.from_numpy(buffer) for name, buffer in cache.buffers.items()})
+    rows = cache.read_blocks([5, 2])
+    assert (rows.shape, rows.dtype) == ((2, cache.block_bytes), np.uint8)
+    assert cache.block_bytes * 8 == cache.nbytes
+    cache.write_blocks([7, 0], rows)
+    for name, buffer in cache.buffers.items():
+        expected = before[name]
+        expected[[7, 0]] = expected[[5, 2]]
+        np.testing.assert_array_equal(np.asarray(buffer), expected)
+    cache.write_blocks([], rows[:0])
+    cache.write_blocks([3], rows[[1]])
+    np.testing.assert_array_equal(cache.read_blocks([3]), rows[[1]])
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_is_allocated_as_it_is_written():
     def resident() -> int:
@@ -55,40 +71,3 @@ def test_memory_is_allocated_as_it_is_written():
     assert resident() - before < zeros.nbytes / 10
     zeros[100:612] = 1
     assert 0.4 < (resident() - before) / zeros.nbytes < 0.6
-
-
-@pytest.fixture
-def meminfo(tmp_path: Path) -> Path:
-    (tmp_path / "meminfo").write_text("MemTotal:       8000 kB\nMemFree:   10 kB\nMemAvailable:   4000 kB\n")
-    return tmp_path / "meminfo"
-
-
-def cgroup(folder: Path, *, limit: str, used: int, cached: int) -> Path:
-    (folder / "memory.max").write_text(f"{limit}\n")
-    (folder / "memory.current").write_text(f"{used}\n")
-    (folder / "memory.stat").write_text(f"anon 5\nfile 999999\ninactive_file {cached - 7}\nactive_file 7\n")
-    return folder
-
-
-def test_available_memory_of_the_machine_is_free(meminfo: Path, tmp_path: Path) -> None:
-    assert free_memory_bytes(meminfo=meminfo, cgroup=tmp_path / "none") == 4000 * 1024
-    unlimited = cgroup(tmp_path, limit="max", used=1, cached=7)
-    assert free_memory_bytes(meminfo=meminfo, cgroup=unlimited) == 4000 * 1024
-
-
-def test_free_memory_of_a_container_ignores_its_cached_files(meminfo: Path, tmp_path: Path) -> None:
-    folder = cgroup(tmp_path, limit="1000000", used=700_000, cached=100_000)
-    assert free_memory_bytes(meminfo=meminfo, cgroup=folder) == 400_000
-
-
-def test_unknown_memory_is_none(tmp_path: Path) -> None:
-    assert free_memory_bytes(meminfo=tmp_path / "none", cgroup=tmp_path) is None
-
-
-def test_the_total_memory_of_a_container_is_its_limit(meminfo: Path, tmp_path: Path) -> None:
-    assert total_memory_bytes(meminfo=meminfo, cgroup=tmp_path / "none") == 8000 * 1024
-    unlimited = cgroup(tmp_path, limit="max", used=1, cached=7)
-    assert total_memory_bytes(meminfo=meminfo, cgroup=unlimited) == 8000 * 1024
-    limited = cgroup(tmp_path, limit="1000000", used=1, cached=7)
-    assert total_memory_bytes(meminfo=meminfo, cgroup=limited) == 1_000_000
-    assert total_memory_bytes(meminfo=tmp_path / "none", cgroup=tmp_path / "none") is None

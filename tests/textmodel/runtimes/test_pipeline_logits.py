@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from genserve.engine.engine import Engine
+from genserve.engine.logits_model import LogitsModel
 from genserve.errors import RepositoryError
 from genserve.export.export_options import CacheType, Precision
-from genserve.generation.engine import Engine
-from genserve.generation.logits_model import LogitsModel
 from genserve.textmodel.logits_config import pipeline_files
 from genserve.textmodel.runtimes.kv_cache_memory import DeviceMemory, HostMemory
 from genserve.textmodel.runtimes.onnx_logits import OnnxLogits
@@ -136,7 +136,7 @@ class SmallDevice(DeviceMemory):
 
 
 def test_the_device_with_the_least_room_decides_the_size_of_the_cache(folder):
-    block_bytes = 256 * 2 * 2 * 16 * 4      # of a layer: tokens, keys and values, heads, numbers, bytes
+    block_bytes = 256 * 2 * 2 * 16 * 4      # per layer: tokens, keys and values, heads, numbers, bytes
     # The graphs do not run with such device ids, so only the sizes are asked for.
     with pytest.raises(RepositoryError, match="no room for one block"):
         pipeline(folder, memories=[SmallDevice(0, 100 * block_bytes), SmallDevice(1, block_bytes)])
@@ -157,7 +157,7 @@ def test_files_of_two_exports_are_rejected(folder, tmp_path, tiny_checkpoint):
     other = write_graph(tiny_checkpoint, tmp_path / "other", precision="int8", pipeline_stages=2).folder
     for file in other.glob("model.stage2.*"):
         shutil.copy(file, mixed)
-    with pytest.raises(RepositoryError, match=r"stage2\.onnx and model\.onnx are of two exports") as caught:
+    with pytest.raises(RepositoryError, match=r"stage2\.onnx and model\.onnx") as caught:
         pipeline(mixed)
     assert "--overwrite" in caught.value.remedy
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from genserve.backends.pytorch import open_module
+from genserve.engine.beam_search import BeamSearch
+from genserve.engine.engine import Engine
+from genserve.engine.logits_model import LogitsModel
+from genserve.engine.speculation import PromptLookup, Speculation
 from genserve.export.export_options import ExportFormat
-from genserve.generation.beam_search import BeamSearch
-from genserve.generation.engine import Engine
-from genserve.generation.logits_model import LogitsModel
-from genserve.generation.speculation import PromptLookup, Speculation
 from genserve.textmodel.logits_config import pipeline_files
 from genserve.textmodel.runtimes.growing_logits import GrowingLogits
 from genserve.textmodel.runtimes.kv_cache_memory import DeviceMemory, HostMemory, LogitsMemory
@@ -76,7 +76,7 @@ KINDS = {
 }
 
 
-@pytest.fixture(scope="module", params=[*KINDS, "growing"])
+@pytest.fixture(scope="module", params=[*KINDS, pytest.param("growing", marks=pytest.mark.extended)])
 def kind(request) -> str:
     return request.param
 
@@ -84,7 +84,7 @@ def kind(request) -> str:
 @pytest.fixture(scope="module")
 def reference(kind, request):
     """The model itself; a traced one is of an architecture that no family builds."""
-    name = "stablelm_checkpoint" if kind == "growing" else "tiny_checkpoint"
+    name = "traced_checkpoint" if kind == "growing" else "tiny_checkpoint"
     return reference_model(request.getfixturevalue(name))
 
 
@@ -200,10 +200,10 @@ def test_the_engine_s_greedy_tokens_are_those_of_generate(logits, reference, spe
     for number, sequence in enumerate(sequences):
         engine.add(sequence)
         if number % 2:
-            rows.update(engine.step().answered)
+            rows.update(engine.step().logits)
     engine.add_logits(branch)
     while not all(s.finished for s in sequences) or not rows:
-        rows.update(engine.step().answered)
+        rows.update(engine.step().logits)
     np.testing.assert_allclose(rows[branch], last_row(reference, branch.token_ids), atol=TOLERANCE)
     for sequence, prompt in zip(sequences, prompts, strict=True):
         expected = greedy_ids(reference, prompt, num_tokens=sequence.num_new_tokens)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
+from genserve.engine.logits_model import ForwardBatch
 from genserve.errors import RepositoryError
 from genserve.export.export_options import ExportFormat
-from genserve.generation.logits_model import ForwardBatch
 from genserve.textmodel.runtimes.kv_cache_memory import DeviceMemory
 from genserve.textmodel.runtimes.torchscript_logits import TorchLogits
 from tests.backends.networks import two_outputs_torchscript
@@ -80,7 +80,7 @@ def test_the_cache_stays_within_its_budget(module: Path) -> None:
 
 
 def test_a_decoding_loop_may_change_its_row_in_place(module: Path) -> None:
-    """Of the memory of the host it is numpy's, of a device torch's; for that the CPU stands in."""
+    """The row is numpy's in the host's memory, and torch's on a device, for which the CPU stands in."""
     batch = ForwardBatch(
         token_ids=np.array([5, 6, 7]),
         positions=np.array([0, 1, 0]),
@@ -103,10 +103,10 @@ def test_a_module_with_slots_in_place_of_blocks_is_rejected_with_a_remedy(tmp_pa
     zeros = torch.zeros(1, dtype=torch.long)
     file, metadata = tmp_path / "model.pt", {"genserve.json": '{"genserve.num_layers": "2"}'}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)     # of torch, for torch.export
+        warnings.simplefilter("ignore", DeprecationWarning)     # torch recommends torch.export instead
         traced = torch.jit.trace(forward, (zeros, zeros, zeros, torch.zeros(1, 1)), check_trace=False)
         torch.jit.save(traced, str(file), _extra_files=metadata)
-    with pytest.raises(RepositoryError, match="no KV cache in blocks: it was exported by an older") as caught:
+    with pytest.raises(RepositoryError, match="KV cache") as caught:
         TorchLogits(file, max_num_seqs=1)
     assert "--overwrite" in caught.value.remedy
 
@@ -121,6 +121,6 @@ def test_a_file_that_is_not_a_module_is_rejected_with_a_remedy(tmp_path: Path) -
 def test_a_module_without_a_cache_is_rejected_with_a_remedy(tmp_path: Path) -> None:
     torch.manual_seed(0)
     path = two_outputs_torchscript(tmp_path / "model.pt")
-    with pytest.raises(RepositoryError, match="does not contain the sizes of its KV cache") as caught:
+    with pytest.raises(RepositoryError, match="sizes of its KV cache") as caught:
         TorchLogits(path, max_num_seqs=1)
     assert "--format torchscript" in caught.value.remedy

@@ -16,7 +16,7 @@ def text_argument(value: str | bytes | bytearray, name: str) -> str:
 
     Args:
         value: the text.
-        name: of the argument, for the error: "a model name".
+        name: a noun for the argument in the error: "a model name".
 
     Raises:
         TypeError: it is neither str nor bytes.

@@ -7,11 +7,17 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import IntEnum
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, overload
 
 from genserve import inference as inner
 from genserve.backends.python.bls import BlsResponses, bls_exec, bls_exec_async, bls_stream_async
-from genserve.backends.python.model_context import ModelContext, Phase, current_context
+from genserve.backends.python.model_context import (
+    CURRENT_BATCH,
+    ModelContext,
+    Phase,
+    RunningBatch,
+    current_context,
+)
 from genserve.backends.python.pb_utils.pb_error import TritonModelException, text_argument
 from genserve.backends.python.pb_utils.pb_response import (
     FINAL,
@@ -64,6 +70,14 @@ class InferenceTrace:
         return None
 
 
+class _Caller(TypedDict):
+    """By whom a BLS request is made: the instance that waits for the response, and its batch."""
+
+    server: InferenceServer
+    executor: Executor | None
+    batch: RunningBatch | None
+
+
 class InferenceRequest:
     """A request to this model, as passed to `execute`; or a BLS request to another model."""
 
@@ -87,15 +101,15 @@ class InferenceRequest:
 
         Args:
             request_id: any text.
-            correlation_id: of its sequence; 0 or "": none.
+            correlation_id: the id of its sequence; 0 or "": it belongs to none.
             inputs: input tensors.
-            requested_output_names: empty: all outputs.
-            model_name: of the target model.
-            model_version: -1: the highest ready version.
+            requested_output_names: the outputs to return; empty: all.
+            model_name: the target model.
+            model_version: the target version; -1: the highest that is ready.
             flags: TRITONSERVER_REQUEST_FLAG_SEQUENCE_START, _END.
-            timeout: in the queue, in microseconds; 0: none.
-            preferred_memory: of the outputs; ignored.
-            trace: of the request.
+            timeout: the longest wait in the queue, in microseconds; 0: none.
+            preferred_memory: where outputs should be; ignored.
+            trace: the trace that the request belongs to.
             parameters: booleans, integers and strings.
 
         Raises:
@@ -219,10 +233,10 @@ class InferenceRequest:
         Raises:
             TritonModelException: the model is not executing.
         """
-        server, executor = self._server_and_executor()
+        caller = self._caller()
         if decoupled:
-            return ResponseIterator(BlsResponses(self._bls_request(), server=server, executor=executor))
-        return InferenceResponse._of(bls_exec(self._bls_request(), server=server, executor=executor))
+            return ResponseIterator(BlsResponses(self._bls_request(), **caller))
+        return InferenceResponse._of(bls_exec(self._bls_request(), **caller))
 
     @overload
     def async_exec(self, decoupled: Literal[False] = ...) -> asyncio.Future[InferenceResponse]: ...
@@ -237,14 +251,10 @@ class InferenceRequest:
         Raises:
             TritonModelException: the model is not executing.
         """
-        server, executor = self._server_and_executor()
+        caller = self._caller()
         if decoupled:
-            return bls_stream_async(
-                self._bls_request(), server=server, executor=executor, convert=ResponseIterator
-            )
-        return bls_exec_async(
-            self._bls_request(), server=server, executor=executor, convert=InferenceResponse._of
-        )
+            return bls_stream_async(self._bls_request(), convert=ResponseIterator, **caller)
+        return bls_exec_async(self._bls_request(), convert=InferenceResponse._of, **caller)
 
     def _respond(self, response: InferenceResponse) -> None:
         """Send the response that `execute` returned for it."""
@@ -278,29 +288,22 @@ class InferenceRequest:
         if self._inference is not None:
             self._inference.fail(error)
 
-    def _server_and_executor(self) -> tuple[InferenceServer, Executor | None]:
-        """Return the server, and the instance that waits for the response."""
+    def _caller(self) -> _Caller:
+        """Return by whom a BLS request is made."""
         context = self._context or current_context()
         if context is None or context.server is None or context.phase is not Phase.RUNNING:
             raise TritonModelException("BLS is only supported during the 'execute' function.")
-        return context.server, _executor(context)
+        # A thread without an executor or a batch was started by the model. `execute` is assumed to wait for
+        # it, unless the model is decoupled.
+        executor, batch = CURRENT_EXECUTOR.get(), CURRENT_BATCH.get()
+        if not context.decoupled:
+            executor, batch = executor or context.executor, batch or context.batch
+        return {"server": context.server, "executor": executor, "batch": batch}
 
     def _bls_request(self) -> inner.InferenceRequest:
         if self._flags == self._request.flags:
             return self._request
         return replace(self._request, flags=RequestFlags(self._flags))
-
-
-def _executor(context: ModelContext) -> Executor | None:
-    """Return the instance that waits for a BLS request.
-
-    A thread without an executor was started by the model. `execute` is assumed to wait for it, unless the
-    model is decoupled.
-    """
-    executor = CURRENT_EXECUTOR.get()
-    if executor is not None or context.decoupled:
-        return executor
-    return context.executor
 
 
 def _check_not_empty(inputs: Sequence[Tensor | None], outputs: Sequence[str], *, where: str) -> None:

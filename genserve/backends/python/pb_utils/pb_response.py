@@ -41,7 +41,7 @@ class InferenceResponse:
         Args:
             output_tensors: tensors that were not requested, or are not in the config, are dropped.
             error: sent in place of tensors.
-            parameters: of the response: booleans, integers and strings.
+            parameters: the response's parameters: booleans, integers and strings.
 
         Raises:
             TritonModelException: a tensor is None, or a parameter has another type.
@@ -240,11 +240,12 @@ def _wait_for_backlog(inference: Inference, backlog: Backlog) -> None:
 
 def _end_dropped(inference: Inference) -> None:
     """End a request whose sender was freed; Triton leaves it open for ever."""
-    logger.warning("model %s dropped a response sender without sending the final flag", inference.model_name)
+    model = inference.request.model_name
+    logger.warning("model %s dropped a response sender without sending the final flag", model)
     if not inference.num_responses:
         inference.fail(
             InferenceError(
-                f"model '{inference.model_name}' dropped the request without a response",
+                f"model '{model}' dropped the request without a response",
                 status=Status.INTERNAL,
                 remedy="send with flags=TRITONSERVER_RESPONSE_COMPLETE_FINAL, and keep the sender until then",
             )

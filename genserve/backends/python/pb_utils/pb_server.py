@@ -106,7 +106,7 @@ class MetricFamily:
 
         Args:
             labels: values by name.
-            buckets: of a histogram: ascending upper bounds.
+            buckets: a histogram's upper bounds, ascending.
 
         Raises:
             TritonModelException: the labels or buckets are invalid.
@@ -167,7 +167,7 @@ def load_model(
     """Load or reload a model, and wait until it is ready.
 
     Args:
-        model_name: of a model in the repository, or of a new one with `files`.
+        model_name: a model in the repository, or a new one with `files`.
         config: JSON that replaces its config.pbtxt.
         files: its files by `file:<version>/<name>`, which replace its folder.
 

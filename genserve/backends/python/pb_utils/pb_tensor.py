@@ -131,7 +131,7 @@ class Tensor:
         """Make a tensor of an array of another library, sharing its memory.
 
         Args:
-            name: of the tensor.
+            name: the tensor's name.
             tensor: a DLPack capsule, or an object with `__dlpack__` and `__dlpack_device__`.
 
         Raises:

@@ -1,0 +1,1 @@
+"""Batching: which inferences an instance executes together, and when."""

@@ -1,0 +1,147 @@
+"""The command `genserve verify`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from genserve.cli.completion_command import model_names
+from genserve.cli.flags import RepositoryFlags
+from genserve.errors import GenserveError, InvalidRequest, RepositoryError
+from genserve.settings import Flag, flag
+
+if TYPE_CHECKING:
+    from genserve.textmodel.text_model import TextModel
+
+_DIFFERENT, _NOT_VERIFIED = 1, 2    # exit codes
+_MAX_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyFlags(RepositoryFlags):
+    """The flags of `genserve verify`."""
+
+    file: Path = flag(
+        MISSING, Flag(help="JSON file: a receipt, or an answer that has one; -: stdin.", is_argument=True)
+    )
+    model: str | None = flag(
+        None, Flag(help="Default: the model that the receipt names.", heading="Model", complete=model_names)
+    )
+
+
+def verify(flags: VerifyFlags) -> None:
+    """Repeat an answer on this machine by its receipt, and compare its tokens and logits.
+
+    The answer to a request with `return_receipt` has a receipt. Exit codes: 0 the answers are equal; 1 they
+    are different; 2 the answer cannot be verified, because the receipt was changed or the model is another.
+    """
+    from genserve.cli.console import print_error
+
+    try:
+        receipt = _read_receipt(flags.file)
+        with_model = flags.model or receipt.get("model")
+        again = _repeated(receipt, name=str(with_model), repository=flags.model_repository)
+    except GenserveError as error:
+        print_error(error)
+        raise SystemExit(_NOT_VERIFIED) from None
+    difference = _difference(receipt, again)
+    if difference:
+        print(f"different: {difference}")
+    else:
+        compared = "" if receipt["logits_sha256"] is None else " and their logits"
+        print(f"equal: {len(again['token_ids'])} tokens{compared}")
+    here = again["made_by"]
+    made_by = {name: value for name, value in receipt["made_by"].items() if here.get(name) != value}
+    for name, value in made_by.items():
+        print(f"  {name}: {value!s:.12} then, {here.get(name, 'none')!s:.12} now")
+    if difference:
+        raise SystemExit(_DIFFERENT)
+
+
+def _read_receipt(path: Path) -> Mapping[str, Any]:
+    """Return the only receipt in a file; raises InvalidRequest."""
+    from genserve.files import read_regular_text
+
+    where = "standard input" if str(path) == "-" else str(path)
+    try:
+        if str(path) == "-":
+            text = sys.stdin.read(_MAX_BYTES)
+        else:
+            text = read_regular_text(path, max_bytes=_MAX_BYTES)
+        found = [*_receipts(json.loads(text))]
+    except OSError as error:
+        raise InvalidRequest(f"{where} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(
+            f"{where} is not JSON: {error}", remedy="of a stream, take the event that has the receipt"
+        ) from None
+    if len(found) != 1:
+        raise InvalidRequest(
+            f"{where} has {len(found)} receipts, not one",
+            remedy="send the request again with return_receipt, and write its answer to a file",
+        )
+    return found[0]
+
+
+def _receipts(value: Any) -> Iterator[Mapping[str, Any]]:
+    if isinstance(value, dict) and isinstance(value.get("receipt"), int):
+        yield value
+    elif isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _receipts(part)
+
+
+def _repeated(
+    receipt: Mapping[str, Any], *, name: str, repository: Path | None
+) -> Mapping[str, Any]:
+    """Return the receipt of the same request here.
+
+    Raises:
+        GenserveError: see `repeated_request`; there is no such model, or it is not the receipt's.
+    """
+    from genserve.cli.model_access import loading
+    from genserve.repository.repository import Repository
+    from genserve.store import default_repository
+    from genserve.textmodel.receipts import repeated_request
+
+    request = repeated_request(receipt)
+    models = Repository([default_repository() if repository is None else repository])
+    try:
+        with loading(name):
+            model = models.start_text_model(name)
+        _require_same(receipt, model)
+        return model.repeat(request)
+    finally:
+        models.close()
+
+
+def _require_same(receipt: Mapping[str, Any], model: TextModel) -> None:
+    """Raise RepositoryError if the model is not the one that the receipt describes."""
+    from genserve.textmodel.receipts import described
+
+    then, now = described(receipt), described(model.facts())
+    other = [name for name in now if then.get(name) != now[name]]
+    if other:
+        raise RepositoryError(
+            f"the receipt is of another model than {model.name!r} here: of {', '.join(sorted(other))}",
+            remedy="name the repository that has the files with which the receipt was made",
+        )
+
+
+def _difference(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return the first difference between two receipts of one request; empty: they are equal."""
+    for position, (one, other) in enumerate(zip_longest(then["token_ids"], now["token_ids"])):
+        if one != other:
+            words = ["the end" if token is None else f"{token}" for token in (one, other)]
+            return f"token {position} of the answer was {words[0]}, and is {words[1]}"
+    if then["logits_sha256"] not in (None, now["logits_sha256"]):
+        return "the tokens are equal, and the logits are not"
+    for name in ("finish_reason", "stop_reason"):
+        if then[name] != now[name]:
+            return f"the tokens are equal; {name} was {then[name]!r}, and is {now[name]!r}"
+    return ""

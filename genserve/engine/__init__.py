@@ -1,0 +1,1 @@
+"""Engine: sequences of tokens, generated in batches. No text, no web, no runtime."""

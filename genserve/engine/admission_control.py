@@ -1,0 +1,388 @@
+"""Admission control: accepts or rejects requests for an engine; a rejection has a time to retry."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from genserve.errors import Overloaded
+from genserve.generation_metrics import GenerationMetrics
+from genserve.request_context import NO_KEY, KeyShare
+
+T = TypeVar("T")
+
+_MEASUREMENT_LASTS_S = 60.0     # what an engine did counts as known for this time after it was full
+
+
+class WaitPrediction:
+    """Measures when the slots of one engine become free.
+
+    A *slot* is a row of a forward, for one sequence or beam. Its caller holds a lock; times are by the
+    engine's clock. The engine is measured only while it is *full*: from the moment a request finds no free
+    slot or blocks until the queue is empty. Under light load, slots are free, and the measurement would not
+    show how fast the engine can be. Until it is known, it is estimated from how long the last requests held
+    their slots.
+
+    Attributes:
+        full: whether the engine is full.
+    """
+
+    def __init__(self, *, max_num_seqs: int) -> None:
+        self.full = False
+        self._max_num_seqs = max_num_seqs
+        self._full_s = 0.0                          # total time the engine has been full
+        self._last_full_s = 0.0                     # when it was full last
+        # `_full_s` at each start. Answers of one length end together, so one round of them is too few.
+        self._started_s: deque[float] = deque([0.0], maxlen=4 * max_num_seqs + 1)
+        self._times_s: NDArray[np.float64] | None = None    # `_started_s` and `_full_s`, since the last step
+        self._began_s: deque[float] = deque(maxlen=max_num_seqs)    # the last sequences, full or not
+        self._held_s: deque[float] = deque(maxlen=max_num_seqs)     # by the last sequences to end
+        self._last_end_s = 0.0                      # when the last of them was freed
+
+    def record_end(self, seconds: float, *, now_s: float) -> None:
+        """Record how long a sequence that has ended held its slot."""
+        self._held_s.append(seconds)
+        self._last_end_s = now_s
+
+    def record_step(
+        self, seconds: float, *, num_started: int, full: bool, num_waiting: int, now_s: float
+    ) -> None:
+        """Record a step.
+
+        Args:
+            seconds: the duration of the step.
+            num_started: slots of the sequences that had their first step.
+            full: whether the first waiting request found no slot, or too few blocks.
+            num_waiting: requests in the scheduler's queue.
+            now_s: when the step ended.
+        """
+        self._began_s.extend([now_s] * num_started)
+        was_full = self.full
+        self.full = full or (was_full and num_waiting > 0)
+        if self.full or was_full:  # the step that empties the queue is the last of a full engine
+            self._forget_if_outdated(now_s - seconds)
+            self._full_s += seconds
+            self._last_full_s = now_s
+            self._started_s.extend([self._full_s] * num_started)
+            self._times_s = None
+
+    def seconds_per_slot(self, now_s: float) -> float | None:
+        """Return how long a full engine takes to free one slot, on average; None: not known now."""
+        if self._is_measured(now_s):
+            return (self._full_s - self._started_s[0]) / (len(self._started_s) - 1)
+        # Steps with few sequences are faster, so this promises rather too much: it rejects too few.
+        held_s = self._mean_held_s(now_s)
+        return None if held_s is None else held_s / self._max_num_seqs
+
+    def longest_wait_s(self, num_slots: int, *, now_s: float) -> float:
+        """Return how long it may take until this many slots are free; 0 if it is not known now.
+
+        Slots do not become free evenly: answers of one length that began together end together. If 36
+        requests wait for 32 slots, four of them wait for two rounds of answers, although by the average
+        they would wait for little more than one. The result is therefore the longest time that as many
+        starts have taken. The times of several rounds are added up, because few rounds are known.
+        """
+        rounds, rest = divmod(num_slots, self._max_num_seqs)
+        if self._is_measured(now_s):
+            return rounds * self._longest_s(self._max_num_seqs) + self._longest_s(rest)
+        return self._estimated_wait_s(num_slots, now_s=now_s)
+
+    def shortest_wait_s(self, *, now_s: float) -> float:
+        """Return how long it takes until one slot is free if all answers are as short as a recent one."""
+        if not self._began_s or self._mean_held_s(now_s) is None:
+            return 0.0
+        return max(0.0, self._began_s[0] + min(self._held_s) - now_s)
+
+    def _estimated_wait_s(self, num_slots: int, *, now_s: float) -> float:
+        """Return what `longest_wait_s` is if all answers take as long as the last ones on average."""
+        held_s = self._mean_held_s(now_s)
+        if held_s is None:
+            return 0.0
+        rounds, slot = divmod(num_slots - 1, self._max_num_seqs)
+        began_s = self._began_s[slot] if slot < len(self._began_s) else now_s
+        return max(0.0, began_s + held_s - now_s) + rounds * held_s
+
+    def _longest_s(self, num_starts: int) -> float:
+        """Return the longest time between a start and the `num_starts`-th one after it, or now."""
+        if self._times_s is None:   # many requests may ask between two steps
+            self._times_s = np.array([*self._started_s, self._full_s])
+        times_s = self._times_s
+        return float((times_s[num_starts:] - times_s[: len(times_s) - num_starts]).max())
+
+    def _is_measured(self, now_s: float) -> bool:
+        # More than one round: the first pause began before the engine was full.
+        num_started = len(self._started_s) - 1
+        return num_started > self._max_num_seqs and now_s - self._last_full_s <= _MEASUREMENT_LASTS_S
+
+    def _mean_held_s(self, now_s: float) -> float | None:
+        if self._held_s and now_s - self._last_end_s <= _MEASUREMENT_LASTS_S:
+            return sum(self._held_s) / len(self._held_s)
+        return None
+
+    def _forget_if_outdated(self, now_s: float) -> None:
+        if now_s - self._last_full_s > _MEASUREMENT_LASTS_S:
+            self._started_s.clear()
+            self._started_s.append(self._full_s)
+
+
+_MAX_RETRY_AFTER_S = 60.0       # the official clients do not wait longer
+_MIN_RETRY_AFTER_S = 0.1
+_UNKNOWN_RETRY_AFTER_S = 1.0    # while the throughput is not known
+# The share of the longest wait that a request may be predicted to wait. An engine that shares its cores with
+# a flood of requests becomes a quarter slower, and to time out in the queue is worse than to be rejected.
+_PREDICTED_SHARE = 0.7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueLimits:
+    """How many requests may wait for an engine, and how long."""
+
+    max_requests: int                   # may wait, besides the running ones
+    max_tokens: int | None = None       # prompt tokens that may wait for their first step; None: no limit
+    max_wait_s: float | None = None     # the longest wait for the first step; None: no limit
+
+
+class RetryTimes:
+    """When rejected requests should be retried, so that they neither come together nor leave slots idle."""
+
+    def __init__(self) -> None:
+        self._last_s = 0.0      # the retry time of the last one
+
+    def after_s(self, seconds_per_slot: float | None, *, max_s: float | None, now_s: float) -> float:
+        """Return after which time the next rejected request should be retried.
+
+        Retry times increase by half of the time in which a slot becomes free, so the queue does not run
+        empty even if the estimate is wrong, and none is longer than the longest wait in the queue.
+
+        Args:
+            seconds_per_slot: the time in which a slot becomes free; None or 0: unknown.
+            max_s: the longest wait in the queue; None: no limit.
+            now_s: the time.
+        """
+        seconds = seconds_per_slot or _UNKNOWN_RETRY_AFTER_S
+        latest_s = now_s + min(max_s or _MAX_RETRY_AFTER_S, _MAX_RETRY_AFTER_S)
+        self._last_s = min(max(now_s, self._last_s) + seconds / 2, latest_s)
+        return max(_MIN_RETRY_AFTER_S, self._last_s - now_s)
+
+
+class RejectionReason(StrEnum):
+    """Why a request was rejected; the label of `genserve_admission_rejections_total`."""
+
+    MAX_QUEUE = "max_queue"
+    MAX_QUEUE_TOKENS = "max_queue_tokens"
+    PREDICTED_WAIT = "predicted_wait"   # on arrival, because it would wait too long
+    QUEUE_TIMEOUT = "queue_timeout"     # later, because it has waited too long
+
+
+# The reason of an ingress, whose replicas are all known to be full.
+REPLICAS_FULL = "replicas_full"
+
+
+class AdmissionControl:
+    """Counts the requests that wait for one engine, has their wait predicted, and applies the limits.
+
+    Its caller holds a lock; times are by the engine's clock. Requests are counted by the *slots* that
+    they need in a forward, one for each sequence or beam.
+
+    Attributes:
+        limits: how many requests may wait, and how long.
+        num_accepted: slots of all requests that have not ended.
+        num_tokens: tokens of the prompts that wait for their first step.
+    """
+
+    def __init__(self, *, max_num_seqs: int, limits: QueueLimits, metrics: GenerationMetrics) -> None:
+        self.limits = limits
+        self.num_accepted = 0
+        self.num_tokens = 0
+        self._max_num_seqs = max_num_seqs
+        self._metrics = metrics
+        for reason in RejectionReason:      # or a rate would miss the first rejection
+            metrics.rejected(reason.value, count=0)
+        # Slots of all requests that have not ended or are prepared, by key.
+        self._taken: Counter[str] = Counter()
+        self._weights: dict[str, float] = {}
+        # Slots, by priority.
+        self._preparing: Counter[int] = Counter()
+        self._waiting: Counter[int] = Counter()
+        self._prediction = WaitPrediction(max_num_seqs=max_num_seqs)
+        self._retry_times = RetryTimes()
+
+    @property
+    def capacity(self) -> int:
+        """How many may run, wait and be prepared together."""
+        return self._max_num_seqs + self.limits.max_requests
+
+    @property
+    def num_waiting(self) -> int:
+        """Slots of accepted requests that wait for their first step."""
+        return sum(self._waiting.values())
+
+    @property
+    def num_preparing(self) -> int:
+        """Slots of requests whose prompts are being prepared."""
+        return sum(self._preparing.values())
+
+    def check(
+        self, count: int, *, num_tokens: int, priority: int, now_s: float, share: KeyShare = NO_KEY
+    ) -> None:
+        """Raise Overloaded if a request for `count` slots may not wait now.
+
+        While requests of other keys fill the queue, a key may nevertheless use its share of it.
+        A prompt that is longer than the limit is accepted while no other prompt waits. Only requests in front
+        of `priority` count for the predicted wait. One that would wait alone is rejected only if each of the
+        last answers took too long: its wait shows how fast the engine is now.
+        """
+        if self._is_within_share(count, share):
+            return
+        self.check_count(count, now_s=now_s)
+        limit = self.limits.max_tokens
+        if limit is not None and self.num_tokens and self.num_tokens + num_tokens > limit:
+            raise self._rejection(
+                RejectionReason.MAX_QUEUE_TOKENS,
+                f"prompts of {self.num_tokens} tokens are waiting; {num_tokens} more would exceed the limit, "
+                f"{limit}",
+                remedy="try again later, or raise --max-queue-tokens",
+                now_s=now_s,
+            )
+        max_wait_s = self.limits.max_wait_s
+        if max_wait_s is None:
+            return
+        wait_s = self._predicted_wait_s(priority, now_s=now_s)
+        if self._is_too_long(wait_s):
+            raise self._rejection(
+                RejectionReason.PREDICTED_WAIT,
+                f"a request would wait about {wait_s:.0f} s now; the limit is {max_wait_s:g} s",
+                remedy="try again later, or raise --max-queue-wait-s",
+                now_s=now_s,
+            )
+
+    def _is_within_share(self, count: int, share: KeyShare) -> bool:
+        """Whether other keys compete, and a key would hold at most its share of the capacity."""
+        if self._weights.keys() <= {share.name}:
+            return False
+        others = sum(weight for name, weight in self._weights.items() if name != share.name)
+        part = share.weight / (share.weight + others)
+        return self._taken[share.name] + count <= part * self.capacity
+
+    def num_free(self, *, now_s: float) -> int:
+        """Return how many slots short prompts of the default priority get now; 0: `check` rejects one."""
+        limit = self.limits.max_tokens
+        if limit is not None and self.num_tokens >= limit:
+            return 0
+        if self._is_too_long(self._predicted_wait_s(0, now_s=now_s)):
+            return 0
+        return max(0, self.capacity - self.num_accepted - self.num_preparing)
+
+    def seconds_per_slot(self, *, now_s: float) -> float | None:
+        """Return the time in which a slot becomes free while requests wait; None: it is not known."""
+        return self._prediction.seconds_per_slot(now_s)
+
+    def check_count(self, count: int, *, now_s: float) -> None:
+        """Raise Overloaded if `count` more slots exceed the capacity."""
+        taken = self.num_accepted + self.num_preparing
+        if taken + count > self.capacity:
+            requests = "1 request is" if taken == 1 else f"{taken} requests are"
+            raise self._rejection(
+                RejectionReason.MAX_QUEUE,
+                f"{requests} running or waiting; the limit is {self.capacity}",
+                remedy="try again later, or raise --max-queue",
+                now_s=now_s,
+            )
+
+    def timeout(self, *, now_s: float) -> Overloaded:
+        """Return the error of a request that has waited for `max_wait_s`, and count it."""
+        return self._rejection(
+            RejectionReason.QUEUE_TIMEOUT,
+            f"the request has waited for {self.limits.max_wait_s:g} s, which is the limit",
+            remedy="try again later, or raise --max-queue-wait-s",
+            now_s=now_s,
+        )
+
+    def _rejection(self, reason: RejectionReason, message: str, *, remedy: str, now_s: float) -> Overloaded:
+        """Return the error of a rejected request, and count it."""
+        name = reason.value
+        self._metrics.rejected(name)
+        seconds = self.seconds_per_slot(now_s=now_s)
+        retry_after_s = self._retry_times.after_s(seconds, max_s=self.limits.max_wait_s, now_s=now_s)
+        return Overloaded(message, retry_after_s=retry_after_s, remedy=remedy, reason=name)
+
+    def _is_too_long(self, wait_s: float) -> bool:
+        limit_s = self.limits.max_wait_s
+        return limit_s is not None and wait_s > limit_s * _PREDICTED_SHARE
+
+    def reserve(self, count: int, *, priority: int, share: KeyShare = NO_KEY) -> None:
+        """Count slots of a request whose prompts are still to be prepared."""
+        self._preparing[priority] += count
+        self._take(count, share)
+
+    def release(self, count: int, *, priority: int, share: KeyShare = NO_KEY) -> None:
+        """Undo `reserve`."""
+        _subtract(self._preparing, priority, count)
+        self._give_back(count, share)
+
+    def accept(self, num_seqs: int, *, share: KeyShare = NO_KEY) -> None:
+        """Count an accepted request."""
+        self.num_accepted += num_seqs
+        self._take(num_seqs, share)
+
+    def leave(self, num_seqs: int, *, share: KeyShare = NO_KEY) -> None:
+        """Undo `accept`: the request has ended."""
+        self.num_accepted -= num_seqs
+        self._give_back(num_seqs, share)
+
+    def _take(self, count: int, share: KeyShare) -> None:
+        self._taken[share.name] += count
+        self._weights[share.name] = share.weight
+
+    def _give_back(self, count: int, share: KeyShare) -> None:
+        _subtract(self._taken, share.name, count)
+        if share.name not in self._taken:
+            self._weights.pop(share.name, None)
+
+    def record_end(self, seconds: float, *, now_s: float) -> None:
+        """Record how long a sequence that has ended held its slot."""
+        self._prediction.record_end(seconds, now_s=now_s)
+
+    def wait(self, num_seqs: int, *, num_tokens: int, priority: int) -> None:
+        """Count an accepted sequence that waits for its first step."""
+        self.num_tokens += num_tokens
+        self._waiting[priority] += num_seqs
+
+    def start(self, num_seqs: int, *, num_tokens: int, priority: int) -> None:
+        """Undo `wait`: the sequence had its first step, or ended before."""
+        self.num_tokens -= num_tokens
+        _subtract(self._waiting, priority, num_seqs)
+        if not self._waiting:
+            self._prediction.full = False   # if all requests have left, no step will record it
+
+    def record_step(
+        self, seconds: float, *, num_started: int, full: bool, num_waiting: int, now_s: float
+    ) -> None:
+        """See `WaitPrediction.record_step`; `num_started` counts slots as `wait` counted them."""
+        self._prediction.record_step(
+            seconds, num_started=num_started, full=full, num_waiting=num_waiting, now_s=now_s
+        )
+
+    def _predicted_wait_s(self, priority: int, *, now_s: float) -> float:
+        num_waiting = self.num_waiting
+        # Where blocks are short, free slots do not help.
+        num_free = 0 if self._prediction.full else self._max_num_seqs - (self.num_accepted - num_waiting)
+        num_ahead = num_waiting + self.num_preparing
+        if num_ahead < num_free:
+            return 0.0
+        if num_ahead == num_free:
+            return self._prediction.shortest_wait_s(now_s=now_s)
+        queue = [*self._waiting.items(), *self._preparing.items()]
+        num_slots = sum(count for other, count in queue if other <= priority) + 1 - num_free
+        return self._prediction.longest_wait_s(num_slots, now_s=now_s) if num_slots > 0 else 0.0
+
+
+def _subtract(counter: Counter[T], key: T, count: int) -> None:
+    counter[key] -= count
+    if not counter[key]:
+        del counter[key]

@@ -1,0 +1,242 @@
+"""Disk cache: the blocks of a prefix cache in files, written behind the engine and read ahead of it.
+
+A block that is full is copied once, and a thread writes the copy. When a prompt comes, the thread of its
+caller reads the blocks that the KV cache does not have, before the request is submitted. So the engine waits
+for no disk.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from errno import ENOSPC
+from itertools import takewhile
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from genserve.engine.block_files import HEADER_BYTES, BlockFiles, trim
+from genserve.engine.engine_request import Request
+from genserve.engine.prefix_cache import StoredBlocks, block_keys, root_key
+from genserve.generation_metrics import GenerationMetrics
+
+logger = logging.getLogger(__name__)
+
+# The engine takes a part of a prompt's blocks between two steps. The memory of small parts is used again;
+# fresh memory takes longer than reading and checking the file.
+_PART_BYTES = 4 << 20
+_MAX_UNWRITTEN_BYTES = 256 << 20    # copies that wait for a slow disk; further blocks are not written
+# A folder is looked through and trimmed when a model has written a part of its spare space, 1/16 of the
+# limit, since other models and processes write too.
+_SPARE = 16
+_MAX_WRITERS = 4            # that the limit holds for; more may exceed it by 1/64 each
+_CLOSE_S = 20.0             # a disk that takes longer to write the rest does not keep a model from unloading
+
+
+class BlockMemory(Protocol):
+    """The contents of the blocks of a KV cache; used by the engine's thread."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Size of one block."""
+
+    def read_blocks(self, block_ids: Sequence[int]) -> NDArray[np.uint8]:
+        """Return a copy of whole blocks: [len(block_ids), block_bytes]."""
+
+    def write_blocks(self, block_ids: Sequence[int], rows: NDArray[np.uint8]) -> None:
+        """Overwrite whole blocks with what `read_blocks` has returned."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixCacheFolder:
+    """Where the blocks of all models are written.
+
+    Attributes:
+        path: the folder, which other servers may use too.
+        max_bytes: the size of all blocks in it.
+    """
+
+    path: Path
+    max_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Copies:
+    """Copies of blocks that are to be written."""
+
+    keys: Sequence[bytes]
+    rows: NDArray[np.uint8]
+
+
+# The writing thread writes copies, marks the blocks of a prompt as used, or ends.
+_Work: TypeAlias = _Copies | Sequence[bytes] | None
+
+
+class DiskCache:
+    """The blocks of one model in files.
+
+    Attributes:
+        memory: the KV cache whose blocks these are.
+        writes: whether blocks are written.
+    """
+
+    def __init__(
+        self,
+        memory: BlockMemory,
+        *,
+        name: str,
+        block_size: int,
+        fingerprint: str,
+        metrics: GenerationMetrics,
+        folder: Path | None = None,
+        max_bytes: int = 0,
+        shipped: Sequence[Path] = (),
+    ) -> None:
+        """Start the thread that writes.
+
+        Args:
+            memory: the KV cache.
+            name: the name of the model, for the log.
+            block_size: tokens of a block.
+            fingerprint: identifies what the contents of blocks depend on besides tokens, 32 hexadecimal
+                digits.
+            metrics: the metrics of the model.
+            folder: where blocks are written and read; None: none are written.
+            max_bytes: the size of all blocks in `folder`, of other models too.
+            shipped: folders whose blocks are read, but not written.
+        """
+        self.memory = memory
+        self.writes = folder is not None
+        self._name = name
+        self._block_size = block_size
+        self._metrics = metrics
+        self._readable = [
+            BlockFiles(path, fingerprint=fingerprint, read_only=True) for path in shipped
+        ]
+        self._lock = threading.Lock()
+        self._unwritten_bytes = 0       # guarded by the lock
+        self._was_slow = False          # the log says so
+        self._work: SimpleQueue[_Work] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        if folder is not None:
+            files = BlockFiles(folder, fingerprint=fingerprint)
+            self._readable.insert(0, files)
+            self._thread = threading.Thread(
+                target=self._run, args=(files, folder, max_bytes), name=f"disk-cache-{name}", daemon=True
+            )
+            self._thread.start()
+
+    def store(self, blocks: Sequence[tuple[bytes, int]]) -> None:
+        """Copy blocks, given by keys and numbers, which are written soon; for the engine's thread."""
+        with self._lock:
+            if not self.writes:
+                return
+            num_blocks = max(0, _MAX_UNWRITTEN_BYTES - self._unwritten_bytes) // self.memory.block_bytes
+            is_slow, blocks = num_blocks < len(blocks), blocks[:num_blocks]
+            self._unwritten_bytes += len(blocks) * self.memory.block_bytes
+        if is_slow and not self._was_slow:
+            self._was_slow = True
+            logger.warning(
+                "the disk is slower than model %s, and some of its blocks are not written", self._name
+            )
+        if blocks:
+            rows = self.memory.read_blocks([block for _, block in blocks])
+            self._work.put(_Copies([key for key, _ in blocks], rows))
+
+    def read_ahead(self, request: Request, *, is_cached: Callable[[bytes], bool]) -> Iterator[StoredBlocks]:
+        """Yield the blocks of a prompt that are in files, up to the first one that is nowhere, in parts.
+
+        Args:
+            request: has the prompt, and is not submitted yet.
+            is_cached: whether the KV cache has the block with a key.
+        """
+        if request.skip_reading_prefix_cache:
+            return
+        root = root_key(request.cache_salt)
+        keys = block_keys(request.token_ids, block_size=self._block_size, cache_salt=request.cache_salt)
+        if self._thread is not None:
+            self._work.put(keys)
+        missing = [index for index, key in enumerate(keys) if not is_cached(key)]
+        self._metrics.disk_cache_queried(tokens=len(missing) * self._block_size)
+        most = max(1, _PART_BYTES // self.memory.block_bytes)
+        for start in range(0, len(missing), most):
+            wanted = missing[start : start + most]
+            rows = np.empty((len(wanted), self.memory.block_bytes), np.uint8)
+            num_read = 0
+            while num_read < len(wanted) and self._read(keys[wanted[num_read]], rows[num_read]):
+                num_read += 1
+            if num_read:
+                num_bytes = num_read * self.memory.block_bytes
+                self._metrics.disk_cache_hit(tokens=num_read * self._block_size, read_bytes=num_bytes)
+                yield StoredBlocks(
+                    token_ids=request.token_ids,
+                    parents=[root, *keys],
+                    keys=keys,
+                    owner=request.group.share.name,
+                    indices=wanted[:num_read],
+                    rows=rows[:num_read],
+                )
+            if num_read < len(wanted):
+                break
+
+    def num_stored_tokens(self, token_ids: Sequence[int]) -> int:
+        """Return how many tokens of a prompt are in files, up to the first block that has none."""
+        keys = block_keys(token_ids, block_size=self._block_size)
+        stored = takewhile(lambda key: any(key in files for files in self._readable), keys)
+        return sum(self._block_size for _ in stored)
+
+    def close(self) -> None:
+        """Write what was copied, and end the thread."""
+        if self._thread is not None:
+            self._work.put(None)
+            self._thread.join(_CLOSE_S)
+
+    def _read(self, key: bytes, row: NDArray[np.uint8]) -> bool:
+        return any(files.read(key, row) for files in self._readable)
+
+    def _run(self, files: BlockFiles, folder: Path, max_bytes: int) -> None:
+        """Write blocks until the cache is closed, or the disk takes no more."""
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            num_bytes = trim(folder, max_bytes=max_bytes)
+            logger.info(
+                "model %s has a prefix cache on disk: %s, with %.1f MiB of at most %.1f MiB",
+                self._name, folder, num_bytes / 2**20, max_bytes / 2**20,
+            )
+            self._write_all(files, folder, max_bytes)
+        except Exception as error:      # otherwise copies would wait for ever
+            reason = error.strerror if isinstance(error, OSError) else repr(error)
+            logger.warning(
+                "the prefix cache of model %s is not written to %s any more, until it is loaded again: %s",
+                self._name, folder, reason,
+            )
+            with self._lock:
+                self.writes = False
+            while self._work.get() is not None:     # what is copied already is dropped
+                pass
+
+    def _write_all(self, files: BlockFiles, folder: Path, max_bytes: int) -> None:
+        left_bytes = 0      # that may be written before the folder is looked through again
+        spare_bytes = max_bytes // _SPARE
+        while (work := self._work.get()) is not None:
+            if not isinstance(work, _Copies):
+                files.touch(work)
+                continue
+            for key, row in zip(work.keys, work.rows, strict=True):
+                file_bytes = row.nbytes + HEADER_BYTES
+                if spare_bytes < file_bytes:
+                    least = _SPARE * file_bytes
+                    raise OSError(ENOSPC, f"{max_bytes} bytes are too few for its blocks, at least {least}")
+                if left_bytes < file_bytes:
+                    trim(folder, max_bytes=max_bytes - spare_bytes)
+                    left_bytes = max(spare_bytes // _MAX_WRITERS, file_bytes)
+                num_bytes = files.write(key, row)
+                left_bytes -= num_bytes
+                self._metrics.disk_cache_written(num_bytes)
+            with self._lock:
+                self._unwritten_bytes -= work.rows.nbytes

@@ -1,0 +1,121 @@
+"""GGUF adapter: reads an adapter as llama.cpp's convert_lora_to_gguf.py writes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from genserve.errors import ExportError
+from genserve.export.adapter import Adapter, LowRank, Replacement
+from genserve.export.checkpoint import Checkpoint
+from genserve.export.families import FAMILIES, family_of
+from genserve.export.gguf_architectures import GGUF_ARCHITECTURES
+from genserve.export.gguf_checkpoint import module_names
+from genserve.export.gguf_file import GgufFile, GgufTensor
+from genserve.sampling.logits_array import FloatArray
+
+_DOWN, _UP = ".lora_a", ".lora_b"
+_EMBEDDING = "token_embd.weight"
+
+
+def read_gguf_adapter(path: Path, checkpoint: Checkpoint) -> Adapter:
+    """Read the adapter in a GGUF file, for a checkpoint with the names of transformers' modules.
+
+    Raises:
+        ExportError: the file is broken, has no LoRA adapter, or one for another architecture.
+    """
+    try:
+        file = GgufFile.open(path)
+    except (ValueError, OSError) as error:
+        raise ExportError(
+            f"{path} is not a readable GGUF file: {error}", remedy="download it again"
+        ) from error
+    architecture = _architecture(file, path=path, checkpoint=checkpoint)
+    translation, family = GGUF_ARCHITECTURES[architecture], family_of(checkpoint.config)
+    assert family is not None
+    names, _, differences = module_names(
+        architecture,
+        translation.architecture,
+        num_layers=family.decoder(checkpoint.config).dimensions.num_layers,
+        has_two_norms=any(name.endswith(".ln_mlp.weight") for name in checkpoint.tensor_names),
+    )
+    config = _completed(checkpoint.config)
+    alpha = float(file.metadata.get("adapter.lora.alpha", 0.0))
+    replaced: dict[str, Replacement] = {}
+    added: dict[str, LowRank] = {}
+    for own_name, tensor in file.tensors.items():
+        weight = own_name.removesuffix(_DOWN).removesuffix(_UP)
+        module, _, part = weight.rpartition(".")
+        name = f"{names.get(module, module)}.{part}"
+        if own_name.endswith(_DOWN):
+            up = file.tensors.get(f"{weight}{_UP}")
+            low = _low_rank(tensor, up, weight=weight, alpha=alpha, path=path)
+            order = translation.row_order(name, config)
+            # Matrices of another size are refused when they are merged.
+            fits = order is not None and len(order) == len(low.left)
+            added[name] = replace(low, left=low.left[order]) if fits else low
+        elif not own_name.endswith(_UP):    # a norm, as mergekit extracts them
+            values = tensor.read() - np.float32(names.get(module) in differences)
+            replaced[name] = _replacement(values)
+    return Adapter(source=path.name, replaced=replaced, added=added)
+
+
+def _architecture(file: GgufFile, *, path: Path, checkpoint: Checkpoint) -> str:
+    """Return the architecture of the file, which must be that of the checkpoint."""
+    kind, form = file.metadata.get("general.type"), file.metadata.get("adapter.type")
+    if kind != "adapter" or form != "lora":
+        found = f"an adapter of the type {form!r}" if kind == "adapter" else "no adapter"
+        raise ExportError(
+            f"{path} has {found}; only LoRA is merged",
+            remedy="name a file that llama.cpp's convert_lora_to_gguf.py has written",
+        )
+    if "adapter.alora.invocation_tokens" in file.metadata:
+        raise ExportError(
+            f"{path} has an adapter that begins at a certain token, which cannot be merged",
+            remedy="merge a plain LoRA",
+        )
+    name = str(file.metadata.get("general.architecture"))
+    translation = GGUF_ARCHITECTURES.get(name)
+    family = family_of(checkpoint.config)
+    if translation is None or family is None or FAMILIES[translation.architecture] is not family:
+        raise ExportError(
+            f"the adapter {path.name} is for the architecture {name!r}, which is not {checkpoint.source}'s",
+            remedy="export the model that the adapter was trained on; or give the adapter as PEFT's folder",
+        )
+    return name
+
+
+def _completed(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config with the defaults of transformers."""
+    from transformers import AutoConfig
+
+    completed: dict[str, Any] = AutoConfig.for_model(**config).to_dict()
+    return completed
+
+
+def _low_rank(down: GgufTensor, up: GgufTensor | None, *, weight: str, alpha: float, path: Path) -> LowRank:
+    """Return a change, whose scale is 1 if the file states no alpha. Source: `llama_adapter_lora_weight`."""
+    if up is None or len(down.shape) != 2 or len(up.shape) != 2:
+        raise _broken(weight, path)
+    # The matrix of an embedding has a row for each token.
+    is_embedding = weight == _EMBEDDING
+    left, right = (down.read(), up.read().T) if is_embedding else (up.read(), down.read())
+    rank = left.shape[1]
+    if rank != len(right):
+        raise _broken(weight, path)
+    return LowRank(left=left * np.float32(alpha / rank) if alpha else left, right=right)
+
+
+def _broken(weight: str, path: Path) -> ExportError:
+    return ExportError(
+        f"{path} does not have two matrices of the same rank for {weight!r}",
+        remedy="convert the adapter again",
+    )
+
+
+def _replacement(values: FloatArray) -> Replacement:
+    return Replacement(values.shape, lambda rows: values[rows])

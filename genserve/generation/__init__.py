@@ -1,1 +1,0 @@
-"""Generation: the token engine. No text, no web, no runtime."""

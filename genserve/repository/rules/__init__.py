@@ -1,0 +1,1 @@
+"""Rules: the requirements of models; `genserve.repository.model_validation` lists and runs them."""

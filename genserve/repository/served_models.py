@@ -1,0 +1,327 @@
+"""Served models: the models of a repository, as routes, ensembles and BLS calls see them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from genserve.batching.rate_limiter import RateLimiter
+from genserve.errors import (
+    SEE_LOG,
+    Closed,
+    GenserveError,
+    InferenceError,
+    ModelNotFound,
+    ModelNotReady,
+    Status,
+    closest,
+)
+from genserve.generation_metrics import Metrics
+from genserve.inference import Inference
+from genserve.repository.encoder_model import EncoderModel, encoder_model
+from genserve.repository.index import ModelEntry
+from genserve.repository.model_lifecycle import ModelLifecycle
+from genserve.repository.model_loader import ModelLoader
+from genserve.repository.model_versions import UNLOADED, IndexEntry, ModelState, ModelTable, ModelVersion
+from genserve.repository.on_demand import LoadedModel, OnDemandModels
+from genserve.repository.options import RepositoryOptions
+from genserve.repository.response_cache import ResponseCache
+from genserve.repository.text_stages import TextStages, stage_owners
+from genserve.textmodel.text_model import TextModel
+
+_MAX_SHOWN = 128    # characters of an unknown name in an error: a client may send any text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedModel:
+    """A text model that requests may name.
+
+    Attributes:
+        name: its name.
+        model: the model; None: it is not loaded.
+        loaded: its memory, and until when it is loaded; None: it is not loaded on demand, or not loaded.
+        weights: the folder of the version of its logits stage.
+    """
+
+    name: str
+    model: TextModel | None
+    loaded: LoadedModel | None
+    weights: Path
+
+
+class ServedModels(ABC):
+    """The models of one or more folders; the `InferenceServer` of routes, ensembles and BLS.
+
+    Safe from any thread. Who loads the models is decided by a subclass: `Repository` loads them here, in a
+    deployment replicas do.
+
+    Attributes:
+        options: the settings of the repository.
+        table: the versions that answer, and the states of all versions.
+        lifecycle: the folders, the errors of failed loads, and the replacement of versions.
+        wanted: the names of the models that are to be served; None: all.
+        on_demand: loads models when requests need them; None: requests load none.
+    """
+
+    on_demand: OnDemandModels | None = None
+
+    def __init__(self, roots: Iterable[Path], *, options: RepositoryOptions, metrics: Metrics) -> None:
+        """Read the folders; nothing is served yet.
+
+        Raises:
+            RepositoryError: a root is not a folder.
+        """
+        self.options = options
+        self.table = ModelTable()
+        loader = ModelLoader(
+            server=self,
+            table=self.table,
+            options=options,
+            metrics=metrics,
+            cache=ResponseCache(size_bytes=options.cache_bytes) if options.cache_bytes else None,
+            rate_limiter=RateLimiter(options.resources) if options.rate_limiter else None,
+        )
+        self.lifecycle = ModelLifecycle(roots, options=options, table=self.table, loader=loader)
+        self.wanted: list[str] | None = None
+
+    @property
+    @abstractmethod
+    def state(self) -> ModelState:
+        """READY, LOADING, or UNAVAILABLE: what a client sees of all models together."""
+
+    @abstractmethod
+    def load(
+        self,
+        name: str,
+        *,
+        config: str = "",
+        files: Mapping[str, bytes] | None = None,
+        allow_code: bool = True,
+    ) -> None:
+        """Load a model on request, or reload it if its folder has changed; see `InferenceServer.load`.
+
+        Args:
+            name: the model's name.
+            config: its config as JSON; empty: the config of its folder.
+            files: its files by `<version>/<name>`, instead of its folder; None: its folder.
+            allow_code: whether config and files may cause code to run that is not in the repository.
+        """
+
+    @abstractmethod
+    def unload(self, name: str, *, dependents: bool = False) -> None:
+        """Begin to unload a model on request, if it is loaded; see `InferenceServer.unload`."""
+
+    @property
+    def text_model_names(self) -> list[str]:
+        """The names of all text models, loaded or not."""
+        return list(self.lifecycle.text_models)
+
+    @property
+    def text_models(self) -> list[TextModel]:
+        """The text models that answer."""
+        return [served.text_model for served in self.table.served if served.text_model is not None]
+
+    @property
+    def listed_models(self) -> list[ListedModel]:
+        """The text models that requests may name: those that answer, and those that are loaded on demand."""
+        loaded = {} if self.on_demand is None else {one.name: one for one in self.on_demand.loaded()}
+        listed: list[ListedModel] = []
+        for name, stages in self.lifecycle.text_models.items():
+            served = self.table.get(name)
+            model = served.text_model if served is not None else None
+            if model is not None or self.on_demand is not None:
+                weights = stages["logits"].path / str(max(stages["logits"].versions, default=1))
+                listed.append(
+                    ListedModel(name=name, model=model, loaded=loaded.get(name), weights=weights)
+                )
+        return listed
+
+    @property
+    def served(self) -> list[ModelVersion]:
+        """All versions of all models that answer."""
+        return self.table.served
+
+    @property
+    def errors(self) -> dict[str, GenserveError]:
+        """The errors of the models whose last load has failed; the old versions of some answer."""
+        return dict(self.lifecycle.errors)
+
+    @property
+    def stage_names(self) -> frozenset[str]:
+        """The names of the stages of all text models."""
+        models = self.lifecycle.text_models.values()
+        return frozenset(stage.name for stages in models for stage in stages.values())
+
+    def index(self, *, ready_only: bool = False) -> list[IndexEntry]:
+        """Return an entry for each version and for each model that was never loaded, by name.
+
+        A version that is READY has a reason only if the last reload of its model has failed.
+        """
+        errors = self.errors
+        known = [_with_failed_reload(entry, errors.get(entry.name)) for entry in self.table.index()]
+        if ready_only:
+            return [entry for entry in known if entry.state is ModelState.READY]
+        names = {entry.name for entry in known}
+        validator = self.lifecycle.validator
+        owners = stage_owners(validator.text_models)
+        untouched = [
+            _unloaded(entry, errors.get(owners.get(name, name)) or validator.config_error(entry))
+            for name, entry in validator.entries.items()
+            if name not in names
+        ]
+        # Without models that only a load request had.
+        listed = [entry for entry in known if entry.name in validator.entries]
+        return sorted([*listed, *untouched], key=lambda entry: (entry.name, entry.version or 0))
+
+    def versions(self, name: str) -> list[int]:
+        """Return the versions of a model that answer, ascending."""
+        return [served.version for served in self.table.of(name)]
+
+    def find(self, name: str, version: int = -1) -> ModelVersion:
+        """Return a version of a model; -1: the highest that answers.
+
+        Raises:
+            InferenceError: there is no such version, with Triton's text.
+        """
+        return self.table.find(name, version)
+
+    def text_model(self, name: str | None = None) -> TextModel:
+        """Return a text model; without a name, the only one.
+
+        Raises:
+            ModelNotFound: an unknown name, or no name and not exactly one model.
+            ModelNotReady: the model is loading, or could not be loaded.
+        """
+        if name is None:
+            name = self.only_text_model_name()
+        served = self.table.get(name)
+        if served is not None and served.text_model is not None:
+            return served.text_model
+        if name not in self.lifecycle.entries:
+            raise not_found(name, self.text_model_names)
+        if served is not None:
+            known = ", ".join(self.text_model_names)
+            remedy = f"models that do: {known}" if known else "load one that does; no model does now"
+            raise ModelNotFound(f"model {name!r} does not generate text", remedy=remedy, field="model")
+        raise self._not_ready(name)
+
+    @property
+    def encoder_models(self) -> list[EncoderModel]:
+        """The models that answer with vectors or scores of texts."""
+        found = (self._encoder_model(served) for served in self.table.served)
+        return [model for model in found if model is not None]
+
+    def encoder_model(self, name: str | None = None) -> EncoderModel:
+        """Return a model of vectors or scores; without a name, the only one.
+
+        Raises:
+            ModelNotFound: an unknown name, a model of another kind, or no name and not exactly one model.
+            ModelNotReady: the model is loading, or could not be loaded.
+        """
+        if name is not None and (served := self.table.get(name)) is not None:
+            found = self._encoder_model(served)
+            if found is not None:
+                return found
+        known = [model.name for model in self.encoder_models]
+        remedy = f"models that do: {', '.join(known)}" if known else (
+            "load an ensemble of a tokenizer and an encoder (docs/embeddings.md)"
+        )
+        if name is None:
+            if len(known) == 1:
+                return self.encoder_model(known[0])
+            problem = f"the request names no model, and {len(known)} compute vectors or scores of texts"
+            raise ModelNotFound(problem, remedy=remedy, field="model")
+        if name not in self.lifecycle.entries:
+            raise ModelNotFound(f"there is no model {name[:_MAX_SHOWN]!r}", remedy=remedy, field="model")
+        if self.table.get(name) is None and name not in self.lifecycle.text_models:
+            raise self._not_ready(name)
+        problem = f"model {name!r} computes neither vectors nor scores of texts"
+        raise ModelNotFound(problem, remedy=remedy, field="model")
+
+    def _encoder_model(self, served: ModelVersion) -> EncoderModel | None:
+        try:
+            return encoder_model(
+                served.config, lambda step: self.find(step.model_name, step.model_version).config
+            )
+        except InferenceError:  # a step is not loaded
+            return None
+
+    def _not_ready(self, name: str) -> ModelNotReady:
+        unloaded = IndexEntry(name=name, state=ModelState.UNAVAILABLE, reason=UNLOADED)
+        last = [unloaded, *self.table.states(name)][-1]
+        if last.state in (ModelState.LOADING, ModelState.UNLOADING):
+            return ModelNotReady(f"model {name!r} is {last.state.lower()}", remedy="try again in a moment")
+        if name in self.lifecycle.errors or last.reason != UNLOADED:
+            return ModelNotReady(f"model {name!r} could not be loaded", remedy=SEE_LOG)
+        return ModelNotReady(
+            f"model {name!r} is not loaded", remedy=f"load it: POST /v2/repository/models/{name}/load"
+        )
+
+    def only_text_model_name(self) -> str:
+        """Return the name of the only text model among the wanted models.
+
+        Raises:
+            ModelNotFound: there is not exactly one model.
+        """
+        names = [name for name in self.text_model_names if self.wanted is None or name in self.wanted]
+        if len(names) != 1:
+            raise ModelNotFound(
+                f"the request names no model, and this server has {len(names)}",
+                remedy=f"set `model` to one of: {', '.join(names)}" if names else "load a text model first",
+                field="model",
+            )
+        return names[0]
+
+    def text_stages(self, name: str) -> TextStages | None:
+        """Return the stages of a text model, by role; None: the model is not one."""
+        return self.lifecycle.text_models.get(name)
+
+    def submit(self, inference: Inference) -> None:
+        """Run an inference; see `InferenceServer`."""
+        request = inference.request
+        rejected: ModelVersion | None = None
+        while True:
+            served = self.table.find(request.model_name, request.model_version)
+            if served is rejected:
+                text = f"Request for unknown model: '{request.model_name}' has no available versions"
+                raise InferenceError(text, status=Status.NOT_FOUND)
+            try:
+                served.submit(inference)
+            except Closed:
+                rejected = served  # it is being replaced: its successor takes the request
+            else:
+                return
+
+    def is_ready(self, name: str, version: int = -1) -> bool:
+        """Whether a model answers."""
+        served = self.table.get(name, version)
+        return served is not None and served.ready
+
+
+def not_found(name: str, known: list[str]) -> ModelNotFound:
+    """Return the error for an unknown name; `known`: the names of the models that generate text."""
+    near, listed = closest(name, known=known), ", ".join(known) or "none"
+    return ModelNotFound(
+        f"there is no model {name[:_MAX_SHOWN]!r}",
+        remedy=f"did you mean {near}?" if near else f"models that generate text: {listed}",
+        field="model",
+    )
+
+
+def _with_failed_reload(entry: IndexEntry, error: GenserveError | None) -> IndexEntry:
+    if error is None or entry.state is not ModelState.READY:
+        return entry
+    reason = " ".join(str(error).split())
+    return replace(entry, reason=f"answers from its old files, as the last load has failed: {reason}")
+
+
+def _unloaded(entry: ModelEntry, error: GenserveError | None) -> IndexEntry:
+    """Return the line of a model that has no version, with the reason if its config cannot be used."""
+    if error is None:
+        return IndexEntry(name=entry.name)
+    reason = " ".join(str(error).split())
+    if entry.is_ambiguous:      # Triton's words in its index; its load has other words
+        reason = "model appears in two or more repositories"
+    return IndexEntry(name=entry.name, state=ModelState.UNAVAILABLE, reason=reason)

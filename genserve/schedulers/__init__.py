@@ -1,1 +1,0 @@
-"""Schedulers: which inferences an instance executes together, and when."""

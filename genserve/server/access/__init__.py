@@ -1,0 +1,1 @@
+"""Access: keys, their limits, TLS, and which requests are admitted."""

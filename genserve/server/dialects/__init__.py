@@ -1,0 +1,1 @@
+"""Dialects: the APIs of text generation that clients speak."""

@@ -1,0 +1,1 @@
+"""Ollama: generate, chat and its models."""

@@ -1,0 +1,1 @@
+"""KServe: inference and administration over HTTP and gRPC, with Triton's extensions."""

@@ -1,0 +1,1 @@
+"""Observe: logs, metrics and spans of a server."""

@@ -1,0 +1,1 @@
+"""Pages: the chat, the dashboard, the documentation of the API, and health."""

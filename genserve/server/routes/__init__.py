@@ -1,1 +1,0 @@
-"""Routes: one file per dialect."""

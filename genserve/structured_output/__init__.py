@@ -1,0 +1,1 @@
+"""Structured output: compiles grammars, and computes which tokens they allow next."""

@@ -1,0 +1,196 @@
+"""Embeddings and rerankers over a hand-written repository, asked by the clients of OpenAI and Ollama."""
+
+from __future__ import annotations
+
+from base64 import b64decode
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx2
+import numpy as np
+import ollama
+import openai
+import pytest
+
+from genserve import Client
+from tests.support.encoder_repository import (
+    MAX_LENGTH,
+    SIZE,
+    WORDS,
+    encoder_repository,
+    ids_of,
+    score_of,
+    vector_of,
+)
+from tests.support.live_server import LiveServer
+
+TEXTS = ["the sea is calm", "a mountain", "salt water and the deep sea is calm", "unknown words", ""]
+LONG = " ".join(["sea"] * MAX_LENGTH)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    with LiveServer(encoder_repository(tmp_path_factory.mktemp("vectors"))) as server:
+        yield server
+
+
+@pytest.fixture
+def http(server: LiveServer) -> Iterator[httpx2.Client]:
+    with httpx2.Client(base_url=server.url, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture
+def client(server: LiveServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def close(found: object, expected: object) -> bool:
+    return bool(np.allclose(np.array(found, np.float32), np.array(expected, np.float32), atol=1e-5, rtol=0))
+
+
+@pytest.mark.parametrize("encoding_format", ["float", "base64", openai.omit])
+def test_openais_client_reads_the_vectors_of_texts_of_all_lengths(client, encoding_format):
+    # Without a format the client asks for base64, and decodes it.
+    answer = client.embeddings.create(model="vectors", input=TEXTS, encoding_format=encoding_format)
+    vectors = [item.embedding for item in answer.data]
+    if encoding_format == "base64":
+        vectors = [np.frombuffer(b64decode(text), "<f4") for text in vectors]
+    assert close(vectors, [vector_of(text) for text in TEXTS])
+    assert [item.index for item in answer.data] == [*range(len(TEXTS))]
+    assert answer.usage.prompt_tokens == answer.usage.total_tokens == sum(len(ids_of(text)) for text in TEXTS)
+    assert answer.model == "vectors"
+
+
+def test_token_ids_are_read_as_they_are(client):
+    one, two = TEXTS[:2]
+    single = client.embeddings.create(model="vectors", input=ids_of(one))
+    assert close(single.data[0].embedding, vector_of(one))
+    both = client.embeddings.create(model="vectors", input=[ids_of(one), ids_of(two)])
+    assert close([item.embedding for item in both.data], [vector_of(one), vector_of(two)])
+
+
+def test_dimensions_shorten_and_scale_the_vectors(client):
+    answer = client.embeddings.create(model="vectors", input=TEXTS[0], dimensions=3)
+    expected = vector_of(TEXTS[0])[:3]
+    assert close(answer.data[0].embedding, expected / np.linalg.norm(expected))
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"input": LONG}, "input[0]"),
+        ({"input": ["sea", "sea", "sea", "sea", "sea", LONG]}, "input[5]"),
+        ({"input": [1] * (MAX_LENGTH + 1)}, "input[0]"),
+        ({"input": [[1, len(WORDS)]]}, "input[0]"),
+        ({"input": [[1], []]}, "input[1]"),
+        ({"input": []}, "input"),
+        ({"input": {"a": 1}}, "input"),
+        ({"input": "sea", "dimensions": SIZE + 1}, "dimensions"),
+        ({"input": "sea", "dimensions": 0}, "dimensions"),
+        ({"input": "sea", "encoding_format": "int8"}, "encoding_format"),
+        ({"input": "sea", "model": "ranker"}, "model"),
+        ({"input": ["sea"] * 2049}, "input"),
+    ],
+)
+def test_a_bad_request_names_its_field(http, fields, field):
+    response = http.post("/v1/embeddings", json={"model": "vectors"} | fields)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, field)
+
+
+def test_a_model_that_is_not_there_or_of_another_kind_is_not_found(http):
+    for model in ("no", "vectors_tokenizer"):
+        assert http.post("/v1/embeddings", json={"model": model, "input": "sea"}).status_code == 404
+
+
+def test_a_long_text_is_truncated_if_the_client_asks(http, server):
+    expected = vector_of(" ".join(["sea"] * (MAX_LENGTH - 2)))
+    body = {"model": "vectors", "input": LONG, "truncate_prompt_tokens": -1}
+    assert close(http.post("/v1/embeddings", json=body).json()["data"][0]["embedding"], expected)
+    with ollama.Client(server.url) as client:
+        assert close(client.embed("vectors", LONG).embeddings[0], expected)
+        with pytest.raises(ollama.ResponseError) as raised:
+            client.embed("vectors", LONG, truncate=False)
+    assert raised.value.status_code == 400
+
+
+def test_ollamas_client_reads_vectors(server):
+    with ollama.Client(server.url) as client:
+        answer = client.embed("vectors:latest", TEXTS[:3])
+        assert close(answer.embeddings, [vector_of(text) for text in TEXTS[:3]])
+        assert answer.prompt_eval_count == sum(len(ids_of(text)) for text in TEXTS[:3])
+        assert close(client.embed("vectors", TEXTS[0], dimensions=SIZE).embeddings[0], vector_of(TEXTS[0]))
+        assert client.embed("vectors", "").embeddings == []
+        assert close(client.embeddings("vectors", TEXTS[0]).embedding, vector_of(TEXTS[0]))
+
+
+def test_a_reranker_orders_documents_by_their_scores(http):
+    documents = ["a mountain is high", "the sea is deep salt water", "what"]
+    expected = [score_of("what is deep", text) for text in documents]
+    body = {"model": "ranker", "query": "what is deep", "documents": documents}
+    answer = http.post("/v1/rerank", json=body).json()
+    best = sorted(range(3), key=lambda index: -expected[index])
+    assert [result["index"] for result in answer["results"]] == best
+    assert close([result["relevance_score"] for result in answer["results"]], [expected[i] for i in best])
+    assert [result["document"]["text"] for result in answer["results"]] == [documents[i] for i in best]
+    assert answer["usage"]["total_tokens"] == sum(4 + len(text.split()) + 2 for text in documents)
+    few = http.post("/rerank", json=body | {"top_n": 1, "return_documents": False}).json()["results"]
+    assert [set(result) for result in few] == [{"index", "relevance_score"}]
+
+
+def test_scores_pair_one_text_with_each_or_texts_in_turn(http):
+    pairs = [("the sea", "salt water"), ("the sea", "a mountain")]
+    body = {"model": "ranker", "text_1": "the sea", "text_2": ["salt water", "a mountain"]}
+    for first in ("the sea", ["the sea", "the sea"]):
+        answer = http.post("/v1/score", json=body | {"text_1": first}).json()
+        assert close([item["score"] for item in answer["data"]], [score_of(*pair) for pair in pairs])
+    assert http.post("/v1/score", json=body | {"text_1": ["a", "b", "c"]}).status_code == 400
+    cosine = http.post("/v1/score", json=body | {"model": "vectors"}).json()["data"][0]["score"]
+    assert close(cosine, vector_of("the sea") @ vector_of("salt water"))
+
+
+def test_a_long_pair_is_rejected_or_loses_the_end_of_the_longer_text(http):
+    body = {"model": "ranker", "query": "the sea", "documents": ["a", LONG]}
+    response = http.post("/v1/rerank", json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "documents[1]")
+    results = http.post("/v1/rerank", json=body | {"truncate": True}).json()["results"]
+    score = next(result["relevance_score"] for result in results if result["index"] == 1)
+    assert close(score, score_of("the sea", " ".join(["sea"] * (MAX_LENGTH - 5))))
+
+
+def test_kserve_infers_with_the_ensemble_as_it_is(http):
+    texts = {"name": "text_input", "datatype": "BYTES", "shape": [3, 1], "data": TEXTS[:3]}
+    answer = http.post("/v2/models/vectors/infer", json={"inputs": [texts]}).json()
+    [output] = answer["outputs"]
+    assert output["shape"] == [3, SIZE]
+    assert close(output["data"], np.concatenate([vector_of(text) for text in TEXTS[:3]]))
+    long = {"name": "text_input", "datatype": "BYTES", "shape": [1, 1], "data": [LONG]}
+    assert http.post("/v2/models/vectors/infer", json={"inputs": [long]}).status_code == 400
+
+
+def test_an_unknown_token_fails_its_own_request_alone(server):
+    def ask(token: int) -> int:
+        tensors = [
+            {"name": name, "datatype": "INT64", "shape": [1, 2], "data": data}
+            for name, data in {
+                "input_ids": [1, token], "attention_mask": [1, 1], "token_type_ids": [0, 0]
+            }.items()
+        ]
+        url = f"{server.url}/v2/models/vectors_encoder/infer"
+        return httpx2.post(url, json={"inputs": tensors}, timeout=60).status_code
+
+    with ThreadPoolExecutor(8) as threads:
+        statuses = [*threads.map(ask, [2, 999] * 8)]
+    assert statuses == [200, 500] * 8
+
+
+def test_the_sdk_asks_for_vectors_and_scores(server: LiveServer) -> None:
+    scores = [score_of("sea", text) for text in TEXTS]
+    with Client(server.url) as client:
+        assert close(client.embed(TEXTS, model="vectors"), [vector_of(text) for text in TEXTS])
+        assert len(client.embed(TEXTS[0], model="vectors", dimensions=3)[0]) == 3
+        assert close(client.score("sea", TEXTS, model="ranker"), scores)
+        best = client.rerank("sea", TEXTS, model="ranker", top_n=2)
+    assert [index for index, _ in best] == np.argsort(scores)[::-1][:2].tolist()
+    assert close([score for _, score in best], sorted(scores)[::-1][:2])
