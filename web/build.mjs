@@ -1,11 +1,11 @@
-// Bundles the pages into genserve/server/page, which is committed. `node build.mjs --check` only compares.
+// Bundles the pages into genserve/server/pages/bundle, which is committed. `node build.mjs --check` only compares.
 
 import { copyFile, mkdtemp, readdir, readFile, rm, writeFile } from "node:fs/promises";
 import { tmpdir } from "node:os";
 import { basename, join } from "node:path";
 import { build } from "esbuild";
 
-const COMMITTED = new URL("../genserve/server/page/", import.meta.url).pathname;
+const COMMITTED = new URL("../genserve/server/pages/bundle/", import.meta.url).pathname;
 const isCheck = process.argv.includes("--check");
 const folder = isCheck ? await mkdtemp(join(tmpdir(), "page-")) : COMMITTED;
 
@@ -15,7 +15,11 @@ const { metafile } = await build({
     style: "src/style.css",
     dashboard: "src/dashboard/main.ts",
     dashboard_style: "src/dashboard/style.css",
+    math: "src/math.ts",
   },
+  external: ["./math.js"], // loaded when it is needed
+  loader: { ".woff2": "file", ".woff": "empty", ".ttf": "empty" }, // all browsers read woff2
+  assetNames: "[name]",
   outdir: folder,
   bundle: true,
   format: "esm",
@@ -44,6 +48,7 @@ async function licenses(inputs) {
     const { version } = JSON.parse(await readFile(`${root}/package.json`, "utf8"));
     texts.push(`${name} ${version}\n\n${(await readFile(`${root}/${file}`, "utf8")).trim()}\n`);
   }
+  texts.push(await readFile("katex_fonts_license.txt", "utf8"));
   return texts.join(`\n${"-".repeat(80)}\n\n`);
 }
 
@@ -57,7 +62,7 @@ async function compare() {
   await rm(folder, { recursive: true });
   if (differing.length) {
     console.error(
-      `genserve/server/page differs from a fresh build in ${differing.join(", ")}: run make page`,
+      `genserve/server/pages/bundle differs from a fresh build in ${differing.join(", ")}: run make page`,
     );
     process.exit(1);
   }

@@ -1,38 +1,66 @@
 // Answering: sends a chat request, and writes what comes into a message of the conversation.
 
-import { ApiError, streamChat } from "./api";
-import { chatBody, InvalidInput } from "./chat_request";
+import { ApiError, endReasoning, streamChat } from "./api";
+import { chatBody, requestOf, toolsProblem } from "./chat_request";
 import {
   type Conversation,
   isThinking,
   type Message,
   newId,
+  pathTo,
   ROOT,
   rawText,
+  type Setup,
+  type Stats,
   separated,
+  type TextFile,
   type Token,
   type ToolCall,
+  UNFINISHED,
   withChange,
+  withFiles,
   withMessage,
 } from "./conversation";
 import type { JsonObject } from "./schema";
-import { change, conversation, flush, isBusy, modelOf, notice, running, shown } from "./state";
+import {
+  answerIds,
+  beside,
+  change,
+  connect,
+  conversation,
+  flush,
+  isBusy,
+  isRefused,
+  readShares,
+  running,
+  shown,
+} from "./state";
 
-/** Send what the user has typed. */
-export function send(text: string): void {
+/** Send what the user has typed, unless the settings do not allow it. */
+export function send(text: string, files: TextFile[] = []): boolean {
+  if (!mayAsk()) return false;
   const parent = shown.value.at(-1)?.id ?? ROOT;
-  add({ role: "user", parent, content: text });
+  add({ role: "user", parent, ...written(text, files) });
   answer();
+  return true;
 }
 
-/** Write a message with another text, as another branch; unless it is an answer, it is answered. */
-export function resend({ role, parent, toolCallId, name }: Message, content: string): void {
-  add({ role, parent, toolCallId, name, content });
-  if (role !== "assistant") answer();
+function written(text: string, files: TextFile[] = []): Pick<Message, "content" | "typed" | "files"> {
+  return files.length ? { content: withFiles(text, files), typed: text, files } : { content: text };
+}
+
+/** Write a message with another text, as another branch; unless it is an answer, it is sent, as by `send`. */
+export function resend({ role, parent, toolCallId, name, files }: Message, text: string): boolean {
+  const asks = role !== "assistant";
+  if (asks && !mayAsk()) return false;
+  add({ role, parent, toolCallId, name, ...written(text, files) });
+  if (asks) answer();
+  return true;
 }
 
 /** Add the results of tools, in the order of the calls, and let the model go on. */
 export function sendResults(calls: ToolCall[], results: string[]): void {
+  if (!mayAsk()) return;
   for (const [index, call] of calls.entries()) {
     const parent = shown.value.at(-1)?.id ?? ROOT;
     const content = results[index] ?? "";
@@ -44,6 +72,46 @@ export function sendResults(calls: ToolCall[], results: string[]): void {
 /** Answer again, as another branch. */
 export function regenerate(message: Message): void {
   begin(message.parent, {});
+}
+
+/** Answer again with another seed or by another model, beside an answer. */
+export function compare(message: Message, model: string): void {
+  const { seed: _same, ...others } = conversation.value.params;
+  const params = model === message.model ? others : conversation.value.params;
+  const added = begin(message.parent, {}, "", { model, params });
+  if (added) beside.value = [message.id, added];
+}
+
+/** Whether an answer comes out the same when its request is sent again. */
+export interface Replay {
+  numSame: number; // tokens
+  numCompared: number;
+  isExact: boolean; // with the same log-probabilities
+}
+
+/** Send the request of an answer again, and compare what comes; throws ApiError. */
+export async function replay(message: Message, signal: AbortSignal): Promise<Replay> {
+  const { request, tokens = [], stats } = message;
+  if (!request) throw new Error("The request of this answer was not kept.");
+  const body = chatBody(request, pathTo(conversation.value, message.parent));
+  const length = stats?.completionTokens;
+  const sent = message.finish === "stopped" ? { ...body, max_tokens: length } : body;
+  const again: Pick<Message, "content" | "reasoning"> & { tokens: Token[] } = { content: "", tokens: [] };
+  for await (const chunk of streamChat(sent, signal, () => {})) {
+    const [choice] = chunk.choices as Choice[];
+    if (!choice) continue;
+    again.content += choice.delta.content ?? "";
+    again.tokens.push(...tokensOf(choice));
+  }
+  if (!again.tokens.length) {
+    const isSame = message.content.endsWith(again.content);
+    return { numSame: isSame ? 1 : 0, numCompared: 1, isExact: false };
+  }
+  const first = tokens.slice(tokens.length - (length ?? again.tokens.length));
+  const place = again.tokens.findIndex(({ text }, index) => text !== first[index]?.text);
+  const numSame = place < 0 ? again.tokens.length : place;
+  const isExact = again.tokens.slice(0, numSame).every((one, index) => one.logprob === first[index]?.logprob);
+  return { numSame, numCompared: Math.max(first.length, again.tokens.length), isExact };
 }
 
 /** Continue an answer that was stopped, or reached its limit, as another branch. */
@@ -80,6 +148,18 @@ export function stop(): void {
   running.value[conversation.value.id]?.abort();
 }
 
+/** Have an answer end its reasoning, and go on; it may have ended by itself. */
+export function answerNow(message: Message): void {
+  const id = answerIds.value[message.id];
+  if (id) endReasoning(id).catch(() => {});
+}
+
+/** Whether the settings make a request; if they do not, the page says why. */
+function mayAsk(): boolean {
+  isRefused.value = toolsProblem(conversation.value.tools) !== "";
+  return !isRefused.value;
+}
+
 function answer(): void {
   begin(shown.value.at(-1)?.id ?? ROOT, {});
 }
@@ -91,26 +171,39 @@ function add(message: Pick<Message, "role" | "parent" | "content"> & Partial<Mes
   return added;
 }
 
-/** Begin an answer behind a message, with the fields of its beginning and the prefix as raw text. */
-function begin(parent: string, start: Partial<Message>, prefix = ""): void {
-  if (isBusy.value) return;
+/**
+ * Begin an answer behind a message, with the fields of its beginning and the prefix as raw text.
+ * Returns the id of its message; undefined: it does not begin.
+ */
+function begin(
+  parent: string,
+  start: Partial<Message>,
+  prefix = "",
+  setup: Partial<Setup> = {}, // what differs from the conversation's
+): string | undefined {
+  if (isBusy.value || !mayAsk()) return undefined;
+  beside.value = null;
   const { value } = conversation;
-  let body: JsonObject;
-  try {
-    body = chatBody(value, parent, prefix);
-  } catch (error) {
-    if (!(error instanceof InvalidInput)) throw error;
-    notice.value = { text: error.message };
-    return;
-  }
-  const message = add({ role: "assistant", parent, content: "", model: modelOf(value), ...start });
+  const request = requestOf({ ...value, ...setup }, prefix);
+  const body = chatBody(request, pathTo(value, parent));
+  const model = String(request.fields.model);
+  const begun = { content: "", model, request, finish: UNFINISHED, ...start };
+  const message = add({ role: "assistant", parent, ...begun });
   const stopper = new AbortController();
   running.value = { ...running.value, [value.id]: stopper };
-  new Answer(value.id, message, prefix).run(body, stopper.signal).finally(() => {
+  const sent = { ...body, return_progress: true, return_cache_match: true };
+  new Answer(value.id, message, prefix).run(sent, stopper.signal).finally(() => {
     const { [value.id]: _ended, ...others } = running.value;
     running.value = others;
+    showRead(message.id, 0);
     flush();
   });
+  return message.id;
+}
+
+/** Show which share of an answer's prompt the model has read. */
+function showRead(id: string, share: number): void {
+  readShares.value = { ...readShares.value, [id]: share };
 }
 
 interface Choice {
@@ -121,6 +214,7 @@ interface Choice {
   };
   logprobs: { content: { token: string; logprob: number | null; top_logprobs: TopToken[] }[] } | null;
   finish_reason: string | null;
+  stop_reason?: string | number | null;
 }
 type TopToken = { token: string; logprob: number };
 interface Usage {
@@ -130,6 +224,14 @@ interface Usage {
 }
 
 const FRAME_MS = 40;
+
+function tokensOf({ logprobs }: Choice): Token[] {
+  return (logprobs?.content ?? []).map(({ token, logprob, top_logprobs }) => ({
+    text: token,
+    logprob,
+    top: top_logprobs.map((top) => [top.token, top.logprob]),
+  }));
+}
 
 /** One answer: collects chunks, and shows them some times per second. */
 class Answer {
@@ -158,22 +260,35 @@ class Answer {
       for await (const chunk of streamChat(body, signal, onIgnored)) this.read(chunk);
     } catch (error) {
       if ((error as Error).name === "AbortError") this.message.finish = "stopped";
-      else if (error instanceof ApiError) this.message.error = error.message;
+      else if (error instanceof ApiError) this.fail(error);
       else this.message.error = `The page failed: ${(error as Error).message}`;
     }
     clearTimeout(this.timer);
     this.show();
   }
 
+  private fail(error: ApiError): void {
+    this.message.error = error.message;
+    this.message.errorKind = error.kind;
+    if (error.status === 0 || error.status === 503) connect(); // the server is gone, or its model is
+  }
+
   private read(chunk: JsonObject): void {
+    const { id } = this.message;
+    if (answerIds.value[id] !== chunk.id) answerIds.value = { ...answerIds.value, [id]: String(chunk.id) };
+    const progress = chunk.prompt_progress as { processed: number; total: number } | undefined;
+    if (progress) showRead(id, progress.processed / progress.total);
     const [choice] = chunk.choices as Choice[];
     if (choice) this.readChoice(choice);
-    if (chunk.usage) this.readUsage(chunk.usage as Usage);
-    else if (this.numTokens) this.readUsage({ completion_tokens: this.numTokens }); // it may be stopped
+    if (chunk.usage) {
+      const { usage, timings, cache_match: cacheMatch } = chunk;
+      this.readUsage(usage as Usage, { timings, cacheMatch } as Partial<Stats>);
+    } else if (this.numTokens) this.readUsage({ completion_tokens: this.numTokens }); // it may be stopped
     this.timer ||= setTimeout(this.show, FRAME_MS);
   }
 
-  private readChoice({ delta, logprobs, finish_reason }: Choice): void {
+  private readChoice(choice: Choice): void {
+    const { delta, logprobs, finish_reason, stop_reason } = choice;
     const { message } = this;
     const adds = delta.content || delta.reasoning_content || delta.tool_calls || logprobs?.content.length;
     if (adds) {
@@ -183,17 +298,12 @@ class Answer {
     }
     message.content += delta.content ?? "";
     if (delta.reasoning_content) message.reasoning = (message.reasoning ?? "") + delta.reasoning_content;
-    for (const { token, logprob, top_logprobs } of logprobs?.content ?? []) {
-      message.tokens?.push({
-        text: token,
-        logprob,
-        top: top_logprobs.map((top) => [top.token, top.logprob]),
-      });
-    }
+    message.tokens?.push(...tokensOf(choice));
     // The server strips the whitespace at the joint.
     if (this.continuesThought && logprobs) Object.assign(message, separated(rawText(message)));
     for (const part of delta.tool_calls ?? []) this.readToolCall(part);
     if (finish_reason) message.finish = finish_reason;
+    if (finish_reason && stop_reason != null) message.stopReason = String(stop_reason);
   }
 
   private readToolCall({ index, id, function: added }: Partial<ToolCall> & { index: number }): void {
@@ -210,7 +320,7 @@ class Answer {
     };
   }
 
-  private readUsage(usage: Usage): void {
+  private readUsage(usage: Usage, measured: Partial<Stats> = {}): void {
     const seconds = (this.lastMs - this.firstMs) / 1000;
     const behindFirst = usage.completion_tokens - 1;
     this.message.stats = {
@@ -219,6 +329,7 @@ class Answer {
       completionTokens: usage.completion_tokens,
       promptTokens: usage.prompt_tokens,
       cachedTokens: usage.prompt_tokens_details?.cached_tokens,
+      ...measured,
     };
   }
 

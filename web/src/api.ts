@@ -11,6 +11,7 @@ export class ApiError extends Error {
   constructor(
     message: string,
     readonly status: number, // 0: there was no answer
+    readonly kind = "", // one of ADVICE
   ) {
     super(message);
   }
@@ -39,16 +40,49 @@ export async function openApi(): Promise<JsonObject> {
   return (await call("openapi.json")).json();
 }
 
+/** One version of a model in the server's repository. */
+export interface IndexEntry {
+  name: string;
+  version?: string;
+  state?: string; // "" or absent: it was never loaded
+  reason?: string;
+}
+
+export async function modelIndex(): Promise<IndexEntry[]> {
+  return (await call("v2/repository/index", asJson({}))).json();
+}
+
+/** Load a model; resolves once it is ready. */
+export async function loadModel(name: string): Promise<void> {
+  await call(`v2/repository/models/${encodeURIComponent(name)}/load`, asJson({}));
+}
+
+/** Begin to unload a model. */
+export async function unloadModel(name: string): Promise<void> {
+  await call(`v2/repository/models/${encodeURIComponent(name)}/unload`, asJson({}));
+}
+
 /** The name of a token in the vocabulary. */
 export async function detokenize(model: string, tokenId: number): Promise<string> {
   const answer = await call("detokenize", asJson({ model, tokens: [tokenId] }));
   return ((await answer.json()) as { prompt: string }).prompt;
 }
 
+/** How many tokens a text has. */
+export async function tokenize(model: string, prompt: string): Promise<number> {
+  const answer = await call("tokenize", asJson({ model, prompt, add_special_tokens: false }));
+  return ((await answer.json()) as { count: number }).count;
+}
+
 /** The token that ends the answers of a model. */
 export async function endToken(model: string): Promise<string> {
   const answer = await call(`tokenizer_info?model=${encodeURIComponent(model)}`);
   return String(((await answer.json()) as JsonObject).eos_token);
+}
+
+/** End the reasoning of an answer that runs. */
+export async function endReasoning(id: string): Promise<void> {
+  await call("v1/chat/completions/control", asJson({ id, action: "reasoning_end" }));
 }
 
 /**
@@ -66,11 +100,13 @@ export async function* streamChat(
   for await (const data of events(answer.body as ReadableStream<Uint8Array>)) {
     if (data === "[DONE]") return;
     const chunk = JSON.parse(data) as JsonObject;
-    if (chunk.error) throw new ApiError(messageOf(chunk) ?? "the answer failed", answer.status);
+    if (chunk.error) throw problemOf(chunk, answer.status);
     yield chunk;
   }
-  throw new ApiError("the connection ended before the answer was complete", 0);
+  throw new ApiError(BROKEN, 0);
 }
+
+const BROKEN = "The connection to the server broke before the answer was complete.";
 
 /** The data of server-sent events. */
 async function* events(body: ReadableStream<Uint8Array>): AsyncGenerator<string> {
@@ -79,7 +115,9 @@ async function* events(body: ReadableStream<Uint8Array>): AsyncGenerator<string>
     .getReader();
   let held = "";
   for (;;) {
-    const { done, value } = await reader.read();
+    const { done, value } = await reader.read().catch((error) => {
+      throw error.name === "AbortError" ? error : new ApiError(BROKEN, 0);
+    });
     if (done) return;
     const blocks = (held + value).split(/\r?\n\r?\n/);
     held = blocks.pop() ?? "";
@@ -105,15 +143,44 @@ async function call(path: string, options: RequestInit = {}): Promise<Response> 
     throw new ApiError(`The server at ${serverUrl()} does not answer.`, 0);
   }
   if (answer.ok) return answer;
-  if (answer.status === 401) needsKey.value = true;
-  const problem = await answer.json().then(messageOf, () => undefined);
-  throw new ApiError(problem ?? `The server answered with status ${answer.status}.`, answer.status);
+  if (answer.status === 401) {
+    needsKey.value = true;
+    throw new ApiError(
+      apiKey.value ? "The server rejected the API key." : "This server needs an API key.",
+      401,
+    );
+  }
+  throw problemOf(await answer.json().catch(() => ({})), answer.status);
 }
 
-/** What an error says, and its remedy in another line. */
-function messageOf(body: JsonObject): string | undefined {
-  const error = body.error as JsonObject | string | undefined;
-  const [message, remedy] =
-    typeof error === "string" ? [error, body.remedy] : [error?.message, error?.remedy];
-  return [message, remedy].filter((line) => typeof line === "string" && line).join("\n") || undefined;
+/** The error of a body, in the page's words where the server's are not for readers of a chat. */
+function problemOf(body: JsonObject, status: number): ApiError {
+  const error = (typeof body.error === "string" ? { ...body, message: body.error } : body.error) as
+    | JsonObject
+    | undefined;
+  const { message, remedy, code, param } = error ?? {};
+  if (!message) return new ApiError(`The server answered with status ${status}.`, status);
+  const kind = [`${code} ${param}`, `${code}`].find((name) => name in ADVICE) ?? "";
+  const lines = [withoutAdvice(`${message}`, `${remedy ?? ""}`), `${ADVICE[kind] ?? remedy ?? ""}`];
+  return new ApiError(lines.filter(Boolean).map(sentence).join("\n"), status, kind);
+}
+
+/** A message that may end with the advice, for clients that show nothing else, without it. */
+function withoutAdvice(message: string, advice: string): string {
+  const at = advice ? message.toLowerCase().lastIndexOf(advice.toLowerCase()) : -1;
+  return at > 0 ? message.slice(0, at).replace(/[\s(:;,.]+$/, "") : message;
+}
+
+export const CONTEXT_FULL = "context_length_exceeded";
+/** What a reader can do, in place of the server's advice to whoever runs it or writes a program; by code. */
+const ADVICE: Record<string, string> = {
+  [CONTEXT_FULL]: "Start a new chat, or edit an earlier message to go on from there.",
+  model_not_ready: "Try again once it is loaded, or choose another model.",
+};
+
+/** A text of the server as a sentence. A name of a field at its beginning stays as it is. */
+function sentence(text: string): string {
+  const plain = text.replaceAll("`", "").trim();
+  const begun = /^[a-z]+[ ,:;]/.test(plain) ? plain.charAt(0).toUpperCase() + plain.slice(1) : plain;
+  return /[.!?…]$/.test(begun) ? begun : `${begun}.`;
 }

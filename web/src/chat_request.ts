@@ -1,7 +1,7 @@
 // The body of a chat request, and the same request as curl and Python.
 
 import { serverUrl } from "./api";
-import { type Conversation, type Message, pathTo } from "./conversation";
+import type { Conversation, Message } from "./conversation";
 import { apiKey, asksProbabilities } from "./preferences";
 import type { JsonObject } from "./schema";
 import { chatParams, modelOf } from "./state";
@@ -11,29 +11,44 @@ const NUM_ALTERNATIVES = 10;
 /** Raised before a request, by what the user has typed. */
 export class InvalidInput extends Error {}
 
-/**
- * The body of the request for an answer.
- *
- * @param parent the last message before the answer; ROOT: there is none.
- * @param prefix the raw text that the answer begins with; empty: the model begins it.
- */
-export function chatBody(conversation: Conversation, parent: string, prefix = ""): JsonObject {
+/** A request without the messages of the conversation, as it is kept with the answer. */
+export interface Request {
+  system: string;
+  prefix: string; // the raw text that the answer begins with; empty: the model begins it
+  fields: JsonObject;
+}
+
+/** The request that the settings make; throws InvalidInput. */
+export function requestOf(conversation: Conversation, prefix = ""): Request {
   const { system, params, toolChoice } = conversation;
   const tools = readTools(conversation.tools);
-  const messages: JsonObject[] = system.trim() ? [{ role: "system", content: system }] : [];
-  messages.push(...pathTo(conversation, parent).map(asSent));
-  if (prefix) messages.push({ role: "assistant", content: prefix });
-  return {
+  const fields = {
     model: modelOf(conversation),
-    messages,
     ...(prefix ? { continue_final_message: true, add_generation_prompt: false } : {}),
     ...(tools.length ? { tools, tool_choice: readToolChoice(toolChoice) } : {}),
     ...chatParams(conversation),
+    seed: newSeed(), // so that the answer can be asked for again
     ...params,
-    ...(asksProbabilities.value ? { logprobs: true, top_logprobs: NUM_ALTERNATIVES } : {}),
+    ...(asksProbabilities.value
+      ? { logprobs: true, top_logprobs: NUM_ALTERNATIVES, return_token_ids: true }
+      : {}),
     stream: true,
     stream_options: { include_usage: true },
   };
+  return { system, prefix, fields };
+}
+
+function newSeed(): number {
+  return crypto.getRandomValues(new Uint32Array(1))[0] ?? 0;
+}
+
+/** The body of a request for an answer to messages. */
+export function chatBody({ system, prefix, fields }: Request, answered: Message[]): JsonObject {
+  const messages: JsonObject[] = system.trim() ? [{ role: "system", content: system }] : [];
+  messages.push(...answered.map(asSent));
+  if (prefix) messages.push({ role: "assistant", content: prefix });
+  const { model, ...others } = fields;
+  return { model, messages, ...others };
 }
 
 function asSent(message: Message): JsonObject {
@@ -59,6 +74,9 @@ export function readTools(text: string): JsonObject[] {
     throw new InvalidInput(`The tools are not valid JSON: ${(error as Error).message}`);
   }
   const list = Array.isArray(tools) ? tools : [tools];
+  if (list.some((tool) => typeof tool !== "object" || tool === null)) {
+    throw new InvalidInput("The tools are not a list of functions.");
+  }
   // A bare function is what many libraries print.
   return list.map((tool) => (tool.type ? tool : { type: "function", function: tool }));
 }
@@ -68,10 +86,20 @@ function readToolChoice(choice: string): unknown {
   return isWord ? choice : { type: "function", function: { name: choice } };
 }
 
+/** What is wrong with the tools; empty: nothing. */
+export function toolsProblem(text: string): string {
+  try {
+    readTools(text);
+    return "";
+  } catch (error) {
+    return (error as Error).message;
+  }
+}
+
 /** The names of the tools; none if they are not valid. */
 export function toolNames(text: string): string[] {
   try {
-    return readTools(text).map((tool) => String((tool.function as JsonObject).name));
+    return readTools(text).map((tool) => String((tool.function as JsonObject | undefined)?.name));
   } catch {
     return [];
   }

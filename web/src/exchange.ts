@@ -1,6 +1,15 @@
 // Export and import of conversations, as files.
 
-import { type Conversation, type Message, newId, path } from "./conversation";
+import {
+  type Conversation,
+  type Message,
+  newConversation,
+  newId,
+  path,
+  ROOT,
+  withMessage,
+} from "./conversation";
+import { lastModel, newSettings } from "./preferences";
 
 const FORMAT = "genserve-conversations";
 
@@ -17,22 +26,52 @@ export function asJson(conversations: Conversation[]): string {
   return JSON.stringify({ format: FORMAT, version: 1, conversations }, null, 1);
 }
 
-/** The conversations of an exported file, with new ids. Throws an Error that says what is wrong. */
+/**
+ * The conversations of an exported file, with new ids, or that of OpenAI's messages, which /save of the chat in the
+ * terminal writes. Throws an Error that says what is wrong.
+ */
 export function fromJson(text: string): Conversation[] {
-  let file: { format?: string; conversations?: Conversation[] };
+  let file: { format?: string; conversations?: Conversation[]; messages?: unknown };
   try {
     file = JSON.parse(text);
   } catch {
     throw new Error("The file is not JSON.");
   }
+  const messages = Array.isArray(file) ? file : file?.messages;
+  if (Array.isArray(messages) && messages.length && messages.every(isTurn)) return [ofTurns(messages)];
   if (
     file?.format !== FORMAT ||
     !Array.isArray(file.conversations) ||
     !file.conversations.every(isConversation)
   ) {
-    throw new Error("The file was not exported from this page.");
+    throw new Error("The file has neither conversations of this page nor a list of messages with texts.");
   }
   return file.conversations.map((conversation) => ({ ...conversation, id: newId() }));
+}
+
+interface Turn {
+  role: "system" | "user" | "assistant";
+  content: string;
+}
+
+function isTurn(value: Turn, index: number): boolean {
+  const isKnown = ["user", "assistant"].includes(value?.role) || (value?.role === "system" && index === 0);
+  return isKnown && typeof value.content === "string";
+}
+
+function ofTurns(turns: Turn[]): Conversation {
+  let conversation = newConversation({ ...newSettings.value, model: lastModel.value, system: "" });
+  let parent = ROOT;
+  for (const { role, content } of turns) {
+    if (role === "system") {
+      conversation = { ...conversation, system: content };
+      continue;
+    }
+    const id = newId();
+    conversation = withMessage(conversation, { id, parent, role, content, created: Date.now() });
+    parent = id;
+  }
+  return conversation;
 }
 
 function isConversation(value: Conversation): boolean {

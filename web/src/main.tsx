@@ -2,19 +2,39 @@
 
 import { effect } from "@preact/signals";
 import { render } from "preact";
+import { followLink } from "./links";
 import { theme } from "./preferences";
-import { connect, flush, models, restore } from "./state";
+import {
+  connect,
+  flush,
+  hasKeyProblem,
+  isConnecting,
+  models,
+  refresh,
+  restore,
+  serverProblem,
+} from "./state";
 import { App } from "./view/app";
 
 effect(() => {
   document.documentElement.dataset.theme = theme.value;
 });
 document.addEventListener("visibilitychange", () => {
-  if (document.hidden)
+  if (document.hidden) {
     flush(); // the page may be closed
-  else if (!models.value.length) connect(); // the server may have been started, or have loaded its models
+    return;
+  }
+  refresh();
+  look();
 });
 addEventListener("pagehide", flush);
+
+/** Ask again what the server has, if it had no model or did not answer. */
+function look(): void {
+  const isMissing = serverProblem.value !== "" || !models.value.length;
+  if (isMissing && !isConnecting.value && !hasKeyProblem.value && !document.hidden) connect();
+}
+setInterval(look, 3000);
 
 const PATIENCE_MS = 500; // before the page is shown without the server's answer
 
@@ -23,3 +43,5 @@ root.replaceChildren();
 await restore().catch(() => undefined);
 await Promise.race([connect(), new Promise((shown) => setTimeout(shown, PATIENCE_MS))]);
 render(<App />, root);
+await followLink();
+addEventListener("hashchange", followLink);

@@ -1,14 +1,14 @@
 // Markdown as elements. HTML in it is shown as text, and pictures as links, so that nothing is loaded.
 
-import { lexer, type MarkedToken, type Token, type Tokens } from "marked";
+import { Marked, type MarkedToken, type Token, type Tokens } from "marked";
 import type { ComponentChildren, JSX } from "preact";
-import { useMemo, useState } from "preact/hooks";
+import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { highlighted } from "./highlight";
 
 const SAFE_LINK = /^(https?:|mailto:)/i;
 
 export function Markdown({ text }: { text: string }) {
-  const blocks = useMemo(() => lexer(text, { gfm: true, breaks: false }), [text]);
+  const blocks = useMemo(() => withoutGaps(parser.lexer(text)), [text]);
   return (
     <div class="markdown">
       {blocks.map((block, index) => (
@@ -16,6 +16,93 @@ export function Markdown({ text }: { text: string }) {
       ))}
     </div>
   );
+}
+
+/** Give headings levels without gaps, from the first on; models leave some out. */
+function withoutGaps(blocks: Token[]): Token[] {
+  let level = 0;
+  for (const block of blocks) {
+    if (block.type === "heading") block.depth = level = Math.min(block.depth, level + 1);
+  }
+  return blocks;
+}
+
+/** A formula as models write it: `\\(…\\)` and `$…$` in a line, `\\[…\\]` and `$$…$$` by itself. */
+interface Formula {
+  type: "math";
+  raw: string;
+  text: string;
+  isBlock: boolean;
+}
+
+const DISPLAYED = /^(?:\$\$([\s\S]+?)\$\$|\\\[([\s\S]+?)\\\])/;
+const IN_LINE = /^\\\(([\s\S]+?)\\\)/;
+// As Pandoc has it, so that prices are none: no space within, no digit behind.
+const DOLLARS = /^\$(?!\s)((?:\\[^\n]|[^\\$\n])+?)(?<!\s)\$(?!\d)/;
+const BY_ITSELF = /^ {0,3}(?:\$\$([\s\S]+?)\$\$|\\\[([\s\S]+?)\\\])[ \t]*(?:\n|$)/;
+
+function formula(source: string, pattern: RegExp, isBlock: boolean): Formula | undefined {
+  const found = pattern.exec(source);
+  if (!found) return undefined;
+  return { type: "math", raw: found[0], text: (found[1] ?? found[2] ?? "").trim(), isBlock };
+}
+
+const parser = new Marked({
+  gfm: true,
+  breaks: false,
+  extensions: [
+    {
+      name: "math",
+      level: "block",
+      start: (source) => source.match(/^ {0,3}(?:\$\$|\\\[)/m)?.index,
+      tokenizer: (source) => formula(source, BY_ITSELF, true),
+    },
+    {
+      name: "math-in-line",
+      level: "inline",
+      start: (source) => source.match(/\$|\\[([]/)?.index,
+      tokenizer: (source) =>
+        formula(source, DISPLAYED, true) ??
+        formula(source, IN_LINE, false) ??
+        formula(source, DOLLARS, false),
+    },
+  ],
+});
+
+/** A formula; its source until KaTeX is loaded. */
+function Mathematics({ text, isBlock }: Formula) {
+  const element = useRef<HTMLSpanElement>(null);
+  useEffect(() => {
+    let isCurrent = true;
+    import("./math.js" as string)
+      .then(({ renderMath }) => {
+        if (isCurrent && element.current) renderMath(text, element.current, isBlock);
+      })
+      .catch(() => {}); // the server is gone: the source stays
+    loadMathStyle();
+    return () => {
+      isCurrent = false;
+    };
+  }, [text, isBlock]);
+  return (
+    <span
+      key={text}
+      ref={element}
+      class={isBlock ? "math scroll-x" : "math"}
+      tabIndex={isBlock ? 0 : undefined}
+    >
+      {text}
+    </span>
+  );
+}
+
+function loadMathStyle(): void {
+  if (document.getElementById("math-style")) return;
+  const link = document.createElement("link");
+  link.id = "math-style";
+  link.rel = "stylesheet";
+  link.href = "page/math.css";
+  document.head.append(link);
 }
 
 /** A top-level block, which is not rendered again while later ones are streamed. */
@@ -28,11 +115,10 @@ function all(tokens: Token[] | undefined): ComponentChildren {
 }
 
 function rendered(any: Token): ComponentChildren {
-  const token = any as MarkedToken;
+  const token = any as MarkedToken | Formula;
   switch (token.type) {
     case "heading": {
-      // The page has headings of its own above.
-      const Heading = `h${Math.min(token.depth + 2, 6)}` as "h3";
+      const Heading = `h${Math.min(token.depth + 1, 6)}` as "h2"; // the page has one above
       return <Heading>{all(token.tokens)}</Heading>;
     }
     case "paragraph":
@@ -45,6 +131,8 @@ function rendered(any: Token): ComponentChildren {
       return <blockquote>{all(token.tokens)}</blockquote>;
     case "table":
       return <Table token={token} />;
+    case "math":
+      return <Mathematics key={token.text} {...token} />;
     case "hr":
       return <hr />;
     case "strong":
@@ -125,7 +213,13 @@ export function Code({ text, language }: { text: string; language: string }) {
 
 const COPIED_MS = 1500;
 
-export function CopyButton({ text, label = "Copy" }: { text: string; label?: string }) {
+interface CopyButtonProps {
+  text: string;
+  label?: string;
+  title?: string;
+}
+
+export function CopyButton({ text, label = "Copy", title }: CopyButtonProps) {
   const [copied, setCopied] = useState(false);
   const copy = async () => {
     await copyText(text);
@@ -133,7 +227,7 @@ export function CopyButton({ text, label = "Copy" }: { text: string; label?: str
     setTimeout(() => setCopied(false), COPIED_MS);
   };
   return (
-    <button type="button" class="small" onClick={copy}>
+    <button type="button" class="small" title={title} onClick={copy}>
       {copied ? "Copied" : label}
     </button>
   );

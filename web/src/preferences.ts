@@ -1,23 +1,22 @@
-// What the browser remembers besides conversations, in localStorage.
+// What the browser remembers besides conversations: in localStorage, or for one tab in sessionStorage.
 
 import { effect, type Signal, signal } from "@preact/signals";
-import type { Setup } from "./conversation";
+import type { Settings, Setup, TextFile } from "./conversation";
 
 const PREFIX = "genserve.";
 
-/** Read a preference; `otherwise` if it was never set, or cannot be read. */
-export function preference<T>(name: string, otherwise: T): T {
+function read<T>(storage: Storage, name: string): T | undefined {
   try {
-    const text = localStorage.getItem(PREFIX + name);
-    return text === null ? otherwise : (JSON.parse(text) as T);
+    const text = storage.getItem(PREFIX + name);
+    return text === null ? undefined : (JSON.parse(text) as T);
   } catch {
-    return otherwise;
+    return undefined; // it cannot be read
   }
 }
 
-export function setPreference(name: string, value: unknown): void {
+function write(storage: Storage, name: string, value: unknown): void {
   try {
-    localStorage.setItem(PREFIX + name, JSON.stringify(value));
+    storage.setItem(PREFIX + name, JSON.stringify(value));
   } catch {
     // Full, or forbidden: the page works without.
   }
@@ -25,8 +24,15 @@ export function setPreference(name: string, value: unknown): void {
 
 /** A signal that is kept. */
 function kept<T>(name: string, otherwise: T): Signal<T> {
-  const value = signal(preference(name, otherwise));
-  effect(() => setPreference(name, value.value));
+  const value = signal(read<T>(localStorage, name) ?? otherwise);
+  effect(() => write(localStorage, name, value.value));
+  return value;
+}
+
+/** A signal that each tab keeps for itself, also when it is reloaded. */
+function keptByTab<T>(name: string, otherwise: T): Signal<T> {
+  const value = signal(read<T>(sessionStorage, name) ?? otherwise);
+  effect(() => write(sessionStorage, name, value.value));
   return value;
 }
 
@@ -37,5 +43,27 @@ export const apiKey = kept("key", "");
 export const asksProbabilities = kept("asks-probabilities", true);
 export const showsProbabilities = kept("shows-probabilities", false);
 
-const NO_SETUP: Setup = { model: "", system: "", params: {}, tools: "", toolChoice: "auto" };
-export const lastSetup = kept<Setup>("setup", NO_SETUP);
+/** The id of the open conversation; a new tab begins with the one that was opened last. */
+export const openId = keptByTab("open", read<string>(localStorage, "open") ?? "");
+effect(() => write(localStorage, "open", openId.value));
+
+/** What is typed and not sent, by conversation; "" is the one without messages. */
+export const drafts = keptByTab<Record<string, string>>("drafts", {});
+
+/** The texts attached to it. */
+export const draftFiles = keptByTab<Record<string, TextFile[]>>("draft-files", {});
+
+/** The settings of a conversation that has no messages yet. */
+export const unsentSetup = keptByTab<Setup | null>("unsent", null);
+
+export const DEFAULTS: Settings = { system: "", params: {}, tools: "", toolChoice: "auto" };
+/** What new conversations begin with. */
+export const newSettings = kept("new-chats", DEFAULTS);
+/** Settings with a name, which belong to a model. */
+export interface Preset {
+  model: string;
+  name: string;
+  settings: Settings;
+}
+export const presets = kept<Preset[]>("presets", []);
+export const lastModel = kept("model", "");

@@ -12,6 +12,7 @@ export interface Field {
   minimum?: number;
   maximum?: number;
   range: string; // in words
+  allows: (value: number) => boolean;
   choices: unknown[];
   section: string;
   isCommon: boolean;
@@ -38,6 +39,9 @@ const OWN = new Set([
     "tool_choice",
     "functions",
     "function_call",
+    "return_progress",
+    "return_cache_match",
+    "return_receipt",
   ],
 ]);
 // The order of the fields that the document marks as common.
@@ -68,10 +72,19 @@ function readField(name: string, schema: Schema, document: JsonObject): Field {
     minimum: bound(merged.minimum ?? merged.exclusiveMinimum),
     maximum: bound(merged.maximum ?? merged.exclusiveMaximum),
     range: rangeOf(merged),
+    allows: (value) => isWithin(value, merged),
     choices: main.enum ?? [],
     section: (merged["x-section"] as string | undefined) ?? "",
     isCommon: merged["x-common"] === true,
   };
+}
+
+function isWithin(value: number, schema: Schema): boolean {
+  const low = bound(schema.minimum) ?? Number.NEGATIVE_INFINITY;
+  const above = bound(schema.exclusiveMinimum) ?? Number.NEGATIVE_INFINITY;
+  const high = bound(schema.maximum) ?? Number.POSITIVE_INFINITY;
+  const below = bound(schema.exclusiveMaximum) ?? Number.POSITIVE_INFINITY;
+  return value >= low && value > above && value <= high && value < below;
 }
 
 const UNLIMITED = 2 ** 31 - 1;
@@ -86,6 +99,7 @@ function rangeOf(schema: Schema): string {
   const from = isLowest ? "" : above === undefined ? `${low}` : `above ${above}`;
   if (high === undefined || high >= UNLIMITED) return from && (above === undefined ? `from ${from}` : from);
   const to = schema.maximum === undefined ? `below ${high}` : `${high}`;
+  if (above !== undefined) return `${from}, at most ${to}`;
   return from ? `${from} to ${to}` : `up to ${to}`;
 }
 

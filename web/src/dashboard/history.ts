@@ -1,4 +1,4 @@
-// What has been measured since the page was opened.
+// What has been measured in the last hours: the older, the less often.
 
 import { readMetrics, Values } from "./metrics";
 
@@ -6,7 +6,13 @@ import { readMetrics, Values } from "./metrics";
 export const ALL = "";
 /** The seconds over which rates and percentiles are computed. */
 export const WINDOW_S = 10;
-const KEPT_S = 3600;
+export const KEPT_S = 6 * 3600;
+// Snapshots older than an age are thinned out to one in each interval.
+const DENSITIES = [
+  { olderThan: 3600, interval: 60 },
+  { olderThan: 300, interval: 10 },
+];
+const RELOAD_S = 30; // in which a page that is opened again continues its lines
 
 export interface Snapshot {
   time: number; // seconds since 1970
@@ -30,6 +36,13 @@ export class History {
     return { text: of(true).sort(), others: of(false).sort() };
   }
 
+  /** Continue what an earlier page has measured. */
+  restore(snapshots: Snapshot[], now: number): void {
+    this.snapshots.unshift(...snapshots);
+    const last = snapshots.at(-1);
+    if (last) this.run = last.run + (now - last.time > RELOAD_S ? 1 : 0);
+  }
+
   /** Add the metrics of now; returns the snapshot. */
   add(text: string, time: number): Snapshot {
     const models = readMetrics(text);
@@ -39,7 +52,7 @@ export class History {
     if (this.last && hasRestarted(this.last.models, models)) this.run += 1;
     const snapshot = { time, models, run: this.run };
     this.snapshots.push(snapshot);
-    while (this.snapshots[0] && this.snapshots[0].time < time - KEPT_S) this.snapshots.shift();
+    this.snapshots.splice(0, this.snapshots.length, ...thinned(this.snapshots, time));
     return snapshot;
   }
 
@@ -48,16 +61,31 @@ export class History {
     this.run += 1;
   }
 
-  /** The snapshot with which one is compared: of WINDOW_S before, or the oldest since then. */
+  /** The snapshot with which one is compared: of WINDOW_S before, or the oldest since then, or else the last. */
   before(snapshot: Snapshot): Snapshot | undefined {
     let found: Snapshot | undefined;
     for (let place = this.snapshots.indexOf(snapshot) - 1; place >= 0; place -= 1) {
       const earlier = this.snapshots[place] as Snapshot;
-      if (earlier.run !== snapshot.run || snapshot.time - earlier.time > WINDOW_S + 0.5) break;
+      const isLongAgo = snapshot.time - earlier.time > WINDOW_S + 0.5;
+      if (earlier.run !== snapshot.run || (found && isLongAgo)) break;
       found = earlier;
     }
     return found;
   }
+}
+
+/** What is kept of snapshots, which are in the order of their times. */
+export function thinned<T extends { time: number }>(snapshots: T[], now: number): T[] {
+  let last = "";
+  return snapshots.filter(({ time }) => {
+    const age = now - time;
+    if (age > KEPT_S) return false;
+    const interval = DENSITIES.find(({ olderThan }) => age > olderThan)?.interval;
+    const place = interval ? `${interval} ${Math.floor(time / interval)}` : "";
+    const isKept = !place || place !== last;
+    last = place;
+    return isKept;
+  });
 }
 
 function generatesText(values: Values): boolean {

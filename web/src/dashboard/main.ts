@@ -2,6 +2,7 @@
 
 import { apiKey, theme } from "../preferences";
 import { ALL, History, type Snapshot } from "./history";
+import { remember, remembered } from "./memory";
 import { Values } from "./metrics";
 import { INFERENCE_PANELS, PANELS, type Panel } from "./panels";
 import { Plot } from "./plot";
@@ -39,9 +40,11 @@ async function ask(): Promise<string> {
   const headers: Record<string, string> = key.value ? { Authorization: `Bearer ${key.value}` } : {};
   let problem = "";
   try {
-    const answer = await fetch("metrics", { headers, signal: AbortSignal.timeout(TIMEOUT_MS) });
-    if (answer.ok) history.add(await answer.text(), Date.now() / 1000);
-    else if (answer.status !== 401)
+    const answer = await fetch("metrics?replicas=sum", { headers, signal: AbortSignal.timeout(TIMEOUT_MS) });
+    if (answer.ok) {
+      const snapshot = history.add(await answer.text(), Date.now() / 1000);
+      remember(snapshot).catch(() => {}); // the browser keeps nothing
+    } else if (answer.status !== 401)
       problem = `The server answers with status ${answer.status}; trying again.`;
     else problem = key.value ? "The API key is wrong." : "The server asks for its API key.";
     key.toggleAttribute("aria-invalid", answer.status === 401);
@@ -125,7 +128,7 @@ function writePicker(): void {
 
 async function run(): Promise<void> {
   const problem = await ask();
-  status.textContent = problem || `Updated ${new Date().toLocaleTimeString()}`;
+  status.textContent = problem || `Updated ${new Date().toLocaleTimeString([], { hourCycle: "h23" })}`;
   status.classList.toggle("problem", Boolean(problem));
   if (!pause.checked) show();
 }
@@ -151,4 +154,6 @@ key.addEventListener("change", () => {
   start();
 });
 for (const control of [picker, range, pause]) control.addEventListener("change", show);
+const openedTime = Date.now() / 1000;
+history.restore(await remembered(openedTime).catch(() => []), openedTime);
 start();

@@ -67,7 +67,7 @@ const percentiles = (name: string): Line[] =>
   [0.5, 0.9, 0.99].map((share) => ({ label: `p${share * 100}`, measure: percentile(name, share) }));
 
 const REQUESTS = "genserve_requests_total";
-const UNFINISHED = [`${REQUESTS}/cancelled`, `${REQUESTS}/failed`];
+const UNFINISHED = [`${REQUESTS}/abort`, `${REQUESTS}/error`];
 
 export const PANELS: Panel[] = [
   {
@@ -151,7 +151,7 @@ export const PANELS: Panel[] = [
   },
   {
     title: "Ended requests",
-    note: "By their ending; rejected: with status 429",
+    note: "By their finish reason; rejected: with status 429",
     unit: "per second",
     needs: "genserve_requests_total",
     lines: [
@@ -160,8 +160,8 @@ export const PANELS: Panel[] = [
         measure: (now, before, seconds) =>
           (added(now, before, REQUESTS) - added(now, before, ...UNFINISHED)) / seconds,
       },
-      { label: "cancelled", measure: rate(`${REQUESTS}/cancelled`) },
-      { label: "failed", measure: rate(`${REQUESTS}/failed`) },
+      { label: "cancelled", measure: rate(`${REQUESTS}/abort`) },
+      { label: "failed", measure: rate(`${REQUESTS}/error`) },
       { label: "rejected", measure: rate("genserve_admission_rejections_total") },
     ],
   },

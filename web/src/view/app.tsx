@@ -2,6 +2,7 @@
 
 import { useEffect } from "preact/hooks";
 import { regenerate, stop } from "../answering";
+import { needsKey } from "../api";
 import type { Setup } from "../conversation";
 import { asJson, asMarkdown, download, fileName } from "../exchange";
 import { showsProbabilities, type Theme, theme } from "../preferences";
@@ -12,7 +13,9 @@ import {
   conversation,
   dialog,
   dialogSubject,
+  hasKeyProblem,
   isBusy,
+  isConnecting,
   modelOf,
   models,
   notice,
@@ -24,7 +27,7 @@ import {
 import { Composer } from "./composer";
 import { Dialogs } from "./dialogs";
 import { IconButton } from "./icons";
-import { Settings } from "./settings";
+import { SettingsPanel } from "./settings";
 import { newChat, Sidebar } from "./sidebar";
 import { Thread } from "./thread";
 
@@ -46,7 +49,7 @@ export function App() {
         <Thread />
         <Composer />
       </main>
-      {settingsOpen.value && <Settings />}
+      {settingsOpen.value && <SettingsPanel />}
       {(sidebarOpen.value || settingsOpen.value) && (
         <button type="button" class="shade" aria-label="Close" tabIndex={-1} onClick={closeCoveringPanels} />
       )}
@@ -107,6 +110,7 @@ function ModelPicker() {
       onPointerDown={() => connect()}
       onChange={(event) => changeSetup({ model: event.currentTarget.value })}
     >
+      {!models.value.length && <option value={model}>No model</option>}
       {models.value.map(({ id }) => (
         <option key={id} value={id}>
           {id}
@@ -141,6 +145,7 @@ function More() {
     ["Export as Markdown", exported("md")],
     ["Export as JSON", exported("json")],
     [`Colours: ${THEME_NAMES[theme.value]}`, () => (theme.value = THEMES[theme.value])],
+    ["Models", () => (dialog.value = "models")],
     ["API key", () => (dialog.value = "key")],
     ["Keyboard shortcuts", () => (dialog.value = "shortcuts")],
   ];
@@ -167,14 +172,34 @@ function More() {
   );
 }
 
+/** What keeps the page from chatting, which it tries to end by itself. */
 function Problem() {
-  if (!serverProblem.value) return null;
+  if (isConnecting.value) return null;
+  const isUnasked = needsKey.value || hasKeyProblem.value;
+  const text = serverProblem.value || (models.value.length ? "" : "No text model is loaded on this server.");
+  if (!text) return null;
   return (
     <div class="error banner" role="alert">
-      <p>{serverProblem.value}</p>
-      <button type="button" onClick={() => connect()}>
-        Try again
-      </button>
+      <p>
+        {text}
+        {!isUnasked && " This page tries again every few seconds."}
+      </p>
+      {isUnasked ? (
+        <button type="button" onClick={() => (dialog.value = "key")}>
+          Enter the key
+        </button>
+      ) : (
+        <span class="banner-actions">
+          {!serverProblem.value && (
+            <button type="button" onClick={() => (dialog.value = "models")}>
+              Load a model
+            </button>
+          )}
+          <button type="button" onClick={() => connect()}>
+            Try now
+          </button>
+        </span>
+      )}
     </div>
   );
 }

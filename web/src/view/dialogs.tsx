@@ -1,21 +1,44 @@
-// The dialogs: key, shortcuts, raw request, deletion.
+// The dialogs: key, shortcuts, raw request, comparison, deletion.
 
-import type { ComponentChildren } from "preact";
-import { useEffect, useRef, useState } from "preact/hooks";
+import { useState } from "preact/hooks";
+import { compare } from "../answering";
 import { needsKey } from "../api";
-import { asCurl, asPython, chatBody } from "../chat_request";
-import { ROOT } from "../conversation";
+import { asCurl, asPython, chatBody, requestOf } from "../chat_request";
+import { childrenOf, type Message, pathTo } from "../conversation";
 import { Code } from "../markdown";
 import { apiKey } from "../preferences";
-import { connect, conversation, dialog, dialogSubject, removeConversation, shown, summaries } from "../state";
-import { IconButton } from "./icons";
+import type { JsonObject } from "../schema";
+import {
+  beside,
+  connect,
+  conversation,
+  dialog,
+  dialogSubject,
+  modelOf,
+  models,
+  removeConversation,
+  shown,
+  summaries,
+} from "../state";
+import { Dialog } from "./dialog";
+import { Models } from "./models";
 
 export function Dialogs() {
   if (needsKey.value)
-    return <KeyDialog asks={apiKey.value ? "The server rejected the key." : "This server needs a key."} />;
+    return (
+      <KeyDialog
+        asks={
+          apiKey.value
+            ? "The server rejected the key."
+            : "This server needs a key: ask whoever runs it for one."
+        }
+      />
+    );
   if (dialog.value === "key") return <KeyDialog asks="Requests are sent with this key." />;
   if (dialog.value === "shortcuts") return <Shortcuts />;
   if (dialog.value === "raw") return <RawRequest />;
+  if (dialog.value === "compare") return <Comparison />;
+  if (dialog.value === "models") return <Models />;
   if (dialog.value === "delete") return <Deletion />;
   return null;
 }
@@ -23,27 +46,6 @@ export function Dialogs() {
 const close = () => {
   dialog.value = "";
 };
-
-interface DialogProps {
-  title: string;
-  onClose: () => void;
-  wide?: boolean;
-  children: ComponentChildren;
-}
-
-function Dialog({ title, onClose, wide, children }: DialogProps) {
-  const element = useRef<HTMLDialogElement>(null);
-  useEffect(() => element.current?.showModal(), []);
-  return (
-    <dialog ref={element} class={wide ? "is-wide" : ""} aria-label={title} onClose={onClose}>
-      <div class="dialog-top">
-        <h2>{title}</h2>
-        <IconButton icon="close" label="Close" onClick={onClose} />
-      </div>
-      {children}
-    </dialog>
-  );
-}
 
 function KeyDialog({ asks }: { asks: string }) {
   const closeKey = () => {
@@ -60,7 +62,7 @@ function KeyDialog({ asks }: { asks: string }) {
     <Dialog title="API key" onClose={closeKey}>
       <form onSubmit={onSubmit}>
         <p>{asks}</p>
-        <input name="key" type="password" aria-label="API key" autocomplete="off" required />
+        <input name="key" type="password" aria-label="API key" autocomplete="off" required autofocus />
         <p class="faint">It is kept in this browser, and sent to this server only.</p>
         <div class="buttons">
           <button type="submit" class="primary">
@@ -102,17 +104,23 @@ function Shortcuts() {
   );
 }
 
-/** The request of an answer, or the one that the next message would send. */
+/** The request of an answer; without one, that of the last answer shown, or else an example. */
 function RawRequest() {
   const [language, setLanguage] = useState<"curl" | "Python">("curl");
-  const message = conversation.value.messages[dialogSubject.value];
+  const asked = conversation.value.messages[dialogSubject.value];
+  const answer = asked ?? shown.value.findLast(({ role }) => role === "assistant");
   let text: string;
   try {
-    const body = chatBody(conversation.value, message ? message.parent : (shown.value.at(-1)?.id ?? ROOT));
+    const body = answer ? bodyOf(answer) : exampleBody();
     text = language === "curl" ? asCurl(body) : asPython(body);
   } catch (error) {
     text = (error as Error).message;
   }
+  const origin = !answer
+    ? "An example with the settings of this chat."
+    : answer.request
+      ? "As it was sent for this answer."
+      : "With the settings of today: those of this answer were not kept.";
   return (
     <Dialog title="Request" onClose={close} wide>
       <div class="tabs" role="group" aria-label="Language">
@@ -122,11 +130,71 @@ function RawRequest() {
           </button>
         ))}
       </div>
+      <p class="faint origin">{origin}</p>
       <Code text={text} language={language === "curl" ? "bash" : "python"} />
-      <p class="faint">It has the current settings.</p>
     </Dialog>
   );
 }
+
+/** The body that an answer has answered. */
+function bodyOf(answer: Message): JsonObject {
+  return chatBody(answer.request ?? requestOf(conversation.value), pathTo(conversation.value, answer.parent));
+}
+
+function exampleBody(): JsonObject {
+  const body = chatBody(requestOf(conversation.value), shown.value);
+  return shown.value.length ? body : { ...body, messages: [...(body.messages as JsonObject[]), HELLO] };
+}
+
+/** What to show beside an answer. */
+function Comparison() {
+  const message = conversation.value.messages[dialogSubject.value];
+  if (!message) return null;
+  const own = message.model ?? modelOf(conversation.value);
+  const siblings = childrenOf(conversation.value, message.parent).filter(({ id }) => id !== message.id);
+  const isGreedy = message.request?.fields.temperature === 0;
+  const begin = (model: string) => () => {
+    close();
+    compare(message, model);
+  };
+  return (
+    <Dialog title="Compare this answer" onClose={close}>
+      <p>A second answer to the same question is shown beside it; you go on with the one that you like.</p>
+      <div class="choices">
+        <button type="button" disabled={isGreedy} onClick={begin(own)}>
+          With another seed
+        </button>
+        {isGreedy && <p class="faint">At temperature 0 every seed gives the same answer.</p>}
+        {models.value
+          .filter(({ id }) => id !== own)
+          .map(({ id }) => (
+            <button type="button" key={id} onClick={begin(id)}>
+              With {id}
+            </button>
+          ))}
+        {siblings.map((sibling) => (
+          <button
+            type="button"
+            key={sibling.id}
+            onClick={() => {
+              close();
+              beside.value = [sibling.id, message.id];
+            }}
+          >
+            With branch {branchNumber(sibling)}
+          </button>
+        ))}
+      </div>
+      {models.value.length < 2 && <p class="faint">To compare with another model, load one: More, Models.</p>}
+    </Dialog>
+  );
+}
+
+function branchNumber({ id, parent }: Message): number {
+  return childrenOf(conversation.value, parent).findIndex((sibling) => sibling.id === id) + 1;
+}
+
+const HELLO = { role: "user", content: "Hello!" };
 
 function Deletion() {
   const id = dialogSubject.value;

@@ -3,6 +3,7 @@
 import type { ComponentChildren } from "preact";
 import { useState } from "preact/hooks";
 import { Markdown } from "../markdown";
+import { PARAM_TEXTS } from "../param_texts";
 import type { Field } from "../schema";
 import { changeSetup, conversation, defaultOf } from "../state";
 
@@ -17,11 +18,12 @@ export function FieldControl({ field }: { field: Field }) {
     changeSetup({ params: changed === undefined ? others : { ...others, [name]: changed } });
   };
   const id = `field-${name}`;
+  const text = PARAM_TEXTS[name] ?? field.description;
   return (
     <div class={`field ${value === undefined ? "" : "is-set"}`}>
       <div class="field-head">
         <label for={id}>{name}</label>
-        <span class="faint range">{field.range}</span>
+        <span class="faint range">{usualRange(field)}</span>
         {value === undefined ? (
           <Default field={field} />
         ) : (
@@ -31,13 +33,24 @@ export function FieldControl({ field }: { field: Field }) {
         )}
       </div>
       <Control id={id} field={field} value={value} onChange={set} />
-      {field.description && (
-        <div class="faint description">
-          <Markdown text={field.description} />
+      {isOutside(field, value) && <p class="problem">Outside the server's range: {field.range}.</p>}
+      {text && (
+        <div class="faint description" title={text === field.description ? undefined : field.description}>
+          <Markdown text={text} />
         </div>
       )}
     </div>
   );
+}
+
+/** The range of the slider, and the server's limit if that is higher: few need it. */
+function usualRange({ kind, minimum, maximum = 0, range }: Field): string {
+  if (kind !== "number" || minimum === undefined || maximum <= SLIDER_BOUND) return range;
+  return `${minimum} to ${SLIDER_BOUND}, at most ${maximum}`;
+}
+
+function isOutside(field: Field, value: unknown): boolean {
+  return typeof value === "number" && !field.allows(value);
 }
 
 function Default({ field }: { field: Field }) {
@@ -105,6 +118,7 @@ function NumberControl({ id, field, value, onChange }: ControlProps) {
         max={maximum}
         step={isInteger ? 1 : "any"}
         placeholder={otherwise === undefined ? "not set" : String(otherwise)}
+        aria-invalid={isOutside(field, value)}
         value={value === undefined ? "" : Number(value)}
         onInput={(event) => read(event.currentTarget.value)}
       />
@@ -142,15 +156,18 @@ function TextControl({ id, field, value, onChange }: ControlProps) {
     }
   };
   return (
-    <textarea
-      id={id}
-      rows={1}
-      spellcheck={false}
-      placeholder={PLACEHOLDERS[field.kind]}
-      aria-invalid={isInvalid}
-      value={value === undefined && !isInvalid ? "" : (typed ?? written(value, field))}
-      onInput={(event) => onInput(event.currentTarget.value)}
-    />
+    <>
+      <textarea
+        id={id}
+        rows={1}
+        spellcheck={false}
+        placeholder={PLACEHOLDERS[field.kind]}
+        aria-invalid={isInvalid}
+        value={value === undefined && !isInvalid ? "" : (typed ?? written(value, field))}
+        onInput={(event) => onInput(event.currentTarget.value)}
+      />
+      {isInvalid && <p class="problem">This is not valid JSON: requests keep the last valid value.</p>}
+    </>
   );
 }
 

@@ -1,7 +1,7 @@
 // Scrolling with an answer that is being written, until the reader scrolls up.
 
 import type { RefObject } from "preact";
-import { useRef, useState } from "preact/hooks";
+import { useEffect, useRef, useState } from "preact/hooks";
 
 const AWAY_PX = 60;
 const RELEASED_MS = 200; // in which a scroll of our own may still be reported
@@ -20,7 +20,10 @@ interface Following {
   };
 }
 
-export function useFollowing(scroller: RefObject<HTMLElement | null>): Following {
+export function useFollowing(
+  scroller: RefObject<HTMLElement | null>,
+  content: RefObject<HTMLElement | null>,
+): Following {
   const follows = useRef<boolean>(true);
   const lastTop = useRef(0);
   const releasedMs = useRef(Number.NEGATIVE_INFINITY);
@@ -30,6 +33,12 @@ export function useFollowing(scroller: RefObject<HTMLElement | null>): Following
     const box = scroller.current;
     return box ? box.scrollHeight - box.scrollTop - box.clientHeight : 0;
   };
+  // The end comes into sight without a scroll when the content becomes shorter, or the window larger.
+  useEffect(() => {
+    const observer = new ResizeObserver(() => setIsAway(distance() > AWAY_PX));
+    for (const { current } of [scroller, content]) current && observer.observe(current);
+    return () => observer.disconnect();
+  }, [content.current]);
   // At once: a scroll is reported only after the next text may have scrolled back.
   const release = () => {
     follows.current = false;

@@ -1,12 +1,25 @@
 // One message of the shown branch, with its actions.
 
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
-import { continueAnswer, regenerate, resend } from "../answering";
-import { childrenOf, type Message, withBranch } from "../conversation";
+import { answerNow, continueAnswer, regenerate, resend } from "../answering";
+import { CONTEXT_FULL } from "../api";
+import { childrenOf, type Message, UNFINISHED, withBranch } from "../conversation";
 import { CopyButton, Markdown } from "../markdown";
 import { showsProbabilities } from "../preferences";
-import { change, conversation, deleteMessage, dialog, dialogSubject, isBusy, models } from "../state";
+import {
+  change,
+  conversation,
+  deleteMessage,
+  dialog,
+  dialogSubject,
+  isBusy,
+  models,
+  readShares,
+} from "../state";
+import { size } from "./attachments";
+import { ContextActions } from "./context";
 import { IconButton } from "./icons";
+import { TimingPanel } from "./timing";
 import { TokenView } from "./token_view";
 import { ToolCalls } from "./tool_calls";
 
@@ -17,16 +30,23 @@ interface MessageProps {
 
 export function MessageView({ message, isLast }: MessageProps) {
   const [edits, setEdits] = useState(false);
+  const [showsTiming, setShowsTiming] = useState(false);
   if (edits) return <Editor message={message} onDone={() => setEdits(false)} />;
   const isWriting = isLast && isBusy.value && message.role === "assistant";
   return (
-    <article class={`message ${message.role}`} aria-label={LABELS[message.role]} aria-busy={isWriting}>
+    <article
+      id={`message-${message.id}`}
+      class={`message ${message.role}`}
+      tabIndex={-1}
+      aria-label={LABELS[message.role]}
+      aria-busy={isWriting}
+    >
       {message.role === "assistant" ? (
         <Answer message={message} isWriting={isWriting} isLast={isLast} />
       ) : message.role === "tool" ? (
         <ToolResult message={message} />
       ) : (
-        <div class="bubble">{message.content}</div>
+        <UserMessage message={message} />
       )}
       <footer>
         {!isWriting && (
@@ -35,20 +55,55 @@ export function MessageView({ message, isLast }: MessageProps) {
             <Actions message={message} isLast={isLast} onEdit={() => setEdits(true)} />
           </>
         )}
-        {message.stats && <Speed message={message} />}
+        <Speed
+          message={message}
+          isWriting={isWriting}
+          isOpen={showsTiming}
+          onToggle={() => setShowsTiming(!showsTiming)}
+        />
       </footer>
+      {showsTiming && <TimingPanel message={message} id={`timing-${message.id}`} />}
     </article>
   );
 }
 
+function UserMessage({ message: { content, typed = content, files = [] } }: { message: Message }) {
+  return (
+    <>
+      {files.map(({ name, text }) => (
+        <details class="attachment" key={name}>
+          <summary>
+            {name} <span class="faint">{size(text)}</span>
+          </summary>
+          <pre tabIndex={0}>{text}</pre>
+        </details>
+      ))}
+      {typed && <div class="bubble">{typed}</div>}
+    </>
+  );
+}
+
 const LABELS = { user: "You", assistant: "Assistant", tool: "Tool result" };
+
+/** Stands for an answer without text; while a long prompt is read, with the share that was read. */
+function Waiting({ id }: { id: string }) {
+  const share = readShares.value[id] ?? 0;
+  return (
+    <p class="waiting" role="status" aria-label="Waiting for the first token">
+      <i />
+      <i />
+      <i />
+      {share > 0 && share < 1 && <span class="faint">reading the prompt {Math.round(100 * share)} %</span>}
+    </p>
+  );
+}
 
 interface AnswerProps extends MessageProps {
   isWriting: boolean;
 }
 
 function Answer({ message, isWriting, isLast }: AnswerProps) {
-  const { content, reasoning, toolCalls, tokens, error } = message;
+  const { content, reasoning, toolCalls, tokens, error, errorKind, finish } = message;
   const isEmpty = !content && !reasoning && !toolCalls?.length;
   return (
     <>
@@ -56,7 +111,7 @@ function Answer({ message, isWriting, isLast }: AnswerProps) {
         <TokenView message={message} tokens={tokens} />
       ) : (
         <>
-          {reasoning && <Reasoning text={reasoning} isOpen={isWriting && !content} />}
+          {reasoning && <Reasoning message={message} text={reasoning} isOpen={isWriting && !content} />}
           {content && <Markdown text={content} />}
         </>
       )}
@@ -66,20 +121,22 @@ function Answer({ message, isWriting, isLast }: AnswerProps) {
       {toolCalls && toolCalls.length > 0 && (
         <ToolCalls calls={toolCalls} isPending={isLast && !isWriting && !error} />
       )}
-      {isWriting && isEmpty && (
-        <p class="waiting" role="status" aria-label="Waiting for the first token">
-          <i />
-          <i />
-          <i />
+      {isWriting && isEmpty && <Waiting id={message.id} />}
+      {!isWriting && isEmpty && !error && (
+        <p class="faint">
+          {finish === UNFINISHED ? "No text of this answer has come." : "The answer is empty."}
         </p>
       )}
-      {!isWriting && isEmpty && !error && <p class="faint">The answer is empty.</p>}
       {error && (
         <div class="error" role="alert">
           <p>{error}</p>
-          <button type="button" onClick={() => regenerate(message)}>
-            Try again
-          </button>
+          {errorKind === CONTEXT_FULL ? (
+            <ContextActions />
+          ) : (
+            <button type="button" onClick={() => regenerate(message)}>
+              Try again
+            </button>
+          )}
         </div>
       )}
     </>
@@ -87,7 +144,7 @@ function Answer({ message, isWriting, isLast }: AnswerProps) {
 }
 
 /** The thought before an answer; open only while nothing else is there, unless the reader opened it. */
-function Reasoning({ text, isOpen }: { text: string; isOpen: boolean }) {
+function Reasoning({ message, text, isOpen }: { message: Message; text: string; isOpen: boolean }) {
   const [wanted, setWanted] = useState<boolean | null>(null);
   return (
     <details class="reasoning" open={wanted ?? isOpen}>
@@ -100,6 +157,11 @@ function Reasoning({ text, isOpen }: { text: string; isOpen: boolean }) {
         {isOpen ? "Thinking…" : "Reasoning"}
       </summary>
       <Markdown text={text} />
+      {isOpen && (
+        <button type="button" title="End the reasoning" onClick={() => answerNow(message)}>
+          Answer now
+        </button>
+      )}
     </details>
   );
 }
@@ -150,9 +212,9 @@ function Actions({ message, isLast, onEdit }: ActionsProps) {
   const hasText = Boolean(message.content || message.reasoning);
   const canContinue =
     isAnswer && isLast && hasText && message.finish !== "stop" && message.finish !== "tool_calls";
-  const raw = () => {
+  const open = (name: "compare" | "raw") => {
     dialogSubject.value = message.id;
-    dialog.value = "raw";
+    dialog.value = name;
   };
   return (
     <span class="actions">
@@ -183,7 +245,15 @@ function Actions({ message, isLast, onEdit }: ActionsProps) {
           onClick={() => (showsProbabilities.value = !showsProbabilities.value)}
         />
       ) : null}
-      {isAnswer && <IconButton icon="code" label="Request as curl and Python" onClick={raw} />}
+      {isAnswer && isLast && (
+        <IconButton
+          icon="columns"
+          label="Compare with another answer"
+          disabled={isBusy.value}
+          onClick={() => open("compare")}
+        />
+      )}
+      {isAnswer && <IconButton icon="code" label="Request as curl and Python" onClick={() => open("raw")} />}
       <IconButton
         icon="trash"
         label="Delete this branch"
@@ -195,46 +265,59 @@ function Actions({ message, isLast, onEdit }: ActionsProps) {
 }
 
 const ENDINGS: Record<string, string> = {
+  [UNFINISHED]: "not finished",
   length: "reached the limit of tokens",
   stopped: "stopped",
   repetition: "stopped, since it repeated itself",
 };
 
-/** The speed of an answer, and how it ended. */
-function Speed({ message }: { message: Message }) {
+interface SpeedProps {
+  message: Message;
+  isWriting: boolean;
+  isOpen: boolean; // the panel with more about it is shown
+  onToggle: () => void;
+}
+
+/** The speed of an answer, and how it ended; opens the panel with the rest. */
+function Speed({ message, isWriting, isOpen, onToggle }: SpeedProps) {
   const text = useMemo(() => {
-    const { stats, finish, ignored } = message;
-    if (!stats) return "";
-    const speed = stats.tokensPerSecond === null ? "" : `${stats.tokensPerSecond.toFixed(1)} tokens/s`;
+    const { stats, finish, error, ignored } = message;
+    const rate = stats?.timings?.predicted_per_second || stats?.tokensPerSecond;
+    const speed = rate && `${rate.toFixed(1)} tokens/s`;
     const parts = [
-      models.value.length > 1 && message.model,
+      stats && models.value.length > 1 && message.model,
       speed,
-      `first token ${Math.round(stats.firstTokenMs)} ms`,
-      `${stats.completionTokens} tokens`,
-      ENDINGS[finish ?? ""] ?? "",
+      stats && `first token ${Math.round(stats.firstTokenMs)} ms`,
+      stats && `${stats.completionTokens} tokens`,
+      !isWriting && !error && ENDINGS[finish ?? ""],
       ignored && `without effect: ${ignored}`,
     ];
     return parts.filter(Boolean).join(" · ");
-  }, [message, models.value.length]);
-  const { promptTokens, cachedTokens = 0 } = message.stats ?? {};
-  const prompt =
-    promptTokens && `${promptTokens} tokens in the prompt, ${cachedTokens} of them from the prefix cache`;
+  }, [message, isWriting, models.value.length]);
+  if (!text) return null;
+  if (!message.stats || isWriting) return <span class="speed">{text}</span>;
   return (
-    <span class="speed" title={prompt || undefined}>
+    <button
+      type="button"
+      class="small speed"
+      title="Where the time went"
+      aria-expanded={isOpen}
+      aria-controls={`timing-${message.id}`}
+      onClick={onToggle}
+    >
       {text}
-    </span>
+    </button>
   );
 }
 
 /** The form that changes a message, as another branch; a user's message is answered again. */
 function Editor({ message, onDone }: { message: Message; onDone: () => void }) {
-  const [text, setText] = useState(message.content);
+  const [text, setText] = useState(message.typed ?? message.content);
   const area = useRef<HTMLTextAreaElement>(null);
   useEffect(() => area.current?.focus(), []);
   const isUser = message.role === "user";
   const done = () => {
-    onDone();
-    resend(message, text);
+    if (resend(message, text)) onDone();
   };
   return (
     <article class={`message ${message.role} editing`}>
@@ -253,7 +336,7 @@ function Editor({ message, onDone }: { message: Message; onDone: () => void }) {
         <button type="button" onClick={onDone}>
           Cancel
         </button>
-        <button type="button" class="primary" disabled={!text.trim()} onClick={done}>
+        <button type="button" class="primary" disabled={!text.trim() && !message.files} onClick={done}>
           {isUser ? "Send" : "Save"}
         </button>
       </div>

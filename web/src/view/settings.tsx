@@ -1,13 +1,14 @@
 // The settings of a conversation: system prompt, sampling, tools.
 
 import { useState } from "preact/hooks";
-import { InvalidInput, readTools, toolNames } from "../chat_request";
-import { apiKey, asksProbabilities } from "../preferences";
-import { changeSetup, connect, conversation, fields, settingsOpen } from "../state";
+import { toolNames, toolsProblem } from "../chat_request";
+import type { Settings } from "../conversation";
+import { apiKey, asksProbabilities, DEFAULTS, newSettings, presets } from "../preferences";
+import { changeSetup, connect, conversation, fields, modelOf, settingsOpen } from "../state";
 import { FieldControl } from "./field_control";
 import { IconButton } from "./icons";
 
-export function Settings() {
+export function SettingsPanel() {
   return (
     <aside class="settings" aria-label="Settings">
       <div class="settings-top">
@@ -23,6 +24,8 @@ export function Settings() {
       <Sampling />
       <Tools />
       <OtherFields />
+      <Presets />
+      <NewChats />
       <Page />
     </aside>
   );
@@ -120,6 +123,7 @@ const EXAMPLE = JSON.stringify(
 function Tools() {
   const { tools, toolChoice } = conversation.value;
   const names = toolNames(tools);
+  const problem = toolsProblem(tools);
   return (
     <section>
       <h3>
@@ -137,10 +141,10 @@ function Tools() {
         spellcheck={false}
         placeholder="A JSON list of functions, as in OpenAI's field tools"
         value={tools}
-        aria-invalid={problemOf(tools) !== ""}
+        aria-invalid={problem !== ""}
         onInput={(event) => changeSetup({ tools: event.currentTarget.value })}
       />
-      {problemOf(tools) && <p class="problem">{problemOf(tools)}</p>}
+      {problem && <p class="problem">{problem}</p>}
       {names.length > 0 && (
         <label class="row">
           Choice
@@ -161,13 +165,86 @@ function Tools() {
   );
 }
 
-function problemOf(tools: string): string {
-  try {
-    readTools(tools);
-    return "";
-  } catch (error) {
-    return error instanceof InvalidInput ? error.message : String(error);
-  }
+/** Settings that were kept under a name, for this model. */
+function Presets() {
+  const model = modelOf(conversation.value);
+  const ofModel = presets.value.filter((preset) => preset.model === model);
+  const own = settingsText(conversation.value);
+  const used = ofModel.find(({ settings }) => settingsText(settings) === own);
+  const others = (name: string) => presets.value.filter((one) => one.model !== model || one.name !== name);
+  const save = (event: SubmitEvent & { currentTarget: HTMLFormElement }) => {
+    event.preventDefault();
+    const form = event.currentTarget;
+    const name = String(new FormData(form).get("name")).trim();
+    const { system, params, tools, toolChoice } = conversation.value;
+    if (name)
+      presets.value = [...others(name), { model, name, settings: { system, params, tools, toolChoice } }];
+    form.reset();
+  };
+  return (
+    <section>
+      <h3>
+        <label for="preset">Presets of {model || "the model"}</label>
+      </h3>
+      <div class="row">
+        <select
+          id="preset"
+          value={used?.name ?? ""}
+          disabled={!ofModel.length}
+          onChange={(event) => {
+            const found = ofModel.find(({ name }) => name === event.currentTarget.value);
+            changeSetup(found?.settings ?? DEFAULTS);
+          }}
+        >
+          <option value="">{ofModel.length ? "none" : "none yet"}</option>
+          {ofModel.map(({ name }) => (
+            <option key={name}>{name}</option>
+          ))}
+        </select>
+        {used && (
+          <button type="button" class="small" onClick={() => (presets.value = others(used.name))}>
+            Delete
+          </button>
+        )}
+      </div>
+      <form class="row" onSubmit={save}>
+        <input name="name" placeholder="Name" aria-label="Name of a new preset" maxLength={40} required />
+        <button type="submit">Save</button>
+      </form>
+      <p class="faint">System prompt, parameters and tools under a name, for this model.</p>
+    </section>
+  );
+}
+
+/** What new chats begin with, where that or this chat is not at the defaults. */
+function NewChats() {
+  const [own, ofNew, defaults] = [conversation.value, newSettings.value, DEFAULTS].map(settingsText);
+  if (own === defaults && ofNew === defaults) return null;
+  const areKept = own === ofNew;
+  const { system, params, tools, toolChoice } = areKept ? DEFAULTS : conversation.value;
+  return (
+    <section>
+      <h3>New chats</h3>
+      <p class="faint">
+        {areKept
+          ? "New chats begin with the settings of this one."
+          : ofNew === defaults
+            ? "These settings are for this chat; new chats begin with the defaults."
+            : "These settings are for this chat; new chats begin with others, which you kept."}
+      </p>
+      <button
+        type="button"
+        class="stack"
+        onClick={() => (newSettings.value = { system, params, tools, toolChoice })}
+      >
+        {areKept ? "Begin new chats with the defaults" : "Begin new chats with these"}
+      </button>
+    </section>
+  );
+}
+
+function settingsText({ system, params, tools, toolChoice }: Settings): string {
+  return JSON.stringify([system, params, tools, toolChoice]);
 }
 
 function Page() {

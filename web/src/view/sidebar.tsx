@@ -1,7 +1,8 @@
 // The list of conversations.
 
-import { useRef, useState } from "preact/hooks";
+import { useEffect, useRef, useState } from "preact/hooks";
 import { asJson, download, fromJson } from "../exchange";
+import { type Hit, search } from "../search";
 import {
   addConversations,
   closeCoveringPanels,
@@ -11,6 +12,7 @@ import {
   flush,
   notice,
   openConversation,
+  openMessage,
   renameConversation,
   running,
   sidebarOpen,
@@ -20,12 +22,12 @@ import {
 import { loadAllConversations, type Summary } from "../storage";
 import { Icon, IconButton } from "./icons";
 
-const FILTER_FROM = 8; // conversations
+const SEARCH_FROM = 4; // conversations
+const TYPING_MS = 200;
 
 export function Sidebar() {
-  const [filter, setFilter] = useState("");
-  const words = filter.toLowerCase();
-  const found = summaries.value.filter(({ title }) => title.toLowerCase().includes(words));
+  const [query, setQuery] = useState("");
+  const hits = useSearch(query);
   return (
     <nav class="sidebar" aria-label="Conversations">
       <div class="sidebar-top">
@@ -40,23 +42,68 @@ export function Sidebar() {
       <button type="button" class="wide" onClick={newChat} title="New chat (Alt+N)">
         <Icon name="plus" /> New chat
       </button>
-      {summaries.value.length >= FILTER_FROM && (
+      {(query || summaries.value.length >= SEARCH_FROM) && (
         <input
           type="search"
-          placeholder="Search titles"
-          aria-label="Search titles"
-          value={filter}
-          onInput={(event) => setFilter(event.currentTarget.value)}
+          placeholder="Search conversations"
+          aria-label="Search conversations"
+          value={query}
+          onInput={(event) => setQuery(event.currentTarget.value)}
         />
       )}
       <ul class="conversations">
-        {found.map((summary) => (
-          <Entry key={summary.id} summary={summary} />
-        ))}
+        {hits
+          ? hits.map((hit) => <Found key={`${hit.id} ${hit.message}`} hit={hit} />)
+          : summaries.value.map((summary) => <Entry key={summary.id} summary={summary} />)}
+        {hits?.length === 0 && <li class="faint">Nothing is found.</li>}
         {!summaries.value.length && <li class="faint">Conversations stay in this browser.</li>}
       </ul>
       <Files />
     </nav>
+  );
+}
+
+/** What is found for a query, the newest conversation first; null: nothing is searched. */
+function useSearch(query: string): Hit[] | null {
+  const [hits, setHits] = useState<Hit[] | null>(null);
+  const words = query.trim();
+  useEffect(() => {
+    if (!words) {
+      setHits(null);
+      return;
+    }
+    let isCurrent = true;
+    const timer = setTimeout(async () => {
+      await flush();
+      const all = await loadAllConversations().catch(() => []);
+      if (isCurrent) setHits(search(all, words));
+    }, TYPING_MS);
+    return () => {
+      isCurrent = false;
+      clearTimeout(timer);
+    };
+  }, [words, summaries.value]);
+  return hits;
+}
+
+function Found({ hit: { id, title, message, before, match, after } }: { hit: Hit }) {
+  const open = async () => {
+    await openMessage(id, message);
+    closeCoveringPanels();
+  };
+  return (
+    <li>
+      <button type="button" class="title found" onClick={open}>
+        {title || "Untitled"}
+        {message && (
+          <span class="faint">
+            {before}
+            <mark>{match}</mark>
+            {after}
+          </span>
+        )}
+      </button>
+    </li>
   );
 }
 
@@ -120,7 +167,7 @@ function Entry({ summary: { id, title } }: { summary: Summary }) {
 function Files() {
   const input = useRef<HTMLInputElement>(null);
   const exportAll = async () => {
-    flush();
+    await flush();
     download("genserve-conversations.json", "application/json", asJson(await loadAllConversations()));
   };
   const read = async (file: File | undefined) => {

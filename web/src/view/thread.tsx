@@ -2,16 +2,20 @@
 
 import { useEffect, useLayoutEffect, useRef } from "preact/hooks";
 import { send } from "../answering";
-import { conversation, isBusy, isConnecting, modelOf, models, serverProblem, shown } from "../state";
+import { conversation, entryOf, isBusy, isConnecting, modelOf, models, serverProblem, shown } from "../state";
+import { focusComposer } from "./composer";
 import { useFollowing } from "./following";
 import { Icon } from "./icons";
 import { MessageView } from "./message";
+import { pairOf, SideBySide } from "./side_by_side";
 
 export function Thread() {
   const scroller = useRef<HTMLDivElement>(null);
-  const { isAway, follows, toEnd, handlers } = useFollowing(scroller);
+  const content = useRef<HTMLDivElement>(null);
+  const { isAway, follows, toEnd, handlers } = useFollowing(scroller, content);
   const wrote = useRef(false);
   const messages = shown.value;
+  const pair = pairOf(messages.at(-1));
   const writes = isBusy.value;
   useLayoutEffect(() => {
     const begins = writes && !wrote.current;
@@ -32,9 +36,12 @@ export function Thread() {
         aria-live="off"
       >
         {messages.length ? (
-          messages.map((message, index) => (
-            <MessageView key={message.id} message={message} isLast={index === messages.length - 1} />
-          ))
+          <div ref={content}>
+            {(pair ? messages.slice(0, -1) : messages).map((message, index) => (
+              <MessageView key={message.id} message={message} isLast={index === messages.length - 1} />
+            ))}
+            {pair && <SideBySide pair={pair} />}
+          </div>
         ) : (
           <Empty />
         )}
@@ -55,28 +62,28 @@ export function Thread() {
 }
 
 const EXAMPLES = [
-  "What is the capital of France?",
-  "Explain in three sentences why the sky is blue.",
-  "Write a Python function that reverses a string.",
+  "What is the capital of Germany?",
+  "Explain in one sentence what photosynthesis is.",
+  "Tell me a short story about a dragon.",
 ];
 
 function Empty() {
   const name = modelOf(conversation.value);
-  const length = models.value.find(({ id }) => id === name)?.max_model_len;
-  if (serverProblem.value || isConnecting.value) return null;
+  const length = entryOf(conversation.value)?.max_model_len;
+  if (serverProblem.value || isConnecting.value || !models.value.length) {
+    return <h1 class="only-spoken">genserve</h1>;
+  }
   return (
     <div class="welcome">
-      <h1>{name ? `Chat with ${name}` : "No text model is loaded"}</h1>
+      <h1>Chat with {name}</h1>
       {length && <p class="faint">Its context has {length.toLocaleString("en")} tokens.</p>}
-      {name && (
-        <div class="examples">
-          {EXAMPLES.map((text) => (
-            <button type="button" key={text} onClick={() => send(text)}>
-              {text}
-            </button>
-          ))}
-        </div>
-      )}
+      <div class="examples">
+        {EXAMPLES.map((text) => (
+          <button type="button" key={text} onClick={() => send(text) && focusComposer()}>
+            {text}
+          </button>
+        ))}
+      </div>
     </div>
   );
 }

@@ -2,6 +2,8 @@
 
 import { useRef, useState } from "preact/hooks";
 import type { Message, Token } from "../conversation";
+import { linkTo } from "../links";
+import { CopyButton } from "../markdown";
 import { isSilent } from "../token_names";
 import { Alternatives, percent } from "./alternatives";
 
@@ -51,7 +53,7 @@ export function TokenView({ message, tokens }: { message: Message; tokens: Token
           <Alternatives message={message} token={token} index={selected} box={box} onClose={close} />
         )}
       </div>
-      <Legend tokens={tokens} />
+      <Legend tokens={tokens} link={linkTo(message)} />
     </div>
   );
 }
@@ -94,7 +96,7 @@ function TokenButton({ token, index, isSelected, isEntry, isLast, onSelect }: To
 }
 
 /** What the colours mean, and how sure the model was on the whole. */
-function Legend({ tokens }: { tokens: Token[] }) {
+function Legend({ tokens, link }: { tokens: Token[]; link: string }) {
   const known = tokens.map(({ logprob }) => logprob).filter((logprob) => logprob !== null);
   const mean = known.reduce((sum, logprob) => sum + logprob, 0) / (known.length || 1);
   const perplexity = Math.exp(-mean);
@@ -111,6 +113,7 @@ function Legend({ tokens }: { tokens: Token[] }) {
           perplexity {perplexity.toFixed(perplexity < 10 ? 2 : 0)}
         </span>
       )}
+      <CopyButton text={link} label="Copy link" title="A link to these probabilities, for this browser" />
     </div>
   );
 }
