@@ -1,4 +1,4 @@
-"""Bad inputs: requests that a server must reject with a status of their own, and survive."""
+"""Bad inputs: requests that a server must reject, each with its own status, and survive."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ from typing import Any
 
 from raw_client import post_bytes
 
-# `{model}` is the text model, `echo` the small one.
+# `{model}` is the text model, and `echo` the small model.
 _CHAT = {"model": "{model}", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 _ECHO = "/v2/models/echo/infer"
 _TENSOR = {"name": "X", "shape": [1, 2], "datatype": "FP32", "data": [1, 2]}
 
-# The fields of a chat that are wrong, by what is wrong with them.
+# The wrong fields of a chat, by what is wrong with them.
 _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "max-tokens-negative": {"max_tokens": -1},
     "max-tokens-fraction": {"max_tokens": 1.5},
-    "max-tokens-huge": {"max_tokens": 2**63},
     "temperature-negative": {"temperature": -0.1},
     "temperature-string": {"temperature": "hot"},
-    "top-p-zero": {"top_p": 0},
+    "top-p-negative": {"top_p": -0.1},
     "n-zero": {"n": 0},
     "n-huge": {"n": 10**6},
     "stop-empty": {"stop": [""]},
@@ -60,7 +59,7 @@ _TENSORS: Mapping[str, Mapping[str, Any]] = {
 
 
 def bad_inputs(model: str) -> Iterator[tuple[str, bytes]]:
-    """Yield the requests as they are sent, each with its name."""
+    """Yield the name and the bytes of each request."""
     named = json.loads(json.dumps(_CHAT).replace("{model}", model))
     for name, fields in _FIELDS.items():
         yield name, post_bytes("/v1/chat/completions", json.dumps({**named, **fields}).encode())

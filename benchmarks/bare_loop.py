@@ -27,11 +27,11 @@ __all__ = ["bare_forward_loop"]
 def bare_forward_loop(
     repository: Path, model: str, *, rows: int, prompt_tokens: int, new_tokens: int
 ) -> float:
-    """Seconds to generate `new_tokens` per row, including the prefill."""
+    """Return the seconds to generate `new_tokens` per row, including the prefill."""
     stage = scan([repository])[f"{model}_logits"]
     logits = load_stage_logits(stage)
     work = {"rows": rows, "prompt_tokens": prompt_tokens}
-    _run(logits, **work, new_tokens=3)  # warms up memory and weight layouts
+    _run(logits, **work, new_tokens=3)  # warm up memory and weight layouts
     started_s = time.perf_counter()
     _run(logits, **work, new_tokens=new_tokens)
     return time.perf_counter() - started_s

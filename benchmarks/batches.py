@@ -1,4 +1,4 @@
-"""Batches: forwards for benchmarks, over sequences with contiguous blocks."""
+"""Batches: makes batches for forwards, of sequences with contiguous blocks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from genserve.generation.logits_model import ForwardBatch, LogitsModel
+from genserve.engine.logits_model import ForwardBatch, LogitsModel
 
 __all__ = ["TOKEN_ID", "forward_batch"]
 
@@ -16,11 +16,11 @@ TOKEN_ID = 5  # arbitrary; the cost does not depend on it
 def forward_batch(
     model: LogitsModel, token_ids: Sequence[Sequence[int]], *, past: Sequence[int], length: int
 ) -> ForwardBatch:
-    """New tokens of some sequences, with logits for the last token of each.
+    """Return a batch with new tokens of some sequences, and logits for the last token of each.
 
     Args:
         model: runs the batch.
-        token_ids: of each sequence.
+        token_ids: the new tokens of each sequence.
         past: the number of cached tokens of each sequence.
         length: the maximum length of a sequence, which determines its blocks.
     """

@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def _round(server: Server, *, options: argparse.Namespace, seed: int) -> dict[str, float]:
-    """All figures of one server, while no other runs."""
+    """Return all figures of one server, while no other server runs."""
     figures: dict[str, float] = {}
     for _ in range(ATTEMPTS):
         try:
@@ -75,7 +75,7 @@ def _round(server: Server, *, options: argparse.Namespace, seed: int) -> dict[st
 
 
 def _measure(url: str, figures: dict[str, float], *, options: argparse.Namespace, seed: int) -> None:
-    """Add the figures that are still missing."""
+    """Add the missing figures."""
     if CALL not in figures:
         figures[CALL] = _call_us(url, count=options.calls)
     for concurrency in options.concurrency:
@@ -85,14 +85,14 @@ def _measure(url: str, figures: dict[str, float], *, options: argparse.Namespace
 
 
 def _call_us(url: str, *, count: int) -> float:
-    """The median time of one BLS call of a trivial model, in microseconds."""
+    """Return the median time of one BLS call of a trivial model, in microseconds."""
     inputs = [_tensor("COUNT", np.array([CALLS_PER_REQUEST], np.int32))]
     seconds = [_infer(url, "caller", inputs) for _ in range(count // CALLS_PER_REQUEST)]
     return statistics.median(itertools.chain(*seconds)) * 1e6
 
 
 def _loops(url: str, *, concurrency: int, options: argparse.Namespace, seed: int) -> float:
-    """Tokens per second of concurrent naive loops."""
+    """Return the tokens per second of concurrent naive loops."""
     prompts = np.random.default_rng(seed).integers(100, 40_000, size=(concurrency, options.prompt_tokens))
 
     def generate(prompt: np.ndarray) -> int:

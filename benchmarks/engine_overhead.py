@@ -15,9 +15,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from genserve.generation.engine import Engine, StepResult
-from genserve.generation.engine_request import TokenSequence
-from genserve.generation.logits_model import ForwardBatch
+from genserve.engine.engine import Engine, StepResult
+from genserve.engine.engine_request import TokenSequence
+from genserve.engine.logits_model import ForwardBatch
 from genserve.sampling.logits_array import FloatArray
 from genserve.sampling.sampling_params import SamplingParams
 
@@ -36,6 +36,7 @@ class FreeModel:
     vocab_size = VOCAB_SIZE
     block_size = 16
     num_blocks = 32 * MAX_LENGTH // 16
+    num_state_slots = 0
 
     def __init__(self) -> None:
         rows = np.random.default_rng(0).standard_normal((self.max_num_seqs, self.vocab_size))

@@ -33,7 +33,7 @@ from report import markdown
 from servers import free_port
 from streamed_texts import StreamedAnswer, requests_of, stream_all
 
-KILL_AT = 0.25      # of all pieces of text
+KILL_AT = 0.25      # share of the pieces of text that have arrived when the replica is killed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class Deployment:
     token: str
 
     def pids(self, name: str) -> list[int]:
-        """Return the processes of the replicas that run."""
+        """Return the processes of the running replicas."""
         headers = {"Authorization": f"Bearer {self.token}"}
         details = httpx2.get(f"{self.dashboard}/api/serve/applications/", headers=headers).json()
         replicas = details["applications"]["genserve"]["deployments"][name]["replicas"]
@@ -87,7 +87,7 @@ def main() -> None:
 
 
 class Kill:
-    """Kills a replica when so many pieces of text have arrived."""
+    """Kills a replica when a number of pieces of text have arrived."""
 
     def __init__(self, deployed: Deployment, model: str, *, after: int) -> None:
         self._pid = deployed.pids(model)[0]
@@ -102,7 +102,7 @@ class Kill:
 
 
 def pause_after(answer: StreamedAnswer, since_s: float) -> float:
-    """Return the longest time between two pieces of text of which the second came after `since_s`."""
+    """Return the longest time between two pieces of text, the second of which came after `since_s`."""
     times = answer.times_s
     gaps = [after - before for before, after in pairwise(times) if after > since_s]
     return max(gaps, default=0.0)
@@ -114,7 +114,7 @@ def milliseconds(seconds: Sequence[float], percentile: int) -> str:
 
 @contextmanager
 def deployment(options: argparse.Namespace) -> Iterator[Deployment]:
-    """`genserve deploy ray` on a free port; it ends with the context."""
+    """Run `genserve deploy ray` on a free port within the context."""
     token = secrets.token_hex(32)
     command = [
         *(sys.executable, "-W", "ignore", "-m", "genserve", "deploy", "ray", options.model),

@@ -26,8 +26,8 @@ from servers import Running
 from text_faces import FACES, Face, request_of
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-NUM_CLIENTS = 40            # of text: more than run at once, so that some wait
-NUM_SMALL_CLIENTS = 3       # of small models
+NUM_CLIENTS = 40            # clients of the text model: more than run at once, so that some wait
+NUM_SMALL_CLIENTS = 3       # clients of small models
 WORDS = ("river", "of", "time", "runs", "slow", "and", "deep", "under", "old", "stone", "bridges", "rain")
 MAX_LEAVE_S = 2.0           # about as long as an answer takes here
 
@@ -46,8 +46,8 @@ class Ledger:
         self.faults: Counter[str] = Counter()
         self.wrong: Counter[str] = Counter()
 
-    def note(self, name: str, answer: Answer, *, face: Face | None = None, may_fail: bool = False) -> None:
-        """Count one answer over HTTP; of a stream with its face."""
+    def record(self, name: str, answer: Answer, *, face: Face | None = None, may_fail: bool = False) -> None:
+        """Count one answer over HTTP; `face` is the interface of a stream."""
         if answer.has_left:
             self.ends["left"] += 1
         elif not answer.is_complete:
@@ -79,7 +79,7 @@ class Ledger:
 
     @property
     def num_requests(self) -> int:
-        """All of them, bad inputs included."""
+        """The number of all requests, bad inputs included."""
         return sum(count for end, count in self.ends.items() if end != "ended twice")
 
 
@@ -97,14 +97,16 @@ class FaultMix:
         self._channel = grpc.aio.insecure_channel(f"127.0.0.1:{server.grpc}")
         self._grpc = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         self._bad = list(bad_inputs(model))
-        self._known: dict[str, bytes] = {}      # texts of greedy answers when nothing else ran
+        self._known: dict[str, bytes] = {}      # the texts of greedy answers when nothing else ran
         self._running = True
 
     async def run(self, *, seconds: float) -> None:
-        """Load the server for so long, and wait for the last answers."""
+        """Load the server for `seconds`, and wait for the last answers."""
         for number in range(4):
             prompt = f"Say {WORDS[number]} {number}."
             self._known[prompt] = await self._text(prompt)
+        for name, request in self._bad:     # send each at least once, however short the mix is
+            await self._ask_badly(name, request)
         text = ((12, self.whole), (20, self.stream), (25, self.leave), (2, self.known), (8, self.bad_input),
                 (3, self.grpc_stream), (3, self.grpc_cancel), (2, self.grpc_deadline))  # fmt: skip
         small = ((6, self.small), (1, self.small_grpc))
@@ -112,7 +114,7 @@ class FaultMix:
         tasks += [asyncio.create_task(self._repeat(small, pause_s=0.1)) for _ in range(NUM_SMALL_CLIENTS)]
         tasks += [asyncio.create_task(self._every(self.kill, 3.0, until_s=seconds))]
         tasks += [asyncio.create_task(self._every(self.reload, 2.0, until_s=seconds))]
-        # Not in the second half, in which memory is judged: each reload empties the KV cache.
+        # Do not reload in the second half, in which memory is judged: each reload empties the KV cache.
         tasks += [asyncio.create_task(self._every(self.reload_text, 61.0, until_s=seconds / 2))]
         await asyncio.sleep(seconds)
         self._running = False
@@ -159,12 +161,12 @@ class FaultMix:
 
     async def _ask(self, name: str, request: bytes, *, face: Face | None = None) -> None:
         answer = await self._http.ask(request)
-        self.ledger.note(name, answer, face=face)
+        self.ledger.record(name, answer, face=face)
         if answer.status in (429, 503):
             await asyncio.sleep(answer.retry_after_s)
 
     async def leave(self) -> None:
-        """A client that leaves at any point: before, during and after the answer."""
+        """A client that leaves at any point: before, during or after the answer."""
         name, _, request = self._request(stream=self._random.random() < 0.5, tokens=64)
         if self._random.random() < 0.1:
             request = request[: self._random.randrange(len(request))]
@@ -173,17 +175,17 @@ class FaultMix:
         answer = await self._http.ask(request, leave=leave)
         if answer.has_left:
             self.ledger.faults["disconnects"] += 1
-        self.ledger.note(name, answer, may_fail=True)
+        self.ledger.record(name, answer, may_fail=True)
 
     async def _text(self, prompt: str) -> bytes:
         path, body = request_of(FACES["chat"], self._model, prompt, tokens=12, stream=False)
         answer = await self._http.ask(post_bytes(path, body))
-        self.ledger.note("chat", answer)
+        self.ledger.record("chat", answer)
         found = re.search(rb'"content":\s*"((?:[^"\\]|\\.)*)"', answer.body)
         return found[1] if found and answer.status == 200 else b""
 
     async def known(self) -> None:
-        """A greedy answer must not depend on its company."""
+        """A greedy answer, which must not depend on other requests."""
         prompt = self._random.choice(tuple(self._known))
         text = await self._text(prompt)
         if text and text != self._known[prompt]:
@@ -191,20 +193,22 @@ class FaultMix:
 
     async def bad_input(self) -> None:
         """A request that the server must reject."""
-        name, request = self._random.choice(self._bad)
+        await self._ask_badly(*self._random.choice(self._bad))
+
+    async def _ask_badly(self, name: str, request: bytes) -> None:
         answer = await self._http.ask(request)
         self.ledger.faults["bad inputs"] += 1
-        self.ledger.note(name, answer, may_fail=400 <= answer.status < 500)
+        self.ledger.record(name, answer, may_fail=400 <= answer.status < 500)
         if answer.status == 200:
             self.ledger.wrong[f"{name} was accepted"] += 1
 
     async def small(self) -> None:
-        """A small model; the isolated one fails while its process is killed."""
+        """A small model; a request to the isolated one fails if its process is killed."""
         name = self._random.choice(("echo", "isolated", "scaled"))
         x = [round(self._random.random(), 3) for _ in range(4)]
         tensor = {"name": "X", "shape": [1, 4], "datatype": "FP32", "data": x}
         answer = await self._http.post(f"/v2/models/{name}/infer", {"inputs": [tensor]})
-        self.ledger.note(name, answer, may_fail=name == "isolated")
+        self.ledger.record(name, answer, may_fail=name == "isolated")
         if answer.status == 200:
             outputs = {output["name"]: output["data"] for output in json.loads(answer.body)["outputs"]}
             if not np.allclose(outputs["Y"], np.multiply(x, 2 if name == "scaled" else 1)):
@@ -282,7 +286,7 @@ class FaultMix:
         """Kill the process of the isolated model."""
         tensor = {"name": "X", "shape": [1, 1], "datatype": "FP32", "data": [1]}
         answer = await self._http.post("/v2/models/isolated/infer", {"inputs": [tensor]})
-        self.ledger.note("isolated", answer, may_fail=True)
+        self.ledger.record("isolated", answer, may_fail=True)
         if answer.status == 200:
             outputs = {output["name"]: output["data"] for output in json.loads(answer.body)["outputs"]}
             with suppress(ProcessLookupError):
@@ -301,5 +305,5 @@ class FaultMix:
         changed = self._repository / (name if name != self._model else f"{name}_decoder") / "config.pbtxt"
         changed.write_text(changed.read_text().rstrip("\n") + f"\n# reload {self.ledger.faults['reloads']}\n")
         answer = await self._http.post(f"/v2/repository/models/{name}/load", {})
-        self.ledger.note(f"load {name}", answer)
+        self.ledger.record(f"load {name}", answer)
         self.ledger.faults["reloads"] += 1

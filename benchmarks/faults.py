@@ -1,9 +1,9 @@
-"""Faults: what a server holds while clients leave, processes die, models are reloaded and inputs are bad.
+"""Faults: what a server keeps up while clients leave, processes die, models are reloaded and inputs are bad.
 
     python benchmarks/faults.py --model-repository model_repository --model smollm2
 
-starts `genserve serve` with the text model and small ones, and prints one page: what was done to the server,
-what it promises and what it did. The phases can also be run alone (`--only`):
+starts `genserve serve` with the text model and small models, and prints one page: what was done to the
+server, what it promises, and what it did. Each phase can also be run alone (`--only`):
 
     mix          --minutes of all faults at once: nothing is lost, memory stays flat
     disconnects  one client after another leaves; how soon its slot is free
@@ -28,7 +28,7 @@ import tempfile
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,18 +44,18 @@ from scraped_metrics import ScrapedMetrics
 from servers import Running, cpu_s, genserve_server
 from text_faces import FACES, request_of
 
-from genserve.backends.onnx_session import num_cores
+from genserve.machine import num_cores
 
 HERE = Path(__file__).parent
 LAG_MS = 50.0               # p99 of the event loop's lag, and of the time of a rejection
-GOODPUT = 0.9               # of the capacity
+GOODPUT = 0.9               # share of the capacity
 RELEASE_S = 1.0
 LEAK_MIB_PER_MINUTE = 0.5
-# So small that it is full, and its memory in use, within the first minutes of the mix.
+# So small that the cache is full, and its memory in use, within the first minutes of the mix.
 KV_CACHE = '\nparameters [ { key: "kv_cache_bytes" value: { string_value: "256MiB" } } ]\n'
-LATE_S = 1                  # a rejection that takes longer was one of the queue, not of the door
-STREAM_TOKENS = 16          # of each of many streams, so that idle connections live to see the last one
-SETTLE_S = 10               # after the mix, until nothing runs
+LATE_S = 1                  # a rejection that takes longer was in the queue first
+STREAM_TOKENS = 16          # tokens of each of many streams, all of which end before idle connections do
+SETTLE_S = 10               # the time after the mix until nothing runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,8 @@ class Figure:
     name: str
     value: str
     goal: str = ""
-    holds: bool | None = None       # None: it is no promise
+    holds: bool | None = None       # whether the promise is kept; None: the figure is no promise
+    details: Sequence[str] = ()     # for stderr and --json: what broke the promise
 
 
 def main() -> None:
@@ -78,6 +79,8 @@ def main() -> None:
         with _repository(options) as repository, _server(name, repository, options) as server:
             figures += uvloop.run(PHASES[name](server, repository, options))
         print(f"{name}: {time.monotonic() - started_s:.0f} s", file=sys.stderr, flush=True)
+    for detail in (detail for one in figures for detail in one.details):
+        print(f"  {detail}", file=sys.stderr)
     verdicts = {None: "", True: "yes", False: "NO"}
     rows = [(one.name, one.value, one.goal, verdicts[one.holds]) for one in figures]
     print(markdown(("", "measured", "promised", "holds"), rows))
@@ -90,7 +93,7 @@ def main() -> None:
 
 @contextmanager
 def _repository(options: argparse.Namespace) -> Iterator[Path]:
-    """The text model beside the small ones, in a folder that may be changed."""
+    """Make a temporary repository with the text model and the small models."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         for source in sorted(options.model_repository.glob(f"{options.model}*")):
@@ -137,7 +140,7 @@ async def _metrics(server: Running, options: argparse.Namespace) -> ScrapedMetri
 
 
 async def _settled(server: Running, options: argparse.Namespace) -> ScrapedMetrics:
-    """Return the metrics as soon as nothing runs, or after a while."""
+    """Return the metrics as soon as nothing runs, or after SETTLE_S."""
     ends_s = time.monotonic() + SETTLE_S
     metrics = await _metrics(server, options)
     while (metrics.num_open or metrics.num_blocks) and time.monotonic() < ends_s:
@@ -179,8 +182,7 @@ async def mix(server: Running, repository: Path, options: argparse.Namespace) ->
     after = await _settled(server, options)
     ledger, last = load.ledger, sample(server.pid)
     grows = is_leak(memory_trend(samples), limit_mib_per_minute=LEAK_MIB_PER_MINUTE)
-    for what, count in ledger.wrong.most_common(20):
-        print(f"  {count} x {what}", file=sys.stderr)
+    wrong = [f"{count} x {what}" for what, count in ledger.wrong.most_common(20)]
     ends = ", ".join(f"{ledger.ends[end]} {end}" for end in ("finished", "left", "failed", "rejected"))
     later = samples[len(samples) // 2 :]
     return [
@@ -188,7 +190,7 @@ async def mix(server: Running, repository: Path, options: argparse.Namespace) ->
         *(Figure(name=name, value=str(count)) for name, count in sorted(ledger.faults.items())),
         _at_most("requests lost", ledger.ends["lost"], 0),
         _at_most("requests ended twice", ledger.ends["ended twice"], 0),
-        _at_most("unexpected answers", ledger.wrong.total(), 0),
+        replace(_at_most("unexpected answers", ledger.wrong.total(), 0), details=wrong),
         _at_most("requests that the server still holds", after.num_open, 0),
         _at_most("leaked blocks", after.num_blocks, 0),
         *_lag(before, after),
@@ -208,7 +210,7 @@ def _memory_figure(name: str, samples: Sequence[Sample], *, holds: bool, goal: s
 
 
 async def control(server: Running, _repository: Path, options: argparse.Namespace) -> list[Figure]:
-    """A model that leaks 4 KiB per request, asked a few times per second."""
+    """Call a model that leaks 4 KiB per request a few times per second."""
     client = RawClient(server.http)
     tensor = {"name": "X", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}
     samples: list[Sample] = []
@@ -225,7 +227,7 @@ async def control(server: Running, _repository: Path, options: argparse.Namespac
 
 
 async def disconnects(server: Running, _repository: Path, options: argparse.Namespace) -> list[Figure]:
-    """One client after another leaves; the time until its slot is free."""
+    """Measure the time until the slot of a client that leaves is free, for one client after another."""
     client, draw = RawClient(server.http), random.Random(options.seed)
     times_s: list[float] = []
     before = await _settled(server, options)
@@ -242,7 +244,8 @@ async def disconnects(server: Running, _repository: Path, options: argparse.Name
     client.close()
     times_ms = np.array(times_s or [0]) * 1e3
     p50, p99 = np.percentile(times_ms, (50, 99))
-    was, now = (one.value("genserve_requests_total", labels='ending="cancelled"') for one in (before, after))
+    aborted = 'finished_reason="abort"'
+    was, now = (one.value("genserve_requests_total", labels=aborted) for one in (before, after))
     return [
         Figure(name="clients that left, one at a time", value=f"{len(times_s)}, {now - was:.0f} running"),
         Figure(name="until the slot was free, p50 and p99", value=f"{p50:.0f}, {p99:.0f} ms"),
@@ -253,13 +256,13 @@ async def disconnects(server: Running, _repository: Path, options: argparse.Name
 class _Load:
     """Streamed chats of half to one and a half times `new_tokens`, and how they ended.
 
-    Answers of one length would begin and end together with as many clients as slots, and step together
-    through the prompts of the next ones, as no load of independent clients does.
+    If all answers had one length, and as many clients as slots sent requests, the answers would begin and end
+    together, unlike answers to independent clients.
     """
 
     def __init__(self, client: RawClient, options: argparse.Namespace, *, new_tokens: int) -> None:
         self.answers: list[Answer] = []
-        self._num_tokens: list[int] = []        # of each of them
+        self._num_tokens: list[int] = []        # the tokens of each chat
         self._new_tokens = new_tokens
         self._client = client
         self._options = options
@@ -283,7 +286,7 @@ class _Load:
         return answer
 
     def num_tokens(self, begin_s: float = -math.inf, end_s: float = math.inf) -> int:
-        """Return the tokens of all complete answers that ended within a time."""
+        """Return the tokens of all complete answers that ended between two times."""
         return sum(
             tokens
             for one, tokens in zip(self.answers, self._num_tokens, strict=True)
@@ -295,7 +298,7 @@ class _Load:
 
 
 async def overload(server: Running, _repository: Path, options: argparse.Namespace) -> list[Figure]:
-    """Goodput of an open loop beyond the capacity, which a closed loop of as many clients as slots finds."""
+    """Measure the goodput of an open loop beyond the capacity, which a closed loop determines first."""
     client = RawClient(server.http)
     capacity = _Load(client, options, new_tokens=options.new_tokens)
     ends_s = time.perf_counter() + options.seconds
@@ -362,7 +365,7 @@ def _rejection_figures(load: _Load) -> list[Figure]:
 
 
 async def connections(server: Running, _repository: Path, options: argparse.Namespace) -> list[Figure]:
-    """Streams and idle connections that are open at once."""
+    """Open many streams and idle connections at once."""
     client = RawClient(server.http)
     health = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
     before = sample(server.pid)

@@ -29,13 +29,14 @@ from graph_steps import GraphSteps, model_path, open_session
 from operations import Machine, Part, read_parts
 from report import markdown
 
-from genserve.backends.onnx_session import num_cores, session_options
+from genserve.backends.onnx_session import session_options
+from genserve.machine import num_cores
 
-# Larger than any cache of the processor.
+# Elements of an array that is larger than any cache of the processor.
 READ_BYTES = 1 << 30
 MATRIX = 2048
 FLOOR_HEADINGS = ("rows x context", "read, MB", "GOP", "floor, ms", "step, ms", "share", "tokens/s")
-MIN_SHARE = 0.01    # of any step; operators below it are summed up
+MIN_SHARE = 0.01    # operators with a smaller share of every step are summed up
 
 
 class Size(NamedTuple):
@@ -79,7 +80,7 @@ def _machine() -> Machine:
 
 
 def _integer_products(integers: torch.Tensor) -> list[Callable[[], object]]:
-    """The product of a matrix with itself by torch, which is slow without VNNI, and by ONNX Runtime."""
+    """Return functions that multiply a matrix by itself: torch's, slow without VNNI, and ONNX Runtime's."""
     weight = onnx.numpy_helper.from_array(integers.numpy(), "weight")
     x = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.UINT8, integers.shape)
     y = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.INT32, integers.shape)
@@ -93,7 +94,7 @@ def _integer_products(integers: torch.Tensor) -> list[Callable[[], object]]:
 
 
 def _best_s(call: Callable[[], object], *, times: int = 10, most_s: float = 2.0) -> float:
-    """The least seconds of a call, `times` times or until `most_s` have passed."""
+    """Return the least seconds of a call that is repeated `times` times, or until `most_s` have passed."""
     call()
     seconds: list[float] = []
     while len(seconds) < times and sum(seconds) < most_s:
@@ -112,7 +113,7 @@ def _best(machines: list[Machine]) -> Machine:
 
 
 def _steps_s(path: Path, sizes: list[Size], *, options: argparse.Namespace) -> dict[Size, list[float]]:
-    """The median seconds of a step in each round; the sizes alternate."""
+    """Return the median seconds of a step in each round; the sizes alternate."""
     session = open_session(path)
     steps_s: dict[Size, list[float]] = {size: [] for size in sizes}
     for _ in range(options.rounds):
@@ -128,7 +129,7 @@ def _steps_s(path: Path, sizes: list[Size], *, options: argparse.Namespace) -> d
 
 
 def _profile(path: Path, size: Size, *, steps: int) -> Mapping[str, float]:
-    """Seconds of one step by kind of operator, including some overhead of the profiler."""
+    """Return the seconds of one step by kind of operator, including some overhead of the profiler."""
     with tempfile.TemporaryDirectory() as folder:
         session = open_session(path, profile=Path(folder) / "profile")
         graph = GraphSteps(session, path=path, rows=size.rows, max_length=size.context + steps)
@@ -175,7 +176,7 @@ def _floor_row(size: Size, parts: list[Part], machine: Machine, *, step_s: float
 
 
 def _operator_table(profiles: Mapping[Size, Mapping[str, float]], steps_s: Mapping[Size, list[float]]) -> str:
-    """Milliseconds and shares, without the overhead of the profiler, which is distributed in proportion."""
+    """Return a table of milliseconds and shares, less the profiler's overhead in proportion."""
     shares = {
         size: {kind: part_s / sum(seconds.values()) for kind, part_s in seconds.items()}
         for size, seconds in profiles.items()

@@ -22,7 +22,7 @@ class Sample:
     """The state of a process at one time."""
 
     at_s: float
-    memory_mib: float       # resident and anonymous: no pages of files
+    memory_mib: float       # resident anonymous memory, without pages of files
     fds: int
     threads: int
 
@@ -32,13 +32,13 @@ class Trend:
     """How a quantity changes over the second half of a run."""
 
     per_minute: float       # the median slope between all pairs of samples (Theil and Sen)
-    low: float              # of its 95 % confidence interval
+    low: float              # lower end of the 95 % confidence interval
     high: float
     minutes: float
 
 
 def sample(pid: int) -> Sample:
-    """Look at a process; Linux only."""
+    """Sample a process; Linux only."""
     status = dict(
         line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line
     )
@@ -51,7 +51,7 @@ def sample(pid: int) -> Sample:
 
 
 async def watch(pid: int, samples: list[Sample]) -> None:
-    """Append a sample each second, until it is cancelled."""
+    """Append a sample each second, until the task is cancelled."""
     while True:
         samples.append(sample(pid))
         await asyncio.sleep(INTERVAL_S)
@@ -60,8 +60,8 @@ async def watch(pid: int, samples: list[Sample]) -> None:
 def trend(times_s: Sequence[float], values: Sequence[float]) -> Trend:
     """Fit the second half of a run.
 
-    The samples are averaged in 30 groups, as neighbouring samples are not independent. The interval is that
-    of Sen (1968), from the variance of Kendall's S.
+    The samples are averaged in 30 groups, as neighbouring samples are not independent. The interval follows
+    Sen (1968), from the variance of Kendall's S.
     """
     times, heights = np.asarray(times_s) / 60, np.asarray(values, dtype=float)
     later = times >= (times[0] + times[-1]) / 2
@@ -87,5 +87,5 @@ def memory_trend(samples: Sequence[Sample]) -> Trend:
 
 
 def is_leak(memory: Trend, *, limit_mib_per_minute: float) -> bool:
-    """Whether memory grows: certainly, and by more than the limit."""
+    """Whether memory certainly grows, and by more than the limit."""
     return memory.low > 0 and memory.per_minute > limit_mib_per_minute

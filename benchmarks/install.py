@@ -1,4 +1,4 @@
-"""Installation: what genserve weighs, the time to the first answer, and the memory of a server.
+"""Install: the size of an installation, the time to the first answer, and the memory of a server.
 
     python benchmarks/install.py --before 9aaf304
 
@@ -34,7 +34,7 @@ from servers import genserve_server
 ROOT = Path(__file__).parents[1]
 MODEL = "smollm2"
 
-# The figures of an installation, and how the table writes them.
+# The figures of an installation, and how the table formats them.
 ROWS = {
     "environment, MB": "{:,.0f}",
     "packages": "{:.0f}",
@@ -55,13 +55,13 @@ ROWS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Installation:
-    """What is installed, and how it gives the first answer.
+    """What to install, and the commands to the first answer.
 
     Attributes:
-        requirement: of genserve, with extras and the file of its wheel.
-        constraints: the versions of its dependencies.
-        tools: packages that the first answer needs besides.
-        first_answer: what follows `genserve` in the commands of a new user.
+        requirement: the requirement for genserve, with extras and the file of the wheel.
+        constraints: the versions of the dependencies.
+        tools: further packages that the first answer needs.
+        first_answer: the arguments of `genserve` in the commands of a new user.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Uv:
     folders: Callable[[], Path]
 
     def run(self, *command: str, cache: Path, home: Path) -> str:
-        """Run it as a new user would, with "hello" as the standard input, and return its output."""
+        """Run uv as a new user would, with "hello" as standard input, and return its output."""
         home.mkdir(exist_ok=True)
         own = {
             "HOME": str(home),
@@ -154,7 +154,7 @@ def main() -> None:
 
 
 def installations(uv: Uv, before: str | None) -> Iterable[Installation]:
-    """Build the wheels, and return what is measured."""
+    """Build the wheels, and return the installations to measure."""
     if before:
         checkout = uv.folders()
         _git("worktree", "add", "--quiet", "--detach", str(checkout), before)
@@ -162,7 +162,7 @@ def installations(uv: Uv, before: str | None) -> Iterable[Installation]:
             build = _Build.of(uv, checkout)
         finally:
             _git("worktree", "remove", "--force", str(checkout))
-        # Without torch there was no default model, without pip no download, and a chat read its questions.
+        # The older commit needs torch for the default model, and pip for downloads; its chat reads questions.
         flag = "--model-repository=genserve/model_repository"
         commands = (("pull", MODEL, flag), ("chat", MODEL, flag))
         for extras in ("[cpu]", "[cpu,otel,plot]"):
@@ -209,7 +209,7 @@ def _git(*command: str) -> None:
 
 
 def measure(uv: Uv, wanted: Installation, *, repeat: int) -> dict[str, float]:
-    """Measure an installation: its figures by the names of the rows."""
+    """Measure an installation; return its figures by the names of the rows."""
     install = partial(uv.install, wanted, cache=uv.folders())
     cold_s, environment = _timed(install)
     figures = {
@@ -267,9 +267,9 @@ def _resident(pid: int, *, of: str = "", count: str = "Rss") -> float:
     """Return the memory of a process and its children, in MB.
 
     Args:
-        pid: of the process.
-        of: only mapped files with such a path.
-        count: `Rss` counts a page in each of the processes that share it; of `Pss` they have equal parts.
+        pid: the id of the process.
+        of: count only mapped files with such a path.
+        count: `Rss` counts a shared page for each process; `Pss` divides it among the processes.
     """
     total = 0
     is_wanted = not of
@@ -289,7 +289,7 @@ def _timed(call: Callable[[], object]) -> tuple[float, object]:
 
 
 def _cpu_s() -> float:
-    """CPU time of all processes that this one has started and that have ended."""
+    """Return the CPU time of all ended child processes."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -299,7 +299,7 @@ def _size(folder: Path) -> int:
 
 
 def table(figures: Mapping[str, Mapping[str, float]]) -> str:
-    """The figures as a Markdown table, with a column for each installation."""
+    """Return the figures as a Markdown table, with a column for each installation."""
     rows = [[row, *(form.format(each[row]) for each in figures.values())] for row, form in ROWS.items()]
     return markdown(["", *figures], rows)
 

@@ -25,13 +25,13 @@ from rich.console import Console
 from rich.table import Table
 from servers import Ports, genserve_server, triton_server
 
-from genserve.backends.onnx_session import num_cores
+from genserve.machine import num_cores
 
 HERE = Path(__file__).parent
 SHAPES = {"64x512": (64, 512), "1x4": (1, 4)}
 PROTOCOLS = ("http", "grpc")
 
-Rounds = dict[str, list[float]]  # by the name of the server: requests per second
+Rounds = dict[str, list[float]]  # requests per second in each round, by the name of the server
 
 
 def main() -> None:

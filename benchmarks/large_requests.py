@@ -29,7 +29,7 @@ Request = tuple[str, Callable[[], bytes]]
 
 
 def repeated(name: str, unit: str, *, size: int = 8 * MIB - 4096, **others: object) -> bytes:
-    """A JSON object with a list of one text, as often as fits."""
+    """Return a JSON object with a list that repeats one text as often as fits."""
     rest = json.dumps(others)[1:-1]
     head = f'{{{rest}{", " if rest else ""}"{name}": ['
     count = (size - len(head) - 2) // (len(unit) + 1)
@@ -37,25 +37,25 @@ def repeated(name: str, unit: str, *, size: int = 8 * MIB - 4096, **others: obje
 
 
 def body(**fields: object) -> bytes:
-    """A JSON object."""
+    """Return a JSON object."""
     return json.dumps(fields).encode()
 
 
 def chat(messages: int, words: int, **others: object) -> bytes:
-    """A chat with messages of so many words."""
+    """Return a chat of some messages with some words each."""
     roles = ("user", "assistant")
     turns = [{"role": roles[i % 2], "content": "word " * words} for i in range(messages)]
     return body(messages=turns, max_tokens=1, **others)
 
 
 def tools(count: int, properties: int) -> list[dict[str, object]]:
-    """Functions with so many arguments."""
+    """Return functions with `properties` arguments each."""
     schema = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(properties)}}
     return [{"type": "function", "function": {"name": f"f{i}", "parameters": schema}} for i in range(count)]
 
 
 def nested(depth: int) -> dict[str, object]:
-    """A JSON schema of this depth."""
+    """Return a JSON schema of a depth."""
     schema: dict[str, object] = {"type": "string"}
     for _ in range(depth):
         schema = {"type": "object", "properties": {"a": schema, "b": {"type": "integer"}}}
@@ -141,7 +141,7 @@ def texts() -> Iterator[Request]:
 
 
 def grammars() -> Iterator[Request]:
-    """Forms of answers that take long to compile."""
+    """Structured outputs that take long to compile."""
     ask = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
     enums = {f"p{i}": {"enum": [f"v{j}" for j in range(50)]} for i in range(500)}
     for name, form in {
@@ -189,7 +189,7 @@ KINDS: Mapping[str, Callable[[], Iterator[Request]]] = {
 
 
 class Health(threading.Thread):
-    """Asks for /health again and again, and keeps the longest time of an answer in seconds."""
+    """Requests /health again and again, and records the longest time of an answer in seconds."""
 
     def __init__(self, port: int) -> None:
         super().__init__(daemon=True)
@@ -213,7 +213,7 @@ class Health(threading.Thread):
 
 
 def lags(server: Running) -> dict[float, float]:
-    """How often the loop lagged, up to each bound in seconds."""
+    """Return how often the event loop lagged, up to each bound in seconds."""
     connection = http.client.HTTPConnection("127.0.0.1", server.metrics, timeout=60)
     connection.request("GET", "/metrics")
     metrics = ScrapedMetrics(connection.getresponse().read().decode(), model="")
@@ -221,7 +221,7 @@ def lags(server: Running) -> dict[float, float]:
 
 
 def longest_lag_s(before: Mapping[float, float], after: Mapping[float, float]) -> float:
-    """The bound of the longest lag between two scrapes."""
+    """Return the bound of the longest lag between two scrapes."""
     counts = {bound: after[bound] - before[bound] for bound in after}
     return next(bound for bound, count in counts.items() if count == max(counts.values()))
 
@@ -237,10 +237,10 @@ def measure(server: Running, path: str, content: bytes) -> tuple[object, ...]:
         connection.request("POST", path, body=content, headers={"Content-Type": "application/json"})
         response = connection.getresponse()
         status, read = str(response.status), len(response.read())
-    except OSError as error:    # it was answered before it was read
+    except OSError as error:    # the server answered before it had read the whole request
         status, read = type(error).__name__, 0
     seconds = time.perf_counter() - started_s
-    time.sleep(0.1)             # what is freed after the answer
+    time.sleep(0.1)             # lets the server free memory after the answer
     slowest_s = health.end()
     lag_s = longest_lag_s(before, lags(server))
     used_s = cpu_s(server.pid) - cpu_before_s

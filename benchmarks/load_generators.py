@@ -34,7 +34,7 @@ from servers import cpu_s, free_port, genserve_server, running
 
 HERE = Path(__file__).parent
 BENCH, AGAIN = "genserve bench", "genserve bench, again"
-# By the words of `genserve bench`.
+# The figures by the names of `genserve bench`.
 NAMES = {
     "ttft": "first token",
     "tpot": "per output token",
@@ -54,7 +54,7 @@ class Work:
     """A load that is the same for all tools."""
 
     url: str
-    pid: int            # of the server
+    pid: int            # the server's process
     model: str
     tokenizer: Path     # a folder
     concurrency: int
@@ -63,11 +63,11 @@ class Work:
 
 
 Tool = Callable[[str, Work, Path], Figures]
-Address = tuple[str, int]   # of a server: its URL and its process
+Address = tuple[str, int]   # the URL and the process of a server
 
 
 class LostRequests(Exception):
-    """A tool has not measured the work that it was given."""
+    """A tool has not measured all of its work."""
 
 
 def _require(is_whole: bool, found: object) -> None:  # noqa: FBT001
@@ -86,7 +86,7 @@ def genserve_bench(_program: str, work: Work, _folder: Path) -> Figures:
         f"--output-len={NEW_TOKENS}",
         f"--seed={work.seed}",
         "--num-warmups=0",
-        '--extra-body={"temperature": null}',   # as the others
+        '--extra-body={"temperature": null}',   # as for all other tools
     )
     _require(not run["failed"], run["errors_by_kind"])
     times = {name: run[f"p50_{name}_ms"] for name in ("ttft", "tpot", "e2el")}
@@ -177,7 +177,7 @@ def _static(*, first_ms: float, between_ms: float) -> Iterator[Address]:
 
 @contextmanager
 def _genserve(repository: Path, *, model: str) -> Iterator[Address]:
-    """`genserve serve` on one thread, with a step for each token."""
+    """Run `genserve serve` on one thread, with a step for each token."""
     with tempfile.TemporaryDirectory() as folder:
         for stage in repository.iterdir():
             copy = Path(folder, stage.name)
@@ -248,7 +248,7 @@ def _round(
     options: argparse.Namespace,
     number: int,
 ) -> None:
-    """Run all tools on one server; each round starts with another one."""
+    """Run all tools on one server; each round starts with another tool."""
     ordered = list(tools.items())
     first = (number - 1) % len(ordered)
     for place, (name, (tool, program)) in enumerate(ordered[first:] + ordered[:first]):
@@ -280,7 +280,7 @@ def _round(
 
 
 def _own_first_tokens(url: str) -> tuple[float, float] | None:
-    """The seconds to all first tokens so far by the server's own clock, and their number."""
+    """Return the seconds to all first tokens so far by the server's own clock, and their number."""
     reply = httpx2.get(f"{url}/metrics")
     if not reply.is_success or not reply.headers["content-type"].startswith("text/plain"):
         return None

@@ -4,7 +4,8 @@
 
 starts `genserve serve`, and in each round requests the first token of a prompt of 3,000 words, first alone
 and then during eight streams. Prints the time to first token, and the inter-token latencies of the streams
-before and during the prompt, in milliseconds, medians of the rounds.
+before and during the prompt, in milliseconds, medians of the rounds. `--prompts 8 --words 1500 --streams 4`
+sends eight prompts at once; their time is that until all have a token.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import asyncio
 import statistics
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -22,7 +24,7 @@ from servers import genserve_server
 from genserve import AsyncClient
 from genserve.bench.datasets import random_prompts
 
-SETTLED_S = 2.0     # after which the prompts of the streams are computed
+SETTLED_S = 2.0     # the time after which the prompts of the streams are computed
 UNDISTURBED_S = 2.0
 HEADINGS = (
     "first token alone", "during streams", "ratio", "gap p99 before", "p99 during", "ratio", "largest during"
@@ -43,15 +45,16 @@ async def _rounds(url: str, options: argparse.Namespace) -> list[tuple[float, ..
 
 
 async def _round(client: AsyncClient, number: int, options: argparse.Namespace) -> tuple[float, ...]:
-    long, other = random_prompts(2, words=options.words, shared_words=0, seed=2 * number)
+    prompts = random_prompts(2 * options.prompts, words=options.words, shared_words=0, seed=2 * number)
+    long, others = prompts[: options.prompts], prompts[options.prompts :]
     short = random_prompts(options.streams, words=30, shared_words=0, seed=2 * number + 1)
-    alone_s = await _first_token_s(client, long)
+    alone_s = await _first_tokens_s(client, long)
     arrivals: list[list[float]] = [[] for _ in short]
     pairs = zip(short, arrivals, strict=True)
     streams = [asyncio.create_task(_stream(client, prompt, times)) for prompt, times in pairs]
     await asyncio.sleep(SETTLED_S + UNDISTURBED_S)
     began_s = time.perf_counter()
-    during_s = await _first_token_s(client, other)
+    during_s = await _first_tokens_s(client, others)
     ended_s = time.perf_counter()
     for stream in streams:
         stream.cancel()
@@ -62,9 +65,9 @@ async def _round(client: AsyncClient, number: int, options: argparse.Namespace) 
     return alone_s * 1e3, during_s * 1e3, during_s / alone_s, p99, slower, slower / p99, max(during) * 1e3
 
 
-async def _first_token_s(client: AsyncClient, prompt: str) -> float:
+async def _first_tokens_s(client: AsyncClient, prompts: Sequence[str]) -> float:
     started_s = time.perf_counter()
-    await client.generate(prompt, max_tokens=1, ignore_eos=True)
+    await asyncio.gather(*(client.generate(prompt, max_tokens=1, ignore_eos=True) for prompt in prompts))
     return time.perf_counter() - started_s
 
 
@@ -81,6 +84,7 @@ def _gaps(arrivals: list[list[float]], *, since_s: float, until_s: float) -> lis
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model-repository", type=Path, default=Path("model_repository"))
+    parser.add_argument("--prompts", type=int, default=1)
     parser.add_argument("--words", type=int, default=3000)
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)

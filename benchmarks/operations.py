@@ -21,7 +21,7 @@ HEAD = "head"
 LAYERS = "matrix products of the layers"
 ATTENTION = "attention"
 
-# The inputs with weights, which each row multiplies once.
+# The inputs that are weights, by which each row is multiplied once.
 WEIGHTS = {"DecoderLayer": (8, 11, 14, 17), "Gemm": (1,), "Linear": (1,), "MatMul": (1,)}
 
 
@@ -29,8 +29,8 @@ WEIGHTS = {"DecoderLayer": (8, 11, 14, 17), "Gemm": (1,), "Linear": (1,), "MatMu
 class Machine:
     """The measured peak rates of the hardware."""
 
-    bytes_per_s: float                      # read from memory
-    operations_per_s: Mapping[str, float]   # of matrix products, by "float32" and "int8"
+    bytes_per_s: float                      # bytes read from memory
+    operations_per_s: Mapping[str, float]   # operations of matrix products, for "float32" and "int8"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class Part:
     operations_per_token: int = 0           # per row and token of its context
 
     def floor_s(self, machine: Machine, *, rows: int, context: int) -> float:
-        """The lower bound of the time: the longer one of reading and computing."""
+        """Return the lower bound of the time: the time to read or to compute, whichever is longer."""
         tokens = rows * context
         num_bytes = self.weight_bytes + self.cache_bytes_per_token * tokens
         operations = self.operations_per_row * rows + self.operations_per_token * tokens
@@ -53,7 +53,7 @@ class Part:
 
 
 def read_parts(path: Path) -> list[Part]:
-    """The parts of a graph of `genserve export`: head, layers and attention."""
+    """Return the parts of a graph of `genserve export`: head, layers and attention."""
     graph = onnx.load(str(path), load_external_data=False).graph
     initializers = {tensor.name: tensor for tensor in graph.initializer}
     products = [product for node in graph.node for product in _products(node, initializers)]
@@ -64,7 +64,7 @@ def read_parts(path: Path) -> list[Part]:
 
 
 def _products(node: Any, initializers: Mapping[str, Any]) -> Iterator[tuple[int, Part]]:
-    """The products of rows with matrices of weights, each with its number of columns."""
+    """Yield the products of rows with weights, each with its number of columns."""
     attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
     indices = [i for i in WEIGHTS.get(node.op_type, ()) if node.input[i] in initializers]
     for number, index in enumerate(indices):
@@ -90,7 +90,7 @@ def _products(node: Any, initializers: Mapping[str, Any]) -> Iterator[tuple[int,
 
 
 def _layer_sizes(attributes: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """The inputs and outputs of the linear layers of a DecoderLayer."""
+    """Return the numbers of inputs and outputs of a DecoderLayer's linear layers."""
     hidden, intermediate = attributes["hidden_size"], attributes["intermediate_size"]
     heads, kv_heads, dim = attributes["num_heads"], attributes["kv_num_heads"], attributes["head_dim"]
     return [
@@ -111,7 +111,7 @@ def _bytes(tensor: Any) -> int:
 
 def _sum(name: str, parts: Iterable[Part]) -> Part:
     parts = list(parts)
-    # A graph may have some products in higher precision; the floor assumes the faster ones.
+    # A graph may have some products in higher precision; the floor assumes the faster precision.
     arithmetic = "int8" if any(part.arithmetic == "int8" for part in parts) else "float32"
     return Part(
         name=name,
@@ -122,7 +122,7 @@ def _sum(name: str, parts: Iterable[Part]) -> Part:
 
 
 def _attention(graph: Any) -> Part:
-    """Attention: keys and values of a token are read once, and multiplied once per query head."""
+    """Return the attention: keys and values of a token are read once, and multiplied once per query head."""
     heads = 0
     for node in graph.node:
         if node.op_type in ("DecoderLayer", "PagedAttention"):
@@ -132,7 +132,7 @@ def _attention(graph: Any) -> Part:
     for cache in caches:
         _, _, *sizes = (dim.dim_value for dim in cache.shape.dim)
         token_bytes += math.prod(sizes) * onnx.helper.tensor_dtype_to_np_dtype(cache.elem_type).itemsize
-        head_dim = max(head_dim, *sizes[1:], 0)     # the scales of a cache in int8 have none
+        head_dim = max(head_dim, *sizes[1:], 0)     # the scales of an int8 cache have no such dimension
     return Part(
         name=ATTENTION,
         arithmetic="float32",

@@ -28,8 +28,8 @@ from batches import TOKEN_ID, forward_batch
 from report import markdown
 
 from genserve import LLM
+from genserve.engine.logits_model import ForwardBatch, LogitsModel
 from genserve.export import SilentProgress, pull
-from genserve.generation.logits_model import ForwardBatch, LogitsModel
 from genserve.textmodel.logits_config import pipeline_files
 from genserve.textmodel.runtimes.kv_cache_memory import HostMemory, KVCache
 from genserve.textmodel.runtimes.onnx_logits import LogitsGraph, OnnxLogits
@@ -38,9 +38,9 @@ from genserve.textmodel.runtimes.pipeline_logits import PipelineLogits, num_micr
 MICRO_BATCHES = (1, 2, 4, 8)
 CONTEXT = 128       # tokens before a decode
 MAX_LENGTH = 512
-RUNS = 8            # of a stage, in a measurement of two at a time
+RUNS = 8            # runs of a stage, when two stages are measured at a time
 
-Times = dict[str, list[float]]      # ms by name, one of each round
+Times = dict[str, list[float]]      # milliseconds in each round, by name
 
 
 def main() -> None:
@@ -99,7 +99,7 @@ def _forward_row(name: str, table: Times) -> list[str]:
 
 
 def _runs(whole: Path, files: Sequence[Path], *, rounds: int) -> dict[str, list[float]]:
-    """Processor time of one graph and of each stage, in one thread, by the number of tokens."""
+    """Return the CPU time of the whole graph and of each stage, in one thread, by the number of tokens."""
     sizes = {"max_num_seqs": 32, "max_length": MAX_LENGTH}
     one = OnnxLogits(whole, num_threads=1, **sizes)
     staged = PipelineLogits(files, num_threads=1, max_micro_batch=MAX_LENGTH, **sizes)
@@ -140,7 +140,7 @@ def _processor_ms(run: Callable[[], Any]) -> float:
 
 
 def _answers(options: argparse.Namespace, staged: Path) -> dict[str, list[float]]:
-    """Tokens per second of 32 answers at a time."""
+    """Return the tokens per second of 32 answers at a time."""
     prompts = [f"{number}. Tell me a story of a fox who learns to swim." for number in range(32)]
     rates: dict[str, list[float]] = {"one stage": [], "two stages": []}
     texts = {}
@@ -171,7 +171,7 @@ def _answers(options: argparse.Namespace, staged: Path) -> dict[str, list[float]
 
 
 def _overlap(files: Sequence[Path], *, rounds: int) -> dict[str, Times]:
-    """Both stages, each with a batch of its own, in turn and at the same time."""
+    """Measure both stages, each with a batch of its own, in turn and at the same time."""
     tables = {}
     spawn = multiprocessing.get_context("spawn")
     with ThreadPoolExecutor(2) as threads, ProcessPoolExecutor(2, mp_context=spawn) as processes:

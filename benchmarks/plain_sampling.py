@@ -1,4 +1,4 @@
-"""Plain sampling: the methods in plain torch, vectorized over rows, by sorting."""
+"""Plain sampling: implements the sampling methods in plain torch, vectorized over rows, by sorting."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def plain_pick(
     *,
     num_prompt_tokens: int,
 ) -> tuple[list[int], list[list[float]]]:
-    """Sample one token per row, and return the requested log-probabilities: its own, then the best.
+    """Sample one token per row, and return it with the requested log-probabilities, its own first.
 
     Args:
         logits: [R, V] float32; overwritten.
-        params: of all rows.
-        histories: the tokens of each row, prompt and answer, of equal lengths.
-        num_prompt_tokens: the number of prompt tokens in each.
+        params: the sampling parameters of all rows.
+        histories: the tokens of each row, prompt and answer; all rows have the same length.
+        num_prompt_tokens: the number of prompt tokens in each row.
     """
     raw = logits.log_softmax(dim=-1) if params.logprobs and params.logprobs_mode == "raw" else None
     logits = _penalised(logits, params, torch.tensor(histories), num_prompt_tokens=num_prompt_tokens)

@@ -69,7 +69,7 @@ def main() -> None:
             engine = measure_engine(options.model, repository=repository, budget_s=options.tune_s)
         kind = _kind(engine)
         errors = np.abs(kind.step_model.errors)
-        _note(f"step model: median error {np.median(errors):.1%}, largest {errors.max():.1%}")
+        _report(f"step model: median error {np.median(errors):.1%}, largest {errors.max():.1%}")
         command = ("taskset", "-c", str(cores[0]), sys.executable, "-m", "genserve")
         with _on_core(cores[-1]), genserve_server(repository, command=command) as server:
             lengths = RandomLengths(
@@ -77,14 +77,14 @@ def main() -> None:
             )
             load = _Loads(server.http, model=options.model, lengths=lengths, seed=options.seed)
             kind = replace(kind, serving=measure_serving_cost(engine, url=load.url))
-            _note(f"serving: {kind.serving}")
+            _report(f"serving: {kind.serving}")
             rates = {share: share * _capacity(kind, lengths) for share in options.share}
             rounds: dict[float, list[tuple[Figures, Figures]]] = {share: [] for share in rates}
             for number in range(options.rounds):
                 for share, rate in rates.items():
                     result = load.open_loop(rate=rate, seconds=options.seconds, number=number)
                     pair = (_measured(result), _predicted(result, kind))
-                    _note(f"{share:.0%}, round {number}: {pair}")
+                    _report(f"{share:.0%}, round {number}: {pair}")
                     rounds[share].append(pair)
     _print(rounds, rates)
     if options.json:
@@ -196,7 +196,7 @@ def _row(share: float, rate: float, pairs: Sequence[tuple[Figures, Figures]], na
     return [f"{share:.0%} of the capacity: {rate:.2f} requests/s", *values, f"{ratio:.2f}"]
 
 
-def _note(text: str) -> None:
+def _report(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 

@@ -23,10 +23,10 @@ _NO_LINGER = struct.pack("ii", 1, 0)    # close() sends RST instead of FIN
 
 @dataclass(slots=True)
 class Answer:
-    """What came back for one request; times are those of `time.perf_counter`."""
+    """The answer to one request; times come from `time.perf_counter`."""
 
     sent_s: float
-    first_s: float = 0.0        # the first byte after the head; 0: there was none
+    first_s: float = 0.0        # when the first byte after the head came; 0: none came
     end_s: float = 0.0
     status: int = 0             # 0: no head came
     head: bytes = b""
@@ -46,7 +46,7 @@ class Leave:
     """When a client closes its connection, unless the answer is complete before."""
 
     after_s: float
-    reset: bool                 # by RST; by FIN otherwise
+    reset: bool                 # close with RST instead of FIN
 
 
 class Connection(asyncio.Protocol):
@@ -116,7 +116,7 @@ class Connection(asyncio.Protocol):
             self._finish()
 
     def close(self, *, reset: bool = False) -> None:
-        """Close the connection, by FIN or by RST."""
+        """Close the connection with FIN, or with RST."""
         if self.is_open and reset:
             sock = self._transport.get_extra_info("socket")
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
@@ -131,7 +131,7 @@ class Connection(asyncio.Protocol):
 
 
 class RawClient:
-    """Connections to one port; an idle one is used again while it is young."""
+    """Connections to one port; an idle connection is reused while it is young."""
 
     def __init__(self, port: int, *, keepalive_s: float = 2.0) -> None:
         self._port = port
@@ -175,7 +175,7 @@ class RawClient:
 
 
 def post_bytes(path: str, body: bytes, *, headers: str = "") -> bytes:
-    """Return a POST request as it is sent."""
+    """Return the bytes of a POST request."""
     head = (
         f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"{headers}Content-Length: {len(body)}\r\n\r\n"
@@ -184,7 +184,7 @@ def post_bytes(path: str, body: bytes, *, headers: str = "") -> bytes:
 
 
 def dechunked(body: bytes) -> bytes:
-    """Return the content of a chunked body, also of one that was cut."""
+    """Return the content of a chunked body, which may have been cut."""
     parts, place = [], 0
     while found := _CHUNK.match(body, place):
         size = int(found[1], 16)

@@ -1,18 +1,18 @@
-"""Routing: what prefix-aware routing of a chat trace saves, beside round robin and power of two choices.
+"""Routing: what prefix-aware routing of a chat trace saves, compared with round robin and power of two.
 
     python benchmarks/routing.py --plot routing.png
 
 plays the same trace to several replicas behind each policy: sessions of several turns, each of which begins
-with one of a few system prompts and sends its whole history again. A replica is a real engine with its
-scheduler and KV cache; only its logits stage waits as long as a measured one computes (`waiting_logits.py`).
-So what limits the replicas is the measured step, and not the cores of this machine.
+with one of a few system prompts and sends its whole history again. A replica is a real engine with scheduler
+and KV cache, but its logits stage only waits as long as a measured one computes (`waiting_logits.py`). So the
+measured step limits the replicas, and not the cores of this machine.
 
-Round robin and power of two choices are what Ray Serve and most load balancers do: the second one sends a
-request to the one of two random replicas that has fewer requests. Ours is
-`genserve/deploy/routing/prefix_router.py`, with statistics as old as in a deployment (`--statistics-s`).
+Most load balancers route by round robin, and Ray Serve by power of two choices: of two random replicas, the
+one with fewer requests gets the request. Our policy is `genserve/deploy/routing/prefix_router.py`, with
+statistics as old as in a deployment (`--statistics-s`).
 
 Prints a table of medians over the rounds in Markdown. Cached tokens are the share of all prompt tokens that a
-replica did not compute. The ratio of a round is that to the better one of the two others.
+replica did not compute. The ratio of a round compares our policy with the better of the two other policies.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ from report import markdown, median
 from waiting_logits import SMOLLM2, WaitingLogits
 
 from genserve.cli.plots import check_plot, new_figure
+from genserve.completion import Delta
 from genserve.deploy.replica.replica_load import ReplicaLoad
-from genserve.deploy.replica_messages import GenerationCall
 from genserve.deploy.routing.request_ranking import RequestRanking
-from genserve.generation.admission_control import QueueLimits
-from genserve.generation.delta_streams import EventLoopSink
-from genserve.generation.engine import Engine
-from genserve.generation.engine_request import TokenSequence
-from genserve.generation.engine_thread import EngineThread
+from genserve.engine.admission_control import QueueLimits
+from genserve.engine.delta_streams import EventLoopSink
+from genserve.engine.engine import Engine
+from genserve.engine.engine_request import TokenSequence
+from genserve.engine.engine_thread import EngineThread
+from genserve.engine.generation_request import GenerationRequest
 from genserve.generation_metrics import Metrics
 from genserve.sampling.sampling_params import SamplingParams
 
@@ -61,7 +62,7 @@ class Turn:
 
     user_tokens: tuple[int, ...]
     answer_tokens: int
-    pause_s: float          # before it, while the user reads and writes
+    pause_s: float          # the pause before the turn, while the user reads and writes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,18 +76,18 @@ class Session:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
-    """What was measured of one turn."""
+    """The measurements of one turn."""
 
     replica: int
     prompt_tokens: int
     cached_tokens: int
     new_tokens: int
-    first_s: float          # to the first token
+    first_s: float          # the time to the first token
     seconds: float
 
 
 class Replica:
-    """An engine over a waiting logits stage."""
+    """An engine whose logits stage only waits."""
 
     def __init__(self, *, num_blocks: int, sink: EventLoopSink) -> None:
         logits = WaitingLogits(SMOLLM2, num_blocks=num_blocks, max_length=MAX_LENGTH, vocab_size=VOCAB_SIZE)
@@ -97,6 +98,7 @@ class Replica:
             max_num_seqs=logits.max_num_seqs,
             limits=QueueLimits(max_requests=10_000),
             metrics=Metrics().for_model("replica"),
+            sequences_of=self._sequences_of,
         )
         self.num_requests = 0
         self._num_blocks = num_blocks
@@ -113,27 +115,41 @@ class Replica:
             num_blocks=self._num_blocks,
         )
 
-    async def answer(self, token_ids: Sequence[int], *, num_tokens: int) -> tuple[TokenSequence, float]:
-        """Generate an answer, and return it with the time of its first token."""
+    def _sequences_of(self, request: GenerationRequest) -> list[TokenSequence]:
         sequence = TokenSequence(
-            token_ids,
-            params=SamplingParams(max_tokens=num_tokens, ignore_eos=True),
+            request.prompt_token_ids,
+            params=request.params,
             seed=0,
             eos_token_ids=frozenset(),
             text=NoText(),
             max_length=MAX_LENGTH,
             vocab_size=VOCAB_SIZE,
         )
+        sequence.request, sequence.choice = request, 0
+        return [sequence]
+
+    async def answer(self, token_ids: Sequence[int], *, num_tokens: int) -> tuple[list[Delta], float]:
+        """Generate an answer, and return its deltas with the time of its first token."""
+        request = generation(token_ids, max_tokens=num_tokens, ignore_eos=True)
         self.num_requests += 1
         self._waiting_tokens += len(token_ids)
-        first_s = 0.0
-        async with self._sink.open(self.thread, sequence) as deltas:
-            async for _ in deltas:
+        first_s, read = 0.0, list[Delta]()
+        async with self._sink.open(self.thread, request) as stream:
+            async for deltas in stream:
+                read += deltas
                 if not first_s:
                     first_s = time.perf_counter()
                     self._waiting_tokens -= len(token_ids)
         self.num_requests -= 1
-        return sequence, first_s
+        return read, first_s
+
+
+def generation(token_ids: Sequence[int], **params: Any) -> GenerationRequest:
+    """Return a request for one answer to a prompt."""
+    prompt = tuple(token_ids)
+    return GenerationRequest(
+        prompt=prompt, prompt_token_ids=prompt, params=SamplingParams(**params), seeds=(0,)
+    )
 
 
 class Policy(Protocol):
@@ -143,11 +159,11 @@ class Policy(Protocol):
         """Return the number of a replica."""
 
     def ended(self, request: int, replica: int) -> None:
-        """Note that a request has ended."""
+        """Record the end of a request."""
 
 
 class RoundRobin:
-    """Each replica in its turn."""
+    """Chooses each replica in turn."""
 
     def __init__(self, replicas: Sequence[Replica], options: argparse.Namespace) -> None:
         self._replicas = replicas
@@ -161,7 +177,7 @@ class RoundRobin:
 
 
 class PowerOfTwo:
-    """The one of two random replicas with fewer requests."""
+    """Chooses the one of two random replicas that has fewer requests."""
 
     def __init__(self, replicas: Sequence[Replica], options: argparse.Namespace) -> None:
         self._replicas = replicas
@@ -176,7 +192,7 @@ class PowerOfTwo:
 
 
 class PrefixAware:
-    """The ranking of `genserve deploy ray`, with statistics that are up to `statistics_s` old."""
+    """Chooses as `genserve deploy ray` does, with statistics that are up to `statistics_s` old."""
 
     def __init__(self, replicas: Sequence[Replica], options: argparse.Namespace) -> None:
         self._replicas = replicas
@@ -191,11 +207,9 @@ class PrefixAware:
             self._observed_s = started_s
             for number, replica in enumerate(self._replicas):
                 self._ranking.observe(number, replica.load())
-        call = GenerationCall(
-            model="", prompt="", prompt_token_ids=tuple(token_ids), params=SamplingParams(), seeds=(0,)
-        )
-        chosen = self._ranking.rank(call, range(len(self._replicas)))[0]
-        self._ranking.sent(request, call, chosen)
+        asked = generation(token_ids)
+        chosen = self._ranking.rank(asked, range(len(self._replicas)))[0]
+        self._ranking.sent(request, asked, chosen)
         self.choice_s.append(time.perf_counter() - started_s)
         return chosen
 
@@ -259,19 +273,19 @@ async def play(trace: Sequence[Session], name: str, options: argparse.Namespace)
             history += turn.user_tokens
             request, sent_s = next(requests), time.perf_counter()
             chosen = policy.choose(request, history)
-            sequence, first_s = await replicas[chosen].answer(history, num_tokens=turn.answer_tokens)
+            deltas, first_s = await replicas[chosen].answer(history, num_tokens=turn.answer_tokens)
             policy.ended(request, chosen)
             answered.append(
                 Answered(
                     replica=chosen,
                     prompt_tokens=len(history),
-                    cached_tokens=sequence.num_cached_tokens,
-                    new_tokens=sequence.num_new_tokens,
+                    cached_tokens=deltas[0].cached_tokens,
+                    new_tokens=sum(len(delta.token_ids) for delta in deltas),
                     first_s=first_s - sent_s,
                     seconds=time.perf_counter() - sent_s,
                 )
             )
-            history = list(sequence.token_ids)
+            history += [token_id for delta in deltas for token_id in delta.token_ids]
 
     try:
         await asyncio.gather(*map(chat, trace))
@@ -285,7 +299,7 @@ async def play(trace: Sequence[Session], name: str, options: argparse.Namespace)
 
 
 def summarise(answered: Sequence[Answered], *, elapsed_s: float, num_replicas: int) -> dict[str, float]:
-    """The figures of a round."""
+    """Return the figures of a round."""
     first_ms = np.array([one.first_s for one in answered]) * 1e3
     prompt_tokens = sum(one.prompt_tokens for one in answered)
     computed = [0] * num_replicas
@@ -305,7 +319,7 @@ def summarise(answered: Sequence[Answered], *, elapsed_s: float, num_replicas: i
 
 
 def compare(rounds: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, float]:
-    """Our figures divided by those of the better one of the others: medians of the rounds."""
+    """Return our figures divided by the figures of the better other policy: medians of the rounds."""
     ours = rounds["prefix-aware"]
     others = [rounds[name] for name in POLICIES if name != "prefix-aware"]
     cached = [
@@ -320,7 +334,7 @@ def compare(rounds: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, fl
 
 
 def describe(trace: Sequence[Session], options: argparse.Namespace) -> dict[str, float]:
-    """What the caches would have to hold: the tokens of the sessions that are open at one time."""
+    """Return how many tokens the caches would need for all sessions that are open at one time."""
     distinct = sum(sum(len(t.user_tokens) + t.answer_tokens for t in session.turns) for session in trace)
     system = len({session.system_tokens for session in trace}) * options.system_tokens
     mean_s = statistics.fmean(sum(turn.pause_s for turn in session.turns) for session in trace)
@@ -334,7 +348,7 @@ def describe(trace: Sequence[Session], options: argparse.Namespace) -> dict[str,
 
 
 def draw(rounds: Mapping[str, Sequence[Mapping[str, float]]], path: Path) -> None:
-    """Draw the shares of cached tokens, and the times to the first token."""
+    """Draw the shares of cached tokens and the times to the first token."""
     figure = new_figure()
     cached, first = figure.subplots(1, 2)
     names = list(rounds)

@@ -28,7 +28,7 @@ PROMPT_TOKENS, NEW_TOKENS = 40, 6
 
 
 def round_of(logits: LoadedLogits, rows: int) -> dict[str, list[float]]:
-    """CPU milliseconds of a prefill and of several decodes."""
+    """Return the CPU milliseconds of a prefill and of several decodes."""
     length = PROMPT_TOKENS + NEW_TOKENS
     prefill = forward_batch(logits, [[TOKEN_ID] * PROMPT_TOKENS] * rows, past=[0] * rows, length=length)
     decodes = [

@@ -5,8 +5,8 @@
 samples for 1, 8 and 32 token sequences with the engine's sampler, from rows of the model's logits over real
 text (peaked) and from normal noise (flat), and in the same rounds with `plain_sampling.py`, which sorts. Both
 run on one thread and are measured in CPU time, since a short call may wait long on a busy machine. Then each
-method alternates with decode steps of the model, as in a server, for its share of the preceding step. Prints
-tables of medians in Markdown; a ratio or share is the median of those of the rounds.
+method alternates with decode steps of the model, as in a server, which gives its share of a step. Prints
+tables of medians in Markdown; a ratio or share is the median of the ratios or shares of the rounds.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from batches import forward_batch
 from plain_sampling import plain_pick
 from report import markdown, median, ratio
 
+from genserve.engine.engine_request import TokenSequence
 from genserve.export.reference import read_text
-from genserve.generation.engine_request import TokenSequence
 from genserve.repository.index import scan
 from genserve.repository.model_loader import load_stage_logits
 from genserve.sampling.batch_sampler import sample
@@ -79,7 +79,7 @@ class _NoText:
 
 
 class Model:
-    """The logits stage, with rows that have read a part of a text."""
+    """The logits stage, with sequences that have read a part of a text."""
 
     def __init__(self, repository: Path, name: str, *, rows: int, prompt_tokens: int) -> None:
         index = scan([repository])
@@ -123,7 +123,7 @@ def main() -> None:
 
 
 def _peaked(rows: np.ndarray[Any, Any], size: Size) -> np.ndarray[Any, Any]:
-    """Rows of a model; additional tokens of a larger vocabulary have logits of the lower half."""
+    """Return rows of a model; additional tokens of a larger vocabulary get logits from the lower half."""
     rows = rows[: size.rows, : size.vocab_size]
     lower = np.sort(rows, axis=1)[:, : max(1, rows.shape[1] // 2)]
     more = np.random.default_rng(1).choice(lower, size.vocab_size - rows.shape[1], axis=1)
@@ -137,7 +137,7 @@ def _flat(size: Size) -> np.ndarray[Any, Any]:
 def _compare(
     method: str, logits: np.ndarray[Any, Any], *, options: argparse.Namespace
 ) -> list[dict[str, float]]:
-    """Microseconds of both in each round; the rounds are short, and both alternate."""
+    """Return the microseconds of both samplers in each round; rounds are short, and samplers alternate."""
     sequences = _sequences(method, len(logits), vocab_size=logits.shape[1], options=options)
     params, ours = sequences[0].params, logits.copy()
     rounds = []
@@ -158,7 +158,7 @@ def _compare(
 
 
 def _between_steps(method: str, model: Model, *, options: argparse.Namespace) -> list[dict[str, float]]:
-    """Wall-clock milliseconds of a decode step, and CPU milliseconds of the sampling after it."""
+    """Return the wall-clock milliseconds of decode steps, and the CPU milliseconds of sampling after them."""
     num_rows, vocab_size = model.rows.shape
     sequences = _sequences(method, num_rows, vocab_size=vocab_size, options=options)
     rounds = []
@@ -176,7 +176,7 @@ def _between_steps(method: str, model: Model, *, options: argparse.Namespace) ->
 
 
 def _sequences(method: str, num: int, *, vocab_size: int, options: argparse.Namespace) -> list[TokenSequence]:
-    """Token sequences with a prompt of random tokens; their seeds make the draws reproducible."""
+    """Return token sequences with prompts of random tokens; seeds make the draws reproducible."""
     rng = np.random.default_rng(3)
     return [
         TokenSequence(

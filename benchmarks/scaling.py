@@ -1,19 +1,19 @@
-"""Scaling: what replicas on Ray Serve carry together, and what the way to them costs.
+"""Scaling: the throughput of several replicas on Ray Serve, and the cost of the way to them.
 
     python benchmarks/scaling.py --model-repository model_repository --plot scaling.png
 
 deploys the repository on a Ray cluster of this machine, as `genserve deploy ray` does, with 1, 2, 3 and 8
 replicas. Their logits stage only waits as long as a measured one computes (`waiting_deployment.py`), so that
-a few cores can run all of them; the rest is the product: ingress, router, replicas. Each number of replicas
-gets the same number of streams per replica. `x1` is the ratio to one replica, and ideal are the tokens per
-second of the waits alone.
+a few cores can run all replicas; ingress, router and replicas are the product's. Each number of replicas gets
+the same number of streams per replica. `x1` is the ratio to one replica, and ideal are the tokens per second
+of the waits alone.
 
-Then single requests go, with pauses, to a server in one process (`genserve serve`) and to the deployment: in
-each round one to the deployment and two to the server, in random order. What the deployment adds to the time
-to the first token is the difference in each round, and the noise is that of the two to the server.
+Then single requests are sent, with pauses: in each round one to the deployment and two to a server in one
+process (`genserve serve`), in random order. The difference in each round is what the deployment adds to the
+time to the first token, and the difference of the two requests to the server is the noise.
 
-CPU time per token is that of each kind of process. The client, Ray and all replicas share the cores of this
-machine: as soon as these are busy, the machine limits the tokens per second, and a line says so.
+CPU time per token is given for each kind of process. The client, Ray and all replicas share the cores of this
+machine: as soon as the cores are busy, the machine limits the tokens per second, and a line says so.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ KINDS = {
     "replicas": f"ray::ServeReplica:{NAME}:",
     "rest of Ray": "",
 }
-_BUSY = 0.8     # of all cores: above this, the machine and not the replicas may be what is measured
+_BUSY = 0.8         # share of all cores; above it, the machine may be the bottleneck
 _NUM_FIRST = 20     # rounds that only warm up
 
 
@@ -86,7 +86,7 @@ def main() -> None:
 
 
 class Deployment:
-    """A deployed application, whose replicas are set one number after another."""
+    """A deployed application, whose number of replicas can be changed."""
 
     def __init__(self, cluster: ServeCluster, config: dict[str, Any], *, model: str, port: int) -> None:
         self.model = model
@@ -95,12 +95,12 @@ class Deployment:
         self._config = config
 
     def scale_to(self, num_replicas: int) -> None:
-        """Set the number of replicas, and wait until all answer."""
+        """Set the number of replicas, and wait until all of them answer."""
         for options in self._config["applications"][0]["deployments"]:
             if options["name"] == self.model:
                 options["num_replicas"] = num_replicas
         self._cluster.deploy(self._config)
-        time.sleep(1.0)     # until Serve knows that it has something to do
+        time.sleep(1.0)     # gives Serve time to notice the change
         for application in self._config["applications"]:
             for line in self._cluster.progress(application["name"]):
                 print(line, file=sys.stderr)
@@ -138,7 +138,7 @@ def _measure(deployment: Deployment, num_replicas: int, options: argparse.Namesp
         new_tokens=options.new_tokens,
         prompt_words=options.prompt_words,
     )
-    server.measure(work)    # connections and caches
+    server.measure(work)    # warms up connections and caches
     before_s, busy_s, started_s = cpu_by_kind(), busy_cores_s(), time.perf_counter()
     measured = server.measure(work)
     seconds = time.perf_counter() - started_s
@@ -165,8 +165,8 @@ def compare_first_tokens(
     """Send single requests to a server and to the deployment, in turns.
 
     Returns:
-        Percentiles of the milliseconds to the first token; the share of the cores that was busy; and the
-        milliseconds of CPU time of a request by kind of process.
+        Percentiles of the milliseconds to the first token, the share of the cores that was busy, and the
+        milliseconds of CPU time per request by kind of process.
     """
     command = (sys.executable, str(Path(__file__).with_name("waiting_deployment.py")))
     with genserve_server(options.model_repository, command=command) as server:
@@ -175,10 +175,10 @@ def compare_first_tokens(
             "server, again": RawClient(server.http),
             "deployment": RawClient(deployment.port),
         }
-        asyncio.run(_first_tokens(clients, deployment.model, options, rounds=_NUM_FIRST))
+        asyncio.run(first_tokens(clients, deployment.model, options, rounds=_NUM_FIRST))
         before_s, server_s = cpu_by_kind(besides={server.pid}), cpu_s(server.pid)
         busy_s, started_s = busy_cores_s(), time.perf_counter()
-        times_ms = asyncio.run(_first_tokens(clients, deployment.model, options, rounds=options.pairs))
+        times_ms = asyncio.run(first_tokens(clients, deployment.model, options, rounds=options.pairs))
         seconds = time.perf_counter() - started_s
         busy = (busy_cores_s() - busy_s) / seconds / (os.cpu_count() or 1)
         after_s = cpu_by_kind(besides={server.pid})
@@ -193,14 +193,14 @@ def compare_first_tokens(
     return percentiles, busy, cpu_ms
 
 
-async def _first_tokens(
+async def first_tokens(
     clients: Mapping[str, RawClient], model: str, options: argparse.Namespace, *, rounds: int
 ) -> dict[str, list[float]]:
-    """The milliseconds to the first token of each request, by target; a request of each in each round."""
+    """Return the milliseconds to the first token of each request by target, one in each round."""
     times_ms: dict[str, list[float]] = {name: [] for name in clients}
     for _ in range(rounds):
         for name in random.sample(list(clients), len(clients)):
-            # As long as all others, and in no prefix cache.
+            # The prompt is as long as all others, and in no prefix cache.
             prompt = f"{random.randrange(10**8, 10**9)} " + "word " * options.prompt_words
             body = {"model": model, "prompt": prompt, "max_tokens": 1, "stream": True}
             await asyncio.sleep(options.pause_ms / 1e3)
@@ -214,19 +214,19 @@ async def _first_tokens(
 
 
 def cpu_by_kind(*, besides: Collection[int] = ()) -> dict[str, float]:
-    """The CPU time of the processes of the cluster so far, by their kind; Linux only."""
+    """Return the CPU time so far of the cluster's processes, by kind; Linux only."""
     seconds: dict[str, float] = dict.fromkeys(KINDS, 0.0)
-    for pid in _descendants(os.getpid()).difference(besides):
+    for pid in descendants(os.getpid()).difference(besides):
         try:
             title = Path(f"/proc/{pid}/cmdline").read_text()
             kind = next(kind for kind, start in KINDS.items() if title.startswith(start))
             seconds[kind] += cpu_s(pid)
-        except OSError:     # it has ended
+        except OSError:     # the process has ended
             continue
     return seconds
 
 
-def _descendants(pid: int) -> set[int]:
+def descendants(pid: int) -> set[int]:
     children: defaultdict[int, list[int]] = defaultdict(list)
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -242,13 +242,13 @@ def _descendants(pid: int) -> set[int]:
 
 
 def busy_cores_s() -> float:
-    """The time that all cores of this machine have been busy, in total."""
+    """Return the total time that the cores of this machine have been busy."""
     user, nice, system, _idle, _wait, irq, soft, *_ = map(int, Path("/proc/stat").read_text().split()[1:11])
     return (user + nice + system + irq + soft) / os.sysconf("SC_CLK_TCK")
 
 
 def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw the tokens per second over the replicas, and the CPU time of a token by kind of process."""
+    """Draw tokens per second over the number of replicas, and CPU time per token by kind of process."""
     figure = new_figure()
     rates, times = figure.subplots(1, 2)
     numbers = [row["replicas"] for row in rows]

@@ -1,4 +1,4 @@
-"""Scraped metrics: what `/metrics` of a server says about its text model."""
+"""Scraped metrics: reads what `/metrics` of a server says about its text model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class ScrapedMetrics:
         self._model = re.escape(model)
 
     def value(self, name: str, *, labels: str = "") -> float:
-        """Return the sum of the samples of the text model, or of all with other labels."""
+        """Return the sum of the text model's samples, or of all samples with other labels."""
         labels = labels or f'model="{self._model}"'
         found = re.findall(rf"^{name}\{{[^}}]*{labels}[^}}]*\}} (\S+)$", self._text, re.M)
         return sum(map(float, found))
@@ -25,11 +25,11 @@ class ScrapedMetrics:
 
     @property
     def num_open(self) -> float:
-        """Requests that run or wait."""
+        """The number of running and waiting requests."""
         return self.value("genserve_num_requests_running") + self.value("genserve_num_requests_waiting")
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the KV cache that requests hold."""
+        """The number of KV cache blocks that requests use."""
         total = self.value("genserve_kv_cache_num_blocks")
         return round(self.value("genserve_kv_cache_usage_perc") * total)

@@ -1,4 +1,4 @@
-"""Servers: genserve, Triton and others, each as a context manager."""
+"""Servers: run genserve, Triton and other servers, each as a context manager."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ class Ports:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running(Ports):
-    pid: int    # of the server
+    pid: int    # the server's process
 
 
 @contextmanager
@@ -39,7 +39,7 @@ def genserve_server(
     flags: Sequence[str] = (),
     command: Sequence[str] = (sys.executable, "-m", "genserve"),
 ) -> Iterator[Running]:
-    """`genserve serve` on free ports."""
+    """Run `genserve serve` on free ports."""
     ports = _free_ports()
     serve = [*command, "serve", f"--model-repository={repository}", *flags, *_flags(ports)]
     with running(serve, ready_url=_ready_url(ports)) as pid:
@@ -47,8 +47,33 @@ def genserve_server(
 
 
 @contextmanager
+def both_checkouts(
+    other: Path, repository: Path, *, flags: Sequence[str] = ()
+) -> Iterator[Mapping[str, Running]]:
+    """Run `genserve serve` of another checkout and of this one, as "other" and "this"."""
+    os.environ["PYTHONSAFEPATH"] = "1"      # -m would prefer the genserve of the working directory
+    with ExitStack() as stack:
+        servers = {}
+        for name, checkout in (("other", other.resolve()), ("this", Path(__file__).parents[1])):
+            os.environ["PYTHONPATH"] = str(checkout)    # the processes inherit it
+            servers[name] = stack.enter_context(genserve_server(repository, flags=flags))
+        yield servers
+
+
+def measured_in_turns(
+    servers: Mapping[str, Running], measure: Callable[[Running], float], *, rounds: int
+) -> dict[str, list[float]]:
+    """Return the figures of each server, which are measured in turns: the machine is as busy for all."""
+    figures: dict[str, list[float]] = {name: [] for name in servers}
+    for _ in range(rounds):
+        for name, server in servers.items():
+            figures[name].append(measure(server))
+    return figures
+
+
+@contextmanager
 def triton_server(command: str, repository: Path) -> Iterator[Ports]:
-    """Triton on free ports, started by a command to which Triton's flags are appended.
+    """Run Triton on free ports, by a command to which Triton's flags are appended.
 
     The command is `tritonserver` in Triton's container. Without a container, the package nvidia-pytriton has
     the program with the Python backend.
@@ -60,13 +85,13 @@ def triton_server(command: str, repository: Path) -> Iterator[Ports]:
 
 
 def free_port() -> int:
-    """A free port of this machine."""
+    """Return a free port of this machine."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
 
 
 def cpu_s(pid: int) -> float:
-    """The CPU time of a process so far; Linux only."""
+    """Return the CPU time of a process so far; Linux only."""
     user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
@@ -81,7 +106,7 @@ def _flags(ports: Ports) -> list[str]:
 
 @contextmanager
 def running(command: Sequence[str], *, ready_url: str) -> Iterator[int]:
-    """Run a server until the block ends; yields its process id when `ready_url` answers with a success."""
+    """Run a server until the block ends; yield its process id once `ready_url` answers with a success."""
     with ExitStack() as stack:
         log = stack.enter_context(tempfile.TemporaryFile("w+"))
         environment = {"PYTHONFAULTHANDLER": "1", **os.environ}     # a crash shows its stacks

@@ -8,8 +8,8 @@ runs on one after the other while the others are idle, because machines have fas
 of the tables is the median of the rounds, a ratio the median of the ratios within the rounds.
 
 Prompts are sent without a chat template. `genserve bench` measures servers over HTTP. `openvino`,
-`onnxruntime-genai` and `engine` (that of genserve; its model is a repository) are measured in their
-processes (`peers/closed_loop.py`), without HTTP and client. docs/performance.md describes how to install the
+`onnxruntime-genai` and `engine` (genserve's engine; its model is a repository) are measured in their own
+processes (`peers/closed_loop.py`), without HTTP and client. docs/measuring.md describes how to install the
 peers.
 """
 
@@ -27,7 +27,7 @@ from zlib import crc32
 from report import Figures, markdown, median, prefix_figures, ratio, serving_figures
 from targets import PEERS, Measured, Target, Work, bare_loop, genserve
 
-from genserve.backends.onnx_session import num_cores
+from genserve.machine import num_cores
 
 GENSERVE, BARE = "genserve", "bare forward"
 SERVING_HEADINGS = ("", "tokens/s", "speedup", "first token, together", "first token", "between tokens")
@@ -42,7 +42,7 @@ class Table:
     title: str
     work: Work
     figures: Callable[[Measured], Figures]
-    rounds: dict[str, list[Figures]] = field(default_factory=dict)  # by target
+    rounds: dict[str, list[Figures]] = field(default_factory=dict)  # the figures of each round, by target
 
 
 def main() -> None:
@@ -100,8 +100,8 @@ def _prefix(words: int) -> Table:
 
 
 def _round(table: Table, targets: Mapping[str, Target], *, number: int, seed: int) -> None:
-    """Measure all targets one by one; each round starts with another one."""
-    # The texts of tables must differ from their start, or they would hit the engines' prefix caches.
+    """Measure all targets one by one; each round starts with another target."""
+    # The texts of different loads must differ from the start, or they would hit the engines' prefix caches.
     work = replace(table.work, seed=crc32(f"{seed} {number} {table.title}".encode()))
     ordered = list(targets.items())
     first = (number - 1) % len(ordered)

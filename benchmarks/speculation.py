@@ -43,7 +43,7 @@ class Answers(NamedTuple):
 
     texts: list[str]
     num_tokens: int
-    num_steps: int      # prefills and idle sequences included
+    num_steps: int      # steps, including prefills and idle sequences
     seconds: float
 
 
@@ -100,7 +100,7 @@ def _ask(llm: LLM, prompts: list[str], options: argparse.Namespace) -> Answers:
 
 
 def _with_prompt_lookup(repository: Path, folder: Path, model: str) -> Path:
-    """A copy of the repository whose logits stage speculates."""
+    """Return a copy of the repository whose logits stage speculates."""
     copy = folder / "models"
     shutil.copytree(repository, copy)
     config = copy / f"{model}_logits" / "config.pbtxt"

@@ -2,8 +2,8 @@
 
     python benchmarks/static_server.py --port 8000 --first-ms 50 --between-ms 10
 
-Every answer has as many tokens as the request asks for, one in a chunk. The chunks are prepared, so
-that the server is quicker than its clients. With `--between-ms 0` all chunks are sent at once.
+Every answer has as many tokens as the request asks for, one per chunk. The chunks are prepared, so that the
+server is quicker than its clients. With `--between-ms 0` all chunks are sent at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-e
 
 
 def chunk(data: bytes) -> bytes:
-    """Return a chunk of HTTP."""
+    """Return data as a chunk of HTTP."""
     return b"%x\r\n%s\r\n" % (len(data), data)
 
 
@@ -79,7 +79,7 @@ class Connection(asyncio.Protocol):
         self._wait()
 
     def _wait(self) -> None:
-        # Each token is due at a time of its own: a late one does not delay the others.
+        # Each token is due at a time of its own, so a late token does not delay the next.
         self._loop.call_at(self._due_s, self._send_token)
 
     def _send_token(self) -> None:

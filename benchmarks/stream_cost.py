@@ -1,4 +1,4 @@
-"""Stream cost: the CPU time of the event loop for each streamed token, beside another checkout of genserve.
+"""Stream cost: the CPU time of the event loop per streamed token, compared with another checkout of genserve.
 
     python benchmarks/stream_cost.py --repository model_repository --model smollm2 --checkout ../before
 
@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
 from collections.abc import Mapping
-from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
-from servers import Running, genserve_server
+from servers import Running, both_checkouts, measured_in_turns
 
 CASES: Mapping[str, Mapping[str, object]] = {
     "chat": {"stream_options": None},
@@ -33,8 +32,8 @@ def event_loop_s(pid: int) -> float:
     return int(nanoseconds) / 1e9
 
 
-def cost_us(server: Running, options: argparse.Namespace, extra: Mapping[str, object]) -> float:
-    """Stream requests to a server, and return the CPU time for each token."""
+def cost_us(server: Running, *, options: argparse.Namespace, extra: Mapping[str, object]) -> float:
+    """Stream requests to a server, and return the CPU time per token."""
     before = event_loop_s(server.pid)
     load = [
         *(sys.executable, "-m", "genserve", "bench", options.model), f"--url=http://127.0.0.1:{server.http}",
@@ -55,16 +54,10 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    with ExitStack() as stack:
-        servers = {}
-        for name, checkout in (("other", options.checkout.resolve()), ("this", Path(__file__).parents[1])):
-            os.environ["PYTHONPATH"] = str(checkout)    # the processes inherit it
-            servers[name] = stack.enter_context(genserve_server(options.repository))
+    with both_checkouts(options.checkout, options.repository) as servers:
         for case, extra in CASES.items():
-            costs: dict[str, list[float]] = {name: [] for name in servers}
-            for _ in range(options.rounds):
-                for name, server in servers.items():
-                    costs[name].append(cost_us(server, options, extra))
+            measure = partial(cost_us, options=options, extra=extra)
+            costs = measured_in_turns(servers, measure, rounds=options.rounds)
             other, this = (statistics.median(costs[name]) for name in ("other", "this"))
             print(f"{case:20} other {other:6.1f} us, this {this:6.1f} us per token, ratio {this / other:.2f}")
 

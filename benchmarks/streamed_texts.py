@@ -1,4 +1,4 @@
-"""Streamed texts: the same request as a stream of each dialect, its text, and when each piece arrived."""
+"""Streamed texts: streams the same request in each dialect, and records its text and when pieces arrive."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Body = dict[str, Any]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamDialect:
     path: str
-    body: Callable[[str, str, Body], Body]      # of model, prompt and sampling parameters
-    text: Callable[[Mapping[str, Any]], str]    # of an event; raises KeyError for an event without text
+    body: Callable[[str, str, Body], Body]      # makes a body from model, prompt and sampling parameters
+    text: Callable[[Mapping[str, Any]], str]    # returns the text of an event; raises KeyError if it has none
     names_stream: bool = True       # the body says that the answer is to be streamed
 
 
@@ -26,14 +26,14 @@ class StreamDialect:
 class StreamRequest:
     dialect: str
     prompt: str
-    params: Body        # by their names in `SamplingParams`
+    params: Body        # the sampling parameters, by their names in `SamplingParams`
 
 
 @dataclass(slots=True)
 class StreamedAnswer:
     text: str = ""
     error: str = ""
-    times_s: list[float] = field(default_factory=list)      # of each piece of text, by `time.monotonic`
+    times_s: list[float] = field(default_factory=list)      # when each piece came, by `time.monotonic`
 
 
 def _renamed(params: Body, **names: str) -> Body:

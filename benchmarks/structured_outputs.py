@@ -1,9 +1,9 @@
-"""Structured outputs: how many answers to plain schemas come to an end, and how long, by the form of JSON.
+"""Structured outputs: how many answers to plain schemas come to an end, and their length, by JSON layout.
 
     python benchmarks/structured_outputs.py --model-repository model_repository --model smollm2 --rounds 10
 
-asks for an example of each of 20 schemas of two fields, at temperature 0.7 and with at most 200 tokens, once
-per round with seeds of its own. Prints a table in Markdown.
+asks for an example of each of 20 schemas with two fields, at temperature 0.7 and with at most 200 tokens,
+once per round with new seeds. Prints a table in Markdown.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from genserve.completion import Completion, FinishReason
 
 MAX_TOKENS = 200
 _TYPES = {"s": "string", "i": "integer", "n": "number", "b": "boolean"}
-# Two fields each, with the first letter of their type.
+# Each schema has two fields, written with the first letter of their type.
 SCHEMAS = [
     *("name:s age:i", "city:s rating:i", "title:s year:i", "product:s price:n", "country:s capital:s"),
     *("word:s count:i", "animal:s legs:i", "colour:s hex:s", "question:s answer:s", "author:s book:s"),
@@ -44,7 +44,7 @@ KEYS = ("answers", "complete", "mean_tokens", "median_complete_tokens")
 
 
 def measure(llm: LLM, options: Mapping[str, Any], *, rounds: int) -> list[Completion]:
-    """Return the answers to all schemas, in the form that the options ask for."""
+    """Return the answers to all schemas, in the layout that the options ask for."""
     with ThreadPoolExecutor(8) as callers:
         return list(callers.map(partial(_answer, llm, options), range(rounds * len(SCHEMAS))))
 
@@ -66,7 +66,7 @@ def _answer(llm: LLM, options: Mapping[str, Any], number: int) -> Completion:
 
 
 def summarise(answers: list[Completion]) -> dict[str, float]:
-    """Return the figures of one form."""
+    """Return the figures of one layout."""
     lengths = [len(answer.token_ids) for answer in answers]
     ended = [len(one.token_ids) for one in answers if one.finish_reason is not FinishReason.LENGTH]
     median_ended = statistics.median(ended) if ended else 0.0

@@ -16,8 +16,8 @@ from typing import Any, Protocol, TypeAlias
 
 from servers import free_port, genserve_server, running
 
-from genserve.backends.onnx_session import num_cores
 from genserve.bench.datasets import random_prompts
+from genserve.machine import num_cores
 from genserve.repository.index import scan
 
 __all__ = ["PEERS", "Measured", "Target", "Work", "bare_loop", "genserve", "server_at"]
@@ -40,7 +40,7 @@ class Work:
     num_requests: int
     new_tokens: int
     prompt_words: int
-    shared_words: int = 0   # at the beginning of every prompt
+    shared_words: int = 0   # words at the beginning of every prompt
     seed: int = 0           # another seed yields other texts
 
     def prompts(self) -> list[str]:
@@ -58,7 +58,7 @@ class Target(Protocol):
 
 
 class _Server:
-    """A server, loaded over HTTP by `genserve bench` in a process of its own."""
+    """A server that `genserve bench`, in a process of its own, loads over HTTP."""
 
     def __init__(self, port: int, *, model: str, backend: str, extra: Mapping[str, Any]) -> None:
         self._command = [sys.executable, "-m", "genserve", "bench", model, f"--url=http://127.0.0.1:{port}"]
@@ -111,7 +111,7 @@ class _EngineProcess:
 
 
 class _BareLoop:
-    """The forward alone, with one row per concurrent request."""
+    """The forward alone, with one sequence per concurrent request."""
 
     def __init__(self, repository: Path, *, model: str) -> None:
         self._flags = [f"--repository={repository}", f"--model={model}"]
@@ -135,13 +135,13 @@ def _run(script: str, *arguments: str) -> dict[str, Any]:
 def genserve(
     repository: Path, *, model: str, backend: str = "tgi", flags: Sequence[str] = ()
 ) -> Iterator[Target]:
-    """`genserve serve` over HTTP."""
+    """Run `genserve serve`, to be measured over HTTP."""
     with genserve_server(repository, flags=flags) as server:
         yield _Server(server.http, model=model, backend=backend, extra={})
 
 
 def server_at(port: int, *, model: str) -> Target:
-    """A server that runs already and speaks OpenAI's completions."""
+    """Return a running server that speaks OpenAI's completions."""
     return _Server(port, model=model, backend="openai", extra={})
 
 
@@ -168,7 +168,7 @@ def _transformers(program: str, model: str) -> Iterator[Target]:
     command = [program, "serve", model, "--continuous-batching", "--host=127.0.0.1", f"--port={port}"]
     command += ["--device=cpu", f"--cb-block-size={block_tokens}", f"--cb-max-batch-tokens={BATCH_TOKENS}"]
     command += [f"--cb-num-blocks={SLOTS * SLOT_TOKENS // block_tokens}"]
-    # It has no ignore_eos; an eos token that does not exist never ends an answer.
+    # transformers has no ignore_eos, but an eos token that does not exist never ends an answer.
     config = json.dumps({"do_sample": False, "eos_token_id": -1})
     extra = {"generation_config": config, "ignore_eos": None, "stream_options": None}
     with running(command, ready_url=f"http://127.0.0.1:{port}/health"):
@@ -177,14 +177,14 @@ def _transformers(program: str, model: str) -> Iterator[Target]:
 
 @contextmanager
 def _genserve(program: str, repository: str) -> Iterator[Target]:
-    """The genserve of another environment or commit, on a repository with one model."""
+    """Run the genserve of another environment or commit, on a repository with one model."""
     [model] = (entry.name for entry in scan([Path(repository)]).values() if entry.is_ensemble)
     with genserve_server(Path(repository), command=(program,)) as server:
         yield _Server(server.http, model=model, backend="tgi", extra={})
 
 
 def _engine(script: str) -> Callable[[str, str], AbstractContextManager[Target]]:
-    """An engine in a separate process, run by the Python that has it installed."""
+    """Return a function that runs an engine in a process, with the Python that has it installed."""
 
     @contextmanager
     def start(program: str, model: str) -> Iterator[Target]:
@@ -195,7 +195,7 @@ def _engine(script: str) -> Callable[[str, str], AbstractContextManager[Target]]
     return start
 
 
-# By kind: starts a peer from a program (a server, or the Python of an engine) and a model.
+# By kind, the function that starts a peer from a program (a server, or an engine's Python) and a model.
 PEERS: Mapping[str, Callable[[str, str], AbstractContextManager[Target]]] = MappingProxyType(
     {
         "llama-server": _llama_server,

@@ -1,4 +1,4 @@
-"""Text faces: the HTTP interfaces of a text model, as `faults.py` sends to them and judges their ends."""
+"""Text faces: the HTTP interfaces of a text model, as `faults.py` calls them and judges how answers end."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Face:
         whole: the path of answers that are not streamed.
         stream: the path of streams.
         body: the body of a request, by model, prompt and number of new tokens.
-        end: matches once in a stream, at its end; None: nothing marks it but the last chunk.
-        failure: matches the error of a stream, which then has no other end.
-        names_stream: the body says whether the answer is streamed.
+        end: a pattern that matches once in a stream, at its end; None: only the last chunk marks the end.
+        failure: a pattern that matches the error of a stream, which then has no other end.
+        names_stream: whether the body says that the answer is streamed.
     """
 
     whole: str
@@ -33,7 +33,7 @@ class Face:
     names_stream: bool = True
 
     def num_ends(self, body: bytes) -> int:
-        """Return how often a complete stream says that it has ended; right is 1."""
+        """Return how often a complete stream says that it has ended, which should be once."""
         failures = len(self.failure.findall(body))
         if self.end is None:
             return max(1, failures)
@@ -73,6 +73,11 @@ def _ollama(model: str, prompt: str, tokens: int) -> Body:
     return {"model": model, "messages": _message(prompt), "options": options}
 
 
+def _gemini(_model: str, prompt: str, tokens: int) -> Body:
+    config = {"maxOutputTokens": tokens, "temperature": 0, "ignoreEos": True}
+    return {"contents": [{"role": "user", "parts": [{"text": prompt}]}], "generationConfig": config}
+
+
 def _tgi(model: str, prompt: str, tokens: int) -> Body:
     return {"model": model, "inputs": prompt, "parameters": {"max_new_tokens": tokens, "ignore_eos": True}}
 
@@ -108,6 +113,12 @@ FACES: Mapping[str, Face] = MappingProxyType(
         "ollama": Face(
             whole="/api/chat", stream="/api/chat", body=_ollama,
             end=re.compile(rb'"done":true'), failure=re.compile(rb'^\{"error"', re.MULTILINE),
+        ),
+        "gemini": Face(
+            whole="/v1beta/models/{model}:generateContent",
+            stream="/v1beta/models/{model}:streamGenerateContent?alt=sse",
+            body=_gemini, end=re.compile(rb'"finishReason":'),
+            failure=re.compile(rb'^data: \{"error"', re.MULTILINE), names_stream=False,
         ),
         "tgi": Face(
             whole="/generate", stream="/generate_stream", body=_tgi,

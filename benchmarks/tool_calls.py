@@ -1,12 +1,12 @@
-"""Tool calls: whether required ones validate against generated schemas, and are the same when streamed.
+"""Tool calls: whether required calls match generated schemas, and are the same when streamed.
 
     python benchmarks/tool_calls.py --model-repository model_repository --requests 500
 
-loads the model and sends requests of a user who asks for a call, each with one to four tools whose schemas
-are generated: strings, numbers, integers with ranges, enums, booleans, arrays, nested objects, optional
-fields and `$ref`. Temperature 1 and `tool_choice="required"`; without `--max-tokens`, answers have what the
-context holds. An answer that ends for length was brought to its end before its room was used up.
-Each request is sent whole and streamed, with one seed. Prints a table in Markdown, and what did not validate.
+loads the model and sends requests that ask for a call, each with one to four tools whose schemas are
+generated: strings, numbers, integers with ranges, enums, booleans, arrays, nested objects, optional fields
+and `$ref`. Temperature is 1 and `tool_choice` "required"; without `--max-tokens`, answers may fill the
+context. An answer that ends for length was brought to its end before the tokens ran out. Each request is sent
+whole and streamed, with one seed. Prints a table in Markdown, and the calls that did not match.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ HEADINGS = (
 
 
 def generated_tools(draw: random.Random) -> list[dict[str, Any]]:
-    """Return one to four tools, as OpenAI's JSON has them."""
+    """Return one to four tools, in OpenAI's JSON."""
     names = draw.sample([f"{verb}_{noun}" for verb in VERBS for noun in NOUNS], draw.randint(1, 4))
     return [{"type": "function", "function": _function(draw, name)} for name in names]
 
@@ -105,7 +105,7 @@ def problems(tools: Sequence[dict[str, Any]], answer: Completion) -> list[str]:
 
 
 def _ask(llm: LLM, options: dict[str, Any], number: int) -> tuple[list[str], bool, Completion]:
-    """Return what is wrong with an answer, whether it is the same when streamed, and the answer."""
+    """Return the problems of an answer, whether it is the same when streamed, and the answer."""
     draw = random.Random(number)
     tools = generated_tools(draw)
     wish = draw.choice(tools)["function"]["name"].replace("_", " ")
@@ -117,7 +117,7 @@ def _ask(llm: LLM, options: dict[str, Any], number: int) -> tuple[list[str], boo
 
 
 def measure(llm: LLM, options: dict[str, Any], *, requests: int, concurrency: int) -> dict[str, Any]:
-    """Return the figures of all requests, and what did not validate."""
+    """Return the figures of all requests, and the calls that did not match."""
     begun_s = time.monotonic()
     with ThreadPoolExecutor(concurrency) as callers:
         asked = list(callers.map(partial(_ask, llm, options), range(requests)))

@@ -1,4 +1,4 @@
-"""Waiting deployment: genserve over waiting logits stages, as one server and as a Ray Serve application.
+"""Waiting deployment: runs genserve with waiting logits stages, as one server or as a Ray Serve application.
 
     python benchmarks/waiting_deployment.py serve --model-repository model_repository
 
@@ -34,13 +34,13 @@ _NUM_ROWS = 64
 
 
 def environment(cost: StepCost) -> dict[str, str]:
-    """The environment variables of processes whose logits stages wait as long as `cost` says."""
+    """Return the environment variables of processes whose logits stages wait as long as `cost` says."""
     folders = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {_COST: json.dumps(asdict(cost)), "PYTHONPATH": os.pathsep.join(folders)}
 
 
 def build(args: Mapping[str, Any]) -> Any:
-    """The application of `genserve deploy ray`, with waiting logits stages."""
+    """Return the application of `genserve deploy ray`, with waiting logits stages."""
     from genserve.deploy.ray import application
 
     class WaitingModel(application.ServedModel):
@@ -56,7 +56,7 @@ def build(args: Mapping[str, Any]) -> Any:
 
 @contextmanager
 def waiting_stages() -> Iterator[None]:
-    """Let text models that are loaded meanwhile have waiting logits stages, and draft no tokens."""
+    """Load text models, within the block, with waiting logits stages and without speculation."""
     with patch.multiple(
         text_model_loader, load_logits=_load_logits, looks_up_prompts=lambda _config: False
     ):
@@ -73,7 +73,7 @@ def _load_logits(config: ModelConfig, _folder: Path, **_placements: Any) -> Wait
         max_length=max_length,
         block_size=_BLOCK_SIZE,
         num_blocks=max_num_seqs * -(-max_length // _BLOCK_SIZE),
-        token_ids=range(vocab_size // 2, vocab_size // 2 + _NUM_ROWS),  # of plain text
+        token_ids=range(vocab_size // 2, vocab_size // 2 + _NUM_ROWS),  # tokens of plain text
         vocab_size=vocab_size,
     )
 

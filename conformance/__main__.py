@@ -10,53 +10,69 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from conformance.client_programs import ClientProgram, Row, client_programs, run_program
 from conformance.environments import Environment, EnvironmentFailed, build_environment
-from conformance.result_table import Result, as_json, as_markdown, as_text, from_json, results
+from conformance.loopback import NoLoopback, loopback_network
+from conformance.result_table import Result, as_json, as_markdown, as_summary, as_text, from_json, results
 from conformance.router_programs import NUM_SERVERS, RouterProgram, compared, router_program, running_router
-from conformance.scripted_model import NAME, build_scripted_model
+from conformance.scripted_model import NAME, build_agent_models, build_scripted_model
 from conformance.servers import recorded, running_server
 
 CACHE = Path(__file__).parents[1] / ".conformance"
 DOCS = Path(__file__).parents[1] / "docs" / "conformance.md"
 DEFAULT_MODEL = "smollm2"
-_NUM_REPLICAS = 3       # of --deployment
+_NUM_REPLICAS = 3       # replicas with --deployment
 MODELS = {"default": DEFAULT_MODEL, "scripted": NAME}
-# The client that runs through a router, unless others are named.
+# The client that runs through a router, unless the command line names clients.
 SMOKE = "openai"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where programs run: the URLs of servers by model, and the words before a command."""
+
+    urls: dict[str, str]
+    prefix: tuple[str, ...] = ()
+
+
 def main() -> int:
-    """Run the clients that the command line names; returns the exit status."""
+    """Run the clients that the command line names; return the exit status."""
     options = _options()
     router = router_program(options.through) if options.through else None
     programs = client_programs(options.only or ([SMOKE] if router else []))
     if options.list:
         print("\n".join(program.name for program in programs))
         return 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # servers end with it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # an orderly exit ends the servers too
     options.cache.mkdir(parents=True, exist_ok=True)
-    for log in options.cache.glob("server-*.log"):      # of the run before
+    for log in options.cache.glob("server-*.log"):      # logs of the previous run
         log.unlink()
     repositories = _repositories(options.cache)
     wanted = [options.model] if options.model else list(MODELS)
+    agents = [program for program in programs if program.is_agent and "scripted" in wanted]
+    others = [program for program in programs if not program.is_agent]
     table: list[Result] = []
     server = partial(running_server, num_replicas=_NUM_REPLICAS if options.deployment else 0)
     with ExitStack() as stack:
         urls = {}
-        for model in wanted:
+        for model in wanted if others else ():
             log = options.cache / f"server-{model}.log"
             urls[model] = stack.enter_context(server(repositories[model], log=log))
         if router:
             table += _place_router(router, urls, repositories, cache=options.cache, stack=stack)
-        for program in programs:
-            table += _run(program, urls, cache=options.cache, record=options.record, router=router)
-            if not options.keep:
-                shutil.rmtree(options.cache / "environments" / program.name, ignore_errors=True)
-        table += _of_the_server(list(urls), cache=options.cache)
+        places = [(Place(urls=urls), others)]
+        if agents and (place := _place_for_agents(options.cache, stack=stack)):
+            places.append((place, agents))
+        for place, here in places:
+            for program in here:
+                table += _run(program, place, cache=options.cache, record=options.record, router=router)
+                if not options.keep:
+                    shutil.rmtree(options.cache / "environments" / program.name, ignore_errors=True)
+        table += _of_the_server(wanted, cache=options.cache)
     print("\n" + as_text(table))
     if not options.model and not options.deployment:
         whole = _with_other_clients(table, options.cache / "results.json")
@@ -94,6 +110,21 @@ def _repositories(cache: Path) -> dict[str, Path]:
     return repositories
 
 
+def _place_for_agents(cache: Path, *, stack: ExitStack) -> Place | None:
+    """Start a server of the models for agents, without a network; None: the system does not allow that."""
+    try:
+        prefix = stack.enter_context(loopback_network())
+    except NoLoopback as error:
+        print(f"the coding agents are left out, since this system allows no network namespace: {error}")
+        return None
+    repository = cache / "repositories" / "agents"
+    default = cache / "repositories" / "default"
+    build_agent_models(repository, tokenizer=default / f"{DEFAULT_MODEL}_tokenizer" / "1")
+    log = cache / "server-scripted-agents.log"
+    url = stack.enter_context(running_server(repository, log=log, prefix=prefix))
+    return Place(urls={"scripted": url}, prefix=prefix)
+
+
 def _place_router(
     router: RouterProgram,
     urls: dict[str, str],
@@ -102,7 +133,7 @@ def _place_router(
     cache: Path,
     stack: ExitStack,
 ) -> list[Result]:
-    """Place a router before each server and two more of its kind; their URLs in `urls` become the router's.
+    """Start a router in front of each server and two more of its kind, and write its URL to `urls`.
 
     Returns the rows that compare the router with the server.
     """
@@ -122,7 +153,7 @@ def _place_router(
 
 def _run(
     program: ClientProgram,
-    urls: Mapping[str, str],
+    place: Place,
     *,
     cache: Path,
     record: bool,
@@ -137,9 +168,8 @@ def _run(
         )
         version = environment.version
         for model in program.models:
-            if model in urls:
-                url = urls[model]
-                rows[model] = _against(program, environment, model, url=url, cache=cache, record=record)
+            if model in place.urls:
+                rows[model] = _against(program, environment, model, place=place, cache=cache, record=record)
     except EnvironmentFailed as error:
         rows["default"] = [Row(name="its environment", outcome="failed", detail=str(error))]
     title = program.title
@@ -158,17 +188,33 @@ def _run(
 
 
 def _against(
-    program: ClientProgram, environment: Environment, model: str, *, url: str, cache: Path, record: bool
+    program: ClientProgram,
+    environment: Environment,
+    model: str,
+    *,
+    place: Place,
+    cache: Path,
+    record: bool,
 ) -> list[Row]:
     name = f"{program.name}-{model}"
     for folder in ("logs", "wire"):
         (cache / folder).mkdir(exist_ok=True)
-    proxy = recorded(url, cache / "wire" / name) if record else nullcontext(url)
+    url = place.urls[model]
+    # The proxy has the network of this process.
+    proxy = recorded(url, cache / "wire" / name) if record and not place.prefix else nullcontext(url)
     with proxy as seen:
-        log = cache / "logs" / f"{name}.log"
+        log = cache.absolute() / "logs" / f"{name}.log"
         name = MODELS[model]
         tokenizer = cache.absolute() / "repositories" / model / f"{name}_tokenizer" / "1"
-        return run_program(program, environment, url=seen, model=name, tokenizer=tokenizer, log=log)
+        return run_program(
+            program,
+            environment,
+            url=seen,
+            model=name,
+            tokenizer=tokenizer,
+            log=log,
+            prefix=place.prefix,
+        )
 
 
 def _of_the_server(models: list[str], *, cache: Path) -> list[Result]:
@@ -183,11 +229,11 @@ def _of_the_server(models: list[str], *, cache: Path) -> list[Result]:
 
 
 def _with_other_clients(table: list[Result], file: Path) -> list[Result]:
-    """Return the results of this run, and those in a file of the clients that it did not run."""
+    """Return the results of this run, and from a file the results of clients that it did not run."""
     before = from_json(file.read_text(encoding="utf-8")) if file.exists() else []
     ran = {result.client for result in table}
     whole = [*table, *(result for result in before if result.client not in ran)]
-    return sorted(whole, key=lambda result: result.client.lower())   # stable: rows keep their order
+    return sorted(whole, key=lambda result: result.client.lower())   # the rows of a client keep their order
 
 
 def _write(table: list[Result], cache: Path) -> None:
@@ -204,7 +250,7 @@ def _write_docs(table: list[Result]) -> None:
     before, begin, rest = page.partition("<!-- table:")
     mark, _, rest = rest.partition("\n")
     _, end, after = rest.partition("<!-- end of the table -->")
-    DOCS.write_text(f"{before}{begin}{mark}\n{as_markdown(table)}{end}{after}", encoding="utf-8")
+    DOCS.write_text(f"{before}{begin}{mark}\n{as_summary(table)}{end}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Client programs: the folders of clients/, and the rows that their programs print.
+"""Client programs: run the programs in the folders of clients/, and read the rows that they print.
 
 A program reads GENSERVE_URL, GENSERVE_MODEL and GENSERVE_TOKENIZER, the folder of the model's tokenizer. It
 prints one JSON object per row, {"row": "tools, streamed", "ok": true, "detail": ""}, and exits with 0. A row
-that is not ok may say `"cause": "text"`: what the model wrote is not what the client needs, while the wire is
-as it should be.
+that is not ok may say `"cause": "text"`: the protocol was correct, but the model's text is not what the
+client needs.
 """
 
 from __future__ import annotations
@@ -20,19 +20,25 @@ from typing import Any, Literal
 from conformance.environments import Environment
 
 FOLDER = Path(__file__).with_name("clients")
+_STOP_S = 5
 
 Outcome = Literal["ok", "text", "router", "failed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientProgram:
-    """One folder of clients/; its optional client.toml may set the last three."""
+    """One folder of clients/; its optional client.toml may set all fields but the folder.
+
+    Attributes:
+        is_agent: whether it runs without a network, against the models for coding agents.
+    """
 
     folder: Path
     title: str
     models: tuple[str, ...] = ("default", "scripted")   # whose servers it runs against
     timeout_s: float = 600
     needs_torch: bool = False
+    is_agent: bool = False
 
     @property
     def name(self) -> str:
@@ -42,7 +48,7 @@ class ClientProgram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What a program found out about one thing that its client does."""
+    """The result of one thing that a client does."""
 
     name: str
     outcome: Outcome
@@ -59,17 +65,25 @@ def client_programs(only: list[str]) -> list[ClientProgram]:
 
 
 def run_program(
-    program: ClientProgram, environment: Environment, *, url: str, model: str, tokenizer: Path, log: Path
+    program: ClientProgram,
+    environment: Environment,
+    *,
+    url: str,
+    model: str,
+    tokenizer: Path,
+    log: Path,
+    prefix: tuple[str, ...] = (),
 ) -> list[Row]:
-    """Run a program against a server; its errors become a row.
+    """Run a program against a server; a failure of the program becomes a row.
 
     Args:
-        program: of the client.
-        environment: to run it in.
-        url: of the server.
+        program: the client's program.
+        environment: the environment to run it in.
+        url: the URL of the server.
         model: the name of the text model.
-        tokenizer: the folder of its tokenizer's files.
-        log: file for what it prints to stderr.
+        tokenizer: the folder of the model's tokenizer files.
+        log: the file for the program's stderr.
+        prefix: words before the command, as those of `loopback_network`.
     """
     home = log.parent / "home" / program.name    # clients keep settings and logs there
     home.mkdir(parents=True, exist_ok=True)
@@ -83,17 +97,25 @@ def run_program(
         "HOME": str(home),
         "NO_COLOR": "1",
     }
+    if environment.programs:
+        variables["PATH"] = f"{environment.programs}{os.pathsep}{variables['PATH']}"
+    if program.is_agent:    # it runs `genserve launch`
+        variables["PYTHONPATH"] += f"{os.pathsep}{FOLDER.parents[1]}"
     begun = time.monotonic()
     with log.open("w", encoding="utf-8") as errors:
         process = subprocess.Popen(
-            environment.command, stdout=subprocess.PIPE, stderr=errors, text=True, env=variables, cwd=home
+            [*prefix, *environment.command],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env=variables,
+            cwd=home,
         )
         try:
             output, _ = process.communicate(timeout=program.timeout_s)
             problem = f"exit status {process.returncode}" if process.returncode else ""
         except subprocess.TimeoutExpired:
-            process.kill()
-            output, _ = process.communicate()
+            output = _stopped(process)
             problem = f"stopped after {program.timeout_s:g} s"
     rows = [row for line in output.splitlines() if (row := _row(line)) is not None]
     if problem or not rows:
@@ -102,6 +124,17 @@ def run_program(
         seconds = time.monotonic() - begun
         rows.append(Row(name="the program", outcome="failed", detail=detail, seconds=seconds))
     return rows
+
+
+def _stopped(process: subprocess.Popen[str]) -> str:
+    """Stop a program, which has some seconds to end what it runs, and return what it has printed."""
+    process.terminate()
+    try:
+        output, _ = process.communicate(timeout=_STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        output, _ = process.communicate()
+    return output
 
 
 def _program(folder: Path) -> ClientProgram:
@@ -113,7 +146,7 @@ def _program(folder: Path) -> ClientProgram:
 
 
 def _row(line: str) -> Row | None:
-    """Read one line; None: it is something else that a client prints."""
+    """Read one line; None: the line is not a row, but something else that a client prints."""
     try:
         read = json.loads(line)
         name, ok = read["row"], read["ok"]

@@ -1,7 +1,7 @@
 """Environments of clients: a virtual environment or a node_modules folder for each, in a cache folder.
 
-Built by uv if it is there, else by venv and pip; those in JavaScript by npm. One that was built from the same
-files is used again.
+uv builds an environment if it is installed, or else venv and pip, and npm an environment for JavaScript. An
+environment that was built from the same files is used again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-# PyPI's torch brings gigabytes of CUDA on Linux. This is the version of constraints.txt, without them.
+# PyPI's torch for Linux brings gigabytes of CUDA. This is the version in constraints.txt, without CUDA.
 _TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 _BUILT = ".built"
 
@@ -29,8 +29,9 @@ class EnvironmentFailed(Exception):
 class Environment:
     """What a client needs to run."""
 
-    command: tuple[str, ...]    # runs its program
-    version: str                # of its first package
+    command: tuple[str, ...]    # runs the client's program
+    version: str                # the version of the client's first package
+    programs: Path | None = None    # the folder of the programs that its packages install
 
 
 def build_environment(client: Path, *, cache: Path, needs_torch: bool = False) -> Environment:
@@ -38,7 +39,8 @@ def build_environment(client: Path, *, cache: Path, needs_torch: bool = False) -
 
     Args:
         client: the folder with requirements.txt and run.py, or package.json, package-lock.json and run.mjs.
-        cache: folder of all environments.
+            A run.py next to a package.json runs the programs of its packages.
+        cache: the folder of all environments.
         needs_torch: install torch before the requirements, without CUDA.
 
     Raises:
@@ -58,7 +60,7 @@ def build_environment(client: Path, *, cache: Path, needs_torch: bool = False) -
         torch = f"torch=={_torch_version()}+cpu" if needs_torch and sys.platform == "linux" else ""
         constraints.write_text(torch, encoding="utf-8")
         if torch:
-            # pip, which goes on with the folders of wheels if the index cannot be reached.
+            # pip uses the folders of wheels if the index cannot be reached.
             pip = (sys.executable, "-m", "pip", f"--python={python}", "install", "--quiet", "--no-deps")
             _run(*pip, "--retries=1", "--timeout=20", "--index-url", _TORCH_INDEX, torch)
         _install(python, "-r", str(requirements), "-c", str(constraints), *_find_links())
@@ -75,13 +77,21 @@ def _npm(client: Path, folder: Path) -> Environment:
         folder.mkdir(parents=True)
         for name in ("package.json", "package-lock.json"):
             shutil.copy(client / name, folder)
-        _run("npm", "ci", "--no-audit", "--no-fund", "--prefix", str(folder))
+        npm = ("--no-audit", "--no-fund", "--prefix", str(folder))
+        try:
+            _run("npm", "ci", *npm)
+        except EnvironmentFailed:
+            # The lock lacks optional packages of other platforms that were not in the registry.
+            _run("npm", "install", "--no-save", *npm)
         (folder / _BUILT).write_text(key, encoding="utf-8")
-    # A module finds its packages beside its file, so that it runs as a copy.
+    # A module finds its packages next to its file, so run a copy of it there.
     for program in [*client.glob("*.mjs"), *client.parent.glob("*.mjs")]:
         shutil.copy(program, folder)
     version = next(iter(json.loads(manifest)["dependencies"].values()))
-    return Environment(command=("node", str(folder / "run.mjs")), version=version)
+    programs = folder / "node_modules" / ".bin"
+    program = client / "run.py"
+    command = (sys.executable, str(program)) if program.exists() else ("node", str(folder / "run.mjs"))
+    return Environment(command=command, version=version, programs=programs)
 
 
 def _create(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Result table: the rows of all clients, on the terminal, as JSON and as Markdown."""
+"""Result table: writes the rows of all clients for a terminal, as JSON and as Markdown."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _WORDS: dict[Outcome | None, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """One row of one client, with both models."""
+    """One row of one client, with its outcome for both models."""
 
     client: str
     version: str
     row: str
-    default: Outcome | None     # None: not run with this model
+    default: Outcome | None     # None: the row was not run with this model
     scripted: Outcome | None
     seconds: float
     detail: str
 
     @property
     def works(self) -> bool:
-        """Whether it works with one model, or not for a router, and fails with none except for its text."""
+        """Whether the row works, or cannot because of a router, and no model fails except for its text."""
         outcomes = (self.default, self.scripted)
         return (
             "failed" not in outcomes
@@ -42,9 +42,9 @@ def results(client: str, version: str, rows: Mapping[str, Sequence[Row]]) -> lis
     """Join the rows of a client that have the same name.
 
     Args:
-        client: its title.
-        version: of its package.
-        rows: those of each model, `default` and `scripted`.
+        client: the title of the client.
+        version: the version of the client's package.
+        rows: the rows by model, `default` and `scripted`.
     """
     names = dict.fromkeys(row.name for of_model in rows.values() for row in of_model)
     by_name = {model: {row.name: row for row in of_model} for model, of_model in rows.items()}
@@ -57,7 +57,7 @@ def results(client: str, version: str, rows: Mapping[str, Sequence[Row]]) -> lis
 def _result(client: str, version: str, name: str, rows: dict[str, Row | None]) -> Result:
     outcomes: dict[str, Outcome | None] = {"default": None, "scripted": None}
     for model, row in rows.items():
-        # A row that one model has and the other lacks: its program ended before.
+        # One model lacks a row that the other has, so its program ended before.
         outcomes[model] = row.outcome if row else "failed"
     found = [row for row in rows.values() if row]
     details = [row.detail for row in found if row.outcome != "ok"] + [row.detail for row in found]
@@ -85,7 +85,7 @@ def from_json(text: str) -> list[Result]:
 
 
 def as_markdown(table: Sequence[Result]) -> str:
-    """Return the table in Markdown; the details are those of rows that fail."""
+    """Return the table in Markdown, with details for the rows that fail."""
     head = "| client | row | default model | scripted model | seconds | problem |\n"
     lines = [
         f"| {_client(result)} | {result.row} | {_WORDS[result.default]} | {_WORDS[result.scripted]} "
@@ -93,6 +93,22 @@ def as_markdown(table: Sequence[Result]) -> str:
         for result in table
     ]
     return head + "| --- | --- | --- | --- | ---: | --- |\n" + "\n".join(lines) + "\n"
+
+
+def as_summary(table: Sequence[Result]) -> str:
+    """Return a row per client in Markdown: the numbers of its rows, and those that do not work by name."""
+    head = "| client | rows | work | of these, not with the small model | the router lacks | fail |\n"
+    lines = []
+    for client in dict.fromkeys(map(_client, table)):
+        rows = [result for result in table if _client(result) == client]
+        works = [result for result in rows if result.works]
+        lacks = [result.row for result in works if "router" in (result.default, result.scripted)]
+        fails = [f"{result.row}: {_problem(result)}" for result in rows if not result.works]
+        num_works = len(works) - len(lacks)
+        num_texts = sum(result.default == "text" for result in works)
+        cells = (client, len(rows), num_works, num_texts, "; ".join(lacks), "; ".join(fails))
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return head + "| --- | ---: | ---: | ---: | --- | --- |\n" + "\n".join(lines) + "\n"
 
 
 def as_text(table: Sequence[Result]) -> str:

@@ -1,7 +1,7 @@
-"""Router programs: the folders of routers/, and a router in front of several servers.
+"""Router programs: run the routers in the folders of routers/ in front of several servers.
 
-router.toml has the command of the package and its arguments, to which the address and the servers are added,
-and the limits of the router: rows that fail because of it, with the reason.
+router.toml has the router's command and arguments, to which the address and the servers are added, and the
+router's limits: the rows that fail because of it, with the reason.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ NUM_SERVERS = 3
 _START_S = 60
 _CHAT = {"messages": [{"role": "user", "content": "Say hello to Ada."}], "max_tokens": 16, "temperature": 0}
 _STREAM = {"stream": True, "stream_options": {"include_usage": True}}
-# What differs between two answers to the same request.
-_VARYING = ("id", "created", "request_id")
+# The fields that differ between two answers to the same request.
+_VARYING = ("id", "created", "request_id", "timings")
 
 
 class RouterFailed(Exception):
@@ -50,7 +50,7 @@ class RouterProgram:
         return self.folder.name
 
     def with_limits(self, rows: Sequence[Row]) -> list[Row]:
-        """Return the rows; those that fail because of the router say so."""
+        """Return the rows, with the reason in rows that fail because of the router."""
         return [
             replace(row, outcome="router", detail=self.limits[row.name])
             if row.outcome == "failed" and row.name in self.limits
@@ -80,13 +80,13 @@ def running_router(
     """Run a router in front of servers, and yield its URL.
 
     Args:
-        program: the router.
-        environment: in which its package is installed.
-        servers: their URLs.
-        log: file for its output.
+        program: the router to run.
+        environment: the environment in which the router is installed.
+        servers: the URLs of the servers.
+        log: the file for the router's output.
 
     Raises:
-        RouterFailed: it ended, or was not healthy within a minute.
+        RouterFailed: the router ended, or was not healthy within a minute.
     """
     port, metrics_port = _free_ports(2)
     command = [
@@ -107,11 +107,11 @@ def running_router(
 
 
 def compared(url: str, server: str, *, model: str) -> list[Row]:
-    """Return rows that fail where a router answers otherwise than a server behind it.
+    """Return rows that fail where a router answers differently from a server behind it.
 
     Args:
-        url: of the router.
-        server: of one of its servers.
+        url: the URL of the router.
+        server: the URL of one of its servers.
         model: the name of the text model.
     """
     chat, completion = "/v1/chat/completions", "/v1/completions"
@@ -141,36 +141,49 @@ def compared(url: str, server: str, *, model: str) -> list[Row]:
 
 
 def _answer(base: str, method: str, path: str, body: Any) -> tuple[int, str, list[Any]]:
-    """Return status, content type and the events of an answer, without what varies.
+    """Return the status, content type and content of an answer, without the fields that vary.
 
-    A busy server sends several tokens in an event, so the texts of a stream are joined.
+    A busy server sends several tokens, and the reason of the end, in one event, so events of a stream that
+    differ in their choices only are one, and their choices are merged.
     """
     response = httpx2.request(method, base + path, json=body, timeout=60)
     content_type = response.headers.get("content-type", "").partition(";")[0]
     if content_type != "text/event-stream":
         return response.status_code, content_type, [_steady(response.text)]
-    texts: list[str] = []
-    events = [_steady(line, texts) for line in response.text.split("\n\n")]
-    kinds = [event for index, event in enumerate(events) if not index or event != events[index - 1]]
-    return response.status_code, content_type, [*kinds, "".join(texts)]
+    events: list[Any] = []
+    choice: dict[str, Any] = {}
+    for line in response.text.split("\n\n"):
+        event = _steady(line.removeprefix("data: "))
+        if isinstance(event, dict):
+            for part in event.pop("choices", ()):
+                _merge(choice, part)
+        if event not in events:
+            events.append(event)
+    return response.status_code, content_type, [*events, choice]
 
 
-def _steady(line: str, texts: list[str] | None = None) -> Any:
-    """Return an answer or event without what varies; with `texts`, its text goes there."""
-    mark, text = ("data: ", line.removeprefix("data: ")) if line.startswith("data: ") else ("", line)
+def _steady(text: str) -> Any:
+    """Return an answer or the data of an event without the fields that vary."""
     try:
         read = json.loads(text)
     except ValueError:
-        return line
+        return text
     kept = {name: value for name, value in read.items() if name not in _VARYING}
     if isinstance(kept.get("usage"), dict):
-        kept["usage"] = {**kept["usage"], "prompt_tokens_details": None}    # what was cached
-    if texts is not None:
-        for choice in kept.get("choices", ()):
-            part, name = (choice["delta"], "content") if "delta" in choice else (choice, "text")
-            texts.append(part.get(name) or "")
-            part.update({name: ""} if name in part else {})
-    return mark, kept
+        # Cached and drafted tokens depend on what the server does besides.
+        kept["usage"] = {**kept["usage"], "prompt_tokens_details": None, "completion_tokens_details": None}
+    return kept
+
+
+def _merge(choice: dict[str, Any], part: dict[str, Any]) -> None:
+    """Add a part of a streamed choice: its texts are appended, other values replace those before."""
+    for name, value in part.items():
+        if isinstance(value, dict):
+            _merge(choice.setdefault(name, {}), value)
+        elif isinstance(value, str) and name in ("content", "text"):
+            choice[name] = choice.get(name, "") + value
+        elif value is not None:
+            choice[name] = value
 
 
 def _wait_until_healthy(url: str, process: subprocess.Popen[bytes], *, log: Path) -> None:
@@ -180,7 +193,7 @@ def _wait_until_healthy(url: str, process: subprocess.Popen[bytes], *, log: Path
             if httpx2.get(f"{url}/readiness").status_code == 200:
                 return
         except httpx2.TransportError:
-            pass    # it does not listen yet
+            pass    # the router does not listen yet
         time.sleep(0.2)
     raise RouterFailed(f"the router did not start:\n{log.read_text(encoding='utf-8')[-2000:]}")
 

@@ -14,31 +14,50 @@ from genserve.export import export_model
 from genserve.export.export_options import SilentProgress
 
 NAME = "scripted"
-CONTEXT_TOKENS = 16384
+# The models for coding agents, whose first prompts have up to 20,000 tokens: see `build_agent_models`.
+STRICT, SMALL = f"{NAME}_strict", f"{NAME}_24k"
+_CONTEXT_TOKENS = {NAME: 131072, STRICT: 131072, SMALL: 24000}
+# As the templates of Qwen 3.5 and Mistral.
+_SYSTEM_FIRST = """\
+{%- for message in messages[1:] %}
+    {%- if message.role in ('system', 'developer') %}
+        {{- raise_exception('System message must be at the beginning.') }}
+    {%- endif %}
+{%- endfor %}
+"""
 _SOURCES = Path(__file__).with_name("scripted")
-# Tokens that the default model's tokenizer lacks, and those of this format are; not special, as in Qwen's.
+# The tokens of the tool format, which the default model's tokenizer lacks; not special, as in Qwen's.
 _TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 
 
-def build_scripted_model(repository: Path, *, tokenizer: Path) -> None:
-    """Write the stages of the model into a repository, unless they are there; the sources are written anew.
+def build_scripted_model(repository: Path, *, tokenizer: Path, name: str = NAME) -> None:
+    """Write the stages of the model into a repository if they are missing, and rewrite their sources.
 
     Args:
-        repository: its folder.
-        tokenizer: the folder of a tokenizer stage with a ChatML vocabulary, that of the default model.
+        repository: the folder of the repository.
+        tokenizer: the folder of the default model's tokenizer stage, whose vocabulary has ChatML's tokens.
+        name: the name, which says the context and the template.
     """
-    if not (repository / f"{NAME}_logits" / "1" / "model.onnx").exists():
+    if not (repository / f"{name}_logits" / "1" / "model.onnx").exists():
         with TemporaryDirectory() as folder:
             checkpoint = Path(folder) / "checkpoint"
-            _write_checkpoint(checkpoint, tokenizer=tokenizer)
+            _write_checkpoint(checkpoint, tokenizer=tokenizer, context_tokens=_CONTEXT_TOKENS[name])
             export_model(
-                str(checkpoint), repository=repository, name=NAME, precision="fp32", progress=SilentProgress()
+                str(checkpoint), repository=repository, name=name, precision="fp32", progress=SilentProgress()
             )
-    shutil.copy(_SOURCES / "model.py", repository / f"{NAME}_decoder" / "1")
-    shutil.copy(_SOURCES / "chat_template.jinja", repository / f"{NAME}_tokenizer" / "1")
+    shutil.copy(_SOURCES / "model.py", repository / f"{name}_decoder" / "1")
+    template = (_SOURCES / "chat_template.jinja").read_text(encoding="utf-8")
+    written = repository / f"{name}_tokenizer" / "1" / "chat_template.jinja"
+    written.write_text(_SYSTEM_FIRST + template if name == STRICT else template, encoding="utf-8")
 
 
-def _write_checkpoint(folder: Path, *, tokenizer: Path) -> None:
+def build_agent_models(repository: Path, *, tokenizer: Path) -> None:
+    """Write three scripted models: one with a long context, STRICT with a strict template, SMALL with 24k."""
+    for name in (NAME, STRICT, SMALL):
+        build_scripted_model(repository, tokenizer=tokenizer, name=name)
+
+
+def _write_checkpoint(folder: Path, *, tokenizer: Path, context_tokens: int) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     contents = json.loads((tokenizer / "tokenizer.json").read_text(encoding="utf-8"))
@@ -54,7 +73,7 @@ def _write_checkpoint(folder: Path, *, tokenizer: Path) -> None:
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=32,
-        max_position_embeddings=CONTEXT_TOKENS,
+        max_position_embeddings=context_tokens,
         tie_word_embeddings=True,
     )
     LlamaForCausalLM(config).save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Servers: `genserve serve` or `genserve deploy ray` on free ports of 127.0.0.1, and a recording proxy."""
+"""Servers: run `genserve serve` or `genserve deploy ray` on free local ports, or behind a recording proxy."""
 
 from __future__ import annotations
 
@@ -21,19 +21,23 @@ class ServerFailed(Exception):
 
 
 @contextmanager
-def running_server(repository: Path, *, log: Path, num_replicas: int = 0) -> Iterator[str]:
+def running_server(
+    repository: Path, *, log: Path, num_replicas: int = 0, prefix: tuple[str, ...] = ()
+) -> Iterator[str]:
     """Serve a model repository, and yield the URL.
 
     Args:
-        repository: its folder.
-        log: file for the output of the server.
-        num_replicas: of each model, on a Ray cluster of this machine; 0: a single server.
+        repository: the folder of the repository.
+        log: the file for the server's output.
+        num_replicas: the number of replicas per model, on a Ray cluster of this machine; 0: a single server.
+        prefix: words before the command, as those of `loopback_network`.
 
     Raises:
-        ServerFailed: it ended before it was ready.
+        ServerFailed: the server ended before it was ready.
     """
     words = ["deploy", "ray", f"--min-replicas={num_replicas}", f"--port={_free_port()}"]
-    command = [sys.executable, "-m", "genserve", *(words if num_replicas else ["serve", *_FREE_PORTS])]
+    command = [*prefix, sys.executable, "-m", "genserve"]
+    command += words if num_replicas else ["serve", *_FREE_PORTS]
     command.append(f"--model-repository={repository}")
     pipe = subprocess.PIPE
     with (
@@ -75,7 +79,7 @@ def recorded(url: str, file: Path) -> Iterator[str]:
             while True:
                 try:
                     client, _ = listener.accept()
-                except OSError:     # closed
+                except OSError:     # the connection was closed
                     return
                 number += 1
                 server = socket.create_connection(("127.0.0.1", target))
@@ -102,6 +106,6 @@ def _forward(
                 record.flush()
             sink.sendall(data)
         sink.shutdown(socket.SHUT_WR)
-    except (OSError, ValueError):   # either side has gone, or the recording has ended
+    except (OSError, ValueError):   # a side has closed its connection, or the recording has ended
         for end in (source, sink):
             end.close()

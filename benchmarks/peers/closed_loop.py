@@ -22,10 +22,10 @@ class Engine(Protocol):
     """A measured engine; it generates exactly `new_tokens` tokens per request."""
 
     def add(self, number: int, prompt: str, *, new_tokens: int) -> int:
-        """Add a request, identified by a number; returns the number of its prompt tokens."""
+        """Add a request, identified by a number; return the number of its prompt tokens."""
 
     def step(self) -> Mapping[int, int]:
-        """Do or await some work; returns the number of new tokens by request number."""
+        """Do or await some work; return the number of new tokens by request number."""
 
 
 def closed_loop(
@@ -38,7 +38,7 @@ def closed_loop(
     """
     waiting = deque(enumerate(prompts))
     missing: dict[int, int] = {}        # remaining tokens of each running request
-    last_s: dict[int, float] = {}       # time of its last token, or of its start
+    last_s: dict[int, float] = {}       # when each request got its last token, or started
     prompt_tokens: list[int] = []
     first_text_s: list[float] = []
     gaps_s: list[float] = []

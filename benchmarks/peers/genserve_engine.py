@@ -18,8 +18,7 @@ from genserve.repository.repository import Repository
 from genserve.sampling.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from genserve.generation.engine_request import TokenSequence
-    from genserve.generation.request_inbox import RequestOutput
+    from genserve.engine.generation_request import GenerationOutput, GenerationRequest
 
 
 class GenserveEngine:
@@ -33,28 +32,28 @@ class GenserveEngine:
             raise error
         self._repository = repository
         self._model = repository.text_model(name)
-        self._numbers: dict[TokenSequence, int] = {}
-        self._delivered: SimpleQueue[Sequence[RequestOutput]] = SimpleQueue()
+        self._numbers: dict[GenerationRequest, int] = {}
+        self._delivered: SimpleQueue[Sequence[GenerationOutput]] = SimpleQueue()
 
     def add(self, number: int, prompt: str, *, new_tokens: int) -> int:
         params = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
-        sequence = self._model.prepare(prompt, params)
-        self._numbers[sequence] = number
-        self._model.engine.submit(sequence, sink=self)
-        return sequence.num_prompt_tokens
+        request = self._model.prepare(prompt, params)
+        self._numbers[request] = number
+        self._model.engine.submit(request, sink=self)
+        return request.num_prompt_tokens
 
-    def deliver(self, outputs: Sequence[RequestOutput]) -> None:
+    def deliver(self, outputs: Sequence[GenerationOutput]) -> None:
         """Receive outputs from the engine's thread."""
         self._delivered.put(outputs)
 
     def step(self) -> Mapping[int, int]:
         arrived: Counter[int] = Counter()
-        for sequence, content in self._delivered.get():
+        for request, _, content, _ in self._delivered.get():
             if isinstance(content, Exception):
                 raise content
-            arrived[self._numbers[sequence]] += len(content.token_ids)
+            arrived[self._numbers[request]] += len(content.token_ids)
             if content.finish_reason is not None:
-                del self._numbers[sequence]
+                del self._numbers[request]
         return arrived
 
     def close(self) -> None:

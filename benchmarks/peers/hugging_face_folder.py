@@ -2,8 +2,8 @@
 
     python benchmarks/peers/hugging_face_folder.py [SOURCE] FOLDER
 
-SOURCE is that of `genserve export`, by default the model of `genserve pull smollm2`. The weights are written
-in float32, as the exporter reads them, so that all engines start from the same numbers.
+SOURCE is the same as for `genserve export`, by default the model of `genserve pull smollm2`. The weights are
+written in float32, as the exporter reads them, so that all engines start from the same numbers.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class OnnxRuntimeGenaiEngine:
         self._tokenizer = onnxruntime_genai.Tokenizer(model)
         self._engine = onnxruntime_genai.Engine(model)
         self._events = self._engine.create_event_buffer(256)
-        self._numbers: dict[Any, int] = {}      # by request, which its events name
+        self._numbers: dict[Any, int] = {}      # the numbers by request object, which events name
 
     def add(self, number: int, prompt: str, *, new_tokens: int) -> int:
         token_ids = self._tokenizer.encode(prompt)

@@ -1,7 +1,8 @@
-"""What the programs in Python share: rows are functions, and `main` runs them."""
+"""Rows: the code that programs in Python share: a row is a function, and `main` runs all rows."""
 
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -14,15 +15,15 @@ _rows = []
 
 
 class TextFailure(Exception):
-    """The model's text is not what the client needs; the wire is as it should be."""
+    """The protocol was correct, but the model's text is not what the client needs."""
 
 
 def row(name, *, text_errors=()):
     """Make a function a row, which works if it returns.
 
     Args:
-        name: of the row.
-        text_errors: exceptions by which this client says that the model's text is not what it needs.
+        name: the name in the result table.
+        text_errors: the exceptions that this client raises if the model's text is not what it needs.
     """
 
     def register(function):
@@ -33,21 +34,22 @@ def row(name, *, text_errors=()):
 
 
 def expect(condition, detail):
-    """Fail the row unless the wire is as it should be."""
+    """Fail the row unless the server's answer meets a condition."""
     if not condition:
         raise AssertionError(detail)
 
 
 def expect_text(condition, detail):
-    """Fail the row for the model's text, unless it is as it should be."""
+    """Fail the row because of the model's text, unless it meets a condition."""
     if not condition:
         raise TextFailure(detail)
 
 
 def main():
     """Run the rows and print them."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))   # an orderly exit ends what a row runs
     rows = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)   # what the client prints goes elsewhere
+    os.dup2(2, 1)   # the client's own output goes to stderr
     for name, function, text_errors in _rows:
         begun = time.monotonic()
         result = {"row": name, "ok": True, "detail": ""}
@@ -62,4 +64,4 @@ def main():
         result["seconds"] = round(time.monotonic() - begun, 2)
         print(json.dumps(result), file=rows, flush=True)
     sys.stdout.flush()
-    os._exit(0)     # threads that a client has left do not matter
+    os._exit(0)     # do not wait for threads that a client has left behind

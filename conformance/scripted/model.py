@@ -1,27 +1,92 @@
 """Decoder stage of the scripted model: writes a fitting answer, whatever the logits are.
 
-What it answers depends on the last message, on the tools and on the required structure:
+The answer depends on the last message, on the tools and on the required structure:
 
 - a JSON schema: an instance of it, `example`;
-- tools and no result of one yet: a call, with arguments that are an instance of the tool's schema, unless
+- a task that names calls, as those for coding agents do: the next of these calls, see `Task`;
+- tools, but no result of a tool yet: a call, with arguments that are an instance of the tool's schema, unless
   the message says hello; several calls if it names several cities;
 - a result of a tool: a text that quotes it, or a call of the tool that reports the final result, if any;
-- otherwise: a text that quotes the message, behind a thought if the message says "think".
+- otherwise: a text that quotes the message, after a thought if the message says "think".
 
-Each token costs a forward of the small random graph, so that answers stream as those of any model.
+Each token costs a forward of the small random graph, so that answers stream like any model's.
 """
 
 import json
 import re
+import time
 from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer
 
 CITIES = ("Paris", "Rome", "Tokyo")
-# Values of properties by their names; others get one of their type.
+# Values of properties by name; other properties get a value of their type.
 VALUES = {"country": "France", "population": 2_100_000, "name": "Ada", "age": 36, "unit": "celsius"}
 BY_TYPE = {"string": "text", "integer": 7, "number": 1.5, "boolean": True, "null": None}
+MAX_QUOTED_CHARS = 300
+
+
+class Task:
+    """A task of a coding agent, which names its calls: use the tool write({"path": "hello.txt"}).
+
+    The model makes one call per turn, and then says what the last tool said. An agent that runs out of
+    context asks for a summary: the model repeats the task, and goes on with it afterwards. A mark `(3 calls
+    are done)` in a summary, or in the result of a tool, counts calls that are no longer in the prompt.
+    """
+
+    _CALL = re.compile(r"use the tool ([\w.-]+)\((?=\{.*?\}\))")
+    _DONE = re.compile(r"\((\d+) calls are done\)")
+    _FOUND = re.compile(r"The tool ([\w-]+) can be called now")
+    _WAIT = re.compile(r"wait (\d+) seconds")
+
+    def __init__(self, turns):
+        texts = ["" if role == "system" or "<tool_response>" in text else text for role, text in turns]
+        place = max((i for i, text in enumerate(texts) if self._read(text)), default=None)
+        self.calls, self.wait_s = [], 0
+        if place is None:
+            return
+        self.calls = self._read(texts[place])
+        since = "".join(text for _, text in turns[place:])
+        self.results = re.findall(r"<tool_response>\n(.*?)\n</tool_response>", since, re.DOTALL)
+        marks = [int(mark) for role, text in turns if role != "system" for mark in self._DONE.findall(text)]
+        self.num_done = max([len(self.results), *marks])
+        if (found := self._WAIT.search(texts[place])) and not self.num_done:
+            self.wait_s = int(found[1])
+        last = max(i for i, (role, _) in enumerate(turns) if role != "system")
+        self.is_summary = last > place and "summar" in texts[last].lower()
+
+    def _read(self, text):
+        """The calls that a text names."""
+        text = text.replace('\\"', '"')     # opencode quotes the task
+        calls = []
+        for found in self._CALL.finditer(text):
+            try:
+                arguments, _ = json.JSONDecoder().raw_decode(text, found.end())
+            except ValueError:
+                continue
+            call = {"name": found[1], "arguments": arguments}
+            if call not in calls:   # Copilot's summaries have the task and the summary before
+                calls.append(call)
+        return calls
+
+    def answer(self, tools):
+        """The text of the next turn."""
+        if self.num_done >= len(self.calls) and not self.is_summary:
+            return f"The tool says: {' '.join(self.results[-1:])[:MAX_QUOTED_CHARS]}"
+        call = self.calls[min(self.num_done, len(self.calls) - 1)]
+        # A tool that was found by a search is not among those of the system prompt.
+        offered = {*(tool["name"] for tool in tools), *self._FOUND.findall(" ".join(self.results))}
+        if not self.is_summary and call["name"] in offered:
+            # The grammar of a call has the properties in the order of the schema.
+            schemas = (tool.get("parameters") or {} for tool in tools if tool["name"] == call["name"])
+            order = [*next(schemas, {}).get("properties", {}), *call["arguments"]]
+            arguments = {name: call["arguments"][name] for name in order if name in call["arguments"]}
+            return f"<tool_call>\n{json.dumps(call | {'arguments': arguments})}\n</tool_call>"
+        calls = (f"use the tool {call['name']}({json.dumps(call['arguments'])})" for call in self.calls)
+        # The number comes first, since a long summary may be cut.
+        text = f"({self.num_done} calls are done) The task: {', '.join(calls)}"
+        return f"<summary>\n{text}\n</summary>" if self.is_summary else text
 
 
 class Conversation:
@@ -29,9 +94,11 @@ class Conversation:
 
     def __init__(self, prompt):
         self.turns = re.findall(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>", prompt, re.DOTALL)
-        listed = re.search(r"<tools>\n(.*?)\n</tools>", prompt, re.DOTALL)
+        # The system prompt of an agent may have tags of the same name.
+        listed = re.search(r"<tools>\n(\{.*?)\n</tools>", prompt, re.DOTALL)
         tools = map(json.loads, listed[1].splitlines()) if listed else ()
         self.tools = [tool.get("function", tool) for tool in tools]
+        self.task = Task(self.turns)
         questions = [text for role, text in self.turns if self._asks(role, text)]
         self.question = " ".join(questions[-1].split()) if questions else ""
         asked = max((i for i, (role, text) in enumerate(self.turns) if self._asks(role, text)), default=0)
@@ -46,6 +113,8 @@ class Conversation:
 
     def answer(self, *, must_call=False):
         """The text of an answer without a required structure, except that it may have to call a tool."""
+        if self.task.calls:
+            return self.task.answer(self.tools)
         calls = self._calls(must_call=must_call)
         if calls:
             return "\n".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls)
@@ -55,7 +124,7 @@ class Conversation:
         return f"{thought}You said: {self.question[:200]}"
 
     def _calls(self, *, must_call):
-        # Tools for the final result are named by agents: final_answer, final_result, or a Python class.
+        # Agents name the tool for the final result final_answer, final_result, or like a Python class.
         final = [tool for tool in self.tools if tool["name"].startswith("final") or tool["name"][0].isupper()]
         others = [tool for tool in self.tools if tool not in final]
         if "hello" in self.question.lower() and not must_call:
@@ -77,7 +146,7 @@ class Conversation:
 
 
 class _Example:
-    """Makes one instance."""
+    """Makes an instance of a JSON schema."""
 
     def __init__(self, conversation, root, *, city):
         self.root = root
@@ -130,22 +199,27 @@ class TritonPythonModel:
         self.eos = self.tokenizer.token_to_id("<|im_end|>")
 
     async def decode(self, sequence):
-        script, grammar = self.script(sequence), sequence.sampling.grammar
+        prompt_ids = sequence.token_ids[: sequence.num_prompt_tokens]
+        conversation = Conversation(self.tokenizer.decode(prompt_ids, skip_special_tokens=False))
+        script, grammar = self.script(sequence, conversation), sequence.sampling.grammar
+        self.wait(conversation.task.wait_s)
         whole = iter(self.tokenizer.encode(script or "", add_special_tokens=False).ids)
         while not sequence.finished:
-            token_id = await sequence.sample()  # one forward per token, as of any model
+            token_id = await sequence.sample()  # one forward per token, as for any model
             if grammar is None:
                 token_id = next(whole, self.eos)
             elif script is not None:
                 token_id, script = self.next_allowed(script, grammar, sampled=token_id)
             sequence.append(token_id)
 
-    def script(self, sequence):
-        prompt_ids = sequence.token_ids[: sequence.num_prompt_tokens]
-        prompt = self.tokenizer.decode(prompt_ids, skip_special_tokens=False)
-        conversation = Conversation(prompt)
+    def wait(self, wait_s):
+        """Hold the engine's thread, as the step of a large model does."""
+        time.sleep(wait_s)
+
+    def script(self, sequence, conversation):
+        """The text to write; None: what a regular expression or a grammar allows."""
         outputs = sequence.params.structured_outputs
-        match outputs and outputs.form:
+        match outputs and outputs.kind:
             case "json":
                 return json.dumps(conversation.example(json.loads(outputs.text)))
             case "json_object":
@@ -174,7 +248,7 @@ class TritonPythonModel:
     def next_allowed(self, script, grammar, *, sampled):
         """Return the next token of a script, and the rest of the script; `sampled` if the script has none.
 
-        A grammar may disagree with the script about whitespace, which is then left out or sampled.
+        A grammar may not allow the script's whitespace, which is then left out or sampled.
         """
         allowed = self._allowed(grammar)
         if not script:

@@ -1,4 +1,4 @@
-"""Runs one qa script in namespaces of its own, and reads what it checked from its trace."""
+"""QA script: runs one of Triton's qa scripts in namespaces of its own, and reads its checks from a trace."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from genserve.version import __version__
 
 Outcome = Literal["passed", "failed", "skipped"]
 
-# In place of the second line of a script, a comment: bash writes each command with its line. A script goes on
-# without models that are not here, and without a server that did not start (its id is 0) or has ended.
+# Replaces the second line of a script, a comment: bash writes each command with its line. A script goes on
+# without models that are missing, and without a server that did not start (its id is 0) or has ended.
 _TRACE = (
     'kill() { [ "$1" = 0 ] || builtin kill "$@" || [[ $- = *e* && $1 != -0 ]]; }; '
     'cp() { command cp "$@" || [[ $- = *e* ]]; }; '
@@ -39,14 +39,14 @@ _FAILED = re.compile(r"^\s*(?:RET|EXIT_CODE|return|exit)[= ]1\b")
 class Group:
     """A row of groups.toml."""
 
-    name: str                           # the folder of qa/, and within it that of a part
+    name: str                           # the folder in qa/, with the subfolder if the script is a part
     minutes: float = 10.0               # the time limit
     script: str = "test.sh"
-    # Regular expressions and their replacements: in the script, and in other files of the folder, by name.
+    # Regular expressions and their replacements in the script, and in other files of the folder, by name.
     edits: tuple[tuple[str, str], ...] = ()
     file_edits: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
-    setup: str = ""                     # shell commands before it
-    variables: dict[str, str] = field(default_factory=dict)     # of its environment
+    setup: str = ""                     # shell commands before the script
+    variables: dict[str, str] = field(default_factory=dict)     # environment variables of the script
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,10 +60,10 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRun:
-    """What a script did."""
+    """The results of a script."""
 
     group: str
-    status: int         # of the script: 0 if it says that it passed; 124: its time was up
+    status: int         # the script's exit status: 0 if it says that it passed; 124: its time was up
     seconds: float
     tests: list[Check]
     conditions: list[Check]
@@ -122,7 +122,7 @@ def _edited(text: str, edits: Iterable[tuple[str, str]]) -> str:
 
 def _command(group: Group) -> str:
     private = [f"[ ! -d {folder} ] || mount -t tmpfs tmpfs {folder}" for folder in _PRIVATE]
-    # Scripts install packages: never into the environment of this program.
+    # Scripts install packages, which must never change the environment of this program.
     kept = f"mount --bind {sys.prefix} {sys.prefix} && mount -o remount,bind,ro {sys.prefix} || exit 1"
     return "\n".join(["ip link set lo up", kept, *private, group.setup, f"bash {group.script} {VERSION}"])
 
@@ -149,7 +149,7 @@ def _environment(workspace: Workspace, group: Group, results: Path, trace: Path)
 
 
 def _of_a_part(workspace: Workspace, group: Group) -> dict[str, str]:
-    """Return what the script of the whole group exports to those of its parts."""
+    """Return the variables that the script of a whole group exports to the scripts of its parts."""
     return {
         "SERVER": str(workspace.triton / "bin/tritonserver"),
         "BACKEND_DIR": str(workspace.triton / "backends"),
@@ -167,7 +167,7 @@ def _run(command: str, folder: Path, environment: dict[str, str], log: Any, minu
     try:
         return process.wait(timeout=60 * minutes)
     except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGKILL)     # with it ends everything in its namespace
+        process.send_signal(signal.SIGKILL)     # also ends every process in its namespace
         process.wait()
         return 124
 
@@ -181,7 +181,7 @@ def _keep_logs(folder: Path, target: Path) -> None:
 
 
 def _tests(results: Path) -> Iterator[Check]:
-    """Yield each test once: it failed if one of its runs did, or never ended."""
+    """Yield each test once; it failed if one of its runs failed or never ended."""
     runs: dict[str, list[dict[str, str]]] = {}
     for line in results.read_text(encoding="utf-8").splitlines():
         entry = json.loads(line)
@@ -189,7 +189,7 @@ def _tests(results: Path) -> Iterator[Check]:
     methods = {name.rpartition(".")[2] for name in runs if not name.startswith("pytest:")}
     for name, entries in runs.items():
         if name.startswith("pytest:") and name.rpartition(".")[2] in methods:
-            continue    # a method of a unittest class, which is there by its own name
+            continue    # a method of a unittest class, which records its own name
         failed = next((entry for entry in entries if entry["outcome"] == "failed"), None)
         ends = sum(entry["outcome"] != "begun" for entry in entries)
         if failed:
@@ -207,7 +207,7 @@ def _last_line(detail: str) -> str:
 
 
 def _conditions(lines: list[str], trace: Path) -> Iterator[Check]:
-    """Yield each condition of the script that was reached: it failed if its `RET=1` was executed."""
+    """Yield each condition that the script reached; it failed if its `RET=1` was executed."""
     traced = set()
     with trace.open(encoding="utf-8", errors="replace") as trace_lines:
         for line in trace_lines:

@@ -1,11 +1,12 @@
-"""Results of Triton's qa scripts: as JSON, and as the tables of docs/triton_qa.md."""
+"""QA table: writes the results of Triton's qa scripts as JSON, and as the tables of docs/triton_qa.md."""
 
 from __future__ import annotations
 
 import json
 import re
+import textwrap
 import tomllib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,11 +21,11 @@ _WORDS = {"differs": "differs on purpose", "needs": "not applicable", "failed": 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reason:
-    """A row of differences.toml: why the tests of a group that match do not pass."""
+    """A row of differences.toml: why the matching tests of a group do not pass."""
 
     group: str
     tests: str      # a regular expression for the whole name, `file.Class.test`
-    kind: Kind      # differs: genserve does it differently on purpose; needs: something that is not here
+    kind: Kind      # differs: genserve differs on purpose; needs: the test needs something that is missing
     why: str
 
 
@@ -48,7 +49,7 @@ def from_json(text: str) -> list[GroupRun]:
 
 
 def judged(run: GroupRun, reasons: Sequence[Reason]) -> Iterator[tuple[Check, Kind, str]]:
-    """Yield the tests of a run with what their outcome means, and why."""
+    """Yield the tests of a run, each with the meaning of its outcome and the reason."""
     for test in run.tests:
         if test.outcome == "passed":
             yield test, "passed", ""
@@ -64,28 +65,36 @@ def judged(run: GroupRun, reasons: Sequence[Reason]) -> Iterator[tuple[Check, Ki
 
 
 def as_markdown(runs: Sequence[GroupRun], reasons: Sequence[Reason]) -> str:
-    """Return the tables: a row for each group, and one for each test that does not pass."""
-    lines = ["| group | tests | pass | differ | not applicable | fail | conditions of the script |"]
-    lines.append("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+    """Return two tables: how many tests pass, of all groups, and how many do not, by reason."""
     total: Counter[str] = Counter()
-    others = []
+    others: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)     # tests of each group, by reason
+    passing, partly = [], []
     for run in runs:
         rows = list(judged(run, reasons))
         counts = Counter(kind for _, kind, _ in rows)
         counts["hold"] = sum(check.outcome == "passed" for check in run.conditions)
         counts["conditions"], counts["tests"] = len(run.conditions), len(rows)
         total.update(counts)
-        lines.append(_row(run.group, counts))
-        others += [(run.group, test.name, _WORDS[kind], why) for test, kind, why in rows if kind != "passed"]
-    lines.append(_row("**all**", total))
-    lines += ["", "| group | test | | why |", "| --- | --- | --- | --- |"]
-    lines += [f"| {group} | {name} | {word} | {_cell(why)} |" for group, name, word, why in others]
+        for _, kind, why in rows:
+            if kind != "passed":
+                others[_WORDS[kind], _cell(why)][run.group] += 1
+        if counts["passed"] == counts["tests"] and counts["hold"] == counts["conditions"]:
+            passing.append(f"{run.group} ({counts['tests']})")
+        else:
+            partly.append(run.group)
+    numbers = [total[key] for key in ("tests", "passed", "differs", "needs", "failed")]
+    lines = ["| tests | pass | differ | not applicable | fail | conditions of the scripts |"]
+    lines.append("| ---: | ---: | ---: | ---: | ---: | ---: |")
+    lines.append(f"| {' | '.join(map(str, numbers))} | {total['hold']} of {total['conditions']} |")
+    lines += ["", _filled("All tests and conditions pass in: ", passing), "", _filled("In part in: ", partly)]
+    lines += ["", "| tests | | why | groups |", "| ---: | --- | --- | --- |"]
+    for (word, why), groups in others.items():
+        lines.append(f"| {groups.total()} | {word} | {why} | {', '.join(groups)} |")
     return "\n".join(lines) + "\n"
 
 
-def _row(group: str, counts: Counter[str]) -> str:
-    numbers = " | ".join(str(counts[key]) for key in ("tests", "passed", "differs", "needs", "failed"))
-    return f"| {group} | {numbers} | {counts['hold']} of {counts['conditions']} |"
+def _filled(beginning: str, names: Sequence[str]) -> str:
+    return textwrap.fill(f"{beginning}{', '.join(names)}.", width=138, break_on_hyphens=False)
 
 
 def _cell(text: str) -> str:

@@ -1,7 +1,7 @@
-"""Lays out the folders that Triton's qa scripts expect, as its Dockerfile.QA does, without a container.
+"""QA workspace: lays out the folders that Triton's qa scripts expect, as Dockerfile.QA does for a container.
 
-Triton's sources are copied, never changed: their absolute paths are rewritten in the copy, tritonserver is a
-script that starts genserve, and the custom C++ backends are Python models that answer the same.
+Triton's sources are copied, and absolute paths are rewritten in the copy. tritonserver is a script that
+starts genserve, and the custom C++ backends are Python models that answer the same.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 PROJECT = HERE.parents[1]
-# What Dockerfile.QA copies: from the sources of the server, to a folder of qa/.
+# The files that Dockerfile.QA copies from the sources of the server to a folder of qa/.
 _EXAMPLES = {
     "L0_http/models": "simple simple_dyna_sequence simple_identity simple_sequence simple_string",
     "L0_grpc/models": "simple simple_dyna_sequence simple_int8 simple_identity simple_sequence simple_string",
@@ -36,14 +36,14 @@ _FOLDERS = (
     "L0_grpc_state_cleanup/models/repeat_int32/1",
     "L0_backend_identity/models/identity_fp32/1",
 )
-# Libraries that scripts copy beside a model: empty files, as the model is Python.
+# Libraries that scripts copy next to a model: empty files, since the model is written in Python.
 _LIBRARIES = (
     "custom_models/custom_sequence_int32/1/libtriton_sequence.so",
     "custom_models/custom_dyna_sequence_int32/1/libtriton_dyna_sequence.so",
     "L0_lifecycle/libtriton_identity.so",
     "L0_model_config/libtriton_repeat.so",
 )
-# The scripts that write models: the folder of the models, and their arguments.
+# The scripts that write models, each with the folder of the models and its arguments.
 _GENERATED = (
     ("qa_model_repository", "gen_qa_models.py --onnx"),
     ("qa_model_repository", "gen_qa_models.py --libtorch"),
@@ -80,9 +80,10 @@ _GENERATED = (
         "gen_qa_sequence_models.py --ensemble --variable",
     ),
 )
-# Programs that the scripts call to prepare a container: nothing is installed, and services are not run.
+# Programs that the scripts call to prepare a container. They do nothing here.
 _NOTHING = "pip pip3 apt apt-get yum service nvidia-smi gdb ldconfig redis-server redis-cli"
-# As in Dockerfile.QA: numpy below 2, whose aliases the tests use, and the onnx that writes the models.
+# The same packages as in Dockerfile.QA: numpy below 2, whose aliases the tests use, and the onnx that writes
+# the models.
 _PACKAGES = (
     "numpy<2 tritonclient[grpc,http] pillow grpcio protobuf<7 requests six prettytable pytest pytest-asyncio "
     "psutil aiohttp future onnx==1.20.1 boofuzz"
@@ -115,12 +116,12 @@ class Workspace:
 
     @property
     def data(self) -> Path:
-        """The models that its scripts wrote."""
+        """The models that Triton's scripts have written."""
         return self.root / "data" / "inferenceserver" / VERSION
 
     @property
     def triton(self) -> Path:
-        """What the scripts know as /opt/tritonserver."""
+        """The folder that stands for /opt/tritonserver."""
         return self.root / "opt" / "tritonserver"
 
     @property
@@ -141,7 +142,7 @@ def lay_out(root: Path, sources: Sources) -> Workspace:
     for folder in ("qa", "docs/examples", "src/test/models", "python"):
         shutil.copytree(sources.server / folder, workspace.triton / folder)
     shutil.copytree(sources.client / "src/python/examples", workspace.qa / "clients")
-    for example in (workspace.qa / "clients").glob("*.py"):     # in place of those in C++
+    for example in (workspace.qa / "clients").glob("*.py"):     # replace the examples in C++
         _program(example.with_suffix(""), f'#!/bin/sh\nexec python "{example}"\n')
     _copy_models(workspace, sources)
     _install_programs(workspace)
@@ -235,7 +236,7 @@ def _rewrite_paths(workspace: Workspace) -> None:
 
 
 def _write_models(workspace: Workspace) -> None:
-    """Run the scripts that write models; a script that cannot, for example of libtorch, leaves them out."""
+    """Run the scripts that write models; each leaves out models that it cannot write, such as libtorch's."""
     for folder, command in _GENERATED:
         target = workspace.data / folder
         script, *arguments = command.split()

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 
 import anthropic
 from pydantic import BaseModel
@@ -198,9 +199,61 @@ def count_tokens():
     expect(counted.input_tokens == total, f"{counted.input_tokens} counted, {total} used")
 
 
+@row("what Claude Code sends")
+def claude_code():
+    billing = "x-anthropic-billing-header: cc_version=2.1.332; cc_entrypoint=cli; cch=1f2e3;"
+    ephemeral = {"type": "ephemeral", "ttl": "1h"}
+    asked = {
+        "model": MODEL,
+        "max_tokens": 16,
+        "betas": ["claude-code-20250219", "interleaved-thinking-2025-05-14", "context-management-2025-06-27"],
+        "system": [
+            {"type": "text", "text": billing},
+            {"type": "text", "text": "You are kind. " * 40, "cache_control": ephemeral},
+        ],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "Hello.", "cache_control": ephemeral}]}
+        ],
+        "metadata": {"user_id": "u"},
+        "thinking": {"type": "adaptive"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "extra_body": {"output_config": {"effort": "high"}},
+    }
+    first = client.beta.messages.create(**asked)
+    asked["system"][0]["text"] = billing.replace("1f2e3", "4a5b6")
+    usage = client.beta.messages.create(**asked).usage
+    expect(first.stop_reason, f"{first}")
+    total = usage.input_tokens + usage.cache_read_input_tokens
+    expect(usage.cache_read_input_tokens > 0.5 * total, f"the prompt is not cached: {usage}")
+
+
+@row("more tokens than there is room")
+def long_answer():
+    # Read up to its first part.
+    with client.messages.stream(model=MODEL, max_tokens=10_000_000, messages=HELLO) as stream:
+        expect(next(iter(stream)).type == "message_start", "no message begins")
+        clamped = stream.response.headers.get("x-genserve-clamped", "")
+        expect(re.fullmatch(r"max_tokens=\d+", clamped), f"the answer does not say its length: {clamped!r}")
+
+
+@row("a prompt that is too long")
+def too_long():
+    try:
+        client.messages.create(
+            model=MODEL, messages=[{"role": "user", "content": "word " * 200_000}], max_tokens=4
+        )
+    except anthropic.BadRequestError as error:
+        words = error.body["error"]["message"]
+        # In words by which Claude Code compacts the conversation.
+        expect(re.match(r"prompt is too long: \d+ tokens > \d+ maximum", words), words)
+    else:
+        expect(condition=False, detail="it is accepted")
+
+
 @row("models")
 def models():
-    expect(MODEL in [model.id for model in client.models.list()], "the model is not listed")
+    [model] = [model for model in client.models.list(limit=1000) if model.id == MODEL]
+    expect(model.max_input_tokens > 0, f"{model}")
 
 
 @row("errors")

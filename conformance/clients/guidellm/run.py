@@ -34,7 +34,7 @@ def benchmark(profile="kind=synchronous", **backend):
     failed = [request["info"].get("error") for request in requests["errored"]]
     expect(not failed, f"{len(failed)} requests failed: {failed[:1]}")
     done, cut = len(requests["successful"]), len(requests["incomplete"])
-    # It cancels what runs when it has enough.
+    # guidellm cancels running requests when it has enough answers.
     expect(done and done + cut >= NUM_REQUESTS, f"{done} requests succeeded, {cut} were cut off")
     counts = {request["output_metrics"]["text_tokens"] for request in requests["successful"]}
     expect(counts == {NUM_TOKENS}, f"the answers have {counts} tokens")

@@ -1,4 +1,4 @@
-"""instructor: typed answers, in its default mode (tools) and in the others that OpenAI's API has."""
+"""instructor: typed answers, in its default mode (tools) and in its other modes for OpenAI's API."""
 
 import instructor
 import openai

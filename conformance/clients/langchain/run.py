@@ -151,6 +151,17 @@ def responses_tools():
     call_and_answer(responses)
 
 
+@row("openai: Responses, previous response")
+def responses_previous():
+    model = responses.model_copy(update={"use_previous_response_id": True})
+    asked = HumanMessage("My name is Ada.")
+    first = model.invoke([asked])
+    second = model.invoke([asked, first, HumanMessage("Say hello to me.")])
+    expect(second.text, "the text is empty")
+    tokens = [answer.usage_metadata["input_tokens"] for answer in (first, second)]
+    expect(tokens[0] < tokens[1], f"the prompts have {tokens} tokens")
+
+
 @row("openai: Responses, json_schema")
 def responses_schema():
     return structured(responses, "json_schema")

@@ -307,7 +307,7 @@ def responses_helper():
         text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
         try:
             final = stream.get_final_response()
-        except RuntimeError as error:   # the helper knows no final response of an incomplete one
+        except RuntimeError as error:   # the helper raises if a response is incomplete
             expect("completed" in str(error), str(error))
         else:
             expect(text and final.output_text == text, "the deltas are not the text")
@@ -377,6 +377,51 @@ def responses_previous():
     expect(second.usage.input_tokens > first.usage.input_tokens, "the prompt lacks the first turn")
     expect(client.responses.retrieve(first.id).id == first.id, "retrieve returns another")
     client.responses.delete(first.id)
+
+
+@row("responses, what Codex sends")
+def responses_codex():
+    asked = {
+        "model": MODEL,
+        "instructions": "You are kind. " * 40,
+        "input": [
+            {"role": "developer", "content": "Be brief."},
+            {"role": "developer", "content": [{"type": "input_text", "text": "Be polite."}]},
+            {"role": "user", "content": [{"type": "input_text", "text": "Say hello to Ada."}]},
+            # Reasoning that another server has encrypted.
+            {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "gAAAAABo"},
+            {"role": "assistant", "content": [{"type": "output_text", "text": "Hello."}]},
+            {"role": "user", "content": [{"type": "input_text", "text": "Again."}]},
+        ],
+        "store": False,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "k",
+        "reasoning": {"effort": "high", "summary": "auto"},
+        "text": {"verbosity": "low"},
+        "max_output_tokens": 16,
+        "extra_body": {"client_metadata": {"session": "1"}},
+    }
+    first = client.responses.create(**asked)
+    expect(first.store is False, f"store is {first.store}")
+    usage = client.responses.create(**asked).usage
+    cached = usage.input_tokens_details.cached_tokens
+    expect(cached > 0.5 * usage.input_tokens, f"the prompt is not cached: {usage}")
+
+
+@row("a prompt that is too long")
+def too_long():
+    long = "word " * 200_000
+    for ask, given in (
+        (client.chat.completions.create, {"messages": [{"role": "user", "content": long}]}),
+        (client.responses.create, {"input": long}),
+    ):
+        try:
+            ask(model=MODEL, **given)
+        except openai.BadRequestError as error:
+            expect(error.code == "context_length_exceeded", f"{error.body}")
+            expect("maximum context length is" in error.message, error.message)
+        else:
+            expect(condition=False, detail="it is accepted")
 
 
 @row("errors")

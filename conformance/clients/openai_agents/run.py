@@ -34,7 +34,7 @@ def get_weather(city: str) -> str:
 
 
 def agent(api, **options):
-    # A new client for each row, which has an event loop of its own.
+    # Each row has an event loop of its own, and so needs a new client.
     client = AsyncOpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0)
     set_default_openai_client(client)
     model = MODEL if api == "Responses" else OpenAIChatCompletionsModel(MODEL, openai_client=client)
@@ -80,7 +80,7 @@ def handoff(api):
 
 
 def register(api):
-    row(f"{api}: text", text_errors=BEHAVIOUR)(lambda: text(api))   # it may not end within its limit
+    row(f"{api}: text", text_errors=BEHAVIOUR)(lambda: text(api))   # the text may not end within its limit
     row(f"{api}: tool", text_errors=BEHAVIOUR)(lambda: tool(api))
     row(f"{api}: tool, streamed", text_errors=BEHAVIOUR)(lambda: streamed(api))
     row(f"{api}: output type", text_errors=BEHAVIOUR)(lambda: typed(api))

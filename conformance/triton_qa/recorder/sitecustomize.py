@@ -15,7 +15,7 @@ _run = unittest.TestCase.run
 
 
 def record(test: str, outcome: str, detail: str = "") -> None:
-    """Append one line; a test that begins and never ends has only the outcome `begun`."""
+    """Append one line; a test that begins but never ends has only the outcome `begun`."""
     with Path(_FILE).open("a", encoding="utf-8") as lines:
         lines.write(json.dumps({"test": test, "outcome": outcome, "detail": detail[-2000:]}) + "\n")
 
@@ -30,7 +30,7 @@ def name_of(test: Any) -> str:
 
 
 class _Recording:
-    """A test result that writes down what it is told, and passes everything on."""
+    """A test result that records each outcome, and passes it on to another result."""
 
     def __init__(self, result: Any, name: str) -> None:
         self._result, self._name, self._failed = result, name, False

@@ -2,7 +2,7 @@ import triton_python_backend_utils as pb_utils
 
 
 class TritonPythonModel:
-    """Answers with what it was sent: all that is measured is the way there and back."""
+    """Returns its input, so that only the way to the model and back is measured."""
 
     def execute(self, requests):
         return [self.answer(request) for request in requests]

@@ -5,7 +5,7 @@ import triton_python_backend_utils as pb_utils
 
 
 class TritonPythonModel:
-    """Answers with what it gets, and with the id of its process."""
+    """Returns its input and the id of its process."""
 
     def execute(self, requests):
         return [self.answer(request) for request in requests]

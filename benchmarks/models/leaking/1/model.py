@@ -6,7 +6,7 @@ LEAK_BYTES = 4096
 
 
 class TritonPythonModel:
-    """Answers with what it gets, and never forgets that it did."""
+    """Returns its input, and leaks memory with each request."""
 
     def initialize(self, args):
         self.kept = []

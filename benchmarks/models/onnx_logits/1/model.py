@@ -14,7 +14,7 @@ class TritonPythonModel:
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
-        # Without it the workers spin on the cores that the next call needs.
+        # Otherwise the workers would spin on the cores that the next call needs.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         options.register_custom_ops_library(parameters["kernels"]["string_value"])
         path = parameters["model_path"]["string_value"]
@@ -30,7 +30,7 @@ class TritonPythonModel:
         return responses
 
     def forward(self, ids):
-        """[batch, length] to [batch, vocabulary], with an empty cache: the whole prompt, each time."""
+        """Return logits [batch, vocabulary] for ids [batch, length], which are computed without a cache."""
         batch, length = ids.shape
         width = -(-length // BLOCK_SIZE)
         inputs = {
@@ -50,7 +50,7 @@ class TritonPythonModel:
             place = ("cpu", 0, np.float16, cache.shape, cache.ctypes.data)
             binding.bind_input(past.name, *place)
             binding.bind_output(past.name.replace("past_key_values", "present"), *place)
-            inputs[past.name] = cache   # it lives until the run has ended
+            inputs[past.name] = cache   # keeps the cache alive until the run has ended
         binding.bind_output("logits", "cpu")
         self.session.run_with_iobinding(binding)
         return binding.copy_outputs_to_cpu()[-1]

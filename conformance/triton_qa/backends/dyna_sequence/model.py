@@ -8,7 +8,7 @@ import triton_python_backend_utils as pb_utils
 
 
 class TritonPythonModel:
-    """One sum for each correlation id; a batch must not have two requests of the same."""
+    """Keeps a sum for each correlation id; a batch must not have two requests with the same id."""
 
     def initialize(self, args):
         """Read `execute_delay_ms`."""

@@ -11,7 +11,7 @@ _instances, _lock = Counter(), threading.Lock()
 
 
 class TritonPythonModel:
-    """An output whose input is missing or optional is left out, as there."""
+    """Leaves out an output whose input is missing or optional, as the original does."""
 
     def initialize(self, args):
         """Read `creation_delay_sec`, `execute_delay_ms` and `instance_wise_delay_multiplier`."""
@@ -30,10 +30,10 @@ class TritonPythonModel:
         return [self.answer(request) for request in requests]
 
     def answer(self, request):
-        """Return the requested outputs and the parameters that the real one sends as an example."""
+        """Return the requested outputs, and the example parameters that the original sends."""
         tensors = {tensor.name().replace("INPUT", "OUTPUT", 1): tensor for tensor in request.inputs()}
         wanted = request.requested_output_names()
         outputs = [pb_utils.Tensor(name, tensors[name].as_numpy()) for name in wanted if name in tensors]
-        # The real one also sends a float, which a Python model cannot.
+        # The original also sends a float, which a Python model cannot.
         parameters = {"param0": "an example string parameter", "param1": 42, "param2": False}
         return pb_utils.InferenceResponse(outputs, parameters=parameters)

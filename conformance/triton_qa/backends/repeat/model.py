@@ -22,7 +22,7 @@ class TritonPythonModel:
         self.threads = []
 
     def execute(self, requests):
-        """Begin to send; milliseconds are those of the inputs."""
+        """Begin to send, after the milliseconds that the inputs say."""
         return [self.answer(request) for request in requests] if not self.decoupled else self.stream(requests)
 
     def stream(self, requests):
@@ -63,6 +63,6 @@ class TritonPythonModel:
         return pb_utils.InferenceResponse([pb_utils.Tensor("OUT", out), pb_utils.Tensor("IDX", idx)])
 
     def finalize(self):
-        """Wait for the responses that are not sent yet."""
+        """Wait until all responses are sent."""
         for thread in self.threads:
             thread.join()

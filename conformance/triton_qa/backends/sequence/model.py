@@ -8,7 +8,7 @@ import triton_python_backend_utils as pb_utils
 
 
 class TritonPythonModel:
-    """The place of a request in the batch is its slot; a slot that is not READY keeps its sum."""
+    """A request's index in the batch is its slot; a slot that is not READY keeps its sum."""
 
     def initialize(self, args):
         """Read `execute_delay_ms`, and make room for the slots."""
@@ -23,7 +23,7 @@ class TritonPythonModel:
         return [self.answer(slot, request) for slot, request in enumerate(requests)]
 
     def answer(self, slot, request):
-        """Add the INPUT of a request to the sum of its slot, or start it anew."""
+        """Add the INPUT of a request to the sum of its slot, or reset the sum at START."""
         names = ("START", "READY", "INPUT")
         start, ready, values = (
             pb_utils.get_input_tensor_by_name(request, name).as_numpy() for name in names
