@@ -42,6 +42,7 @@ RUN useradd --create-home --uid 1000 genserve && \
 COPY --from=install /opt/genserve /opt/genserve
 ENV PATH=/opt/genserve/bin:$PATH \
     PYTHONUNBUFFERED=1 \
+    ORT_DISABLE_TELEMETRY=1 \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility \
     GENSERVE_HOST=0.0.0.0 \
     GENSERVE_HTTP_PORT=8000 \

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from tests.backends.networks import (
     BLOOM_VOCABULARY,
     bloom_onnx,
     chat_torchscript,
+    ranker_saved_model,
     sentence_vectors_onnx,
     two_outputs_torchscript,
 )
@@ -75,6 +77,8 @@ NETWORKS = {
     "triton_bloom/models/bloom_3b_tokenizer/1": save_tokenizer,
     "triton_custom_model/models/fc_model_pt/1/model.pt": two_outputs_torchscript,
 }
+if find_spec("tensorflow"):
+    NETWORKS["triton_search/models/shansou_rank/1/model.savedmodel"] = ranker_saved_model
 
 
 def write_networks(examples: Path) -> None:

@@ -17,8 +17,11 @@ TOOL = {
 }
 
 with anthropic.Anthropic(base_url=URL, api_key=os.environ.get("GENSERVE_API_KEY", "none")) as client:
-    question = {"role": "user", "content": "What is the capital of France?"}
-    with client.messages.stream(model=MODEL, max_tokens=32, messages=[question]) as stream:
+    question = {"role": "user", "content": "What is the capital of Germany?"}
+    greedy = {"temperature": 0}
+    with client.messages.stream(
+        model=MODEL, max_tokens=32, messages=[question], extra_body=greedy
+    ) as stream:
         for text in stream.text_stream:
             print(text, end="", flush=True)
     print()

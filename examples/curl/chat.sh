@@ -4,8 +4,8 @@ set -eu
 url=${GENSERVE_URL:-http://127.0.0.1:8000}
 
 curl -fsSN "$url/v1/chat/completions" -H 'Content-Type: application/json' -d '{
-  "messages": [{"role": "user", "content": "What is the capital of France?"}],
-  "max_tokens": 16, "stream": true
+  "messages": [{"role": "user", "content": "What is the capital of Germany?"}],
+  "temperature": 0, "max_tokens": 16, "stream": true
 }'
 
 curl -fsS "$url/v1/chat/completions" -H 'Content-Type: application/json' -d '{

@@ -12,8 +12,8 @@ CITY = {
 }
 
 client = ollama.Client(URL)
-question = {"role": "user", "content": "What is the capital of France?"}
-for part in client.chat("smollm2", [question], stream=True, options={"num_predict": 32}):
+question = {"role": "user", "content": "What is the capital of Germany?"}
+for part in client.chat("smollm2", [question], stream=True, options={"num_predict": 32, "temperature": 0}):
     print(part.message.content, end="", flush=True)
 print()
 

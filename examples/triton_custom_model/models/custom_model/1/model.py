@@ -59,12 +59,12 @@ class TritonPythonModel:
         # Every Python backend must iterate over everyone of the requests
         # and create a pb_utils.InferenceResponse for each of them.
         for request in requests:
-            # 获取请求数据
+            # the data of the request
             in_0 = pb_utils.get_input_tensor_by_name(request, "input__0")
-            # 第一个输出结果自己随便造一个假的，就假装是有逻辑了
-            out_0 = np.array([1, 2, 3, 4, 5, 6, 7, 8])  # 为演示方便先写死
+            # the first output is made up, in place of some logic
+            out_0 = np.array([1, 2, 3, 4, 5, 6, 7, 8])  # fixed, for this demonstration
             out_tensor_0 = pb_utils.Tensor("output__0", out_0.astype(output0_dtype))
-            # 第二个输出结果调用fc_model_pt获取结果
+            # the second output is what fc_model_pt returns
             inference_request = pb_utils.InferenceRequest(
                 model_name='fc_model_pt',
                 requested_output_names=['output__0', 'output__1'],

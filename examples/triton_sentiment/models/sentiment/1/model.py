@@ -21,21 +21,21 @@ class TritonPythonModel:
         model_path = os.path.join(args["model_repository"], args["model_version"], "sentiment")
         self.model = BertForSequenceClassification.from_pretrained(model_path).to(self.device).eval()
         self.tokenizer = Tokenizer.from_pretrained(model_path)
-        self.label_map = {0: "负面", 1: "正向"}
+        self.label_map = {0: "negative", 1: "positive"}
         output_config = pb_utils.get_output_config_by_name(json.loads(args["model_config"]), "prob")
         self.output_response_dtype = pb_utils.triton_string_to_numpy(output_config["data_type"])
 
     def execute(self, requests):
-        print("---------本次获取的请求数", len(requests))
+        print("---------requests in this call", len(requests))
         responses = []
-        # TODO 记录下每个请求的数据和数据batch大小
+        # TODO record the data of each request and the size of its batch
         batch_text, batch_len = [], []
         for request in requests:
             text = pb_utils.get_input_tensor_by_name(request, "text").as_numpy()
             text = np.char.decode(text, "utf-8").squeeze(1).tolist()
             batch_text.extend(text)
             batch_len.append(len(text))
-        # 日志输出传入信息
+        # log what came in
         in_log_info = {
             "text": batch_text,
         }
@@ -54,12 +54,12 @@ class TritonPythonModel:
             outputs = self.model(**encoding)
             prob = torch.nn.functional.softmax(outputs.logits, dim=1).argmax(dim=1).detach().cpu().numpy().tolist()
             prob = np.array([self.label_map[x].encode("utf8") for x in prob])
-        # 日志输出处理后的信息
+        # log what goes out
         out_log_info = {
             "prob": prob
         }
         logging.info(out_log_info)
-        # TODO 响应数要和请求数一致
+        # TODO there must be as many responses as requests
         start = 0
         for i in range(len(requests)):
             end = start + batch_len[i]
