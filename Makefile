@@ -88,6 +88,7 @@ SEEDS ?= 100000
 
 soak: $(DEV)
 	$(BIN)/python -m tests.simulation --seeds $(SEEDS)
+	$(BIN)/python -m pytest -m 'hypothesis and not slow' --hypothesis-profile soak
 
 $(RELEASE): pyproject.toml constraints.txt
 	$(CREATE)

@@ -32,13 +32,17 @@ if TYPE_CHECKING:
 
 # No test judges by the clock: an example may take long on a busy machine.
 _ON_A_BUSY_MACHINE = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("few", _ON_A_BUSY_MACHINE, max_examples=25)
-settings.register_profile("many", _ON_A_BUSY_MACHINE, max_examples=100)
+# Examples are the same in every run, so that a failure belongs to the change that shows it; `make soak` looks
+# for new ones.
+settings.register_profile("few", _ON_A_BUSY_MACHINE, max_examples=25, derandomize=True)
+settings.register_profile("many", _ON_A_BUSY_MACHINE, max_examples=100, derandomize=True)
+settings.register_profile("soak", _ON_A_BUSY_MACHINE, max_examples=1000)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """`make test` tries a few examples of each property, `make test-extended` many."""
-    settings.load_profile("many" if "hypothesis" in config.option.markexpr else "few")
+    if config.getoption("--hypothesis-profile") is None:
+        settings.load_profile("many" if "hypothesis" in config.option.markexpr else "few")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
