@@ -162,7 +162,11 @@ def _listed_models(http: httpx2.Client, method: str, path: str) -> list[str]:
 
 def _names(document: Any) -> list[str]:
     entries = document["data"] if isinstance(document, dict) else document
-    return [str(entry["id"] if "id" in entry else entry["name"]) for entry in entries]
+    return [
+        str(entry["id"] if "id" in entry else entry["name"])
+        for entry in entries
+        if "completion" in entry.get("capabilities", ("completion",))
+    ]
 
 
 def _counter(tokenizer: str, *, http: httpx2.Client, model: str) -> TokenCounter | None:

@@ -204,11 +204,17 @@ def rerank(
 
 
 def model_cards() -> ApiCall[dict[str, ModelCard]]:
-    """List the loaded models."""
+    """List the models that generate text."""
 
     def read(headers: Mapping[str, str], reply: bytes) -> dict[str, ModelCard]:
         with unknown_reply():
-            return {str(row["id"]): _model_card(row) for row in json.loads(reply)["data"]}
+            rows = json.loads(reply)["data"]
+            # Other servers do not say what a model does.
+            return {
+                str(row["id"]): _model_card(row)
+                for row in rows
+                if "completion" in row.get("capabilities", ("completion",))
+            }
 
     return ApiCall(request=ApiRequest(method="GET", path="/v1/models"), read=read)
 

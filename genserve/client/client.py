@@ -225,15 +225,15 @@ class Client:
         return self._call(api_calls.rerank(query, documents, model=model, top_n=top_n))
 
     def model_cards(self) -> dict[str, ModelCard]:
-        """Return what the server says about each loaded model, by its name."""
+        """Return what the server says about each model that generates text, by its name."""
         return self._call(api_calls.model_cards())
 
     def models(self) -> list[str]:
-        """Return the names of the loaded models."""
+        """Return the names of the models that generate text."""
         return list(self.model_cards())
 
     def default_sampling_params(self) -> dict[str, SamplingOptions]:
-        """Return the options that each loaded model recommends, by its name; see `LLM`."""
+        """Return the options that each of these models recommends, by its name; see `LLM`."""
         cards = self.model_cards()
         return {name: card.default_sampling_params for name, card in cards.items()}
 
@@ -418,15 +418,15 @@ class AsyncClient:
         return await self._call(api_calls.rerank(query, documents, model=model, top_n=top_n))
 
     async def model_cards(self) -> dict[str, ModelCard]:
-        """Return what the server says about each loaded model, by its name."""
+        """Return what the server says about each model that generates text, by its name."""
         return await self._call(api_calls.model_cards())
 
     async def models(self) -> list[str]:
-        """Return the names of the loaded models."""
+        """Return the names of the models that generate text."""
         return list(await self.model_cards())
 
     async def default_sampling_params(self) -> dict[str, SamplingOptions]:
-        """Return the options that each loaded model recommends, by its name; see `LLM`."""
+        """Return the options that each of these models recommends, by its name; see `LLM`."""
         cards = await self.model_cards()
         return {name: card.default_sampling_params for name, card in cards.items()}
 

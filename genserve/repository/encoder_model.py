@@ -23,6 +23,7 @@ class EncoderModel:
         reads_pairs: whether the tokenizer takes two texts, of which the encoder computes a score.
         token_types: the data types of the tokenizer's outputs, by their names.
         output: the output of the encoder that is the ensemble's.
+        size: how many numbers a vector has, or the scores of a pair; -1: the config does not say.
         max_length: the most tokens of a text; None: any number.
         batch_size: how many texts one request to a step may have.
     """
@@ -33,8 +34,14 @@ class EncoderModel:
     reads_pairs: bool
     token_types: Mapping[str, DataType]
     output: str
+    size: int
     max_length: int | None
     batch_size: int
+
+    @property
+    def capability(self) -> str:
+        """What the model computes: `embedding`, as Ollama calls it, or `rerank`."""
+        return "rerank" if self.reads_pairs else "embedding"
 
     def tokenize(self, texts: list[tuple[str, ...]], *, truncate: bool) -> InferenceRequest:
         """Return the request to the tokenizer for texts, or pairs of texts."""
@@ -91,13 +98,15 @@ def encoder_model(
     is_tokenizer = first.backend == "tokenizer" and first.output(ATTENTION_MASK) is not None
     if not (is_tokenizer and second.is_encoder and outputs):
         return None
+    spec = second.output(outputs[0])
     return EncoderModel(
         name=config.name,
         tokenizer=tokenizer,
         encoder=encoder,
         reads_pairs=config.input(PAIR) is not None,
-        token_types={spec.name: DataType.from_config_name(spec.data_type) for spec in first.outputs},
+        token_types={one.name: DataType.from_config_name(one.data_type) for one in first.outputs},
         output=outputs[0],
+        size=spec.dims[-1] if spec is not None and spec.dims else -1,
         max_length=int(first.parameters.get("max_length", 0)) or None,
         batch_size=max(1, min(first.max_batch_size, second.max_batch_size)),
     )

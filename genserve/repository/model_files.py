@@ -113,7 +113,7 @@ def removed_folders(
 
     Raises:
         ModelNotFound: a name is not a model.
-        RepositoryError: a model that stays needs a model to delete.
+        InvalidRequest: a model that stays needs a model to delete.
     """
     for name in names:
         if name not in entries:
@@ -129,8 +129,9 @@ def removed_folders(
         )
     for name in names:
         if users := [other for other in entries.keys() - removed.keys() if name in steps[other]]:
-            raise RepositoryError(
+            raise InvalidRequest(
                 f"{name!r} is a stage of {', '.join(sorted(users))}",
+                field="model",
                 remedy=f"`genserve remove {users[0]}{repository_flag(repository)}`",
             )
     return [entries[name].path for name in removed]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from genserve.batching.rate_limiter import RateLimiter
+from genserve.config.model_config import EnsembleStep, ModelConfig
 from genserve.errors import (
     SEE_LOG,
     Closed,
@@ -47,6 +49,23 @@ class ListedModel:
 
     name: str
     model: TextModel | None
+    loaded: LoadedModel | None
+    weights: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedEncoder:
+    """A model of vectors or scores that requests may name.
+
+    Attributes:
+        model: the model, loaded or not.
+        is_ready: whether it answers.
+        loaded: its memory, and until when it is loaded; None: it is not loaded on demand, or not loaded.
+        weights: the folder of the version of its encoder.
+    """
+
+    model: EncoderModel
+    is_ready: bool
     loaded: LoadedModel | None
     weights: Path
 
@@ -139,6 +158,55 @@ class ServedModels(ABC):
         return listed
 
     @property
+    def listed_encoders(self) -> list[ListedEncoder]:
+        """The models of vectors or scores that requests may name, as `listed_models` has text models."""
+        loaded = {} if self.on_demand is None else {one.name: one for one in self.on_demand.loaded()}
+        ready = {model.name for model in self.encoder_models}
+        listed: list[ListedEncoder] = []
+        for name, model in sorted(self._known_encoders().items()):
+            if (entry := self.lifecycle.entries.get(model.encoder.model_name)) is not None:
+                weights = entry.path / str(max(entry.versions, default=1))
+                listed.append(
+                    ListedEncoder(
+                        model=model, is_ready=name in ready, loaded=loaded.get(name), weights=weights
+                    )
+                )
+        return listed
+
+    def _known_encoders(self) -> dict[str, EncoderModel]:
+        """Return the models of vectors or scores that requests may name, by name."""
+        found: dict[str, EncoderModel] = {}
+        entries = {} if self.on_demand is None else self.lifecycle.entries
+
+        def config_of(step: EnsembleStep) -> ModelConfig:
+            entry = entries.get(step.model_name)
+            if entry is None or entry.config is None:
+                raise InferenceError(f"the step {step.model_name!r} cannot be read")
+            return entry.config
+
+        for name, entry in entries.items():     # also those that are not loaded
+            with suppress(InferenceError):
+                if entry.config and (model := encoder_model(entry.config, config_of)):
+                    found[name] = model
+        return found | {model.name: model for model in self.encoder_models}
+
+    def is_encoder_model(self, name: str) -> bool:
+        """Whether a model makes vectors or scores, also one that is not loaded but would be on demand."""
+        return name in self._known_encoders()
+
+    def only_encoder_model_name(self) -> str:
+        """Return the name of the only model of vectors or scores.
+
+        Raises:
+            ModelNotFound: there is not exactly one model.
+        """
+        known = [*self._known_encoders()]
+        if len(known) != 1:
+            problem = f"the request names no model, and {len(known)} compute vectors or scores of texts"
+            raise ModelNotFound(problem, remedy=_remedy_of_encoders(known), field="model")
+        return known[0]
+
+    @property
     def served(self) -> list[ModelVersion]:
         """All versions of all models that answer."""
         return self.table.served
@@ -220,22 +288,17 @@ class ServedModels(ABC):
             ModelNotFound: an unknown name, a model of another kind, or no name and not exactly one model.
             ModelNotReady: the model is loading, or could not be loaded.
         """
-        if name is not None and (served := self.table.get(name)) is not None:
+        name = name or self.only_encoder_model_name()
+        if (served := self.table.get(name)) is not None:
             found = self._encoder_model(served)
             if found is not None:
                 return found
-        known = [model.name for model in self.encoder_models]
-        remedy = f"models that do: {', '.join(known)}" if known else (
-            "load an ensemble of a tokenizer and an encoder (docs/embeddings.md)"
-        )
-        if name is None:
-            if len(known) == 1:
-                return self.encoder_model(known[0])
-            problem = f"the request names no model, and {len(known)} compute vectors or scores of texts"
-            raise ModelNotFound(problem, remedy=remedy, field="model")
+        known = self._known_encoders()
+        remedy = _remedy_of_encoders([*known])
         if name not in self.lifecycle.entries:
             raise ModelNotFound(f"there is no model {name[:_MAX_SHOWN]!r}", remedy=remedy, field="model")
-        if self.table.get(name) is None and name not in self.lifecycle.text_models:
+        is_other = name in self.lifecycle.text_models if self.on_demand is None else name not in known
+        if self.table.get(name) is None and not is_other:
             raise self._not_ready(name)
         problem = f"model {name!r} computes neither vectors nor scores of texts"
         raise ModelNotFound(problem, remedy=remedy, field="model")
@@ -298,6 +361,12 @@ class ServedModels(ABC):
         """Whether a model answers."""
         served = self.table.get(name, version)
         return served is not None and served.ready
+
+
+def _remedy_of_encoders(known: Sequence[str]) -> str:
+    if known:
+        return f"models that do: {', '.join(known)}"
+    return "load an ensemble of a tokenizer and an encoder (docs/embeddings.md)"
 
 
 def not_found(name: str, known: list[str]) -> ModelNotFound:

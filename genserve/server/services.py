@@ -188,8 +188,10 @@ class Services:
             ModelNotFound, ModelNotReady: see `ServedModels.encoder_model`; or it cannot be loaded on demand.
             Overloaded: too many requests wait for it.
         """
-        if name is not None and self.repository.text_stages(name) is None:
-            await self.use_model(name, keep_alive_s=keep_alive_s)
+        if self.repository.on_demand is not None:
+            name = name or self.repository.only_encoder_model_name()
+            if await self._knows(name) and self.repository.is_encoder_model(name):
+                await self.use_model(name, keep_alive_s=keep_alive_s)
         return self.repository.encoder_model(name)
 
     async def _knows(self, name: str) -> bool:

@@ -8,7 +8,7 @@ import pytest
 
 from genserve.cli.main import main
 from genserve.cli.model_access import local_models
-from genserve.errors import InvalidRequest, ModelNotFound, RepositoryError
+from genserve.errors import InvalidRequest, ModelNotFound
 from tests.cli.terminal import ENTER, Terminal
 from tests.cli.test_model_access import add_model
 from tests.support.command_line import invoke
@@ -39,7 +39,7 @@ def test_a_stage_that_another_model_uses_stays(tmp_path: Path) -> None:
     assert remove(tmp_path, "a", "--yes") == ""
     assert folders(tmp_path) == ["a_decoder", "a_logits", "a_tokenizer", "twin"]
     error = remove(tmp_path, "a_logits", "--yes")
-    assert error.startswith(f"error[{RepositoryError.code}]")
+    assert error.startswith(f"error[{InvalidRequest.code}]")
     assert f"remedy: `genserve remove twin --model-repository {tmp_path}`" in error
     assert remove(tmp_path, "a_logits", "twin", "--yes") == ""
     assert folders(tmp_path) == []

@@ -19,6 +19,7 @@ export class ApiError extends Error {
 
 export interface Model {
   id: string;
+  capabilities?: string[];
   max_model_len?: number;
   default_sampling_params?: JsonObject; // where the model has other defaults than the server
   chat_sampling_params?: JsonObject; // which `genserve chat` sends too
@@ -30,9 +31,11 @@ export function serverUrl(): string {
   return new URL(".", document.baseURI).href;
 }
 
+/** The models that generate text. */
 export async function listModels(): Promise<Model[]> {
   const answer = await call("v1/models");
-  return ((await answer.json()) as { data: Model[] }).data;
+  const { data } = (await answer.json()) as { data: Model[] };
+  return data.filter(({ capabilities = ["completion"] }) => capabilities.includes("completion"));
 }
 
 /** The OpenAPI document. */

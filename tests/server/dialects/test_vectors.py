@@ -22,7 +22,7 @@ from tests.support.encoder_repository import (
     score_of,
     vector_of,
 )
-from tests.support.live_server import LiveServer
+from tests.support.live_server import LiveServer, wait_until
 
 TEXTS = ["the sea is calm", "a mountain", "salt water and the deep sea is calm", "unknown words", ""]
 LONG = " ".join(["sea"] * MAX_LENGTH)
@@ -194,3 +194,61 @@ def test_the_sdk_asks_for_vectors_and_scores(server: LiveServer) -> None:
         best = client.rerank("sea", TEXTS, model="ranker", top_n=2)
     assert [index for index, _ in best] == np.argsort(scores)[::-1][:2].tolist()
     assert close([score for _, score in best], sorted(scores)[::-1][:2])
+
+
+def test_models_of_vectors_and_scores_are_listed_and_described(http, server):
+    listed = {model["id"]: model for model in http.get("/v1/models").json()["data"]}
+    assert {name: model["capabilities"] for name, model in listed.items()} == {
+        "ranker": ["rerank"], "vectors": ["embedding"]
+    }  # fmt: skip
+    assert listed["vectors"]["max_model_len"] == MAX_LENGTH
+    assert http.get("/v1/models/vectors").json() == listed["vectors"]
+    with Client(server.url) as client:
+        assert client.models() == []    # none of them generates text
+    with ollama.Client(server.url) as client:
+        tagged = {model.model: model for model in client.list().models}
+        assert [*tagged] == ["ranker:latest", "vectors:latest"]
+        weights = encoder_weights(server)
+        assert tagged["vectors:latest"].size == weights.stat().st_size
+        assert [model.model for model in client.ps().models] == [*tagged]
+        shown = client.show("Vectors:latest")
+        assert shown.capabilities == ["embedding"]
+        assert shown.modelinfo["unknown.embedding_length"] == SIZE
+        assert shown.modelinfo["unknown.context_length"] == MAX_LENGTH
+        assert client.show("ranker").capabilities == ["rerank"]
+
+
+def test_a_model_of_vectors_is_loaded_on_demand_and_deleted(tmp_path):
+    root = encoder_repository(tmp_path)
+    with (
+        LiveServer(root, model_control_mode="on-demand") as server,
+        httpx2.Client(base_url=server.url, timeout=60) as http,
+        ollama.Client(server.url) as client,
+    ):
+        assert http.get("/v1/models/vectors").json()["status"]["value"] == "unloaded"
+        assert [model.model for model in client.list().models] == ["ranker:latest", "vectors:latest"]
+        assert client.show("vectors").capabilities == ["embedding"]
+        assert client.ps().models == []
+        # Neither a model without a name among two nor a stage is loaded.
+        for body in ({}, {"model": "no"}, {"model": "vectors_tokenizer"}):
+            assert http.post("/v1/embeddings", json={"input": "sea"} | body).status_code == 404
+        assert client.ps().models == []
+        assert close(client.embed("Vectors:latest", TEXTS[0]).embeddings[0], vector_of(TEXTS[0]))
+        [loaded] = client.ps().models
+        assert (loaded.model, loaded.context_length) == ("vectors:latest", MAX_LENGTH)
+        assert http.get("/v1/models/vectors").json()["status"]["value"] == "loaded"
+        client.embed("vectors", "", keep_alive=0)
+        wait_until(lambda: client.ps().models == [])
+        with pytest.raises(ollama.ResponseError, match="stage of vectors") as raised:
+            client.delete("vectors_encoder")
+        assert raised.value.status_code == 400
+        client.delete("vectors:latest")
+        assert [model.model for model in client.list().models] == ["ranker:latest"]
+        answer = http.post("/v1/score", json={"text_1": "sea", "text_2": "sea"})    # the only one now
+        assert close(answer.json()["data"][0]["score"], score_of("sea", "sea"))
+    assert not [*root.glob("vectors*")]
+
+
+def encoder_weights(server):
+    [root] = server.server.services.settings.model_repository
+    return root / "vectors_encoder" / "1" / "model.onnx"

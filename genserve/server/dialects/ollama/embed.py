@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field
 from genserve.repository.encoder_model import EncoderModel
 from genserve.server.access.access_control import INFERENCE
 from genserve.server.dialects.ollama.body import KeepAlive, keep_alive_seconds
-from genserve.server.dialects.ollama.routes import OLLAMA_ERRORS, TAG, local_name
+from genserve.server.dialects.ollama.routes import OLLAMA_ERRORS, local_name
 from genserve.server.dialects.vectors import VectorsResponse, encode, require_vectors, shortened, written
 from genserve.server.http.request_body import Items, TolerantBody
 from genserve.server.route import Router, rules
@@ -84,8 +84,5 @@ async def embeddings(body: EmbeddingsBody, services: SharedServices, request: Re
 
 async def _model(services: Services, body: EmbedBody | EmbeddingsBody) -> EncoderModel:
     """Return a model by any of its names."""
-    name = local_name(services, body.model)
-    if name not in services.repository.lifecycle.entries:
-        name = body.model.removesuffix(TAG)
-    keep_alive_s = keep_alive_seconds(body.keep_alive)
+    name, keep_alive_s = local_name(services, body.model), keep_alive_seconds(body.keep_alive)
     return require_vectors(await services.encoder_model(name, keep_alive_s=keep_alive_s))

@@ -42,6 +42,7 @@ from genserve.server.dialects.ollama.routes import (
     OLLAMA_ERRORS,
     ModelFields,
     local_name,
+    new_name,
     ollama_error,
     pulled_name,
 )
@@ -114,7 +115,7 @@ async def pull(body: ModelFields, services: SharedServices, request: Request) ->
 @rules(CHANGE)
 async def create(body: CreateBody, services: SharedServices, request: Request) -> Response:
     """Make a model of uploaded files, or of another model, in lines of progress."""
-    name = local_name(services, _given(body))
+    name = _target(services, _given(body))
     record_change(f"create {name}")
     require_changes(services)
     _check_create(body)
@@ -129,7 +130,7 @@ async def create(body: CreateBody, services: SharedServices, request: Request) -
 @rules(CHANGE)
 async def copy(body: CopyBody, services: SharedServices) -> Response:
     """Copy a model; both share the data of their weights."""
-    source, destination = local_name(services, body.source), local_name(services, body.destination)
+    source, destination = local_name(services, body.source), _target(services, body.destination)
     record_change(f"copy {source} to {destination}")
     require_changes(services)
     await asyncio.to_thread(_copy, services, source, destination)
@@ -159,6 +160,12 @@ def _given(body: ModelFields) -> str:
     if not name:
         raise InvalidRequest("the request names no model", field="model", remedy="set `model`")
     return name
+
+
+def _target(services: Services, name: str) -> str:
+    """Return the name that a new model gets, or that of the model which has the name already."""
+    known = local_name(services, name)
+    return known if known in services.repository.lifecycle.entries else new_name(name)
 
 
 def _check_create(body: CreateBody) -> None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from fastapi import Request
@@ -35,7 +36,8 @@ from genserve.errors import (
 )
 from genserve.prompt import Prompt, ToolCall
 from genserve.redaction import redacted_error
-from genserve.repository.served_models import ListedModel, not_found
+from genserve.repository.on_demand import LoadedModel
+from genserve.repository.served_models import ListedEncoder, ListedModel, not_found
 from genserve.repository.text_stages import TextStages
 from genserve.request_context import CURRENT_REQUEST
 from genserve.sampling.sampling_params import SamplingParams, unused_parameters
@@ -75,6 +77,7 @@ from genserve.textmodel.tool_calling import ToolCalling
 # The version of Ollama whose API this is; clients compare it with the one that they need.
 _API_VERSION = "0.24.0"
 TAG = ":latest"
+_PLAIN_TEMPLATE = "{{ .Prompt }}"     # of a model without a chat template
 _NEVER = "2318-01-01T00:00:00Z"     # models stay loaded; Ollama writes such a year, too
 # Ollama has no word for a passed deadline, nor for a text that repeats itself: `stop_reason` has ours.
 _DONE_REASONS = {
@@ -151,7 +154,10 @@ async def running(services: SharedServices) -> dict[str, Any]:
 @rules(METADATA)
 async def show(body: ModelFields, services: SharedServices) -> dict[str, Any]:
     """Describe a model; one that is not loaded, by its files."""
-    name = _name(services, body.model or body.name)
+    name = _known(services, body.model or body.name)
+    for listed in services.repository.listed_encoders:
+        if listed.model.name == name:
+            return await asyncio.to_thread(_described_encoder, listed)
     if services.repository.on_demand is not None:
         name = name or services.repository.only_text_model_name()
         stages = services.repository.text_stages(name)
@@ -201,22 +207,46 @@ def _description(
     reasons: bool,
     written_s: float,
 ) -> dict[str, Any]:
-    template, family = tokenizer.chat_template, details["family"]
+    template = tokenizer.chat_template
+    capabilities = ["completion", *(["tools"] if template else []), *(["thinking"] if reasons else [])]
+    return {
+        **_facts(name, details=details, sizes=sizes, capabilities=capabilities, written_s=written_s),
+        "parameters": "\n".join(f"{name:<30} {value}" for name, value in defaults.items()),
+        "template": template.source if template else _PLAIN_TEMPLATE,
+    }
+
+
+def _described_encoder(listed: ListedEncoder) -> dict[str, Any]:
+    model = listed.model
+    written_s, details = _of_files(listed.weights)
+    sizes = {"context_length": model.max_length or 0, "embedding_length": model.size}
+    return {
+        **_facts(model.name, details=details, sizes=sizes, capabilities=[model.capability],
+                 written_s=written_s),
+        "parameters": "",
+        "template": _PLAIN_TEMPLATE,
+    }
+
+
+def _facts(
+    name: str,
+    *,
+    details: Mapping[str, Any],
+    sizes: Mapping[str, int],
+    capabilities: Sequence[str],
+    written_s: float,
+) -> dict[str, Any]:
+    """Return the fields of the description of any model."""
+    family = details["family"]
     return {
         "modelfile": f"FROM {name}\n",
-        "parameters": "\n".join(f"{name:<30} {value}" for name, value in defaults.items()),
-        "template": template.source if template else "{{ .Prompt }}",
         "details": details,
         "model_info": {
             "general.architecture": family,
             "general.basename": name,
             **{f"{family}.{of}": size for of, size in sizes.items() if size > 0},   # others are unknown
         },
-        "capabilities": [
-            "completion",
-            *(["tools"] if template else []),
-            *(["thinking"] if reasons else []),
-        ],
+        "capabilities": capabilities,
         "modified_at": _written_time(written_s),
     }
 
@@ -224,25 +254,26 @@ def _description(
 async def _model(services: Services, name: str | None) -> TextModel:
     """Return a model by its name, with or without the tag."""
     try:
-        return await services.text_model(_name(services, name))
+        return await services.text_model(_known(services, name))
     except ModelNotFound as error:
         raise _not_found(name, error) from None
 
 
-def _name(services: Services, name: str | None) -> str | None:
-    """Return the name of a model in the repository, by any of its names."""
-    known = services.repository.text_model_names
-    if name is None or name in known:
-        return name
-    local = local_name(services, name)
-    return local if local in known else name.removesuffix(TAG)
+def _known(services: Services, name: str | None) -> str | None:
+    return name and local_name(services, name)
 
 
 def local_name(services: Services, name: str) -> str:
-    """Return the name in the repository for a name of Ollama's: `qwen3:0.6b` is qwen3-0.6b."""
-    exact = name.removesuffix(TAG)
-    if exact in services.repository.lifecycle.entries:
-        return exact
+    """Return the name of a model in the repository, by any of its names: `qwen3:0.6b` is qwen3-0.6b.
+
+    A name that is unknown stays as it is, without its tag.
+    """
+    entries, exact, new = services.repository.lifecycle.entries, name.removesuffix(TAG), new_name(name)
+    return new if exact not in entries and new in entries else exact
+
+
+def new_name(name: str) -> str:
+    """Return the name that a new model gets in the repository, for a name of Ollama's."""
     return pulled_name(name).rpartition("/")[2].replace(":", "-").lower()
 
 
@@ -264,17 +295,17 @@ def _shown(name: str | None) -> str:
 
 def _all_listed(services: Services, *, only_loaded: bool = False) -> list[dict[str, Any]]:
     """Return the models; with `only_loaded` those that are, their memory, and until when they are loaded."""
-    listed = services.repository.listed_models
+    listed, encoders = services.repository.listed_models, services.repository.listed_encoders
     if not only_loaded:
-        return [_listed(model) for model in listed]
-    return [_listed(model) | _memory(model, model.model) for model in listed if model.model is not None]
+        return [*map(_listed, listed), *map(_listed_encoder, encoders)]
+    texts = [_listed(one) | _memory(one.loaded, one.model.max_length) for one in listed if one.model]
+    ready = [one for one in encoders if one.is_ready]
+    return texts + [_listed_encoder(one) | _memory(one.loaded, one.model.max_length) for one in ready]
 
 
-def _memory(listed: ListedModel, model: TextModel) -> dict[str, Any]:
-    fields: dict[str, Any] = {
-        "expires_at": _NEVER, "size_vram": 0, "context_length": model.max_length
-    }  # fmt: skip
-    if (loaded := listed.loaded) is not None:
+def _memory(loaded: LoadedModel | None, max_length: int | None) -> dict[str, Any]:
+    fields: dict[str, Any] = {"expires_at": _NEVER, "size_vram": 0, "context_length": max_length or 0}
+    if loaded is not None:
         fields["size"] = loaded.size_bytes
         if loaded.remaining_s < math.inf:
             fields["expires_at"] = _written_time(time.time() + loaded.remaining_s)
@@ -282,13 +313,33 @@ def _memory(listed: ListedModel, model: TextModel) -> dict[str, Any]:
 
 
 def _listed(listed: ListedModel) -> dict[str, Any]:
-    name, model, weights = f"{listed.name}{TAG}", listed.model, listed.weights
-    if model is not None:
-        size_bytes, written_s, details = model.weights_bytes, model.loaded_s, _details(model)
-    else:
-        size_bytes = sum(file.stat().st_size for file in version_files(weights))
-        written_s = weights.stat().st_mtime if weights.exists() else 0.0
-        details = _described("unknown", read_parity(weights).get("precision", "unknown"))
+    model = listed.model
+    if model is None:
+        return _row_of_files(listed.name, listed.weights)
+    return _row(
+        listed.name, size_bytes=model.weights_bytes, written_s=model.loaded_s, details=_details(model)
+    )
+
+
+def _listed_encoder(listed: ListedEncoder) -> dict[str, Any]:
+    return _row_of_files(listed.model.name, listed.weights)
+
+
+def _row_of_files(name: str, weights: Path) -> dict[str, Any]:
+    """Return the row of a model by the files of its weights."""
+    size_bytes = sum(file.stat().st_size for file in version_files(weights))
+    written_s, details = _of_files(weights)
+    return _row(name, size_bytes=size_bytes, written_s=written_s, details=details)
+
+
+def _of_files(weights: Path) -> tuple[float, dict[str, Any]]:
+    """Return when weights were written, seconds since 1970, and the details of their model."""
+    written_s = weights.stat().st_mtime if weights.exists() else 0.0
+    return written_s, _described("unknown", read_parity(weights).get("precision", "unknown"))
+
+
+def _row(name: str, *, size_bytes: int, written_s: float, details: Mapping[str, Any]) -> dict[str, Any]:
+    name = f"{name}{TAG}"
     return {
         "name": name,
         "model": name,
@@ -402,7 +453,7 @@ def _json(value: Any) -> str:
 
 
 async def _handle(body: OllamaBody, services: Services, request: Request) -> Response:
-    name, keep_alive_s = _name(services, body.model), keep_alive_seconds(body.keep_alive)
+    name, keep_alive_s = _known(services, body.model), keep_alive_seconds(body.keep_alive)
     on_demand = services.repository.on_demand
     if on_demand is not None:
         read_params(body.params, body.names)    # an invalid request loads nothing

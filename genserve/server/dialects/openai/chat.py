@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Literal
 
 from fastapi import Request
@@ -15,7 +16,8 @@ from pydantic import Field
 from genserve.completion import Completion, Delta, FinishReason
 from genserve.errors import InvalidRequest
 from genserve.prompt import Message
-from genserve.repository.served_models import ListedModel
+from genserve.repository.on_demand import LoadedModel
+from genserve.repository.served_models import ListedEncoder, ListedModel
 from genserve.request_context import CURRENT_REQUEST
 from genserve.sampling.defaults import chat_sampling_params
 from genserve.server.access.access_control import INFERENCE, METADATA
@@ -79,12 +81,13 @@ async def control_answer(body: ControlBody, services: SharedServices) -> dict[st
 @router.get("/models")
 @rules(METADATA)
 async def models(services: SharedServices) -> dict[str, Any]:
-    """List the models that generate text, with the fields of Anthropic's list, too."""
+    """List the models that generate text, and those of vectors and scores, with Anthropic's fields, too."""
     repository = services.repository
     if repository.on_demand is None:
         listed = [_model(model) for model in repository.text_models]
     else:
         listed = [_listed(model) for model in repository.listed_models]
+    listed += [_encoder(model) for model in repository.listed_encoders]
     ends = {"first_id": listed[0]["id"], "last_id": listed[-1]["id"]} if listed else {}
     return {"object": "list", "data": listed, "has_more": False, **ends}
 
@@ -98,6 +101,9 @@ async def model(name: str, services: SharedServices) -> dict[str, Any]:
         for listed in repository.listed_models:
             if listed.name == name:
                 return _listed(listed)
+    for encoder in repository.listed_encoders:
+        if encoder.model.name == name:
+            return _encoder(encoder)
     return _model(repository.text_model(name))
 
 
@@ -274,18 +280,34 @@ def _logprobs(scores: ContentScores | TokenScores, part: Delta | Completion) -> 
 
 
 def _listed(listed: ListedModel) -> dict[str, Any]:
-    """Return a model that is loaded on demand, with its state as llama-server writes it."""
-    loaded = listed.loaded
+    """Return a model that is loaded on demand, with its state."""
+    status = _status(listed.loaded)
+    if listed.model is not None:
+        return _model(listed.model) | status
+    return _named(listed.name, _written_s(listed.weights)) | status
+
+
+def _encoder(listed: ListedEncoder) -> dict[str, Any]:
+    model = listed.model
+    fields = _named(model.name, _written_s(listed.weights), capability=model.capability)
+    fields |= {} if model.max_length is None else {"max_model_len": model.max_length}
+    is_resident = listed.is_ready and listed.loaded is None     # as a step of another model, or of all
+    return fields if is_resident else fields | _status(listed.loaded)
+
+
+def _written_s(weights: Path) -> int:
+    return int(weights.stat().st_mtime) if weights.exists() else 0
+
+
+def _status(loaded: LoadedModel | None) -> dict[str, Any]:
+    """Return the state of a model that is loaded on demand, as llama-server writes it."""
     if loaded is None:
         status: dict[str, Any] = {"value": "unloaded"}
     else:
         status = {"value": "loaded" if loaded.is_ready else "loading", "memory_bytes": loaded.size_bytes}
         if loaded.remaining_s < math.inf:
             status["remaining_s"] = round(loaded.remaining_s)
-    if listed.model is not None:
-        return _model(listed.model) | {"status": status}
-    created_s = int(listed.weights.stat().st_mtime) if listed.weights.exists() else 0
-    return _named(listed.name, created_s) | {"status": status}
+    return {"status": status}
 
 
 def _model(model: TextModel) -> dict[str, Any]:
@@ -301,13 +323,14 @@ def _model(model: TextModel) -> dict[str, Any]:
     }
 
 
-def _named(name: str, created_s: int) -> dict[str, Any]:
+def _named(name: str, created_s: int, *, capability: str = "completion") -> dict[str, Any]:
     """Return the fields of any model; `created_s`: seconds since 1970."""
     return {
         "id": name,
         "object": "model",
         "created": created_s,
         "owned_by": "genserve",
+        "capabilities": [capability],   # llama-server's
         # Anthropic's
         "type": "model",
         "display_name": name,
