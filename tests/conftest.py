@@ -181,6 +181,20 @@ def tiny_repository(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fi
 
 
 @pytest.fixture(scope="session")
+def hybrid_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with attention and recurrent states as model `tiny`."""
+
+    def export(repository: Path) -> None:
+        from genserve.export import SilentProgress, export_model
+        from tests.export.tiny_models import TINY_MODELS, tiny_checkpoint
+
+        source = str(tiny_checkpoint(repository.with_name("hybrid_source"), **TINY_MODELS["qwen3_5"]))
+        export_model(source, repository=repository, name="tiny", progress=SilentProgress())
+
+    return built_once(tmp_path_factory, "hybrid", export)
+
+
+@pytest.fixture(scope="session")
 def traced_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of an architecture that no family builds."""
     from tests.export.tiny_models import tiny_checkpoint

@@ -71,8 +71,8 @@ def cache(flags: CacheFlags) -> None:
     if model.disk_cache is None:
         raise RepositoryError(
             f"no block of {name!r} was written",
-            remedy='a model with `prefix_cache: "false"` in its config, with recurrent states or without a '
-            "KV cache stores none; for other models the log above has the reason",
+            remedy='a model with `prefix_cache: "false"` in its config or without a KV cache stores none; '
+            "for other models the log above has the reason",
         )
     num_stored = model.disk_cache.num_stored_tokens(token_ids)
     if num_stored < len(token_ids):

@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from errno import ENOSPC
+from functools import partial
+from hashlib import blake2b
 from itertools import takewhile
 from pathlib import Path
 from queue import SimpleQueue
@@ -39,7 +41,7 @@ _CLOSE_S = 20.0             # a disk that takes longer to write the rest does no
 
 
 class BlockMemory(Protocol):
-    """The contents of the blocks of a KV cache; used by the engine's thread."""
+    """The contents of the blocks and of the state slots of a KV cache; used by the engine's thread."""
 
     @property
     def block_bytes(self) -> int:
@@ -50,6 +52,16 @@ class BlockMemory(Protocol):
 
     def write_blocks(self, block_ids: Sequence[int], rows: NDArray[np.uint8]) -> None:
         """Overwrite whole blocks with what `read_blocks` has returned."""
+
+    @property
+    def state_bytes(self) -> int:
+        """Size of the recurrent state of one sequence; 0: the model has none."""
+
+    def read_states(self, slots: Sequence[int]) -> NDArray[np.uint8]:
+        """Return a copy of recurrent states: [len(slots), state_bytes]."""
+
+    def write_states(self, slots: Sequence[int], rows: NDArray[np.uint8]) -> None:
+        """Overwrite recurrent states with what `read_states` has returned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +79,7 @@ class PrefixCacheFolder:
 
 @dataclass(frozen=True, slots=True)
 class _Copies:
-    """Copies of blocks that are to be written."""
+    """Copies of blocks or of states that are to be written."""
 
     keys: Sequence[bytes]
     rows: NDArray[np.uint8]
@@ -133,34 +145,69 @@ class DiskCache:
 
     def store(self, blocks: Sequence[tuple[bytes, int]]) -> None:
         """Copy blocks, given by keys and numbers, which are written soon; for the engine's thread."""
-        with self._lock:
-            if not self.writes:
-                return
-            num_blocks = max(0, _MAX_UNWRITTEN_BYTES - self._unwritten_bytes) // self.memory.block_bytes
-            is_slow, blocks = num_blocks < len(blocks), blocks[:num_blocks]
-            self._unwritten_bytes += len(blocks) * self.memory.block_bytes
-        if is_slow and not self._was_slow:
-            self._was_slow = True
-            logger.warning(
-                "the disk is slower than model %s, and some of its blocks are not written", self._name
-            )
+        blocks = blocks[: self._reserve(len(blocks), self.memory.block_bytes)]
         if blocks:
             rows = self.memory.read_blocks([block for _, block in blocks])
             self._work.put(_Copies([key for key, _ in blocks], rows))
 
-    def read_ahead(self, request: Request, *, is_cached: Callable[[bytes], bool]) -> Iterator[StoredBlocks]:
+    def store_states(self, snapshots: Sequence[tuple[bytes, int]]) -> None:
+        """Do the same with states at the ends of blocks, given by the keys of these and by slots."""
+        snapshots = snapshots[: self._reserve(len(snapshots), self.memory.state_bytes)]
+        if snapshots:
+            rows = self.memory.read_states([slot for _, slot in snapshots])
+            self._work.put(_Copies([_state_key(key) for key, _ in snapshots], rows))
+
+    def _reserve(self, num_copies: int, copy_bytes: int) -> int:
+        """Reserve memory for copies; return for how many."""
+        with self._lock:
+            if not self.writes:
+                return 0
+            num_reserved = min(num_copies, max(0, _MAX_UNWRITTEN_BYTES - self._unwritten_bytes) // copy_bytes)
+            self._unwritten_bytes += num_reserved * copy_bytes
+        if num_reserved < num_copies and not self._was_slow:
+            self._was_slow = True
+            logger.warning(
+                "the disk is slower than model %s, and some of its blocks are not written", self._name
+            )
+        return num_reserved
+
+    def read_ahead(
+        self,
+        request: Request,
+        *,
+        is_cached: Callable[[bytes], bool],
+        has_snapshot: Callable[[bytes], bool],
+    ) -> Iterator[StoredBlocks]:
         """Yield the blocks of a prompt that are in files, up to the first one that is nowhere, in parts.
+
+        Of a model with recurrent states these end where a state is known, in a file or in memory.
 
         Args:
             request: has the prompt, and is not submitted yet.
             is_cached: whether the KV cache has the block with a key.
+            has_snapshot: whether it has the state at the end of that block.
         """
         if request.skip_reading_prefix_cache:
             return
-        root = root_key(request.cache_salt)
         keys = block_keys(request.token_ids, block_size=self._block_size, cache_salt=request.cache_salt)
         if self._thread is not None:
-            self._work.put(keys)
+            self._work.put(self._with_states(keys))
+        state: NDArray[np.uint8] | None = None
+        if self.memory.state_bytes:
+            # The request computes at least one token, and has no state in the middle of a block.
+            keys = keys[: (len(request.token_ids) - 1) // self._block_size]
+            keys = self._up_to_a_state(keys, is_cached=is_cached, has_snapshot=has_snapshot)
+            if keys and not has_snapshot(keys[-1]):
+                state = np.empty(self.memory.state_bytes, np.uint8)
+                if not self._read(_state_key(keys[-1]), state):
+                    return
+        stored = partial(
+            StoredBlocks,
+            token_ids=request.token_ids,
+            parents=[root_key(request.cache_salt), *keys],
+            keys=keys,
+            owner=request.group.share.name,
+        )
         missing = [index for index, key in enumerate(keys) if not is_cached(key)]
         self._metrics.disk_cache_queried(tokens=len(missing) * self._block_size)
         most = max(1, _PART_BYTES // self.memory.block_bytes)
@@ -173,28 +220,50 @@ class DiskCache:
             if num_read:
                 num_bytes = num_read * self.memory.block_bytes
                 self._metrics.disk_cache_hit(tokens=num_read * self._block_size, read_bytes=num_bytes)
-                yield StoredBlocks(
-                    token_ids=request.token_ids,
-                    parents=[root, *keys],
-                    keys=keys,
-                    owner=request.group.share.name,
-                    indices=wanted[:num_read],
-                    rows=rows[:num_read],
-                )
+                yield stored(indices=wanted[:num_read], rows=rows[:num_read])
             if num_read < len(wanted):
-                break
+                return
+        if state is not None:
+            self._metrics.disk_cache_hit(tokens=0, read_bytes=len(state))
+            nothing = np.empty((0, self.memory.block_bytes), np.uint8)
+            yield stored(indices=(), rows=nothing, state=state, state_index=len(keys) - 1)
 
     def num_stored_tokens(self, token_ids: Sequence[int]) -> int:
-        """Return how many tokens of a prompt are in files, up to the first block that has none."""
+        """Return after how many tokens of a prompt a request can go on with what is in files."""
         keys = block_keys(token_ids, block_size=self._block_size)
-        stored = takewhile(lambda key: any(key in files for files in self._readable), keys)
-        return sum(self._block_size for _ in stored)
+        if self.memory.state_bytes:
+            found = self._up_to_a_state(keys, is_cached=lambda _: False, has_snapshot=lambda _: False)
+        else:
+            found = list(takewhile(self._has_file, keys))
+        return len(found) * self._block_size
 
     def close(self) -> None:
         """Write what was copied, and end the thread."""
         if self._thread is not None:
             self._work.put(None)
             self._thread.join(_CLOSE_S)
+
+    def _up_to_a_state(
+        self,
+        keys: Sequence[bytes],
+        *,
+        is_cached: Callable[[bytes], bool],
+        has_snapshot: Callable[[bytes], bool],
+    ) -> list[bytes]:
+        """Return the keys of the longest beginning of a prompt that is known with the state at its end."""
+        known = list(takewhile(lambda key: is_cached(key) or self._has_file(key), keys))
+        while known and not (has_snapshot(known[-1]) or self._has_file(_state_key(known[-1]))):
+            known.pop()
+        return known
+
+    def _with_states(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        """Return the names of the files of blocks and of the states at their ends, if the model has any."""
+        if not self.memory.state_bytes:
+            return keys
+        return [name for key in keys for name in (key, _state_key(key))]
+
+    def _has_file(self, key: bytes) -> bool:
+        return any(key in files for files in self._readable)
 
     def _read(self, key: bytes, row: NDArray[np.uint8]) -> bool:
         return any(files.read(key, row) for files in self._readable)
@@ -240,3 +309,8 @@ class DiskCache:
                 self._metrics.disk_cache_written(num_bytes)
             with self._lock:
                 self._unwritten_bytes -= work.rows.nbytes
+
+
+def _state_key(key: bytes) -> bytes:
+    """Return the name of the file of the state at the end of a block."""
+    return blake2b(key, digest_size=32, person=b"state").digest()

@@ -9,6 +9,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from genserve.engine.decoding_loops import DecodeFunction, DecodingLoops
 from genserve.engine.disk_cache import DiskCache
 from genserve.engine.engine_request import LogitsRequest, Request, RequestStatus, TokenSequence
@@ -18,6 +20,7 @@ from genserve.engine.model_runner import ModelRunner
 from genserve.engine.prefix_cache import StoredBlocks
 from genserve.engine.scheduler import Scheduler, SchedulerOutput
 from genserve.engine.speculation import Speculation
+from genserve.engine.state_slots import NO_SLOT
 from genserve.engine.step_processor import StepOutputs, StepProcessor
 from genserve.errors import SEE_LOG, GenserveError, ModelFailed
 from genserve.sampling.logits_array import LogitsArray
@@ -169,17 +172,28 @@ class Engine:
         """See `KVCacheManager.is_cached`."""
         return self._kv.is_cached(key)
 
+    def has_snapshot(self, key: bytes) -> bool:
+        """See `KVCacheManager.has_snapshot`."""
+        return self._kv.has_snapshot(key)
+
     def restore(self, stored: StoredBlocks) -> None:
         """Put blocks of a prompt that were read from files into the prefix cache, in blocks that are free."""
         assert self.disk_cache is not None
-        rows, block_ids = self._kv.restore(stored)
+        rows, block_ids, slot = self._kv.restore(stored)
         self.disk_cache.memory.write_blocks(block_ids, stored.rows[rows])
+        if slot != NO_SLOT and stored.state is not None:
+            self.disk_cache.memory.write_states([slot], stored.state[np.newaxis])
 
     def _store_filled(self) -> None:
         """Have the disk cache copy the blocks that were filled, while they are as they were computed."""
-        if self._kv.filled and self.disk_cache is not None:
+        if self.disk_cache is None:
+            return
+        if self._kv.filled:
             self.disk_cache.store(self._kv.filled)
             self._kv.filled.clear()
+        if self._kv.kept:
+            self.disk_cache.store_states(self._kv.kept)
+            self._kv.kept.clear()
 
     def expected_to_resume(self, *, within_s: float) -> tuple[int, float]:
         """Return how many paused loops always resume within a time, and how long to wait for them."""
@@ -201,6 +215,7 @@ class Engine:
         scheduled = self._scheduler.schedule(num_reserved=self._paused.num_reserved(started_s))
         if scheduled is None:
             return None
+        self._store_filled()    # a preempted sequence leaves a snapshot, whose slot this forward may write
         try:
             logits, num_rows = self._runner.run(scheduled)
         except Exception:

@@ -192,7 +192,7 @@ class EngineThread:
             self._queue.check(sequences)
             for choices in made:        # which have the same prompt
                 for stored in self._engine.disk_cache.read_ahead(
-                    choices[0], is_cached=self._engine.is_cached
+                    choices[0], is_cached=self._engine.is_cached, has_snapshot=self._engine.has_snapshot
                 ):
                     self._queue.restore(stored)
         self.submit_sequences(*sequences, sink=sink, reservation=reservation)

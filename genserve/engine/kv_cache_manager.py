@@ -44,6 +44,8 @@ class KVCacheManager:
         copies: pairs (source, target) of blocks to copy, in this order, before the next forward.
         filled: the blocks that were computed and cached, with their keys, for a `DiskCache` to store before
             the next step; None: there is none.
+        kept: the slots of the snapshots that were taken at the ends of full blocks, with the keys of these,
+            for the same.
         states: the slots of recurrent states; None: the model has none.
         num_snapshot_hits: how many requests have started from a snapshot.
         num_recomputed_tokens: how many tokens with cached blocks had no snapshot to continue from.
@@ -62,6 +64,7 @@ class KVCacheManager:
         self.block_size = block_size
         self.copies: list[tuple[int, int]] = []
         self.filled: list[tuple[bytes, int]] | None = [] if stores_blocks else None
+        self.kept: list[tuple[bytes, int]] = []
         self.states = StateSlots(num_state_slots) if num_state_slots else None
         self.num_snapshot_hits = 0
         self.num_recomputed_tokens = 0
@@ -155,10 +158,13 @@ class KVCacheManager:
         for request, draft in zip(requests, drafts, strict=True):
             state = request.block_table.state
             assert state is not None
-            dropped = self.states.schedule(state, keep=bool(draft))
-            if dropped is not None and self._prefix_cache.is_partial(dropped):
-                self._prefix_cache.evict(dropped)   # nothing can continue there
-                self._free.move_to_end(dropped, last=False)
+            self._forget_partial(self.states.schedule(state, keep=bool(draft)))
+
+    def _forget_partial(self, dropped: int | None) -> None:
+        """Evict a partly filled block whose snapshot was dropped: nothing can continue there."""
+        if dropped is not None and self._prefix_cache.is_partial(dropped):
+            self._prefix_cache.evict(dropped)
+            self._free.move_to_end(dropped, last=False)
 
     def go_back(self, request: Request) -> None:
         """Continue before the last forward, which has written a state after a wrong draft.
@@ -251,13 +257,18 @@ class KVCacheManager:
         """Whether a full block is cached. Safe from any thread, where the answer may be true no more."""
         return self._prefix_cache.find(key) is not None
 
-    def restore(self, stored: StoredBlocks) -> tuple[list[int], list[int]]:
+    def has_snapshot(self, key: bytes) -> bool:
+        """Whether there is a state at the end of a full block. Safe from any thread, as `is_cached`."""
+        block = self._prefix_cache.find(key)
+        return self.states is not None and block is not None and block in self.states
+
+    def restore(self, stored: StoredBlocks) -> tuple[list[int], list[int], int]:
         """Cache blocks of a prompt that come from files, in free blocks that the prompt does not have cached.
 
         Returns:
-            Which of `stored.rows` have a block now, and these blocks, which are to be overwritten.
+            Which of `stored.rows` have a block now, these blocks, and the slot of `stored.state` or NO_SLOT:
+            blocks and slot are to be overwritten.
         """
-        assert self.states is None, "files have no snapshots"
         keys, size = stored.keys, self.block_size
         held = [self._prefix_cache.find(key) for key in keys]
         self._keep(held)
@@ -265,8 +276,7 @@ class KVCacheManager:
         missing = [(row, index) for row, index in enumerate(stored.indices) if held[index] is None]
         rows: list[int] = []
         for row, index in missing[:num_free]:
-            block, _ = self._free.popitem(last=False)
-            self._prefix_cache.evict(block)
+            block = self._evict_next()
             self._prefix_cache.insert(
                 block,
                 keys[index],
@@ -278,7 +288,12 @@ class KVCacheManager:
             held[index] = block
             rows.append(row)
         self._keep(held)
-        return rows, [block for block in (held[stored.indices[row]] for row in rows) if block is not None]
+        slot, last = NO_SLOT, None if stored.state is None else held[stored.state_index]
+        if self.states is not None and last is not None and last not in self.states:
+            slot, dropped = self.states.restore(last)
+            self._forget_partial(dropped)
+        block_ids = [block for block in (held[stored.indices[row]] for row in rows) if block is not None]
+        return rows, block_ids, slot
 
     def _keep(self, block_ids: Sequence[int | None]) -> None:
         """Have the free ones of a prompt's blocks count as used now, and its first block as used last."""
@@ -412,8 +427,11 @@ class KVCacheManager:
 
     def _keep_state(self, states: StateSlots, request: Request, state: SequenceState) -> None:
         """Keep the state at the end of a full block as a snapshot, if the block is cached."""
-        block = self._prefix_cache.find(self._key(request, state.num_tokens // self.block_size - 1))
+        key = self._key(request, state.num_tokens // self.block_size - 1)
+        block = self._prefix_cache.find(key)
         if block is not None:
+            if self.filled is not None and block not in states:
+                self.kept.append((key, state.slot))
             states.keep(block, state)
 
     def _keep_last_state(self, states: StateSlots, request: Request, state: SequenceState) -> None:
@@ -492,12 +510,16 @@ class KVCacheManager:
         self._ref_counts[block] += 1
 
     def _new_block(self) -> int:
+        block = self._evict_next()
+        self._ref_counts[block] = 1
+        return block
+
+    def _evict_next(self) -> int:
         """Pop the least recently used free block, and evict its tokens and its snapshot."""
         block, _ = self._free.popitem(last=False)
         self._prefix_cache.evict(block)
         if self.states is not None:
             self.states.drop(block)
-        self._ref_counts[block] = 1
         return block
 
     def _free_blocks(self, block_ids: Sequence[int]) -> None:

@@ -51,6 +51,9 @@ class StoredBlocks:
         owner: the name of the API key of the request.
         indices: which of the prompt's blocks these are, ascending.
         rows: [len(indices), block_bytes], their contents.
+        state: [state_bytes], the recurrent state at the end of a block, which is the last of these or is
+            cached; None: none was read.
+        state_index: which of the prompt's blocks that is.
     """
 
     token_ids: Sequence[int]
@@ -59,6 +62,8 @@ class StoredBlocks:
     owner: str
     indices: Sequence[int]
     rows: NDArray[np.uint8]
+    state: NDArray[np.uint8] | None = None
+    state_index: int = 0
 
 
 class PrefixCache:

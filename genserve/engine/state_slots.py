@@ -74,7 +74,8 @@ class StateSlots:
         slot, dropped = state.slot, None
         if slot == NO_SLOT or keep or self._ref_counts[slot] > 1 or slot in self._blocks:
             if not self._free:
-                dropped = next(b for b, kept in self._snapshots.items() if not self._ref_counts[kept])
+                dropped = self._unused_snapshot()
+                assert dropped is not None
                 self.drop(dropped)
             slot = self._free.pop()
             self._ref_counts[slot] = 1
@@ -115,6 +116,24 @@ class StateSlots:
             self._snapshots[block] = state.slot
             self._blocks[state.slot] = block
 
+    def restore(self, block: int) -> tuple[int, int | None]:
+        """Choose the slot of a snapshot at the end of a cached block, which has none.
+
+        Returns:
+            The slot, which is to be overwritten, or NO_SLOT: requests hold all; and the block whose snapshot
+            was dropped for it, if there was one.
+        """
+        dropped = None
+        if not self._free:
+            dropped = self._unused_snapshot()
+            if dropped is None:
+                return NO_SLOT, None
+            self.drop(dropped)
+        slot = self._free.pop()
+        self._snapshots[block] = slot
+        self._blocks[slot] = block
+        return slot, dropped
+
     def share(self, block: int) -> int:
         """Return the slot of a snapshot for a request that starts there."""
         slot = self._snapshots[block]
@@ -145,6 +164,10 @@ class StateSlots:
         assert len(self._blocks) == len(self._snapshots), "two blocks have the same snapshot"
         free = [slot for slot, count in enumerate(held) if not count and slot not in self._blocks]
         assert sorted(self._free) == free, "the free slots differ from those without a state"
+
+    def _unused_snapshot(self) -> int | None:
+        """Return the block of the least recently used snapshot that no request holds; None: there is none."""
+        return next((block for block, slot in self._snapshots.items() if not self._ref_counts[slot]), None)
 
     def _release(self, slot: int) -> None:
         if slot != NO_SLOT:

@@ -61,11 +61,8 @@ def open_disk_cache(
         return None
     if not boolean_parameter(stage.config.parameters, "prefix_cache", default=True):
         return None
-    if not isinstance(logits, CachedLogits) or logits.num_state_slots:
-        logger.warning(
-            "model %s has no prefix cache on disk: %s", name,
-            "its recurrent states are not stored" if logits.num_state_slots else "it has no KV cache",
-        )
+    if not isinstance(logits, CachedLogits):
+        logger.warning("model %s has no prefix cache on disk: it has no KV cache", name)
         return None
     fingerprint = cache_fingerprint(logits, stage)
     if file_states(stages) != files:     # the fingerprint may be that of the new files
@@ -105,7 +102,10 @@ def cache_fingerprint(logits: CachedLogits, stage: ModelSource) -> str:
         type(logits).__name__,
         files_sha256(stage.folder),
         [path.name for path in logits_files(stage.config, stage.folder)],
-        [(name, str(buffer.dtype), tuple(buffer.shape[1:])) for name, buffer in logits.cache.buffers.items()],
+        [
+            (name, str(buffer.dtype), tuple(buffer.shape[1:]))
+            for name, buffer in (*logits.cache.buffers.items(), *logits.cache.states.items())
+        ],
         import_onnxruntime().__version__ if stage.config.backend == "onnxruntime" else "",
         build_sha256() if runs_kernels else "",
         placement.kind,

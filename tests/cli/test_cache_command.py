@@ -51,7 +51,9 @@ def test_chats_with_the_system_message_start_behind_it(repository):
     assert ended.exit_code == 0, ended.stdout
 
 
-def test_a_text_is_computed_as_it_is(repository):
+@pytest.mark.parametrize("source", ["tiny_repository", "hybrid_repository"])
+def test_a_text_is_computed_as_it_is(request, tmp_path, source):
+    repository = shutil.copytree(request.getfixturevalue(source), tmp_path / "repository")
     text = "It was the best of times, it was the worst of times. " * 2
     assert build(repository, prompt=text).exit_code == 0
     with LLM("tiny", model_repository=repository) as llm:

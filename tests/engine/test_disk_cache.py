@@ -11,7 +11,7 @@ from hypothesis import given
 
 from genserve.completion import join_deltas
 from genserve.engine.admission_control import QueueLimits
-from genserve.engine.block_files import trim
+from genserve.engine.block_files import HEADER_BYTES, trim
 from genserve.engine.delta_streams import DeltaStream
 from genserve.engine.disk_cache import DiskCache
 from genserve.engine.engine import Engine
@@ -23,6 +23,7 @@ from tests.fakes.drafts import Oracle
 from tests.fakes.engines import GatedLogits
 from tests.fakes.logits import PagedLogits, greedy_answer
 from tests.fakes.sequences import made_sequences, request_of, sample_loop, sequence_of
+from tests.fakes.states import RecurrentLogits
 
 PROMPT = [*range(1, 22)]    # five full blocks of four, and a token
 
@@ -115,6 +116,31 @@ def test_after_a_restart_only_the_rest_of_a_prompt_is_computed(tmp_path):
         assert server.count("prefix_cache_hits") == 20
         assert server.count("prefix_cache_disk_read_bytes") == 5 * server.model.block_bytes
         assert server.answer([*PROMPT[:10], 50, 51, 52]) == 5
+
+
+def test_a_model_with_states_continues_where_a_state_is_stored(tmp_path):
+    prompt = [*range(1, 41)]
+    with Server(tmp_path, model=RecurrentLogits()) as server:
+        assert server.answer(prompt) == 40
+        server.answer([*prompt[:24], *range(50, 60)])       # keeps a state where both begin
+    with Server(tmp_path, model=RecurrentLogits()) as server:
+        assert server.answer(prompt) == 4, "the state at the last border before the prompt's end"
+        assert server.answer([*prompt[:36], 1, 2]) == 2
+        assert server.answer([*prompt[:28], 1, 2]) == 6
+        assert server.answer([*prompt[:23], 1, 2]) == 25
+    for path in tmp_path.rglob("*.kv"):
+        if path.stat().st_size == HEADER_BYTES + 8:
+            path.unlink()
+    with Server(tmp_path, model=RecurrentLogits()) as server:
+        assert server.answer(prompt) == 40, "blocks without a state are of no use"
+
+
+def test_a_state_comes_back_for_blocks_that_stayed_in_memory(tmp_path):
+    model = RecurrentLogits(max_num_seqs=1, num_state_slots=2)
+    with Server(tmp_path, model=model) as server:
+        server.answer([*range(1, 34)])
+        server.answer([60, 61])     # whose states take both slots
+        assert server.answer([*range(1, 34)]) == 1
 
 
 def test_the_blocks_of_answers_are_stored_too(tmp_path):
@@ -240,6 +266,17 @@ def test_a_prompt_that_is_used_again_is_deleted_last_and_from_its_end(tmp_path):
         assert server.answer(PROMPT) == len(PROMPT) - 3 * 4
 
 
+def test_the_states_of_a_prompt_that_is_used_again_are_deleted_last(tmp_path):
+    with Server(tmp_path, model=RecurrentLogits()) as server:
+        server.answer(PROMPT)
+        for number in range(10):
+            server.answer([30 + number, *PROMPT])
+        server.answer(PROMPT)   # from memory
+    trim(tmp_path, max_bytes=5 * (HEADER_BYTES + 64) + HEADER_BYTES + 8)
+    with Server(tmp_path, model=RecurrentLogits()) as server:
+        assert server.answer(PROMPT) == 1
+
+
 def test_a_limit_without_room_for_a_block_is_told_once(tmp_path, caplog):
     with Server(tmp_path, max_bytes=200) as server:
         server.answer(PROMPT)
@@ -351,13 +388,15 @@ def test_a_rejected_prompt_is_not_read(tmp_path):
     num_blocks=st.integers(8, 16),
     num_servers=st.integers(1, 3),
     drafts=st.booleans(),
+    states=st.booleans(),
 )
 def test_answers_are_those_of_a_server_without_files(
-    tmp_path_factory, prompts, num_blocks, num_servers, drafts
+    tmp_path_factory, prompts, num_blocks, num_servers, drafts, states
 ):
     folder = tmp_path_factory.mktemp("blocks")
     for _ in range(num_servers):
-        model = PagedLogits(max_length=32, num_blocks=num_blocks)
+        model_class = RecurrentLogits if states else PagedLogits
+        model = model_class(max_length=32, num_blocks=num_blocks)
         speculation = Speculation(Oracle(error_rate=0.2)) if drafts else None
         with Server(folder, model=model, max_bytes=4 << 10, speculation=speculation) as server:
             streams = [

@@ -13,6 +13,7 @@ from genserve.completion import CacheMatch
 from genserve.engine.engine_request import Request, TokenSequence
 from genserve.engine.kv_cache_manager import KVCacheManager
 from genserve.engine.prefix_cache import StoredBlocks, block_keys, root_key
+from genserve.engine.state_slots import NO_SLOT
 from genserve.request_context import KeyShare
 from tests.fakes.sequences import logits_request, sequence_of
 
@@ -242,7 +243,7 @@ def test_restored_blocks_take_the_place_of_those_used_least_recently():
     kv, prompt = manager(4), sequence_of([5, 5, 5, 5, 6, 6, 6, 6, 7])
     leave_behind(kv, 1, 1, 1, 1, 2, 2, 2, 2)
     leave_behind(kv, 3, 3, 3, 3, 4, 4, 4, 4)
-    rows, block_ids = kv.restore(stored(prompt, 0, 1))
+    rows, block_ids, _ = kv.restore(stored(prompt, 0, 1))
     kv.check()
     assert (rows, len({*block_ids})) == ([0, 1], 2)
     assert kv.num_cached_tokens(prompt) == 8
@@ -266,7 +267,7 @@ def test_no_more_blocks_are_restored_than_have_room_beside_the_cached_ones():
     kv.check()
     assert kv.num_cached_tokens(prompt) == 12
     held = begin(kv, *[7] * 12)
-    assert kv.restore(stored(sequence_of([8] * 9), 0, 1)) == ([], [])
+    assert kv.restore(stored(sequence_of([8] * 9), 0, 1)) == ([], [], NO_SLOT)
     kv.free(held)
 
 
@@ -353,7 +354,7 @@ class Blocks(RuleBasedStateMachine):
         blocks = stored(sequence)
         missing = [index for index, key in enumerate(blocks.keys) if not self.kv.is_cached(key)]
         found = list(takewhile(lambda index: blocks.keys[index] in self.files, missing))
-        rows, block_ids = self.kv.restore(stored(sequence, *found))
+        rows, block_ids, _ = self.kv.restore(stored(sequence, *found))
         for row, block in zip(rows, block_ids, strict=True):
             for offset, content in enumerate(self.files[blocks.keys[found[row]]]):
                 self.contents[block, offset] = content

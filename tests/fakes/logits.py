@@ -96,6 +96,16 @@ class PagedLogits:
     def block_bytes(self) -> int:
         return 2 * 8 * self.block_size
 
+    @property
+    def state_bytes(self) -> int:
+        return 8 if self.num_state_slots else 0
+
+    def read_states(self, slots: Sequence[int]) -> NDArray[np.uint8]:
+        raise AssertionError("the model has no states")
+
+    def write_states(self, slots: Sequence[int], rows: NDArray[np.uint8]) -> None:
+        raise AssertionError("the model has no states")
+
     def read_blocks(self, block_ids: Sequence[int]) -> NDArray[np.uint8]:
         parts = [self._tokens[block_ids], self._digests[block_ids]]
         return np.concatenate(parts, axis=1).view(np.uint8)

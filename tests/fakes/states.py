@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import reduce
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from genserve.engine.logits_model import ForwardBatch
 from genserve.sampling.logits_array import FloatArray
@@ -16,7 +18,7 @@ _UNWRITTEN = -1
 
 
 class RecurrentLogits(PagedLogits):
-    """Implements `LogitsModel`; a slot holds the digest of the tokens of its sequence.
+    """Implements `LogitsModel` and `BlockMemory`; a slot holds the digest of the tokens of its sequence.
 
     A forward whose sources are not the states of its sequences raises, and one that fails spoils its targets.
     """
@@ -45,3 +47,9 @@ class RecurrentLogits(PagedLogits):
             assert digests[row] == before, "a state is behind other tokens"
             self.states[targets[row]] = reduce(digest_after, batch.token_ids[start:end].tolist(), before)
         return rows
+
+    def read_states(self, slots: Sequence[int]) -> NDArray[np.uint8]:
+        return self.states[slots][:, np.newaxis].view(np.uint8)
+
+    def write_states(self, slots: Sequence[int], rows: NDArray[np.uint8]) -> None:
+        self.states[slots] = rows.view(np.int64)[:, 0]

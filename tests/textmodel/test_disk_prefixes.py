@@ -76,6 +76,15 @@ def test_an_answer_after_a_restart_has_the_same_bits(tiny_repository, tmp_path, 
     assert len(fingerprints(tmp_path)) == 1
 
 
+def test_a_model_with_states_continues_after_a_restart_with_the_same_bits(hybrid_repository, tmp_path):
+    with served(hybrid_repository, None) as model:
+        expected = model.answer()
+    for num_cached in (0, 96):
+        with served(hybrid_repository, tmp_path) as model:
+            assert model.answer() == expected
+            assert model.num_cached == num_cached
+
+
 def test_other_kernels_of_the_same_build_read_the_blocks(tiny_repository, tmp_path, expected, monkeypatch):
     with served(tiny_repository, tmp_path) as model:
         model.answer()

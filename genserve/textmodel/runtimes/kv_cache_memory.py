@@ -33,12 +33,14 @@ class KVCache:
             the input.
         states: recurrent states [num_state_slots, ...], in the same way.
         block_bytes: size of one block in all buffers.
+        state_bytes: size of one sequence's states in all buffers.
     """
 
     def __init__(self, buffers: Mapping[str, Any], states: Mapping[str, Any] = MappingProxyType({})) -> None:
         """Use the given buffers, without a copy."""
         self.buffers, self.states = buffers, states
-        self.block_bytes = sum(buffer.nbytes // len(buffer) for buffer in buffers.values())
+        self.block_bytes = _row_bytes(buffers)
+        self.state_bytes = _row_bytes(states)
 
     @property
     def nbytes(self) -> int:
@@ -57,27 +59,47 @@ class KVCache:
 
     def read_blocks(self, block_ids: Sequence[int]) -> NDArray[np.uint8]:
         """Return a copy of whole blocks: [len(block_ids), block_bytes], buffer after buffer."""
-        rows = np.empty((len(block_ids), self.block_bytes), np.uint8)
-        end = 0
-        for buffer in self.buffers.values():
-            start, end = end, end + buffer.nbytes // len(buffer)
-            chosen = on_host(buffer[list(block_ids)])
-            # One np.concatenate of all parts takes ten times as long.
-            rows[:, start:end] = chosen.reshape(len(block_ids), -1).view(np.uint8)
-        return rows
+        return _read_rows(self.buffers, block_ids)
 
     def write_blocks(self, block_ids: Sequence[int], rows: NDArray[np.uint8]) -> None:
         """Overwrite whole blocks with rows of `read_blocks`."""
-        end = 0
-        for buffer in self.buffers.values():
-            start, end = end, end + buffer.nbytes // len(buffer)
-            part = rows[:, start:end]
-            if isinstance(buffer, np.ndarray):
-                buffer.reshape(len(buffer), -1).view(np.uint8)[list(block_ids)] = part
-                continue
-            dtype = np.dtype(str(buffer.dtype).removeprefix("torch."))
-            values = np.ascontiguousarray(part).view(dtype).reshape(-1, *buffer.shape[1:])
-            buffer[list(block_ids)] = buffer.new_tensor(values)     # which copies them to its device
+        _write_rows(self.buffers, block_ids, rows)
+
+    def read_states(self, slots: Sequence[int]) -> NDArray[np.uint8]:
+        """Return a copy of recurrent states: [len(slots), state_bytes], buffer after buffer."""
+        return _read_rows(self.states, slots)
+
+    def write_states(self, slots: Sequence[int], rows: NDArray[np.uint8]) -> None:
+        """Overwrite recurrent states with rows of `read_states`."""
+        _write_rows(self.states, slots, rows)
+
+
+def _row_bytes(buffers: Mapping[str, Any]) -> int:
+    return sum(buffer.nbytes // len(buffer) for buffer in buffers.values())
+
+
+def _read_rows(buffers: Mapping[str, Any], indices: Sequence[int]) -> NDArray[np.uint8]:
+    rows = np.empty((len(indices), _row_bytes(buffers)), np.uint8)
+    end = 0
+    for buffer in buffers.values():
+        start, end = end, end + buffer.nbytes // len(buffer)
+        chosen = on_host(buffer[list(indices)])
+        # One np.concatenate of all parts takes ten times as long.
+        rows[:, start:end] = chosen.reshape(len(indices), -1).view(np.uint8)
+    return rows
+
+
+def _write_rows(buffers: Mapping[str, Any], indices: Sequence[int], rows: NDArray[np.uint8]) -> None:
+    end = 0
+    for buffer in buffers.values():
+        start, end = end, end + buffer.nbytes // len(buffer)
+        part = rows[:, start:end]
+        if isinstance(buffer, np.ndarray):
+            buffer.reshape(len(buffer), -1).view(np.uint8)[list(indices)] = part
+            continue
+        dtype = np.dtype(str(buffer.dtype).removeprefix("torch."))
+        values = np.ascontiguousarray(part).view(dtype).reshape(-1, *buffer.shape[1:])
+        buffer[list(indices)] = buffer.new_tensor(values)     # which copies them to its device
 
 
 def token_bytes(shapes: TokenShapes) -> int:
