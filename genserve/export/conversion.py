@@ -17,7 +17,7 @@ from genserve.export.checkpoint import Checkpoint, StoredRows
 from genserve.export.decoder import Decoder
 from genserve.export.decoder_graph import Kept, write_decoder
 from genserve.export.decoder_weights import DecoderWeights, is_used, tensor_sources
-from genserve.export.expert_tensors import with_stacks
+from genserve.export.expert_tensors import TransposedStacks, with_stacks
 from genserve.export.export_options import CacheType, ExportFormat, ExportReport, Precision, Progress
 from genserve.export.families import FAMILIES, architecture, family_of
 from genserve.export.families.family import Family, Unsupported
@@ -87,17 +87,17 @@ class Conversion:
         else:
             decoder = family.described(recording.completed_config())
         require_cache(kv_cache, export_format)
-        require_stages(pipeline_stages, export_format, num_layers=decoder.dimensions.num_layers)
+        require_stages(pipeline_stages, export_format, decoder=decoder)
         resolved = resolve_precision(precision, export_format, checkpoint)
         if decoder.num_experts and export_format is ExportFormat.ONNX and resolved == "fp16":
             raise ExportError(
                 "a graph in fp16 has no experts",
                 remedy="leave --precision out: the default, int8, has them; fp32 has them too",
             )
-        if decoder.has_states and (resolved == "fp16" or export_format is ExportFormat.TORCHSCRIPT):
-            place = export_format.label if export_format is ExportFormat.TORCHSCRIPT else "a graph in fp16"
+        is_torchscript = export_format is ExportFormat.TORCHSCRIPT
+        if (resolved == "fp16" or is_torchscript) and (kind := decoder.kind_of_own_operators) is not None:
             raise ExportError(
-                f"{place} has no layers with recurrent states",
+                f"{export_format.label if is_torchscript else 'a graph in fp16'} has no layers {kind}",
                 remedy="export it to ONNX in int8, the default, or in another precision but fp16",
             )
         layout = ModelLayout(
@@ -134,7 +134,8 @@ class Conversion:
     def _reads_experts(self, norm: str) -> bool:
         """Whether experts read a norm; they are quantized in blocks, which need no smoothing."""
         part = norm.removeprefix("layers.").removesuffix(".mlp.norm")
-        return part.isdecimal() and self.decoder.layers[int(part)].experts is not None
+        experts = self.decoder.layers[int(part)].experts if part.isdecimal() else None
+        return experts is not None and not experts.beside_mlp
 
     def write_graph(self, version: Path, *, reference: Reference, progress: Progress) -> Kept:
         """Write the graph, or one graph per pipeline stage, and the weights.
@@ -279,8 +280,7 @@ def convert(
         folders=folders,
         precision=resolve_precision(precision, ExportFormat.TRACED),
     )
-    num_layers = traced.layout.dimensions.num_layers
-    require_stages(pipeline_stages, ExportFormat.TRACED, num_layers=num_layers)
+    require_stages(pipeline_stages, ExportFormat.TRACED)
     return traced
 
 
@@ -352,8 +352,8 @@ def _write_checked(
     return parity, kept
 
 
-def _has_transposed_stacks(conversion: Conversion | TracedConversion) -> bool:
-    return isinstance(conversion, Conversion) and conversion.family.transposed_stacks
+def _transposed_stacks(conversion: Conversion | TracedConversion) -> TransposedStacks | None:
+    return conversion.family.transposed_stacks if isinstance(conversion, Conversion) else None
 
 
 def _reference(conversion: Conversion | TracedConversion, *, progress: Progress) -> Reference:
@@ -364,7 +364,7 @@ def _reference(conversion: Conversion | TracedConversion, *, progress: Progress)
 
     with progress.task("running the source", total=checkpoint.num_bytes, unit="bytes") as advance:
         return run_source(
-            with_stacks(checkpoint.reporting(advance), transposed=_has_transposed_stacks(conversion)),
+            with_stacks(checkpoint.reporting(advance), transposed=_transposed_stacks(conversion)),
             context_length=conversion.layout.dimensions.context_length,
             norms=conversion.norms,
         )

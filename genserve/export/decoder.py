@@ -15,9 +15,10 @@ from genserve.sampling.logits_array import FloatArray
 # limited to [-7, 7].
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu", "clamped_swiglu"]
 # How scores follow from the logits of a router, and weights of the chosen experts from the scores: the
-# softmax over all experts; the sigmoid of each; logits that become the softmax over the chosen ones only; or
-# Phi's "SparseMixer", where each of two experts has its softmax over those whose logits are close to its own.
-Score = Literal["softmax", "sigmoid", "softmax_of_top", "sparsemixer"]
+# softmax over all experts; the sigmoid of each; logits of which only the chosen ones become a softmax, or
+# sigmoids; or Phi's "SparseMixer", where each of two experts has its softmax over those whose logits are
+# close to its own.
+Score = Literal["softmax", "sigmoid", "softmax_of_top", "sigmoid_of_top", "sparsemixer"]
 NormKind = Literal["rms", "layer"]
 # How the state of a head changes with a token, and how its outputs are normed; see `linear_attention.hpp`.
 Rule = Literal["gated", "gated_delta"]
@@ -28,21 +29,23 @@ StateSizes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Cache:
+    """The keys and values that a layer keeps of a token."""
+
+    layer: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Dimensions:
     """The sizes of a model that the configs of its stages need."""
 
     num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    caches: tuple[Cache, ...]   # of the layers that have one
     vocab_size: int
     context_length: int  # tokens
     states: tuple[tuple[int, str, tuple[int, ...]], ...] = ()   # layer, name and sizes of recurrent states
-    layers_without_cache: frozenset[int] = frozenset()          # they have no keys and values
-
-    @property
-    def cached_layers(self) -> list[int]:
-        """The layers with keys and values."""
-        return [index for index in range(self.num_layers) if index not in self.layers_without_cache]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,14 +75,15 @@ class HeadNorm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryScale:
-    """Queries grow with the position p: they are multiplied by 1 + beta * log(1 + p // length)."""
+    """Queries grow with the position p: they are multiplied by 1 + beta * log(1 + (p + first) // length)."""
 
     beta: float
     length: int     # tokens
+    first: int = 0  # the number of the first position
 
     def table(self, length: int) -> FloatArray:
         """Return the factors of the positions below `length`: [length] float32."""
-        spans = np.arange(length) // self.length
+        spans = (np.arange(length) + self.first) // self.length
         return (1 + self.beta * np.log1p(spans)).astype(np.float32)
 
 
@@ -110,6 +114,7 @@ class Attention:
     scale: float                            # multiplies query x key
     rotary: Rotary | None = None
     window: int | None = None               # number of attended tokens, including the newest; None: all
+    chunk: int | None = None                # tokens attend within chunks of this many positions
     softcap: float | None = None            # scores s become cap * tanh(s / cap)
     alibi: bool = False                     # scores decrease with the distance, see `alibi_slopes`
     clip: float | None = None               # queries, keys and values are limited to [-clip, clip], normed
@@ -117,6 +122,8 @@ class Attention:
     query_scale: QueryScale | None = None
     latent: Latent | None = None
     gated: bool = False                     # the sigmoid of the role `attention.gate` multiplies the outputs
+    value_norm: bool = False                # an RMS norm without a weight, of each head of values
+    cache_of: int | None = None             # the layer whose keys and values are attended; None: this one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +181,7 @@ class Router:
     normalise: float | None = None      # weights are divided by their sum + this; None: they are not
     scale: float = 1.0                  # multiplies the weights
     jitter: float = 0.0                 # of "sparsemixer": logits within twice this share are close
+    scales_inputs: bool = False         # weights multiply what experts read, not what they return
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,6 +192,7 @@ class Experts:
     top_k: int                  # experts of a token
     router: Router
     shared: bool = False        # whether all tokens take one more, the roles `mlp.shared`
+    beside_mlp: bool = False    # whether the layer has an MLP too, whose outputs are added, each normed first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,6 +208,15 @@ class Layer:
     experts: Experts | None = None      # in place of one MLP
     mixer: ShortConv | LinearAttention | None = None
     norms: Literal["before", "after"] | None = None     # of the parts, where layers of the family differ
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PerLayer:
+    """Numbers of a token for each layer: from a second embedding, plus a normed projection of the first."""
+
+    size: int                   # numbers of a token and layer
+    embedding_scale: float
+    norm_epsilon: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,6 +238,7 @@ class Decoder:
     logits_scale: float = 1.0
     logits_softcap: float | None = None     # logits s become cap * tanh(s / cap)
     tied: bool                              # the head is the embedding
+    per_layer: PerLayer | None = None
     scales: Mapping[str, float] = field(default_factory=dict)   # of weights and biases of layers, by role
 
     @property
@@ -231,6 +250,24 @@ class Decoder:
     def has_states(self) -> bool:
         """Whether a layer has recurrent states."""
         return any(layer.mixer is not None for layer in self.layers)
+
+    @property
+    def shares_caches(self) -> bool:
+        """Whether a layer attends to the keys and values of an earlier one."""
+        return any(attention.cache_of is not None for attention in self.attentions)
+
+    @property
+    def kind_of_own_operators(self) -> str | None:
+        """What layers have that only genserve's operators in ONNX compute; None: nothing."""
+        if self.has_states:
+            return "with recurrent states"
+        if self.shares_caches:
+            return "that share the cache of another layer"
+        if any(attention.chunk is not None for attention in self.attentions):
+            return "whose tokens attend within chunks"
+        if any(attention.value_norm for attention in self.attentions):
+            return "that norm their values"
+        return None
 
     @property
     def rotaries(self) -> tuple[Rotary, ...]:
@@ -245,12 +282,14 @@ class Decoder:
 
     @property
     def dimensions(self) -> Dimensions:
-        """The sizes that the configs of the stages need; all layers have the same keys and values."""
-        attention = self.attentions[0]
+        """The sizes that the configs of the stages need."""
         return Dimensions(
             num_layers=len(self.layers),
-            num_kv_heads=attention.num_kv_heads,
-            head_dim=attention.head_dim,
+            caches=tuple(
+                Cache(layer=index, num_kv_heads=attention.num_kv_heads, head_dim=attention.head_dim)
+                for index, layer in enumerate(self.layers)
+                if (attention := layer.attention) is not None and attention.cache_of is None
+            ),
             vocab_size=self.vocab_size,
             context_length=self.context_length,
             states=tuple(
@@ -258,9 +297,6 @@ class Decoder:
                 for index, layer in enumerate(self.layers)
                 if layer.mixer is not None
                 for name, sizes in layer.mixer.states(self.hidden_size).items()
-            ),
-            layers_without_cache=frozenset(
-                index for index, layer in enumerate(self.layers) if layer.attention is None
             ),
         )
 

@@ -48,6 +48,7 @@ from genserve.export.decoder import (
     HeadNorm,
     Latent,
     LinearAttention,
+    PerLayer,
     QueryScale,
     Rotary,
     ShortConv,
@@ -136,7 +137,7 @@ def write_decoder(
                 # After the last keys, values and states, only the rows that reach the head matter.
                 parts = {part: writer.select_rows(x) for part, x in parts.items()}
                 residual = writer.select_rows(residual)
-            residual = writer.after_token_mixers(parts, residual, index)
+            residual = writer.after_layer(writer.after_token_mixers(parts, residual, index), index)
         after_layer()
     if writer.is_last:
         writer.head(residual)
@@ -215,7 +216,25 @@ class _GraphWriter:
             table = self.layers.vector("positions.weight", self.weights.load("positions.weight"))
             positions = self.graph.node("Gather", [table, "position_ids"], "embeddings.positions")
             x = self.graph.node("Add", [x, positions], "embeddings.positioned")
+        if self.decoder.per_layer is not None:
+            self._per_layer(x, self.decoder.per_layer)
         return self.layers.norm(x, self.norm("embedding.norm")) if self._has("embedding.norm") else x
+
+    def _per_layer(self, x: str, described: PerLayer) -> None:
+        """Add the numbers of all layers, `per_layer.{index}` [num_tokens, size]."""
+        node, constant = self.graph.node, self.graph.constant
+        weight = self._weight(["per_layer.embedding.weight"])
+        own = self.layers.embedding("input_ids", weight, "per_layer.embeddings", name="per_layer.embedding")
+        own = node("Mul", [own, self._number("per_layer.scale", described.embedding_scale)], "per_layer.own")
+        linear = self._linear(x, "per_layer", "projection", output="projection", kind="inner")
+        shape = constant("per_layer.shape", np.array([0, -1, described.size]))
+        projected = node("Reshape", [self.layers.linear(linear), shape], "per_layer.projected")
+        norm = replace(self.norm("per_layer.norm"), epsilon=described.norm_epsilon)
+        flat = constant("per_layer.flat", np.array([0, -1]))
+        normed = node("Reshape", [self.layers.norm(projected, norm), flat], "per_layer.normed")
+        names = [f"per_layer.{index}" for index in range(len(self.decoder.layers))]
+        total = node("Add", [own, normed], "per_layer.all")
+        self._split(total, names, [described.size] * len(names))
 
     def hidden_states(self) -> str:
         """The input of a stage after the first: the output of the layers before it."""
@@ -292,6 +311,8 @@ class _GraphWriter:
             "attention_metadata",
             self._fp32(f"layers.{index}.attention.sinks"),
         ]
+        if described.value_norm and described.cache_of is None:
+            inputs.append(self.graph.weight(f"{part}.value_norm", np.ones(described.head_dim, np.float32)))
         attributes = self._attention_attributes(index)
         heads = self.graph.node("PagedAttention", inputs, output, *present, **attributes)
         if not gate:
@@ -310,10 +331,27 @@ class _GraphWriter:
             return mixed
         # The MLP of a parallel layer reads the input of its attention.
         x = residual if layer.parallel else mixed
+        if layer.experts is not None and layer.experts.beside_mlp:
+            return self._mlp_and_experts(x, mixed, index)
         if layer.experts is not None:
             return self._experts(x, mixed, index)
         inner = self.layers.linear(self._inner_mlp(x, index))
         return self._add_residual(f"layers.{index}.mlp", inner, mixed, "down")
+
+    def after_layer(self, x: str, index: int) -> str:
+        """The residual after what follows the MLP in some families."""
+        part, scale = f"layers.{index}.per_layer", f"layers.{index}.scale"
+        if self._has(f"{part}.gate"):
+            linear = self._linear(x, part, "gate", output="gate", kind="inner")
+            gate = self.layers.linear(replace(linear, activation=self.decoder.layers[index].activation))
+            own = f"per_layer.{index}"
+            is_last = index + 1 == len(self.decoder.layers)
+            gated = self.graph.node("Mul", [gate, self.select_rows(own) if is_last else own], f"{part}.gated")
+            x = self._add_residual(part, gated, x, "output")
+        if scale in self.weights.roles:
+            factor = self.layers.vector(scale, self.weights.load(scale))
+            x = self.graph.node("Mul", [x, factor], f"layers.{index}.scaled")
+        return x
 
     def _short_conv(self, x: str, index: int, mixer: ShortConv) -> str:
         """Gates around a convolution: [num_tokens, hidden]."""
@@ -415,6 +453,10 @@ class _GraphWriter:
             and not _is_prepared(layer.attention)
             and layer.attention.latent is None
             and not layer.attention.gated
+            and not layer.attention.value_norm
+            and layer.attention.cache_of is None
+            and self.decoder.per_layer is None
+            and f"layers.{index}.scale" not in self.weights.roles
         )
 
     def head(self, x: str) -> None:
@@ -452,13 +494,15 @@ class _GraphWriter:
     def _cache(self, index: int) -> tuple[list[str], list[str]]:
         """Declare the buffers of a layer's cache: the names of its inputs and outputs."""
         attention = self._attention(index)
+        if attention.cache_of is not None:
+            # What an earlier layer has written: the order of the nodes follows from these names.
+            return [f"present.{attention.cache_of}.{part}" for part in self._parts_of_cache()], []
         scales: Dims = ("num_blocks", "block_size", attention.num_kv_heads)
         values: Dims = (*scales, attention.head_dim)
         buffers: dict[str, tuple[type[np.generic], Dims]] = {
-            "key": (self.kv_cache, values), "value": (self.kv_cache, values)
+            part: (np.float32, scales) if part.endswith("_scale") else (self.kv_cache, values)
+            for part in self._parts_of_cache()
         }
-        if self.kv_cache is np.int8:
-            buffers |= {"key_scale": (np.float32, scales), "value_scale": (np.float32, scales)}
         past = [
             self.graph.input(f"past_key_values.{index}.{part}", *buffer) for part, buffer in buffers.items()
         ]
@@ -467,9 +511,16 @@ class _GraphWriter:
             self.graph.output(name, *buffer)
         return past, present
 
+    def _parts_of_cache(self) -> list[str]:
+        return ["key", "value", *(["key_scale", "value_scale"] if self.kv_cache is np.int8 else [])]
+
     def _attention_attributes(self, index: int) -> dict[str, float]:
         attention = self._attention(index)
+        # Only graphs without the function for CUDA have these.
+        own = {} if attention.chunk is None else {"local_chunk_size": attention.chunk}
+        own |= {} if attention.cache_of is None else {"shares_cache": 1}
         return {
+            **own,
             "num_heads": attention.num_heads,
             "kv_num_heads": attention.num_kv_heads,
             "scale": attention.scale,
@@ -567,11 +618,13 @@ class _GraphWriter:
         attention, part = self._attention(index), f"layers.{index}.attention"
         if not _is_prepared(attention):
             return packed
-        heads = {"query": attention.num_heads, "key": attention.num_kv_heads, "value": attention.num_kv_heads}
+        heads = {"query": attention.num_heads}
+        if attention.cache_of is None:
+            heads |= {"key": attention.num_kv_heads, "value": attention.num_kv_heads}
         sizes = np.array([count * attention.head_dim for count in heads.values()])
         parts = [f"{part}.{name}" for name in heads]
         self.graph.node("Split", [packed, self.graph.constant(f"{part}.sizes", sizes)], *parts, axis=-1)
-        for position, name in enumerate(("query", "key")):
+        for position, name in enumerate(("query", "key")[: len(parts)]):
             if _rotates_first(attention):
                 parts[position] = self._rotated(parts[position], attention, num_heads=heads[name])
             if attention.head_norm is not None and not _is_kernel_norm(attention):
@@ -652,7 +705,8 @@ class _GraphWriter:
         """Gates if there are any, queries, keys and values, concatenated."""
         # Queries have the format of gates in a quantized checkpoint, so that both are one segment.
         part, gate = f"layers.{index}.attention", ["gate"] if self._attention(index).gated else []
-        return self._linear(x, part, *gate, "query", "key", "value", output="qkv", **self._pre_norm(part))
+        own = ["key", "value"] if self._attention(index).cache_of is None else []
+        return self._linear(x, part, *gate, "query", *own, output="qkv", **self._pre_norm(part))
 
     def _inner_mlp(self, x: str, index: int) -> Linear:
         """f(gate(x)) * up(x), or f(up(x)) without a gate."""
@@ -670,8 +724,22 @@ class _GraphWriter:
             **self._pre_norm(part),
         )
 
+    def _mlp_and_experts(self, x: str, residual: str, index: int) -> str:
+        """The residual plus the outputs of an MLP and of experts, both normed before the sum and after it."""
+        part = f"layers.{index}.mlp"
+        inner = self.layers.linear(self._inner_mlp(x, index))
+        own = self.layers.linear(self._linear(inner, part, "down", output="down", kind="inner"))
+        chosen = self._experts(x, "", index)
+        parts = [
+            self.layers.norm(own, self.norm(f"{part}.own_post_norm")),
+            self.layers.norm(chosen, self.norm(f"{part}.experts_post_norm")),
+        ]
+        both = self.graph.node("Add", parts, f"{part}.both")
+        normed = self.layers.norm(both, self.norm(f"{part}.post_norm"))
+        return self.graph.node("Add", [normed, residual], f"{part}.residual")
+
     def _experts(self, x: str, residual: str, index: int) -> str:
-        """The residual plus the outputs of experts."""
+        """The residual, if any, plus the outputs of experts."""
         layer, part = self.decoder.layers[index], f"layers.{index}.mlp"
         assert layer.experts is not None
         assert layer.activation is not None
@@ -707,8 +775,10 @@ class _GraphWriter:
                 router_bias=self.weights.optional(f"{part}.router.bias"),
                 choice_bias=self.weights.optional(f"{part}.choice"),
                 shared=shared,
-                norm=self.norm(f"{part}.norm"),
+                norm=self.norm(f"{part}.experts_norm" if layer.experts.beside_mlp else f"{part}.norm"),
                 residual=residual,
+                router_norm=self.weights.optional(f"{part}.router_norm.weight"),
+                scales=self.weights.optional(f"{part}.expert_scales"),
             )
         )
 
@@ -784,7 +854,8 @@ def has_function(decoder: Decoder) -> bool:
     Source: onnxruntime/contrib_ops/cpu/bert/paged_attention_helper.h and rotary_helper.h.
     """
     rotary_dims = [2 * len(rotary.frequencies) for rotary in decoder.rotaries]
-    sizes = decoder.dimensions.head_dim % 8 == 0 and all(dims % 16 == 0 for dims in rotary_dims)
+    sizes = all(each.head_dim % 8 == 0 for each in decoder.attentions)
+    sizes = sizes and all(dims % 16 == 0 for dims in rotary_dims)
     return sizes and not any(attention.alibi for attention in decoder.attentions)
 
 

@@ -173,7 +173,7 @@ class DecoderModule(nn.Module):
             visible = visible & (distances > -window)
         if not self._decoder.attentions[0].alibi:
             return visible
-        slopes = self._tensor("slopes").view(self._decoder.dimensions.num_kv_heads, -1, 1, 1)
+        slopes = self._tensor("slopes").view(self._decoder.attentions[0].num_kv_heads, -1, 1, 1)
         return torch.where(visible, distances * slopes, float("-inf"))
 
     def _heads(
@@ -321,8 +321,9 @@ class DecoderModule(nn.Module):
                 total = total * torch.sigmoid(self._linear(x, f"{layer}.shared.score"))
         for index in range(experts.count):
             rows = torch.nonzero(weights[:, index], as_tuple=True)[0]
-            found = self._mlp(x[rows], activation, f"{layer}.experts.{index}")
-            total = total.index_add(0, rows, found * weights[rows, index, None].to(x.dtype))
+            own, before = weights[rows, index, None].to(x.dtype), experts.router.scales_inputs
+            found = self._mlp(x[rows] * own if before else x[rows], activation, f"{layer}.experts.{index}")
+            total = total.index_add(0, rows, found if before else found * own)
         return total
 
     def _weights_of_experts(self, logits: Tensor, experts: Experts, layer: str) -> Tensor:
@@ -346,6 +347,8 @@ class DecoderModule(nn.Module):
         chosen = _chosen(choice, experts.top_k)
         if router.score == "softmax_of_top":
             scores = torch.softmax(scores.masked_fill(~chosen, float("-inf")), -1)
+        elif router.score == "sigmoid_of_top":
+            scores = torch.sigmoid(scores)
         weights = scores * chosen
         if router.normalise is not None:
             weights = weights / (weights.sum(-1, keepdim=True) + router.normalise)
@@ -422,7 +425,7 @@ def _chosen(scores: Tensor, count: int) -> Tensor:
 
 
 def _scale_name(scale: QueryScale) -> str:
-    return f"query_scale.{scale.beta}.{scale.length}"
+    return f"query_scale.{scale.beta}.{scale.length}.{scale.first}"
 
 
 def _counted(like: Tensor) -> Tensor:
@@ -475,7 +478,7 @@ def write_torchscript(
     Raises:
         ExportError: the checkpoint lacks a tensor.
     """
-    sizes = decoder.dimensions
+    sizes, [cache, *_] = decoder.dimensions, decoder.dimensions.caches
     dtype = _TYPES[precision]
     module = DecoderModule(weights, decoder, dtype=dtype).eval()
     # Two sequences of two tokens and one token; the second has two cached tokens.
@@ -487,7 +490,7 @@ def write_torchscript(
         torch.tensor([[0, 0], [1, 2]], dtype=torch.int32),
         torch.tensor([1, 2]),
         [
-            torch.zeros((3, 2, sizes.num_kv_heads, sizes.head_dim), dtype=dtype)
+            torch.zeros((3, 2, cache.num_kv_heads, cache.head_dim), dtype=dtype)
             for _ in range(2 * sizes.num_layers)
         ],
     )
@@ -498,8 +501,8 @@ def write_torchscript(
         stored = {
             **metadata,
             "genserve.num_layers": str(sizes.num_layers),
-            "genserve.num_kv_heads": str(sizes.num_kv_heads),
-            "genserve.head_dim": str(sizes.head_dim),
+            "genserve.num_kv_heads": str(cache.num_kv_heads),
+            "genserve.head_dim": str(cache.head_dim),
             "genserve.vocab_size": str(sizes.vocab_size),
         }
         torch.jit.save(traced, str(path), _extra_files={"genserve.json": json.dumps(stored)})

@@ -19,6 +19,7 @@ All families have the same roles. `{}` is a layer; each role has a `.weight`, an
     layers.{}.attention.gate            [heads * head_dim, hidden]: see `Attention.gated`
     layers.{}.attention.output          [hidden, heads * head_dim]
     layers.{}.attention.post_norm       [hidden]
+    layers.{}.scale                     [1], without .weight: multiplies the layer's outputs and its residual
     layers.{}.mixer.norm                [hidden]
     layers.{}.mixer.input               [3 * hidden, hidden]: b, c and x of a `ShortConv`
     layers.{}.mixer.conv                [hidden, kernel_size]
@@ -43,6 +44,14 @@ All families have the same roles. `{}` is a layer; each role has a `.weight`, an
     layers.{}.mlp.shared.gate           [inner, hidden]; .up
     layers.{}.mlp.shared.down           [hidden, inner]
     layers.{}.mlp.shared.score          [1, hidden]: its sigmoid multiplies the shared expert
+    layers.{}.mlp.own_post_norm         [hidden]; all of these of experts beside an MLP
+    layers.{}.mlp.router_norm           [hidden]; .experts_norm, .experts_post_norm
+    layers.{}.mlp.expert_scales         [experts], without .weight: multiply the weights of chosen experts
+    per_layer.embedding                 [vocab, layers * size]; all of these of a `PerLayer`
+    per_layer.projection                [layers * size, hidden]
+    per_layer.norm                      [size]
+    layers.{}.per_layer.gate            [size, hidden]
+    layers.{}.per_layer.output          [hidden, size]; .post_norm [hidden]
     norm                                [hidden]
     head                                [vocab, hidden]
 
@@ -203,6 +212,9 @@ def tensor_sources(
 
 
 _OF_EXPERTS = ("router", "choice", "experts")
+_OF_EXPERTS_BESIDE = (
+    "own_post_norm", "router_norm", "experts_norm", "experts_post_norm", "expert_scales"
+)
 _OF_ONE_MLP = ("gate", "up", "down")
 _OF_ALL_MIXERS = ("norm", "output", "post_norm")
 _OF_SHORT_CONVS = ("input", "conv")
@@ -210,7 +222,9 @@ _OF_SHORT_CONVS = ("input", "conv")
 
 def is_used(role: str, decoder: Decoder) -> bool:
     """Whether the decoder has a role that only some layers or models of its family have."""
-    if not role.startswith("layers."):
+    if role.startswith("per_layer.") or ".per_layer." in role:
+        return decoder.per_layer is not None
+    if not role.startswith("layers.") or role.endswith(".scale"):
         return True
     _, index, part, name, *_ = role.split(".")
     layer = decoder.layers[int(index)]
@@ -224,12 +238,16 @@ def is_used(role: str, decoder: Decoder) -> bool:
         return False
     if name in _OF_EXPERTS:
         return layer.experts is not None
+    if name in _OF_EXPERTS_BESIDE:
+        return layer.experts is not None and layer.experts.beside_mlp
     if name == "shared":
         return layer.experts is not None and layer.experts.shared
-    return name not in _OF_ONE_MLP or layer.experts is None
+    return name not in _OF_ONE_MLP or layer.experts is None or layer.experts.beside_mlp
 
 
 def _is_used_by_attention(name: str, attention: Attention) -> bool:
+    if attention.cache_of is not None and name in ("key", "value", "key_norm"):
+        return False
     if name in ("query_norm", "key_norm"):
         return attention.head_norm is not None
     if attention.latent is not None and name in ("latent_query", "query_a", "query_a_norm", "query_b"):
@@ -273,7 +291,9 @@ def _readers(
 
     match source.kind:
         case "ones":
-            yield f"{role}.weight", lambda _tensor: np.ones(decoder.hidden_size, np.float32)
+            of_head = role.endswith(("query_norm", "key_norm"))
+            size = _attention_of(role, decoder).head_dim if of_head else decoder.hidden_size
+            yield f"{role}.weight", lambda _tensor: np.ones(size, np.float32)
         case "tensor":
             yield role, reader(source.names[0])
         case "stack" if f"{source.names[0]}.weight" in checkpoint.tensor_names:
@@ -391,7 +411,8 @@ def stacked(projection: _Projection) -> Unpack:
     """Unpack queries, keys or values from a tensor that has all queries, then all keys, then all values."""
 
     def unpack(tensor: FloatArray, decoder: Decoder) -> FloatArray:
-        queries, keys = (count * decoder.dimensions.head_dim for count in _num_heads(decoder))
+        head_dim = decoder.attentions[0].head_dim
+        queries, keys = (count * head_dim for count in _num_heads(decoder))
         start = {"query": 0, "key": queries, "value": queries + keys}[projection]
         return tensor[start : start + (queries if projection == "query" else keys)]
 
@@ -404,7 +425,7 @@ def grouped(projection: _Projection) -> Unpack:
     def unpack(tensor: FloatArray, decoder: Decoder) -> FloatArray:
         num_heads, num_kv_heads = _num_heads(decoder)
         num_queries, rest = num_heads // num_kv_heads, tensor.shape[1:]
-        heads = tensor.reshape(num_kv_heads, num_queries + 2, decoder.dimensions.head_dim, *rest)
+        heads = tensor.reshape(num_kv_heads, num_queries + 2, decoder.attentions[0].head_dim, *rest)
         parts = {
             "query": slice(num_queries), "key": slice(num_queries, -1), "value": slice(num_queries + 1, None)
         }

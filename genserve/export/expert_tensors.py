@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 
@@ -31,12 +32,16 @@ _JOINED = {
 }
 
 
-def with_stacks(checkpoint: Checkpoint, *, transposed: bool = False) -> Checkpoint:
+# In a transposed stack, gates and values alternate, or all values follow all gates.
+TransposedStacks = Literal["in turn", "halves"]
+
+
+def with_stacks(checkpoint: Checkpoint, *, transposed: TransposedStacks | None = None) -> Checkpoint:
     """Return the checkpoint with the stacks of its experts' tensors besides them.
 
     `gate_up_proj` [experts, 2 * inner, hidden] has the gates and then the values that they scale, and
-    `down_proj` is [experts, hidden, inner]. With `transposed` they are [experts, hidden, 2 * inner], gates
-    and values in turn, and [experts, inner, hidden]. Biases are stacks with the same name and `_bias`.
+    `down_proj` is [experts, hidden, inner]. With `transposed` they are [experts, hidden, 2 * inner] and
+    [experts, inner, hidden]. Biases are stacks with the same name and `_bias`.
     """
     counts: dict[tuple[str, str], int] = {}
     names: dict[tuple[str, str], set[str]] = {}
@@ -70,7 +75,7 @@ def with_stacks(checkpoint: Checkpoint, *, transposed: bool = False) -> Checkpoi
             outputs = place.T if transposed else place
             for index, part in enumerate(parts):
                 found = checkpoint.tensor(f"{prefix}.{expert}.{part}.{kind}")
-                if transposed:
+                if transposed == "in turn":
                     outputs[index :: len(parts)] = found
                 else:
                     outputs[index * len(found) : (index + 1) * len(found)] = found

@@ -95,7 +95,9 @@ class ExpertsLayer:
     choice_bias: FloatArray | None
     shared: tuple[Linear, Linear] | None    # inner and down of the expert of all rows
     norm: Norm | None
-    residual: str
+    residual: str                           # "": none
+    router_norm: FloatArray | None = None   # [hidden]: the weight of the router's norm, if it has its own
+    scales: FloatArray | None = None        # [experts]: multiply the weights of chosen experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +126,12 @@ class Layers(ABC):
         dtype = self.scheme.activations
         return self.graph.weights([name], (partial(_converted, part, dtype) for part in weight.parts()))[0]
 
-    def embedding(self, ids: str, weight: Rows[np.float32] | StoredWeight, output: str) -> str:
-        """Add the lookup of token ids [num_tokens] in a weight [vocab, hidden]: [num_tokens, hidden]."""
+    def embedding(
+        self, ids: str, weight: Rows[np.float32] | StoredWeight, output: str, *, name: str = "embedding"
+    ) -> str:
+        """Add the lookup of token ids [num_tokens] in a weight [vocab, n], by its name: [num_tokens, n]."""
         assert not isinstance(weight, StoredWeight)
-        return self.graph.node("Gather", [self.rows("embedding", weight), ids], output)
+        return self.graph.node("Gather", [self.rows(name, weight), ids], output)
 
     def activated(self, x: str, layer: Linear) -> str:
         """Add an activation as operators of ONNX, after a product x that has none."""
@@ -252,21 +256,24 @@ class FusedLayers(Layers):
 
     has_decoder_layers: ClassVar[bool] = True
 
-    def embedding(self, ids: str, weight: Rows[np.float32] | StoredWeight, output: str) -> str:
+    def embedding(
+        self, ids: str, weight: Rows[np.float32] | StoredWeight, output: str, *, name: str = "embedding"
+    ) -> str:
         """See `Layers.embedding`."""
         weight_format = self.scheme.embedding
         if isinstance(weight, StoredWeight):
             if weight.order is not None:
                 raise ExportError(
-                    "the embedding is quantized with its inputs in another order",
+                    f"the {name} is quantized with its inputs in another order",
                     remedy="write --precision int8",
                 )
-            names = self.graph.weights(["embedding"], weight.panels("the embedding"))
+            names = self.graph.weights([name], weight.panels(f"the {name}"))
         elif weight_format is None:
-            return Layers.embedding(self, ids, weight, output)
+            return Layers.embedding(self, ids, weight, output, name=name)
         else:
             pack = partial(_packed, weight_format=weight_format, gated=False)
-            names = self.graph.weights(_QUANTIZED, (partial(pack, part) for part in weight.parts()))
+            parts = (partial(pack, part) for part in weight.parts())
+            names = self.graph.weights([name, f"{name}.scales"], parts)
         return self.graph.node(
             "Embedding",
             [ids, *names],
@@ -348,11 +355,15 @@ class FusedLayers(Layers):
                 "shared_weight_format": self._format(layer.shared[0]),
                 "shared_down_weight_format": self._format(layer.shared[1]),
             }
+        own = [
+            "" if vector is None else self.vector(f"{name}.{part}", vector)
+            for part, vector in (("router_norm", layer.router_norm), ("scales", layer.scales))
+        ]
         self.graph.node(
             "Experts",
             [
                 layer.x, router_weight, inner[0], down[0], inner[1], down[1], *self._norm_weights(layer.norm),
-                *biases, inner[2], down[2], *shared[0], *shared[1], layer.residual,
+                *biases, inner[2], down[2], *shared[0], *shared[1], layer.residual, *own,
             ],
             self.graph.value(name, np.float32),
             num_experts=described.count,
@@ -361,6 +372,7 @@ class FusedLayers(Layers):
             scale=router.scale,
             normalise=-1.0 if router.normalise is None else router.normalise,
             jitter=router.jitter,
+            scales_inputs=int(router.scales_inputs),
             hidden_size=layer.router.shape[1],
             intermediate_size=first[1].weight.shape[1],
             weight_format=self._format(first[0]),

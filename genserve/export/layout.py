@@ -15,7 +15,7 @@ from genserve.config.model_config import ModelConfig
 from genserve.config.parse import parse_config, read_config_file
 from genserve.errors import ExportError, RepositoryError
 from genserve.export.checkpoint import Checkpoint
-from genserve.export.decoder import Dimensions
+from genserve.export.decoder import Cache, Dimensions
 from genserve.export.export_options import CacheType, ExportFormat, Precision
 from genserve.export.model_folders import ModelFolders
 from genserve.export.quantization import cache_dtype
@@ -226,20 +226,26 @@ def _read(template: str) -> str:
 
 def _token_bytes(dimensions: Dimensions, cache: type[np.generic]) -> int:
     """Return the bytes of a token in the KV cache; an int8 cache has scales for each head."""
-    head_bytes = dimensions.head_dim * np.dtype(cache).itemsize + (4 if cache is np.int8 else 0)
-    return 2 * len(dimensions.cached_layers) * dimensions.num_kv_heads * head_bytes
+    scale_bytes = 4 if cache is np.int8 else 0
+    return sum(
+        2 * each.num_kv_heads * (each.head_dim * np.dtype(cache).itemsize + scale_bytes)
+        for each in dimensions.caches
+    )
 
 
 def _states(dimensions: Dimensions, *, cache: type[np.generic], export_format: ExportFormat) -> str:
     """Return the states of a sequence, in which -1 is the number of its tokens."""
-    heads, head_dim = dimensions.num_kv_heads, dimensions.head_dim
     is_traced = export_format is ExportFormat.TRACED
     data_type = DataType.of_numpy(np.dtype(cache)).config_name
-    dims = ", ".join(map(str, (heads, -1, head_dim) if is_traced else (-1, heads, head_dim)))
+
+    def dims(of: Cache) -> str:
+        sizes = (of.num_kv_heads, -1, of.head_dim) if is_traced else (-1, of.num_kv_heads, of.head_dim)
+        return ", ".join(map(str, sizes))
+
     in_place = "" if is_traced else " use_same_buffer_for_input_output: true"
     states = [
-        (f"past_key_values.{layer}.{part}", f"present.{layer}.{part}", data_type, dims)
-        for layer in dimensions.cached_layers
+        (f"past_key_values.{of.layer}.{part}", f"present.{of.layer}.{part}", data_type, dims(of))
+        for of in dimensions.caches
         for part in ("key", "value")
     ]
     states += [

@@ -36,8 +36,8 @@ _DOMAINS = {
     "PagedAttention": "genserve",
 }
 # The version of genserve's operator set: 2 has DecoderLayer, 3 Embedding and weights in blocks, 4 Experts,
-# 5 Embedding of weights in int8_block, 6 CausalConv and LinearAttention.
-_OPERATORS = 6
+# 5 Embedding of weights in int8_block, 6 CausalConv and LinearAttention, 7 shared caches and chunks.
+_OPERATORS = 7
 
 
 class OnnxGraphBuilder:

@@ -19,8 +19,12 @@ _LATENT_INNER = (".query_b.weight", ".latent_key.weight", ".latent_value.weight"
 _WEIGHT_BYTES: dict[WeightFormat, float] = {"int8": 1, "int8_block": 1, "int4_block": 0.5}
 
 
-def require_stages(num_stages: int, export_format: ExportFormat, *, num_layers: int) -> None:
+def require_stages(
+    num_stages: int, export_format: ExportFormat, *, decoder: Decoder | None = None
+) -> None:
     """Reject more pipeline stages than layers, or any format but ONNX graphs of known families.
+
+    `decoder` is None for a graph that no family describes.
 
     Raises:
         ExportError: the model cannot be cut into this number of stages.
@@ -30,6 +34,14 @@ def require_stages(num_stages: int, export_format: ExportFormat, *, num_layers: 
             f"{export_format.label} cannot be cut into pipeline stages",
             remedy="leave --pipeline-stages out; ONNX graphs of known architectures support it",
         )
+    if num_stages == 1 or decoder is None:
+        return
+    if decoder.shares_caches or decoder.per_layer is not None:
+        raise ExportError(
+            "its layers share caches or embeddings, which a pipeline would have in different stages",
+            remedy="leave --pipeline-stages out",
+        )
+    num_layers = len(decoder.layers)
     if num_stages > num_layers:
         raise ExportError(
             f"a pipeline of {num_stages} stages needs as many layers, and the model has {num_layers}",

@@ -50,7 +50,7 @@ def run_source(
         return args[0][:1, :1]
 
     outputs: list[type[Any]] = []
-    seen_output = model.get_decoder().register_forward_hook(
+    seen_output = _decoder_of(model).register_forward_hook(
         lambda _module, _args, output: outputs.append(type(output))
     )
     kept = model.get_output_embeddings().register_forward_pre_hook(leave_out)
@@ -91,11 +91,17 @@ class _Logits:
         rows, tokens = map(torch.from_numpy, at)
         computed = self.output(last_hidden_state=self.hidden[rows, tokens][None])
         # The head, and what the model does after it, run as they are.
-        self.model.get_decoder().forward = lambda *_args, **_options: computed
+        _decoder_of(self.model).forward = lambda *_args, **_options: computed
         with torch.inference_mode():
             logits: FloatArray = self.model(torch.zeros((1, len(rows)), dtype=torch.long)).logits[0].numpy()
         _require_finite(logits, source=self.source)
         return logits
+
+
+def _decoder_of(model: PreTrainedModel) -> Any:
+    """Return the module with the layers, which transformers does not find in Llama 4."""
+    found = model.get_decoder()
+    return found.model if found is model else found
 
 
 def _require_finite(*arrays: FloatArray, source: str) -> None:
@@ -187,7 +193,6 @@ def _streamed_model(checkpoint: Checkpoint) -> PreTrainedModel:
             start = place.stop
         return outputs
 
-    embedding: Any = model.get_input_embeddings()
     for prefix, module in model.named_modules():
         empties = _stored_tensors(module)
         is_large = any(empty.numel() > _LARGE for empty in empties.values())
@@ -195,8 +200,8 @@ def _streamed_model(checkpoint: Checkpoint) -> PreTrainedModel:
             module.forward = partial(product, module=module, prefix=prefix)     # type: ignore[method-assign]
         elif empties:
             caller = module
-            if is_large and module is embedding:
-                embedding.padding_idx = None    # a row that the text may lack
+            if is_large and isinstance(module, torch.nn.Embedding):
+                module.padding_idx = None   # a row that the text may lack
                 module.register_forward_pre_hook(partial(load_rows, prefix=prefix))
             else:
                 # A layer with recurrent states reads the weight of its convolution instead of calling it.

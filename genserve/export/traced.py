@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from genserve.errors import ExportError
 from genserve.export.checkpoint import Checkpoint
-from genserve.export.decoder import Dimensions
+from genserve.export.decoder import Cache, Dimensions
 from genserve.export.export_options import ExportFormat, Precision, Progress
 from genserve.export.families import FAMILIES, architecture
 from genserve.export.layout import ModelLayout
@@ -116,11 +116,11 @@ def _dimensions(checkpoint: Checkpoint) -> Dimensions:
         mask = torch.ones_like(ids)
         output = model.eval()(ids, attention_mask=mask, past_key_values=DynamicCache(), use_cache=True)
     tensors = _tensors(output.past_key_values)
-    [(_, num_kv_heads, _, head_dim)] = {tuple(tensor.shape) for tensor in tensors}
+    shapes = enumerate(tensor.shape for tensor in tensors[::2])
+    caches = (Cache(layer=index, num_kv_heads=heads, head_dim=size) for index, (_, heads, _, size) in shapes)
     return Dimensions(
         num_layers=len(tensors) // 2,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
+        caches=tuple(caches),
         vocab_size=output.logits.shape[-1],
         context_length=getattr(config, "max_position_embeddings", None) or _DEFAULT_CONTEXT,
     )
@@ -128,8 +128,12 @@ def _dimensions(checkpoint: Checkpoint) -> Dimensions:
 
 def _export(model: nn.Module, sizes: Dimensions) -> Any:
     batch, sequence, past_length = 2, 3, 5
-    shape = (batch, sizes.num_kv_heads, past_length, sizes.head_dim)
-    names = [f"{layer}.{part}" for layer in range(sizes.num_layers) for part in ("key", "value")]
+    names = [f"{each.layer}.{part}" for each in sizes.caches for part in ("key", "value")]
+    past = [
+        torch.zeros((batch, each.num_kv_heads, past_length, each.head_dim))
+        for each in sizes.caches
+        for _ in ("key", "value")
+    ]
     any_size = torch.export.Dim.DYNAMIC
     return torch.onnx.export(
         _Cached(model).eval(),
@@ -137,7 +141,7 @@ def _export(model: nn.Module, sizes: Dimensions) -> Any:
             torch.zeros((batch, sequence), dtype=torch.long),
             torch.ones((batch, past_length + sequence), dtype=torch.long),
             torch.arange(past_length, past_length + sequence).repeat(batch, 1),
-            [torch.zeros(shape) for _ in names],
+            past,
         ),
         dynamo=True,
         input_names=[

@@ -18,7 +18,7 @@ from genserve.textmodel.runtimes.onnx_logits import OnnxLogits
 from tests.export.graphs import WrittenGraph, conversion_of, write_conversion
 from tests.export.reference_operators import reference_evaluator
 from tests.export.rows import BlockPool, Row, forward_batch, logits_of
-from tests.export.test_families import HYBRIDS
+from tests.export.test_families import ONNX_ONLY
 from tests.export.tiny_models import TINY_MODELS, tiny_checkpoint
 from tests.support.representatives import with_extended
 from tests.support.transformers_reference import reference_logits, reference_model
@@ -30,7 +30,7 @@ WITHOUT_BODY = {"nemotron", "phi", "phi_plain", "stablelm", "stablelm_parallel"}
 REFUSED = {
     name
     for name, config in TINY_MODELS.items()
-    if name in HYBRIDS or any("expert" in field and value for field, value in config.items())
+    if name in ONNX_ONLY or any("expert" in field and value for field, value in config.items())
 }
 WITH_BODY = [
     name
@@ -100,9 +100,9 @@ def test_attention_that_cuda_does_not_support_has_no_body_and_runs_on_the_cpu(
 
 
 @pytest.mark.parametrize("model", with_extended(sorted(REFUSED), always={"gpt_oss", "lfm2"}))
-def test_experts_and_recurrent_states_are_refused_in_fp16(tmp_path: Path, model: str) -> None:
+def test_experts_and_own_operators_are_refused_in_fp16(tmp_path: Path, model: str) -> None:
     source = tiny_checkpoint(tmp_path / "checkpoint", **TINY_MODELS[model])
-    with pytest.raises(ExportError, match=r"fp16 has no (experts|layers with recurrent states)"):
+    with pytest.raises(ExportError, match=r"fp16 has no (experts|layers)"):
         conversion_of(source, precision="fp16")
 
 
@@ -121,11 +121,11 @@ class EvaluatedGraph:
 
     def __init__(self, graph: WrittenGraph, *, num_blocks: int) -> None:
         self._evaluator = reference_evaluator(graph.folder / "model.onnx")
-        sizes = graph.dimensions
+        [sizes, *others] = graph.dimensions.caches
         shape = (num_blocks, 16, sizes.num_kv_heads, sizes.head_dim)
         self._caches = {
             f"past_key_values.{layer}.{part}": np.zeros(shape, np.float16)
-            for layer in range(sizes.num_layers)
+            for layer in range(1 + len(others))
             for part in ("key", "value")
         }
 

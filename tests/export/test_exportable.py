@@ -29,7 +29,7 @@ REVISION = "0123456789abcdef0123456789abcdef01234567"
 REFUSED = {
     "bert": ("BertForMaskedLM", "no part that generates text"),
     "dbrx": ("DbrxForCausalLM", "a mixture of experts"),
-    "gemma4": ("Gemma4ForConditionalGeneration", "an encoder of images or sound"),
+    "mllama": ("MllamaForConditionalGeneration", "an encoder of images or sound"),
     "bamba": ("BambaForCausalLM", "recurrent state"),
     "jamba": ("JambaForCausalLM", "a mixture of experts"),
     "mamba": ("MambaForCausalLM", "recurrent state"),
@@ -42,6 +42,8 @@ REFUSED = {
 }
 EXPORTED = {
     "cohere": "CohereForCausalLM", "gemma3": "Gemma3ForConditionalGeneration",
+    "gemma4": "Gemma4ForConditionalGeneration", "gemma4_unified": "Gemma4UnifiedForConditionalGeneration",
+    "llama4": "Llama4ForConditionalGeneration",
     "granite": "GraniteForCausalLM", "granitemoehybrid": "GraniteMoeHybridForCausalLM",
     "lfm2": "Lfm2ForCausalLM", "qwen3_next": "Qwen3NextForCausalLM", "llama": "LlamaForCausalLM",
     "llava": "LlavaForConditionalGeneration", "mistral3": "Mistral3ForConditionalGeneration",
@@ -227,7 +229,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         thread.join()
 
 
-@pytest.mark.parametrize("model_type", ["dbrx", "gemma4", "t5"])
+@pytest.mark.parametrize("model_type", ["dbrx", "mllama", "t5"])
 def test_of_a_refused_model_only_the_config_is_downloaded(hub: Hub, tmp_path: Path, model_type: str) -> None:
     config = config_of(model_type, REFUSED[model_type][0])
     hub.files["config.json"] = json.dumps(config).encode()

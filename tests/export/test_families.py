@@ -26,7 +26,7 @@ from genserve.export.families import FAMILIES, family_of
 from genserve.export.parity import forward_rows
 from tests.export.graphs import WrittenGraph, conversion_of, write_conversion, write_graph
 from tests.export.rows import BlockPool, Row
-from tests.export.tiny_models import HYBRID_TYPES, REPRESENTATIVES, TINY_MODELS, tiny_checkpoint
+from tests.export.tiny_models import HYBRID_TYPES, OWN_TYPES, REPRESENTATIVES, TINY_MODELS, tiny_checkpoint
 from tests.support.representatives import with_extended
 from tests.support.tiny_llama import tiny_llama_checkpoint
 from tests.support.transformers_reference import greedy_ids, reference_logits, reference_model
@@ -37,10 +37,14 @@ HYBRIDS = [
     for name, config in TINY_MODELS.items()
     if config["model_type"] in HYBRID_TYPES or name.startswith("granite4_h")
 ]
+# They have layers that only genserve's operators compute.
+ONNX_ONLY = [
+    *HYBRIDS, *(name for name, config in TINY_MODELS.items() if config["model_type"] in OWN_TYPES)
+]
 EXPERT_MODELS = [
     name
     for name, config in TINY_MODELS.items()
-    if config.get("num_experts_per_tok") and name not in HYBRIDS
+    if config.get("num_experts_per_tok") and name not in ONNX_ONLY
 ]
 
 
@@ -59,8 +63,8 @@ FORMATS = [
 @pytest.fixture(scope="module", params=FORMATS)
 def graph(checkpoint: Path, request: pytest.FixtureRequest) -> WrittenGraph:
     export_format: ExportFormat = request.param
-    if export_format is ExportFormat.TORCHSCRIPT and checkpoint.parent.name.startswith(tuple(HYBRIDS)):
-        pytest.skip("TorchScript has no recurrent states")
+    if export_format is ExportFormat.TORCHSCRIPT and checkpoint.parent.name.startswith(tuple(ONNX_ONLY)):
+        pytest.skip("TorchScript does not have its layers")
     return write_graph(checkpoint, checkpoint.parent / export_format.value, export_format=export_format)
 
 
@@ -157,8 +161,8 @@ def test_an_export_in_int8_is_close_to_its_source(tmp_path: Path, model: str) ->
 
 @pytest.mark.extended
 @pytest.mark.parametrize("precision", ["int8", "int4"])
-@pytest.mark.parametrize("model", [*EXPERT_MODELS, *HYBRIDS])
-def test_experts_and_recurrent_states_in_few_bits_are_close_to_their_source(
+@pytest.mark.parametrize("model", [*EXPERT_MODELS, *ONNX_ONLY])
+def test_experts_and_own_operators_in_few_bits_are_close_to_their_source(
     tmp_path: Path, model: str, precision: Precision
 ) -> None:
     """`-rP` displays the figures. A norm of outputs that are nearly zero makes some logits differ much."""
@@ -259,16 +263,19 @@ def test_experts_in_fp16_are_refused(tmp_path: Path) -> None:
         ({"export_format": ExportFormat.TORCHSCRIPT}, "TorchScript"),
     ],
 )
-def test_recurrent_states_are_refused_where_there_are_none(
-    tmp_path: Path, options: dict[str, Any], place: str
+@pytest.mark.parametrize(
+    ("model", "kind"), [("lfm2", "with recurrent states"), ("gemma4", "that share the cache")]
+)
+def test_layers_are_refused_where_there_are_none(
+    tmp_path: Path, model: str, kind: str, options: dict[str, Any], place: str
 ) -> None:
-    source = tiny_checkpoint(tmp_path / "checkpoint", **TINY_MODELS["lfm2"])
-    with pytest.raises(ExportError, match=f"{place} has no layers with recurrent states"):
+    source = tiny_checkpoint(tmp_path / "checkpoint", **TINY_MODELS[model])
+    with pytest.raises(ExportError, match=f"{place} has no layers {kind}"):
         conversion_of(source, **options)
 
 
-@pytest.mark.parametrize("model", with_extended(HYBRIDS, always={"granite4_h"}))
-def test_a_hybrid_has_its_bits_in_any_batch_and_chunks(tmp_path: Path, model: str) -> None:
+@pytest.mark.parametrize("model", with_extended(ONNX_ONLY, always={"granite4_h", "gemma4"}))
+def test_its_bits_are_the_same_in_any_batch_and_chunks(tmp_path: Path, model: str) -> None:
     graph = write_graph(tiny_checkpoint(tmp_path / "checkpoint", **TINY_MODELS[model]), tmp_path / "graph")
     texts = [random_ids(length, seed=length) for length in (90, 31, 70)]
     found = {}

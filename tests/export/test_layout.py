@@ -12,7 +12,7 @@ from tritonclient.grpc import model_config_pb2
 from genserve.config.parse import parse_config
 from genserve.errors import ExportError
 from genserve.export.checkpoint import Checkpoint
-from genserve.export.decoder import Dimensions
+from genserve.export.decoder import Cache, Dimensions
 from genserve.export.export_options import ExportFormat
 from genserve.export.layout import ModelLayout, stage_files
 from genserve.export.model_folders import ModelFolders
@@ -20,7 +20,12 @@ from genserve.repository.model_validation import valid_config
 from genserve.textmodel.decoder_stage import load_decoding
 
 SHIPPED = Path(__file__).parents[2] / "model_repository"
-SMOLLM2 = Dimensions(num_layers=30, num_kv_heads=3, head_dim=64, vocab_size=49152, context_length=8192)
+SMOLLM2 = Dimensions(
+    num_layers=30,
+    caches=tuple(Cache(layer=layer, num_kv_heads=3, head_dim=64) for layer in range(30)),
+    vocab_size=49152,
+    context_length=8192,
+)
 FILES = stage_files(ModelFolders("smollm2"), dimensions=SMOLLM2, cache=np.float16)
 CONFIGS = [path for path in FILES if path.endswith("config.pbtxt")]
 
@@ -74,7 +79,8 @@ def test_an_int8_cache_also_has_a_scale_for_each_token_and_head() -> None:
 
 @pytest.mark.parametrize(("limit", "expected"), [(None, "131072"), (2048, "2048")])
 def test_the_sequence_length_is_the_models_own_or_the_limit(limit: int | None, expected: str) -> None:
-    dimensions = Dimensions(num_layers=1, num_kv_heads=1, head_dim=8, vocab_size=10, context_length=131072)
+    caches = (Cache(layer=0, num_kv_heads=1, head_dim=8),)
+    dimensions = Dimensions(num_layers=1, caches=caches, vocab_size=10, context_length=131072)
     files = stage_files(
         ModelFolders("m"), dimensions=dimensions, cache=np.float32, max_sequence_length=limit
     )

@@ -1,7 +1,7 @@
 """Each part of the tiny models matters: with a wrong option or tensor, the logits differ from transformers'.
 
 So a graph whose logits equal transformers' (test_families.py) has all parts of its family. The changed
-models are run by `DecoderModule`, because it needs no file, or as a graph if they have recurrent states.
+models are run by `DecoderModule`, because it needs no file, or as a graph where it lacks their layers.
 """
 
 from __future__ import annotations
@@ -96,12 +96,17 @@ def wrong_decoders(decoder: Decoder, *, is_embedding_normed: bool) -> Iterator[t
     for part in dict.fromkeys(role.rpartition(".")[0] for role in decoder.scales):
         own = {role: 1.1 * scale for role, scale in decoder.scales.items() if role.startswith(f"{part}.")}
         yield f"scale of {part}", replace(decoder, scales={**decoder.scales, **own})
+    if (per_layer := decoder.per_layer) is not None:
+        yield "per_layer.epsilon", replace(decoder, per_layer=replace(per_layer, norm_epsilon=0.1))
+        scaled = replace(per_layer, embedding_scale=1.1 * per_layer.embedding_scale)
+        yield "per_layer.scale", replace(decoder, per_layer=scaled)
     for index in distinct_layers(decoder):
         layer = decoder.layers[index]
-        for what, wrong in wrong_layers(layer):
+        for what, wrong in (*wrong_layers(layer), *wrong_caches(decoder, index)):
             layers = (*decoder.layers[:index], wrong, *decoder.layers[index + 1 :])
             yield f"layers.{index}.{what}", replace(decoder, layers=layers)
-    if any(layer.attention is not None for layer in decoder.layers[:-1]):
+    # With numbers for each layer, the weights would not fit.
+    if decoder.per_layer is None and any(layer.attention is not None for layer in decoder.layers[:-1]):
         yield "layers", replace(decoder, layers=decoder.layers[:-1])
 
 
@@ -127,6 +132,18 @@ def wrong_layers(layer: Layer) -> Iterator[tuple[str, Layer]]:
         yield what, replace(layer, attention=replace(layer.attention, **options))
 
 
+def wrong_caches(decoder: Decoder, index: int) -> Iterator[tuple[str, Layer]]:
+    """The layer with the cache of another one than it has, of the same sizes."""
+    layer = decoder.layers[index]
+    if layer.attention is None or layer.attention.cache_of is None:
+        return
+    sizes = layer.attention.num_kv_heads, layer.attention.head_dim
+    for cache in decoder.dimensions.caches:
+        if cache.layer != layer.attention.cache_of and (cache.num_kv_heads, cache.head_dim) == sizes:
+            other = replace(layer.attention, cache_of=cache.layer)
+            yield f"cache of {cache.layer}", replace(layer, attention=other)
+
+
 def wrong_mixers(mixer: LinearAttention) -> Iterator[tuple[str, LinearAttention]]:
     yield "steps", replace(mixer, step_limits=(0.45, 0.55))
     if mixer.rule == "gated_delta":
@@ -146,13 +163,16 @@ def wrong_experts(experts: Experts) -> Iterator[tuple[str, Experts]]:
         yield "no shared expert", replace(experts, shared=False)
     wrong = {
         "score": replace(router, score="sigmoid" if router.score == "softmax" else "softmax"),
-        "scale of weights": replace(router, scale=1.1 * router.scale),
+        "place of weights": replace(router, scales_inputs=not router.scales_inputs),
     }
+    if not experts.beside_mlp:      # their sum is normed
+        wrong["scale of weights"] = replace(router, scale=1.1 * router.scale)
     if router.score == "sparsemixer":       # it chooses two, and its weights are what they are
         wrong["jitter"] = replace(router, jitter=0.0)
     else:
-        yield "top_k", replace(experts, top_k=experts.top_k - 1)
-        if router.score != "softmax_of_top":    # its weights have the sum 1 already
+        yield "top_k", replace(experts, top_k=experts.top_k - 1 or 2)
+        # The weights of the one have the sum 1 already, and outputs beside an MLP are normed.
+        if router.score != "softmax_of_top" and not experts.beside_mlp:
             wrong["normalise"] = replace(router, normalise=0.0 if router.normalise is None else None)
     if router.groups is not None:
         groups = router.groups
@@ -168,6 +188,11 @@ def wrong_attentions(attention: Attention) -> Iterator[tuple[str, dict[str, Any]
     yield "window", {"window": 8 if attention.window is None else None}
     if not attention.alibi:     # no family has both
         yield "softcap", {"softcap": 1.2 * (attention.softcap or 1)}
+    if attention.value_norm and attention.cache_of is None:
+        yield "no norm of values", {"value_norm": False}
+    if attention.chunk is not None:
+        yield "no chunk", {"chunk": None}
+        yield "chunk", {"chunk": attention.chunk + 1}
     yield "clip", {"clip": 0.1}
     if attention.clip is not None:
         yield "no clip", {"clip": None}
@@ -190,12 +215,15 @@ def wrong_attentions(attention: Attention) -> Iterator[tuple[str, dict[str, Any]
                 after_rotary=norm.after_rotary,
             )
         }
-        if attention.rotary is not None:
+        # Rotary positions do not change the norm of Llama 4, which has no weight.
+        if attention.rotary is not None and attention.chunk is None:
             yield "place of head norm", {"head_norm": replace(norm, after_rotary=not norm.after_rotary)}
     if attention.latent is not None:
         yield "norms of latents", {"latent": replace(attention.latent, norm_epsilon=0.1)}
     if attention.query_scale is not None:
         yield "no query scale", {"query_scale": None}
+        first = attention.query_scale.first + 1
+        yield "first of query scale", {"query_scale": replace(attention.query_scale, first=first)}
 
 
 def wrong_weights(weights: DecoderWeights, decoder: Decoder) -> Iterator[tuple[str, DecoderWeights]]:
@@ -211,6 +239,8 @@ def wrong_weights(weights: DecoderWeights, decoder: Decoder) -> Iterator[tuple[s
             has_rotary = attention is not None and attention.rotary is not None
             if layer not in layers or (role.endswith("attention.key.bias") and not has_rotary):
                 continue
+            if role == f"layers.{len(decoder.layers) - 1}.scale":
+                continue    # a norm follows
         yield (
             role,
             replace(
@@ -237,12 +267,13 @@ def _changed(weights: DecoderWeights, role: str, *, wrong: str) -> FloatArray:
 
 def logits(decoder: Decoder, weights: DecoderWeights, ids: NDArray[np.int64]) -> FloatArray:
     """The logits [tokens, vocab] of one text in one forward."""
-    if decoder.has_states or len(decoder.attentions) < len(decoder.layers):
+    is_partial = len(decoder.attentions) < len(decoder.layers)
+    if is_partial or decoder.kind_of_own_operators is not None:
         return graph_logits(decoder, weights, ids)
-    sizes, length = decoder.dimensions, len(ids)
+    caches, length = decoder.dimensions.caches, len(ids)
     module = DecoderModule(weights, decoder, dtype=torch.float32).eval()
     cache = [
-        torch.zeros((1, length, sizes.num_kv_heads, sizes.head_dim)) for _ in range(2 * sizes.num_layers)
+        torch.zeros((1, length, each.num_kv_heads, each.head_dim)) for each in caches for _ in range(2)
     ]
     with torch.inference_mode():
         found = module(

@@ -271,7 +271,7 @@ def test_stacks_of_gpt_oss_are_those_of_transformers(tmp_path: Path) -> None:
         tokenizer_files={},
     )
     apart = dequantized(folder, lambda name, at: tensors[name][at])
-    checkpoint = with_stacks(apart, transposed=True)
+    checkpoint = with_stacks(apart, transposed="in turn")
     assert len(apart.tensor_names) == 3 * 2 * 2     # experts, gates and values, weights and biases
     np.testing.assert_array_equal(checkpoint.tensor(f"{name}_bias"), tensors[f"{name}_bias"].numpy())
     expected = convert_moe_packed_tensors(
@@ -302,7 +302,7 @@ def formats_of_experts(graph: Path) -> set[str]:
 def test_gpt_oss_keeps_its_experts_in_mxfp4(tmp_path: Path) -> None:
     folder = tiny_checkpoint(tmp_path / "tiny", **TINY_MODELS["gpt_oss"])
     stacks = gpt_oss_in_mxfp4(folder)
-    checkpoint = with_stacks(read_checkpoint(folder, source="tiny"), transposed=True)
+    checkpoint = with_stacks(read_checkpoint(folder, source="tiny"), transposed="in turn")
     for name, expected in stacks.items():
         np.testing.assert_array_equal(checkpoint.tensor(name), expected)
     assert conversion_of(folder, precision=None).layout.precision == "source"

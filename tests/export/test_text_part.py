@@ -47,8 +47,11 @@ _PATCHES = {
 # The text model of each wrapper, by the wrapper's model type; beside them, an encoder of images or sound.
 _TEXTS = {
     "gemma3": ("gemma3", "vision_config", _VISION | {"model_type": "siglip_vision_model"}),
+    "gemma4": ("gemma4", "vision_config", _VISION | {"model_type": "gemma4_vision", "head_dim": 16}),
+    "gemma4_unified": ("gemma4_unified", "vision_config", {"model_type": "gemma4_unified_vision"}),
     "idefics3": ("llama", "vision_config", _VISION | {"model_type": "idefics3_vision"}),
     "internvl": ("qwen2", "vision_config", _VISION | {"model_type": "internvl_vision"}),
+    "llama4": ("llama4", "vision_config", _VISION | {"model_type": "llama4_vision_model"}),
     "llava": ("llama", "vision_config", _VISION | {"model_type": "clip_vision_model"}),
     "llava_next": ("mistral", "vision_config", _VISION | {"model_type": "clip_vision_model"}),
     "mistral3": ("ministral3", "vision_config", _VISION | {"model_type": "pixtral", "head_dim": 16}),

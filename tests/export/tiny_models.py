@@ -11,12 +11,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.tiny_llama import tiny_tokenizer
 
-__all__ = ["HYBRID_TYPES", "REPRESENTATIVES", "TINY_MODELS", "randomize", "tiny_checkpoint"]
+__all__ = ["HYBRID_TYPES", "OWN_TYPES", "REPRESENTATIVES", "TINY_MODELS", "randomize", "tiny_checkpoint"]
 
 # Between them they have the parts of all families.
 REPRESENTATIVES = {
     "bloom_4_heads", "cohere_head_norms", "falcon", "gemma2", "gpt2", "granite4", "llama", "olmo3", "phi",
-    "phi3_longrope", "mixtral", "gpt_oss", "deepseek_v3", "falcon_h1", "lfm2", "qwen3_5",
+    "phi3_longrope", "mixtral", "gpt_oss", "deepseek_v3", "falcon_h1", "lfm2", "qwen3_5", "gemma4",
+    "gemma4_experts", "llama4",
 }  # fmt: skip
 
 # The model types with recurrent states; Granite 4 may have none.
@@ -24,6 +25,9 @@ HYBRID_TYPES = {
     "falcon_h1", "lfm2", "lfm2_moe", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text",
     "qwen3_next",
 }  # fmt: skip
+
+# Further model types whose attention only genserve's operators compute.
+OWN_TYPES = {"gemma4_text", "gemma4_unified_text", "llama4_text"}
 
 _SIZES = {
     "num_hidden_layers": 2,
@@ -39,6 +43,15 @@ _LLAMA = _GROUPED | {"model_type": "llama"}
 _GEMMA = _GROUPED | {"head_dim": 32}
 _GEMMA2 = _GEMMA | {"sliding_window": 16, "query_pre_attn_scalar": 24}
 _CAPPED = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+_GEMMA4 = _GROUPED | {
+    "model_type": "gemma4_text",
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 24,
+    "hidden_size_per_layer_input": 32,
+    "vocab_size_per_layer_input": 320,
+    "final_logit_softcapping": 3.0,
+}
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 4.0,
@@ -62,6 +75,16 @@ _GRANITE4 = _GRANITE | {
 
 _EXPERTS = _GROUPED | {"num_experts_per_tok": 2}
 _LOCAL_EXPERTS = _EXPERTS | {"num_local_experts": 6}
+
+_LLAMA4 = _LOCAL_EXPERTS | {
+    "model_type": "llama4_text",
+    "head_dim": 16,
+    "intermediate_size_mlp": 112,
+    "attention_chunk_size": 24,
+    "floor_scale": 16,
+    "attn_scale": 0.3,
+    "attention_bias": True,
+}
 
 # Recurrent states
 _MAMBA = {
@@ -108,7 +131,8 @@ _LATENT = _EXPERTS | {
     "topk_group": 2,
 }
 
-_CHOICE = ("correction_bias", "expert_bias")    # what is added to the scores of experts for the choice
+# Buffers with numbers of a checkpoint: what is added to the scores of experts for the choice, and scales.
+_BUFFERS = ("correction_bias", "expert_bias", "layer_scalar")
 
 # Configs for `tiny_checkpoint`, by name.
 TINY_MODELS: Mapping[str, Mapping[str, Any]] = {
@@ -117,6 +141,32 @@ TINY_MODELS: Mapping[str, Mapping[str, Any]] = {
     "gemma": _GEMMA | {"model_type": "gemma"},
     "gemma2": _GEMMA2 | _CAPPED | {"model_type": "gemma2"},
     "gemma3": _GEMMA2 | {"model_type": "gemma3_text", "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma4": _GEMMA4
+    | {
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "num_kv_shared_layers": 3,
+        "use_double_wide_mlp": True,
+    },
+    "gemma4_experts": _GEMMA4
+    | {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "hidden_size_per_layer_input": 0,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "enable_moe_block": True,
+        "num_experts": 6,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 40,
+    },
+    "gemma4_unified": _GEMMA4
+    | {
+        "model_type": "gemma4_unified_text",
+        "hidden_size_per_layer_input": 0,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+    },
     "gpt2": _GPT2,
     "gpt2_untied": _GPT2 | {"tie_word_embeddings": False, "scale_attn_weights": False, "n_embd": 96},
     "gpt_neox": _SIZES | {"model_type": "gpt_neox", "hidden_size": 256, "tie_word_embeddings": False},
@@ -335,6 +385,16 @@ TINY_MODELS: Mapping[str, Mapping[str, Any]] = {
     "granitemoe": _LOCAL_EXPERTS | {"model_type": "granitemoe", **_GRANITE},
     "granitemoe_shared": _LOCAL_EXPERTS
     | {"model_type": "granitemoeshared", **_GRANITE, "shared_intermediate_size": 48},
+    "llama4": _LLAMA4
+    | {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1], "interleave_moe_layer_step": 2},
+    "llama4_plain": _LLAMA4
+    | {
+        "num_experts_per_tok": 1,
+        "no_rope_layers": [0, 1],
+        "use_qk_norm": False,
+        "attn_temperature_tuning": False,
+        "attention_bias": False,
+    },
     "minimax_m2": _LOCAL_EXPERTS | {"model_type": "minimax_m2", "head_dim": 16, "rotary_dim": 8},
     "mixtral": _LOCAL_EXPERTS | {"model_type": "mixtral", "sliding_window": 24},
     "olmoe": _EXPERTS | {"model_type": "olmoe", "num_experts": 6, "clip_qkv": 0.8, "attention_bias": True},
@@ -384,9 +444,9 @@ def randomize(model: torch.nn.Module) -> None:
     """
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        buffers = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(_CHOICE))
+        buffers = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(_BUFFERS))
         for name, parameter in (*model.named_parameters(), *buffers):
-            if parameter.dim() == 1 or name.endswith(_CHOICE):
+            if parameter.dim() == 1 or name.endswith(_BUFFERS):
                 parameter.add_(torch.empty_like(parameter).normal_(0, 0.1, generator=generator))
             else:
                 parameter.normal_(0, parameter.shape[1] ** -0.5, generator=generator)

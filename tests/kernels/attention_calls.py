@@ -23,6 +23,8 @@ class Attributes(ctypes.Structure):
         ("kv_num_heads", ctypes.c_int64),
         ("do_rotary", ctypes.c_int64),
         ("local_window_size", ctypes.c_int64),
+        ("local_chunk_size", ctypes.c_int64),
+        ("shares_cache", ctypes.c_int64),
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
         ("qk_norm_epsilon", ctypes.c_float),
@@ -45,6 +47,7 @@ INPUTS = (
     "value_scales",
     "attention_metadata",
     "sinks",
+    "v_norm_weight",
 )
 CACHES = ("key_cache", "value_cache", "key_scales", "value_scales")
 
@@ -56,6 +59,8 @@ def attributes_of(call: PagedAttentionCall) -> Attributes:
         call.kv_num_heads,
         call.cos_cache is not None,
         call.local_window_size,
+        call.local_chunk_size,
+        call.shares_cache,
         call.scale,
         call.softcap,
         call.qk_norm_epsilon,
@@ -74,7 +79,8 @@ def run(
         ValueError: the operator refused; has its message.
     """
     inputs = (Tensor * len(INPUTS))(*(Tensor.of(getattr(call, name, None)) for name in INPUTS))
-    width = call.num_heads * (call.query.shape[1] // max(call.num_heads + 2 * call.kv_num_heads, 1))
+    written = 0 if call.shares_cache else call.kv_num_heads
+    width = call.num_heads * (call.query.shape[1] // max(call.num_heads + 2 * written, 1))
     output = np.full((len(call.query), width), np.nan, call.query.dtype)
     bound = {"output": output, "key_cache": call.key_cache, "value_cache": call.value_cache}
     bound |= {"key_scales": call.key_scales, "value_scales": call.value_scales} | (outputs or {})
@@ -109,6 +115,7 @@ class Model:
     qk_norm: bool = False
     alibi: bool = False
     sinks: bool = False
+    v_norm: bool = False
     attributes: dict[str, float] = field(default_factory=dict)
 
 
@@ -121,6 +128,8 @@ FAMILIES = {
     "bloom": Model(alibi=True, kv_num_heads=6, head_dim=40),
     "gemma2": Model(rotary_dims=32, attributes={"softcap": 50.0, "local_window_size": 70}),
     "gpt-oss": Model(8, 2, 32, rotary_dims=32, sinks=True, attributes={"local_window_size": 70}),
+    "gemma4": Model(rotary_dims=32, qk_norm=True, v_norm=True, attributes={"scale": 1.0}),
+    "llama4": Model(rotary_dims=32, attributes={"local_chunk_size": 70}),
     "mistral": Model(rotary_dims=24, head_dim=33, attributes={"local_window_size": 500}),
 }
 
@@ -169,6 +178,7 @@ def make_call(
         k_norm_weight=np.linspace(1.4, 0.6, dim).astype(np.float32) if model.qk_norm else None,
         alibi_slopes=np.geomspace(0.5, 0.004, model.num_heads).astype(np.float32) if model.alibi else None,
         sinks=np.linspace(-2, 3, model.num_heads).astype(np.float32) if model.sinks else None,
+        v_norm_weight=np.linspace(0.7, 1.2, dim).astype(np.float32) if model.v_norm else None,
         key_scales=garbage(rng, cache[:3], "float32") if scales else None,
         value_scales=garbage(rng, cache[:3], "float32") if scales else None,
         **model.attributes,
@@ -178,6 +188,8 @@ def make_call(
         write_cache(call, sequence, np.arange(past), keys, values)
         if call.local_window_size > 0:  # blocks that no token sees any more may belong to others
             table[sequence, : max(0, past - call.local_window_size + 1) // size] = -1
+        if call.local_chunk_size > 0:
+            table[sequence, : past // call.local_chunk_size * call.local_chunk_size // size] = -1
     return call
 
 

@@ -223,7 +223,7 @@ void run_attention(Type cache_type, int64_t heads, int64_t kv_heads, int64_t dim
       in.key_scales = out.key_scales = key_scales.tensor;
       in.value_scales = out.value_scales = value_scales.tensor;
     }
-    const AttentionAttributes a{heads, kv_heads, 1, -1, 0.0f, 0.0f, 1e-6f};
+    const AttentionAttributes a{heads, kv_heads, 1, -1, -1, 0, 0.0f, 0.0f, 1e-6f};
     PagedAttention call;
     Error error;
     for (int turn = 0; turn < 2; turn++) {  // the second reads what the first has written

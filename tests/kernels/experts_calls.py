@@ -16,13 +16,14 @@ from tests.kernels.linear_calls import Layer, make_layer
 
 Array = NDArray[Any]
 
-SCORES = ("softmax", "sigmoid", "softmax_of_top", "sparsemixer")
+SCORES = ("softmax", "sigmoid", "softmax_of_top", "sparsemixer", "sigmoid_of_top")
 ACTIVATIONS = (*linear_calls.ACTIVATIONS, "clamped_swiglu")
 INPUTS = (
     "x", "router_weight", "inner_weight", "down_weight", "inner_scales", "down_scales",
     "norm_weight", "norm_bias", "router_bias", "choice_bias", "inner_bias", "down_bias",
     "shared_inner_weight", "shared_inner_scales", "shared_inner_bias",
     "shared_down_weight", "shared_down_scales", "shared_down_bias", "residual",
+    "router_norm_weight", "expert_scales",
 )
 
 
@@ -45,6 +46,7 @@ class Attributes(ctypes.Structure):
         ("router", RouterAttributes),
         *((name, linear_calls.Attributes) for name in ("inner", "down", "shared_inner", "shared_down")),
         ("shared_score", ctypes.c_int32),
+        ("scales_inputs", ctypes.c_int32),
     )
 
 
@@ -59,6 +61,7 @@ class Routing:
     normalise: float = -1.0
     scale: float = 1.0
     jitter: float = 0.0
+    scales_inputs: bool = False
 
     def attributes(self) -> RouterAttributes:
         return RouterAttributes(
@@ -76,9 +79,7 @@ class Routing:
         return found
 
     def _best(self, logits: Array, choice_bias: Array | None) -> tuple[Array, Array]:
-        scores = {
-            "softmax": softmax, "sigmoid": lambda v: 1 / (1 + np.exp(-v)), "softmax_of_top": lambda v: v
-        }[self.score](logits)
+        scores = {"softmax": softmax, "sigmoid": sigmoid}.get(self.score, lambda v: v)(logits)
         choice = scores + (0 if choice_bias is None else choice_bias)
         if self.groups is not None:
             count, kept, top = self.groups
@@ -92,6 +93,8 @@ class Routing:
         weights = scores[chosen]
         if self.score == "softmax_of_top":
             weights = softmax(weights)
+        if self.score == "sigmoid_of_top":
+            weights = sigmoid(weights)
         return chosen, weights / (weights.sum() + self.normalise) if self.normalise >= 0 else weights
 
     def _mixed(self, logits: Array) -> tuple[Array, Array]:
@@ -106,6 +109,11 @@ class Routing:
             weights.append(softmax(np.where(is_far, -np.inf, left))[left.argmax()])
             chosen.append(int(left.argmax()))
         return np.array(chosen), np.array(weights)
+
+
+def sigmoid(values: Array) -> Array:
+    found: Array = 1 / (1 + np.exp(-values))
+    return found
 
 
 def softmax(values: Array) -> Array:
@@ -124,6 +132,8 @@ class Case:
     norm_weight: Array | None
     router_bias: Array | None
     choice_bias: Array | None
+    router_norm: Array | None
+    scales: Array | None
     shared: tuple[Layer, Layer] | None
     activation: str
 
@@ -137,6 +147,8 @@ class Case:
             "norm_weight": self.norm_weight,
             "router_bias": self.router_bias,
             "choice_bias": self.choice_bias,
+            "router_norm_weight": self.router_norm,
+            "expert_scales": self.scales,
         }
         for name, layers in (("inner", self.inner), ("down", self.down)):
             for part, join in (("weight", np.concatenate), ("scales", np.concatenate), ("bias", np.stack)):
@@ -159,11 +171,15 @@ def make_case(
     gated: bool = True,
     bias: bool = False,
     biases: bool = False,
+    gemma4: bool = False,
     shared: int = 0,
     scored: bool = False,
     seed: int = 0,
 ) -> Case:
-    """Random experts; `biases`: the router has a bias, and one for the choice."""
+    """Random experts.
+
+    `biases`: the router has a bias, and one for the choice; `gemma4`: it has a norm of its own, and scales.
+    """
     rng = np.random.default_rng(seed)
 
     def pair(inner: int) -> tuple[Layer, Layer]:
@@ -201,6 +217,8 @@ def make_case(
         norm_weight=norm_weight,
         router_bias=vector() if biases else None,
         choice_bias=vector() if biases else None,
+        router_norm=rng.standard_normal(hidden, dtype=np.float32) if gemma4 else None,
+        scales=rng.standard_normal(count, dtype=np.float32) if gemma4 else None,
         shared=common,
         activation=activation,
     )
@@ -226,7 +244,8 @@ def compute(
     parts = [linear_calls.attributes_of(layer) for layer in layers]
     parts += [linear_calls.Attributes()] * (4 - len(parts))
     parts[0].activation = ACTIVATIONS.index(case.activation)
-    attributes = Attributes(routing or case.routing.attributes(), *parts, case.has_score)
+    router, scales_inputs = routing or case.routing.attributes(), case.routing.scales_inputs
+    attributes = Attributes(router, *parts, case.has_score, scales_inputs)
     y, error = np.full_like(x, np.nan), Error()
     y_tensor = Tensor.of(y)
     good = library(isa).genserve_experts(
@@ -245,19 +264,33 @@ def reference(case: Case, x: Array, residual: Array | None = None) -> Array:
     """The outputs of all experts by the operator Linear, added in float64 with numpy's choice."""
     router = Layer(in_features=x.shape[1], out_features=len(case.router), norm=case.inner[0].norm)
     if case.norm_weight is not None:
-        router.inputs["norm_weight"] = case.norm_weight
+        router.inputs["norm_weight"] = case.norm_weight if case.router_norm is None else case.router_norm
     all_logits = linear_calls.normed(router, x) @ case.router.T.astype(np.float64)
     logits = all_logits[:, : case.routing.num_experts]
     if case.router_bias is not None:
         logits = logits + case.router_bias
     weights = case.routing.weights(logits, case.choice_bias)
+    if case.scales is not None:
+        weights = weights * case.scales
     y = np.zeros(x.shape) if residual is None else residual.astype(np.float64)
     if case.shared:
         outputs = linear_calls.compute(case.shared[1], linear_calls.compute(case.shared[0], x))
         y = y + outputs * (1 / (1 + np.exp(-all_logits[:, -1:])) if case.has_score else 1)
     for expert, (inner, down) in enumerate(zip(case.inner, case.down, strict=True)):
-        y = y + weights[:, expert : expert + 1] * linear_calls.compute(down, _inner(case, inner, x))
+        own = weights[:, expert : expert + 1]
+        if case.routing.scales_inputs:
+            y = y + linear_calls.compute(down, _scaled_inner(inner, x, own.astype(np.float32)))
+        else:
+            y = y + own * linear_calls.compute(down, _inner(case, inner, x))
     return y
+
+
+def _scaled_inner(inner: Layer, x: Array, weights: Array) -> Array:
+    """What a gated expert without biases expands from rows that its weights multiply."""
+    rows, _ = linear_calls.rounded(inner, linear_calls.normed(inner, x))
+    gate, up = np.split(weights * (rows @ inner.weight.T), 2, axis=1)
+    values: Array = (gate / (1 + np.exp(-gate)) * up).astype(np.float32)
+    return values
 
 
 def _inner(case: Case, inner: Layer, x: Array) -> Array:

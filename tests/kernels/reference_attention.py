@@ -42,11 +42,14 @@ class PagedAttentionCall:
     k_norm_weight: Array | None = None
     alibi_slopes: Array | None = None
     sinks: Array | None = None
+    v_norm_weight: Array | None = None
     key_scales: Array | None = None
     value_scales: Array | None = None
     scale: float = 0.0
     softcap: float = 0.0
     local_window_size: int = -1
+    local_chunk_size: int = -1
+    shares_cache: bool = False
     qk_norm_epsilon: float = 1e-6
 
     @property
@@ -173,6 +176,7 @@ def all_positions(call: PagedAttentionCall) -> Array:
 def new_keys_and_values(call: PagedAttentionCall) -> tuple[Array, Array]:
     """The new keys and values, [T, Hk, D] each, before they are rounded to the type of the cache."""
     _, keys, values = heads_of(call)
+    values = normed(values, call.v_norm_weight, call.qk_norm_epsilon)
     return rotated(call, normed(keys, call.k_norm_weight, call.qk_norm_epsilon), all_positions(call)), values
 
 
@@ -189,6 +193,8 @@ def reference_attention(call: PagedAttentionCall) -> Array:
         first = 0
         if call.local_window_size >= 0:
             first = max(0, int(positions[0]) - call.local_window_size + 1)
+        if call.local_chunk_size > 0:
+            first = max(first, int(positions[0]) // call.local_chunk_size * call.local_chunk_size)
         reach = np.arange(first, int(call.past_seqlens[sequence]) + len(positions))
         group = call.num_heads // call.kv_num_heads
         keys, values = (np.repeat(x, group, axis=1) for x in read_cache(call, sequence, reach))
@@ -201,6 +207,8 @@ def reference_attention(call: PagedAttentionCall) -> Array:
         hidden = distance < 0
         if call.local_window_size >= 0:
             hidden |= distance >= call.local_window_size
+        if call.local_chunk_size > 0:
+            hidden |= reach < (positions - positions % call.local_chunk_size)[:, None]
         scores = np.where(hidden, -np.inf, scores)
         if call.sinks is not None:      # of another key, without a value
             sinks = np.broadcast_to(call.sinks[:, None, None], (*scores.shape[:2], 1))

@@ -38,12 +38,14 @@ MODELS = st.builds(
     rotary_dims=st.sampled_from([0, 2, 6, 8]),
     qk_norm=st.booleans(),
     alibi=st.booleans(),
+    v_norm=st.booleans(),
     attributes=st.fixed_dictionaries(
         {},
         optional={
             "scale": st.sampled_from([0.2, 1.0]),
             "softcap": st.sampled_from([5.0, 30.0]),
             "local_window_size": st.sampled_from([1, 5, 16, 64, 100, 513]),
+            "local_chunk_size": st.sampled_from([1, 7, 64, 100, 513]),
         },
     ),
 )
@@ -184,6 +186,17 @@ def test_instruction_sets_give_equal_bits(family: str) -> None:
             np.testing.assert_array_equal(bits(other), bits(one))
 
 
+@pytest.mark.parametrize("family", ["llama", "llama, int8 cache", "gemma2", "qwen3, float16 query"])
+def test_a_layer_that_shares_a_cache_reads_what_another_has_written(family: str) -> None:
+    call = make_call(FAMILIES[family], [(600, 1), (30, 40), (0, 2)])
+    expected = run(call)
+    queries = call.query[:, : call.num_heads * call.head_dim].copy()
+    shared = replace(copy.deepcopy(call), query=queries, shares_cache=True, k_norm_weight=None)
+    outputs = dict.fromkeys(("key_cache", "value_cache", "key_scales", "value_scales"))
+    assert (bits(run(shared, outputs=outputs)) == bits(expected)).all()
+    assert (bits(shared.key_cache) == bits(call.key_cache)).all()
+
+
 def test_concurrent_calls_have_separate_memory() -> None:
     models = list(FAMILIES.values()) * 2
     sequences = [(40, 20), (600, 1), (0, 130)]
@@ -261,6 +274,7 @@ REFUSALS = {
     "kv heads that do not divide": (change(kv_num_heads=lambda _: 4), "num_heads is 6, not a multiple"),
     "no heads": (change(num_heads=lambda _: 0), "num_heads is 0"),
     "window of nothing": (change(local_window_size=lambda _: 0), "local_window_size is 0"),
+    "chunk of nothing": (change(local_chunk_size=lambda _: 0), "local_chunk_size is 0"),
     "negative softcap": (change(softcap=lambda _: -1.0), "softcap is -1"),
     "query of another type": (change(query=lambda x: x.astype(np.float64)), "query has type"),
     "query of three dimensions": (change(query=lambda x: x[None]), "query has shape"),

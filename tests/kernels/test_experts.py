@@ -20,6 +20,7 @@ ROUTINGS = {
         num_experts=12, top_k=4, score="sigmoid", groups=(4, 2, 2), normalise=1e-20
     ),
     "groups by their best": Routing(num_experts=12, top_k=3, groups=(3, 1, 1), scale=16.0),
+    "sigmoid of the chosen": Routing(num_experts=5, top_k=2, score="sigmoid_of_top"),
     "sparsemixer": Routing(num_experts=6, top_k=2, score="sparsemixer", jitter=0.2),
     "one expert": Routing(num_experts=1, top_k=1),
     "all experts": Routing(num_experts=4, top_k=4),
@@ -41,6 +42,16 @@ def assert_equals_the_reference(case: Case, count: int, *, threads: int = 2) -> 
 @pytest.mark.parametrize("biases", [False, True])
 def test_every_router_chooses_as_numpy_does(name: str, biases: bool) -> None:
     assert_equals_the_reference(make_case(ROUTINGS[name], formats=("float32", "float32"), biases=biases), 37)
+
+
+def test_llama_4_scales_what_experts_read() -> None:
+    routing = Routing(num_experts=5, top_k=2, score="sigmoid_of_top", scales_inputs=True)
+    assert_equals_the_reference(make_case(routing, formats=("float32", "float32"), shared=33), 37)
+
+
+def test_gemma_4_norms_and_scales_apart_from_the_experts() -> None:
+    case = make_case(ROUTINGS["softmax"], formats=("float32", "float32"), gemma4=True)
+    assert_equals_the_reference(case, 37)
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)

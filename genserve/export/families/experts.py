@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from genserve.export.decoder import Decoder, Experts, Groups, HeadNorm, Latent, Router
+from genserve.export.decoder import Decoder, Experts, Groups, HeadNorm, Latent, QueryScale, Router
 from genserve.export.decoder_weights import (
     TensorMap,
     TensorSource,
@@ -151,6 +151,16 @@ def stacked_experts(module: str, *, gate: Unpack, up: Unpack, down: Unpack = _wh
         )
         for part, stack in stacks.items()
     }
+
+
+def _transposed_half(index: Literal[0, 1]) -> Unpack:
+    """Unpack the first or the second half of the outputs of a weight that is transposed."""
+
+    def unpack(tensor: FloatArray, _decoder: Decoder) -> FloatArray:
+        middle = (tensor.shape[-1] + 1) // 2
+        return tensor.T[:middle] if index == 0 else tensor.T[middle:]
+
+    return unpack
 
 
 def _every(start: int, step: int) -> Unpack:
@@ -329,7 +339,68 @@ GPT_OSS = Family(
     describe=_describe_gpt_oss,
     names=_GPT_OSS_NAMES,
     prefix="model.",
-    transposed_stacks=True,
+    transposed_stacks="in turn",
+)
+
+
+# Llama 4: chunks, except in every fourth layer, which has no rotary positions but growing queries; experts
+# whose weights, the sigmoids of the router's logits, multiply what they read; and an expert of all tokens.
+_LLAMA4_MLP = "model.layers.{}.feed_forward"
+_LLAMA4_NAMES: TensorMap = MappingProxyType(
+    {
+        **LLAMA_NAMES,
+        **{
+            f"layers.{{}}.attention.{part}_norm": TensorSource(("",), kind="ones")
+            for part in ("query", "key")
+        },
+        **{f"layers.{{}}.mlp.{part}": f"{_LLAMA4_MLP}.{part}_proj" for part in ("gate", "up", "down")},
+        **shared_names(f"{_LLAMA4_MLP}.shared_expert"),
+        "layers.{}.mlp.router": f"{_LLAMA4_MLP}.router",
+        **stacked_experts(
+            f"{_LLAMA4_MLP}.experts", gate=_transposed_half(0), up=_transposed_half(1), down=_every(0, 1)
+        ),
+    }
+)
+_LLAMA4_CONTEXT = 1 << 18   # tokens; the tables of angles of all 10,485,760 of Scout would take 5.4 GB
+
+
+def _describe_llama4(config: Any) -> Decoder:
+    config.layer_types = None   # they follow from the other fields, and name no windows
+    decoder = describe_llama(config, neighbours=True)
+    scale = None
+    if config.attn_temperature_tuning:
+        scale = QueryScale(beta=config.attn_scale, length=config.floor_scale, first=1)
+    # The norm follows rotary positions; without a weight it is the same before them, where our kernel has it.
+    norm = HeadNorm() if config.use_qk_norm else None
+    layers = (
+        replace(
+            layer,
+            attention=replace(attention, query_scale=scale)
+            if attention.rotary is None
+            else replace(attention, head_norm=norm, chunk=config.attention_chunk_size),
+        )
+        for layer in decoder.layers
+        if (attention := layer.attention) is not None
+    )
+    experts = Experts(
+        count=config.num_local_experts,
+        top_k=config.num_experts_per_tok,
+        router=Router(score="sigmoid_of_top", scales_inputs=True),
+        shared=True,
+    )
+    decoder = replace(
+        decoder, layers=tuple(layers), context_length=min(decoder.context_length, _LLAMA4_CONTEXT)
+    )
+    dense = set(range(config.num_hidden_layers)) - set(config.moe_layers)
+    return with_experts(decoder, experts, dense=dense)
+
+
+LLAMA4 = Family(
+    name="llama4",
+    describe=_describe_llama4,
+    names=_LLAMA4_NAMES,
+    prefix="model.",
+    transposed_stacks="halves",
 )
 
 

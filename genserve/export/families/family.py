@@ -17,6 +17,7 @@ from genserve.errors import ExportError
 from genserve.export.checkpoint import Checkpoint
 from genserve.export.decoder import Activation, Decoder, Rotary
 from genserve.export.decoder_weights import DecoderWeights, TensorMap
+from genserve.export.expert_tensors import TransposedStacks
 
 # The activations by their names in transformers.
 _ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
@@ -63,8 +64,9 @@ class Family:
     ignored: tuple[str, ...] = ()  # suffixes of tensors that are recomputed from the config
     # Parts of names in checkpoints, and what they are in the present names of transformers' modules.
     renamed: Mapping[str, str] = field(default_factory=dict)
-    # Whether transformers' modules have the experts as [experts, inputs, outputs], gates and values in turn.
-    transposed_stacks: bool = False
+    # Whether transformers' modules have the experts as [experts, inputs, outputs], and how these outputs are
+    # gates and values.
+    transposed_stacks: TransposedStacks | None = None
 
     def decoder(self, config: Mapping[str, Any]) -> Decoder:
         """Return the decoder of a config.json.

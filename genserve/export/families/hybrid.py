@@ -206,7 +206,7 @@ def _gated_queries(part: int) -> Unpack:
     """Unpack queries (0) or gates (1), of which each head has both."""
 
     def unpack(tensor: FloatArray, decoder: Decoder) -> FloatArray:
-        heads = tensor.reshape(-1, 2, decoder.dimensions.head_dim, *tensor.shape[1:])
+        heads = tensor.reshape(-1, 2, decoder.attentions[0].head_dim, *tensor.shape[1:])
         return heads[:, part].reshape(-1, *tensor.shape[1:])
 
     return unpack

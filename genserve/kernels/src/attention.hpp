@@ -45,6 +45,8 @@ struct AttentionAttributes {
   int64_t kv_num_heads;
   int64_t do_rotary;
   int64_t local_window_size;  // number of attended keys, including the token's own; -1: all
+  int64_t local_chunk_size;   // tokens attend within chunks of this many positions; -1: they do not
+  int64_t shares_cache;       // not 0: keys and values were written by an earlier layer, and the query has none
   float scale;                // 0: 1 / sqrt(D)
   float softcap;              // 0: none
   float qk_norm_epsilon;
@@ -52,7 +54,7 @@ struct AttentionAttributes {
 
 // The operator's inputs, in order. Those from cos_cache on are optional.
 struct AttentionInputs {
-  Tensor query;                       // [T, (Hq + 2 Hk) * D] float32 or float16
+  Tensor query;                       // [T, (Hq + 2 Hk) * D] float32 or float16; [T, Hq * D] if it shares a cache
   Tensor key_cache;                   // [num_blocks, block_size, Hk, D] float32, float16 or int8
   Tensor value_cache;
   Tensor cumulative_sequence_length;  // [B + 1] int32
@@ -67,9 +69,10 @@ struct AttentionInputs {
   Tensor value_scales;
   Tensor attention_metadata;          // for CUDA; ignored here
   Tensor sinks;                       // [Hq] float32: the score of one more key, which has no value
+  Tensor v_norm_weight;               // [D] float32
 };
 
-// Its outputs; all but the first share the memory of inputs.
+// Its outputs; all but the first share the memory of inputs, and are left out by a layer that shares a cache.
 struct AttentionOutputs {
   Tensor output;  // [T, Hq * D] of the query's type
   Tensor key_cache;
@@ -94,6 +97,7 @@ struct PagedAttention {
   const float* k_norm_weight;
   const float* alibi_slopes;
   const float* sinks;
+  const float* v_norm_weight;
   Type query_type;
   Type cache_type;
   int64_t num_tokens;
@@ -107,6 +111,8 @@ struct PagedAttention {
   int64_t num_positions;
   int64_t rotary_half;
   int64_t local_window_size;
+  int64_t local_chunk_size;
+  int64_t written_heads;  // of keys and of values in the query; 0: they were written by an earlier layer
   float scale;
   float softcap;
   float qk_norm_epsilon;
@@ -123,7 +129,8 @@ struct PagedAttention {
   }
   // The first position that a token attends to.
   int64_t reach(int64_t position) const {
-    return local_window_size < 0 ? 0 : larger(0, position - local_window_size + 1);
+    const int64_t window = local_window_size < 0 ? 0 : larger(0, position - local_window_size + 1);
+    return local_chunk_size < 0 ? window : larger(window, position - position % local_chunk_size);
   }
 
   bool open(const AttentionAttributes& attributes, const AttentionInputs& inputs, Error& error);
@@ -143,6 +150,9 @@ inline bool check_attributes(const AttentionAttributes& a, Error& error) {
   if (a.local_window_size != -1 && (a.local_window_size < 1 || a.local_window_size > INT32_MAX)) {
     return error.set("local_window_size is %lld, neither -1 nor at least 1", (ll)a.local_window_size);
   }
+  if (a.local_chunk_size != -1 && (a.local_chunk_size < 1 || a.local_chunk_size > INT32_MAX)) {
+    return error.set("local_chunk_size is %lld, neither -1 nor at least 1", (ll)a.local_chunk_size);
+  }
   if (!(a.softcap >= 0)) return error.set("softcap is %g, not at least 0", (double)a.softcap);
   return true;
 }
@@ -155,12 +165,14 @@ inline bool PagedAttention::open(const AttentionAttributes& attributes, const At
   num_heads = attributes.num_heads;
   kv_num_heads = attributes.kv_num_heads;
   local_window_size = attributes.local_window_size;
+  local_chunk_size = attributes.local_chunk_size;
+  written_heads = attributes.shares_cache != 0 ? 0 : kv_num_heads;
   softcap = attributes.softcap;
   qk_norm_epsilon = attributes.qk_norm_epsilon;
   query_type = in.query.type == Type::kFloat16 ? Type::kFloat16 : Type::kFloat32;
   if (!check(in.query, "query", query_type, error, kAny, kAny)) return false;
   num_tokens = in.query.shape[0];
-  const int64_t columns = in.query.shape[1], heads = num_heads + 2 * kv_num_heads;
+  const int64_t columns = in.query.shape[1], heads = num_heads + 2 * written_heads;
   head_dim = columns / heads;
   if (head_dim == 0 || head_dim * heads != columns) {
     return error.set("query has %lld columns, not a multiple of its %lld heads", (ll)columns, (ll)heads);
@@ -212,13 +224,15 @@ inline bool PagedAttention::open(const AttentionAttributes& attributes, const At
   if (!check_optional(in.q_norm_weight, "q_norm_weight", Type::kFloat32, error, head_dim) ||
       !check_optional(in.k_norm_weight, "k_norm_weight", Type::kFloat32, error, head_dim) ||
       !check_optional(in.alibi_slopes, "alibi_slopes", Type::kFloat32, error, num_heads) ||
-      !check_optional(in.sinks, "sinks", Type::kFloat32, error, num_heads)) {
+      !check_optional(in.sinks, "sinks", Type::kFloat32, error, num_heads) ||
+      !check_optional(in.v_norm_weight, "v_norm_weight", Type::kFloat32, error, head_dim)) {
     return false;
   }
   q_norm_weight = in.q_norm_weight.as<float>();
   k_norm_weight = in.k_norm_weight.as<float>();
   alibi_slopes = in.alibi_slopes.as<float>();
   sinks = in.sinks.as<float>();
+  v_norm_weight = in.v_norm_weight.as<float>();
   query = in.query.data;
   key_cache = in.key_cache.data;
   value_cache = in.value_cache.data;
@@ -769,7 +783,7 @@ class AttentionJob {
   static constexpr int64_t kTilesPerThread = 4;  // heads share a tile as long as there are about this many
   static constexpr int64_t kChunk = 16;          // tokens of a chunk of the first phase
 
-  int64_t num_chunks() const { return (a.num_tokens + kChunk - 1) / kChunk * a.kv_num_heads; }
+  int64_t num_chunks() const { return (a.num_tokens + kChunk - 1) / kChunk * a.written_heads; }
   int64_t rows_of(const QueryTile& tile) const { return tile.heads * tile.count * a.heads_per_kv(); }
   // The query's token and head of a row: rows are listed by head of the cache, token, and head of its group.
   int64_t token_of(const QueryTile& tile, int64_t row) const {
@@ -877,14 +891,14 @@ class AttentionJob {
       const int64_t sequence = sequences_[token];
       const int64_t position = a.past_seqlens[sequence] + token - a.cumulative_sequence_length[sequence];
       load_query_head(token, a.num_heads + head, a.k_norm_weight, a.cos_cache, position, 1.0f, mine.key);
-      load_query_head(token, a.num_heads + a.kv_num_heads + head, nullptr, nullptr, position, 1.0f, mine.value);
+      load_query_head(token, a.num_heads + a.kv_num_heads + head, a.v_norm_weight, nullptr, position, 1.0f, mine.value);
       write_token(a, cache_, sequence, head, position, mine.key, mine.value, static_cast<T*>(mine.rounded));
     }
   }
 
   void load_query_head(int64_t token, int64_t head, const float* norm_weight, const float* cos, int64_t position,
                        float scale, float* to) const {
-    const int64_t from = (token * (a.num_heads + 2 * a.kv_num_heads) + head) * a.head_dim;
+    const int64_t from = (token * (a.num_heads + 2 * a.written_heads) + head) * a.head_dim;
     if (a.query_type == Type::kFloat16) {
       load_head(a, static_cast<const _Float16*>(a.query) + from, norm_weight, cos, position, scale, to);
     } else {
@@ -1007,6 +1021,7 @@ class AttentionJob {
 // Whether the outputs have the right shape, and the caches are those of the inputs.
 inline bool PagedAttention::check_outputs(const AttentionInputs& in, const AttentionOutputs& out, Error& error) const {
   if (!check(out.output, "output", query_type, error, num_tokens, num_heads * head_dim)) return false;
+  if (written_heads == 0) return true;
   if (out.key_cache.data != in.key_cache.data || out.value_cache.data != in.value_cache.data) {
     return error.set("key_cache_out and value_cache_out are not bound to the memory of key_cache and value_cache");
   }

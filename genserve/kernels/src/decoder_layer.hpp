@@ -66,7 +66,7 @@ class DecoderLayer {
     down_ = {{}, in.down_weight, in.down_scales, in.down_bias, {}, {}, {}, in.down_order};
     attention_ = {{}, in.key_cache, in.value_cache, in.cumulative_sequence_length, in.past_seqlens, in.block_table,
                   in.cos_cache, in.sin_cache, in.q_norm_weight, in.k_norm_weight, in.alibi_slopes, in.key_scales,
-                  in.value_scales, {}, {}};
+                  in.value_scales, {}, {}, {}};
   }
 
   // Whether all required weights are given.

@@ -19,9 +19,10 @@ namespace genserve {
 //     softmax           over all experts
 //     sigmoid           of each
 //     softmax_of_top    the logits are the scores; weights are the softmax over those that are chosen
+//     sigmoid_of_top    the logits are the scores; weights are the sigmoids of those that are chosen
 //     sparsemixer       the two best; the weight of each is its softmax over those experts whose logits are close to it
 //                       (Liu et al., "GRIN" (2024), without noise)
-enum class Score : int32_t { kSoftmax, kSigmoid, kSoftmaxOfTop, kSparseMixer };
+enum class Score : int32_t { kSoftmax, kSigmoid, kSoftmaxOfTop, kSparseMixer, kSigmoidOfTop };
 
 struct RouterAttributes {
   int64_t num_experts;
@@ -40,6 +41,7 @@ struct ExpertsAttributes {
   LinearAttributes inner, down;                // of one expert; `inner` has the norm
   LinearAttributes shared_inner, shared_down;  // in_features 0: no shared expert
   int32_t shared_score;                        // the router's last output is the logit of the shared expert's weight
+  int32_t scales_inputs;                       // weights multiply what experts read, not what they return
 };
 
 // The operator's inputs, in order.
@@ -55,6 +57,8 @@ struct ExpertsInputs {
   Tensor shared_inner_weight, shared_inner_scales, shared_inner_bias;
   Tensor shared_down_weight, shared_down_scales, shared_down_bias;
   Tensor residual;                    // [T, hidden]
+  Tensor router_norm_weight;          // [hidden]: of the router's norm, if it differs from that of the experts
+  Tensor expert_scales;               // [experts]: multiply the weights of the chosen experts
 };
 
 constexpr int kMaxGroups = 256;
@@ -111,14 +115,12 @@ class Router {
     const int64_t n = a_.num_experts, k = a_.top_k;
     if (a_.score == Score::kSparseMixer) return mix(logits, chosen, weights);
     float *scores = memory, *choice = memory + n;
-    if (a_.score == Score::kSoftmaxOfTop) {
+    if (a_.score == Score::kSoftmaxOfTop || a_.score == Score::kSigmoidOfTop) {
       memcpy(scores, logits, (size_t)n * sizeof(float));
     } else if (a_.score == Score::kSoftmax) {
       softmax(logits, n, scores);
     } else {
-      for (int64_t i = 0; i < n; i += kLanes) {
-        store_first(scores + i, 1.0f / (exp(-load_first(logits + i, n - i)) + 1.0f), n - i);
-      }
+      sigmoid(logits, n, scores);
     }
     for (int64_t i = 0; i < n; i++) choice[i] = scores[i] + (choice_bias_ == nullptr ? 0.0f : choice_bias_[i]);
     if (a_.num_groups > 1) keep_groups(choice);
@@ -128,6 +130,7 @@ class Router {
       weights[j] = scores[chosen[j]];
     }
     if (a_.score == Score::kSoftmaxOfTop) softmax(weights, k, weights);
+    if (a_.score == Score::kSigmoidOfTop) sigmoid(weights, k, weights);
     if (a_.normalise >= 0.0f) {
       float total = 0.0f;
       for (int64_t j = 0; j < k; j++) total += weights[j];
@@ -148,6 +151,12 @@ class Router {
     }
     if (found >= 0) return found;
     return 0;
+  }
+
+  static void sigmoid(const float* logits, int64_t n, float* to) {
+    for (int64_t i = 0; i < n; i += kLanes) {
+      store_first(to + i, 1.0f / (exp(-load_first(logits + i, n - i)) + 1.0f), n - i);
+    }
   }
 
   static void softmax(const float* logits, int64_t n, float* to) {
@@ -231,7 +240,9 @@ class Experts {
     router_a_.activation = Activation::kNone;
     router_a_.gated = 0;
     router_a_.out_features = a_.router.num_experts + (scored ? 1 : 0);
-    router_ = {in_.x, in_.router_weight, {}, {}, in_.norm_weight, in_.norm_bias, {}, {}};
+    const bool has_own_norm = in_.router_norm_weight.present();
+    router_ = {in_.x, in_.router_weight, {}, {}, has_own_norm ? in_.router_norm_weight : in_.norm_weight,
+               has_own_norm ? Tensor{} : in_.norm_bias, {}, {}};
     inner_ = {in_.x, in_.inner_weight, in_.inner_scales, {}, in_.norm_weight, in_.norm_bias, {}, {}};
     down_ = {{}, in_.down_weight, in_.down_scales, {}, {}, {}, {}, {}};
     shared_inner_ = {in_.x,           in_.shared_inner_weight, in_.shared_inner_scales, in_.shared_inner_bias,
@@ -265,6 +276,7 @@ class Experts {
              error.in("shared down", genserve::check_weights(a_.shared_down, shared_down_, error)))) &&
            check_optional(in_.router_bias, "router_bias", f32, error, count) &&
            check_optional(in_.choice_bias, "choice_bias", f32, error, count) &&
+           check_optional(in_.expert_scales, "expert_scales", f32, error, count) &&
            check_optional(in_.inner_bias, "inner_bias", f32, error, count, a_.inner.out_features) &&
            check_optional(in_.down_bias, "down_bias", f32, error, count, a_.down.out_features);
   }
@@ -406,6 +418,8 @@ class Experts {
       }
       Router(a_.router, in_.choice_bias.as<float>())
           .choose(logits, choices_ + row * (int64_t)Router::floats(a_.router), chosen_ + row * k, weights_ + row * k);
+      if (!in_.expert_scales.present()) return;
+      for (int64_t j = 0; j < k; j++) weights_[row * k + j] *= in_.expert_scales.as<float>()[chosen_[row * k + j]];
     }
 
     // Gives each choice of a row a slot: by expert, and then by row.
@@ -450,6 +464,10 @@ class Experts {
           if (count <= 0) break;
           for (int r = 0; r < height; r++) {
             f32x16 v = y[r][i], up = y[r][1];
+            if (a_.scales_inputs) {  // the products are linear in what they read
+              v *= weight_of_[group.from + row + r];
+              up *= weight_of_[group.from + row + r];
+            }
             if (bias != nullptr) {
               v += load_first(bias + first, count);
               if (a_.inner.gated) up += load_first(bias + outputs + first, count);
@@ -491,7 +509,8 @@ class Experts {
               const int64_t first = at + i * kLanes, count = hidden - first;
               float* to = y_ + row_of_[slot] * hidden + first;
               const f32x16 v = bias == nullptr ? y[r][i] : y[r][i] + load_first(bias + first, count);
-              store_first(to, fma(weight_of_[slot], v, load_first(to, count)), count);
+              const float weight = a_.scales_inputs ? 1.0f : weight_of_[slot];
+              store_first(to, fma(weight, v, load_first(to, count)), count);
             }
           }
         }, down_as_they_are_ ? expanded_ : nullptr);

@@ -166,11 +166,12 @@ constexpr ort::Port kAttentionInputs[] = {
     {Type::kFloat32, true},   // value_scales
     {Type::kInt32, true},     // attention_metadata: for CUDA
     {Type::kFloat32, true},   // sinks [Hq]
+    {Type::kFloat32, true},   // v_norm_weight [D]
 };
 constexpr ort::Port kAttentionOutputs[] = {
     {Type::kMissing, false},  // output [T, Hq * D]
-    {Type::kMissing, false},  // key_cache_out
-    {Type::kMissing, false},  // value_cache_out
+    {Type::kMissing, true},   // key_cache_out
+    {Type::kMissing, true},   // value_cache_out
     {Type::kFloat32, true},   // key_scales_out
     {Type::kFloat32, true},   // value_scales_out
 };
@@ -187,6 +188,8 @@ inline AttentionAttributes attention_attributes(const ort::KernelInfo* info) {
       .kv_num_heads = ort::attribute(info, "kv_num_heads", int64_t{0}),
       .do_rotary = ort::attribute(info, "do_rotary", int64_t{0}),
       .local_window_size = ort::attribute(info, "local_window_size", int64_t{-1}),
+      .local_chunk_size = ort::attribute(info, "local_chunk_size", int64_t{-1}),
+      .shares_cache = ort::attribute(info, "shares_cache", int64_t{0}),
       .scale = ort::attribute(info, "scale", 0.0f),
       .softcap = ort::attribute(info, "softcap", 0.0f),
       .qk_norm_epsilon = ort::attribute(info, "qk_norm_epsilon", 1e-6f),
@@ -227,8 +230,9 @@ struct PagedAttentionKernel {
     }
     AttentionOutputs outputs{};
     const Tensor like{nullptr, inputs.query.type, 2, {inputs.query.shape[0], attributes.num_heads * attention.head_dim}};
-    return allocate_outputs(context, like, inputs, outputs, error) &&
-           attention.compute(inputs, outputs, ort::threads_of(context, num_threads), error);
+    const bool allocated = attributes.shares_cache != 0 ? ort::allocate_output(context, 0, like, outputs.output, error)
+                                                        : allocate_outputs(context, like, inputs, outputs, error);
+    return allocated && attention.compute(inputs, outputs, ort::threads_of(context, num_threads), error);
   }
 };
 
@@ -319,7 +323,7 @@ struct DecoderLayerOperator {
 
 constexpr size_t kNumExpertsInputs = sizeof(ExpertsInputs) / sizeof(Tensor);
 constexpr const char* kExpertActivations[] = {"", "silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu"};
-constexpr const char* kScores[] = {"softmax", "sigmoid", "softmax_of_top", "sparsemixer"};
+constexpr const char* kScores[] = {"softmax", "sigmoid", "softmax_of_top", "sparsemixer", "sigmoid_of_top"};
 
 inline Tensor* begin(ExpertsInputs& inputs) { return &inputs.x; }
 
@@ -342,6 +346,7 @@ struct ExpertsKernel {
     a.router.scale = ort::attribute(info, "scale", 1.0f);
     a.router.jitter = ort::attribute(info, "jitter", 0.0f);
     a.shared_score = ort::attribute(info, "shared_score", int64_t{0}) != 0;
+    a.scales_inputs = ort::attribute(info, "scales_inputs", int64_t{0}) != 0;
     a.inner.epsilon = ort::attribute(info, "epsilon", 1e-5f);
     a.inner.gated = ort::attribute(info, "gated", int64_t{0}) != 0;
     return ort::attribute(info, "score", kScores, a.router.score, error) &&
