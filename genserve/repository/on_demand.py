@@ -292,24 +292,27 @@ class OnDemandModels:
 
     def _run(self) -> None:
         while True:
-            with self._changed:
-                step = self._next_step()
-                while step is None and not self._closing:
-                    self._changed.wait(self._next_check_s())
-                    step = self._next_step()
-                if self._closing:
-                    return
-                assert step is not None
             try:
+                with self._changed:
+                    if self._closing:
+                        return
+                    step = self._next_step()
+                    if step is None:
+                        self._changed.wait(self._next_check_s())
+                        continue
                 step()
-            except Exception as error:  # of one model; this thread serves all
+            except Exception as error:  # this thread serves all models
                 logger.exception("loading or unloading on demand failed")
                 self._fail_loading(error)
+                time.sleep(_RECHECK_S)
 
     def _fail_loading(self, error: Exception) -> None:
+        """Fail the load that has raised, or all that wait: the next step would fail again."""
         with self._changed:
-            load, self._loading = self._loading, None
-        if load is not None:
+            failed = [self._loading] if self._loading is not None else list(self._queue)
+            self._queue = deque(load for load in self._queue if load not in failed)
+            self._loading = None
+        for load in failed:
             _fail(load, ModelNotReady(f"model {load.name!r} could not be loaded: {error}", remedy=SEE_LOG))
 
     def _next_check_s(self) -> float | None:

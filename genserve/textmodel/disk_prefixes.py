@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import platform
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from genserve.backends.backend import ModelSource, boolean_parameter
 from genserve.backends.libraries import import_onnxruntime, import_torch
 from genserve.engine.disk_cache import DiskCache, PrefixCacheFolder
+from genserve.errors import GenserveError
 from genserve.generation_metrics import GenerationMetrics
-from genserve.kernels import build_sha256
+from genserve.kernels import build_sha256, instruction_set
 from genserve.machine import default_threads
 from genserve.textmodel.logits_config import (
     PREFIXES_FOLDER,
@@ -92,7 +95,8 @@ def cache_fingerprint(logits: CachedLogits, stage: ModelSource) -> str:
     """Return what the contents of blocks depend on besides the tokens, as 32 hexadecimal digits.
 
     These are the graph with its weights, what computes it, and the layout of the cache. A folder may have
-    several graphs, of which the config names one. The kernels of all instruction sets compute the same bits.
+    several graphs, of which the config names one. The kernels of all instruction sets compute the same bits,
+    the operators of ONNX Runtime and torch do not.
     The tokenizer is not among them, since the keys of blocks are digests of token ids.
     """
     placement = engine_placements(stage.config)[0]
@@ -107,7 +111,7 @@ def cache_fingerprint(logits: CachedLogits, stage: ModelSource) -> str:
             for name, buffer in (*logits.cache.buffers.items(), *logits.cache.states.items())
         ],
         import_onnxruntime().__version__ if stage.config.backend == "onnxruntime" else "",
-        build_sha256() if runs_kernels else "",
+        build_sha256() if runs_kernels else _processor(),
         placement.kind,
     ]
     if placement.kind == "GPU" or stage.config.backend == "pytorch":
@@ -116,6 +120,13 @@ def cache_fingerprint(logits: CachedLogits, stage: ModelSource) -> str:
         if placement.kind == "GPU":
             facts.append(torch.cuda.get_device_name(placement.device_id))
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
+
+
+def _processor() -> str:
+    """Return what the choice of instructions depends on."""
+    with suppress(GenserveError):       # of kernels that are not built here
+        return instruction_set()
+    return platform.machine()
 
 
 def files_sha256(folder: Path) -> str:

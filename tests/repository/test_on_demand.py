@@ -230,13 +230,14 @@ def test_a_model_that_need_not_leave_any_more_goes_on(models: Path) -> None:
         assert LOADS.names == ["a", "b", "c"]
 
 
-def test_an_unexpected_failure_is_that_of_one_load(
-    models: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("failing", ["_loaded_sizes", "_fits", "_in_order_of_use"])
+def test_an_unexpected_failure_ends_no_later_load(
+    models: Path, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
     with serving(models) as repository:
         assert repository.on_demand is not None
         with monkeypatch.context() as patch:
-            patch.setattr(repository.on_demand, "_loaded_sizes", lambda *_, **__: 1 / 0)
+            patch.setattr(repository.on_demand, failing, lambda *_, **__: 1 / 0)
             with pytest.raises(ModelNotReady, match="'a'") as caught:
                 touch(repository, "a")
             assert caught.value.remedy == SEE_LOG
