@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from genserve.client.api_calls import ModelCard
+from genserve.client.api_calls import Decision, ModelCard
 from genserve.client.client import AsyncClient, AsyncStream, Client, OpeningStream
 from genserve.completion import Stream
 
-__all__ = ["AsyncClient", "AsyncStream", "Client", "ModelCard", "OpeningStream", "Stream"]
+__all__ = ["AsyncClient", "AsyncStream", "Client", "Decision", "ModelCard", "OpeningStream", "Stream"]

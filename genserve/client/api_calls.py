@@ -28,6 +28,27 @@ class ModelCard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """The answer to a typed question; see `Client.decide`.
+
+    Attributes:
+        value: of a choice the likeliest option; of a noul the probability of yes; of a score the expected
+            level, a number between the levels.
+        probabilities: by option; of a noul by "true" and "false", of a score by "0", "1" and so on.
+        confidence: of a choice and a score how far the probabilities are from chance, 0 to 1; None: a noul.
+        calibrated: whether `genserve calibrate` has fitted `temperature`, by which log-probabilities are
+            divided.
+        temperature: 1 without a calibration.
+    """
+
+    value: str | float
+    probabilities: Mapping[str, float]
+    confidence: float | None
+    calibrated: bool
+    temperature: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ApiRequest:
     """An HTTP request of the API."""
 
@@ -201,6 +222,33 @@ def rerank(
             return tuple((int(item["index"]), float(item["relevance_score"])) for item in results)
 
     return ApiCall(request=_post("/v1/rerank", body | ({"model": model} if model else {})), read=read)
+
+
+def decide(
+    state: Any, questions: Mapping[str, Mapping[str, Any]], *, model: str | None, instructions: str | None
+) -> ApiCall[dict[str, Decision]]:
+    """Answer typed questions about a state."""
+    body = {"state": state, "questions": {name: dict(question) for name, question in questions.items()}}
+    body |= {"instructions": instructions} if instructions else {}
+
+    def read(headers: Mapping[str, str], reply: bytes) -> dict[str, Decision]:
+        with unknown_reply():
+            return {name: _decision(answer) for name, answer in json.loads(reply)["answers"].items()}
+
+    return ApiCall(request=_post("/v1/systemone", body | ({"model": model} if model else {})), read=read)
+
+
+def _decision(answer: Mapping[str, Any]) -> Decision:
+    value, confidence = answer[answer["type"]], answer.get("confidence")
+    is_noul = answer["type"] == "noul"
+    found = {"true": value, "false": 1 - value} if is_noul else answer["probabilities"]
+    return Decision(
+        value=str(value) if answer["type"] == "choice" else float(value),
+        probabilities={str(name): float(one) for name, one in found.items()},
+        confidence=None if confidence is None else float(confidence),
+        calibrated=bool(answer["calibrated"]),
+        temperature=float(answer["temperature"]),
+    )
 
 
 def model_cards() -> ApiCall[dict[str, ModelCard]]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import random
 import ssl
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Generator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Generator, Mapping, Sequence
 from contextlib import aclosing, closing
 from typing import Any, Self, TypeVar, Unpack
 
 import httpx2
 
 from genserve.client import api_calls, reply_errors
-from genserve.client.api_calls import ModelCard
+from genserve.client.api_calls import Decision, ModelCard
 from genserve.client.connection import LIMITS, connection, retry_wait_s, tls_verification, with_retries
 from genserve.completion import Completion, Delta, Stream, join_deltas
 from genserve.errors import GenserveError
@@ -224,6 +224,23 @@ class Client:
         """Return the index and the score of documents for a query, the best first; None: all of them."""
         return self._call(api_calls.rerank(query, documents, model=model, top_n=top_n))
 
+    def decide(
+        self,
+        state: str | Mapping[str, Any] | Sequence[Any],
+        questions: Mapping[str, Mapping[str, Any]],
+        *,
+        model: str | None = None,
+        instructions: str | None = None,
+    ) -> dict[str, Decision]:
+        """Answer typed questions about a state, by their names; `instructions` is the system message.
+
+        A question is an object of System One: `{"type": "noul", "instructions": "Is it spam?"}`. The type is
+        `choice`, `noul` or `score`, of which the first and the last have `criteria`.
+        """
+        return self._call(
+            api_calls.decide(state, questions, model=model, instructions=instructions)
+        )
+
     def model_cards(self) -> dict[str, ModelCard]:
         """Return what the server says about each model that generates text, by its name."""
         return self._call(api_calls.model_cards())
@@ -416,6 +433,19 @@ class AsyncClient:
     ) -> tuple[tuple[int, float], ...]:
         """Return the index and the score of documents for a query, the best first; None: all of them."""
         return await self._call(api_calls.rerank(query, documents, model=model, top_n=top_n))
+
+    async def decide(
+        self,
+        state: str | Mapping[str, Any] | Sequence[Any],
+        questions: Mapping[str, Mapping[str, Any]],
+        *,
+        model: str | None = None,
+        instructions: str | None = None,
+    ) -> dict[str, Decision]:
+        """Answer typed questions about a state, by their names; see `Client.decide`."""
+        return await self._call(
+            api_calls.decide(state, questions, model=model, instructions=instructions)
+        )
 
     async def model_cards(self) -> dict[str, ModelCard]:
         """Return what the server says about each model that generates text, by its name."""

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from genserve.errors import GenserveError
 from genserve.redaction import keep_routes
 from genserve.request_context import CURRENT_REQUEST
-from genserve.server.dialects import rerank, router_protocol, tgi, tokenize
+from genserve.server.dialects import rerank, router_protocol, systemone, tgi, tokenize
 from genserve.server.dialects.anthropic import messages
 from genserve.server.dialects.gemini import routes as gemini
 from genserve.server.dialects.ollama import blobs, embed, manage
@@ -32,8 +32,8 @@ from genserve.version import __version__
 # Modules with a `router`, in the order of the page at /docs. An unknown path gets the errors of the longest
 # prefix that fits, and TGI is the first without one.
 _DIALECTS = (
-    chat, responses, completions, embeddings, rerank, messages, gemini, ollama, embed, manage, blobs, tgi,
-    tokenize, router_protocol,
+    chat, responses, completions, embeddings, rerank, systemone, messages, gemini, ollama, embed, manage,
+    blobs, tgi, tokenize, router_protocol,
 )  # fmt: skip
 _PAGES = (health, bundled_pages, docs_page)
 ROUTERS = tuple(module.router for module in (*_DIALECTS, *_PAGES))

@@ -200,11 +200,18 @@ def _fields(
             section=schema.get("x-section", "" if within is None else within.section),
         )
         items = [item for case in cases if "items" in case for item in _cases(case["items"], schemas)]
+        values = [
+            value
+            for case in cases
+            if isinstance(case.get("additionalProperties"), Mapping)
+            for value in _cases(case["additionalProperties"], schemas)
+        ]
         is_plain_object = "$ref" in schema and within is None   # TGI's `parameters`: its fields say all
         parent = None if is_plain_object else field
         if parent is not None:
             yield parent
-        for joint, objects in ((".", cases), ("[].", items)) if prefix.count(".") < _MAX_DEPTH else ():
+        below = ((".", cases), ("[].", items), (".NAME.", values))
+        for joint, objects in below if prefix.count(".") < _MAX_DEPTH else ():
             for case in objects:
                 yield from _fields(case, schemas, within=parent, prefix=field.name + joint)
 
