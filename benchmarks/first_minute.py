@@ -10,9 +10,9 @@ later answers ran into the loop detector or the token limit, how long they are, 
 repeats itself (the share of sequences of 8 words that occurred before in the answer). `--texts` writes all
 answers to a file.
 
-    python benchmarks/first_minute.py --turns 1 --seeds 32 --ask "What is the capital of Germany?"
+    python benchmarks/first_minute.py --turns 1 --seeds 32 --ask "What is the capital of Japan?"
 
-asks another question. The question about Germany is the first example of the documentation and of the chat
+asks another question. The question about Japan is the first example of the documentation and of the chat
 page: all 32 answers with the options of `genserve chat` are right. For France, 7 of 16 are.
 """
 

@@ -25,7 +25,7 @@ def main(url: str) -> None:
         page = browser.new_page(viewport={"width": 1100, "height": 720})
         page.add_init_script(f"localStorage['genserve.new-chats'] = '{json.dumps(SETTINGS)}'")
         page.goto(url)
-        ask(page, "What is the capital of Germany, and what is it known for?")
+        ask(page, "What is the capital of Japan, and what is it known for?")
         page.get_by_role("button", name="Token probabilities").first.click()
         page.locator(".token.level-3").last.click()
         page.locator(".alternatives").wait_for()

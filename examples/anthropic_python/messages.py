@@ -17,7 +17,7 @@ TOOL = {
 }
 
 with anthropic.Anthropic(base_url=URL, api_key=os.environ.get("GENSERVE_API_KEY", "none")) as client:
-    question = {"role": "user", "content": "What is the capital of Germany?"}
+    question = {"role": "user", "content": "What is the capital of Japan?"}
     greedy = {"temperature": 0}
     with client.messages.stream(
         model=MODEL, max_tokens=32, messages=[question], extra_body=greedy

@@ -4,7 +4,7 @@ set -eu
 url=${GENSERVE_URL:-http://127.0.0.1:8000}
 
 curl -fsSN "$url/v1/chat/completions" -H 'Content-Type: application/json' -d '{
-  "messages": [{"role": "user", "content": "What is the capital of Germany?"}],
+  "messages": [{"role": "user", "content": "What is the capital of Japan?"}],
   "temperature": 0, "max_tokens": 16, "stream": true
 }'
 

@@ -14,5 +14,5 @@ with InferenceClient(model=URL) as client:
     answer = client.text_generation("The sea is", max_new_tokens=4, details=True, seed=1, do_sample=True)
     print([(token.text, round(token.logprob, 2)) for token in answer.details.tokens])
 
-    question = {"role": "user", "content": "What is the capital of Germany?"}
+    question = {"role": "user", "content": "What is the capital of Japan?"}
     print(client.chat_completion([question], max_tokens=32, temperature=0).choices[0].message.content)

@@ -6,7 +6,7 @@ const response = await fetch(`${url}/v1/chat/completions`, {
   method: "POST",
   headers: { "Content-Type": "application/json" },
   body: JSON.stringify({
-    messages: [{ role: "user", content: "What is the capital of Germany?" }],
+    messages: [{ role: "user", content: "What is the capital of Japan?" }],
     max_tokens: 32,
     temperature: 0,
     stream: true,

@@ -12,7 +12,7 @@ CITY = {
 }
 
 client = ollama.Client(URL)
-question = {"role": "user", "content": "What is the capital of Germany?"}
+question = {"role": "user", "content": "What is the capital of Japan?"}
 for part in client.chat("smollm2", [question], stream=True, options={"num_predict": 32, "temperature": 0}):
     print(part.message.content, end="", flush=True)
 print()

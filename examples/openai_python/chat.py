@@ -15,7 +15,7 @@ class City(BaseModel):
 
 
 with OpenAI(base_url=f"{URL}/v1", api_key=os.environ.get("GENSERVE_API_KEY", "none")) as client:
-    question = {"role": "user", "content": "What is the capital of Germany?"}
+    question = {"role": "user", "content": "What is the capital of Japan?"}
     stream = client.chat.completions.create(
         model=MODEL, messages=[question], temperature=0, max_tokens=32, stream=True
     )

@@ -73,7 +73,7 @@ COMMANDS = {
         summary="Chat with a model in the terminal",
         examples=(
             "genserve chat",
-            "genserve chat smollm2 'What is the capital of Germany?'",
+            "genserve chat smollm2 'What is the capital of Japan?'",
             "cat notes.txt | genserve chat 'Summarise this.'",
         ),
     ),
@@ -81,7 +81,7 @@ COMMANDS = {
         heading=_RUN,
         summary="Complete a prompt, or answer a file of prompts",
         examples=(
-            "echo 'The capital of Germany is' | genserve generate --max-tokens 8",
+            "echo 'The capital of Japan is' | genserve generate --max-tokens 8",
             "genserve generate --input prompts.jsonl --output answers.jsonl",
         ),
     ),

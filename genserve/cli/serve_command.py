@@ -147,7 +147,7 @@ def _print_table(versions: tuple[IndexEntry, ...]) -> None:
 def _print_first_steps(server: ServerInfo) -> None:
     body = {
         "model": server.models[0].name,
-        "messages": [{"role": "user", "content": "What is the capital of Germany?"}],
+        "messages": [{"role": "user", "content": "What is the capital of Japan?"}],
         "temperature": 0,
         "stream": True,
     }

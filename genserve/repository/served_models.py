@@ -52,6 +52,13 @@ class ListedModel:
     loaded: LoadedModel | None
     weights: Path
 
+    @property
+    def memory_bytes(self) -> int:
+        """The memory that it may take, KV cache included; 0: it is not loaded."""
+        if self.loaded is not None:
+            return self.loaded.size_bytes
+        return 0 if self.model is None else self.model.weights_bytes + self.model.kv_cache_bytes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedEncoder:

@@ -13,7 +13,7 @@ from genserve.prompt import Message
 from genserve.sampling.defaults import chat_sampling_params
 
 ROOT = Path(__file__).parents[2]
-CAPITALS = {"Germany": "Berlin", "France": "Paris"}
+CAPITALS = {"Japan": "Tokyo"}
 QUESTION = re.compile(r'"What is the capital of (\w+)\?"')
 SEEDS = range(1, 17)
 

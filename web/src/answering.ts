@@ -1,7 +1,7 @@
 // Answering: sends a chat request, and writes what comes into a message of the conversation.
 
 import { ApiError, endReasoning, streamChat } from "./api";
-import { chatBody, requestOf, toolsProblem } from "./chat_request";
+import { chatBody, type Request, requestOf, toolsProblem } from "./chat_request";
 import {
   type Conversation,
   isThinking,
@@ -31,6 +31,8 @@ import {
   flush,
   isBusy,
   isRefused,
+  isUnloaded,
+  load,
   readShares,
   running,
   shown,
@@ -184,15 +186,15 @@ function begin(
   if (isBusy.value || !mayAsk()) return undefined;
   beside.value = null;
   const { value } = conversation;
-  const request = requestOf({ ...value, ...setup }, prefix);
-  const body = chatBody(request, pathTo(value, parent));
+  const ask = () => requestOf({ ...value, ...setup }, prefix);
+  const request = ask();
   const model = String(request.fields.model);
   const begun = { content: "", model, request, finish: UNFINISHED, ...start };
   const message = add({ role: "assistant", parent, ...begun });
   const stopper = new AbortController();
   running.value = { ...running.value, [value.id]: stopper };
-  const sent = { ...body, return_progress: true, return_cache_match: true };
-  new Answer(value.id, message, prefix).run(sent, stopper.signal).finally(() => {
+  const answered = pathTo(value, parent);
+  new Answer(value.id, message, prefix).run(request, ask, answered, stopper.signal).finally(() => {
     const { [value.id]: _ended, ...others } = running.value;
     running.value = others;
     showRead(message.id, 0);
@@ -235,7 +237,7 @@ function tokensOf({ logprobs }: Choice): Token[] {
 
 /** One answer: collects chunks, and shows them some times per second. */
 class Answer {
-  private readonly sentMs = performance.now();
+  private sentMs = 0;
   private firstMs = 0;
   private lastMs = 0;
   private numTokens = 0;
@@ -252,16 +254,25 @@ class Answer {
     message.toolCalls = [];
   }
 
-  async run(body: JsonObject, signal: AbortSignal): Promise<void> {
+  /** Send a request. If its model has to be loaded first, `ask` makes it again, with the defaults known then. */
+  async run(asked: Request, ask: () => Request, answered: Message[], signal: AbortSignal): Promise<void> {
+    const { message } = this;
     try {
+      let request = asked;
+      if (isUnloaded(message.model ?? "")) {
+        await load(message.model ?? "", signal);
+        request = message.request = ask();
+      }
+      this.sentMs = performance.now();
+      const body = { ...chatBody(request, answered), return_progress: true, return_cache_match: true };
       const onIgnored = (names: string) => {
-        this.message.ignored = names;
+        message.ignored = names;
       };
       for await (const chunk of streamChat(body, signal, onIgnored)) this.read(chunk);
     } catch (error) {
-      if ((error as Error).name === "AbortError") this.message.finish = "stopped";
+      if ((error as Error).name === "AbortError") message.finish = "stopped";
       else if (error instanceof ApiError) this.fail(error);
-      else this.message.error = `The page failed: ${(error as Error).message}`;
+      else message.error = `The page failed: ${(error as Error).message}`;
     }
     clearTimeout(this.timer);
     this.show();

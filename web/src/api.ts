@@ -23,6 +23,7 @@ export interface Model {
   max_model_len?: number;
   default_sampling_params?: JsonObject; // where the model has other defaults than the server
   chat_sampling_params?: JsonObject; // which `genserve chat` sends too
+  status?: { value: string; memory_bytes?: number; remaining_s?: number }; // the value is loaded, loading or unloaded
   [field: string]: unknown;
 }
 
@@ -58,6 +59,11 @@ export async function modelIndex(): Promise<IndexEntry[]> {
 /** Load a model; resolves once it is ready. */
 export async function loadModel(name: string): Promise<void> {
   await call(`v2/repository/models/${encodeURIComponent(name)}/load`, asJson({}));
+}
+
+/** Have a model on demand loaded by naming it, which needs no right to control the server. */
+export async function summonModel(name: string, signal: AbortSignal): Promise<void> {
+  await call("api/generate", { ...asJson({ model: name, stream: false }), signal });
 }
 
 /** Begin to unload a model. */

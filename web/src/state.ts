@@ -1,7 +1,7 @@
 // The page's state, as signals; views read them, and the functions here change them.
 
 import { computed, effect, signal } from "@preact/signals";
-import { ApiError, listModels, type Model, needsKey, openApi } from "./api";
+import { ApiError, listModels, type Model, needsKey, openApi, summonModel } from "./api";
 import {
   type Conversation,
   type Message,
@@ -93,6 +93,18 @@ export async function connect(): Promise<void> {
 /** The model of a conversation: its own if the server has it, else the first. */
 export function modelOf({ model }: Pick<Setup, "model">): string {
   return models.value.some(({ id }) => id === model) ? model : (models.value[0]?.id ?? model);
+}
+
+/** Whether a model is on demand, and not loaded as far as the page knows. */
+export function isUnloaded(name: string): boolean {
+  const status = models.value.find(({ id }) => id === name)?.status;
+  return status !== undefined && status.value !== "loaded";
+}
+
+/** Have a model on demand loaded, which tells its defaults. */
+export async function load(name: string, signal: AbortSignal): Promise<void> {
+  await summonModel(name, signal);
+  await connect();
 }
 
 /** What the server says of the model of a conversation; undefined: it has no model. */

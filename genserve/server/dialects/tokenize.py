@@ -43,7 +43,7 @@ _PATHS = frozenset(
 class TokenizeBody(TolerantBody):
     """Body of `POST /tokenize`: the text, under the name of one of the APIs."""
 
-    model_config = ConfigDict(json_schema_extra={"examples": [{"prompt": "What is the capital of Germany?"}]})
+    model_config = ConfigDict(json_schema_extra={"examples": [{"prompt": "What is the capital of Japan?"}]})
 
     model: str | None = Field(
         default=None, description="The name of a model; not needed if there is only one."

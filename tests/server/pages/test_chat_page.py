@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
@@ -522,7 +523,7 @@ def test_settings_stay_in_their_chat_unless_they_are_kept_for_new_ones(chat):
 
 
 def test_a_draft_stays_in_its_chat_and_survives_a_reload(chat):
-    chat.button("What is the capital of Germany?").click()
+    chat.button("What is the capital of Japan?").click()
     chat.wait_for_answer()
     expect(chat.composer).to_be_focused()
     chat.composer.fill("of the first chat")
@@ -838,9 +839,59 @@ def test_models_are_unloaded_and_loaded(chat):
     expect(dialog.get_by_role("button", name="Load tiny")).to_be_enabled()
     expect(chat.page.locator(".banner")).to_contain_text("No text model is loaded on this server.")
     dialog.get_by_role("button", name="Load tiny").click()
-    expect(dialog).to_contain_text("ready, generates text", timeout=20_000)
+    expect(dialog).to_contain_text("ready, generates text, up to", timeout=20_000)
     chat.button("Close").click()
     chat.ask("one")
+
+
+def test_a_message_loads_a_model_on_demand(browser, tiny_repository, tmp_path, monkeypatch):
+    root = echo_repository(tiny_repository, tmp_path / "repository")
+    with LiveServer(root, api_key=KEY, model_control_mode="on-demand") as server:
+        chat = ChatPage(browser, server).open()
+        expect(chat.page.get_by_label("Model")).to_have_text("tiny (not loaded)")
+        lifecycle = server.server.services.repository.lifecycle
+        opened, load = threading.Event(), lifecycle.load
+        monkeypatch.setattr(lifecycle, "load", lambda request: opened.wait() and load(request))
+        chat.send("one")
+        expect(chat.answer.get_by_role("status")).to_have_text("loading tiny")
+        opened.set()
+        chat.wait_for_answer()
+        assert "temperature" in chat.bodies[0], "the defaults of a chat are known once it is loaded"
+        expect(chat.page.get_by_label("Model")).to_have_text("tiny")
+        chat.button("More").click()
+        chat.page.locator("#more").get_by_role("button", name="Models").click()
+        dialog = chat.page.get_by_role("dialog", name="Models")
+        expect(dialog.locator("li .faint")).to_contain_text(re.compile(r"up to [\d.]+ .B, leaves in 5 min"))
+        chat.button("Unload tiny").click()
+        expect(dialog.locator("li .faint")).to_have_text("not loaded")
+        chat.button("Load tiny").click()
+        expect(chat.button("Unload tiny")).to_be_enabled()
+        chat.close(server)
+        chat.context.close()
+
+
+def test_a_key_that_may_not_control_the_server_is_told_so(browser, tiny_repository, tmp_path):
+    root = echo_repository(tiny_repository, tmp_path / "repository")
+    with LiveServer(root, api_key=KEY, control_key="other", model_control_mode="on-demand") as server:
+        chat = ChatPage(browser, server).open()
+        chat.button("More").click()
+        chat.page.locator("#more").get_by_role("button", name="Models").click()
+        chat.button("Load tiny").click()
+        expect(chat.page.get_by_role("dialog").get_by_role("alert")).to_contain_text("key")
+        assert all("403" in fault for fault in chat.faults), "the browser itself reports these"
+        chat.context.close()
+
+
+def test_the_alternatives_at_a_token_cover_nothing_but_tokens(chat):
+    chat.ask("one")
+    chat.page.keyboard.press("Alt+p")
+    chat.answer.locator(".token").first.click()
+    panel = chat.page.locator(".alternatives").bounding_box()
+    legend = chat.answer.locator(".legend").bounding_box()
+    assert panel["y"] + panel["height"] <= legend["y"]
+    chat.page.keyboard.press("Escape")
+    assert chat.answer.locator(".legend").bounding_box()["y"] < legend["y"]
+    chat.page.keyboard.press("Alt+p")
 
 
 def test_a_link_leads_to_the_probabilities_of_an_answer(chat):

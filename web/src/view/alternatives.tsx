@@ -30,6 +30,12 @@ export function Alternatives({ message, token, index, box, onClose }: Alternativ
       rows.map(([text]) => text),
     );
   }, [index]);
+  useEffect(
+    () => () => {
+      if (box.current) box.current.style.minHeight = "";
+    },
+    [],
+  );
   useOutsidePress(panel, onClose);
   const choose = ([text, logprob]: [string, number]) => {
     onClose();
@@ -123,7 +129,9 @@ function useOutsidePress(panel: RefObject<HTMLElement | null>, onPress: () => vo
   });
 }
 
-/** Put the panel below its token, within the box, and the focus into it. */
+const GAP_PX = 6;
+
+/** Put the panel below its token and focus it; the box grows, so that it covers nothing but tokens. */
 function place(panel: HTMLElement, box: HTMLElement, index: number): void {
   const lines = box.querySelectorAll<HTMLElement>(".token")[index]?.getClientRects() ?? [];
   const [line] = Array.from(lines).slice(-1);
@@ -131,7 +139,8 @@ function place(panel: HTMLElement, box: HTMLElement, index: number): void {
   const outer = box.getBoundingClientRect();
   const room = outer.width - panel.offsetWidth;
   panel.style.left = `${Math.max(0, Math.min(line.left - outer.left, room))}px`;
-  panel.style.top = `${line.bottom - outer.top + 6}px`;
+  panel.style.top = `${line.bottom - outer.top + GAP_PX}px`;
+  box.style.minHeight = `${panel.offsetTop + panel.offsetHeight + GAP_PX}px`;
   panel.scrollIntoView({ block: "nearest" });
   panel.querySelector<HTMLElement>("button:not(:disabled)")?.focus({ preventScroll: true });
 }

@@ -16,6 +16,7 @@ import {
   hasKeyProblem,
   isBusy,
   isConnecting,
+  isUnloaded,
   modelOf,
   models,
   notice,
@@ -113,7 +114,7 @@ function ModelPicker() {
       {!models.value.length && <option value={model}>No model</option>}
       {models.value.map(({ id }) => (
         <option key={id} value={id}>
-          {id}
+          {isUnloaded(id) ? `${id} (not loaded)` : id}
         </option>
       ))}
     </select>

@@ -13,6 +13,7 @@ import {
   dialog,
   dialogSubject,
   isBusy,
+  isUnloaded,
   models,
   readShares,
 } from "../state";
@@ -86,13 +87,15 @@ function UserMessage({ message: { content, typed = content, files = [] } }: { me
 const LABELS = { user: "You", assistant: "Assistant", tool: "Tool result" };
 
 /** Stands for an answer without text; while a long prompt is read, with the share that was read. */
-function Waiting({ id }: { id: string }) {
+function Waiting({ message: { id, model = "" } }: { message: Message }) {
   const share = readShares.value[id] ?? 0;
+  const loads = isUnloaded(model);
   return (
-    <p class="waiting" role="status" aria-label="Waiting for the first token">
+    <p class="waiting" role="status" aria-label={loads ? `Loading ${model}` : "Waiting for the first token"}>
       <i />
       <i />
       <i />
+      {loads && <span class="faint">loading {model}</span>}
       {share > 0 && share < 1 && <span class="faint">reading the prompt {Math.round(100 * share)} %</span>}
     </p>
   );
@@ -121,7 +124,7 @@ function Answer({ message, isWriting, isLast }: AnswerProps) {
       {toolCalls && toolCalls.length > 0 && (
         <ToolCalls calls={toolCalls} isPending={isLast && !isWriting && !error} />
       )}
-      {isWriting && isEmpty && <Waiting id={message.id} />}
+      {isWriting && isEmpty && <Waiting message={message} />}
       {!isWriting && isEmpty && !error && (
         <p class="faint">
           {finish === UNFINISHED ? "No text of this answer has come." : "The answer is empty."}

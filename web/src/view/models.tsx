@@ -1,4 +1,4 @@
-// The dialog that loads and unloads the models of the repository.
+// The dialog with the models of the repository: what each takes, and how to load and unload it.
 
 import { useEffect, useState } from "preact/hooks";
 import { type IndexEntry, loadModel, modelIndex, unloadModel } from "../api";
@@ -6,6 +6,7 @@ import { connect, dialog, models } from "../state";
 import { Dialog } from "./dialog";
 
 const POLL_MS = 500;
+const REFRESH_MS = 2000; // other clients load and unload models, too
 const STAGE = /^(.+)_(tokenizer|logits|decoder)$/;
 
 export function Models() {
@@ -17,17 +18,23 @@ export function Models() {
   };
   const attempt = async (work: () => Promise<unknown>) => {
     try {
-      setProblem("");
       await work();
     } catch (error) {
       setProblem((error as Error).message);
     }
   };
-  const list = () => attempt(async () => setEntries(await modelIndex()));
+  const list = async () => {
+    const found = await modelIndex();
+    await connect();
+    setEntries(found);
+  };
   useEffect(() => {
-    list();
+    attempt(list);
+    const timer = setInterval(() => list().catch(() => undefined), REFRESH_MS);
+    return () => clearInterval(timer);
   }, []);
   const change = async ({ name, state }: IndexEntry) => {
+    setProblem("");
     setWorking(`${state === "READY" ? "Unloading" : "Loading"} ${name}…`);
     await attempt(async () => {
       if (state !== "READY") await loadModel(name);
@@ -35,8 +42,7 @@ export function Models() {
         await unloadModel(name);
         while (await isServed(name)) await new Promise((done) => setTimeout(done, POLL_MS));
       }
-      setEntries(await modelIndex());
-      await connect();
+      await list();
     });
     setWorking("");
   };
@@ -63,6 +69,7 @@ export function Models() {
           </li>
         ))}
       </ul>
+      <p class="faint">{total()}</p>
       <p role="status" class="faint">
         {working}
       </p>
@@ -76,11 +83,32 @@ function isWhole(entries: IndexEntry[]): (entry: IndexEntry) => boolean {
   return ({ name }) => !names.has(STAGE.exec(name)?.[1] ?? "");
 }
 
+/** The state of a model, its memory, and until when it stays. */
 function about({ name, state, reason }: IndexEntry): string {
-  const isText = models.value.some(({ id }) => id === name);
-  if (state === "READY") return isText ? "ready, generates text" : "ready";
+  const status = models.value.find(({ id }) => id === name)?.status;
+  if (status?.value === "loading") return "loading";
   if (state === "LOADING" || state === "UNLOADING") return state.toLowerCase();
-  return reason && reason !== "unloaded" ? `not loaded: ${reason}` : "not loaded";
+  if (state !== "READY") return reason && reason !== "unloaded" ? `not loaded: ${reason}` : "not loaded";
+  const parts = [status ? "ready, generates text" : "ready"];
+  if (status?.memory_bytes) parts.push(`up to ${gigabytes(status.memory_bytes)}`);
+  if (status?.remaining_s !== undefined)
+    parts.push(`leaves in ${time(status.remaining_s)} unless it is used`);
+  return parts.join(", ");
+}
+
+/** The memory that all text models together may take. */
+function total(): string {
+  const sizes = models.value.map(({ status }) => status?.memory_bytes ?? 0);
+  const sum = sizes.reduce((one, other) => one + other, 0);
+  return sum ? `Text models take up to ${gigabytes(sum)} of memory, their KV caches included.` : "";
+}
+
+function gigabytes(bytes: number): string {
+  return bytes < 1e8 ? `${(bytes / 1e6).toFixed(1)} MB` : `${(bytes / 1e9).toFixed(1)} GB`;
+}
+
+function time(seconds: number): string {
+  return seconds < 60 ? `${seconds} s` : `${Math.round(seconds / 60)} min`;
 }
 
 async function isServed(name: string): Promise<boolean> {

@@ -62,7 +62,7 @@ export function Thread() {
 }
 
 const EXAMPLES = [
-  "What is the capital of Germany?",
+  "What is the capital of Japan?",
   "Explain in one sentence what photosynthesis is.",
   "Tell me a short story about a dragon.",
 ];

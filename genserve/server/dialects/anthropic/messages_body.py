@@ -178,7 +178,7 @@ class MessagesBody(PromptFields, DecodingFields):
         json_schema_extra={
             "examples": [
                 {
-                    "messages": [{"role": "user", "content": "What is the capital of Germany?"}],
+                    "messages": [{"role": "user", "content": "What is the capital of Japan?"}],
                     "max_tokens": 32,
                     "temperature": 0,
                     "stream": True,

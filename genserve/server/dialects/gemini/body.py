@@ -409,7 +409,7 @@ class GenerateContentBody(PromptBody):
         json_schema_extra={
             "examples": [
                 {
-                    "contents": [{"role": "user", "parts": [{"text": "What is the capital of Germany?"}]}],
+                    "contents": [{"role": "user", "parts": [{"text": "What is the capital of Japan?"}]}],
                     "generationConfig": {"maxOutputTokens": 32, "temperature": 0},
                 }
             ]

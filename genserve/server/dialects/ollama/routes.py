@@ -298,7 +298,10 @@ def _all_listed(services: Services, *, only_loaded: bool = False) -> list[dict[s
     listed, encoders = services.repository.listed_models, services.repository.listed_encoders
     if not only_loaded:
         return [*map(_listed, listed), *map(_listed_encoder, encoders)]
-    texts = [_listed(one) | _memory(one.loaded, one.model.max_length) for one in listed if one.model]
+    texts = [
+        _listed(one) | _memory(one.loaded, one.model.max_length) | {"size": one.memory_bytes}
+        for one in listed if one.model
+    ]  # fmt: skip
     ready = [one for one in encoders if one.is_ready]
     return texts + [_listed_encoder(one) | _memory(one.loaded, one.model.max_length) for one in ready]
 

@@ -83,10 +83,7 @@ async def control_answer(body: ControlBody, services: SharedServices) -> dict[st
 async def models(services: SharedServices) -> dict[str, Any]:
     """List the models that generate text, and those of vectors and scores, with Anthropic's fields, too."""
     repository = services.repository
-    if repository.on_demand is None:
-        listed = [_model(model) for model in repository.text_models]
-    else:
-        listed = [_listed(model) for model in repository.listed_models]
+    listed = [_listed(model) for model in repository.listed_models]
     listed += [_encoder(model) for model in repository.listed_encoders]
     ends = {"first_id": listed[0]["id"], "last_id": listed[-1]["id"]} if listed else {}
     return {"object": "list", "data": listed, "has_more": False, **ends}
@@ -97,10 +94,9 @@ async def models(services: SharedServices) -> dict[str, Any]:
 async def model(name: str, services: SharedServices) -> dict[str, Any]:
     """Describe one model."""
     repository = services.repository
-    if repository.on_demand is not None:
-        for listed in repository.listed_models:
-            if listed.name == name:
-                return _listed(listed)
+    for listed in repository.listed_models:
+        if listed.name == name:
+            return _listed(listed)
     for encoder in repository.listed_encoders:
         if encoder.model.name == name:
             return _encoder(encoder)
@@ -280,11 +276,14 @@ def _logprobs(scores: ContentScores | TokenScores, part: Delta | Completion) -> 
 
 
 def _listed(listed: ListedModel) -> dict[str, Any]:
-    """Return a model that is loaded on demand, with its state."""
-    status = _status(listed.loaded)
-    if listed.model is not None:
-        return _model(listed.model) | status
-    return _named(listed.name, _written_s(listed.weights)) | status
+    """Return a model that generates text, with its state."""
+    if listed.model is None:
+        return _named(listed.name, _written_s(listed.weights)) | _status(listed.loaded)
+    if listed.loaded is None:
+        status = {"status": {"value": "loaded", "memory_bytes": listed.memory_bytes}}
+    else:
+        status = _status(listed.loaded)
+    return _model(listed.model) | status
 
 
 def _encoder(listed: ListedEncoder) -> dict[str, Any]:

@@ -169,7 +169,7 @@ class ChatBody(ReasoningFields, OpenAIBody):
         json_schema_extra={
             "examples": [
                 {
-                    "messages": [{"role": "user", "content": "What is the capital of Germany?"}],
+                    "messages": [{"role": "user", "content": "What is the capital of Japan?"}],
                     "max_tokens": 32,
                     "temperature": 0,
                     "stream": True,

@@ -144,7 +144,7 @@ class ResponsesBody(OpenAIFields):
         json_schema_extra={
             "examples": [
                 {
-                    "input": "What is the capital of Germany?",
+                    "input": "What is the capital of Japan?",
                     "max_output_tokens": 32,
                     "temperature": 0,
                     "stream": True,
