@@ -25,9 +25,10 @@ _STACKS = (
     ("down_proj", ("w2",)),
     ("up_proj", ("up_proj",)),      # experts without a gate
 )
-# Modules whose parts some checkpoints have apart: those of OLMo Hybrid, and of Granite in GGUF files.
+# Modules whose parts some checkpoints have apart: those of OLMo Hybrid, and of others in GGUF files.
 _JOINED = {
     "conv1d": ("q_conv1d", "k_conv1d", "v_conv1d"),
+    "kv_b_proj": ("k_b_proj", "v_b_proj"),
     "shared_mlp.input_linear": ("shared_mlp.gate_proj", "shared_mlp.up_proj"),
 }
 
@@ -65,7 +66,7 @@ def with_stacks(checkpoint: Checkpoint, *, transposed: TransposedStacks | None =
 
     def load(name: str, rows: slice) -> FloatArray:
         if name in joined:
-            return np.concatenate([checkpoint.load(part, slice(None)) for part in joined[name]])[rows]
+            return _joined([checkpoint.load(part, slice(None)) for part in joined[name]], name=name)[rows]
         if name not in stacks:
             return checkpoint.load(name, rows)
         prefix, kind, count, parts = stacks[name]
@@ -83,8 +84,8 @@ def with_stacks(checkpoint: Checkpoint, *, transposed: TransposedStacks | None =
 
     def shape(name: str) -> tuple[int, ...]:
         if name in joined:
-            shapes = [checkpoint.shape(part) for part in joined[name]]
-            return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+            empty = [np.broadcast_to(np.float32(0), checkpoint.shape(part)) for part in joined[name]]
+            return _joined(empty, name=name).shape
         if name not in stacks:
             return checkpoint.shape(name)
         prefix, kind, count, parts = stacks[name]
@@ -94,3 +95,14 @@ def with_stacks(checkpoint: Checkpoint, *, transposed: TransposedStacks | None =
 
     all_names = checkpoint.tensor_names | stacks.keys() | joined.keys()
     return replace(checkpoint, tensor_names=all_names, load=load, shape=shape)
+
+
+def _joined(parts: list[FloatArray], *, name: str) -> FloatArray:
+    """Return a module's weight from those of its parts; heads of DeepSeek's keys are transposed."""
+    if not name.endswith(".kv_b_proj.weight"):
+        return np.concatenate(parts)
+    keys, values = parts    # [heads * rank, size of keys], [heads * size of values, rank]
+    rank = values.shape[1]
+    heads = keys.reshape(-1, rank, keys.shape[1]).swapaxes(1, 2)
+    stacked = np.concatenate([heads, values.reshape(len(heads), -1, rank)], axis=1)
+    return stacked.reshape(-1, rank)

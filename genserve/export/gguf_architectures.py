@@ -6,8 +6,8 @@ those of its convert_hf_to_gguf.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -15,12 +15,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from genserve.export.families.family import require
 from genserve.export.gguf_file import GgufTensor
 from genserve.sampling.logits_array import FloatArray
 
 Config = dict[str, Any]
 # Returns the order of a tensor's rows in a Hugging Face folder, given its name there; None: as in the file.
 RowOrder = Callable[[str, Mapping[str, Any]], NDArray[np.int64] | None]
+_PartRows = Callable[[Mapping[str, Any]], NDArray[np.int64]]    # of config.json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +46,9 @@ class GgufHeader:
         return self.metadata.get(f"{self.architecture}.{key}", default)
 
     def has(self, tensor: str) -> bool:
-        """Whether the first layer, or the file, has a tensor."""
-        return f"blk.0.{tensor}" in self.tensors or tensor in self.tensors
+        """Whether a layer, or the file, has a tensor."""
+        layers = range(self["block_count"])
+        return tensor in self.tensors or any(f"blk.{layer}.{tensor}" in self.tensors for layer in layers)
 
     @property
     def head_dim(self) -> int:
@@ -146,6 +149,8 @@ class GgufArchitecture:
     row_order: RowOrder = _as_in_the_file
     column_order: RowOrder = _as_in_the_file    # which column each column in the file is
     transposed: tuple[str, ...] = ()            # ends of the names of tensors that are stored transposed
+    # The modules of a layer that are one in the file, by its name there, each with its rows there.
+    parts: Mapping[str, Mapping[str, _PartRows]] = field(default_factory=dict)
     # Returns the tensors that are metadata in the file, by their names in a Hugging Face folder.
     tensors: Callable[[GgufHeader], Mapping[str, FloatArray]] = lambda _header: {}
 
@@ -320,6 +325,73 @@ def _local_experts(header: GgufHeader) -> Config:
     }
 
 
+def _granite_moe(header: GgufHeader) -> Config:
+    config = _granite(header) | _local_experts(header)
+    if not header.has("ffn_up_shexp.weight"):
+        return config
+    return config | {
+        "model_type": "granitemoeshared",
+        "architectures": ["GraniteMoeSharedForCausalLM"],
+        "shared_intermediate_size": header.outputs("ffn_up_shexp"),
+    }
+
+
+def _phimoe(header: GgufHeader) -> Config:
+    rotary = header.rotary()
+    if rotary["rope_type"] == "longrope":   # the scale of Phi-3.5-MoE, for which a file has another number
+        rotary |= {"short_mscale": 1.243163121016122, "long_mscale": 1.243163121016122}
+    return {
+        **_local_experts(header),
+        "rope_parameters": rotary,
+        "sliding_window": None,
+        "lm_head_bias": header.has("output.bias"),
+    }
+
+
+def _deepseek2(header: GgufHeader) -> Config:
+    """Return the fields of DeepSeek V3, or of V2, whose router is another."""
+    rope = header["rope.dimension_count"]
+    # Files with one tensor for keys and values state sizes that are not those of the cache.
+    mla = "_mla" if header.get("attention.key_length_mla") else ""
+    temperature = header.get("attention.temperature_scale")
+    require(not temperature, found=f"attention.temperature_scale {temperature}", known="none")
+    rotary = header.rotary() | {"partial_rotary_factor": 1.0}
+    if exponent := header.get("rope.scaling.yarn_log_multiplier"):   # the converter multiplies it by 0.1
+        rotary |= dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * exponent, 5))
+    num_groups, inner = header.get("expert_group_count") or 1, header.outputs("ffn_up_exps")
+    predictors = header.get("nextn_predict_layers", 0)
+    config = {
+        "num_hidden_layers": header["block_count"] - predictors,
+        "num_nextn_predict_layers": predictors,
+        "num_key_value_heads": header["attention.head_count"],
+        "head_dim": rope,
+        "q_lora_rank": header["attention.q_lora_rank"] if header.has("attn_q_a.weight") else None,
+        "kv_lora_rank": header["attention.kv_lora_rank"],
+        "qk_rope_head_dim": rope,
+        "qk_nope_head_dim": header[f"attention.key_length{mla}"] - rope,
+        "v_head_dim": header[f"attention.value_length{mla}"],
+        "attention_bias": header.has("attn_kv_a_mqa.bias"),
+        "rope_parameters": rotary,
+        "first_k_dense_replace": header.get("leading_dense_block_count", 0),
+        "n_routed_experts": header["expert_count"],
+        "n_shared_experts": header.outputs("ffn_up_shexp") // inner,
+        "num_experts_per_tok": header["expert_used_count"],
+        "moe_intermediate_size": inner,
+        "routed_scaling_factor": header.get("expert_weights_scale") or 1.0,
+        "norm_topk_prob": header.get("expert_weights_norm", False),
+        "n_group": num_groups,
+        "topk_group": header.get("expert_group_used_count") or 1,
+    }
+    if header.has("exp_probs_b.bias"):
+        return config
+    require(not config["norm_topk_prob"], found="expert_weights_norm with softmax", known="without it")
+    return config | {
+        "model_type": "deepseek_v2",
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "topk_method": "group_limited_greedy" if num_groups > 1 else "greedy",
+    }
+
+
 def _qwen_moe(header: GgufHeader, *, normalised: bool, shared: bool = False) -> Config:
     """Return the fields of experts; llama.cpp's code decides whether their weights are `normalised`."""
     config = {
@@ -454,10 +526,11 @@ def _lfm2_moe(header: GgufHeader) -> Config:
 def _qwen35(header: GgufHeader) -> Config:
     num_layers = header["block_count"] - header.get("nextn_predict_layers", 0)
     period, heads = header.get("full_attention_interval", 4), header["ssm.time_step_rank"]
-    kinds = [index % period == period - 1 for index in range(num_layers)]
+    has_state = [index % period != period - 1 for index in range(num_layers)]
+    has_state = header.get("attention.recurrent_layers", has_state)[:num_layers]
     return {
         "num_hidden_layers": num_layers,
-        "layer_types": ["full_attention" if is_full else "linear_attention" for is_full in kinds],
+        "layer_types": ["linear_attention" if state else "full_attention" for state in has_state],
         "linear_conv_kernel_dim": header["ssm.conv_kernel"],
         "linear_num_key_heads": header["ssm.group_count"],
         "linear_key_head_dim": header["ssm.state_size"],
@@ -508,6 +581,54 @@ def _granite_hybrid(header: GgufHeader) -> Config:
         "position_embedding_type": "rope" if header.get("rope.scaling.finetuned") else "nope",
         "shared_intermediate_size": header.outputs("ffn_up_shexp" if has_experts else "ffn_up"),
         **(_local_experts(header) if has_experts else {"num_local_experts": 0}),
+    }
+
+
+def _nemotron_h(header: GgufHeader) -> Config:
+    predictors = header.get("nextn_predict_layers", 0)
+    num_layers = header["block_count"] - predictors
+    parts = {"ssm_in": "linear_attention", "attn_q": "full_attention", "ffn_gate_inp": "moe"}
+    kinds = [
+        next((kind for part, kind in parts.items() if f"blk.{layer}.{part}.weight" in header.tensors), "mlp")
+        for layer in range(num_layers)
+    ]
+    heads = header["ssm.time_step_rank"]
+    config = {
+        "model_type": "nemotron_h",
+        "max_position_embeddings": header["context_length"],
+        "hidden_size": header["embedding_length"],
+        "num_hidden_layers": num_layers,
+        "num_nextn_predict_layers": predictors,
+        "layers_block_type": kinds,
+        "num_attention_heads": header["attention.head_count"],
+        "num_key_value_heads": header.num_kv_heads,
+        "head_dim": header.head_dim,
+        # The converter writes the epsilon of its RMS norms under the name of layer norms.
+        "layer_norm_epsilon": header["attention.layer_norm_epsilon"],
+        "attention_bias": header.has("attn_q.bias"),
+        "mlp_bias": header.has("ffn_up.bias"),
+        "mamba_num_heads": heads,
+        "mamba_head_dim": header["ssm.inner_size"] // heads,
+        "ssm_state_size": header["ssm.state_size"],
+        "n_groups": header["ssm.group_count"],
+        "conv_kernel": header["ssm.conv_kernel"],
+        "use_conv_bias": header.has("ssm_conv1d.bias"),
+        "use_bias": header.has("ssm_in.bias"),
+    }
+    if "mlp" in kinds:
+        config["intermediate_size"] = header.outputs("ffn_up")
+    if "moe" not in kinds:
+        return config
+    return config | {
+        "n_routed_experts": header["expert_count"],
+        "num_experts_per_tok": header["expert_used_count"],
+        "moe_intermediate_size": header.outputs("ffn_up_exps"),
+        "moe_shared_expert_intermediate_size": header.outputs("ffn_up_shexp"),
+        "moe_latent_size": header.get("moe_latent_size"),
+        "routed_scaling_factor": header.get("expert_weights_scale", 1.0),
+        "norm_topk_prob": header.get("expert_weights_norm", False),
+        "n_group": header.get("expert_group_count") or 1,
+        "topk_group": header.get("expert_group_used_count") or 1,
     }
 
 
@@ -580,6 +701,44 @@ def _tiled_columns(name: str, config: Mapping[str, Any]) -> NDArray[np.int64] | 
     return columns.reshape(groups, -1, size).swapaxes(0, 1).reshape(-1)
 
 
+def _by_head_of_keys(config: Mapping[str, Any], sizes: Sequence[int], parts: slice) -> NDArray[np.int64]:
+    """Return the rows of some parts, each of all heads, where the rows of a head follow those of the other.
+
+    `sizes` are the rows of each part in a head.
+    """
+    heads, ends = config["linear_num_key_heads"], np.cumsum(sizes)
+    rows = np.arange(heads * ends[-1]).reshape(heads, -1)
+    by_part = np.split(rows, ends[:-1], axis=1)[parts]
+    return np.concatenate([part.reshape(-1) for part in by_part])
+
+
+def _betas_and_steps(config: Mapping[str, Any], *, parts: slice) -> NDArray[np.int64]:
+    heads = config["linear_num_value_heads"] // config["linear_num_key_heads"]
+    return _by_head_of_keys(config, (heads, heads), parts)
+
+
+def _keys_and_values(config: Mapping[str, Any], *, parts: slice) -> NDArray[np.int64]:
+    keys, heads = config["linear_key_head_dim"], config["linear_num_value_heads"]
+    values = heads * config["linear_value_head_dim"] // config["linear_num_key_heads"]
+    return _by_head_of_keys(config, (keys, keys, values, values), parts)
+
+
+# What Qwen 3 Next has in one module, head by head, and Qwen 3.5 in two. The first files had queries, keys,
+# values and gates in one tensor too.
+_QWEN3_NEXT_PARTS = MappingProxyType(
+    {
+        "ssm_ba": {
+            "linear_attn.in_proj_b": partial(_betas_and_steps, parts=slice(1)),
+            "linear_attn.in_proj_a": partial(_betas_and_steps, parts=slice(1, 2)),
+        },
+        "ssm_in": {
+            "linear_attn.in_proj_qkv": partial(_keys_and_values, parts=slice(3)),
+            "linear_attn.in_proj_z": partial(_keys_and_values, parts=slice(3, 4)),
+        },
+    }
+)
+
+
 def _row(
     architecture: str,
     *,
@@ -597,6 +756,10 @@ def _row(
     )
 
 
+_NEMOTRON_H = GgufArchitecture(
+    architecture="NemotronHForCausalLM", config=_nemotron_h, row_order=_pairs_to_halves
+)
+
 GGUF_ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
     {
         "apertus": _row("Apertus", model_type="apertus", tensors=_xielu),
@@ -606,8 +769,10 @@ GGUF_ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
             config=_bloom,
             row_order=partial(_head_by_head, num_heads="n_head"),
         ),
+        "chatglm": _row("Glm", model_type="glm"),
         "cohere2": _row("Cohere2", model_type="cohere2", epsilon="layer_norm_eps", of=_cohere2),
         "command-r": _row("Cohere", model_type="cohere", epsilon="layer_norm_eps", of=_cohere),
+        "deepseek2": _row("DeepseekV3", model_type="deepseek_v3", of=_deepseek2),
         "ernie4_5": _row(
             "Ernie4_5", model_type="ernie4_5", of=lambda header: {"use_bias": header.has("attn_q.bias")}
         ),
@@ -634,12 +799,7 @@ GGUF_ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
             architecture="GPTNeoXForCausalLM", config=_gptneox, row_order=_head_by_head
         ),
         "granite": _row("Granite", model_type="granite", pairs=True, of=_granite),
-        "granitemoe": _row(
-            "GraniteMoe",
-            model_type="granitemoe",
-            pairs=True,
-            of=lambda header: _granite(header) | _local_experts(header),
-        ),
+        "granitemoe": _row("GraniteMoe", model_type="granitemoe", pairs=True, of=_granite_moe),
         "granitehybrid": _row(
             "GraniteMoeHybrid", model_type="granitemoehybrid", pairs=True, of=_granite_hybrid
         ),
@@ -654,6 +814,8 @@ GGUF_ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
         ),
         "mistral3": _row("Ministral3", model_type="ministral3", pairs=True, of=_mistral3),
         "nemotron": _row("Nemotron", model_type="nemotron", epsilon="norm_eps"),
+        "nemotron_h": _NEMOTRON_H,
+        "nemotron_h_moe": _NEMOTRON_H,
         "olmo": _row(
             "Olmo",
             model_type="olmo",
@@ -665,12 +827,17 @@ GGUF_ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
         "olmoe": _row("Olmoe", model_type="olmoe", of=_olmoe),
         "phi2": _row("Phi", model_type="phi", epsilon="layer_norm_eps"),
         "phi3": _row("Phi3", model_type="phi3", of=_phi3),
+        "phimoe": _row("Phimoe", model_type="phimoe", of=_phimoe),
         "qwen2": _row("Qwen2", model_type="qwen2"),
         "qwen2moe": _row(
             "Qwen2Moe", model_type="qwen2_moe", of=partial(_qwen_moe, normalised=False, shared=True)
         ),
         "qwen3": _row("Qwen3", model_type="qwen3"),
         "qwen3moe": _row("Qwen3Moe", model_type="qwen3_moe", of=partial(_qwen_moe, normalised=True)),
+        # A Qwen 3 Next whose parts are apart is a Qwen 3.5, as in llama.cpp, whose router it has too.
+        "qwen3next": replace(
+            _row("Qwen3_5Moe", model_type="qwen3_5_moe_text", of=_qwen35_moe), parts=_QWEN3_NEXT_PARTS
+        ),
         "qwen35": replace(
             _row("Qwen3_5", model_type="qwen3_5_text", of=_qwen35),
             row_order=_tiled_rows,

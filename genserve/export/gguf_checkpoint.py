@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 
 from genserve.errors import ExportError
 from genserve.export.checkpoint import Checkpoint, StoredRows
-from genserve.export.decoder_weights import tensor_sources
+from genserve.export.decoder_weights import TensorSource, tensor_sources
 from genserve.export.exportable import EXPERTS, LATENT, RECURRENT, refusal
 from genserve.export.families import FAMILIES
+from genserve.export.families.family import Family
 from genserve.export.gguf_architectures import GGUF_ARCHITECTURES, GgufArchitecture, GgufHeader, common_config
 from genserve.export.gguf_file import GgufFile, GgufTensor
 from genserve.export.gguf_tokenizer import tokenizer_files
@@ -40,7 +41,7 @@ _UNSUPPORTED = {
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 # Parts of the names of tensors that a file has as stacks.
 _STACKED = re.compile(r"\.norms\.\{n\}|\.\{e\}")
-_EXPERTS = (".block_sparse_moe.experts.", ".mlp.experts.")
+_EXPERTS = re.compile(r"\.(block_sparse_moe|mixer)\.experts\.")
 _OF_ROUTERS = {"mlp.router": "ffn_gate_inp", "mlp.choice": "exp_probs_b"}     # by role
 # The names of the parts of an MLP where the converter takes a tensor apart, by role.
 _OF_MLPS = {
@@ -50,7 +51,7 @@ _OF_MLPS = {
 }
 # The tensors of recurrent layers that are no modules, by role.
 _OF_STATES = {"mixer.rate": "ssm_a", "mixer.step_bias": "ssm_dt.bias", "mixer.skip": "ssm_d"}
-# Ends of the names of tensors that have one row in a folder, and none in a file.
+# Ends of the names of tensors that have one row in a folder, and perhaps none in a file.
 _ONE_ROW = (".shared_expert_gate.weight", ".moe_statics.e_score_correction_bias")
 # Tensors from which the config is made.
 _ROTARY = ("rope_freqs.", "rope_factors_long.", "rope_factors_short.")
@@ -122,7 +123,8 @@ class _Tensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.tensor.shape[::-1] if self.transposed else self.tensor.shape
+        shape = self.tensor.shape[::-1] if self.transposed else self.tensor.shape
+        return shape if self.order is None else (len(self.order), *shape[1:])
 
     def read(self, rows: slice) -> FloatArray:
         if self.transposed:
@@ -216,7 +218,12 @@ def _tensors(
             name = f"{name}.{part}"
         tensor = replace(tensor, shape=_folder_shape(own_name, tensor.shape))
         if name.endswith(_ONE_ROW):
-            tensor = replace(tensor, shape=(1, *tensor.shape))
+            tensor = replace(tensor, shape=(1, math.prod(tensor.shape)))
+        if (parts := translation.parts.get(module.rpartition(".")[2])) is not None:
+            for own, rows in parts.items():
+                in_layer = f"model.layers.{module.split('.')[1]}.{own}.{part}"
+                yield in_layer, _Tensor(tensor=tensor, order=rows(config))
+            continue
         entry = next((place for place in ("{n}", "{e}") if place in name), None)
         if entry is not None:   # a norm for each head, or a weight for each expert
             for index in range(tensor.shape[0]):
@@ -234,11 +241,28 @@ def _tensors(
 
 
 def _folder_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape in a folder of a tensor of a recurrent layer; that of any other does not change."""
+    """Return the shape in a folder of a tensor that has another one in a file."""
     if name.endswith((".ssm_conv1d.weight", ".shortconv.conv.weight")):
         return (shape[0], 1, *shape[1:])
+    if name.endswith((".attn_k_b.weight", ".attn_v_b.weight")):     # heads apart
+        return (math.prod(shape[:-1]), shape[-1])
     is_vector = name.endswith((".ssm_a", ".ssm_d", ".ssm_norm.weight"))
     return (math.prod(shape),) if is_vector else shape
+
+
+def _modules(source: TensorSource) -> list[str]:
+    """Return the modules that a file may have of a source: of a stack, those of its parts, or the whole."""
+    if source.kind != "stack":
+        return list(source.names)
+    own, stack = source.names
+    return [own, stack.removesuffix(".weight")] if stack.endswith(".weight") else [own]
+
+
+def _as_in_old_files(name: str, family: Family) -> str:
+    """Return the name that a module had in a folder before transformers changed it."""
+    for old, new in family.renamed.items():
+        name = name.replace(new, old)
+    return name
 
 
 def module_names(
@@ -265,10 +289,11 @@ def module_names(
     for role, source in tensor_sources(family.names, num_layers=num_layers).items():
         _, layer, part = role.split(".", 2) if role.startswith("layers.") else ("", "", role)
         # A file has experts apart from each other, as stacks of gates, values and outputs.
-        for name in source.names[:1] if source.kind == "stack" else source.names:
+        for name in _modules(source):
             # llama.cpp knows the names of some architectures only without their prefix.
-            stacked = _STACKED.sub("", name).replace(*_EXPERTS)
-            own_name = known.get_name(stacked) or known.get_name(stacked.removeprefix(family.prefix))
+            stacked = _EXPERTS.sub(".mlp.experts.", _STACKED.sub("", name))
+            spellings = (stacked, stacked.removeprefix(family.prefix), _as_in_old_files(name, family))
+            own_name = next(filter(None, map(known.get_name, spellings)), None)
             if part in _OF_ROUTERS:
                 own_name = f"blk.{layer}.{_OF_ROUTERS[part]}"
             if part in _OF_MLPS:

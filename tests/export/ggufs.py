@@ -27,11 +27,15 @@ Tensor = NDArray[np.float32]
 # The architectures by model_type, where they differ.
 _ARCHITECTURES = {
     "cohere": "command-r",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
     "ernie4_5_moe": "ernie4_5-moe",
     "gemma3_text": "gemma3",
+    "glm": "chatglm",
     "glm4_moe": "glm4moe",
     "gpt_neox": "gptneox",
     "gpt_oss": "gpt-oss",
+    "granitemoeshared": "granitemoe",
     "hunyuan_v1_dense": "hunyuan-dense",
     "minimax_m2": "minimax-m2",
     "ministral3": "mistral3",
@@ -44,10 +48,14 @@ _ARCHITECTURES = {
     "falcon_h1": "falcon-h1",
     "granitemoehybrid": "granitehybrid",
     "lfm2_moe": "lfm2moe",
+    "qwen3_next": "qwen3next",
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
 }
-_PERMUTED = {"arcee", "granite", "granitehybrid", "granitemoe", "llama", "mistral3", "olmo", "smollm3"}
+_PERMUTED = {
+    "arcee", "granite", "granitehybrid", "granitemoe", "llama", "mistral3", "nemotron_h", "nemotron_h_moe",
+    "olmo", "smollm3",
+}  # fmt: skip
 _STACKED = {"bloom", "gptneox"}
 _WITH_WINDOWS = {"cohere2", "exaone4", "olmo2"}
 
@@ -58,6 +66,7 @@ def write_gguf(
     *,
     pre: str = "smollm",
     kind: str | Callable[[str], str] = "F32",
+    whole: bool = False,
     **metadata: Any,
 ) -> Path:
     """Write the checkpoint in `folder`.
@@ -69,16 +78,17 @@ def write_gguf(
         kind: the number format of matrices whose rows are whole blocks, or a function that returns that of a
             tensor's name; others are F32. The package gguf does not quantize to k-quants, so that these have
             random codes of about the same size.
+        whole: leaves together what the first converters of an architecture did not take apart.
         metadata: adds or replaces fields: strings, booleans, numbers or lists of them; None leaves one out.
     """
     config = AutoConfig.from_pretrained(folder)
-    architecture = _ARCHITECTURES.get(config.model_type, config.model_type)
+    architecture = _architecture(config)
     writer = gguf.GGUFWriter(path, architecture)
     fields = {f"{architecture}.{key}": value for key, value in _fields(config, architecture).items()}
     for name, value in (fields | metadata).items():
         _add(writer, name, value)
     _add_tokenizer(writer, folder, pre=pre, replaced=metadata)
-    for name, tensor in _tensors(folder, config=config, architecture=architecture).items():
+    for name, tensor in _tensors(folder, config, architecture=architecture, whole=whole).items():
         number = GGMLQuantizationType[kind if isinstance(kind, str) else kind(name)]
         block, _ = gguf.GGML_QUANT_SIZES[number]
         if tensor.ndim < 2 or tensor.shape[-1] % block or "ffn_gate_inp" in name:
@@ -97,7 +107,7 @@ def write_gguf(
 def write_gguf_adapter(adapter: Path, base: Path, path: Path) -> Path:
     """Convert an adapter in the format of PEFT as convert_lora_to_gguf.py does."""
     config = AutoConfig.from_pretrained(base)
-    architecture = _ARCHITECTURES.get(config.model_type, config.model_type)
+    architecture = _architecture(config)
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_type(gguf.GGUFType.ADAPTER)
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
@@ -121,6 +131,12 @@ def write_gguf_adapter(adapter: Path, base: Path, path: Path) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _architecture(config: Any) -> str:
+    if config.model_type == "nemotron_h" and "moe" in config.layers_block_type:
+        return "nemotron_h_moe"
+    return _ARCHITECTURES.get(config.model_type, config.model_type)
 
 
 def _random_blocks(tensor: Tensor, kind: str) -> NDArray[np.uint8]:
@@ -166,6 +182,8 @@ def _fields(config: Any, architecture: str) -> dict[str, Any]:
         }
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    if architecture.startswith("nemotron_h"):
+        return _nemotron_h_fields(config)
     rotary = config.rope_parameters.get("full_attention", config.rope_parameters)
     inner = "ffn_hidden_size" if architecture == "falcon" else "intermediate_size"
     fields = {
@@ -219,13 +237,48 @@ def _fields(config: Any, architecture: str) -> dict[str, Any]:
     return fields | _expert_fields(config, architecture) | _state_fields(config, architecture)
 
 
+def _nemotron_h_fields(config: Any) -> dict[str, Any]:
+    kinds = config.layers_block_type
+    inner = config.moe_intermediate_size if "moe" in kinds else config.intermediate_size
+    heads = [config.num_key_value_heads if kind == "full_attention" else 0 for kind in kinds]
+    fields = {
+        "block_count": len(kinds),
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": [inner if kind in ("mlp", "moe") else 0 for kind in kinds],
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "attention.layer_norm_epsilon": config.layer_norm_epsilon,
+        "rope.dimension_count": config.head_dim,
+        "ssm.conv_kernel": config.conv_kernel,
+        "ssm.group_count": config.n_groups,
+        "ssm.state_size": config.ssm_state_size,
+        "ssm.time_step_rank": config.mamba_num_heads,
+        "ssm.inner_size": config.mamba_num_heads * config.mamba_head_dim,
+    }
+    if "moe" not in kinds:
+        return fields
+    return fields | {
+        "expert_count": config.n_routed_experts,
+        "expert_used_count": config.num_experts_per_tok,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_shared_feed_forward_length": config.moe_shared_expert_intermediate_size,
+        "expert_shared_count": config.n_shared_experts,
+        "expert_weights_norm": config.norm_topk_prob,
+        "expert_weights_scale": config.routed_scaling_factor,
+        "expert_group_count": config.n_group,
+    }
+
+
 def _state_fields(config: Any, architecture: str) -> dict[str, Any]:
     if architecture.startswith("lfm2"):
         heads = [config.num_key_value_heads if kind != "conv" else 0 for kind in config.layer_types]
         fields = {"attention.head_count_kv": heads, "shortconv.l_cache": config.conv_L_cache}
         fields["attention.layer_norm_rms_epsilon"] = config.norm_eps
         return fields | ({"leading_dense_block_count": 1} if architecture == "lfm2moe" else {})
-    if architecture.startswith("qwen35"):
+    if architecture.startswith(("qwen35", "qwen3next")):
         return {
             "full_attention_interval": 2,
             "ssm.conv_kernel": config.linear_conv_kernel_dim,
@@ -271,6 +324,30 @@ def _expert_fields(config: Any, architecture: str) -> dict[str, Any]:
             fields["expert_group_used_count"] = config.topk_group
         case "gpt-oss":
             fields["attention.sliding_window"] = config.sliding_window
+        case "deepseek2":
+            fields["attention.head_count_kv"] = 1
+            fields["attention.key_length"] = config.kv_lora_rank + config.qk_rope_head_dim
+            fields["attention.value_length"] = config.kv_lora_rank
+            fields["attention.key_length_mla"] = config.qk_nope_head_dim + config.qk_rope_head_dim
+            fields["attention.value_length_mla"] = config.v_head_dim
+            fields["attention.kv_lora_rank"] = config.kv_lora_rank
+            fields["attention.q_lora_rank"] = config.q_lora_rank
+            fields["rope.dimension_count"] = config.qk_rope_head_dim
+            fields["leading_dense_block_count"] = config.first_k_dense_replace
+            fields["expert_feed_forward_length"] = config.moe_intermediate_size
+            fields["expert_shared_count"] = config.n_shared_experts
+            fields["expert_weights_scale"] = config.routed_scaling_factor
+            fields["expert_weights_norm"] = getattr(config, "norm_topk_prob", None) or None
+            fields["expert_group_count"] = config.n_group
+            fields["expert_group_used_count"] = config.topk_group
+            is_v2 = config.model_type == "deepseek_v2"
+            kind = gguf.ExpertGatingFuncType.SOFTMAX if is_v2 else gguf.ExpertGatingFuncType.SIGMOID
+            fields["expert_gating_func"] = int(kind)
+            if (exponent := config.rope_parameters.get("mscale_all_dim")) is not None:
+                fields["rope.scaling.yarn_log_multiplier"] = 0.1 * exponent
+        case "qwen3next":
+            fields["expert_feed_forward_length"] = config.moe_intermediate_size
+            fields["expert_shared_feed_forward_length"] = config.shared_expert_intermediate_size
     return fields
 
 
@@ -290,7 +367,7 @@ def _rope_scaling(rotary: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _tensors(folder: Path, *, config: Any, architecture: str) -> dict[str, Tensor]:
+def _tensors(folder: Path, config: Any, *, architecture: str, whole: bool) -> dict[str, Tensor]:
     tensors = {}
     for name, tensor in _stacked(load_file(folder / "model.safetensors")).items():
         if ".act_fn." in name:
@@ -318,15 +395,32 @@ def _tensors(folder: Path, *, config: Any, architecture: str) -> dict[str, Tenso
         if name.endswith(".sinks"):
             name = f"{name}.weight"
         if name.endswith(".dt_bias"):
-            name = name.replace(".dt_bias", ".dt_proj.bias")
+            name = name.replace(".dt_bias", ".dt.bias" if ".mixer." in name else ".dt_proj.bias")
+        if ".kv_b_proj." in name and not whole:
+            heads = tensor.reshape(config.num_attention_heads, -1, tensor.shape[1])
+            layer, keys = name.split(".")[2], config.qk_nope_head_dim
+            tensors[f"blk.{layer}.attn_k_b.weight"] = heads[:, :keys].swapaxes(1, 2)
+            tensors[f"blk.{layer}.attn_v_b.weight"] = heads[:, keys:]
+            continue
+        if ".in_proj_qkvz." in name and not whole:
+            layer, keys = name.split(".")[2], 2 * config.linear_key_head_dim
+            values = config.linear_num_value_heads // config.linear_num_key_heads
+            values *= config.linear_value_head_dim
+            heads = tensor.reshape(config.linear_num_key_heads, -1, tensor.shape[1])
+            sizes = (keys // 2, keys, keys + values)
+            parts = [part.reshape(-1, tensor.shape[1]) for part in np.split(heads, sizes, axis=1)]
+            tensors[f"blk.{layer}.attn_qkv.weight"] = np.concatenate(parts[:3])
+            tensors[f"blk.{layer}.attn_gate.weight"] = parts[3]
+            continue
         if name.endswith(".feed_forward.expert_bias"):
             name = f"{name}.bias"
         if ".conv1d." in name or ".conv.conv." in name:
             tensor = tensor.squeeze(1) if tensor.ndim == 3 else tensor
-        if ".mamba." in name and name.endswith((".A_log", ".D")):
+        if name.endswith((".mamba.A_log", ".mixer.A_log", ".D")):
             tensor = tensor[:, None]
-        if name.endswith(".mamba.norm.weight"):
-            tensor = tensor.reshape(config.mamba_n_groups, -1)
+        if name.endswith((".mamba.norm.weight", ".mixer.norm.weight")):
+            groups = config.n_groups if ".mixer." in name else config.mamba_n_groups
+            tensor = tensor.reshape(groups, -1)
         if config.model_type.startswith("qwen3_5") and ".linear_attn." in name:
             tensor = _tiled(tensor, name, config=config)
         if name.endswith(".A_log"):
@@ -339,7 +433,7 @@ def _tensors(folder: Path, *, config: Any, architecture: str) -> dict[str, Tenso
             name = f"{name}.weight"
         if name.endswith(".e_score_correction_bias"):
             name, tensor = name.replace("_bias", ".bias"), tensor.squeeze()
-        if name.endswith(".shared_expert_gate.weight"):
+        if name.endswith(".shared_expert_gate.weight") and architecture == "qwen2moe":     # in old files
             tensor = tensor.squeeze()
         theirs = _name(name, config=config, architecture=architecture)
         tensors[theirs] = _converted(tensor, name, config=config, architecture=architecture)
@@ -381,7 +475,9 @@ def _name(name: str, *, config: Any, architecture: str) -> str:
     [number] = [number for number, known in gguf.MODEL_ARCH_NAMES.items() if known == architecture]
     names, parts = gguf.get_tensor_name_map(number, config.num_hidden_layers), (".weight", ".bias")
     # For BLOOM, llama.cpp converts the model without its head.
-    alone = (name.removeprefix(prefix) for prefix in ("", "transformer.", "model."))
+    name = re.sub(r"backbone(.*)\.mixer\.experts\.", r"model\1.mlp.experts.", name)
+    alone = [name.removeprefix(prefix) for prefix in ("", "transformer.", "model.")]
+    alone.append(f"backbone.{alone[-1]}")
     found = next(filter(None, (names.get_name(each, parts) for each in alone)), None)
     assert found is not None
     return found
@@ -428,7 +524,7 @@ def _converted(tensor: Tensor, name: str, *, config: Any, architecture: str) -> 
         groups = tensor.reshape(config.num_kv_heads, -1, size, *tensor.shape[1:])
         parts = (groups[:, :-2], groups[:, -2:-1], groups[:, -1:])
         return np.concatenate([part.reshape(-1, *tensor.shape[1:]) for part in parts])
-    is_difference = architecture.startswith(("gemma", "nemotron", "qwen35"))
+    is_difference = architecture in ("nemotron", "qwen3next") or architecture.startswith(("gemma", "qwen35"))
     if is_difference and name.endswith("norm.weight") and ".linear_attn." not in name:
         return tensor + np.float32(1)
     return tensor

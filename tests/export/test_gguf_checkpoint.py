@@ -17,6 +17,7 @@ from genserve.export.checkpoint_reader import read_checkpoint
 from genserve.export.decoder import Attention, Decoder, LinearAttention, Rotary
 from genserve.export.expert_tensors import with_stacks
 from genserve.export.families import family_of
+from genserve.export.families.family import Unsupported
 from genserve.export.known_models import SMOLLM2_FILE
 from genserve.export.pulling import cache_folder
 from tests.export.ggufs import write_gguf
@@ -58,6 +59,8 @@ _CONVERTED = {
         "sliding_window": None,
         "rope_parameters": TINY_MODELS["ministral3"]["rope_parameters"] | {"mscale_all_dim": 1.0},
     },
+    "deepseek_v2": TINY_MODELS["deepseek_v2"]
+    | {"rope_parameters": TINY_MODELS["deepseek_v2"]["rope_parameters"] | {"mscale": 0.9}},
     # The converter multiplies the weights by the scales.
     "falcon_h1": TINY_MODELS["falcon_h1_no_norm"] | {"time_step_limit": [0.0, float("inf")]},
     "granite4_h": TINY_MODELS["granite4_h"] | {"position_embedding_type": "nope"},
@@ -67,7 +70,9 @@ _CONVERTED = {
     "olmo": TINY_MODELS["olmo"] | {"attention_bias": False},
     "olmoe": TINY_MODELS["olmoe"] | {"clip_qkv": None, "attention_bias": False},
     "starcoder2": TINY_MODELS["starcoder2"] | {"sliding_window": None},
+    "phimoe": TINY_MODELS["phimoe"] | {"router_jitter_noise": 0.01},
     "qwen2_moe": TINY_MODELS["qwen2_moe"] | {"decoder_sparse_step": 1},
+    "qwen3_next": TINY_MODELS["qwen3_next"] | {"mlp_only_layers": []},
     "qwen3_moe": TINY_MODELS["qwen3_moe"] | {"mlp_only_layers": []},
     "qwen2": TINY_MODELS["qwen2"] | {"use_sliding_window": False},
     "smollm3": TINY_MODELS["smollm3"] | {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]},
@@ -78,9 +83,16 @@ _ROUNDED = ("falcon_h1", "gemma", "granite4_h", "nemotron", "qwen3_5")
 
 
 @pytest.mark.parametrize(
-    "model", with_extended(["granite4_h", "granite4_h_experts", "lfm2_moe"], always={"granite4_h"})
-)
-def test_a_hybrid_whose_tensors_are_apart_in_a_file_has_the_same_graph(tmp_path: Path, model: str) -> None:
+    "model",
+    with_extended(
+        [
+            "deepseek_v2", "deepseek_v3", "granite4_h", "granite4_h_experts", "lfm2_moe",
+            "nemotron_h", "nemotron_h_experts", "qwen3_next",
+        ],
+        always={"deepseek_v2", "granite4_h", "nemotron_h_experts", "qwen3_next"},
+    ),
+)  # fmt: skip
+def test_a_file_whose_tensors_are_apart_has_the_same_graph(tmp_path: Path, model: str) -> None:
     folder = tiny_checkpoint(tmp_path / "tiny", **(TINY_MODELS | _CONVERTED)[model])
     file = write_gguf(folder, tmp_path / "tiny.gguf")
     graphs = [write_graph(each, tmp_path / name) for name, each in (("file", file), ("folder", folder))]
@@ -91,17 +103,57 @@ def test_a_hybrid_whose_tensors_are_apart_in_a_file_has_the_same_graph(tmp_path:
 
 
 @pytest.mark.parametrize(
+    ("model", "sizes"),
+    [
+        (
+            "deepseek_v3",
+            {"key_length": 24, "value_length": 20, "key_length_mla": None, "value_length_mla": None},
+        ),
+        ("qwen3_next", {}),
+    ],
+)
+def test_the_tensors_that_older_files_have_whole_are_read(
+    tmp_path: Path, model: str, sizes: dict[str, int | None]
+) -> None:
+    folder = tiny_checkpoint(tmp_path / "tiny", **(TINY_MODELS | _CONVERTED)[model])
+    metadata = {f"deepseek2.attention.{name}": value for name, value in sizes.items()}
+    files = [
+        write_gguf(folder, tmp_path / "apart.gguf"),
+        write_gguf(folder, tmp_path / "whole.gguf", whole=True, **metadata),
+    ]
+    found, expected = (
+        logits_of(write_graph(file, tmp_path / file.stem).logits(max_num_seqs=1, max_length=9), range(3, 12))
+        for file in files
+    )
+    assert np.array_equal(found, expected)
+
+
+def test_the_parts_of_a_quantized_tensor_keep_its_codes(tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path / "tiny", **(TINY_MODELS | _CONVERTED)["qwen3_next"])
+    file = read_checkpoint(write_gguf(folder, tmp_path / "tiny.gguf", kind="Q8_0"), source="tiny")
+    name = "model.layers.0.linear_attn.in_proj_a.weight"
+    stored, number = file.load_stored(name), gguf.GGMLQuantizationType.Q8_0
+    assert stored is not None
+    assert stored.kind == "Q8_0"
+    # The steps of two heads of values follow their betas, for each of two heads of keys.
+    whole = read_checkpoint(folder, source="tiny").tensor(name.replace("in_proj_a", "in_proj_ba"))
+    assert np.array_equal(stored.rows.whole(), gguf.quantize(whole, number)[[2, 3, 6, 7]])
+    assert np.array_equal(file.tensor(name), gguf.dequantize(stored.rows.whole(), number))
+
+
+@pytest.mark.parametrize(
     "model",
     with_extended(
         [
-            "arcee", "bloom_6_heads", "cohere", "cohere2", "cohere_head_norms", "ernie4_5", "exaone4",
-            "ernie4_5_moe", "exaone4_full", "falcon_grouped", "falcon_h1", "gemma", "gemma2", "gemma3",
-            "glm4", "glm4_moe", "gpt2", "gpt_neox", "gpt_neox_odd", "gpt_neox_serial", "gpt_oss", "granite",
-            "granite4_h", "granite4_h_experts", "granitemoe", "lfm2", "lfm2_moe", "llama_biases",
-            "llama_linear_rope", "llama_yarn_rope",
-            "minimax_m2", "ministral3", "mixtral", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phi3",
-            "phi3_longrope", "phi_plain", "qwen2", "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe",
-            "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2",
+            "arcee", "bloom_6_heads", "cohere", "cohere2", "cohere_head_norms", "deepseek_v2",
+            "deepseek_v3", "ernie4_5", "exaone4", "ernie4_5_moe", "exaone4_full", "falcon_grouped",
+            "falcon_h1", "gemma", "gemma2", "gemma3", "glm", "glm4", "glm4_moe", "gpt2", "gpt_neox",
+            "gpt_neox_odd", "gpt_neox_serial", "gpt_oss", "granite", "granite4_h", "granite4_h_experts",
+            "granitemoe", "granitemoe_shared", "lfm2", "lfm2_moe", "llama_biases", "llama_linear_rope",
+            "llama_yarn_rope", "minimax_m2", "ministral3", "mixtral", "nemotron", "nemotron_h",
+            "nemotron_h_experts", "olmo", "olmo2", "olmo3", "olmoe", "phi3", "phi3_longrope", "phi_plain",
+            "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe", "seed_oss",
+            "smollm3", "stablelm", "starcoder2",
         ],
         always={
             "bloom_6_heads", "cohere", "falcon_grouped", "gemma2", "gpt2", "gpt_neox", "gpt_oss",
@@ -118,7 +170,7 @@ def test_the_files_of_other_families_are_read_like_their_folders(tmp_path: Path,
     file = family.completed(read_checkpoint(write_gguf(folder, tmp_path / "tiny.gguf"), source="tiny"))
     found = with_stacks(file, transposed=family.transposed_stacks)
     # llama.cpp's converter may write a tied head as another tensor, and stacks become the tensors of experts.
-    apart = (".experts.", ".shared_mlp.")
+    apart = (".experts.", ".k_b_proj.", ".shared_mlp.", ".v_b_proj.")
     added = found.tensor_names - expected.tensor_names
     others = {name for name in added if not any(part in name for part in apart)}
     assert others <= {"lm_head.weight"}
@@ -185,10 +237,27 @@ def test_unsupported_metadata_is_rejected_by_name(
 
 
 @pytest.mark.parametrize(
+    ("model", "metadata", "what"),
+    [
+        ("deepseek_v3", {"deepseek2.attention.temperature_scale": 0.1}, "temperature_scale"),
+        ("deepseek_v2", {"deepseek2.expert_weights_norm": True}, "expert_weights_norm"),
+        ("nemotron_h_experts", {"nemotron_h_moe.moe_latent_size": 16}, "moe_latent_size"),
+    ],
+)
+def test_what_no_graph_computes_is_rejected_by_name(
+    tmp_path: Path, model: str, metadata: dict[str, object], what: str
+) -> None:
+    folder = tiny_checkpoint(tmp_path / "tiny", **(TINY_MODELS | _CONVERTED)[model])
+    path = write_gguf(folder, tmp_path / "tiny.gguf", **metadata)
+    with pytest.raises(Unsupported, match=what):
+        decoder_of(read_checkpoint(path, source="tiny"))
+
+
+@pytest.mark.parametrize(
     ("architecture", "key", "reason"),
     [
         ("dbrx", "expert_count", "a mixture of experts"),
-        ("deepseek2", "expert_count", "a mixture of experts"),
+        ("grok", "expert_count", "a mixture of experts"),
         ("mamba", "ssm.conv_kernel", "recurrent state"),
         ("jamba", "ssm.conv_kernel", "recurrent state"),
         ("rwkv6", "wkv.head_size", "recurrent state"),

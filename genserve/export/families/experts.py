@@ -428,6 +428,9 @@ MINIMAX_M2 = Family(
 )
 
 
+_ATTENTION = "model.layers.{}.self_attn"
+
+
 # DeepSeek: keys and values from one vector; groups of experts; the first layers have one MLP.
 _DEEPSEEK_NAMES: TensorMap = MappingProxyType(
     {
@@ -447,12 +450,14 @@ _DEEPSEEK_NAMES: TensorMap = MappingProxyType(
             ("model.layers.{}.self_attn.kv_a_proj_with_mqa",), unpack=latents
         ),
         "layers.{}.attention.latent_norm": "model.layers.{}.self_attn.kv_a_layernorm",
-        "layers.{}.attention.latent_key": TensorSource(
-            ("model.layers.{}.self_attn.kv_b_proj",), unpack=latent_keys
-        ),
-        "layers.{}.attention.latent_value": TensorSource(
-            ("model.layers.{}.self_attn.kv_b_proj",), unpack=latent_values
-        ),
+        **{
+            f"layers.{{}}.attention.latent_{part}": TensorSource(
+                (f"{_ATTENTION}.{part[0]}_b_proj", f"{_ATTENTION}.kv_b_proj.weight"),
+                kind="stack",
+                unpack=unpack,
+            )
+            for part, unpack in (("key", latent_keys), ("value", latent_values))
+        },
     }
 )
 
