@@ -88,6 +88,8 @@ def open_session(
     options.enable_mem_pattern = boolean_parameter(parameters, "enable_mem_pattern", default=True)
     if _ALLOCATOR_KEY in parameters:
         options.add_session_config_entry(_ALLOCATOR_KEY, parameters[_ALLOCATOR_KEY])
+    with suppress(GenserveError):   # most graphs have no operators of genserve, and need no kernels
+        register_kernels(options)
     return create_session(path, options, providers)
 
 

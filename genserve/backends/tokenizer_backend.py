@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import numpy as np
 
 from genserve.backends.backend import ModelSource, Placement, integer_parameter
 from genserve.config.model_config import ATTENTION_MASK, ModelConfig
-from genserve.errors import GenserveError, InferenceError
+from genserve.errors import GenserveError, InferenceError, RepositoryError
 from genserve.inference import Inference, InferenceResponse
 from genserve.tensor import DataType, Tensor, decode_strings
 from genserve.text.tokenizer import EncodedText, Tokenizer
@@ -46,6 +48,7 @@ class TokenizerBackend:
         self._tokenizer = shared
         self._outputs = source.config.outputs
         self._pads = source.config.output(ATTENTION_MASK) is not None
+        read_prompts(source.config)     # which are checked here, and written by routes
         self._max_length = integer_parameter(source.config.parameters, "max_length", default=0) or None
 
     def execute(self, batch: Sequence[Inference]) -> None:
@@ -93,3 +96,31 @@ class TokenizerBackend:
                 }.get(spec.name, row.ids)
             tensors.append(Tensor(spec.name, array))
         return tensors
+
+
+def read_prompts(config: ModelConfig) -> Mapping[str, str]:
+    """Return what is written before texts, by the use of their vectors; the use "" is the default.
+
+    Raises:
+        RepositoryError: the parameter `prompts` is no JSON object of texts, or lacks `default_prompt_name`.
+    """
+    parameters = config.parameters
+    return _prompts(parameters.get("prompts", "{}"), parameters.get("default_prompt_name"))
+
+
+@lru_cache(maxsize=64)      # a route reads them for each request
+def _prompts(text: str, default: str | None) -> Mapping[str, str]:
+    try:
+        prompts = json.loads(text)
+    except ValueError:
+        prompts = None
+    if not isinstance(prompts, dict) or not all(isinstance(prompt, str) for prompt in prompts.values()):
+        raise RepositoryError(
+            "the parameter prompts is no JSON object of texts", remedy='write {"query": "query: "}'
+        )
+    if default is not None and default not in prompts:
+        raise RepositoryError(
+            f"the parameter default_prompt_name is '{default}', which prompts lacks",
+            remedy=f"write one of {', '.join(prompts)}",
+        )
+    return {**prompts, "": prompts[default] if default is not None else ""}

@@ -99,6 +99,13 @@ class ExportFlags(_GraphFlags):
         "onnx",
         Flag(help="Format of the graph; ONNX is faster, TorchScript runs in torch.", names=("--format",)),
     )
+    pooling: Literal["mean", "cls", "last"] | None = flag(
+        None,
+        Flag(
+            help="Make vectors of texts: of the last hidden states of all tokens, the first or the last one. "
+            "Default, for encoders only: what the checkpoint says.",
+        ),
+    )
     adapter: tuple[Path, ...] = flag(
         (),
         Flag(
@@ -119,7 +126,7 @@ def export(flags: ExportFlags) -> None:
     from genserve.export import export_model, is_encoder
 
     repository = flags.model_repository or default_repository()
-    if is_encoder(flags.source):
+    if flags.pooling or is_encoder(flags.source):
         _export_encoder(flags, repository)
         return
     report = export_model(
@@ -155,6 +162,8 @@ def _export_encoder(flags: ExportFlags, repository: Path) -> None:
         repository=repository,
         name=flags.name or folder.name.lower(),
         precision=flags.precision,
+        pooling=flags.pooling,
+        max_sequence_length=flags.max_sequence_length,
         overwrite=flags.overwrite,
         progress=ConsoleProgress(),
     )
@@ -163,13 +172,12 @@ def _export_encoder(flags: ExportFlags, repository: Path) -> None:
 
 def _require_flags_of_encoders(flags: _GraphFlags, name: str) -> None:
     of_text_models = (
-        "kv_cache", "pipeline_stages", "max_sequence_length", "beside", "file_format", "adapter",
-        "allow_pickled_weights",
+        "kv_cache", "pipeline_stages", "beside", "file_format", "adapter", "allow_pickled_weights",
     )  # fmt: skip
     if any(getattr(flags, one.name) != one.default for one in fields(flags) if one.name in of_text_models):
         raise ExportError(
-            f"{name} is an encoder, and a flag is for models that generate text",
-            remedy="give only --precision, --overwrite, and where the model goes",
+            f"{name} is exported as an encoder, and a flag is for models that generate text",
+            remedy="give only --precision, --pooling, --max-sequence-length, --overwrite, and where it goes",
         )
 
 
@@ -178,7 +186,8 @@ def _print_encoder_report(report: EncoderReport) -> None:
         f"{report.name}: {report.precision}, {report.size_bytes / 1e6:.1f} MB, exported in "
         f"{report.seconds:.0f} s: {display_path(report.path)}\n"
         f"parity with the source: largest difference {report.largest_difference:.3g}, lowest cosine "
-        f"{report.lowest_cosine:.6f}\nnext: genserve serve{repository_flag(report.path.parent)}"
+        f"{report.lowest_cosine:.6f}, correlation {report.correlation:.6f}\n"
+        f"next: genserve serve{repository_flag(report.path.parent)}"
     )
 
 
@@ -218,6 +227,7 @@ def pull(flags: PullFlags) -> None:
         encoder,
         repository=repository,
         precision=flags.precision,
+        max_sequence_length=flags.max_sequence_length,
         overwrite=flags.overwrite,
         delete_download=flags.delete_download,
         progress=ConsoleProgress(),

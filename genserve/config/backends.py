@@ -186,7 +186,11 @@ BUILT_IN = {
         formats=(ModelFormat(file_name="tokenizer.json"),),
         further_files=("tokenizer_config.json",),
         is_data=True,
-        parameters={"max_length": ParameterType.POSITIVE},  # tokens of a text
+        parameters={
+            "max_length": ParameterType.POSITIVE,       # tokens of a text
+            "prompts": ParameterType.TEXT,              # what is written before texts: JSON, by their use
+            "default_prompt_name": ParameterType.TEXT,  # that of requests which name none
+        },
     ),
     "fil": BuiltInBackend(
         implementation="genserve.backends.fil:FilBackend",

@@ -15,6 +15,7 @@ HUB_NAME = re.compile(r"\w[\w.-]*/(?P<model>[\w.-]+)")
 
 Precision = Literal["int8", "int4", "fp16", "fp32", "source"]
 CacheType = Literal["float", "int8"]            # type of the KV cache; float: fp16, or fp32 in an fp32 export
+Pooling = Literal["mean", "cls", "last"]        # from the hidden states of a text to its vector
 FileFormat = Literal["onnx", "torchscript"]     # the file format that the user requests for the logits model
 
 
@@ -88,5 +89,6 @@ class EncoderReport:
     seconds: float
     largest_difference: float       # of one number of a vector of length 1, or of a score
     lowest_cosine: float            # of a vector and the source's; 1 for scores
+    correlation: float              # Pearson's, of the cosines of pairs of texts, or of scores
     size_bytes: int                 # size of the graph and its weights
     path: Path                      # the ensemble's folder

@@ -114,12 +114,14 @@ def export_model(
 
 
 def is_encoder(source: str) -> bool:
-    """Whether a source is the folder of an encoder of texts, such as BERT, by its config."""
+    """Whether a source is the folder of an encoder, such as BERT, or of any model with a pooling."""
+    folder = Path(source).expanduser()
     try:
-        config = json.loads((Path(source).expanduser() / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    return isinstance(config, dict) and config.get("model_type") in _ENCODERS
+    is_pooled = (folder / "modules.json").exists()      # of sentence-transformers
+    return isinstance(config, dict) and (is_pooled or config.get("model_type") in _ENCODERS)
 
 
 def _find_recording(

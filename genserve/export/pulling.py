@@ -104,6 +104,7 @@ def pull_encoder(
     *,
     repository: Path,
     precision: Precision | None = None,
+    max_sequence_length: int | None = None,
     overwrite: bool = False,
     delete_download: bool = False,
     progress: Progress,
@@ -127,6 +128,7 @@ def pull_encoder(
             repository=repository,
             name=encoder.name,
             precision=precision,
+            max_sequence_length=max_sequence_length,
             overwrite=overwrite,
             progress=progress,
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from genserve.backends.tokenizer_backend import PAIR, TEXT
+from genserve.backends.tokenizer_backend import PAIR, TEXT, read_prompts
 from genserve.config.model_config import ATTENTION_MASK, EnsembleStep, ModelConfig
 from genserve.inference import InferenceRequest
 from genserve.tensor import DataType, Tensor, string_tensor
@@ -26,6 +26,7 @@ class EncoderModel:
         size: how many numbers a vector has, or the scores of a pair; -1: the config does not say.
         max_length: the most tokens of a text; None: any number.
         batch_size: how many texts one request to a step may have.
+        prompts: what is written before a text, by the use of its vector; the use "" is the default.
     """
 
     name: str
@@ -37,6 +38,7 @@ class EncoderModel:
     size: int
     max_length: int | None
     batch_size: int
+    prompts: Mapping[str, str]
 
     @property
     def capability(self) -> str:
@@ -109,4 +111,5 @@ def encoder_model(
         size=spec.dims[-1] if spec is not None and spec.dims else -1,
         max_length=int(first.parameters.get("max_length", 0)) or None,
         batch_size=max(1, min(first.max_batch_size, second.max_batch_size)),
+        prompts=read_prompts(first),
     )

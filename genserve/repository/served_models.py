@@ -17,6 +17,7 @@ from genserve.errors import (
     InferenceError,
     ModelNotFound,
     ModelNotReady,
+    RepositoryError,
     Status,
     closest,
 )
@@ -192,7 +193,7 @@ class ServedModels(ABC):
             return entry.config
 
         for name, entry in entries.items():     # also those that are not loaded
-            with suppress(InferenceError):
+            with suppress(InferenceError, RepositoryError):     # its load will say what is wrong
                 if entry.config and (model := encoder_model(entry.config, config_of)):
                     found[name] = model
         return found | {model.name: model for model in self.encoder_models}
@@ -373,7 +374,7 @@ class ServedModels(ABC):
 def _remedy_of_encoders(known: Sequence[str]) -> str:
     if known:
         return f"models that do: {', '.join(known)}"
-    return "load an ensemble of a tokenizer and an encoder (docs/embeddings.md)"
+    return "load an encoder; `genserve export --pooling last` makes one of a text model (docs/embeddings.md)"
 
 
 def not_found(name: str, known: list[str]) -> ModelNotFound:

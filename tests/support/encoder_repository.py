@@ -31,7 +31,7 @@ max_batch_size: 4
 input [ {{ name: "text_input" data_type: TYPE_STRING dims: [ 1 ] }} PAIR ]
 output [ {_IDS}, {_MASK}, {_TYPES} ]
 parameters {{ key: "max_length" value {{ string_value: "{MAX_LENGTH}" }} }}
-"""
+PROMPTS"""
 _ENCODER = f"""
 backend: "onnxruntime"
 max_batch_size: 8
@@ -64,10 +64,13 @@ ensemble_scheduling { step [
 """
 
 
-def encoder_repository(root: Path) -> Path:
-    """Write `vectors` (pooling: mean, normalised), and `ranker`, which scores pairs from 0 to 1."""
+def encoder_repository(root: Path, *, prompts: dict[str, str] | None = None) -> Path:
+    """Write `vectors` (pooling: mean, normalised), and `ranker`, which scores pairs from 0 to 1.
+
+    `prompts`: the parameters of the tokenizer of `vectors` about prompts.
+    """
     _write_model(root, "vectors", output="last_hidden_state", made="embedding", size=SIZE, pair=False,
-                 parameters={"pooling": "mean", "normalize": "true"})
+                 tokenizer=prompts, parameters={"pooling": "mean", "normalize": "true"})
     _write_model(root, "ranker", output="logits", made="scores", size=1, pair=True,
                  parameters={"pooling": "none", "sigmoid": "true"})
     return root
@@ -101,12 +104,17 @@ def score_of(query: str, document: str) -> float:
 
 
 def _write_model(
-    root: Path, name: str, *, output: str, made: str, size: int, pair: bool, parameters: dict[str, str]
+    root: Path, name: str, *, output: str, made: str, size: int, pair: bool, parameters: dict[str, str],
+    tokenizer: dict[str, str] | None = None,
 ) -> None:
     changes = {
         "PAIRMAP": 'input_map { key: "text_pair" value: "text_pair" }' if pair else "",
         "PAIR": ', { name: "text_pair" data_type: TYPE_STRING dims: [ 1 ] }' if pair else "",
         "NAME": name, "OUTPUT": output, "MADE": made, "SIZE": str(size),
+        "PROMPTS": "".join(
+            f'parameters {{ key: "{key}" value {{ string_value: {json.dumps(value)} }} }}\n'
+            for key, value in (tokenizer or {}).items()
+        ),
         "PARAMETERS": ", ".join(
             f'{{ key: "{key}" value {{ string_value: "{value}" }} }}' for key, value in parameters.items()
         ),

@@ -20,7 +20,7 @@ from genserve.errors import InvalidRequest
 from genserve.sampling.logits_array import FloatArray
 from genserve.server.access.access_control import INFERENCE
 from genserve.server.dialects.generation_handler import AnswerResponse
-from genserve.server.dialects.vectors import MAX_TEXTS, encode
+from genserve.server.dialects.vectors import MAX_TEXTS, encode, prompt_of
 from genserve.server.error_responses import OPENAI_ERRORS
 from genserve.server.http.request_body import Items, TolerantBody
 from genserve.server.route import Router, rules
@@ -95,7 +95,9 @@ async def rerank(body: RerankBody, services: SharedServices, request: Request) -
     """Return the documents with their scores for a query, the best first."""
     texts = [one if isinstance(one, str) else one.text for one in body.documents]
     pairs = [(body.query, text) for text in texts]
-    name, scores, num_tokens = await _scores(body, pairs, services, request, field="documents")
+    name, scores, num_tokens = await _scores(
+        body, pairs, services, request, field="documents", kinds=("query", "document")
+    )
     best = np.argsort(-scores, kind="stable")[: body.top_n].tolist()
     shows = body.return_documents is not False
     return AnswerResponse(
@@ -149,9 +151,17 @@ async def score(body: ScoreBody, services: SharedServices, request: Request) -> 
 
 
 async def _scores(
-    body: _ModelBody, pairs: Sequence[tuple[str, str]], services: Services, request: Request, *, field: str
+    body: _ModelBody,
+    pairs: Sequence[tuple[str, str]],
+    services: Services,
+    request: Request,
+    *,
+    field: str,
+    kinds: tuple[str | None, str | None] = (None, None),
 ) -> tuple[str, FloatArray, int]:
     """Return the name of the model, the scores [pairs], and the number of tokens of all texts.
+
+    `kinds`: the uses of the first and the second texts, for which a model of vectors may have prompts.
 
     Raises:
         InvalidRequest: a model of classes has no single score; otherwise see `encode`.
@@ -170,8 +180,10 @@ async def _scores(
                 remedy="ask a reranker, whose graph has one output for a pair",
             )
         return model.name, encoded.rows[:, 0], sum(encoded.num_tokens)
-    texts = [*dict.fromkeys(text for pair in pairs for text in pair)]    # a query is read once
+    prompts = [prompt_of(model, input_type=kind) for kind in kinds]
+    prompted = [(prompts[0] + first, prompts[1] + second) for first, second in pairs]
+    texts = [*dict.fromkeys(text for pair in prompted for text in pair)]    # a query is read once
     encoded = await encode(model, texts, services, request, truncate=body.truncates, field=field)
     vectors = dict(zip(texts, normalized(encoded.rows), strict=True))
-    scores = [np.dot(vectors[first], vectors[second]) for first, second in pairs]
+    scores = [np.dot(vectors[first], vectors[second]) for first, second in prompted]
     return model.name, np.array(scores, np.float32), sum(encoded.num_tokens)

@@ -41,6 +41,9 @@ from genserve.server.services import Services
 from genserve.tensor import Tensor
 from genserve.text.tokenizer import Tokenizer
 
+# The prompts of the uses that `input_type` names, the first that a model has. Source: encode_query and
+# encode_document of sentence-transformers.
+_PROMPTS = {"query": ("query",), "document": ("document", "passage", "corpus")}
 MAX_TEXTS = 2048    # of one request: OpenAI's limit
 _BATCHES_AHEAD = 2  # requests at the encoder, in batches, so that a long list leaves room for others
 
@@ -84,6 +87,30 @@ def require_vectors(model: EncoderModel) -> EncoderModel:
             remedy="send it to /v1/rerank or /v1/score",
         )
     return model
+
+
+def prompt_of(model: EncoderModel, *, prompt_name: str | None = None, input_type: str | None = None) -> str:
+    """Return what is written before a text.
+
+    Args:
+        model: the model, with prompts by the uses of vectors.
+        prompt_name: the name of one of them; None: the request names none.
+        input_type: "query" or "document", for whose texts not every model has a prompt; None: neither.
+
+    Raises:
+        InvalidRequest: the model has no such prompt.
+    """
+    if prompt_name is None:
+        names = _PROMPTS.get(input_type or "", ())
+        return next((model.prompts[name] for name in names if name in model.prompts), model.prompts[""])
+    if not prompt_name or prompt_name not in model.prompts:
+        known = ", ".join(filter(None, model.prompts))
+        raise InvalidRequest(
+            f"model {model.name!r} has no prompt {prompt_name[:128]!r}",
+            field="prompt_name",
+            remedy=f"use one of {known}" if known else "leave it out: the model has no prompts",
+        )
+    return model.prompts[prompt_name]
 
 
 async def encode(

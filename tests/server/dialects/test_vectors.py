@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from base64 import b64decode
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -247,6 +248,58 @@ def test_a_model_of_vectors_is_loaded_on_demand_and_deleted(tmp_path):
         answer = http.post("/v1/score", json={"text_1": "sea", "text_2": "sea"})    # the only one now
         assert close(answer.json()["data"][0]["score"], score_of("sea", "sea"))
     assert not [*root.glob("vectors*")]
+
+
+PROMPTS = {"query": "what is ", "passage": "the sea\n", "other": "deep "}
+
+
+@pytest.fixture(scope="module")
+def prompted(tmp_path_factory):
+    parameters = {"prompts": json.dumps(PROMPTS), "default_prompt_name": "other"}
+    root = encoder_repository(tmp_path_factory.mktemp("prompted"), prompts=parameters)
+    with LiveServer(root) as server:
+        yield server
+
+
+def test_prompts_of_the_model_are_written_before_texts(prompted):
+    with openai.OpenAI(base_url=f"{prompted.url}/v1", api_key="none", max_retries=0) as client:
+        for extra, prompt in (
+            ({"prompt_name": "query"}, "what is "),
+            ({"input_type": "query"}, "what is "),
+            ({"input_type": "document"}, "the sea\n"),     # the model calls it passage
+            ({"input_type": "passage"}, "the sea\n"),
+            ({}, "deep "),
+        ):
+            for texts in (TEXTS[0], TEXTS[:2]):
+                answer = client.embeddings.create(model="vectors", input=texts, extra_body=extra)
+                expected = [vector_of(prompt + one) for one in ([texts] if texts == TEXTS[0] else texts)]
+                assert close([one.embedding for one in answer.data], expected)
+        answer = client.embeddings.create(model="vectors", input=[ids_of("sea")])
+        assert close(answer.data[0].embedding, vector_of("sea"))    # token ids are read as they are
+        for name in ("no", ""):
+            with pytest.raises(openai.BadRequestError) as raised:
+                client.embeddings.create(model="vectors", input="sea", extra_body={"prompt_name": name})
+            assert raised.value.param == "prompt_name"
+    with ollama.Client(prompted.url) as client:
+        assert close(client.embed("vectors", "sea").embeddings[0], vector_of("deep sea"))
+        assert close(client.embeddings("vectors", "sea").embedding, vector_of("deep sea"))
+    body = {"model": "vectors", "query": "deep", "documents": ["salt water"]}
+    [result] = httpx2.post(f"{prompted.url}/v1/rerank", json=body).json()["results"]
+    expected = vector_of("what is deep") @ vector_of("the sea\nsalt water")
+    assert close(result["relevance_score"], expected)
+    body = {"model": "vectors", "text_1": "deep", "text_2": "salt water"}
+    [scored] = httpx2.post(f"{prompted.url}/v1/score", json=body).json()["data"]
+    assert close(scored["score"], vector_of("deep deep") @ vector_of("deep salt water"))
+
+
+@pytest.mark.parametrize(
+    "parameters", [{"prompts": "query: "}, {"prompts": '{"a": 1}'}, {"default_prompt_name": "query"}]
+)
+def test_prompts_that_cannot_be_read_fail_the_load(tmp_path, parameters):
+    with LiveServer(encoder_repository(tmp_path, prompts=parameters), exit_on_error=False) as server:
+        assert "prompts" in str(server.server.services.repository.errors["vectors_tokenizer"])
+        answer = httpx2.get(f"{server.url}/v1/models").json()
+        assert [model["id"] for model in answer["data"]] == ["ranker"]
 
 
 def encoder_weights(server):

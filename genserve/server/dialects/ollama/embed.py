@@ -12,7 +12,14 @@ from genserve.repository.encoder_model import EncoderModel
 from genserve.server.access.access_control import INFERENCE
 from genserve.server.dialects.ollama.body import KeepAlive, keep_alive_seconds
 from genserve.server.dialects.ollama.routes import OLLAMA_ERRORS, local_name
-from genserve.server.dialects.vectors import VectorsResponse, encode, require_vectors, shortened, written
+from genserve.server.dialects.vectors import (
+    VectorsResponse,
+    encode,
+    prompt_of,
+    require_vectors,
+    shortened,
+    written,
+)
 from genserve.server.http.request_body import Items, TolerantBody
 from genserve.server.route import Router, rules
 from genserve.server.services import Services, SharedServices
@@ -59,6 +66,8 @@ async def embed(body: EmbedBody, services: SharedServices, request: Request) -> 
     texts = ([body.input] if body.input else []) if isinstance(body.input, str) else [*body.input]
     if not texts:       # with which Ollama's clients load a model
         return VectorsResponse({"model": body.model, "embeddings": []})
+    prompt = prompt_of(model)
+    texts = [prompt + text for text in texts]
     encoded = await encode(model, texts, services, request, truncate=body.truncate is not False)
     vectors = shortened(encoded.rows, body.dimensions)
     document = {
@@ -78,7 +87,8 @@ async def embeddings(body: EmbeddingsBody, services: SharedServices, request: Re
     model = await _model(services, body)
     if not body.prompt:
         return VectorsResponse({"embedding": []})
-    encoded = await encode(model, [body.prompt], services, request, truncate=True, field="prompt")
+    text = prompt_of(model) + body.prompt
+    encoded = await encode(model, [text], services, request, truncate=True, field="prompt")
     return VectorsResponse({"embedding": encoded.rows[0]})
 
 

@@ -10,10 +10,11 @@ from fastapi.responses import Response
 from pydantic import ConfigDict, Field
 
 from genserve.errors import InvalidRequest
+from genserve.repository.encoder_model import EncoderModel
 from genserve.sampling.logits_array import FloatArray
 from genserve.server.access.access_control import INFERENCE
 from genserve.server.dialects.openai.completions import Texts
-from genserve.server.dialects.vectors import Text, encode, require_vectors, shortened, written
+from genserve.server.dialects.vectors import Text, encode, prompt_of, require_vectors, shortened, written
 from genserve.server.error_responses import OPENAI_ERRORS
 from genserve.server.http.request_body import TolerantBody
 from genserve.server.route import Router, rules
@@ -39,19 +40,28 @@ class EmbeddingsBody(TolerantBody):
     dimensions: int | None = Field(
         default=None, description="Only the first numbers of each vector, scaled to the length 1."
     )
+    prompt_name: str | None = Field(
+        default=None, description="TEI's: the prompt of the model that is written before texts."
+    )
+    input_type: Literal["query", "document", "passage"] | None = Field(
+        default=None,
+        description="The use of the texts, for which the model may have a prompt; passage is document.",
+    )
     truncate_prompt_tokens: int | None = Field(
         default=None, ge=-1, le=-1, description="vLLM's: -1 truncates texts that are too long."
     )
 
-    def texts(self) -> list[Text]:
-        """Return the texts or lists of token ids."""
+    def texts(self, model: EncoderModel) -> list[Text]:
+        """Return the texts with the prompt, or the lists of token ids; raises InvalidRequest."""
+        kind = "document" if self.input_type == "passage" else self.input_type
+        prompt = prompt_of(model, prompt_name=self.prompt_name, input_type=kind)
         match self.input:
             case str():
-                return [self.input]
+                return [prompt + self.input]
             case [int(), *_]:
                 return [self.input]     # type: ignore[list-item]
             case _:
-                return [*self.input]
+                return [prompt + one if isinstance(one, str) else one for one in self.input]  # type: ignore[misc]
 
 
 @router.post("/embeddings")
@@ -59,7 +69,7 @@ class EmbeddingsBody(TolerantBody):
 async def embeddings(body: EmbeddingsBody, services: SharedServices, request: Request) -> Response:
     """Return a vector for each text."""
     model = require_vectors(await services.encoder_model(body.model))
-    texts = body.texts()
+    texts = body.texts(model)
     if not texts:
         raise InvalidRequest("input is empty", field="input", remedy="give at least one text")
     encoded = await encode(
