@@ -25,6 +25,7 @@ from conformance.servers import recorded, running_server
 CACHE = Path(__file__).parents[1] / ".conformance"
 DOCS = Path(__file__).parents[1] / "docs" / "conformance.md"
 DEFAULT_MODEL = "smollm2"
+ENCODER = "all-minilm-l6-v2"    # the model of vectors, beside each of the two
 _NUM_REPLICAS = 3       # replicas with --deployment
 MODELS = {"default": DEFAULT_MODEL, "scripted": NAME}
 # The client that runs through a router, unless the command line names clients.
@@ -104,9 +105,12 @@ def _repositories(cache: Path) -> dict[str, Path]:
     """Return the model repositories of the two models, built if missing."""
     repositories = {model: cache / "repositories" / model for model in MODELS}
     default = repositories["default"]
-    command = [sys.executable, "-m", "genserve", "pull", DEFAULT_MODEL, f"--model-repository={default}"]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    for name in (DEFAULT_MODEL, ENCODER):
+        command = [sys.executable, "-m", "genserve", "pull", name, f"--model-repository={default}"]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     build_scripted_model(repositories["scripted"], tokenizer=default / f"{DEFAULT_MODEL}_tokenizer" / "1")
+    for folder in default.glob(f"{ENCODER}*"):
+        shutil.copytree(folder, repositories["scripted"] / folder.name, dirs_exist_ok=True)
     return repositories
 
 
@@ -211,6 +215,7 @@ def _against(
             environment,
             url=seen,
             model=name,
+            encoder=ENCODER,
             tokenizer=tokenizer,
             log=log,
             prefix=place.prefix,

@@ -1,9 +1,9 @@
 """Client programs: run the programs in the folders of clients/, and read the rows that they print.
 
-A program reads GENSERVE_URL, GENSERVE_MODEL and GENSERVE_TOKENIZER, the folder of the model's tokenizer. It
-prints one JSON object per row, {"row": "tools, streamed", "ok": true, "detail": ""}, and exits with 0. A row
-that is not ok may say `"cause": "text"`: the protocol was correct, but the model's text is not what the
-client needs.
+A program reads GENSERVE_URL, GENSERVE_MODEL, GENSERVE_ENCODER, the name of a model of vectors, and
+GENSERVE_TOKENIZER, the folder of the model's tokenizer. It prints one JSON object per row, {"row": "tools,
+streamed", "ok": true, "detail": ""}, and exits with 0. A row that is not ok may say `"cause": "text"`: the
+protocol was correct, but the model's text is not what the client needs.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ def run_program(
     *,
     url: str,
     model: str,
+    encoder: str,
     tokenizer: Path,
     log: Path,
     prefix: tuple[str, ...] = (),
@@ -81,6 +82,7 @@ def run_program(
         environment: the environment to run it in.
         url: the URL of the server.
         model: the name of the text model.
+        encoder: the name of the model of vectors.
         tokenizer: the folder of the model's tokenizer files.
         log: the file for the program's stderr.
         prefix: words before the command, as those of `loopback_network`.
@@ -92,6 +94,7 @@ def run_program(
     } | {
         "GENSERVE_URL": url,
         "GENSERVE_MODEL": model,
+        "GENSERVE_ENCODER": encoder,
         "GENSERVE_TOKENIZER": str(tokenizer),
         "PYTHONPATH": str(FOLDER),
         "HOME": str(home),

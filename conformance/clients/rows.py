@@ -9,6 +9,7 @@ import traceback
 
 URL = os.environ["GENSERVE_URL"]
 MODEL = os.environ["GENSERVE_MODEL"]
+ENCODER = os.environ["GENSERVE_ENCODER"]
 TOKENIZER = os.environ["GENSERVE_TOKENIZER"]
 
 _rows = []
@@ -43,6 +44,21 @@ def expect_text(condition, detail):
     """Fail the row because of the model's text, unless it meets a condition."""
     if not condition:
         raise TextFailure(detail)
+
+
+def expect_near(question, near, far):
+    """Fail the row unless the vector of a question is nearer to one vector than to another.
+
+    The vectors have the length 1, and the 384 numbers of the encoder.
+    """
+    sizes = {len(vector) for vector in (question, near, far)}
+    expect(sizes == {384}, f"the vectors have {sizes} numbers")
+
+    def cosine(vector):
+        return sum(one * other for one, other in zip(question, vector, strict=True))
+
+    expect(abs(cosine(question) - 1) < 1e-4, f"the square of the length is {cosine(question)}")
+    expect(cosine(near) > cosine(far) + 0.2, f"{cosine(near)} is not above {cosine(far)}")
 
 
 def main():

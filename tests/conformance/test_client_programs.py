@@ -20,7 +20,7 @@ from conformance.result_table import as_json, as_markdown, as_summary, from_json
 def run(tmp_path: Path, source: str, *, timeout_s: float = 60) -> list[Row]:
     program = ClientProgram(folder=tmp_path / "client", title="a client", timeout_s=timeout_s)
     environment = Environment(command=(sys.executable, "-c", source), version="1")
-    server = {"url": "http://127.0.0.1:1", "model": "m", "tokenizer": tmp_path}
+    server = {"url": "http://127.0.0.1:1", "model": "m", "encoder": "e", "tokenizer": tmp_path}
     return run_program(program, environment, **server, log=tmp_path / "log")
 
 

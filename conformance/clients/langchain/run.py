@@ -6,11 +6,12 @@ from langchain_anthropic import ChatAnthropic
 from langchain_core.exceptions import OutputParserException
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
-from langchain_ollama import ChatOllama
-from langchain_openai import ChatOpenAI
+from langchain_core.vectorstores import InMemoryVectorStore
+from langchain_ollama import ChatOllama, OllamaEmbeddings
+from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 from langgraph.errors import GraphRecursionError
 from pydantic import BaseModel, Field, ValidationError
-from rows import MODEL, URL, TextFailure, expect, expect_text, main, row
+from rows import ENCODER, MODEL, URL, TextFailure, expect, expect_near, expect_text, main, row
 
 V1 = {"model": MODEL, "base_url": f"{URL}/v1", "api_key": "none", "max_retries": 0}
 chat = ChatOpenAI(**V1, max_tokens=256, stream_usage=True)
@@ -208,6 +209,31 @@ def ollama_agent():
 @row("ollama: structured, json_schema")
 def ollama_json_schema():
     return structured(ollama, "json_schema")
+
+
+SEA = ["The sea has a depth of 4,000 metres.", "My cat sleeps."]
+
+
+def embeds(embeddings):
+    expect_near(embeddings.embed_query("How deep is the ocean?"), *embeddings.embed_documents(SEA))
+    store = InMemoryVectorStore.from_texts(SEA, embeddings)
+    [found] = store.similarity_search("How deep is the ocean?", k=1)
+    expect(found.page_content == SEA[0], f"{found}")
+
+
+@row("OpenAIEmbeddings")
+def openai_embeddings():
+    # Without the flag it sends the token ids of OpenAI's own tokenizer.
+    embeds(
+        OpenAIEmbeddings(
+            model=ENCODER, base_url=f"{URL}/v1", api_key="none", check_embedding_ctx_length=False
+        )
+    )
+
+
+@row("OllamaEmbeddings")
+def ollama_embeddings():
+    embeds(OllamaEmbeddings(model=ENCODER, base_url=URL))
 
 
 main()

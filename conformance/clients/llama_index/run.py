@@ -2,12 +2,15 @@
 
 import asyncio
 
+from llama_index.core import Document, VectorStoreIndex
 from llama_index.core.agent.workflow import FunctionAgent
 from llama_index.core.llms import ChatMessage
 from llama_index.core.tools import FunctionTool
+from llama_index.embeddings.ollama import OllamaEmbedding
+from llama_index.embeddings.openai_like import OpenAILikeEmbedding
 from llama_index.llms.openai_like import OpenAILike
 from pydantic import BaseModel, Field
-from rows import MODEL, URL, expect, expect_text, main, row
+from rows import ENCODER, MODEL, URL, expect, expect_near, expect_text, main, row
 
 llm = OpenAILike(
     model=MODEL,
@@ -92,6 +95,28 @@ def structured():
     answer = llm.as_structured_llm(City).complete("Describe the city Paris.")
     expect(isinstance(answer.raw, City), f"{answer}")
     return str(answer.raw)
+
+
+SEA = ["The sea has a depth of 4,000 metres.", "My cat sleeps."]
+
+
+def embeds(embeddings):
+    expect_near(
+        embeddings.get_query_embedding("How deep is the ocean?"), *embeddings.get_text_embedding_batch(SEA)
+    )
+    index = VectorStoreIndex([Document(text=text) for text in SEA], embed_model=embeddings)
+    [found] = index.as_retriever(similarity_top_k=1).retrieve("How deep is the ocean?")
+    expect(found.text == SEA[0], f"{found}")
+
+
+@row("OpenAILikeEmbedding")
+def openai_like_embedding():
+    embeds(OpenAILikeEmbedding(model_name=ENCODER, api_base=f"{URL}/v1", api_key="none"))
+
+
+@row("OllamaEmbedding")
+def ollama_embedding():
+    embeds(OllamaEmbedding(model_name=ENCODER, base_url=URL))
 
 
 main()

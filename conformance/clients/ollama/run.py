@@ -4,7 +4,7 @@ import asyncio
 
 import ollama
 from pydantic import BaseModel
-from rows import MODEL, URL, expect, expect_text, main, row
+from rows import ENCODER, MODEL, URL, expect, expect_near, expect_text, main, row
 
 client = ollama.Client(host=URL)
 HELLO = [{"role": "user", "content": "Say hello to Ada."}]
@@ -180,6 +180,16 @@ def errors():
         expect(error.status_code == 404 and "not found" in error.error, f"{error.status_code}: {error.error}")
     else:
         expect(condition=False, detail="an unknown model is accepted")
+
+
+@row("embed")
+def embed():
+    texts = ["How deep is the ocean?", "The sea has a depth of 4,000 metres.", "My cat sleeps."]
+    answer = client.embed(ENCODER, texts)
+    expect_near(*answer.embeddings)
+    expect(answer.prompt_eval_count and answer.total_duration, f"{answer}")
+    expect_near(client.embeddings(ENCODER, texts[0]).embedding, *answer.embeddings[1:])
+    expect(client.show(ENCODER).capabilities == ["embedding"], f"{client.show(ENCODER).capabilities}")
 
 
 main()

@@ -6,7 +6,7 @@ from typing import Literal
 
 import openai
 from pydantic import BaseModel
-from rows import MODEL, URL, expect, expect_text, main, row
+from rows import ENCODER, MODEL, URL, expect, expect_near, expect_text, main, row
 
 client = openai.OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0)
 HELLO = [{"role": "user", "content": "Say hello to Ada."}]
@@ -436,6 +436,32 @@ def errors():
             expect(error.message and error.type, f"no message or type: {error.body}")
         else:
             expect(condition=False, detail=f"{change} is accepted")
+
+
+SEA = ["How deep is the ocean?", "The sea has a depth of 4,000 metres.", "My cat sleeps."]
+
+
+@row("embeddings")
+def embeddings():
+    answer = client.embeddings.create(model=ENCODER, input=SEA)     # the client asks for base64
+    vectors = [item.embedding for item in answer.data]
+    expect_near(*vectors)
+    expect(answer.usage.prompt_tokens == answer.usage.total_tokens > 15, f"{answer.usage}")
+    floats = client.embeddings.create(model=ENCODER, input=SEA[0], encoding_format="float")
+    difference = max(abs(a - b) for a, b in zip(floats.data[0].embedding, vectors[0], strict=True))
+    expect(difference < 1e-5, f"vectors in base64 differ by {difference}")
+    short = client.embeddings.create(model=ENCODER, input=SEA[0], dimensions=64)
+    expect(len(short.data[0].embedding) == 64, f"{len(short.data[0].embedding)} numbers")
+
+
+@row("embeddings, error")
+def embeddings_error():
+    try:
+        client.embeddings.create(model=ENCODER, input="word " * 1000)
+    except openai.BadRequestError as error:
+        expect(error.code == "context_length_exceeded", f"the code is {error.code}")
+    else:
+        raise AssertionError("a text that is too long is not rejected")
 
 
 main()
