@@ -78,7 +78,8 @@ class PullFlags(_GraphFlags):
     name: str = flag(
         MISSING,
         Flag(
-            help="A name of `genserve models --available`, or ORG/NAME on the Hugging Face hub.",
+            help="A name of `genserve models --available`, or ORG/NAME or ORG/NAME:Q4_K_M on the Hugging "
+            "Face hub.",
             is_argument=True,
             complete=available_names,
         ),
@@ -90,7 +91,11 @@ class ExportFlags(_GraphFlags):
     """The flags of `genserve export`."""
 
     source: str = flag(
-        MISSING, Flag(help="A Hugging Face folder, a .gguf file, or ORG/NAME on the hub.", is_argument=True)
+        MISSING,
+        Flag(
+            help="A Hugging Face folder, a .gguf file, or ORG/NAME or ORG/NAME:Q4_K_M on the hub.",
+            is_argument=True,
+        ),
     )
     name: str | None = flag(
         None, Flag(help="Name of the model in the repository. Default: that of the source, in lower case.")
@@ -132,7 +137,7 @@ def export(flags: ExportFlags) -> None:
     report = export_model(
         flags.source,
         repository=repository,
-        name=flags.name or Path(flags.source).expanduser().resolve().name.removesuffix(".gguf").lower(),
+        name=flags.name or _default_name(flags.source),
         file_format=flags.file_format,
         precision=flags.precision,
         kv_cache=flags.kv_cache,
@@ -146,6 +151,15 @@ def export(flags: ExportFlags) -> None:
         progress=ConsoleProgress(),
     )
     print_report(report, beside=flags.beside)
+
+
+def _default_name(source: str) -> str:
+    """Return the name of a model that is exported without one: that of its folder or file, or of the hub."""
+    from genserve.export import pulled_name
+
+    path = Path(source).expanduser()
+    name = None if path.exists() else pulled_name(source)
+    return name or path.resolve().name.removesuffix(".gguf").lower()
 
 
 def _export_encoder(flags: ExportFlags, repository: Path) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoint reader: opens a Hugging Face folder, a model of its hub, or a GGUF file."""
+"""Checkpoint reader: opens a Hugging Face folder or a GGUF file."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from genserve.backends.libraries import require_export_packages
 from genserve.errors import ExportError
 from genserve.export.checkpoint import Checkpoint
-from genserve.export.export_options import HUB_NAME
 from genserve.export.exportable import require_exportable
 from genserve.export.gguf_checkpoint import read_gguf
 from genserve.export.quantized_checkpoint import dequantized, quantization_of
@@ -24,43 +22,13 @@ from genserve.sampling.logits_array import FloatArray
 if TYPE_CHECKING:
     import torch
 
-_TOKENIZER_FILES = (
+
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
     "generation_config.json",
 )
-_WANTED = ("config.json", "model*.safetensors", "model.safetensors.index.json", *_TOKENIZER_FILES)
-_PICKLED = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
-
-
-def locate(source: str, *, allow_pickled_weights: bool = False) -> Path:
-    """Return the folder or file of a checkpoint: the path `source`, or a download of ORG/NAME from the hub.
-
-    Weights in .bin files are downloaded only with `allow_pickled_weights`.
-
-    Raises:
-        MissingDependency: a package that exports the download is not installed.
-        ExportError: `source` is neither a path nor a name on the hub, the download failed, or the config,
-            which is downloaded first, shows that the model cannot be exported.
-    """
-    path = Path(source).expanduser()
-    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
-        return path
-    if not path.exists() and HUB_NAME.fullmatch(source):
-        return _download(source, allow_pickled_weights=allow_pickled_weights)
-    raise ExportError(
-        f"{source!r} is not a checkpoint" + ("" if path.exists() else ": there is no such file or folder"),
-        remedy="give a folder with config.json and *.safetensors, a .gguf file, or ORG/NAME on the hub",
-    )
-
-
-def forget_download(folder: Path) -> None:
-    """Delete the folder that `locate` has downloaded, with its files in the hub's cache."""
-    from huggingface_hub import scan_cache_dir
-
-    cache, revision = folder.parents[2], folder.name    # the folder is models--ORG--NAME/snapshots/REVISION
-    scan_cache_dir(cache).delete_revisions(revision).execute()
 
 
 def read_checkpoint(
@@ -78,7 +46,7 @@ def read_checkpoint(
     """
     if not path.is_dir():
         return read_gguf(path, source=source)
-    config = _read_config(path)
+    config = read_config(path)
     require_exportable(config, source=source)
     tensors = _tensors(path, allow_pickled_weights=allow_pickled_weights)
     checkpoint = Checkpoint(
@@ -92,27 +60,6 @@ def read_checkpoint(
         release=_deleting(tensors.files) if deletes_shards else lambda _names: None,
     )
     return text_part(checkpoint if quantization_of(config) is None else dequantized(checkpoint, tensors.read))
-
-
-def _download(name: str, *, allow_pickled_weights: bool) -> Path:
-    """Download the files for an export, with the hub's progress bars and cache; return their folder."""
-    require_export_packages(f"exporting {name}")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    try:
-        config = _read_config(Path(snapshot_download(name, allow_patterns="config.json")))
-        require_exportable(config, source=name)
-        # One after the other: of a download that breaks, the next one finds all but one file complete.
-        folder = Path(snapshot_download(name, allow_patterns=_WANTED, max_workers=1))
-        if allow_pickled_weights and not any(folder.glob("*.safetensors")):
-            snapshot_download(name, allow_patterns=_PICKLED, max_workers=1)
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
-        raise ExportError(
-            f"{name} could not be downloaded from the Hugging Face hub: {_first_line(error)}",
-            remedy="check the name, the network, and HF_TOKEN for a gated model; or export a local folder",
-        ) from error
-    return folder
 
 
 def _deleting(files: Mapping[str, Path]) -> Callable[[Collection[str]], None]:
@@ -238,7 +185,7 @@ def _size(path: Path) -> int:
 
 
 def _unreadable(path: Path, error: Exception) -> ExportError:
-    return ExportError(f"{path} cannot be read: {_first_line(error)}", remedy="download the checkpoint again")
+    return ExportError(f"{path} cannot be read: {first_line(error)}", remedy="download the checkpoint again")
 
 
 def _open_pickled(files: Iterable[Path]) -> tuple[Mapping[str, torch.Tensor], Mapping[str, Path]]:
@@ -281,7 +228,7 @@ def _tokenizer_files(folder: Path, *, config: dict[str, Any]) -> dict[str, bytes
 
 def present_tokenizer_files(folder: Path) -> dict[str, bytes]:
     """Return the files of a folder that belong to its tokenizer, with the chat template as one of them."""
-    files = {name: (folder / name).read_bytes() for name in _TOKENIZER_FILES if (folder / name).is_file()}
+    files = {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()}
     described = read_json(folder / "tokenizer_config.json") if "tokenizer_config.json" in files else {}
     template = described.get("chat_template")
     if isinstance(template, list):
@@ -292,7 +239,7 @@ def present_tokenizer_files(folder: Path) -> dict[str, bytes]:
     return files
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
     """Read config.json, in which transformers writes infinity as {"__float__": "Infinity"}."""
 
     def number(value: dict[str, Any]) -> Any:
@@ -309,11 +256,12 @@ def read_json(path: Path, *, object_hook: Callable[[dict[str, Any]], Any] | None
             raise ValueError("it is not a JSON object")    # noqa: TRY004
     except (OSError, TypeError, ValueError) as error:
         raise ExportError(
-            f"{path} cannot be read: {_first_line(error)}",
+            f"{path} cannot be read: {first_line(error)}",
             remedy="a checkpoint folder has it next to its weights; download it again",
         ) from error
     return value
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or its class."""
     return (str(error).splitlines() or [type(error).__name__])[0]

@@ -10,8 +10,11 @@ from enum import Enum
 from pathlib import Path
 from typing import Literal, Protocol
 
-# The name of a model on the Hugging Face hub, ORG/NAME.
-HUB_NAME = re.compile(r"\w[\w.-]*/(?P<model>[\w.-]+)")
+# The name of a model on the Hugging Face hub: ORG/NAME, or ORG/NAME:Q4_K_M for one of its GGUF files.
+HUB_NAME = re.compile(
+    r"(?:(?:https://)?(?:hf|huggingface)\.co/)?(?P<name>\w[\w.-]*/(?P<model>[\w.-]+))"
+    r"(?::(?P<quantization>\w+))?"
+)
 
 Precision = Literal["int8", "int4", "fp16", "fp32", "source"]
 CacheType = Literal["float", "int8"]            # type of the KV cache; float: fp16, or fp32 in an fp32 export

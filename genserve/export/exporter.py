@@ -51,7 +51,8 @@ def export_model(
     The model is installed only if the comparison passes. Existing configs and model.py files stay.
 
     Args:
-        source: a Hugging Face folder, a .gguf file, or ORG/NAME on the Hugging Face hub.
+        source: a Hugging Face folder, a .gguf file, or ORG/NAME on the Hugging Face hub, ORG/NAME:Q4_K_M for
+            one of its GGUF files.
         repository: the model repository; created if missing.
         name: the name that the model gets in the repository.
         file_format: the format of the logits stage's file.
@@ -83,8 +84,9 @@ def export_model(
     if file_format == "onnx":
         import_onnxruntime()        # fail now rather than in the check, which runs the graph
     from genserve.export.adapter_reader import with_adapters
-    from genserve.export.checkpoint_reader import forget_download, locate, read_checkpoint
+    from genserve.export.checkpoint_reader import read_checkpoint
     from genserve.export.conversion import convert, write_model
+    from genserve.export.hub import forget_download, locate
 
     # Outside a task, since the hub displays its own progress.
     path = locate(source, allow_pickled_weights=allow_pickled_weights)

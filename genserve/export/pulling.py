@@ -142,7 +142,7 @@ def pulled_name(name: str) -> str | None:
     if known := known_model(name) or known_encoder(name):
         return known.name
     hub = HUB_NAME.fullmatch(name)
-    return hub["model"].lower() if hub else None
+    return "-".join(filter(None, (hub["model"], hub["quantization"]))).lower() if hub else None
 
 
 def packaged_file(name: str) -> PackagedFile | None:
@@ -161,8 +161,8 @@ def pull_remedy(name: str) -> str:
     if meant := variants(name) or [*filter(None, [closest(name, known=(*KNOWN_MODELS, *KNOWN_ENCODERS))])]:
         return f"did you mean {' or '.join(meant)}?"
     return (
-        "`genserve models --available` lists the short names; ORG/NAME is a model of the Hugging Face hub, "
-        "and `genserve export` takes files"
+        "`genserve models --available` lists the short names; ORG/NAME or ORG/NAME:Q4_K_M is a model of the "
+        "Hugging Face hub, and `genserve export` takes files"
     )
 
 

@@ -12,7 +12,8 @@ from safetensors.numpy import load_file
 from safetensors.torch import save_file
 
 from genserve.errors import ExportError
-from genserve.export.checkpoint_reader import locate, read_checkpoint
+from genserve.export.checkpoint_reader import read_checkpoint
+from genserve.export.hub import locate
 from genserve.export.source_model import source_model
 from tests.support.tiny_llama import CHAT_TEMPLATE, tiny_llama_checkpoint
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 import torch
@@ -17,10 +18,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from genserve.errors import ExportError
-from genserve.export import SilentProgress, export_model
-from genserve.export.checkpoint_reader import locate, read_checkpoint
+from genserve.export import SilentProgress, export_model, pull
+from genserve.export.checkpoint_reader import read_checkpoint
 from genserve.export.export_options import Unit
 from genserve.export.exportable import require_exportable
+from genserve.export.hub import locate
+from tests.export.ggufs import write_gguf
 from tests.export.quantized_folders import AWQ, Quantizer, quantized_folder
 from tests.support.tiny_llama import tiny_llama_checkpoint
 
@@ -184,7 +187,7 @@ class _HubHandler(BaseHTTPRequestHandler):
     server: Hub
 
     def do_GET(self) -> None:
-        name = self.path.rpartition("/")[2]
+        name = unquote(self.path.partition("/resolve/")[2].partition("/")[2])   # behind the revision
         if "/tree/" in self.path:
             sizes = {file: len(content) for file, content in self.server.files.items()}
             tree = [{"type": "file", "path": file, "size": sizes[file], "oid": file} for file in sizes]
@@ -244,6 +247,59 @@ def test_all_files_of_another_model_are_downloaded(hub: Hub) -> None:
     folder = locate("Org/Name")
     assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors", "tokenizer.json"}
     assert sorted(hub.sent) == ["config.json", "model.safetensors", "tokenizer.json"]
+
+
+_GGUFS = (
+    "README.md", "mmproj-Tiny-Q4_K_M.gguf", "Tiny-Q4_K_M.gguf", "UD/Tiny-UD-Q4_K_M.gguf", "Tiny-Q4_K_S.gguf",
+    "Tiny.f16.gguf", "Q5_K_M/Tiny-Q5_K_M-00001-of-00002.gguf", "Q5_K_M/Tiny-Q5_K_M-00002-of-00002.gguf",
+)
+
+
+@pytest.mark.parametrize("prefix", ["", "hf.co/", "https://huggingface.co/"])
+@pytest.mark.parametrize(
+    ("quantization", "files"),
+    [
+        ("", ["Tiny-Q4_K_M.gguf"]),
+        (":Q4_K_M", ["Tiny-Q4_K_M.gguf"]),
+        (":q4_k_s", ["Tiny-Q4_K_S.gguf"]),
+        (":F16", ["Tiny.f16.gguf"]),
+        (":Q5_K_M", [f"Q5_K_M/Tiny-Q5_K_M-0000{part}-of-00002.gguf" for part in (1, 2)]),
+    ],
+)
+def test_of_gguf_files_the_wanted_one_is_downloaded(
+    hub: Hub, prefix: str, quantization: str, files: list[str]
+) -> None:
+    hub.files = {name: name.encode() for name in _GGUFS}
+    assert locate(f"{prefix}Org/Name{quantization}").as_posix().endswith(f"/{files[0]}")
+    assert hub.sent == files
+
+
+def test_a_single_gguf_file_needs_no_quantization(hub: Hub) -> None:
+    hub.files = {"tiny.gguf": b"tiny", "mmproj.gguf": b"images"}
+    assert locate("Org/Name").name == "tiny.gguf"
+    assert hub.sent == ["tiny.gguf"]
+
+
+def test_a_quantization_that_is_not_there_is_told_with_the_others(hub: Hub) -> None:
+    hub.files = dict.fromkeys(_GGUFS, b"")
+    with pytest.raises(ExportError, match="Q8_0") as caught:
+        locate("Org/Name:Q8_0")
+    assert "Org/Name:F16, Org/Name:Q4_K_M, Org/Name:Q4_K_S, Org/Name:Q5_K_M" in caught.value.remedy
+    hub.files.pop("Tiny-Q4_K_M.gguf")
+    hub.files.pop("UD/Tiny-UD-Q4_K_M.gguf")
+    with pytest.raises(ExportError, match="Q4_K_M or Q8_0"):
+        locate("Org/Name")
+
+
+def test_a_gguf_file_is_pulled_by_its_name(hub: Hub, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    file = write_gguf(tiny_checkpoint, tmp_path / "tiny.gguf", kind="Q8_0")
+    hub.files = {"Tiny-Q8_0.gguf": file.read_bytes()}
+    report = pull(
+        "hf.co/Org/Name:Q8_0", repository=tmp_path / "models", delete_download=True, progress=SilentProgress()
+    )
+    assert report is not None
+    assert report.name == "name-q8_0"
+    assert not list((tmp_path / "hub").rglob("*.gguf"))
 
 
 def test_a_download_is_deleted_once_the_model_is_installed(
