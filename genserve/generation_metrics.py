@@ -269,12 +269,16 @@ class GenerationMetrics:
         self._waiting_tokens = metrics.waiting_tokens.labels(model)
         self._block_size = metrics.block_size.labels(model)
         self._num_blocks = metrics.num_blocks.labels(model)
-        self._state_usage = metrics.state_usage
-        self._snapshot_hits = metrics.snapshot_hits
-        self._recomputed_tokens = metrics.recomputed_tokens
+        # Only a model with recurrent states has these series.
+        self._states = cache(
+            lambda: (
+                metrics.state_usage.labels(model),
+                metrics.snapshot_hits.labels(model),
+                metrics.recomputed_tokens.labels(model),
+            )
+        )
         self._rejections = cache(partial(metrics.rejections.labels, model))     # by reason
         self._queue_time = metrics.queue_time.labels(model)
-        self._model = model
         self._prefill_seconds = metrics.step_seconds.labels(model, "prefill")
         self._decode_seconds = metrics.step_seconds.labels(model, "decode")
         self._step_tokens = metrics.step_tokens.labels(model)
@@ -332,9 +336,10 @@ class GenerationMetrics:
 
     def states(self, *, usage: float, snapshot_hits: int, recomputed_tokens: int) -> None:
         """Report the share of the state slots in use and what one step counted, of a model with states."""
-        self._state_usage.labels(self._model).set(usage)
-        self._snapshot_hits.labels(self._model).inc(snapshot_hits)
-        self._recomputed_tokens.labels(self._model).inc(recomputed_tokens)
+        state_usage, hits, recomputed = self._states()
+        state_usage.set(usage)
+        hits.inc(snapshot_hits)
+        recomputed.inc(recomputed_tokens)
 
     def rejected(self, reason: str, *, count: int = 1) -> None:
         """Report rejected requests; from any thread. A count of 0 makes the reason known to Prometheus."""

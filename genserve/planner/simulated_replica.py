@@ -96,7 +96,11 @@ class SimulatedReplica:
         self.num_preempted = 0
         self._kind = kind
         self._model = kind.step_model
-        self._kv = KVCacheManager(num_blocks=limits.num_blocks, block_size=limits.block_size)
+        self._kv = KVCacheManager(
+            num_blocks=limits.num_blocks,
+            block_size=limits.block_size,
+            num_state_slots=limits.num_state_slots,
+        )
         self._scheduler = Scheduler(
             self._kv, max_num_seqs=limits.max_num_seqs, max_num_batched_tokens=limits.max_num_batched_tokens
         )
@@ -258,7 +262,7 @@ class SimulatedReplica:
                 sequence.generate(count - 1)
                 num_tokens = count
             computed = sequence.num_computed_tokens = sequence.num_computed_tokens + num_tokens
-            if computed % block_size < num_tokens:
+            if computed % block_size < num_tokens or kv.states is not None:
                 kv.cache_blocks(sequence)
             if computed < len(token_ids):
                 continue

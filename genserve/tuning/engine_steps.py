@@ -80,6 +80,7 @@ class _StepBench:
             max_length=model.max_length,
             num_blocks=model.num_blocks,
             block_size=model.block_size,
+            num_state_slots=model.num_state_slots,
         )
         self._runner = ModelRunner(model, self._kv, max_num_batched_tokens=max_tokens)
         self._loops = DecodingLoops(decode)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,6 +42,7 @@ class EngineLimits:
     max_length: int                 # tokens of a sequence
     num_blocks: int                 # blocks of the KV cache
     block_size: int                 # tokens of a block
+    num_state_slots: int = 0        # slots of recurrent states
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,4 +106,6 @@ def read_measured_engine(path: Path) -> MeasuredEngine:
 
 
 def _of(kind: type[T], values: Mapping[str, Any]) -> T:
-    return kind(**{field.name: values[field.name] for field in fields(kind)})  # type: ignore[arg-type]
+    # An older file lacks what has been added since, with a default.
+    names = [field.name for field in fields(kind) if field.default is MISSING or field.name in values]  # type: ignore[arg-type]
+    return kind(**{name: values[name] for name in names})

@@ -25,12 +25,12 @@ class TimedLogits:
     """Implements `LogitsModel` without logits: a forward only takes virtual time."""
 
     vocab_size = 2
-    num_state_slots = 0
 
     def __init__(self, kind: ReplicaKind) -> None:
         limits = kind.limits
         self.max_num_seqs, self.max_length = limits.max_num_seqs, limits.max_length
         self.num_blocks, self.block_size = limits.num_blocks, limits.block_size
+        self.num_state_slots = limits.num_state_slots
         self.now_s = 0.0
         self._seconds = kind.step_model.seconds
 
@@ -115,13 +115,17 @@ def load(**changes: object) -> SyntheticLoad:
 
 
 @pytest.mark.parametrize("rate", [2.0, 6.0, 9.0])
-@pytest.mark.parametrize(("num_blocks", "output_len"), [(128, 20), (26, 80)])
+@pytest.mark.parametrize(
+    ("num_blocks", "output_len", "num_state_slots"), [(128, 20, 0), (26, 80, 0), (128, 20, 9), (26, 80, 20)]
+)
 def test_the_times_are_those_of_the_real_engine(
-    kind: ReplicaKind, rate: float, num_blocks: int, output_len: int
+    kind: ReplicaKind, rate: float, num_blocks: int, output_len: int, num_state_slots: int
 ) -> None:
     kind = replace(
         kind,
-        limits=replace(kind.limits, max_length=400, num_blocks=num_blocks),
+        limits=replace(
+            kind.limits, max_length=400, num_blocks=num_blocks, num_state_slots=num_state_slots
+        ),
         queue_limits=replace(kind.queue_limits, max_requests=1000, max_wait_s=None),
     )
     drawn = load(rate=rate, output_len=Lengths(mean=output_len, variation=0.8)).requests()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,10 @@ def test_steps_of_all_sizes_are_measured_and_written(repository: Path, tmp_path:
     assert min(size.context_tokens / size.decodes for size in sizes if size.decodes) in (63, 64)
     assert all(step.seconds > 0 for step in engine.steps)
     engine.write(tmp_path / "steps.json")
+    assert read_measured_engine(tmp_path / "steps.json") == engine
+    older = json.loads((tmp_path / "steps.json").read_text())
+    del older["limits"]["num_state_slots"]
+    (tmp_path / "steps.json").write_text(json.dumps(older))
     assert read_measured_engine(tmp_path / "steps.json") == engine
 
 
