@@ -47,6 +47,7 @@ MODELS = {
     "GPTNeoXForCausalLM": "GPT-NeoX, Pythia",
     "Gemma2ForCausalLM": "Gemma 2",
     "Gemma3ForCausalLM": "Gemma 3 up to 1B",
+    "Gemma3nForCausalLM": "Gemma 3n, as a text model",
     "Gemma4ForCausalLM": "Gemma 4 E2B, E4B, 31B and 26B-A4B, as text models",
     "Gemma4UnifiedForCausalLM": "Gemma 4 12B, as a text model",
     "GemmaForCausalLM": "Gemma",

@@ -127,12 +127,14 @@ class Conversion:
             for role, source in sources.items()
             if is_smoothable(role)
             and is_used(role, self.decoder)
-            and not self._reads_experts(role)
+            and not self._has_other_readers(role)
             and (scheme.head if role == "norm" else scheme.normed) in wanted
         }
 
-    def _reads_experts(self, norm: str) -> bool:
-        """Whether experts read a norm; they are quantized in blocks, which need no smoothing."""
+    def _has_other_readers(self, norm: str) -> bool:
+        """Whether experts read a norm, which are quantized in blocks and need no smoothing, or a residual."""
+        if norm.endswith(".attention.norm") and self.decoder.altup is not None:
+            return True
         part = norm.removeprefix("layers.").removesuffix(".mlp.norm")
         experts = self.decoder.layers[int(part)].experts if part.isdecimal() else None
         return experts is not None and not experts.beside_mlp

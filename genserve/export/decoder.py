@@ -208,6 +208,8 @@ class Layer:
     experts: Experts | None = None      # in place of one MLP
     mixer: ShortConv | LinearAttention | None = None
     norms: Literal["before", "after"] | None = None     # of the parts, where layers of the family differ
+    # Gates count from so many standard deviations above their mean, as what they exceed it by.
+    gate_cutoff: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,6 +219,17 @@ class PerLayer:
     size: int                   # numbers of a token and layer
     embedding_scale: float
     norm_epsilon: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AltUp:
+    """Several streams of hidden states, of which a layer computes the first and predicts the others.
+
+    Source: Baykal et al., "Alternating Updates for Efficient Transformers" (2023).
+    """
+
+    num_streams: int
+    least: float = 1e-5     # the least mean square of a stream, when it gets the magnitude of the first one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,6 +252,7 @@ class Decoder:
     logits_softcap: float | None = None     # logits s become cap * tanh(s / cap)
     tied: bool                              # the head is the embedding
     per_layer: PerLayer | None = None
+    altup: AltUp | None = None
     scales: Mapping[str, float] = field(default_factory=dict)   # of weights and biases of layers, by role
 
     @property

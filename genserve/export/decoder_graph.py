@@ -42,6 +42,7 @@ from typing import Any
 import numpy as np
 from onnx import AttributeProto, FunctionProto, TensorProto, helper
 
+from genserve.export.altup_graph import AltUpWriter
 from genserve.export.decoder import (
     Attention,
     Decoder,
@@ -129,7 +130,9 @@ def write_decoder(
     residual = writer.embedding() if writer.is_first else writer.hidden_states()
     for index in part:
         is_last = index + 1 == len(decoder.layers)
-        if layers.has_decoder_layers and not is_last and writer.is_one_operator(index):
+        if decoder.altup is not None:
+            residual = writer.altup_layer(residual, index)
+        elif layers.has_decoder_layers and not is_last and writer.is_one_operator(index):
             residual = writer.decoder_layer(residual, index)
         else:
             parts = writer.token_mixers(residual, index)
@@ -218,13 +221,21 @@ class _GraphWriter:
             x = self.graph.node("Add", [x, positions], "embeddings.positioned")
         if self.decoder.per_layer is not None:
             self._per_layer(x, self.decoder.per_layer)
+        if self.decoder.altup is not None:
+            return self._altup().streams(x)
         return self.layers.norm(x, self.norm("embedding.norm")) if self._has("embedding.norm") else x
 
     def _per_layer(self, x: str, described: PerLayer) -> None:
         """Add the numbers of all layers, `per_layer.{index}` [num_tokens, size]."""
         node, constant = self.graph.node, self.graph.constant
         weight = self._weight(["per_layer.embedding.weight"])
-        own = self.layers.embedding("input_ids", weight, "per_layer.embeddings", name="per_layer.embedding")
+        ids = "input_ids"
+        if (rows := weight.shape[0]) < self.decoder.vocab_size:
+            # The tokens of images and sound have the numbers of the first token.
+            size, first = constant("per_layer.rows", np.array(rows)), constant("per_layer.first", np.array(0))
+            is_known = node("Less", [ids, size], "per_layer.known")
+            ids = node("Where", [is_known, ids, first], "per_layer.ids")
+        own = self.layers.embedding(ids, weight, "per_layer.embeddings", name="per_layer.embedding")
         own = node("Mul", [own, self._number("per_layer.scale", described.embedding_scale)], "per_layer.own")
         linear = self._linear(x, "per_layer", "projection", output="projection", kind="inner")
         shape = constant("per_layer.shape", np.array([0, -1, described.size]))
@@ -327,6 +338,8 @@ class _GraphWriter:
             is_latent = part == "attention" and self._attention(index).latent is not None
             heads = self._latent_values(x, index) if is_latent else x
             mixed = self._add_residual(f"layers.{index}.{part}", heads, mixed, "output")
+        if self._has(f"layers.{index}.attention.laurel_left"):
+            mixed = self._with_laurel(residual, mixed, f"layers.{index}.attention")
         if layer.activation is None:
             return mixed
         # The MLP of a parallel layer reads the input of its attention.
@@ -336,22 +349,87 @@ class _GraphWriter:
         if layer.experts is not None:
             return self._experts(x, mixed, index)
         inner = self.layers.linear(self._inner_mlp(x, index))
+        if layer.gate_cutoff is not None:
+            inner = self._cut_gates(inner, index, layer.gate_cutoff)
         return self._add_residual(f"layers.{index}.mlp", inner, mixed, "down")
+
+    def altup_layer(self, streams: str, index: int) -> str:
+        """The streams [num_tokens, streams, hidden] after a layer; after the last one, of wanted rows."""
+        writer = self._altup()
+        predicted, active = writer.predicted(streams, index)
+        parts = self.token_mixers(active, index)
+        if index + 1 == len(self.decoder.layers):
+            parts = {mixer: self.select_rows(x) for mixer, x in parts.items()}
+            predicted, active = self.select_rows(predicted), self.select_rows(active)
+        activated = self.after_token_mixers(parts, active, index)
+        corrected, gate_input = writer.corrected(predicted, active, activated, index)
+        return writer.with_others(corrected, self._from_per_layer(gate_input, index), index)
+
+    def _altup(self) -> AltUpWriter:
+        assert self.decoder.altup is not None
+        return AltUpWriter(
+            described=self.decoder.altup,
+            hidden_size=self.decoder.hidden_size,
+            layers=self.layers,
+            weights=self.weights,
+            linear=self._linear,
+            grouped=self._in_groups,
+            norm=self.norm,
+        )
 
     def after_layer(self, x: str, index: int) -> str:
         """The residual after what follows the MLP in some families."""
-        part, scale = f"layers.{index}.per_layer", f"layers.{index}.scale"
-        if self._has(f"{part}.gate"):
-            linear = self._linear(x, part, "gate", output="gate", kind="inner")
-            gate = self.layers.linear(replace(linear, activation=self.decoder.layers[index].activation))
-            own = f"per_layer.{index}"
-            is_last = index + 1 == len(self.decoder.layers)
-            gated = self.graph.node("Mul", [gate, self.select_rows(own) if is_last else own], f"{part}.gated")
-            x = self._add_residual(part, gated, x, "output")
+        scale = f"layers.{index}.scale"
+        if self.decoder.per_layer is not None:
+            added = self._from_per_layer(x, index)
+            x = self.graph.node("Add", [added, x], f"layers.{index}.per_layer.residual")
         if scale in self.weights.roles:
             factor = self.layers.vector(scale, self.weights.load(scale))
             x = self.graph.node("Mul", [x, factor], f"layers.{index}.scaled")
         return x
+
+    def _from_per_layer(self, x: str, index: int) -> str:
+        """What the numbers of a layer add to the residual, gated by rows x."""
+        part, own = f"layers.{index}.per_layer", f"per_layer.{index}"
+        if index + 1 == len(self.decoder.layers):
+            own = self.select_rows(own)
+        linear = self._linear(x, part, "gate", output="gate", kind="inner")
+        gate = self.layers.linear(replace(linear, activation=self.decoder.layers[index].activation))
+        gated = self.graph.node("Mul", [gate, own], f"{part}.gated")
+        outputs = self.layers.linear(self._linear(gated, part, "output", output="output", kind="inner"))
+        return self.layers.norm(outputs, self.norm(f"{part}.post_norm"))
+
+    def _with_laurel(self, x: str, mixed: str, part: str) -> str:
+        """The residual after attention plus a low-rank layer of its normed input x, at half the power."""
+        node, norm = self.graph.node, replace(self.norm(f"{part}.norm"), name=f"{part}.laurel_input")
+        normed = self.layers.norm(x, norm)
+        left = self._linear(normed, part, "laurel_left", output="laurel_left", kind="inner")
+        right = self._linear(
+            self.layers.linear(left), part, "laurel_right", output="laurel_right", kind="inner"
+        )
+        own = self.layers.norm(self.layers.linear(right), self.norm(f"{part}.laurel_norm"))
+        own = node("Add", [own, normed], f"{part}.laurel")
+        total = node("Add", [mixed, own], f"{part}.with_laurel")
+        return node("Mul", [total, self._number(f"{part}.laurel_share", 0.5**0.5)], f"{part}.halved")
+
+    def _cut_gates(self, packed: str, index: int, cutoff: float) -> str:
+        """f(gates) * values [rows, inner]; gates count from some standard deviations above their mean.
+
+        Source: `_gaussian_topk` of transformers' Gemma 3n: few of normally distributed gates stay positive.
+        """
+        node, part = self.graph.node, f"layers.{index}.mlp"
+        gate, up = f"{part}.gates", f"{part}.values"
+        node("Split", [packed], gate, up, axis=-1, num_outputs=2)
+        size = self.weights.rows(f"{part}.gate.weight").shape[0]
+        centred = node("Sub", [gate, self.layers.means(gate, f"{part}.mean", size)], f"{part}.centred")
+        squares = node("Mul", [centred, centred], f"{part}.squares")
+        deviation = node("Sqrt", [self.layers.means(squares, f"{part}.variance", size)], f"{part}.deviation")
+        least = node("Mul", [deviation, self._number(f"{part}.cutoff", cutoff)], f"{part}.least")
+        kept = node("Relu", [node("Sub", [centred, least], f"{part}.above")], f"{part}.kept")
+        described = Linear(x="", weight=Rows.of(np.empty((0, 0), np.float32)), output="", kind="inner")
+        activation = self.decoder.layers[index].activation
+        activated = self.layers.activated(kept, replace(described, activation=activation))
+        return node("Mul", [activated, up], f"{part}.inner_rows")
 
     def _short_conv(self, x: str, index: int, mixer: ShortConv) -> str:
         """Gates around a convolution: [num_tokens, hidden]."""
@@ -461,6 +539,8 @@ class _GraphWriter:
 
     def head(self, x: str) -> None:
         """Add the logits, and declare them as output."""
+        if self.decoder.altup is not None:
+            x = self._altup().joined(x)
         head = Linear(
             x=x,
             weight=self._weight(["head.weight"]),
@@ -587,18 +667,21 @@ class _GraphWriter:
 
     def _by_head(self, x: str, index: int, role: str) -> str:
         """The product of each head's columns and its rows of a weight."""
-        part, heads = f"layers.{index}.attention", self._attention(index).num_heads
-        weight = self.weights.rows(f"{part}.{role}.weight")
-        height = weight.shape[0] // heads
+        return self._in_groups(x, f"layers.{index}.attention.{role}", self._attention(index).num_heads)
 
-        def rows(head: int) -> Rows[np.float32]:
-            start = head * height
+    def _in_groups(self, x: str, role: str, count: int) -> str:
+        """The products of groups of columns, each with its rows of a weight."""
+        weight = self.weights.rows(f"{role}.weight")
+        height = weight.shape[0] // count
+
+        def rows(group: int) -> Rows[np.float32]:
+            start = group * height
             return Rows(
                 (height, weight.shape[1]), lambda first, last: weight.read(start + first, start + last)
             )
 
         return self.layers.grouped_linear(
-            [Linear(x=x, weight=rows(head), output=f"{part}.{role}", kind="inner") for head in range(heads)]
+            [Linear(x=x, weight=rows(group), output=role, kind="inner") for group in range(count)]
         )
 
     def _latent_norm(self, name: str, latent: Latent) -> Norm:
@@ -711,6 +794,8 @@ class _GraphWriter:
     def _inner_mlp(self, x: str, index: int) -> Linear:
         """f(gate(x)) * up(x), or f(up(x)) without a gate."""
         part, activation = f"layers.{index}.mlp", self.decoder.layers[index].activation
+        if self.decoder.layers[index].gate_cutoff is not None:
+            return self._linear(x, part, "gate", "up", output="inner", **self._pre_norm(part))
         gated = self._has(f"{part}.gate")
         return self._linear(
             x,
@@ -784,9 +869,11 @@ class _GraphWriter:
 
     def _pre_norm(self, part: str) -> dict[str, Any]:
         """The norm before attention or MLP, and the kind of the linear layers that read it."""
-        has_norm = self._has(f"{part}.norm")
-        # Without a norm, rows are as heavy-tailed as the residual.
-        return {"kind": "normed", "norm": self.norm(f"{part}.norm")} if has_norm else {"kind": "inner"}
+        # Without a norm, rows are as heavy-tailed as the residual. One that a residual has is not smoothed.
+        if not self._has(f"{part}.norm"):
+            return {"kind": "inner"}
+        kind = "inner" if self._has(f"{part}.laurel_left") else "normed"
+        return {"kind": kind, "norm": self.norm(f"{part}.norm")}
 
     def _xielu(self, part: str) -> FloatArray:
         names = ("alpha_p", "alpha_n", "beta")
@@ -807,13 +894,15 @@ class _GraphWriter:
         self, x: str, part: str, *roles: str, output: str, kind: LinearKind, **options: Any
     ) -> Linear:
         """Describe several linear layers as one, with their outputs concatenated."""
-        names = [f"{part}.{role}" for role in roles]
+        names, is_gated = [f"{part}.{role}" for role in roles], options.get("gated", False)
         biases = [bias for name in names if (bias := self.weights.optional(f"{name}.bias")) is not None]
         if biases and len(biases) < len(names):
             biases = [self._bias_or_zeros(name) for name in names]
         return Linear(
             x=x,
-            weight=self._weight([f"{name}.weight" for name in names], gated=options.get("gated", False)),
+            weight=self.weights.rows(f"{names[0]}.weight")
+            if kind == "exact"
+            else self._weight([f"{name}.weight" for name in names], gated=is_gated),
             bias=np.concatenate(biases) if biases else None,
             output=f"{part}.{output}",
             kind=kind,

@@ -50,6 +50,14 @@ All families have the same roles. `{}` is a layer; each role has a `.weight`, an
     per_layer.embedding                 [vocab, layers * size]; all of these of a `PerLayer`
     per_layer.projection                [layers * size, hidden]
     per_layer.norm                      [size]
+    altup.input                         [(streams - 1) * hidden, hidden]; .output; these of an `AltUp`
+    layers.{}.altup.norm                [hidden]
+    layers.{}.altup.router              [streams, hidden]
+    layers.{}.altup.predict             [streams * streams, streams]
+    layers.{}.altup.correct             [streams, streams]
+    layers.{}.altup.scale               [hidden], without .weight: multiplies what `per_layer.gate` reads
+    layers.{}.attention.laurel_left     [rank, hidden]: a low-rank layer beside attention, and its residual
+    layers.{}.attention.laurel_right    [hidden, rank]; .laurel_norm [hidden]
     layers.{}.per_layer.gate            [size, hidden]
     layers.{}.per_layer.output          [hidden, size]; .post_norm [hidden]
     norm                                [hidden]
@@ -224,7 +232,7 @@ def is_used(role: str, decoder: Decoder) -> bool:
     """Whether the decoder has a role that only some layers or models of its family have."""
     if role.startswith("per_layer.") or ".per_layer." in role:
         return decoder.per_layer is not None
-    if not role.startswith("layers.") or role.endswith(".scale"):
+    if not role.startswith("layers.") or role.endswith(".scale") or ".altup." in role:
         return True
     _, index, part, name, *_ = role.split(".")
     layer = decoder.layers[int(index)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from statistics import NormalDist
 from types import MappingProxyType
 from typing import Any
 
@@ -222,6 +223,91 @@ def _gemma3(header: GgufHeader) -> Config:
         "query_pre_attn_scalar": _query_scalar(header, largest=62),
         "final_logit_softcapping": header.get("final_logit_softcapping"),
         "rope_parameters": {"sliding_attention": window, "full_attention": header.rotary() | full},
+    }
+
+
+def _gemma3n(header: GgufHeader) -> Config:
+    num_layers = header["block_count"]
+    # A share of the gates of a layer is cut off, and the file has the standard deviations that cut it off.
+    cutoffs = header.get("activation_sparsity_scale", [])
+    shares = [round(NormalDist().cdf(cutoff), 6) for cutoff in cutoffs] or [0.0] * num_layers
+    return {
+        **_gemma_with_caches(header),
+        "rope_parameters": _rotary_by_type(header) | {"full_attention": _plain_rotary(header)},
+        "num_kv_shared_layers": header.get("attention.shared_kv_layers", max(num_layers - 20, 0)),
+        "altup_num_inputs": header.get("altup.num_inputs", 4),
+        "altup_active_idx": header.get("altup.active_idx", 0),
+        "laurel_rank": header.outputs("laurel_l"),
+        "activation_sparsity_pattern": shares,
+    }
+
+
+def _gemma4(header: GgufHeader) -> Config:
+    types, heads = header.layer_types(period=6), header.get("attention.head_count_kv")
+    inner = header["feed_forward_length"]
+    lengths = inner if isinstance(inner, list) else [inner]
+    own = next(index for index, kind in enumerate(types) if kind == "full_attention")
+    by_layer = heads if isinstance(heads, list) else [heads] * len(types)
+    config = _gemma_with_caches(header) | {
+        "head_dim": header["attention.key_length_swa"],
+        "global_head_dim": header["attention.key_length"],
+        "num_key_value_heads": next(
+            (count for count, kind in zip(by_layer, types, strict=False) if kind != "full_attention"),
+            by_layer[own],
+        ),
+        "num_global_key_value_heads": by_layer[own],
+        "attention_k_eq_v": f"blk.{own}.attn_v.weight" not in header.tensors,
+        "num_kv_shared_layers": header.get("attention.shared_kv_layers", 0),
+        "intermediate_size": lengths[0],
+        "use_double_wide_mlp": lengths[-1] > lengths[0],
+        "rope_parameters": _rotary_by_type(header),
+    }
+    if not header.get("expert_count"):
+        return config
+    return config | {
+        "enable_moe_block": True,
+        "num_experts": header["expert_count"],
+        "top_k_experts": header["expert_used_count"],
+        "moe_intermediate_size": header["expert_feed_forward_length"],
+    }
+
+
+def _gemma_with_caches(header: GgufHeader) -> Config:
+    """Return the fields that Gemma 3n and 4 share."""
+    table = header.tensors.get("per_layer_token_embd.weight")
+    return {
+        "sliding_window": header["attention.sliding_window"],
+        "layer_types": header.layer_types(period=5),
+        "hidden_size_per_layer_input": header.get("embedding_length_per_layer_input", 0),
+        "vocab_size_per_layer_input": 0 if table is None else table.shape[0],
+        "final_logit_softcapping": header.get("final_logit_softcapping"),
+    }
+
+
+def _plain_rotary(header: GgufHeader) -> Config:
+    return {"rope_type": "default", "rope_theta": header.get("rope.freq_base", 1_000_000.0)}
+
+
+def _rotary_by_type(header: GgufHeader) -> Config:
+    """Return the rotary positions of Gemma 4; the file divides frequencies that do not rotate by 1e30."""
+    divisors = header.tensors.get("rope_freqs.weight")
+    share = 1.0 if divisors is None else float((divisors.read() < 2).mean())
+    full = _plain_rotary(header) | {"rope_type": "proportional", "partial_rotary_factor": share}
+    window = {"rope_type": "default", "rope_theta": header.get("rope.freq_base_swa", 10_000.0)}
+    return {"sliding_attention": window, "full_attention": full}
+
+
+def _llama4(header: GgufHeader) -> Config:
+    """Return the fields of Llama 4, some of which llama.cpp has in its code only."""
+    num_layers, has_chunks = header["block_count"], header.get("attention.sliding_window") != 0
+    period = header.get("attention.sliding_window_pattern", 4) if has_chunks else num_layers + 1
+    return {
+        **_local_experts(header),
+        "intermediate_size_mlp": header["feed_forward_length"],
+        "interleave_moe_layer_step": header["interleave_moe_layer_step"],
+        "no_rope_layers": [int((index + 1) % period != 0) for index in range(num_layers)],
+        "attention_chunk_size": 8192 if has_chunks else None,
+        "use_qk_norm": header["expert_count"] != 128,
     }
 
 
@@ -787,6 +873,8 @@ GGUF_ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
         "gemma": _row("Gemma", model_type="gemma"),
         "gemma2": _row("Gemma2", model_type="gemma2", of=_gemma2),
         "gemma3": _row("Gemma3", model_type="gemma3_text", of=_gemma3),
+        "gemma3n": _row("Gemma3n", model_type="gemma3n_text", of=_gemma3n),
+        "gemma4": _row("Gemma4", model_type="gemma4_text", of=_gemma4),
         "glm4": _row("Glm4", model_type="glm4"),
         "glm4moe": _row("Glm4Moe", model_type="glm4_moe", of=_glm4_moe),
         "gpt-oss": _row("GptOss", model_type="gpt_oss", of=_gpt_oss),
@@ -807,6 +895,7 @@ GGUF_ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
         "lfm2": _row("Lfm2", model_type="lfm2", of=_lfm2),
         "lfm2moe": _row("Lfm2Moe", model_type="lfm2_moe", of=_lfm2_moe),
         "llama": _row("Llama", model_type="llama", pairs=True, of=_llama_or_mixtral),
+        "llama4": _row("Llama4", model_type="llama4_text", of=_llama4),
         "minimax-m2": _row(
             "MiniMaxM2",
             model_type="minimax_m2",

@@ -40,7 +40,7 @@ _UNSUPPORTED = {
 }
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 # Parts of the names of tensors that a file has as stacks.
-_STACKED = re.compile(r"\.norms\.\{n\}|\.\{e\}")
+_STACKED = re.compile(r"\.norms\.\{n\}|\.\{[en]\}")
 _EXPERTS = re.compile(r"\.(block_sparse_moe|mixer)\.experts\.")
 _OF_ROUTERS = {"mlp.router": "ffn_gate_inp", "mlp.choice": "exp_probs_b"}     # by role
 # The names of the parts of an MLP where the converter takes a tensor apart, by role.
@@ -49,8 +49,12 @@ _OF_MLPS = {
     for shared in ("", "shared.")
     for part in ("gate", "up", "down")
 }
-# The tensors of recurrent layers that are no modules, by role.
-_OF_STATES = {"mixer.rate": "ssm_a", "mixer.step_bias": "ssm_dt.bias", "mixer.skip": "ssm_d"}
+_OF_EXPERTS = {f"mlp.experts.{{e}}.{part}": f"ffn_{part}_exps" for part in ("gate", "up", "down")}
+# The tensors that are no modules and have no names in the package gguf, by role.
+_OF_VECTORS = {
+    "mixer.rate": "ssm_a", "mixer.step_bias": "ssm_dt.bias", "mixer.skip": "ssm_d",
+    "mlp.router_norm.weight": "ffn_gate_inp.scale", "mlp.expert_scales": "ffn_down_exps.scale",
+}
 # Ends of the names of tensors that have one row in a folder, and perhaps none in a file.
 _ONE_ROW = (".shared_expert_gate.weight", ".moe_statics.e_score_correction_bias")
 # Tensors from which the config is made.
@@ -209,7 +213,7 @@ def _tensors(
         num_layers=header["block_count"],
         has_two_norms=header.has("attn_norm_2.weight"),
     )
-    for own_name, tensor in header.tensors.items():
+    for own_name, tensor in _unpacked(header.tensors):
         if own_name.startswith(_ROTARY) or ".nextn." in own_name:
             continue
         module, _, part = own_name.rpartition(".")
@@ -238,6 +242,21 @@ def _tensors(
             is_rate=own_name.endswith(".ssm_a"),
             is_difference=names.get(module) in differences and part == "weight",
         )
+
+
+def _unpacked(tensors: Mapping[str, GgufTensor]) -> Iterator[tuple[str, GgufTensor]]:
+    """Yield the tensors, of gates and values of experts that are one tensor each half."""
+    for name, tensor in tensors.items():
+        if ".ffn_gate_up_exps." not in name:
+            yield name, tensor
+            continue
+        count, both, inputs = tensor.shape
+        flat = replace(tensor, shape=(count * both, inputs))
+        rows = np.arange(count * both).reshape(count, 2, -1)
+        for index, part in enumerate(("gate", "up")):
+            half = flat.rows(rows[:, index].reshape(-1))
+            own = name.replace("gate_up", part)
+            yield own, replace(half, shape=(count, both // 2, inputs))
 
 
 def _folder_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -298,9 +317,11 @@ def module_names(
                 own_name = f"blk.{layer}.{_OF_ROUTERS[part]}"
             if part in _OF_MLPS:
                 names.setdefault(f"blk.{layer}.{_OF_MLPS[part]}", name)
-            if part in _OF_STATES:
-                names[f"blk.{layer}.{_OF_STATES[part]}"] = name
+            if part in _OF_VECTORS:
+                names[f"blk.{layer}.{_OF_VECTORS[part]}"] = name
                 continue
+            if part in _OF_EXPERTS:
+                names.setdefault(f"blk.{layer}.{_OF_EXPERTS[part]}", name)
             # The name of one of two norms is that of the only norm too.
             is_other = file_architecture == "falcon" and has_two_norms == name.endswith(".input_layernorm")
             bare = known.get_name(f"{name}.weight")     # a norm of Falcon H1 has no .weight in a file

@@ -24,7 +24,8 @@ from genserve.export.stored_weight import StoredWeight
 from genserve.kernels.packing import WeightFormat, pack_float32, pack_quantized, quantize
 from genserve.sampling.logits_array import FloatArray
 
-LinearKind = Literal["normed", "inner", "head"]   # the field of `QuantizationScheme` for the weight
+# The field of `QuantizationScheme` for the weight; "exact": it has the type of the activations.
+LinearKind = Literal["normed", "inner", "head", "exact"]
 
 _QUANTIZED = ("embedding", "embedding.scales")    # the names of an embedding that an export quantizes
 
@@ -65,7 +66,7 @@ class Linear:
     activation: Activation | None = None    # applied to the outputs
     gated: bool = False                     # the activated first half times the second half: [rows, N / 2]
     residual: str = ""                      # a value [rows, N]
-    softcap: float | None = None            # for a head: outputs s become softcap * tanh(s / softcap)
+    softcap: float | None = None            # outputs s become softcap * tanh(s / softcap)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +176,11 @@ class Layers(ABC):
     @abstractmethod
     def linear(self, layer: Linear) -> str:
         """Add a linear layer."""
+
+    def means(self, x: str, name: str, size: int) -> str:
+        """Add the means [rows, 1] of rows [rows, size], as a product: ONNX's bits depend on the batch."""
+        weight = Rows.of(np.full((1, size), 1 / size, np.float32))
+        return self.linear(Linear(x=x, weight=weight, output=name, kind="exact"))
 
     def decoder_layer(self, layer: DecoderLayer) -> str:
         """Add a layer of a decoder as one operator; its value is named like the output of `down`."""
@@ -439,6 +445,8 @@ class FusedLayers(Layers):
         return self._own_format(layer) or "float32"
 
     def _own_format(self, layer: Linear) -> WeightFormat | None:
+        if layer.kind == "exact":
+            return None
         weight_format: WeightFormat | None = getattr(self.scheme, layer.kind)
         return weight_format
 

@@ -204,8 +204,9 @@ def _streamed_model(checkpoint: Checkpoint) -> PreTrainedModel:
                 module.padding_idx = None   # a row that the text may lack
                 module.register_forward_pre_hook(partial(load_rows, prefix=prefix))
             else:
-                # A layer with recurrent states reads the weight of its convolution instead of calling it.
-                if type(module) is torch.nn.Conv1d:
+                # A layer with recurrent states reads the weight of its convolution instead of calling it, and
+                # Gemma 3n's layers call methods of AltUp.
+                if type(module) is torch.nn.Conv1d or hasattr(module, "scale_corrected_output"):
                     caller = model.get_submodule(prefix.rpartition(".")[0])
                 caller.register_forward_pre_hook(partial(load, module=module, prefix=prefix))
             caller.register_forward_hook(partial(_unload, module=module, empties=empties))

@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 WRAPPERS = frozenset(
     {
         "Gemma3ForConditionalGeneration",
+        "Gemma3nForConditionalGeneration",
         "Gemma4ForConditionalGeneration",
         "Gemma4UnifiedForConditionalGeneration",
         "Idefics3ForConditionalGeneration",

@@ -11,6 +11,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+import torch
 from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
@@ -31,7 +32,10 @@ _ARCHITECTURES = {
     "deepseek_v3": "deepseek2",
     "ernie4_5_moe": "ernie4_5-moe",
     "gemma3_text": "gemma3",
+    "gemma3n_text": "gemma3n",
+    "gemma4_text": "gemma4",
     "glm": "chatglm",
+    "llama4_text": "llama4",
     "glm4_moe": "glm4moe",
     "gpt_neox": "gptneox",
     "gpt_oss": "gpt-oss",
@@ -181,7 +185,7 @@ def _fields(config: Any, architecture: str) -> dict[str, Any]:
             "attention.layer_norm_epsilon": config.layer_norm_epsilon,
         }
     heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    head_dim = config.to_dict().get("head_dim") or config.hidden_size // heads
     if architecture.startswith("nemotron_h"):
         return _nemotron_h_fields(config)
     rotary = config.rope_parameters.get("full_attention", config.rope_parameters)
@@ -197,9 +201,10 @@ def _fields(config: Any, architecture: str) -> dict[str, Any]:
         "rope.dimension_count": int(head_dim * rotary.get("partial_rotary_factor", 1.0)),
         **_rope_scaling(rotary),
     }
+    values = config.to_dict()
     for name in ("num_key_value_heads", "num_kv_heads"):
-        if hasattr(config, name):
-            fields["attention.head_count_kv"] = getattr(config, name)
+        if name in values:
+            fields["attention.head_count_kv"] = values[name]
     for name in ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"):
         if hasattr(config, name):
             fields["attention.layer_norm_epsilon"] = getattr(config, name)
@@ -221,6 +226,12 @@ def _fields(config: Any, architecture: str) -> dict[str, Any]:
         case "gemma3":
             fields["attention.sliding_window"] = config.sliding_window
             fields["rope.freq_base_swa"] = config.rope_parameters["sliding_attention"]["rope_theta"]
+        case "gemma3n" | "gemma4":
+            fields |= _gemma_fields(config, architecture)
+        case "llama4":
+            fields["feed_forward_length"] = config.intermediate_size_mlp
+            fields["expert_feed_forward_length"] = config.intermediate_size
+            fields["interleave_moe_layer_step"] = config.interleave_moe_layer_step
         case "granite" | "granitehybrid" | "granitemoe":
             fields["attention.scale"] = config.attention_multiplier
             fields["embedding_scale"] = config.embedding_multiplier
@@ -272,6 +283,47 @@ def _nemotron_h_fields(config: Any) -> dict[str, Any]:
     }
 
 
+def _gemma_fields(config: Any, architecture: str) -> dict[str, Any]:
+    types, shared = config.layer_types, config.num_kv_shared_layers
+    fields = {
+        "attention.sliding_window": config.sliding_window,
+        "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in types],
+        "attention.shared_kv_layers": shared,
+        "embedding_length_per_layer_input": config.hidden_size_per_layer_input,
+        "final_logit_softcapping": config.final_logit_softcapping,
+    }
+    if architecture == "gemma3n":
+        return fields | {
+            "feed_forward_length": config.intermediate_size,
+            "altup.active_idx": config.altup_active_idx,
+            "altup.num_inputs": config.altup_num_inputs,
+            "activation_sparsity_scale": [
+                float(torch.distributions.Normal(0, 1).icdf(torch.tensor(share)))
+                for share in config.activation_sparsity_pattern
+            ],
+        }
+    inner, count = config.intermediate_size, config.num_hidden_layers
+    wide = 2 * inner if config.use_double_wide_mlp else inner
+    full = next(config.per_layer_config[i] for i, kind in enumerate(types) if kind == "full_attention")
+    fields |= {
+        "attention.key_length": full.head_dim,
+        "attention.key_length_swa": config.to_dict()["head_dim"],
+        "rope.freq_base_swa": config.rope_parameters["sliding_attention"]["rope_theta"],
+        "feed_forward_length": [inner] * (count - shared) + [wide] * shared,
+    }
+    if config.attention_k_eq_v:
+        fields["attention.head_count_kv"] = [
+            config.per_layer_config[index].num_key_value_heads for index in range(count)
+        ]
+    if config.enable_moe_block:
+        fields |= {
+            "expert_count": config.num_experts,
+            "expert_used_count": config.top_k_experts,
+            "expert_feed_forward_length": config.moe_intermediate_size,
+        }
+    return fields
+
+
 def _state_fields(config: Any, architecture: str) -> dict[str, Any]:
     if architecture.startswith("lfm2"):
         heads = [config.num_key_value_heads if kind != "conv" else 0 for kind in config.layer_types]
@@ -303,6 +355,8 @@ def _state_fields(config: Any, architecture: str) -> dict[str, Any]:
 
 
 def _expert_fields(config: Any, architecture: str) -> dict[str, Any]:
+    if architecture == "gemma4":
+        return {}
     names = ("num_local_experts", "num_experts", "moe_num_experts", "n_routed_experts")
     count = next((getattr(config, name) for name in names if getattr(config, name, None)), 0)
     if not count:
@@ -372,6 +426,9 @@ def _tensors(folder: Path, config: Any, *, architecture: str, whole: bool) -> di
     for name, tensor in _stacked(load_file(folder / "model.safetensors")).items():
         if ".act_fn." in name:
             continue
+        if architecture in ("gemma3n", "gemma4", "llama4"):
+            tensors |= _of_gemma_or_llama4(tensor, name, config=config, architecture=architecture)
+            continue
         if ".experts.gate_up_proj" in name:     # of gpt-oss
             halves = tensor[..., 0::2], tensor[..., 1::2]
             for half, part in zip(halves, ("gate", "up"), strict=True):
@@ -437,6 +494,17 @@ def _tensors(folder: Path, config: Any, *, architecture: str, whole: bool) -> di
             tensor = tensor.squeeze()
         theirs = _name(name, config=config, architecture=architecture)
         tensors[theirs] = _converted(tensor, name, config=config, architecture=architecture)
+    if architecture == "gemma4":
+        [share] = {config.rope_parameters["full_attention"]["partial_rotary_factor"]}
+        [size] = {
+            config.per_layer_config[index].head_dim
+            for index, kind in enumerate(config.layer_types)
+            if kind == "full_attention"
+        }
+        rotated = int(size * share / 2)
+        divisors = np.full(size // 2, 1e30, np.float32)
+        divisors[:rotated] = 1
+        tensors["rope_freqs.weight"] = divisors
     if architecture in ("gpt2", "bloom"):
         tensors["output.weight"] = tensors["token_embd.weight"]
     rotary = getattr(config, "rope_parameters", None) or {}
@@ -448,6 +516,27 @@ def _tensors(folder: Path, config: Any, *, architecture: str, whole: bool) -> di
                 factors = np.array(rotary[f"{length}_factor"], np.float32)
                 tensors[f"rope_factors_{length}.weight"] = factors
     return tensors
+
+
+def _of_gemma_or_llama4(
+    tensor: Tensor, name: str, *, config: Any, architecture: str
+) -> dict[str, Tensor]:
+    """The tensors of a file that become of one of a folder."""
+    layer = name.split(".")[2] if ".layers." in name else ""
+    if architecture == "llama4" and name.endswith(".experts.gate_up_proj"):
+        halves = zip(np.split(tensor.swapaxes(1, 2), 2, axis=1), ("gate", "up"), strict=True)
+        return {f"blk.{layer}.ffn_{part}_exps.weight": half for half, part in halves}
+    if name.endswith(".router.scale"):
+        return {f"blk.{layer}.ffn_gate_inp.scale": tensor}
+    if name.endswith(".per_expert_scale"):
+        return {f"blk.{layer}.ffn_down_exps.scale": tensor}
+    if name.endswith("projections.weight"):
+        return {_name(name, config=config, architecture=architecture): tensor}
+    if architecture == "llama4" and name.endswith(".experts.down_proj"):
+        tensor = tensor.swapaxes(1, 2)
+    if name.endswith(("down_proj", "gate_up_proj", "layer_scalar", "_scale")):
+        name = f"{name}.weight"
+    return {_name(name, config=config, architecture=architecture): tensor}
 
 
 def _tiled(tensor: Tensor, name: str, *, config: Any) -> Tensor:
@@ -488,7 +577,7 @@ def _stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     experts: dict[str, dict[int, Tensor]] = {}
     others: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        if (found := re.fullmatch(r"(.*\.experts)\.(\d+)\.(.*)", name)) is None:
+        if (found := re.fullmatch(r"(.*\.experts|.*projections)\.(\d+)\.(.*)", name)) is None:
             others[name] = tensor
         else:
             experts.setdefault(f"{found[1]}.{found[3]}", {})[int(found[2])] = tensor

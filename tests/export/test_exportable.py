@@ -45,6 +45,7 @@ REFUSED = {
 }
 EXPORTED = {
     "cohere": "CohereForCausalLM", "gemma3": "Gemma3ForConditionalGeneration",
+    "gemma3n": "Gemma3nForConditionalGeneration",
     "gemma4": "Gemma4ForConditionalGeneration", "gemma4_unified": "Gemma4UnifiedForConditionalGeneration",
     "llama4": "Llama4ForConditionalGeneration",
     "granite": "GraniteForCausalLM", "granitemoehybrid": "GraniteMoeHybridForCausalLM",

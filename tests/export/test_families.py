@@ -289,6 +289,18 @@ def test_its_bits_are_the_same_in_any_batch_and_chunks(tmp_path: Path, model: st
             assert logits[index].tobytes() == expected.tobytes(), length
 
 
+def test_only_layers_with_a_cache_of_their_own_take_memory_for_it(tmp_path: Path) -> None:
+    source = tiny_checkpoint(tmp_path / "checkpoint", **TINY_MODELS["gemma4"])
+    graph = write_graph(source, tmp_path / "graph")
+    caches = graph.dimensions.caches
+    assert [(each.layer, each.num_kv_heads, each.head_dim) for each in caches] == [
+        (0, 2, 16), (1, 2, 32), (2, 2, 16)
+    ]  # fmt: skip
+    model = graph.logits(max_num_seqs=1, max_length=128)
+    numbers = sum(each.num_kv_heads * each.head_dim for each in caches)
+    assert model.cache.block_bytes == model.block_size * 2 * numbers * 4
+
+
 def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
     config = {**TINY_MODELS["glm4_moe"], "num_nextn_predict_layers": 1}
     source = tiny_checkpoint(tmp_path / "checkpoint", **config)

@@ -54,6 +54,15 @@ _CONVERTED = {
         "query_pre_attn_scalar": 32,
     },
     "gemma2": TINY_MODELS["gemma2"] | {"query_pre_attn_scalar": 32},
+    "gemma3n": TINY_MODELS["gemma3n"] | {"vocab_size_per_layer_input": 320},
+    "llama4": TINY_MODELS["llama4"]
+    | {
+        "num_hidden_layers": 4,
+        "no_rope_layers": [1, 1, 1, 0],
+        "attention_chunk_size": 8192,
+        "floor_scale": 8192,
+        "attn_scale": 0.1,
+    },
     "ministral3": TINY_MODELS["ministral3"]
     | {
         "sliding_window": None,
@@ -147,9 +156,10 @@ def test_the_parts_of_a_quantized_tensor_keep_its_codes(tmp_path: Path) -> None:
         [
             "arcee", "bloom_6_heads", "cohere", "cohere2", "cohere_head_norms", "deepseek_v2",
             "deepseek_v3", "ernie4_5", "exaone4", "ernie4_5_moe", "exaone4_full", "falcon_grouped",
-            "falcon_h1", "gemma", "gemma2", "gemma3", "glm", "glm4", "glm4_moe", "gpt2", "gpt_neox",
-            "gpt_neox_odd", "gpt_neox_serial", "gpt_oss", "granite", "granite4_h", "granite4_h_experts",
-            "granitemoe", "granitemoe_shared", "lfm2", "lfm2_moe", "llama_biases", "llama_linear_rope",
+            "falcon_h1", "gemma", "gemma2", "gemma3", "gemma3n", "gemma4",
+            "gemma4_experts", "glm", "glm4", "glm4_moe", "gpt2", "gpt_neox", "gpt_neox_odd",
+            "gpt_neox_serial", "gpt_oss", "granite", "granite4_h", "granite4_h_experts", "granitemoe",
+            "granitemoe_shared", "lfm2", "lfm2_moe", "llama4", "llama_biases", "llama_linear_rope",
             "llama_yarn_rope", "minimax_m2", "ministral3", "mixtral", "nemotron", "nemotron_h",
             "nemotron_h_experts", "olmo", "olmo2", "olmo3", "olmoe", "phi3", "phi3_longrope", "phi_plain",
             "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe", "seed_oss",
@@ -157,7 +167,7 @@ def test_the_parts_of_a_quantized_tensor_keep_its_codes(tmp_path: Path) -> None:
         ],
         always={
             "bloom_6_heads", "cohere", "falcon_grouped", "gemma2", "gpt2", "gpt_neox", "gpt_oss",
-            "llama_yarn_rope", "mixtral", "qwen3", "qwen3_5",
+            "llama_yarn_rope", "mixtral", "qwen3", "qwen3_5", "gemma3n", "gemma4", "gemma4_experts", "llama4",
         },
     ),
 )  # fmt: skip
@@ -364,12 +374,17 @@ def decoder_of(checkpoint: Checkpoint) -> Decoder:
     decoder = family.decoder(checkpoint.config)
     layers = [replace(layer, attention=rounded_attention(layer.attention)) for layer in decoder.layers]
     for index, layer in enumerate(layers):
+        if layer.gate_cutoff is not None:
+            layers[index] = replace(layer, gate_cutoff=round(layer.gate_cutoff, 4))
         if isinstance(layer.mixer, LinearAttention):
             mixer = replace(layer.mixer, norm_epsilon=float(f"{layer.mixer.norm_epsilon:.5g}"))
             layers[index] = replace(layer, mixer=mixer)
     names = ("norm_epsilon", "residual_scale", "logits_scale", "embedding_scale")
     scales = {name: value and float(f"{value:.5g}") for name in names for value in [getattr(decoder, name)]}
-    return replace(decoder, layers=tuple(layers), **scales)
+    per_layer = decoder.per_layer
+    if per_layer is not None:
+        per_layer = replace(per_layer, norm_epsilon=float(f"{per_layer.norm_epsilon:.5g}"))
+    return replace(decoder, layers=tuple(layers), per_layer=per_layer, **scales)
 
 
 def rounded_attention(attention: Attention | None) -> Attention | None:

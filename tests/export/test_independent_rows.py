@@ -46,13 +46,17 @@ MODELS = (
     "olmo",
     "olmo2",
     "stablelm_parallel",
+    "gemma3n",
+    "gemma4",
+    "gemma4_experts",
+    "llama4",
 )
 NUM_ROWS, MAX_LENGTH = 33, 100
 
 
-# Between them: biases by distance, windows and norms of heads, rotations and biases of projections, and the
-# operators of ONNX around ours.
-ALWAYS = {"bloom_6_heads", "gemma3", "apertus"}
+# Between them: biases by distance, windows and norms of heads, rotations and biases of projections, the
+# operators of ONNX around ours, and shared caches.
+ALWAYS = {"bloom_6_heads", "gemma3", "apertus", "gemma4"}
 
 
 @pytest.fixture(

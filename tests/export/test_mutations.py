@@ -100,6 +100,8 @@ def wrong_decoders(decoder: Decoder, *, is_embedding_normed: bool) -> Iterator[t
         yield "per_layer.epsilon", replace(decoder, per_layer=replace(per_layer, norm_epsilon=0.1))
         scaled = replace(per_layer, embedding_scale=1.1 * per_layer.embedding_scale)
         yield "per_layer.scale", replace(decoder, per_layer=scaled)
+    if decoder.altup is not None:
+        yield "altup.least", replace(decoder, altup=replace(decoder.altup, least=10.0))
     for index in distinct_layers(decoder):
         layer = decoder.layers[index]
         for what, wrong in (*wrong_layers(layer), *wrong_caches(decoder, index)):
@@ -120,6 +122,9 @@ def wrong_layers(layer: Layer) -> Iterator[tuple[str, Layer]]:
         yield "activation", replace(layer, activation="relu" if layer.activation != "relu" else "silu")
         if layer.attention is not None or layer.mixer is not None:
             yield "parallel", replace(layer, parallel=not layer.parallel)
+    if layer.gate_cutoff is not None:
+        yield "no gate cutoff", replace(layer, gate_cutoff=None)
+        yield "gate cutoff", replace(layer, gate_cutoff=1.1 * layer.gate_cutoff)
     if isinstance(layer.mixer, LinearAttention):
         for what, mixer in wrong_mixers(layer.mixer):
             yield what, replace(layer, mixer=mixer)

@@ -84,6 +84,17 @@ def test_a_stage_whose_operators_read_positions_gets_them(tmp_path, model):
     assert export(source, tmp_path / "repository").largest_logit_difference < 1e-4
 
 
+def test_a_stage_has_the_sizes_of_its_layers(tmp_path):
+    source = write_tiny(tmp_path / "checkpoint", **TINY_MODELS["gemma4_experts"])
+    assert export(source, tmp_path / "repository").largest_logit_difference < 1e-4
+
+
+def test_layers_that_share_caches_are_not_divided(tmp_path):
+    source = write_tiny(tmp_path / "checkpoint", **TINY_MODELS["gemma4"])
+    with pytest.raises(ExportError, match="share caches or embeddings"):
+        export(source, tmp_path / "repository")
+
+
 def test_the_precision_decides_how_many_layers_a_head_is_worth():
     weights, decoder = sized(num_layers=12, vocab_size=640)    # the head is as large as eight layers
     lengths = {

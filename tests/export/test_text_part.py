@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,9 @@ from transformers.models.auto import modeling_auto
 from genserve.export.text_part import WRAPPERS
 from tests.export.graphs import write_graph
 from tests.export.test_families import MAX_DIFFERENCE, chunked_logits, random_ids
-from tests.export.tiny_models import TINY_MODELS, randomize
+from tests.export.tiny_models import TINY_MODELS, randomize, tiny_checkpoint
 from tests.support.tiny_llama import tiny_tokenizer
-from tests.support.transformers_reference import reference_logits
+from tests.support.transformers_reference import reference_logits, reference_model
 
 _VISION = {
     "hidden_size": 32,
@@ -86,7 +87,23 @@ _MAPPINGS = [
 
 def test_every_wrapper_has_a_tiny_model() -> None:
     named = {name for names in _MAPPINGS for kind, name in names.items() if kind in _TEXTS}
-    assert named == WRAPPERS
+    assert named | {"Gemma3nForConditionalGeneration"} == WRAPPERS
+
+
+def test_the_text_model_of_gemma_3n_is_found_in_its_wrapper(tmp_path: Path) -> None:
+    """Its encoder of images is one of timm, so the wrapper is written by hand."""
+    folder, ids = tiny_checkpoint(tmp_path / "checkpoint", **TINY_MODELS["gemma3n"]), random_ids(100, seed=1)
+    expected = reference_logits(reference_model(folder), ids)
+    text = json.loads((folder / "config.json").read_text())
+    config = {"model_type": "gemma3n", "architectures": ["Gemma3nForConditionalGeneration"]}
+    (folder / "config.json").write_text(json.dumps(config | {"text_config": text}))
+    path = folder / "model.safetensors"
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): tensor for name, tensor in load_file(path).items()
+    }
+    save_file(tensors | {"model.embed_vision.embedding.weight": torch.ones(2, 2)}, path)
+    graph = write_graph(folder, tmp_path / "graph")
+    assert np.abs(chunked_logits(graph, ids) - expected).max() < MAX_DIFFERENCE
 
 
 @pytest.mark.parametrize("model_type", _TEXTS)

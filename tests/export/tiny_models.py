@@ -17,7 +17,7 @@ __all__ = ["HYBRID_TYPES", "OWN_TYPES", "REPRESENTATIVES", "TINY_MODELS", "rando
 REPRESENTATIVES = {
     "bloom_4_heads", "cohere_head_norms", "falcon", "gemma2", "gpt2", "granite4", "llama", "olmo3", "phi",
     "phi3_longrope", "mixtral", "gpt_oss", "deepseek_v3", "falcon_h1", "lfm2", "qwen3_5", "gemma4",
-    "gemma4_experts", "llama4",
+    "gemma3n", "gemma4_experts", "llama4",
 }  # fmt: skip
 
 # The model types with recurrent states; Granite 4 may have none.
@@ -27,7 +27,7 @@ HYBRID_TYPES = {
 }  # fmt: skip
 
 # Further model types whose attention only genserve's operators compute.
-OWN_TYPES = {"gemma4_text", "gemma4_unified_text", "llama4_text"}
+OWN_TYPES = {"gemma3n_text", "gemma4_text", "gemma4_unified_text", "llama4_text"}
 
 _SIZES = {
     "num_hidden_layers": 2,
@@ -141,6 +141,20 @@ TINY_MODELS: Mapping[str, Mapping[str, Any]] = {
     "gemma": _GEMMA | {"model_type": "gemma"},
     "gemma2": _GEMMA2 | _CAPPED | {"model_type": "gemma2"},
     "gemma3": _GEMMA2 | {"model_type": "gemma3_text", "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma3n": _GROUPED
+    | {
+        "model_type": "gemma3n_text",
+        "num_hidden_layers": 6,
+        "head_dim": 16,
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "num_kv_shared_layers": 3,
+        "hidden_size_per_layer_input": 32,
+        "vocab_size_per_layer_input": 300,
+        "laurel_rank": 32,
+        "activation_sparsity_pattern": [0.9, 0.0, 0.8, 0.0, 0.0, 0.0],
+        "final_logit_softcapping": 3.0,
+    },
     "gemma4": _GEMMA4
     | {
         "num_hidden_layers": 6,

@@ -29,6 +29,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "GPTNeoXForCausalLM": gpt.GPT_NEOX,
         "Gemma2ForCausalLM": gemma.GEMMA2,
         "Gemma3ForCausalLM": gemma.GEMMA3,
+        "Gemma3nForCausalLM": gemma.GEMMA3N,
         "Gemma4ForCausalLM": gemma.GEMMA4,
         "Gemma4UnifiedForCausalLM": gemma.GEMMA4,
         "GemmaForCausalLM": gemma.GEMMA,

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from statistics import NormalDist
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from genserve.export.decoder import Attention, Decoder, Experts, HeadNorm, Layer, PerLayer, Rotary, Router
+from genserve.export.decoder import (
+    AltUp,
+    Attention,
+    Decoder,
+    Experts,
+    HeadNorm,
+    Layer,
+    PerLayer,
+    Rotary,
+    Router,
+)
 from genserve.export.decoder_weights import TensorMap, TensorSource, half
 from genserve.export.families.experts import stacked_experts
 from genserve.export.families.family import Family, read_activation, read_rotary, require
@@ -201,4 +212,92 @@ GEMMA4 = Family(
     prefix="model.",
     # Layers that share a cache have keys and values in checkpoints, which transformers ignores too.
     ignored=(".k_proj.weight", ".v_proj.weight", ".k_norm.weight"),
+)
+
+
+# Gemma 3n: the attention and the numbers for each layer of Gemma 4, with one size of heads; several streams,
+# a low-rank layer beside attention, and gates of which few count.
+_ALTUP = "model.layers.{}.altup"
+
+
+def _rows(tensor: FloatArray, _decoder: Decoder) -> FloatArray:
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+def _altup_norm(weight: FloatArray, decoder: Decoder) -> FloatArray:
+    return weight / np.float32(decoder.hidden_size)
+
+
+_GEMMA3N_NAMES: TensorMap = MappingProxyType(
+    {
+        **LLAMA_NAMES,
+        **HEAD_NORM_NAMES,
+        **_PER_LAYER_NAMES,
+        "layers.{}.attention.post_norm": "model.layers.{}.post_attention_layernorm",
+        "layers.{}.attention.laurel_left": "model.layers.{}.laurel.linear_left",
+        "layers.{}.attention.laurel_right": "model.layers.{}.laurel.linear_right",
+        "layers.{}.attention.laurel_norm": "model.layers.{}.laurel.post_laurel_norm",
+        "layers.{}.mlp.norm": "model.layers.{}.pre_feedforward_layernorm",
+        "layers.{}.mlp.post_norm": "model.layers.{}.post_feedforward_layernorm",
+        "altup.input": TensorSource(("model.altup_projections.{n}",), unpack=_rows),
+        "altup.output": TensorSource(("model.altup_unembed_projections.{n}",), unpack=_rows),
+        "layers.{}.altup.norm": TensorSource((f"{_ALTUP}.router_norm",), unpack=_altup_norm),
+        "layers.{}.altup.router": f"{_ALTUP}.modality_router",
+        "layers.{}.altup.predict": f"{_ALTUP}.prediction_coefs",
+        "layers.{}.altup.correct": f"{_ALTUP}.correction_coefs",
+        "layers.{}.altup.scale": TensorSource((f"{_ALTUP}.correct_output_scale",), kind="tensor"),
+    }
+)
+
+
+def _describe_gemma3n(config: Any) -> Decoder:
+    active = config.altup_active_idx
+    require(active == 0, found=f"altup_active_idx {active}", known="0")
+    require(config.altup_correct_scale, found="altup_correct_scale false", known="true")
+    rotaries = {
+        kind: read_rotary(config, num_dims=config.head_dim, layer_type=kind)
+        for kind in set(config.layer_types)
+    }
+    activation = read_activation(config.hidden_activation, gated=True)
+    layers = (
+        Layer(
+            attention=Attention(
+                num_heads=config.num_attention_heads,
+                num_kv_heads=config.num_key_value_heads,
+                head_dim=config.head_dim,
+                scale=1.0,
+                rotary=rotaries[kind],
+                window=config.sliding_window if kind == "sliding_attention" else None,
+                head_norm=HeadNorm(),
+                value_norm=True,
+                cache_of=source,
+            ),
+            activation=activation,
+            gate_cutoff=NormalDist().inv_cdf(share) if share > 0 else None,
+        )
+        for kind, source, share in zip(
+            config.layer_types, _sources_of_caches(config), config.activation_sparsity_pattern, strict=True
+        )
+    )
+    return Decoder(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        context_length=config.max_position_embeddings,
+        layers=tuple(layers),
+        norm="rms",
+        norm_epsilon=config.rms_norm_eps,
+        embedding_scale=math.sqrt(config.hidden_size),
+        logits_softcap=config.final_logit_softcapping,
+        tied=config.tie_word_embeddings,
+        per_layer=_per_layer(config),
+        altup=AltUp(num_streams=config.altup_num_inputs),
+    )
+
+
+GEMMA3N = Family(
+    name="gemma3n",
+    describe=_describe_gemma3n,
+    names=_GEMMA3N_NAMES,
+    prefix="model.",
+    ignored=GEMMA4.ignored,
 )
