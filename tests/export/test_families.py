@@ -361,7 +361,7 @@ def test_the_graph_has_metadata(tiny_checkpoint: Path, tmp_path: Path) -> None:
     model = onnx.load(folder / "model.onnx", load_external_data=False)
     assert {entry.key: entry.value for entry in model.metadata_props} == {
         "genserve.family": "llama",
-        "genserve.operators": "6",
+        "genserve.operators": "7",
         "genserve.precision": "fp16",
         "genserve.context_length": "256",
         "genserve.source": "tiny",

@@ -78,15 +78,19 @@ def test_the_logits_are_those_of_the_dequantized_weights(
     assert difference(file, tmp_path) < 0.04    # rows are rounded to 8 bits
 
 
-@pytest.mark.parametrize(("model", "kind"), [("lfm2", "Q8_0"), ("qwen3_5", "Q8_0"), ("qwen3_5", five_types)])
-def test_hybrids_run_the_blocks_of_their_files(
+@pytest.mark.parametrize(
+    ("model", "kind"),
+    [("lfm2", "Q8_0"), ("qwen3_5", "Q8_0"), ("qwen3_5", five_types), ("gemma3n", "Q8_0"), ("gemma4", "Q8_0")],
+)
+def test_hybrids_and_gemma_run_the_blocks_of_their_files(
     tmp_path: Path, model: str, kind: str | Callable[[str], str]
 ) -> None:
     """llama.cpp has heads of values of Qwen 3.5 in another order, which the last weight has as `order`."""
     sizes = {"linear_value_head_dim": 32} if model == "qwen3_5" else {}
     folder = tiny_checkpoint(tmp_path / "tiny", **TINY_MODELS[model] | sizes)
     file = write_gguf(folder, tmp_path / "tiny.gguf", kind=kind)
-    assert difference(file, tmp_path, typical=np.median) < 0.04
+    # Gemma 4 does not scale scores, so that random heads amplify what rows lose by their rounding.
+    assert difference(file, tmp_path, typical=np.median) < (0.1 if model == "gemma4" else 0.04)
     [graph] = (tmp_path / "source").rglob("model.onnx")
     orders = [tensor.name for tensor in onnx.load(graph, load_external_data=False).graph.initializer]
     assert any(name.endswith("mixer.output.order") for name in orders) == (model == "qwen3_5")
@@ -121,6 +125,8 @@ def experts_in_q4_k(name: str) -> str:
         pytest.param("mixtral_256", "Q4_0", {"q4"}, marks=pytest.mark.extended),
         pytest.param("granitemoe", "Q8_0", {"q8"}, marks=pytest.mark.extended),
         pytest.param("qwen2_moe_64", "Q5_0", {"q5"}, marks=pytest.mark.extended),
+        ("gemma4_experts_64", "Q8_0", {"q8"}),
+        pytest.param("llama4", "Q4_0", {"q4"}, marks=pytest.mark.extended),
     ],
 )
 def test_experts_keep_their_formats(
@@ -129,7 +135,9 @@ def test_experts_keep_their_formats(
     wide = {"hidden_size": 256, "intermediate_size": 256, "sliding_window": None}
     shared = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "decoder_sparse_step": 1}
     models = TINY_MODELS | {
-        "mixtral_256": TINY_MODELS["mixtral"] | wide, "qwen2_moe_64": TINY_MODELS["qwen2_moe"] | shared
+        "mixtral_256": TINY_MODELS["mixtral"] | wide,
+        "qwen2_moe_64": TINY_MODELS["qwen2_moe"] | shared,
+        "gemma4_experts_64": TINY_MODELS["gemma4_experts"] | {"moe_intermediate_size": 64},
     }
     folder = tiny_checkpoint(tmp_path / "tiny", **models[model])
     file = write_gguf(folder, tmp_path / "tiny.gguf", kind=kind)
