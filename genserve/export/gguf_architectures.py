@@ -671,6 +671,10 @@ def _granite_hybrid(header: GgufHeader) -> Config:
 
 
 def _nemotron_h(header: GgufHeader) -> Config:
+    """Return the fields of Nemotron H.
+
+    A file has no least step, and llama.cpp none; transformers' default is that of the checkpoints.
+    """
     predictors = header.get("nextn_predict_layers", 0)
     num_layers = header["block_count"] - predictors
     parts = {"ssm_in": "linear_attention", "attn_q": "full_attention", "ffn_gate_inp": "moe"}

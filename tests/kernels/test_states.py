@@ -95,6 +95,8 @@ def test_slots_that_no_row_writes_are_unchanged(operator: Any) -> None:
         ({"sources": [ZERO, 1, -2, 3]}, "row 2 reads slot -2"),
         ({"targets": [0, 1, 2, -1]}, "row 3 reads slot 3 and writes slot -1"),
         ({"targets": [0, 1, 2, 6]}, "writes slot 6"),
+        ({"targets": [0, 1, 2, 1]}, "rows 1 and 3 write the same slot"),
+        ({"targets": [1, 3, 2, 0]}, "row 1 reads a slot that row 0 writes"),
         ({"targets": [0, 1, 2]}, r"state_target has shape \[3\], not \[4\]"),
         ({"lengths": [5, 0, 31, 2]}, "cumulative_sequence_length does not ascend"),
         ({"lengths": [5, 1, 30, 3]}, "cumulative_sequence_length does not ascend"),

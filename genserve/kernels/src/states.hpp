@@ -2,7 +2,7 @@
 //
 // A slot holds the states of one sequence after some of its tokens. A row of the batch is a sequence: its new tokens begin
 // from the state of its source slot, and the state after the last of them goes to its target slot. A source may be the
-// target, or the source of several rows; a target belongs to one row.
+// target, or the source of several rows; a target belongs to one row, and no other row reads it.
 #pragma once
 
 #include "tensor.hpp"
@@ -33,10 +33,20 @@ bool check_states(const StateInputs& in, int64_t num_tokens, Error& error, Sizes
   for (int64_t row = 0; row < batch; row++) ascends = ascends && starts[row] < starts[row + 1];
   if (!ascends) return error.set("cumulative_sequence_length does not ascend from 0 to the number of tokens");
   const int64_t slots = in.past_state.shape[0];
+  const int32_t *sources = in.state_source.as<int32_t>(), *targets = in.state_target.as<int32_t>();
   for (int64_t row = 0; row < batch; row++) {
-    const int32_t source = in.state_source.as<int32_t>()[row], target = in.state_target.as<int32_t>()[row];
+    const int32_t source = sources[row], target = targets[row];
     if (source < kZeroState || source >= slots || target < 0 || target >= slots) {
       return error.set("row %lld reads slot %d and writes slot %d of %lld", (long long)row, source, target, (long long)slots);
+    }
+  }
+  for (int64_t row = 0; row < batch; row++) {
+    for (int64_t other = 0; other < batch; other++) {
+      if (other == row) continue;
+      if (targets[other] == targets[row]) return error.set("rows %lld and %lld write the same slot", (long long)row, (long long)other);
+      if (sources[other] == targets[row]) {
+        return error.set("row %lld reads a slot that row %lld writes", (long long)other, (long long)row);
+      }
     }
   }
   return true;
