@@ -133,6 +133,14 @@ COMMANDS = {
         summary="Find the errors in a model repository",
         examples=("genserve check --model-repository ./model_repository --strict",),
     ),
+    "calibrate": Command(
+        heading=_MODELS,
+        summary="Fit the probabilities of decisions to labelled answers",
+        examples=(
+            "genserve calibrate smollm2 labelled.jsonl",
+            "genserve calibrate smollm2 labelled.jsonl --dry-run",
+        ),
+    ),
     "cache": Command(
         heading=_MODELS,
         summary="Compute the beginning of prompts into the repository",

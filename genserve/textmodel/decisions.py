@@ -18,7 +18,8 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from genserve.completion import TopTokens
+from genserve.completion import TopTokens, join_deltas
+from genserve.engine.delta_streams import DeltaStream
 from genserve.engine.generation_request import GenerationRequest
 from genserve.errors import ContextLengthExceeded, InvalidRequest, ModelFailed, require
 from genserve.prompt import Chat, Message, Reasoning
@@ -247,6 +248,29 @@ def prepare_read(
             max_length=error.max_length,
         ) from None
     return Read(question=question, labels=labels, requests=requests)
+
+
+def decide(
+    model: TextModel,
+    state: Any,
+    question: Question,
+    *,
+    instructions: str | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> Probabilities:
+    """Return the log-probability of each option of a question, [options]; waits for the model.
+
+    Raises:
+        GenserveError: see `prepare_read` and `TextEngine.submit`; or the model fails.
+    """
+    read = prepare_read(
+        model, state, question, instructions=instructions, template_kwargs=template_kwargs
+    )
+    answers: dict[GenerationRequest, TopTokens] = {}
+    for request in read.requests.values():
+        with DeltaStream(model.engine, request) as stream:
+            answers[request] = join_deltas(stream).top_logprobs[0]
+    return read.logprobs(answers)
 
 
 def _label_ids(tokenizer: Tokenizer, prompt_ids: TokenIds, label: str) -> TokenIds:

@@ -18,6 +18,8 @@ _FILES: Mapping[str, str] = {"onnxruntime": "model.onnx", "pytorch": "model.pt"}
 PARITY_FILE = "parity.json"
 # Below it are the blocks of prefixes that `genserve cache build` has computed.
 PREFIXES_FOLDER = "prefixes"
+# The temperatures of decisions that `genserve calibrate` has fitted.
+CALIBRATION_FILE = "calibration.json"
 _DEFAULT_LENGTH = 1024  # tokens; a graph without a cache does not say how many it takes
 
 
@@ -105,13 +107,14 @@ def logits_files(config: ModelConfig, folder: Path) -> list[Path]:
 def version_files(folder: Path) -> Iterator[Path]:
     """Yield the files of a version in order, without those that do not change what it computes.
 
-    These are hidden files, what Python has compiled, and prefixes that were computed with it.
+    These are hidden files, what Python has compiled, and what was computed with it: prefixes, a calibration.
     """
     for path in sorted(folder.rglob("*")):
         parts = path.relative_to(folder).parts
         is_left_out = any(part.startswith(".") or part == "__pycache__" for part in parts)
         is_prefix = parts[0] == PREFIXES_FOLDER and path.suffix == ".kv"
-        if not is_left_out and not is_prefix and path.is_file():
+        is_calibration = parts == (CALIBRATION_FILE,)
+        if not (is_left_out or is_prefix or is_calibration) and path.is_file():
             yield path
 
 

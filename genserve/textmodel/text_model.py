@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
+from functools import cached_property
 from typing import Any, TypeVar
 
 from genserve.completion import join_deltas
@@ -13,15 +15,19 @@ from genserve.engine.delta_streams import DeltaStream
 from genserve.engine.disk_cache import DiskCache
 from genserve.engine.generation_request import GenerationRequest
 from genserve.engine.text_engine import TextEngine
-from genserve.errors import Closed, InvalidRequest
+from genserve.errors import Closed, InvalidRequest, ModelFailed
 from genserve.prompt import Chat, Prompt, Reasoning
 from genserve.sampling.sampling_params import SamplingParams
 from genserve.text.message_parser import MessageParser
 from genserve.text.tokenizer import Tokenizer
+from genserve.textmodel.calibration import Calibration, calibrated_model
 from genserve.textmodel.decoder_stage import Decoding
 from genserve.textmodel.input_processor import InputProcessor
 from genserve.textmodel.logits_runtime import LogitsFigures
+from genserve.textmodel.receipts import described
 from genserve.textmodel.sequence_builder import SequenceBuilder
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -66,6 +72,7 @@ class TextModel:
         default_sampling_params: Mapping[str, Any],
         weights_bytes: int,
         disk_cache: DiskCache | None = None,
+        calibration: Calibration | None = None,
     ) -> None:
         self.name = name
         self.tokenizer = tokenizer
@@ -79,6 +86,7 @@ class TextModel:
         self.loaded_s = time.time()
         self.weights_bytes = weights_bytes
         self.disk_cache = disk_cache
+        self._calibration = calibration
         self.inputs = InputProcessor(
             name=name,
             tokenizer=tokenizer,
@@ -189,6 +197,25 @@ class TextModel:
         """Return the fields of receipts that describe this model; see `ModelReceipts.facts`."""
         assert self.builder.receipts is not None    # the model runs in this process
         return self.builder.receipts.facts(self.logits)
+
+    @cached_property
+    def temperatures(self) -> Mapping[str, float]:
+        """The fitted temperatures of decisions, by type of question; empty: none were fitted for these files.
+
+        The first access hashes the files, for about a second per gigabyte.
+        """
+        if self._calibration is None:
+            return {}
+        try:
+            is_same = self._calibration.model == calibrated_model(described(self.facts()))
+        except ModelFailed:     # the files have changed since the load
+            is_same = False
+        if not is_same:
+            logger.warning(
+                "the calibration of model %s is of other files, and is not used; run `genserve calibrate`",
+                self.name,
+            )
+        return self._calibration.temperatures if is_same else {}
 
     def repeat(self, request: GenerationRequest) -> Mapping[str, Any]:
         """Answer the request of a receipt, and return the receipt of the answer.

@@ -28,6 +28,7 @@ from genserve.errors import RepositoryError
 from genserve.generation_metrics import Metrics
 from genserve.inference_statistics import ModelStatistics
 from genserve.text.tokenizer import Tokenizer
+from genserve.textmodel.calibration import read_calibration
 from genserve.textmodel.decoder_stage import load_decoding
 from genserve.textmodel.disk_prefixes import open_disk_cache
 from genserve.textmodel.logits_config import CacheKind, cache_kind, file_states, version_files
@@ -72,6 +73,7 @@ def load_text_model(
         tokenizer = Tokenizer.from_folder(stages["tokenizer"].folder)
         undo.callback(tokenizer.close)      # an error refers to it, and is kept
         default_sampling_params = defaults(stages["tokenizer"].folder)
+        calibration = read_calibration(stages["logits"].folder)
         decoder = stages["decoder"]
         path = decoder.folder / decoder.config.default_model_filename
         decoding = load_decoding(path, name=decoder.name, parameters=decoder.config.parameters)
@@ -121,6 +123,7 @@ def load_text_model(
         default_sampling_params=default_sampling_params,
         weights_bytes=sum(file.stat().st_size for file in version_files(stages["logits"].folder)),
         disk_cache=disk_cache,
+        calibration=calibration,
     )
 
 

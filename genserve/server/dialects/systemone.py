@@ -130,6 +130,7 @@ class Reads:
 
     reads: Mapping[str, Read]
     logprobs: Mapping[str, Probabilities]
+    temperatures: Mapping[str, float]       # that were fitted, by type of question
     records: Sequence[AnswerRecord]
 
     @property
@@ -171,7 +172,7 @@ async def _read(
     try:
         with model.engine.reserve(1, priority=params.priority, share=current_share()) as reservation:
             preparing = partial(_prepared, model, body, questions, params, reservation=reservation)
-            reads = await asyncio.wrap_future(model.run_soon(preparing, compiles=False))
+            reads, temperatures = await asyncio.wrap_future(model.run_soon(preparing, compiles=False))
             requests = [request for read in reads.values() for request in read.requests.values()]
             answers, records = await _next_logprobs(services, model, requests[:1], reservation=reservation)
         for begin in range(1, len(requests), model.max_num_seqs):
@@ -186,6 +187,7 @@ async def _read(
     return Reads(
         reads=reads,
         logprobs={name: read.logprobs(answers) for name, read in reads.items()},
+        temperatures=temperatures,
         records=records,
     )
 
@@ -197,11 +199,11 @@ def _prepared(
     params: SamplingParams,
     *,
     reservation: Reservation,
-) -> dict[str, Read]:
-    """Return the requests for each question, on a thread of the model."""
+) -> tuple[dict[str, Read], Mapping[str, float]]:
+    """Return the requests for each question, and the model's temperatures, on a thread of the model."""
     reservation.check()
     try:
-        return {
+        reads = {
             name: prepare_read(
                 model,
                 body.state,
@@ -214,6 +216,7 @@ def _prepared(
         }
     except InvalidRequest as error:
         raise renamed(error, {"messages": "state", "prompt": "state"}) from None
+    return reads, model.temperatures
 
 
 async def _next_logprobs(
@@ -247,7 +250,12 @@ def _document(model: TextModel, reads: Reads, body: SystemOneBody) -> dict[str, 
         "created": int(time.time()),
         "model": model.name,
         "answers": {
-            name: _answer(read.question, reads.logprobs[name], criteria=body.questions[name].criteria)
+            name: _answer(
+                read.question,
+                reads.logprobs[name],
+                criteria=body.questions[name].criteria,
+                temperature=reads.temperatures.get(read.question.type),
+            )
             for name, read in reads.reads.items()
         },
         "usage": {
@@ -263,8 +271,11 @@ def _document(model: TextModel, reads: Reads, body: SystemOneBody) -> dict[str, 
     }
 
 
-def _answer(question: Question, logprobs: Probabilities, *, criteria: Any) -> dict[str, Any]:
-    found = probabilities(logprobs, temperature=1.0)
+def _answer(
+    question: Question, logprobs: Probabilities, *, criteria: Any, temperature: float | None
+) -> dict[str, Any]:
+    used = 1.0 if temperature is None else temperature
+    found = probabilities(logprobs, temperature=used)
     by_name = {option.name: float(one) for option, one in zip(question.options, found, strict=True)}
     own: dict[str, Any]
     match question.type:
@@ -283,4 +294,4 @@ def _answer(question: Question, logprobs: Probabilities, *, criteria: Any) -> di
                 "probabilities": by_name,
                 "confidence": confidence_of_score(found),
             }
-    return {"type": question.type, **own, "calibrated": False, "temperature": 1.0}
+    return {"type": question.type, **own, "calibrated": temperature is not None, "temperature": used}
