@@ -97,6 +97,8 @@ def answer_document(completion: Completion) -> dict[str, Any]:
 def error_row(line: BatchLine, error: GenserveError) -> dict[str, Any]:
     """Return the answer of a request that failed."""
     details = {"code": error.code, "message": error.message, "remedy": error.remedy}
+    if isinstance(error, InvalidRequest) and error.field is not None:
+        details["field"] = error.field
     if line.is_openai:
         return {"id": f"batch_req_{line.id}", "custom_id": line.id, "response": None, "error": details}
     return {"id": line.id, "error": details}

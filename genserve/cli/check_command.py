@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +12,7 @@ from genserve.settings import Flag, flag
 
 if TYPE_CHECKING:
     from genserve.config.diagnostics import Diagnostic
+    from genserve.textmodel.recordings import Replay
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,13 +27,22 @@ class CheckFlags(RepositoriesFlags):
         None, Flag(help="Folder of Python backends, each NAME/model.py; repeatable.")
     )
     strict: bool = flag(False, Flag(help="Treat warnings as errors."))
+    run: bool = flag(
+        False,
+        Flag(
+            help="Also load the text models that have recordings, and repeat these: answers with receipts in "
+            "MODEL/recordings, *.json with one each or *.jsonl with one per line."
+        ),
+    )
     json_: bool = flag(False, JSON_FLAG)
 
 
 def check(flags: CheckFlags) -> None:
     """List the errors and warnings of all models of a repository.
 
-    Exit with 1 if there is an error, or no model.
+    Exit with 1 if there is an error, or no model. With `--run` also if a recorded answer has changed: the
+    answer to a request with `return_receipt` is a recording. The parameter `verify_on_load` of a logits stage
+    makes a server refuse a load that changes them, and go on with the old version.
     """
     from genserve.cli.console import counted, print_json
     from genserve.config.diagnostics import Severity
@@ -53,6 +63,8 @@ def check(flags: CheckFlags) -> None:
         )
     severities = [diagnostic.severity for of_model in diagnostics.values() for diagnostic in of_model]
     num_errors, num_warnings = severities.count(Severity.ERROR), severities.count(Severity.WARNING)
+    replays = {} if num_errors or not flags.run else _replays(roots, config_name=flags.model_config_name)
+    num_changed = sum(bool(one.difference) for of_model in replays.values() for one in of_model)
     if flags.json_:
         print_json(
             {
@@ -60,14 +72,61 @@ def check(flags: CheckFlags) -> None:
                 "num_errors": num_errors,
                 "num_warnings": num_warnings,
                 "diagnostics": _objects(diagnostics),
+                "recordings": [
+                    {"model": model, "place": one.recording.place, "difference": one.difference or None}
+                    for model, of_model in replays.items()
+                    for one in of_model
+                ],
             }
         )
     else:
         _print_diagnostics(diagnostics)
         models, errors = counted(len(diagnostics), "model"), counted(num_errors, "error")
         print(f"{models}: {errors}, {counted(num_warnings, 'warning')}")
-    if num_errors or (flags.strict and num_warnings):
+        _print_replays(replays)
+    if num_errors or num_changed or (flags.strict and num_warnings):
         raise SystemExit(1)
+
+
+def _replays(roots: Sequence[Path], *, config_name: str) -> dict[str, list[Replay]]:
+    """Return the recordings of each text model that has any, repeated.
+
+    Raises:
+        GenserveError: a recording cannot be read, or a model cannot be loaded.
+    """
+    from genserve.cli.model_access import loading
+    from genserve.repository.options import RepositoryOptions
+    from genserve.repository.repository import Repository
+    from genserve.textmodel.recordings import read_recordings, replay
+
+    replays = {}
+    options = RepositoryOptions(config_name=config_name, verifies_recordings=False)
+    names = Repository(roots, options=options).lifecycle.text_models
+    for name in names:
+        repository = Repository(roots, options=options)
+        recordings = read_recordings(repository.lifecycle.entries[name].path)
+        if not recordings:
+            continue
+        try:
+            with loading(name):
+                model = repository.start_text_model(name)
+            replays[name] = replay(model, recordings)
+        finally:
+            repository.close()
+    return replays
+
+
+def _print_replays(replays: Mapping[str, Sequence[Replay]]) -> None:
+    from genserve.cli.console import visible
+
+    for model, of_model in replays.items():
+        print(visible(model))
+        for one in of_model:
+            if one.difference:
+                result = f"different: {one.difference}"
+            else:
+                result = f"equal: {len(one.recording.receipt['token_ids'])} tokens"
+            print(visible(f"  {one.recording.place}: {result}"))
 
 
 def _print_diagnostics(diagnostics: Mapping[str, tuple[Diagnostic, ...]]) -> None:

@@ -131,7 +131,10 @@ COMMANDS = {
     "check": Command(
         heading=_MODELS,
         summary="Find the errors in a model repository",
-        examples=("genserve check --model-repository ./model_repository --strict",),
+        examples=(
+            "genserve check --model-repository ./model_repository --strict",
+            "genserve check --model-repository ./model_repository --run",
+        ),
     ),
     "calibrate": Command(
         heading=_MODELS,
@@ -226,9 +229,10 @@ def version(flags: VersionFlags) -> None:
 def main() -> None:
     """Run the command line.
 
-    Exit codes: 0 success; 1 a GenserveError, printed with its remedy, or errors found by `genserve check`, or
-    another answer found by `genserve verify`, or a server that did not end in time after a signal; 2 wrong
-    usage, or a receipt that `genserve verify` cannot verify; 130 Ctrl-C; 141 nobody reads the output.
+    Exit codes: 0 success; 1 a GenserveError, printed with its remedy, or errors or changed answers found by
+    `genserve check`, or another answer found by `genserve verify`, or a server that did not end in time after
+    a signal; 2 wrong usage, or a receipt that `genserve verify` cannot verify; 130 Ctrl-C; 141 nobody reads
+    the output.
     """
     _open_standard_streams()
     if "_ARGCOMPLETE" in os.environ:    # a shell asks, by the script of completion_command.py

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass
-from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +40,7 @@ def verify(flags: VerifyFlags) -> None:
     are different; 2 the answer cannot be verified, because the receipt was changed or the model is another.
     """
     from genserve.cli.console import print_error
+    from genserve.textmodel.receipts import first_difference
 
     try:
         receipt = _read_receipt(flags.file)
@@ -49,7 +49,7 @@ def verify(flags: VerifyFlags) -> None:
     except GenserveError as error:
         print_error(error)
         raise SystemExit(_NOT_VERIFIED) from None
-    difference = _difference(receipt, again)
+    difference = first_difference(receipt, again)
     if difference:
         print(f"different: {difference}")
     else:
@@ -66,6 +66,7 @@ def verify(flags: VerifyFlags) -> None:
 def _read_receipt(path: Path) -> Mapping[str, Any]:
     """Return the only receipt in a file; raises InvalidRequest."""
     from genserve.files import read_regular_text
+    from genserve.textmodel.receipts import receipts_in
 
     where = "standard input" if str(path) == "-" else str(path)
     try:
@@ -73,27 +74,22 @@ def _read_receipt(path: Path) -> Mapping[str, Any]:
             text = sys.stdin.read(_MAX_BYTES)
         else:
             text = read_regular_text(path, max_bytes=_MAX_BYTES)
-        found = [*_receipts(json.loads(text))]
+        found = [*receipts_in(json.loads(text))]
     except OSError as error:
-        raise InvalidRequest(f"{where} cannot be read: {error.strerror}") from error
+        raise InvalidRequest(f"{where} cannot be read: {error.strerror}", field="file") from error
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(
-            f"{where} is not JSON: {error}", remedy="of a stream, take the event that has the receipt"
+            f"{where} is not JSON: {error}",
+            remedy="of a stream, take the event that has the receipt",
+            field="file",
         ) from None
     if len(found) != 1:
         raise InvalidRequest(
             f"{where} has {len(found)} receipts, not one",
             remedy="send the request again with return_receipt, and write its answer to a file",
+            field="file",
         )
     return found[0]
-
-
-def _receipts(value: Any) -> Iterator[Mapping[str, Any]]:
-    if isinstance(value, dict) and isinstance(value.get("receipt"), int):
-        yield value
-    elif isinstance(value, dict | list):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _receipts(part)
 
 
 def _repeated(
@@ -131,17 +127,3 @@ def _require_same(receipt: Mapping[str, Any], model: TextModel) -> None:
             f"the receipt is of another model than {model.name!r} here: of {', '.join(sorted(other))}",
             remedy="name the repository that has the files with which the receipt was made",
         )
-
-
-def _difference(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return the first difference between two receipts of one request; empty: they are equal."""
-    for position, (one, other) in enumerate(zip_longest(then["token_ids"], now["token_ids"])):
-        if one != other:
-            words = ["the end" if token is None else f"{token}" for token in (one, other)]
-            return f"token {position} of the answer was {words[0]}, and is {words[1]}"
-    if then["logits_sha256"] not in (None, now["logits_sha256"]):
-        return "the tokens are equal, and the logits are not"
-    for name in ("finish_reason", "stop_reason"):
-        if then[name] != now[name]:
-            return f"the tokens are equal; {name} was {then[name]!r}, and is {now[name]!r}"
-    return ""

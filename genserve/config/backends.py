@@ -69,6 +69,7 @@ LOGITS_PARAMETERS: Mapping[str, ParameterType] = {
     "pipeline_stages": ParameterType.POSITIVE,      # graphs that the layers are cut into
     "speculation": ParameterType.METHOD,            # how tokens are drafted
     "draft_model": ParameterType.TEXT,              # the ensemble that drafts the tokens
+    "verify_on_load": ParameterType.SWITCH,         # whether a load that changes recorded answers is refused
 }
 # genserve's own, for the encoder of an embedding or a reranking model.
 ENCODER_PARAMETERS: Mapping[str, ParameterType] = {

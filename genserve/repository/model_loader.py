@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from genserve.backends.backend import Backend, ModelSource, Placement
+from genserve.backends.backend import Backend, ModelSource, Placement, boolean_parameter
 from genserve.backends.registry import find_backend
 from genserve.backends.warmup import run_warmups, warmup_batches
 from genserve.batching.model_instance import ModelInstances, group_placements
@@ -42,6 +42,7 @@ from genserve.textmodel.decoder_stage import DecoderInference
 from genserve.textmodel.logits_config import is_logits_stage
 from genserve.textmodel.logits_inference import LogitsInference
 from genserve.textmodel.logits_runtime import LoadedLogits, engine_placements, load_logits
+from genserve.textmodel.recordings import require_same_answers
 from genserve.textmodel.text_inference import TextInference
 from genserve.textmodel.text_model import TextModel
 from genserve.textmodel.text_model_loader import load_logits_stage, load_text_model
@@ -197,6 +198,13 @@ class ModelLoader:
             max_model_len=self.options.max_model_len,
             prefix_cache_folder=self.options.prefix_cache_folder,
         )
+        verifies = boolean_parameter(logits.config.parameters, "verify_on_load", default=False)
+        if verifies and self.options.verifies_recordings:
+            try:
+                require_same_answers(text_model, model.path)
+            except BaseException:
+                text_model.close()
+                raise
         engine, of_text, of_logits = text_model.engine, ModelStatistics(), ModelStatistics()
         assert isinstance(engine, EngineThread)
         of_stage = LogitsInference(

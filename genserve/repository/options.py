@@ -51,6 +51,7 @@ class RepositoryOptions:
     prefix_cache_folder: PrefixCacheFolder | None = None    # of text models; None: in memory alone
     generation_config: bool = True          # a model's generation_config.json has defaults for sampling
     override_generation_config: Mapping[str, Any] = field(default_factory=dict)     # in place of its values
+    verifies_recordings: bool = True        # as far as configs ask for it, see `require_same_answers`
     histogram_latencies: bool = False       # measure the time to the first response
     rate_limiter: bool = False              # instances acquire the resources of their groups
     resources: tuple[ResourceCapacity, ...] = ()    # the rate limiter's; empty: the most of one instance

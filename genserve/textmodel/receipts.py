@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
+from itertools import zip_longest
 from typing import Any
 
 from genserve.backends.backend import ModelSource
@@ -136,6 +137,29 @@ def described(receipt: Mapping[str, Any]) -> dict[str, Any]:
     return named | {name: receipt.get(name) for name in ("precision", "kv_cache")}
 
 
+def receipts_in(value: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the receipts in a JSON value, such as an answer or a list of events."""
+    if isinstance(value, dict) and isinstance(value.get("receipt"), int):
+        yield value
+    elif isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from receipts_in(part)
+
+
+def first_difference(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return the first difference between two receipts of one request; empty: they are equal."""
+    for position, (one, other) in enumerate(zip_longest(then["token_ids"], now["token_ids"])):
+        if one != other:
+            words = ["the end" if token is None else f"{token}" for token in (one, other)]
+            return f"token {position} of the answer was {words[0]}, and is {words[1]}"
+    if then["logits_sha256"] not in (None, now["logits_sha256"]):
+        return "the tokens are equal, and the logits are not"
+    for name in ("finish_reason", "stop_reason"):
+        if then[name] != now[name]:
+            return f"the tokens are equal; {name} was {then[name]!r}, and is {now[name]!r}"
+    return ""
+
+
 def repeated_request(receipt: Mapping[str, Any]) -> GenerationRequest:
     """Return the request whose answer has the same receipt, if nothing has changed.
 
@@ -145,14 +169,18 @@ def repeated_request(receipt: Mapping[str, Any]) -> GenerationRequest:
     """
     if receipt.get("receipt") != FORMAT:
         raise InvalidRequest(
-            f"the format of the receipt is {receipt.get('receipt')!r}; this genserve reads {FORMAT}"
+            f"the format of the receipt is {receipt.get('receipt')!r}; this genserve reads {FORMAT}",
+            field="receipt",
         )
     if receipt.get("sha256") != receipt_sha256(receipt):
-        raise InvalidRequest("the receipt was changed: its field sha256 is not that of the others")
+        raise InvalidRequest(
+            "the receipt was changed: its field sha256 is not that of the others", field="sha256"
+        )
     try:
         if not receipt["is_repeatable"]:
             raise InvalidRequest(
-                "the answer cannot be repeated: a call has ended its reasoning while it ran"
+                "the answer cannot be repeated: a call has ended its reasoning while it ran",
+                field="is_repeatable",
             )
         prompt_token_ids = tuple(receipt["prompt_token_ids"])
         seed = int(receipt["seed"])
@@ -172,7 +200,7 @@ def repeated_request(receipt: Mapping[str, Any]) -> GenerationRequest:
             begins_reasoning=receipt["begins_reasoning"] is True,
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InvalidRequest(f"the receipt is not complete: {error}") from None
+        raise InvalidRequest(f"the receipt is not complete: {error}", field="receipt") from None
 
 
 def _written_params(params: SamplingParams, *, max_tokens: int) -> dict[str, Any]:

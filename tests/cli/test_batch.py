@@ -131,6 +131,7 @@ def test_a_failed_line_is_a_row_and_the_exit_code_is_1(tiny_server: LiveServer, 
         "a line with a body needs a url that begins with /v1/",
     ]
     assert rows[3]["error"]["remedy"] == "did you mean temperature?"
+    assert rows[3]["error"]["field"] == "temprature"
 
 
 def test_a_second_run_asks_only_for_what_is_missing(tiny_server: LiveServer, tmp_path: Path) -> None:

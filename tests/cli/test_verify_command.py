@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 
-from genserve.cli.verify_command import _difference
 from genserve.completion import Completion
 from genserve.engine.receipt import receipt_sha256
 from genserve.errors import InvalidRequest, ModelFailed
 from genserve.llm import LLM
-from genserve.textmodel.receipts import repeated_request
+from genserve.textmodel.receipts import first_difference, repeated_request
 from tests.support.command_line import Ended, invoke
 from tests.support.thinking_model import copy_with_tags
 
@@ -148,7 +147,7 @@ def test_the_kernels_of_all_instruction_sets_give_equal_answers(receipt, tiny_re
 )
 def test_another_answer_is_different(receipt, llm, fields, difference):
     other = changed(receipt, **fields(receipt))
-    assert re.search(difference, _difference(other, llm._model.repeat(repeated_request(other))))
+    assert re.search(difference, first_difference(other, llm._model.repeat(repeated_request(other))))
 
 
 def test_a_difference_is_printed_and_so_are_other_kernels(receipt, tiny_repository):
@@ -171,8 +170,9 @@ def test_of_an_answer_that_a_second_replica_ended_the_tokens_are_compared(receip
 def test_each_changed_field_is_found(receipt):
     for name, value in receipt.items():
         other = receipt | {name: "x" if value != "x" else "y"}
-        with pytest.raises(InvalidRequest, match="format" if name == "receipt" else "was changed"):
+        with pytest.raises(InvalidRequest, match="format" if name == "receipt" else "was changed") as raised:
             repeated_request(other)
+        assert raised.value.field == ("receipt" if name == "receipt" else "sha256")
 
 
 @pytest.mark.parametrize(
@@ -236,8 +236,9 @@ def test_what_is_no_receipt_cannot_be_verified(tiny_repository, text, problem):
     ],
 )
 def test_a_receipt_with_other_values_harms_nothing(receipt, llm, fields):
-    with pytest.raises(InvalidRequest):
+    with pytest.raises(InvalidRequest) as raised:
         llm._model.repeat(repeated_request(changed(receipt, **fields)))
+    assert raised.value.field
 
 
 def test_a_receipt_does_not_depend_on_what_python_compiles(receipt, repository):
