@@ -307,7 +307,11 @@ def _gemma_fields(config: Any, architecture: str) -> dict[str, Any]:
     full = next(config.per_layer_config[i] for i, kind in enumerate(types) if kind == "full_attention")
     fields |= {
         "attention.key_length": full.head_dim,
+        "attention.value_length": full.head_dim,
         "attention.key_length_swa": config.to_dict()["head_dim"],
+        "attention.value_length_swa": config.to_dict()["head_dim"],
+        "rope.dimension_count": full.head_dim,
+        "rope.dimension_count_swa": config.to_dict()["head_dim"],
         "rope.freq_base_swa": config.rope_parameters["sliding_attention"]["rope_theta"],
         "feed_forward_length": [inner] * (count - shared) + [wide] * shared,
     }
