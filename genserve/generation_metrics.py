@@ -125,6 +125,15 @@ class Metrics:
             "state_recomputed_tokens",
             "Tokens computed again although their keys and values were cached, for lack of a snapshot.",
         )
+        self.adapter_requests = counter(
+            "adapter_requests", "Answers that ended, by the adapter that their requests chose.", "adapter"
+        )
+        self.adapter_tokens = counter(
+            "adapter_generation_tokens", "Tokens of these answers, by the adapter.", "adapter"
+        )
+        self.adapter_packs = counter(
+            "adapter_packs", "How often an adapter was read from its files into memory."
+        )
         self.rejections = counter(
             "admission_rejections",
             "Requests rejected with status 429, by reason: max_queue, max_queue_tokens, predicted_wait or "
@@ -157,6 +166,7 @@ class Metrics:
         self.waiting_tokens = gauge(
             "num_prompt_tokens_waiting", "Prompt tokens of the requests that wait for their first step."
         )
+        self.adapters = gauge("adapters", "Adapters that requests can choose.")
         self.block_size = gauge("kv_cache_block_size", "Tokens in a block of the KV cache.")
         self.num_blocks = gauge("kv_cache_num_blocks", "Blocks of the KV cache.")
 
@@ -277,6 +287,11 @@ class GenerationMetrics:
                 metrics.recomputed_tokens.labels(model),
             )
         )
+        # Only a model with adapters has these series.
+        self._adapters = cache(partial(metrics.adapters.labels, model))
+        self._adapter_packs = cache(partial(metrics.adapter_packs.labels, model))
+        self._adapter_requests = partial(metrics.adapter_requests.labels, model)    # by adapter
+        self._adapter_tokens = partial(metrics.adapter_tokens.labels, model)
         self._rejections = cache(partial(metrics.rejections.labels, model))     # by reason
         self._queue_time = metrics.queue_time.labels(model)
         self._prefill_seconds = metrics.step_seconds.labels(model, "prefill")
@@ -340,6 +355,19 @@ class GenerationMetrics:
         state_usage.set(usage)
         hits.inc(snapshot_hits)
         recomputed.inc(recomputed_tokens)
+
+    def adapters(self, *, known: int) -> None:
+        """Report the number of adapters that requests can choose; from any thread."""
+        self._adapters().set(known)
+
+    def adapter_packed(self) -> None:
+        """Report that an adapter was read into memory; from any thread."""
+        self._adapter_packs().inc()
+
+    def adapter_finished(self, adapter: str, *, new_tokens: int) -> None:
+        """Report an answer of an adapter that ended."""
+        self._adapter_requests(adapter).inc()
+        self._adapter_tokens(adapter).inc(new_tokens)
 
     def rejected(self, reason: str, *, count: int = 1) -> None:
         """Report rejected requests; from any thread. A count of 0 makes the reason known to Prometheus."""

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from genserve.engine.block_files import HEADER_BYTES, BlockFiles, trim
 from genserve.engine.engine_request import Request
-from genserve.engine.prefix_cache import StoredBlocks, block_keys, root_key
+from genserve.engine.prefix_cache import StoredBlocks, block_keys
 from genserve.generation_metrics import GenerationMetrics
 
 logger = logging.getLogger(__name__)
@@ -189,7 +189,8 @@ class DiskCache:
         """
         if request.skip_reading_prefix_cache:
             return
-        keys = block_keys(request.token_ids, block_size=self._block_size, cache_salt=request.cache_salt)
+        root = request.cache_root
+        keys = block_keys(request.token_ids, block_size=self._block_size, root=root)
         if self._thread is not None:
             self._work.put(self._with_states(keys))
         state: NDArray[np.uint8] | None = None
@@ -204,7 +205,7 @@ class DiskCache:
         stored = partial(
             StoredBlocks,
             token_ids=request.token_ids,
-            parents=[root_key(request.cache_salt), *keys],
+            parents=[root, *keys],
             keys=keys,
             owner=request.group.share.name,
         )

@@ -24,6 +24,8 @@ from genserve.completion import (
 )
 from genserve.engine.delta_builder import AnswerText, DeltaBuilder
 from genserve.engine.generation_request import GenerationRequest, OutputSink
+from genserve.engine.logits_model import LogitsAdapter
+from genserve.engine.prefix_cache import root_key
 from genserve.engine.receipt import Receipt
 from genserve.engine.sequence_plugins import LogitsProcessor, SequencePlugins
 from genserve.engine.state_slots import SequenceState
@@ -140,10 +142,12 @@ class Request(SequenceGroup):
             since their state was lost with a rejected draft; written by `KVCacheManager`.
         block_table: its blocks of the KV cache.
         cache_salt: only requests with the same salt share blocks.
+        adapter: the adapter of the model that computes it, which no block is shared across; None: none.
         cache_match: how far its prompt was cached when it first ran, if it asks; written by `KVCacheManager`.
     """
 
     __slots__ = (
+        "adapter",
         "block_table",
         "cache_match",
         "cache_salt",
@@ -169,7 +173,13 @@ class Request(SequenceGroup):
         self.num_replayed_tokens = 0
         self.block_table = BlockTable()
         self.cache_salt = cache_salt
+        self.adapter: LogitsAdapter | None = None
         self.cache_match: CacheMatch | None = None
+
+    @property
+    def cache_root(self) -> bytes:
+        """What is before its first token in the prefix cache."""
+        return root_key(self.cache_salt, adapter=None if self.adapter is None else self.adapter.sha256)
 
     @property
     def num_pending(self) -> int:

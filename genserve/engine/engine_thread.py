@@ -8,7 +8,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from typing import TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from genserve.completion import Delta, PromptProgress
 from genserve.engine.admission_control import AdmissionControl, QueueLimits
@@ -22,7 +22,8 @@ from genserve.engine.engine_request import (
 )
 from genserve.engine.generation_request import GenerationOutput, GenerationRequest, OutputSink
 from genserve.engine.input_queue import Arrivals, InputQueue, Reservation
-from genserve.errors import SEE_LOG, Closed, GenserveError, ModelFailed, Overloaded
+from genserve.engine.logits_model import LogitsAdapter
+from genserve.errors import SEE_LOG, Closed, GenserveError, ModelFailed, ModelNotFound, Overloaded
 from genserve.generation_metrics import GenerationMetrics
 from genserve.request_context import NO_KEY, KeyShare
 from genserve.sampling.logits_array import LogitsArray
@@ -51,6 +52,16 @@ def no_reasoning(sequence: TokenSequence) -> None:
     """Stands for an `EndReasoning` where no sequence reasons."""
 
 
+class AdapterSource(Protocol):
+    """The adapters of a model; see `textmodel.Adapters`."""
+
+    def acquire(self, name: str) -> LogitsAdapter:
+        """Return an adapter in memory, until it is released; may wait for room."""
+
+    def release(self, adapter: Any) -> None:
+        """Give an adapter back."""
+
+
 class EngineThread:
     """The thread that owns an engine, and the queue in front of it; a `TextEngine`.
 
@@ -73,6 +84,7 @@ class EngineThread:
         metrics: GenerationMetrics,
         sequences_of: SequencesOf = no_sequences,
         end_reasoning: EndReasoning = no_reasoning,
+        adapters: AdapterSource | None = None,
         on_close: Callable[[], None] | None = None,
     ) -> None:
         """Start the thread.
@@ -85,6 +97,7 @@ class EngineThread:
             metrics: the metrics that the thread reports.
             sequences_of: called by `submit`, on the thread of its caller.
             end_reasoning: called on the thread, between two steps.
+            adapters: the adapters that requests can name; None: they name none.
             on_close: called by `close` when the thread has ended.
         """
         admission = AdmissionControl(max_num_seqs=max_num_seqs, limits=limits, metrics=metrics)
@@ -94,6 +107,7 @@ class EngineThread:
         self._reporter = StepReporter(metrics)
         self._sequences_of = sequences_of
         self._end_reasoning = end_reasoning
+        self._adapters = adapters
         self._on_close = on_close
         self._open: dict[Request, None] = {}    # the requests taken from the queue that have not ended
         # The sequences whose callers want to know how much of the prompt was read, and how much they know of.
@@ -188,14 +202,37 @@ class EngineThread:
         """
         made = [self._sequences_of(request) for request in requests]
         sequences = [sequence for choices in made for sequence in choices]
-        if self._engine.disk_cache is not None:
-            self._queue.check(sequences)
-            for choices in made:        # which have the same prompt
-                for stored in self._engine.disk_cache.read_ahead(
-                    choices[0], is_cached=self._engine.is_cached, has_snapshot=self._engine.has_snapshot
-                ):
-                    self._queue.restore(stored)
-        self.submit_sequences(*sequences, sink=sink, reservation=reservation)
+        try:
+            for sequence in sequences:
+                self._set_adapter(sequence)
+            if self._engine.disk_cache is not None:
+                self._queue.check(sequences)
+                for choices in made:        # which have the same prompt
+                    for stored in self._engine.disk_cache.read_ahead(
+                        choices[0], is_cached=self._engine.is_cached, has_snapshot=self._engine.has_snapshot
+                    ):
+                        self._queue.restore(stored)
+            self.submit_sequences(*sequences, sink=sink, reservation=reservation)
+        except BaseException:
+            for sequence in sequences:
+                self._release_adapter(sequence)
+            raise
+
+    def _set_adapter(self, sequence: TokenSequence) -> None:
+        """Give a sequence, and the beams of its search, the adapter that its request names."""
+        name = sequence.request.adapter
+        if name is None:
+            return
+        if self._adapters is None:
+            raise ModelNotFound(f"model {sequence.request.model!r} has no adapter {name!r}")
+        sequence.adapter = self._adapters.acquire(name)
+        for beam in sequence.group.requests:
+            beam.adapter = sequence.adapter
+
+    def _release_adapter(self, sequence: TokenSequence) -> None:
+        if sequence.adapter is not None and self._adapters is not None:
+            self._adapters.release(sequence.adapter)
+            sequence.adapter = None
 
     def submit_sequences(
         self, *sequences: TokenSequence, sink: OutputSink, reservation: Reservation | None = None
@@ -423,6 +460,7 @@ class EngineThread:
         if isinstance(request, TokenSequence):
             self._reading.pop(request, None)
             self._reporter.ended(request)
+            self._release_adapter(request)
         self._queue.remove(request)
 
     def _end_cancelled(self, requests: Iterable[Request]) -> None:
@@ -530,6 +568,8 @@ class StepReporter:
             prompt_tokens=sequence.num_prompt_tokens,
             new_tokens=num_tokens,
         )
+        if sequence.request.adapter is not None:
+            self._metrics.adapter_finished(sequence.request.adapter, new_tokens=num_tokens)
 
     def ended(self, sequence: TokenSequence) -> None:
         """Report the longest answer of a submission when all its sequences have ended."""

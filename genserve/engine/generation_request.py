@@ -36,6 +36,7 @@ class GenerationRequest:
             received; empty: the answers begin.
         ends_reasoning: whether reasoning is ended at the first token that the caller has not received.
         return_progress: whether the caller wants a `PromptProgress` after each step that reads the prompt.
+        adapter: the name of the adapter of the model that answers; None: the model itself.
         is_checked: whether another process with the same model has made all that the request needs, its
             grammar included, so that a grammar needs no trial.
     """
@@ -53,6 +54,7 @@ class GenerationRequest:
     resumed_token_ids: tuple[tuple[int, ...], ...] = ()
     ends_reasoning: bool = False
     return_progress: bool = False
+    adapter: str | None = None
     is_checked: bool = False
 
     @property

@@ -21,7 +21,7 @@ from itertools import chain
 from genserve.completion import CacheMatch, CacheMatchEnd
 from genserve.engine.engine_request import BlockTable, Request
 from genserve.engine.logits_model import LogitsSizes
-from genserve.engine.prefix_cache import PrefixCache, StoredBlocks, block_key, root_key
+from genserve.engine.prefix_cache import PrefixCache, StoredBlocks, block_key
 from genserve.engine.state_slots import NO_SLOT, SequenceState, StateSlots
 
 _SHOWN_TOKENS = 16      # of each prompt, where they begin to differ
@@ -502,7 +502,7 @@ class KVCacheManager:
         return keys[index]
 
     def _parent(self, request: Request, index: int) -> bytes:
-        return self._key(request, index - 1) if index else root_key(request.cache_salt)
+        return self._key(request, index - 1) if index else request.cache_root
 
     def _touch(self, block: int) -> None:
         if not self._ref_counts[block]:

@@ -14,6 +14,14 @@ from genserve.sampling.logits_array import LogitsArray, TokenArray
 IndexArray = NDArray[np.int32]
 
 
+class LogitsAdapter(Protocol):
+    """Changes the weights of a logits model for some sequences of a forward."""
+
+    @property
+    def sha256(self) -> str:
+        """The digest of its files; other weights have another one."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBatch:
     """The tokens of one forward: T tokens of B sequences, grouped by sequence and in order.
@@ -34,6 +42,8 @@ class ForwardBatch:
     # sequence's source or target.
     state_source: IndexArray | None = None      # [B]: slots; -1: the state before the first token, zero
     state_target: IndexArray | None = None      # [B]: slots; may be the source
+    # [B]: the adapter of each sequence, None: it has none. None: no sequence has one.
+    adapters: Sequence[LogitsAdapter | None] | None = None
 
     @classmethod
     def of(

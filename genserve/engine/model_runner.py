@@ -8,7 +8,7 @@ import numpy as np
 
 from genserve.engine.engine_request import BlockTable
 from genserve.engine.kv_cache_manager import KVCacheManager
-from genserve.engine.logits_model import ForwardBatch, LogitsModel
+from genserve.engine.logits_model import ForwardBatch, LogitsAdapter, LogitsModel
 from genserve.engine.scheduler import SchedulerOutput
 from genserve.sampling.logits_array import LogitsArray, TokenArray
 
@@ -35,6 +35,7 @@ class ModelRunner:
         self._state_source = np.zeros(num_seqs, dtype=np.int32) if has_states else None
         self._state_target = np.zeros(num_seqs, dtype=np.int32) if has_states else None
         self._counting = np.arange(max_num_batched_tokens + 1, dtype=np.int64)
+        self._adapters: Sequence[LogitsAdapter | None] | None = None
         # The table that was written into each row of the block table, and its `num_rewrites` and length then.
         self._tables: list[BlockTable | None] = [None] * num_seqs
         self._written = [(0, 0)] * num_seqs
@@ -55,6 +56,8 @@ class ModelRunner:
             states = [state for r in output.requests if (state := r.block_table.state) is not None]
             self._state_source[:num_seqs] = [state.slot for state in states]
             self._state_target[:num_seqs] = [state.target for state in states]
+        adapters = [request.adapter for request in output.requests]
+        self._adapters = adapters if any(adapters) else None
         if num_seqs == output.num_decodes and not output.num_drafted and not output.num_replayed:
             return self._model.forward(self._decodes(output)), (1,) * num_seqs
         batch, num_rows = self._mixed(output)
@@ -113,4 +116,5 @@ class ModelRunner:
             logits_indices=logits_indices,
             state_source=None if self._state_source is None else self._state_source[:num_seqs],
             state_target=None if self._state_target is None else self._state_target[:num_seqs],
+            adapters=self._adapters,
         )

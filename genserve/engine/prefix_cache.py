@@ -169,9 +169,10 @@ def _nearness(cached: CachedTokens, token_ids: Sequence[int], owner: str) -> Nea
     return Nearest(common, common < len(held), rest, cached.key)
 
 
-def root_key(cache_salt: str | None) -> bytes:
-    """Return the parent of a request's first block."""
-    return b"" if cache_salt is None else blake2b(cache_salt.encode()).digest()
+def root_key(cache_salt: str | None, *, adapter: str | None = None) -> bytes:
+    """Return the parent of a request's first block; requests with other adapters have other ones."""
+    salted = b"" if cache_salt is None else blake2b(cache_salt.encode()).digest()
+    return salted if adapter is None else blake2b(salted + adapter.encode(), person=b"adapter").digest()
 
 
 def block_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
@@ -179,10 +180,10 @@ def block_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
     return blake2b(parent + array("q", token_ids).tobytes(), digest_size=32).digest()
 
 
-def block_keys(token_ids: Sequence[int], *, block_size: int, cache_salt: str | None = None) -> list[bytes]:
-    """Return the keys of the full blocks of a prompt, in order."""
+def block_keys(token_ids: Sequence[int], *, block_size: int, root: bytes = b"") -> list[bytes]:
+    """Return the keys of the full blocks of a prompt, in order; `root` is its `root_key`."""
     keys: list[bytes] = []
-    parent = root_key(cache_salt)
+    parent = root
     for end in range(block_size, len(token_ids) + 1, block_size):
         parent = block_key(parent, token_ids[end - block_size : end])
         keys.append(parent)

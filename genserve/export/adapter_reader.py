@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -24,24 +23,19 @@ from genserve.export.families import family_of
 from genserve.export.gguf_adapter import read_gguf_adapter
 from genserve.export.text_part import TEXT_PREFIXES
 from genserve.sampling.logits_array import FloatArray
+from genserve.textmodel.peft_adapter import (
+    CONFIG,
+    LOW_RANK,
+    PREFIX,
+    WEIGHTS,
+    changes_model,
+    other_product,
+    scale_of,
+)
 
-_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_PREFIX = "base_model.model."
 _MERGE = (
     "merge it with PEFT, PeftModel.from_pretrained(...).merge_and_unload().save_pretrained(FOLDER), and "
     "export that folder"
-)
-# Fields of adapter_config.json that make a module compute something else than its low-rank product.
-_UNSUPPORTED = (
-    "alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "megatron_config",
-    "monteclora_config", "target_parameters", "trainable_token_indices", "use_bdlora", "use_qalora",
-)  # fmt: skip
-# Initializations that leave the weights of the model as they are.
-_INITIALIZATIONS = (None, True, False, "eva", "gaussian", "orthogonal")
-# The tensors of a module with an adapter.
-_LOW_RANK = re.compile(
-    r"(?P<module>.+)\.(?P<part>lora_A\.weight|lora_B\.weight|lora_B\.bias|lora_embedding_A|lora_embedding_B"
-    r"|lora_magnitude_vector)(?:\.weight)?"
 )
 
 
@@ -62,29 +56,29 @@ def with_adapters(checkpoint: Checkpoint, paths: Iterable[Path]) -> Checkpoint:
 def _read_adapter(path: Path, checkpoint: Checkpoint) -> Adapter:
     if path.is_file() and path.suffix == ".gguf":
         return read_gguf_adapter(path, checkpoint)
-    if (path / _CONFIG).is_file():
+    if (path / CONFIG).is_file():
         return _read_folder(path, checkpoint)
     raise ExportError(
         f"{path} is not an adapter" + ("" if path.exists() else ": there is no such file or folder"),
-        remedy=f"give a folder with {_CONFIG} and {_WEIGHTS}, or a .gguf file with an adapter",
+        remedy=f"give a folder with {CONFIG} and {WEIGHTS}, or a .gguf file with an adapter",
     )
 
 
 def _read_folder(folder: Path, checkpoint: Checkpoint) -> Adapter:
     """Read an adapter of PEFT. Source: `LoraModel`, `Linear` and `Embedding` in its tuners/lora."""
-    config = read_json(folder / _CONFIG)
+    config = read_json(folder / CONFIG)
     _require_mergeable(config, folder=folder)
-    if not (folder / _WEIGHTS).is_file():
+    if not (folder / WEIGHTS).is_file():
         raise ExportError(
-            f"{folder} has no {_WEIGHTS}",
+            f"{folder} has no {WEIGHTS}",
             remedy="save the adapter in safetensors, with PEFT's save_pretrained",
         )
-    tensors = open_safetensors_file(folder / _WEIGHTS)
-    own_names = {name.removeprefix(_PREFIX): name for name in tensors.files}
+    tensors = open_safetensors_file(folder / WEIGHTS)
+    own_names = {name.removeprefix(PREFIX): name for name in tensors.files}
     low_rank: dict[str, dict[str, str]] = {}
     replaced: dict[str, Replacement] = {}
     for name, own_name in own_names.items():
-        if match := _LOW_RANK.fullmatch(name):
+        if match := LOW_RANK.fullmatch(name):
             low_rank.setdefault(match["module"], {})[match["part"]] = own_name
         else:
             tensor = _in_text_part(name.replace(".base_layer.", "."), checkpoint)
@@ -114,13 +108,12 @@ def _require_mergeable(config: Mapping[str, Any], *, folder: Path) -> None:
     kind = str(config.get("peft_type"))
     if kind != "LORA":
         raise ExportError(f"{folder} has an adapter of the type {kind}; only LoRA is merged", remedy=_MERGE)
-    for name in _UNSUPPORTED:
-        if config.get(name):
-            raise ExportError(f"{folder / _CONFIG} has {name}, which cannot be merged", remedy=_MERGE)
-    initialization = config.get("init_lora_weights")
-    if initialization not in _INITIALIZATIONS:
+    if (name := other_product(config)) is not None:
+        raise ExportError(f"{folder / CONFIG} has {name}, which cannot be merged", remedy=_MERGE)
+    if changes_model(config):
         raise ExportError(
-            f"the adapter in {folder} was initialized by {initialization!r}, which changes the model too",
+            f"the adapter in {folder} was initialized by {config['init_lora_weights']!r}, which changes the "
+            "model too",
             remedy="save it with path_initial_model_for_weight_conversion of PEFT, for a plain LoRA",
         )
 
@@ -174,13 +167,13 @@ def _module(
     is_whole = down is not None and up is not None and down.ndim == up.ndim == 2
     if down is None or up is None or not is_whole or not len(down) or len(down) != up.shape[1]:
         raise ExportError(
-            f"{folder / _WEIGHTS} does not have two matrices of the same rank for {own_name!r}",
+            f"{folder / WEIGHTS} does not have two matrices of the same rank for {own_name!r}",
             remedy="save the adapter again; distributed training must gather its parts first",
         )
     magnitude, bias = read("lora_magnitude_vector"), read("lora_B.bias")
     if magnitude is not None and magnitude.shape != up.shape[:1]:
         raise ExportError(
-            f"{folder / _WEIGHTS} has not one magnitude for each of the {len(up)} outputs of {own_name!r}",
+            f"{folder / WEIGHTS} has not one magnitude for each of the {len(up)} outputs of {own_name!r}",
             remedy=_MERGE,
         )
     scale = _scale(own_name, len(down), config=config, folder=folder)
@@ -214,14 +207,11 @@ def _transposed(
 
 
 def _scale(module: str, rank: int, *, config: Mapping[str, Any], folder: Path) -> np.float32:
-    """Return the factor of a module's low-rank product: Hu et al. (2021), or Kalajdzievski (2023)."""
+    """Return the factor of a module's low-rank product; see `scale_of`."""
     try:
-        patterns: Mapping[str, float] = config.get("alpha_pattern") or {}
-        own = (alpha for pattern, alpha in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module))
-        alpha: float = next(own, config["lora_alpha"])
-        return np.float32(alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+        return scale_of(module, rank, config=config)
     except (AttributeError, KeyError, TypeError, re.error) as error:
         raise ExportError(
-            f"{folder / _CONFIG} does not state lora_alpha or alpha_pattern as PEFT writes them",
+            f"{folder / CONFIG} does not state lora_alpha or alpha_pattern as PEFT writes them",
             remedy="download the adapter again",
         ) from error

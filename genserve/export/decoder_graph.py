@@ -561,6 +561,7 @@ class _GraphWriter:
             epsilon=self.decoder.norm_epsilon,
             weight=self.weights.load(f"{name}.weight"),
             bias=self.weights.optional(f"{name}.bias"),
+            smoothing=self.weights.smoothing(name),
         )
 
     def select_rows(self, x: str) -> str:

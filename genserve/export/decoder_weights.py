@@ -145,6 +145,8 @@ class DecoderWeights:
     vector: Callable[[str], FloatArray]         # reads the tensor of any other role; each call reads it again
     # Reads the weight of a role as a quantized checkpoint stores it; None: it does not.
     stored: Callable[[str], StoredRows | None] = lambda _role: None
+    # Returns the factors by which the outputs of a norm, a role without .weight, were divided; None: none.
+    smoothing: Callable[[str], FloatArray | None] = lambda _role: None
 
     def load(self, role: str) -> FloatArray:
         """Return the whole tensor of a role; each call reads it again."""

@@ -50,6 +50,7 @@ class Norm:
     epsilon: float
     weight: FloatArray
     bias: FloatArray | None
+    smoothing: FloatArray | None = None     # the factors by which its outputs were divided
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -308,6 +309,7 @@ class FusedLayers(Layers):
             gated=int(layer.gated),
             softcap=layer.softcap or 0.0,
             **({"norm": norm.kind, "epsilon": norm.epsilon} if norm else {}),
+            **self._smoothing(layer, "smoothing"),
         )
         return layer.output if is_known else self.activated(layer.output, layer)
 
@@ -315,6 +317,7 @@ class FusedLayers(Layers):
         """See `Layers.decoder_layer`."""
         inputs = [layer.x, *layer.past[:2], *SEQUENCE_INPUTS, *(layer.past[2:] or ["", ""])]
         norms: list[str] = []
+        smoothing: dict[str, list[float]] = {}
         formats: list[str] = []
         orders: list[str] = []
         for linear in layer.linears:
@@ -322,6 +325,7 @@ class FusedLayers(Layers):
             formats.append(self._format(linear))
             orders.append(self._order(linear))
             if linear.norm:
+                smoothing |= self._smoothing(linear, ("mlp" if norms else "attention") + "_smoothing")
                 norms += self._norm_weights(linear.norm)
         hidden_size, intermediate_size = linear.weight.shape    # the last layer is down
         return self.graph.node(
@@ -333,6 +337,7 @@ class FusedLayers(Layers):
             intermediate_size=intermediate_size,
             **dict(zip(_FORMAT_ATTRIBUTES, formats, strict=True)),
             **layer.attributes,
+            **smoothing,
         )
 
     def experts(self, layer: ExpertsLayer) -> str:
@@ -437,6 +442,16 @@ class FusedLayers(Layers):
             return ["", ""]
         weight = self.vector(f"{norm.name}.weight", norm.weight)
         return [weight, "" if norm.bias is None else self.vector(f"{norm.name}.bias", norm.bias)]
+
+    def _smoothing(self, layer: Linear, name: str) -> dict[str, list[float]]:
+        """The attribute with the factors that the layer's inputs are to be multiplied by for an adapter.
+
+        No operator reads it. In int8 every layer behind a norm but the head has it.
+        """
+        if layer.norm is None or layer.kind == "head" or self._format(layer) != "int8":
+            return {}
+        factors = layer.norm.smoothing
+        return {name: np.ones(layer.weight.shape[1]).tolist() if factors is None else factors.tolist()}
 
     def _format(self, layer: Linear) -> str:
         """The attribute weight_format."""

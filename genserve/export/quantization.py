@@ -179,7 +179,12 @@ def smooth(weights: DecoderWeights, activations: Mapping[str, FloatArray]) -> De
         tensor = weights.vector(role)
         return tensor / factors(part) if part in activations else tensor
 
-    return replace(weights, rows=rows_of, vector=vector)
+    return replace(
+        weights,
+        rows=rows_of,
+        vector=vector,
+        smoothing=lambda norm: factors(norm) if norm in activations else None,
+    )
 
 
 def is_smoothable(role: str) -> bool:

@@ -17,6 +17,7 @@ from genserve.request_context import CURRENT_REQUEST, current_share
 from genserve.sampling.defaults import with_model_defaults
 from genserve.sampling.sampling_params import SamplingParams
 from genserve.text.tokenizer import Tokenizer, TooManyTokens
+from genserve.textmodel.adapters import Adapters
 from genserve.textmodel.logits_runtime import LogitsFigures
 from genserve.textmodel.sequence_builder import SequenceBuilder, prompt_field
 
@@ -33,6 +34,7 @@ class InputProcessor:
         builder: SequenceBuilder,
         logits: LogitsFigures,
         default_sampling_params: Mapping[str, Any],
+        adapters: Adapters | None = None,
     ) -> None:
         """Process the requests to the model `name`."""
         self._name = name
@@ -41,6 +43,7 @@ class InputProcessor:
         self._builder = builder
         self._logits = logits
         self._defaults = default_sampling_params
+        self._adapters = adapters
 
     def process(
         self,
@@ -48,10 +51,13 @@ class InputProcessor:
         params: SamplingParams,
         *,
         num_choices: int,
+        adapter: str | None = None,
         arrived_s: float | None = None,
         return_progress: bool = False,
     ) -> GenerationRequest:
         """Return the request for some choices; see `TextModel.prepare_choices`."""
+        if adapter is not None and self._adapters is not None:
+            self._adapters.get(adapter)
         params = with_model_defaults(params, self._defaults)
         limits = self._builder.limits
         max_length = limits.max_length(params, num_choices=num_choices)
@@ -87,6 +93,7 @@ class InputProcessor:
             num_truncated_tokens=num_dropped + len(whole) - len(token_ids),
             arrived_s=self._engine.now_s if arrived_s is None else arrived_s,
             return_progress=return_progress,
+            adapter=adapter,
         )
 
     def _reasoning(self, chat: Chat, params: SamplingParams) -> tuple[Chat, SamplingParams]:

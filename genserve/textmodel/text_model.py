@@ -20,6 +20,7 @@ from genserve.prompt import Chat, Prompt, Reasoning
 from genserve.sampling.sampling_params import SamplingParams
 from genserve.text.message_parser import MessageParser
 from genserve.text.tokenizer import Tokenizer
+from genserve.textmodel.adapters import Adapters
 from genserve.textmodel.calibration import Calibration, calibrated_model
 from genserve.textmodel.decoder_stage import Decoding
 from genserve.textmodel.input_processor import InputProcessor
@@ -57,6 +58,7 @@ class TextModel:
         default_sampling_params: the values of parameters that a request does not state.
         loaded_s: wall-clock time of the load, seconds since 1970.
         weights_bytes: size of the files of the logits stage.
+        adapters: its adapters, which requests choose by name; None: the model runs in other processes.
         disk_cache: its prefix cache on disk, or the prefixes that came with it; None: neither.
     """
 
@@ -73,6 +75,7 @@ class TextModel:
         weights_bytes: int,
         disk_cache: DiskCache | None = None,
         calibration: Calibration | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         self.name = name
         self.tokenizer = tokenizer
@@ -87,6 +90,7 @@ class TextModel:
         self.weights_bytes = weights_bytes
         self.disk_cache = disk_cache
         self._calibration = calibration
+        self.adapters = adapters
         self.inputs = InputProcessor(
             name=name,
             tokenizer=tokenizer,
@@ -94,6 +98,7 @@ class TextModel:
             builder=builder,
             logits=logits,
             default_sampling_params=default_sampling_params,
+            adapters=adapters,
         )
         self._workers = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix=f"prepare-{name}")
         self._compilers = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix=f"compile-{name}")
@@ -151,6 +156,7 @@ class TextModel:
         prompt: Prompt,
         params: SamplingParams,
         *,
+        adapter: str | None = None,
         arrived_s: float | None = None,
         return_progress: bool = False,
     ) -> GenerationRequest:
@@ -158,7 +164,12 @@ class TextModel:
         if params.best_of > 1:
             raise InvalidRequest("best_of cannot be streamed", field="best_of")
         return self.prepare_choices(
-            prompt, params, num_choices=1, arrived_s=arrived_s, return_progress=return_progress
+            prompt,
+            params,
+            num_choices=1,
+            adapter=adapter,
+            arrived_s=arrived_s,
+            return_progress=return_progress,
         )
 
     def prepare_choices(
@@ -167,6 +178,7 @@ class TextModel:
         params: SamplingParams,
         *,
         num_choices: int,
+        adapter: str | None = None,
         arrived_s: float | None = None,
         return_progress: bool = False,
     ) -> GenerationRequest:
@@ -179,6 +191,7 @@ class TextModel:
             prompt: text, token ids or a chat.
             params: the sampling parameters; where one is not stated, the model's default holds.
             num_choices: how many answers the prompt gets.
+            adapter: the name of the adapter that answers; None: the model itself.
             arrived_s: the time at which `max_time_ms` begins, by the clock of `engine`; None: now.
             return_progress: see `GenerationRequest`.
 
@@ -188,9 +201,15 @@ class TextModel:
                 the engine's `submit`.
             ContextLengthExceeded: prompt and `max_tokens` do not fit; the error has both numbers.
             ModelFailed: the chat template or the tokenizer failed.
+            ModelNotFound: there is no such adapter.
         """
         return self.inputs.process(
-            prompt, params, num_choices=num_choices, arrived_s=arrived_s, return_progress=return_progress
+            prompt,
+            params,
+            num_choices=num_choices,
+            adapter=adapter,
+            arrived_s=arrived_s,
+            return_progress=return_progress,
         )
 
     def facts(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from genserve.backends.backend import ModelSource, boolean_parameter
+from genserve.backends.backend import ModelSource, boolean_parameter, integer_parameter
 from genserve.backends.warmup import run_warmups, warmup_batches
 from genserve.config.model_config import ModelConfig
 from genserve.engine.admission_control import QueueLimits
@@ -28,6 +28,7 @@ from genserve.errors import RepositoryError
 from genserve.generation_metrics import Metrics
 from genserve.inference_statistics import ModelStatistics
 from genserve.text.tokenizer import Tokenizer
+from genserve.textmodel.adapters import MAX_LOADED, Adapters
 from genserve.textmodel.calibration import read_calibration
 from genserve.textmodel.decoder_stage import load_decoding
 from genserve.textmodel.disk_prefixes import open_disk_cache
@@ -91,13 +92,21 @@ def load_text_model(
             logits=logits,
             receipts=ModelReceipts(stages, name=name, tokenizer=tokenizer, files=files),
         )
+        metrics = stages["logits"].metrics.for_model(name)
+        adapters = Adapters(
+            model=name,
+            logits=logits,
+            metrics=metrics,
+            max_loaded=integer_parameter(config.parameters, "max_loaded_adapters", default=MAX_LOADED),
+        )
+        builder.adapters = adapters
         disk_cache = open_disk_cache(
             logits,
             stages,
             name=name,
             files=files,
             folder=prefix_cache_folder,
-            metrics=stages["logits"].metrics.for_model(name),
+            metrics=metrics,
         )
         if disk_cache is not None:
             undo.callback(disk_cache.close)
@@ -111,6 +120,7 @@ def load_text_model(
             end_reasoning=builder.end_reasoning,
             decode=decoding.decode,
             speculation=speculation,
+            adapters=adapters,
         )
         undo.pop_all()
     return TextModel(
@@ -124,6 +134,7 @@ def load_text_model(
         weights_bytes=sum(file.stat().st_size for file in version_files(stages["logits"].folder)),
         disk_cache=disk_cache,
         calibration=calibration,
+        adapters=adapters,
     )
 
 
@@ -213,6 +224,7 @@ def _start(
     end_reasoning: EndReasoning = no_reasoning,
     decode: DecodeFunction = _decode_nothing,
     speculation: Speculation | None = None,
+    adapters: Adapters | None = None,
 ) -> EngineThread:
     """Start the engine of the model `name`, whose logits stage is `stage`."""
     prefix_cache = boolean_parameter(stage.config.parameters, "prefix_cache", default=True)
@@ -232,6 +244,7 @@ def _start(
         metrics=metrics,
         sequences_of=sequences_of,
         end_reasoning=end_reasoning,
+        adapters=adapters,
         on_close=logits.close,
     )
 

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from genserve.completion import CacheMatch
 from genserve.engine.engine_request import Request, TokenSequence
 from genserve.engine.kv_cache_manager import KVCacheManager
-from genserve.engine.prefix_cache import StoredBlocks, block_keys, root_key
+from genserve.engine.prefix_cache import StoredBlocks, block_keys
 from genserve.engine.state_slots import NO_SLOT
 from genserve.request_context import KeyShare
 from tests.fakes.sequences import logits_request, sequence_of
@@ -221,10 +221,10 @@ def test_a_request_that_reads_no_cache_learns_so():
 
 def stored(sequence: TokenSequence, *indices: int) -> StoredBlocks:
     """Blocks of a prompt; their only byte is their index."""
-    keys = block_keys(sequence.token_ids, block_size=SIZE, cache_salt=sequence.cache_salt)
+    keys = block_keys(sequence.token_ids, block_size=SIZE, root=sequence.cache_root)
     return StoredBlocks(
         token_ids=sequence.token_ids,
-        parents=[root_key(sequence.cache_salt), *keys],
+        parents=[sequence.cache_root, *keys],
         keys=keys,
         owner="",
         indices=indices,

@@ -218,5 +218,5 @@ def test_a_long_prompt_with_prompt_logprobs_needs_few_rows_in_each_step():
 def test_the_keys_of_a_prompt_are_those_of_its_full_blocks():
     tokens = [1, 2, 3, 4, 5, 6, 7, 8, 9]
     assert block_keys(tokens, block_size=4) == [FIRST, block_key(FIRST, [5, 6, 7, 8])]
-    assert block_keys(tokens, block_size=4, cache_salt="a")[0] == block_key(root_key("a"), [1, 2, 3, 4])
+    assert block_keys(tokens, block_size=4, root=root_key("a"))[0] == block_key(root_key("a"), [1, 2, 3, 4])
     assert block_keys(tokens[:3], block_size=4) == []

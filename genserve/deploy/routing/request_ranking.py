@@ -18,7 +18,7 @@ from genserve.deploy.replica.replica_load import LoadEstimates, ReplicaLoad
 from genserve.deploy.routing.prefix_router import PrefixRouter
 from genserve.engine.admission_control import RejectionReason
 from genserve.engine.generation_request import GenerationRequest
-from genserve.engine.prefix_cache import block_keys
+from genserve.engine.prefix_cache import block_keys, root_key
 from genserve.inference import InferenceRequest
 
 ReplicaId = TypeVar("ReplicaId", bound=Hashable)
@@ -137,7 +137,9 @@ class RequestRanking(Generic[ReplicaId]):
     def _keys(self, request: object) -> Sequence[bytes]:
         if not isinstance(request, GenerationRequest):
             return ()
-        return _block_keys(request.prompt_token_ids, self._block_size, request.params.cache_salt)
+        # Here an adapter is known by its name.
+        root = root_key(request.params.cache_salt, adapter=request.adapter)
+        return _block_keys(request.prompt_token_ids, self._block_size, root)
 
     def _replica_of(
         self, sequence: SequenceId, replicas: Collection[ReplicaId], *, holding: Collection[ReplicaId]
@@ -175,6 +177,6 @@ def is_full(reason: str) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _block_keys(token_ids: Sequence[int], block_size: int, cache_salt: str | None) -> Sequence[bytes]:
+def _block_keys(token_ids: Sequence[int], block_size: int, root: bytes) -> Sequence[bytes]:
     """Return the keys of a prompt; remembered, since a request is ranked and sent, or ranked again."""
-    return block_keys(token_ids, block_size=block_size, cache_salt=cache_salt)
+    return block_keys(token_ids, block_size=block_size, root=root)

@@ -57,7 +57,12 @@ inline bool complete(DecoderLayerAttributes& a, int64_t hidden, int64_t intermed
 
 class DecoderLayer {
  public:
-  DecoderLayer(const DecoderLayerAttributes& attributes, const DecoderLayerInputs& in) : a_(attributes) {
+  static constexpr int kLinears = 4;  // qkv, output, inner, down
+
+  // `adapters`: of qkv, output, inner and down; null: none.
+  DecoderLayer(const DecoderLayerAttributes& attributes, const DecoderLayerInputs& in,
+               const LinearAdapters* adapters = nullptr)
+      : a_(attributes), adapters_(adapters) {
     qkv_ = {in.x, in.qkv_weight, in.qkv_scales, in.qkv_bias, in.attention_norm_weight, in.attention_norm_bias, {},
             in.qkv_order};
     output_ = {{}, in.output_weight, in.output_scales, in.output_bias, {}, {}, in.x, in.output_order};
@@ -110,8 +115,12 @@ class DecoderLayer {
       return false;
     }
     if (rows == 0) return true;
-    Linear qkv(a_.qkv, qkv_, packed.as<float>()), output(a_.output, output_, attended.as<float>());
-    Linear inner(a_.inner, inner_, expanded.as<float>()), down(a_.down, down_, y.as<float>());
+    const LinearAdapters none[kLinears]{};
+    const LinearAdapters* const adapters = adapters_ == nullptr ? none : adapters_;
+    Linear qkv(a_.qkv, qkv_, packed.as<float>(), adapters[0]);
+    Linear output(a_.output, output_, attended.as<float>(), adapters[1]);
+    Linear inner(a_.inner, inner_, expanded.as<float>(), adapters[2]);
+    Linear down(a_.down, down_, y.as<float>(), adapters[3]);
     return call.with_job(heads, [&](auto& attention) {
       const int count = threads.count;
       // In the reverse order of their destructors: see Scratch.
@@ -153,6 +162,7 @@ class DecoderLayer {
   }
 
   const DecoderLayerAttributes& a_;
+  const LinearAdapters* adapters_;
   LinearInputs qkv_, output_, inner_, down_;
   AttentionInputs attention_;
 };

@@ -24,6 +24,7 @@
 #include <math.h>
 
 #include "blocks.hpp"
+#include "low_rank.hpp"
 #include "team.hpp"
 #include "tensor.hpp"
 #include "tiles.hpp"
@@ -427,6 +428,16 @@ class PreparedRows {
     }
   }
 
+  // Returns x [in_features] after the norm, for which `to` has room; x itself without one.
+  const float* normed(const float* x, float* to) const {
+    switch (a_.norm) {
+      case Norm::kNone: return x;
+      case Norm::kRms: return normed<Norm::kRms>(x, to);
+      case Norm::kLayer: return normed<Norm::kLayer>(x, to);
+    }
+    return x;
+  }
+
   // Copies a row that is prepared.
   void copy(int64_t from, int64_t to) {
     const auto copy_row = [&](auto* values, size_t count) {
@@ -457,6 +468,14 @@ class PreparedRows {
   int8_t* q() const { return reinterpret_cast<int8_t*>(values_); }
   float* values() const { return reinterpret_cast<float*>(values_); }
   BlockOfRow* blocks() const { return reinterpret_cast<BlockOfRow*>(values_); }
+
+  template <Norm norm>
+  const float* normed(const float* x, float* to) const {
+    const int64_t n = a_.in_features;
+    const NormedRow<norm> row(x, in_.norm_weight.as<float>(), in_.norm_bias.as<float>(), n, a_.epsilon);
+    for (int64_t i = 0; i < n; i += kLanes) store_first(to + i, row.get(i, n - i), n - i);
+    return to;
+  }
 
   template <Norm norm>
   void prepare(int64_t row, const float* x) {
@@ -749,10 +768,11 @@ class Linear {
   static constexpr int kPhases = 2;  // rows, panels
 
   // `inputs` and y [T, outputs] may be filled after the constructor, except for the number of rows.
-  Linear(const LinearAttributes& attributes, const LinearInputs& inputs, float* y)
+  Linear(const LinearAttributes& attributes, const LinearInputs& inputs, float* y, const LinearAdapters& adapters = {})
       : a_(attributes),
         in_(inputs),
         sizes_(attributes),
+        adapters_(adapters),
         y_(y),
         num_rows_(inputs.x.shape[0]),
         prepared_(attributes, inputs, sizes_) {}
@@ -761,7 +781,7 @@ class Linear {
   bool compute(const Threads& threads, Error& error) {
     if (!open(threads.count, error)) return false;
     // Few inputs are quantized before the other threads are woken, which is faster than synchronizing them.
-    if (row_chunks_ > 0 && num_rows_ * sizes_.inputs <= 4096) {
+    if (row_chunks_ > 0 && !adapters_.any() && num_rows_ * sizes_.inputs <= 4096) {
       prepare(0, num_rows_);
       row_chunks_ = 0;
     }
@@ -780,9 +800,15 @@ class Linear {
     num_threads_ = num_threads;
     as_they_are_ = a_.weight_format == WeightFormat::kFloat32 && a_.norm == Norm::kNone;
     const int64_t prepared = as_they_are_ ? 0 : num_rows_;
-    scratch_.open(prepared_.bytes(prepared));
+    const int64_t adapted = adapters_.num_adapted();
+    const size_t low = adapted > 0 ? (size_t)(num_rows_ * adapters_.most_ranks()) : 0;
+    const size_t normed = a_.norm == Norm::kNone ? 0 : (size_t)(adapted * a_.in_features);
+    scratch_.open(prepared_.bytes(prepared) + Scratch::bytes_of<float>(low) + Scratch::bytes_of<float>(normed));
     if (!scratch_) return error.set("out of memory for %lld rows", (long long)num_rows_);
     prepared_.open(scratch_, prepared);
+    low_ = scratch_.take<float>(low);
+    normed_ = scratch_.take<float>(normed);
+    low_chunks_ = (adapted + kLowRankRows - 1) / kLowRankRows;
     row_chunks_ = as_they_are_ ? 0 : (num_rows_ + 3) / 4;
     row_groups_ = (num_rows_ + kChunkRows - 1) / kChunkRows;
     // A chunk has about 64 KiB of weights, to be worth its overhead, but each thread gets several.
@@ -794,9 +820,13 @@ class Linear {
 
   // Both phases. `weights` are prefetched while the thread waits for the rows of others.
   void work(Team team, size_t index, Prefetch& weights) {
-    if (row_chunks_ > 0) {
-      team.take(0, row_chunks_, [&](int64_t chunk) { prepare(4 * chunk, smaller(4 * chunk + 4, num_rows_)); });
-      team.wait(0, row_chunks_, weights);
+    if (row_chunks_ + low_chunks_ > 0) {
+      team.take(0, row_chunks_ + low_chunks_, [&](int64_t chunk) {
+        if (chunk < low_chunks_) return project_down(chunk * kLowRankRows);
+        chunk -= low_chunks_;
+        prepare(4 * chunk, smaller(4 * chunk + 4, num_rows_));
+      });
+      team.wait(0, row_chunks_ + low_chunks_, weights);
     }
     team.take_ranges(1, panel_chunks_, index, num_threads_, [&](int64_t chunk) {
       const int64_t group = chunk % row_groups_, first = chunk / row_groups_ * panels_of_chunk_;
@@ -822,7 +852,36 @@ class Linear {
     for (int64_t row = from; row < to; row++) prepared_.prepare(row, in_.x.as<float>() + row * a_.in_features);
   }
 
+  // Computes A x of the rows with an adapter from place `first` on, whose adapters may differ.
+  void project_down(int64_t first) {
+    const int64_t end = smaller(first + kLowRankRows, adapters_.num_adapted());
+    const float* x[kLowRankRows];
+    float* low[kLowRankRows];
+    for (int64_t place = first; place < end;) {
+      const int32_t adapter = adapters_.adapter_of(adapters_.row(place));
+      const LowRank& low_rank = adapters_.of_row(adapters_.row(place));
+      int count = 0;
+      for (; place < end && adapters_.adapter_of(adapters_.row(place)) == adapter; place++, count++) {
+        const int64_t row = adapters_.row(place);
+        x[count] = prepared_.normed(in_.x.as<float>() + row * a_.in_features, normed_ + place * a_.in_features);
+        low[count] = low_ + row * adapters_.most_ranks();
+      }
+      project_down<kLowRankRows>(count, low_rank, x, low);
+    }
+  }
+
+  template <int kRows>
+  void project_down(int count, const LowRank& adapter, const float* const* x, float* const* low) {
+    if constexpr (kRows > 1) {
+      if (count < kRows) return project_down<kRows - 1>(count, adapter, x, low);
+    }
+    with_type(adapter, [&](auto type) {
+      genserve::project_down<kRows, decltype(type)>(adapter, a_.in_features, x, low);
+    });
+  }
+
   void multiply_panel(int64_t panel, int64_t from, int64_t to) {
+    if (adapters_.any()) adapters_.prefetch(panel);
     const Panels& part = sizes_.part_of(panel);
     if (!in_blocks(part.format)) {
       return with_format(part.format, [&](auto format) { multiply_panel<decltype(format)>(part, panel, from, to); });
@@ -832,11 +891,11 @@ class Linear {
 
   // The outputs of a panel: from the first one up to `end`.
   struct Place {
-    int64_t first, end;
+    int64_t panel, first, end;
   };
 
   Place place_of(const Panels& part, int64_t panel) const {
-    return {part.first + (panel - part.start) * (a_.gated ? kLanes : kPanel), part.first + part.outputs};
+    return {panel, part.first + (panel - part.start) * (a_.gated ? kLanes : kPanel), part.first + part.outputs};
   }
 
   // Multiplies a panel by rows [from, to), in tiles of about equal heights.
@@ -891,8 +950,25 @@ class Linear {
     }
   }
 
+  // Adds B (A x) to the rows of a tile that have an adapter.
+  void project_up(Place outputs, int64_t row, int height, Outputs* y) const {
+    for (int r = 0; r < height; r++) {
+      if (adapters_.adapter_of(row + r) < 0) continue;
+      const LowRank& adapter = adapters_.of_row(row + r);
+      if (adapter.rank == 0) continue;
+      const float* const low = low_ + (row + r) * adapters_.most_ranks();
+      with_type(adapter, [&](auto type) {
+        for (int group = 0; group < 2; group++) {
+          const LowRankGroup& changed = adapter.groups[2 * outputs.panel + group];
+          y[r][group] += genserve::project_up<decltype(type)>(adapter, changed, low);
+        }
+      });
+    }
+  }
+
   // Applies bias, activation, gate, soft cap and residual to a tile, and stores it in y.
-  void finish(Place outputs, int64_t row, int height, const Outputs* y) {
+  void finish(Place outputs, int64_t row, int height, Outputs* y) {
+    if (adapters_.any()) project_up(outputs, row, height, y);
     const int64_t width = a_.gated ? kLanes : kPanel;
     for (int64_t group = 0; group < width / kLanes; group++) {
       const int64_t at = outputs.first + group * kLanes;
@@ -917,6 +993,7 @@ class Linear {
   const LinearAttributes& a_;
   const LinearInputs& in_;
   const LinearSizes sizes_;
+  const LinearAdapters adapters_;
   float* y_;
   int64_t num_rows_;
   int num_threads_ = 1;
@@ -925,6 +1002,9 @@ class Linear {
   int64_t row_groups_ = 0;    // of up to kChunkRows rows
   int64_t panels_of_chunk_ = 0;
   int64_t panel_chunks_ = 0;
+  int64_t low_chunks_ = 0;
+  float* low_ = nullptr;      // A x: [rows, most ranks]
+  float* normed_ = nullptr;   // the rows with an adapter, after a norm
   Scratch scratch_;
   PreparedRows prepared_;
 };

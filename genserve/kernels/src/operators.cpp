@@ -84,6 +84,7 @@ struct LinearKernel {
   LinearAttributes attributes;
   LinearInputs constants;  // the constants of the graph, checked once
   size_t num_inputs;
+  uint64_t name;  // see LinearAdapters::find
   int num_threads;
 
   bool create(const ort::KernelInfo* info, Error& error) {
@@ -93,6 +94,7 @@ struct LinearKernel {
     attributes.gated = ort::attribute(info, "gated", int64_t{0}) != 0;
     attributes.epsilon = ort::attribute(info, "epsilon", 1e-5f);
     attributes.softcap = ort::attribute(info, "softcap", 0.0f);
+    name = ort::name_digest(info, 1);
     return read_formats(info, "weight_format", {}, attributes, error) &&
            ort::attribute(info, "norm", kNorms, attributes.norm, error) &&
            ort::attribute(info, "activation", kActivations, attributes.activation, error) &&
@@ -107,9 +109,11 @@ struct LinearKernel {
       return false;
     }
     Tensor y;
+    LinearAdapters adapters;
     const Tensor like{nullptr, Type::kFloat32, 2, {inputs.x.shape[0], LinearSizes(attributes).outputs}};
-    return ort::allocate_output(context, 0, like, y, error) &&
-           Linear(attributes, inputs, y.as<float>()).compute(ort::threads_of(context, num_threads), error);
+    return LinearAdapters::find(name, inputs.x.shape[0], adapters, error) &&
+           ort::allocate_output(context, 0, like, y, error) &&
+           Linear(attributes, inputs, y.as<float>(), adapters).compute(ort::threads_of(context, num_threads), error);
   }
 };
 
@@ -263,6 +267,7 @@ struct DecoderLayerKernel {
   DecoderLayerAttributes attributes;
   DecoderLayerInputs constants;
   size_t num_inputs;
+  uint64_t names[DecoderLayer::kLinears];  // see LinearAdapters::find
   int num_threads;
 
   bool create(const ort::KernelInfo* info, Error& error) {
@@ -281,6 +286,9 @@ struct DecoderLayerKernel {
     attributes.parallel = ort::attribute(info, "parallel", int64_t{0}) != 0;
     attributes.head_dim = ort::attribute(info, "head_dim", int64_t{0});
     attributes.attention = attention_attributes(info);
+    const Tensor* const weights[] = {&constants.qkv_weight, &constants.output_weight, &constants.inner_weight,
+                                     &constants.down_weight};
+    for (int i = 0; i < DecoderLayer::kLinears; i++) names[i] = ort::name_digest(info, (size_t)(weights[i] - begin(constants)));
     return ort::attribute(info, "activation", kActivations, attributes.inner.activation, error) &&
            complete(attributes, ort::attribute(info, "hidden_size", int64_t{0}),
                     ort::attribute(info, "intermediate_size", int64_t{0}), error) &&
@@ -298,7 +306,11 @@ struct DecoderLayerKernel {
     DecoderLayerInputs inputs = constants;
     if (!ort::inputs(context, begin(inputs), num_inputs, error)) return false;
     AttentionOutputs outputs{};
-    DecoderLayer layer(attributes, inputs);
+    LinearAdapters adapters[DecoderLayer::kLinears];
+    for (int i = 0; i < DecoderLayer::kLinears; i++) {
+      if (!LinearAdapters::find(names[i], inputs.x.shape[0], adapters[i], error)) return false;
+    }
+    DecoderLayer layer(attributes, inputs, adapters);
     if (!layer.check_weights(error) || !layer.check_rows(error)) return false;
     return allocate_outputs(context, inputs.x, inputs, outputs, error) &&
            layer.compute(outputs, ort::threads_of(context, num_threads), error);
@@ -615,12 +627,20 @@ GENSERVE_EXPORT const char* genserve_instruction_set() { return kInstructionSet;
 // Whether this machine supports the library of an instruction set.
 GENSERVE_EXPORT int32_t genserve_cpu_supports(const char* instruction_set) { return cpu_supports(instruction_set); }
 
-// Linear on the caller's tensors. Returns whether it succeeded; otherwise `error` has the message.
+// Sets the adapters of the calls on this thread; null: none.
+GENSERVE_EXPORT void genserve_use_adapters(const Adapters* adapters) { current_adapters = adapters; }
+
+// The digest by which `Adapters` has a layer.
+GENSERVE_EXPORT uint64_t genserve_name_digest(const char* name) { return digest_of(name); }
+
+// Linear on the caller's tensors; with adapters on this thread, those of the layer "". Returns whether it succeeded; otherwise `error` has the message.
 GENSERVE_EXPORT int32_t genserve_linear(const LinearAttributes* attributes, const LinearInputs* inputs, const Tensor* y,
                                         const Threads* threads, Error* error) {
   const bool good = check_weights(*attributes, *inputs, *error) && check_rows(*attributes, *inputs, *error) &&
                     check(*y, "y", Type::kFloat32, *error, inputs->x.shape[0], LinearSizes(*attributes).outputs);
-  return good && Linear(*attributes, *inputs, y->as<float>()).compute(*threads, *error);
+  LinearAdapters adapters;
+  return good && LinearAdapters::find(digest_of(""), inputs->x.shape[0], adapters, *error) &&
+         Linear(*attributes, *inputs, y->as<float>(), adapters).compute(*threads, *error);
 }
 
 // Embedding on the caller's tensors, in the same way.

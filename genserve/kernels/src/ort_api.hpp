@@ -9,6 +9,7 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "low_rank.hpp"
 #include "team.hpp"
 #include "tensor.hpp"
 
@@ -71,6 +72,10 @@ class Api {
   static void release(Status* status) { call<93, void>(status); }
   static void release(TypeAndShape* info) { call<99, void>(info); }
   static Status* count_inputs(const KernelInfo* info, size_t* out) { return call<230, Status*>(info, out); }
+  // `out` may be null, to get the size.
+  static Status* input_name(const KernelInfo* info, size_t index, char* out, size_t* size) {
+    return call<232, Status*>(info, index, out, size);
+  }
   static Status* constant_input(const KernelInfo* info, size_t index, int* is_constant, const Value** out) {
     return call<249, Status*>(info, index, is_constant, out);
   }
@@ -285,6 +290,14 @@ inline bool constant_inputs(const KernelInfo* info, Tensor* tensors, size_t most
     if (!view(value, tensors[i], error)) return false;
   }
   return true;
+}
+
+// The digest of an input's name, which is that of a weight; 0: it has none that is of interest.
+inline uint64_t name_digest(const KernelInfo* info, size_t index) {
+  char name[256] = "";
+  size_t size = sizeof name;
+  Error ignored;
+  return ok(Api::input_name(info, index, name, &size), ignored) ? digest_of(name) : 0;
 }
 
 // Views of the inputs that are still missing.

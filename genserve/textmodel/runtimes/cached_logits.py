@@ -52,6 +52,7 @@ def part_of(batch: ForwardBatch, sequences: _Indices) -> tuple[ForwardBatch, _In
         state_source=None if batch.state_source is None else batch.state_source[sequences],
         state_target=None if batch.state_target is None else batch.state_target[sequences],
         logits_indices=np.searchsorted(tokens, batch.logits_indices[rows]),
+        adapters=None if batch.adapters is None else [batch.adapters[index] for index in sequences],
     )
     return part, rows
 
@@ -84,6 +85,7 @@ def tokens_of(batch: ForwardBatch, start: int, stop: int) -> tuple[ForwardBatch,
         logits_indices=batch.logits_indices[rows] - start,
         state_source=source,
         state_target=target,
+        adapters=None if batch.adapters is None else batch.adapters[first:last],
     )
     return part, rows
 

@@ -6,8 +6,10 @@ The graph reads and writes its KV cache in place: past and present of a layer ar
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Protocol, Unpack, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +21,11 @@ from genserve.backends.onnx_session import (
     register_kernels,
     session_options,
 )
-from genserve.engine.logits_model import ForwardBatch, IndexArray
+from genserve.engine.logits_model import ForwardBatch, IndexArray, LogitsAdapter
 from genserve.errors import RepositoryError
+from genserve.kernels.low_rank import LayerNames, PackedAdapter
 from genserve.sampling.logits_array import LogitsArray
+from genserve.textmodel.runtimes.adapter_targets import AdapterTarget, read_targets
 from genserve.textmodel.runtimes.cached_logits import (
     EXPORT_AGAIN,
     CachedLogits,
@@ -48,6 +52,14 @@ _ON_THE_CPU = "write `instance_group [ { kind: KIND_CPU } ]` into the logits sta
 _MARK = 3   # no key or value has this in all its numbers
 _ELEMENT_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
 _CACHE_TYPES = _ELEMENT_TYPES | {"tensor(int8)": np.int8}
+
+
+class GraphAdapter(LogitsAdapter, Protocol):
+    """An adapter for graphs of genserve's operators."""
+
+    @property
+    def graphs(self) -> Sequence[PackedAdapter]:
+        """Its weights for each graph of a pipeline."""
 
 
 class LogitsGraph:
@@ -99,6 +111,7 @@ class LogitsGraph:
         self._is_first, self._is_last = stage == 1, stage == num_stages
         self._reads_positions = any(each.name == "position_ids" for each in self._session.get_inputs())
         self._binding = self._session.io_binding()
+        self._path, self._stage = path, stage
         self._unknown = np.zeros(2, np.int32)   # bounds that only a GPU reads
         self._bind("attention_metadata", self._unknown)
 
@@ -113,6 +126,16 @@ class LogitsGraph:
             place = self._place(cache.states[name])
             self._binding.bind_input(name, *place)
             self._binding.bind_output(name.replace(_PAST_STATES, _PRESENT_STATES, 1), *place)
+
+    @cached_property
+    def adapter_targets(self) -> Mapping[str, AdapterTarget]:
+        """The parts of its layers that adapters may change, by role."""
+        return read_targets(self._path)
+
+    @cached_property
+    def adapter_layers(self) -> LayerNames:
+        """The layers that have these parts."""
+        return LayerNames([*{target.weight: None for target in self.adapter_targets.values()}])
 
     def run(self, batch: ForwardBatch, output: Any, *, hidden_states: Any = None) -> None:
         """Run the tokens of a batch.
@@ -149,7 +172,19 @@ class LogitsGraph:
             self._binding.bind_input("hidden_states", *self._place(hidden_states))
         self._binding.bind_output(self._output, *self._place(output))
         self.memory.settle()
-        self._session.run_with_iobinding(self._binding)
+        with nullcontext() if batch.adapters is None else self._using(batch.adapters, batch):
+            self._session.run_with_iobinding(self._binding)
+
+    def _using(
+        self, adapters: Sequence[LogitsAdapter | None], batch: ForwardBatch
+    ) -> AbstractContextManager[None]:
+        """Have the run apply the adapters of a batch."""
+        numbers = {each: number for number, each in enumerate(dict.fromkeys(filter(None, adapters)))}
+        own = [-1 if each is None else numbers[each] for each in adapters]
+        rows = np.repeat(np.array(own, np.int32), np.diff(batch.query_start_loc))
+        wanted = batch.logits_indices if len(batch.logits_indices) else np.zeros(1, np.int64)
+        packed = [cast("GraphAdapter", each).graphs[self._stage - 1] for each in numbers]
+        return self.adapter_layers.using(packed, rows, wanted)
 
     def _bind(self, name: str, array: NDArray[Any]) -> None:
         """Bind an input in place; for a graph on a device, this copies its current content."""
@@ -324,6 +359,7 @@ class OnnxLogits(CachedLogits):
     """A logits graph over a KV cache; implements `engine.LogitsModel`. Used by one thread.
 
     Attributes:
+        graphs: the graph, as `PipelineLogits` has several.
         metadata: the metadata that the exporter has written into the graph.
         vocab_size: see `LogitsModel.vocab_size`.
     """
@@ -351,6 +387,7 @@ class OnnxLogits(CachedLogits):
         """
         self._memory = memory or HostMemory()
         self._graph = LogitsGraph(path, num_threads=num_threads, memory=self._memory)
+        self.graphs = [self._graph]
         self.metadata = self._graph.metadata
         super().__init__(
             [

@@ -73,6 +73,7 @@ class PipelineLogits(CachedLogits):
     last stage runs on the thread of the caller. ONNX Runtime does not hold the interpreter's lock in a run.
 
     Attributes:
+        graphs: the graphs in order.
         metadata: the metadata that the exporter has written into the first graph.
         vocab_size: see `LogitsModel.vocab_size`.
     """
@@ -102,7 +103,7 @@ class PipelineLogits(CachedLogits):
                 the devices are of several kinds, or there is no room.
         """
         memories = memories or [HostMemory()] * len(paths)
-        self._stages = _opened(paths, memories, num_threads=num_threads)
+        self.graphs = self._stages = _opened(paths, memories, num_threads=num_threads)
         self.metadata = self._stages[0].metadata
         super().__init__(
             [

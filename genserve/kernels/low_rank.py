@@ -1,0 +1,263 @@
+"""Low-rank adapters (LoRA) of linear layers: packs them, and passes those of a call to the operators.
+
+`src/low_rank.hpp` describes the layout. An adapter adds `B (A x)` to the outputs of a layer, for the rows
+that have it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from genserve.kernels import library_path
+from genserve.kernels.packing import PANEL
+
+_LANES = 16
+_RANKS = 4      # ranks are padded to a multiple of it
+
+_TYPES = {"float32": 1, "float16": 10}      # ONNX's numbers
+_GROUP = np.dtype([("first", "u4"), ("begin", "u2"), ("end", "u2")])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearShape:
+    """The sizes of a `genserve.Linear`, or of a linear layer of `genserve.DecoderLayer`.
+
+    Attributes:
+        in_features: inputs.
+        outputs: the outputs of each segment; of a gated layer gates and values together.
+        gated: whether the outputs are gates followed by the values that they scale.
+        dtype: the type of an adapter's matrices; fp16 is as exact as any quantized weight.
+    """
+
+    in_features: int
+    outputs: tuple[int, ...]
+    gated: bool = False
+    dtype: type[np.float16 | np.float32] = np.float16
+
+    @property
+    def out_features(self) -> int:
+        """The outputs of all segments."""
+        return sum(self.outputs)
+
+    def groups(self) -> NDArray[np.int64]:
+        """Return the outputs of each half panel, [2 * panels, 16]; `out_features` stands for padding."""
+        none = self.out_features
+        if self.gated:
+            half = none // 2
+            gates = _padded(np.arange(half), _LANES, fill=none).reshape(-1, _LANES)
+            values = np.where(gates == none, none, gates + half)
+            return np.stack([gates, values], axis=1).reshape(-1, _LANES)
+        ends = np.cumsum(self.outputs)
+        panels = [
+            _padded(np.arange(end - count, end), PANEL, fill=none)
+            for end, count in zip(ends, self.outputs, strict=True)
+        ]
+        return np.concatenate(panels).reshape(-1, _LANES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowRankPart:
+    """What is added to some consecutive outputs of a layer: `up @ (down @ x)`.
+
+    Attributes:
+        first: the first of the outputs.
+        down: A, [rank, in_features] float32.
+        up: B, [outputs, rank] float32, multiplied by the scale.
+    """
+
+    first: int
+    down: NDArray[np.float32]
+    up: NDArray[np.float32]
+
+
+class _LowRank(ctypes.Structure):
+    _fields_ = (
+        ("down", ctypes.c_void_p),
+        ("factors", ctypes.c_void_p),
+        ("up", ctypes.c_void_p),
+        ("groups", ctypes.c_void_p),
+        ("rank", ctypes.c_int32),
+        ("type", ctypes.c_int32),
+    )
+
+
+class _AdapterRows(ctypes.Structure):
+    _fields_ = (
+        ("num_rows", ctypes.c_int64),
+        ("adapters", ctypes.c_void_p),
+        ("order", ctypes.c_void_p),
+        ("num_adapted", ctypes.c_int64),
+    )
+
+
+class _Adapters(ctypes.Structure):
+    _fields_ = (
+        ("num_layers", ctypes.c_int64),
+        ("names", ctypes.c_void_p),
+        ("num_adapters", ctypes.c_int64),
+        ("layers", ctypes.c_void_p),
+        ("rows", _AdapterRows * 2),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLayer:
+    """The adapter of one layer, as the operators read it."""
+
+    down: NDArray[np.float16 | np.float32]
+    factors: NDArray[np.float32]
+    up: NDArray[np.float16 | np.float32]
+    groups: NDArray[Any]
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of its arrays."""
+        return self.down.nbytes + self.factors.nbytes + self.up.nbytes + self.groups.nbytes
+
+
+def pack_layer(shape: LinearShape, parts: Sequence[LowRankPart]) -> PackedLayer:
+    """Pack the parts of an adapter that change one layer; their outputs do not overlap."""
+    starts = [0]
+    for part in parts:
+        starts.append(starts[-1] + -(-len(part.down) // _RANKS) * _RANKS)
+    rank = starts[-1]
+    down = np.zeros((rank, -(-shape.in_features // _LANES) * _LANES), np.float32)
+    up = np.zeros((shape.out_features + 1, rank), np.float32)   # with a row for padding
+    ranges = np.zeros((shape.out_features + 1, 2), np.int64)    # the ranks that change an output
+    for part, start, end in zip(parts, starts, starts[1:], strict=False):
+        outputs = slice(part.first, part.first + len(part.up))
+        down[start : start + len(part.down), : shape.in_features] = part.down
+        up[outputs, start : start + part.up.shape[1]] = part.up
+        ranges[outputs] = start, end
+    down_factors, up_factors = _powers_of_two(down, axis=1), _powers_of_two(up, axis=0)
+    down /= down_factors[:, None]
+    up /= up_factors
+    groups_of_outputs = shape.groups()
+    changed = ranges[groups_of_outputs]                         # [groups, 16, 2]
+    begin = np.where(changed[..., 1] > 0, changed[..., 0], rank).min(axis=1)
+    end = changed[..., 1].max(axis=1)
+    begin = np.minimum(begin, end)
+    counts = end - begin
+    first = np.concatenate([[0], np.cumsum(counts)])
+    lines = np.zeros((first[-1], _LANES), shape.dtype)
+    for start, stop in {*zip(begin.tolist(), end.tolist(), strict=True)}:
+        chosen = np.flatnonzero((begin == start) & (end == stop))
+        where = first[chosen][:, None] + np.arange(stop - start)
+        lines[where] = up[groups_of_outputs[chosen]][:, :, start:stop].transpose(0, 2, 1)
+    groups = np.zeros(len(counts), _GROUP)
+    groups["first"], groups["begin"], groups["end"] = first[:-1], begin, end
+    blocks = down.reshape(rank // _RANKS, _RANKS, -1, _LANES).transpose(0, 2, 1, 3)
+    return PackedLayer(
+        np.ascontiguousarray(blocks, shape.dtype), down_factors * up_factors, lines, groups
+    )
+
+
+class PackedAdapter:
+    """An adapter for the layers of one graph.
+
+    Attributes:
+        num_bytes: the size of its arrays.
+    """
+
+    def __init__(self, layers: Sequence[PackedLayer | None]) -> None:
+        """Hold the layers, in the order of `LayerNames`; None: a layer that stays as it is."""
+        self._layers = layers
+        self.table = (_LowRank * len(layers))(*map(_described, layers))
+        self.num_bytes = sum(layer.num_bytes for layer in layers if layer is not None)
+
+
+def _described(layer: PackedLayer | None) -> _LowRank:
+    if layer is None:
+        return _LowRank()
+    arrays = (layer.down, layer.factors, layer.up, layer.groups)
+    kind = _TYPES[layer.down.dtype.name]
+    return _LowRank(*(array.ctypes.data for array in arrays), len(layer.factors), kind)
+
+
+class LayerNames:
+    """The layers of a graph that adapters may change, by the names of their weights.
+
+    Attributes:
+        names: the names, in the order in which a `PackedAdapter` has its layers.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        """Sort the names by the digests by which the operators find them."""
+        digest = _library().genserve_name_digest
+        digests = {name: digest(name.encode()) for name in names}
+        self.names = sorted(names, key=digests.__getitem__)
+        self._digests = np.array([digests[name] for name in self.names], np.uint64)
+
+    def packed(self, layers: Mapping[str, PackedLayer]) -> PackedAdapter:
+        """Return an adapter with these layers."""
+        return PackedAdapter([layers.get(name) for name in self.names])
+
+    @contextmanager
+    def using(
+        self,
+        adapters: Sequence[PackedAdapter],
+        rows: NDArray[np.int32],
+        wanted: NDArray[np.int64],
+    ) -> Iterator[None]:
+        """Have the calls on this thread apply adapters, until the end of the scope.
+
+        Args:
+            adapters: the adapters.
+            rows: [T]: which of them each row of a tensor with T rows has; -1: none.
+            wanted: the rows that other tensors have, ascending.
+        """
+        kept = [rows, np.ascontiguousarray(rows[wanted])]
+        described = []
+        for own in kept[:2]:
+            order = np.argsort(own, kind="stable").astype(np.int32)
+            order = np.ascontiguousarray(order[np.count_nonzero(own < 0) :])
+            kept.append(order)
+            described.append(_AdapterRows(len(own), own.ctypes.data, order.ctypes.data, len(order)))
+        tables = (ctypes.c_void_p * len(adapters))(*(ctypes.addressof(each.table) for each in adapters))
+        call = _Adapters(
+            len(self._digests),
+            self._digests.ctypes.data,
+            len(adapters),
+            ctypes.addressof(tables),
+            (_AdapterRows * 2)(*described),
+        )
+        library = _library()
+        library.genserve_use_adapters(ctypes.addressof(call))
+        try:
+            yield
+        finally:
+            library.genserve_use_adapters(None)
+
+
+def _powers_of_two(values: NDArray[np.float32], *, axis: int) -> NDArray[np.float32]:
+    """Return powers of two by which the largest magnitudes are at most 1."""
+    _, exponents = np.frexp(np.abs(values).max(axis=axis))
+    factors: NDArray[np.float32] = np.ldexp(np.float32(1), exponents)
+    return factors
+
+
+def _padded(values: NDArray[np.int64], multiple: int, *, fill: int) -> NDArray[np.int64]:
+    return np.pad(values, (0, -len(values) % multiple), constant_values=fill)
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    return with_types(ctypes.CDLL(str(library_path())))
+
+
+def with_types(library: ctypes.CDLL) -> ctypes.CDLL:
+    """Return a library of the kernels with the types of its functions for adapters."""
+    library.genserve_name_digest.restype = ctypes.c_uint64
+    library.genserve_name_digest.argtypes = [ctypes.c_char_p]
+    library.genserve_use_adapters.restype = None
+    library.genserve_use_adapters.argtypes = [ctypes.c_void_p]
+    return library
+    return library
