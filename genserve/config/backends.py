@@ -70,6 +70,7 @@ LOGITS_PARAMETERS: Mapping[str, ParameterType] = {
     "speculation": ParameterType.METHOD,            # how tokens are drafted
     "draft_model": ParameterType.TEXT,              # the ensemble that drafts the tokens
     "verify_on_load": ParameterType.SWITCH,         # whether a load that changes recorded answers is refused
+    "max_loaded_adapters": ParameterType.POSITIVE,  # adapters in memory
 }
 # genserve's own, for the encoder of an embedding or a reranking model.
 ENCODER_PARAMETERS: Mapping[str, ParameterType] = {
