@@ -97,6 +97,10 @@ def is_decoder(path: Path) -> bool:
     return bool(_DECODE.search(source) or (_PLAIN_CLASS.search(source) and not _EXECUTE.search(source)))
 
 
+def _has_class(path: Path) -> bool:
+    return "TritonPythonModel" in path.read_text(encoding="utf-8", errors="replace")
+
+
 def _is_decoder(decoder: ModelEntry) -> bool:
     if decoder.config is None:
         return False
@@ -105,6 +109,7 @@ def _is_decoder(decoder: ModelEntry) -> bool:
     except RepositoryError:
         return False
     try:
-        return not file.is_file() or is_decoder(file)
+        # A file that is half written is no model of any kind: its load fails, and the loaded one stays.
+        return not file.is_file() or is_decoder(file) or not _has_class(file)
     except OSError:
         return True     # loading then reports the file, which is missing or cannot be read

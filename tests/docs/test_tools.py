@@ -1,4 +1,4 @@
-"""docs/tools.md: its list of formats, and the format that a model.py declares."""
+"""docs/tool_formats.md: its list of formats, and the format that a model.py declares."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from genserve.text.tool_formats import TOOL_FORMATS, ToolFormat
 from tests.docs.snippets import ROOT, snippets
 
-PAGE = (ROOT / "docs" / "tools.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "tool_formats.md").read_text(encoding="utf-8")
 
 
 def test_all_formats_are_listed():
@@ -15,7 +15,8 @@ def test_all_formats_are_listed():
 
 
 def test_the_declared_formats_write_the_answers_that_follow():
-    blocks = [one.text for one in snippets() if one.page.name == "tools.md" and "tool_format =" in one.text]
+    texts = [one.text for one in snippets() if one.page.name == "tool_formats.md"]
+    blocks = [text for text in texts if "tool_format =" in text]
     assert blocks
     for block in blocks:
         declared: dict = {}

@@ -146,6 +146,7 @@ def test_polling_follows_a_text_model_that_is_broken_and_mended(copy, broken):
         assert_all_ready(repository)
         (copy / broken).write_bytes(b"nonsense (")
         wait_until(lambda: repository.errors)
+        assert broken.endswith(".pbtxt") or repository.text_model("tiny"), "the old version answers"
         (copy / broken).write_bytes(right)
         wait_until(lambda: not repository.errors)
         assert_all_ready(repository)
