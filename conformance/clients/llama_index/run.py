@@ -106,7 +106,7 @@ def embeds(embeddings):
     )
     index = VectorStoreIndex([Document(text=text) for text in SEA], embed_model=embeddings)
     [found] = index.as_retriever(similarity_top_k=1).retrieve("How deep is the ocean?")
-    expect(found.text == SEA[0], f"{found}")
+    expect(found.node.get_content() == SEA[0], f"{found}")
 
 
 @row("OpenAILikeEmbedding")
