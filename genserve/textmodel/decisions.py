@@ -170,9 +170,19 @@ class Read:
             answers: the log-probabilities of the next tokens, by request.
 
         Raises:
-            ModelFailed: they are not numbers.
+            InvalidRequest: the decoding loop of the model has not sampled a token from its logits; `field` is
+                `model`.
+            ModelFailed: the log-probabilities are not numbers.
         """
-        found = {begun: dict(answers[request]) for begun, request in self.requests.items()}
+        found = {begun: dict(answers.get(request, ())) for begun, request in self.requests.items()}
+        for begun, request in self.requests.items():
+            if not found[begun].keys() >= {*request.params.logprob_token_ids}:
+                raise InvalidRequest(
+                    f"the decoding loop of model {request.model!r} chooses tokens of its own, which have no "
+                    "probabilities",
+                    field="model",
+                    remedy="name a model whose model.py has no `decode`, or one that calls `sample` first",
+                )
         logprobs = np.array(
             [np.logaddexp.reduce([_logprob(ids, found) for ids in labels]) for labels in self.labels]
         )
@@ -222,6 +232,12 @@ def prepare_read(
     )
     # Whatever the greedy token is, the log-probabilities are those of the model; it only must not be hidden.
     params = replace(params or SamplingParams(), temperature=0.0, max_tokens=1, min_tokens=1, logprobs=True)
+    if model.tokenizer.chat_template is None:
+        raise InvalidRequest(
+            f"model {model.name!r} has no chat template, by which it would read a question",
+            field="model",
+            remedy="name a model of chats, or add chat_template.jinja to its tokenizer stage",
+        )
     try:
         first = model.prepare(chat, params)
         if first.begins_reasoning:
@@ -269,7 +285,9 @@ def decide(
     answers: dict[GenerationRequest, TopTokens] = {}
     for request in read.requests.values():
         with DeltaStream(model.engine, request) as stream:
-            answers[request] = join_deltas(stream).top_logprobs[0]
+            tops = join_deltas(stream).top_logprobs
+        if tops:
+            answers[request] = tops[0]
     return read.logprobs(answers)
 
 

@@ -48,6 +48,7 @@ from genserve.textmodel.text_model import TextModel
 router = Router(tag="System One", errors=OPENAI_ERRORS)
 
 MAX_QUESTIONS = 64      # of one request: vLLM's limit
+_MAX_SHOWN = 64         # characters of a question's name, which the client chose
 _NOT_SUPPORTED = {
     "assets": "send text: text models read no images",
     "images": "send text: text models read no images",
@@ -117,7 +118,7 @@ class SystemOneBody(TolerantBody):
         require(isinstance(self.state, str | dict | list), "state", "must be a text, an object or a list")
         questions = {}
         for name, question in self.questions.items():
-            with inside(f"questions.{name}"):
+            with inside(f"questions.{name[:_MAX_SHOWN]}"):
                 questions[name] = read_question(
                     question.type, instructions=question.instructions, criteria=question.criteria
                 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +19,8 @@ from transformers import AutoTokenizer
 from genserve.client import AsyncClient, Client
 from genserve.export import SilentProgress, export_model
 from tests.support.live_server import LiveServer
-from tests.support.tiny_llama import tiny_llama_checkpoint
+from tests.support.thinking_model import copy_with_tags
+from tests.support.tiny_llama import CHAT_TEMPLATE, tiny_llama_checkpoint
 from tests.support.transformers_reference import reference_logits, reference_model
 
 STATE = "The parcel came late, and it was opened. I want my money back, please write to me today."
@@ -188,6 +190,54 @@ def test_a_state_of_json_is_written_as_json(server, state):
 def test_a_bad_request_names_its_field(server, fields, field):
     reply = ask(server, **fields)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, field)
+
+
+def test_a_long_name_is_cut_in_the_error(server):
+    reply = ask(server, questions={"long" * 1000: {"type": "noul"}})
+    assert reply.json()["error"]["param"] == f"questions.{'long' * 16}.instructions"
+
+
+@pytest.mark.parametrize(
+    ("loop", "status"),
+    [
+        ("sequence.append(await sequence.sample())", 200),
+        ("sequence.append(7)", 400),
+        ("sequence.append(2)", 400),    # the token that ends a turn
+        ("return", 400),
+        ("raise ValueError", 500),
+    ],
+)
+def test_a_decoding_loop_must_sample_the_first_token(server, repository, tmp_path, loop, status):
+    copied = shutil.copytree(repository, tmp_path / "repository")
+    source = f"class TritonPythonModel:\n    async def decode(self, sequence):\n        {loop}\n"
+    (copied / "tiny_decoder" / "1" / "model.py").write_text(source)
+    with LiveServer(copied) as other:
+        reply = ask(other)
+    assert reply.status_code == status
+    if status == 200:
+        assert reply.json()["answers"] == ask(server).json()["answers"]
+    else:
+        assert reply.json()["error"]["param"] == ("model" if status == 400 else None)
+
+
+def test_a_model_that_cannot_but_reason_is_rejected(repository, tmp_path):
+    copied = copy_with_tags(repository, tmp_path / "repository")
+    template = CHAT_TEMPLATE.replace("assistant\n", "assistant\n<think>\n")
+    (copied / "tiny_tokenizer" / "1" / "chat_template.jinja").write_text(template)
+    with LiveServer(copied) as server:
+        reply = ask(server)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "model")
+
+
+def test_a_model_without_a_chat_template_is_rejected(repository, tmp_path):
+    copied = shutil.copytree(repository, tmp_path / "repository")
+    folder = copied / "tiny_tokenizer" / "1"
+    (folder / "chat_template.jinja").unlink()
+    fields = json.loads((folder / "tokenizer_config.json").read_text())
+    fields.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(fields))
+    with LiveServer(copied) as server:
+        assert ask(server).json()["error"]["param"] == "model"
 
 
 def test_an_unknown_model_is_not_found(server):
