@@ -55,6 +55,7 @@ class Rotary:
     frequencies: tuple[float, ...]  # radians per position
     scale: float = 1.0              # multiplies cosines and sines
     neighbours: bool = False        # pairs numbers 2i and 2i + 1 instead of i and i + len(frequencies)
+    distance: int | None = None     # pairs numbers i and i + this instead of i and i + len(frequencies)
 
     def tables(self, length: int) -> tuple[FloatArray, FloatArray]:
         """Return cosines and sines of the positions below `length`: [length, len(frequencies)] float32."""

@@ -394,7 +394,7 @@ def _ordered(role: str, tensor: NDArray[Any], *, decoder: Decoder) -> NDArray[An
         return np.concatenate([tensor[:first], turned, tensor[first + size :]])
     if part.endswith((".query", ".key", ".query_norm", ".key_norm")):
         attention = _attention_of(part, decoder)
-        if attention.rotary is not None and attention.rotary.neighbours:
+        if attention.rotary is not None and (attention.rotary.neighbours or attention.rotary.distance):
             # A norm may have a weight for each head.
             rest = () if part.endswith("_norm") else tensor.shape[1:]
             heads = tensor.reshape(-1, attention.head_dim, *rest)
@@ -403,10 +403,15 @@ def _ordered(role: str, tensor: NDArray[Any], *, decoder: Decoder) -> NDArray[An
 
 
 def _halves(rotary: Rotary, head_dim: int) -> NDArray[np.int64]:
-    """Return the order of a head's numbers in which rotary pairs of neighbours become pairs of halves."""
-    rotated = 2 * len(rotary.frequencies)
-    parts = np.arange(0, rotated, 2), np.arange(1, rotated, 2), np.arange(rotated, head_dim)
-    return np.concatenate(parts)
+    """Return the order of a head's numbers in which rotary pairs are numbers i and i + len(frequencies)."""
+    count = len(rotary.frequencies)
+    if rotary.neighbours:
+        first, second = np.arange(0, 2 * count, 2), np.arange(1, 2 * count, 2)
+    else:
+        first = np.arange(count)
+        second = first + (rotary.distance or count)
+    rotated = np.concatenate([first, second])
+    return np.concatenate([rotated, np.setdiff1d(np.arange(head_dim), rotated)])
 
 
 def packed(name: str, unpacking: Callable[[_Projection], Unpack]) -> TensorMap:

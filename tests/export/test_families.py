@@ -289,6 +289,20 @@ def test_its_bits_are_the_same_in_any_batch_and_chunks(tmp_path: Path, model: st
             assert logits[index].tobytes() == expected.tobytes(), length
 
 
+def test_keys_of_layers_that_share_a_cache_are_ignored(tmp_path: Path) -> None:
+    """Checkpoints of Gemma 4 have them."""
+    source = tiny_checkpoint(tmp_path / "checkpoint", **TINY_MODELS["gemma4"])
+    path = source / "model.safetensors"
+    unused = {
+        f"model.layers.5.self_attn.{name}.weight": np.ones(shape, np.float32)
+        for name, shape in (("k_proj", (64, 64)), ("v_proj", (64, 64)), ("k_norm", 32))
+    }
+    expected = reference_logits(reference_model(source), ids := random_ids(100, seed=1))
+    save_file(load_file(path) | unused, path)
+    found = chunked_logits(write_graph(source, tmp_path / "graph"), ids)
+    assert np.abs(found - expected).max() < MAX_DIFFERENCE
+
+
 def test_only_layers_with_a_cache_of_their_own_take_memory_for_it(tmp_path: Path) -> None:
     source = tiny_checkpoint(tmp_path / "checkpoint", **TINY_MODELS["gemma4"])
     graph = write_graph(source, tmp_path / "graph")

@@ -210,6 +210,8 @@ def wrong_attentions(attention: Attention) -> Iterator[tuple[str, dict[str, Any]
         if attention.head_norm is None or not attention.head_norm.after_rotary:
             yield "rotary scale", {"rotary": replace(rotary, scale=1.2 * rotary.scale)}
         yield "neighbours", {"rotary": replace(rotary, neighbours=not rotary.neighbours)}
+        if rotary.distance is not None:
+            yield "distance", {"rotary": replace(rotary, distance=None)}
     if attention.head_norm is not None:
         norm = attention.head_norm
         yield "no head norm", {"head_norm": None}

@@ -199,10 +199,11 @@ def _gemma4_rotary(config: Any, kind: str) -> Rotary:
     import torch
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    # The pairs that are not rotated have the frequency zero.
-    read = ROPE_INIT_FUNCTIONS["proportional"]
-    frequencies, scale = read(config.per_layer_config[kind], torch.device("cpu"), layer_type=kind)
-    return Rotary(frequencies=tuple(frequencies.tolist()), scale=scale)
+    own = config.per_layer_config[kind]
+    frequencies, scale = ROPE_INIT_FUNCTIONS["proportional"](own, torch.device("cpu"), layer_type=kind)
+    # The pairs that are not rotated have the frequency zero; tables are as much smaller without them.
+    rotated = tuple(frequency for frequency in frequencies.tolist() if frequency)
+    return Rotary(frequencies=rotated, scale=scale, distance=own.head_dim // 2)
 
 
 GEMMA4 = Family(
