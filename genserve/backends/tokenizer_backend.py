@@ -41,6 +41,7 @@ class TokenizerBackend:
     @classmethod
     def check_files(cls, folder: Path, config: ModelConfig) -> None:
         """See `Backend`; reads what a load reads, and what a text model reads with it."""
+        read_prompts(config)
         Tokenizer.from_folder(folder)
         recommended_sampling_params(folder)
 

@@ -185,11 +185,12 @@ def detokenize(
 
 
 def embed(
-    texts: str | Sequence[str], *, model: str | None, dimensions: int | None
+    texts: str | Sequence[str], *, model: str | None, dimensions: int | None, prompt_name: str | None
 ) -> ApiCall[tuple[tuple[float, ...], ...]]:
     """Return the vectors of texts."""
     body: dict[str, Any] = {"input": [texts] if isinstance(texts, str) else list(texts)}
     body |= {"dimensions": dimensions} if dimensions is not None else {}
+    body |= {"prompt_name": prompt_name} if prompt_name is not None else {}
 
     def read(headers: Mapping[str, str], reply: bytes) -> tuple[tuple[float, ...], ...]:
         with unknown_reply():

@@ -207,10 +207,16 @@ class Client:
         )
 
     def embed(
-        self, texts: str | Sequence[str], *, model: str | None = None, dimensions: int | None = None
+        self,
+        texts: str | Sequence[str],
+        *,
+        model: str | None = None,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
     ) -> tuple[tuple[float, ...], ...]:
-        """Return the vectors of texts; `dimensions` keeps the first numbers of each."""
-        return self._call(api_calls.embed(texts, model=model, dimensions=dimensions))
+        """Return the vectors of texts, after a prompt of the model; `dimensions` keeps their beginnings."""
+        call = api_calls.embed(texts, model=model, dimensions=dimensions, prompt_name=prompt_name)
+        return self._call(call)
 
     def score(
         self, query: str, texts: str | Sequence[str], *, model: str | None = None
@@ -417,10 +423,16 @@ class AsyncClient:
         )
 
     async def embed(
-        self, texts: str | Sequence[str], *, model: str | None = None, dimensions: int | None = None
+        self,
+        texts: str | Sequence[str],
+        *,
+        model: str | None = None,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
     ) -> tuple[tuple[float, ...], ...]:
-        """Return the vectors of texts; `dimensions` keeps the first numbers of each."""
-        return await self._call(api_calls.embed(texts, model=model, dimensions=dimensions))
+        """Return the vectors of texts, after a prompt of the model; `dimensions` keeps their beginnings."""
+        call = api_calls.embed(texts, model=model, dimensions=dimensions, prompt_name=prompt_name)
+        return await self._call(call)
 
     async def score(
         self, query: str, texts: str | Sequence[str], *, model: str | None = None

@@ -14,6 +14,7 @@ import openai
 import pytest
 
 from genserve import Client
+from tests.support.command_line import invoke
 from tests.support.encoder_repository import (
     MAX_LENGTH,
     SIZE,
@@ -280,6 +281,8 @@ def test_prompts_of_the_model_are_written_before_texts(prompted):
             with pytest.raises(openai.BadRequestError) as raised:
                 client.embeddings.create(model="vectors", input="sea", extra_body={"prompt_name": name})
             assert raised.value.param == "prompt_name"
+    with Client(prompted.url) as client:
+        assert close(client.embed("sea", model="vectors", prompt_name="query"), [vector_of("what is sea")])
     with ollama.Client(prompted.url) as client:
         assert close(client.embed("vectors", "sea").embeddings[0], vector_of("deep sea"))
         assert close(client.embeddings("vectors", "sea").embedding, vector_of("deep sea"))
@@ -296,7 +299,11 @@ def test_prompts_of_the_model_are_written_before_texts(prompted):
     "parameters", [{"prompts": "query: "}, {"prompts": '{"a": 1}'}, {"default_prompt_name": "query"}]
 )
 def test_prompts_that_cannot_be_read_fail_the_load(tmp_path, parameters):
-    with LiveServer(encoder_repository(tmp_path, prompts=parameters), exit_on_error=False) as server:
+    root = encoder_repository(tmp_path, prompts=parameters)
+    checked = invoke(["check", "--model-repository", str(root)])
+    assert checked.exit_code == 1
+    assert "prompts" in checked.stdout
+    with LiveServer(root, exit_on_error=False) as server:
         assert "prompts" in str(server.server.services.repository.errors["vectors_tokenizer"])
         answer = httpx2.get(f"{server.url}/v1/models").json()
         assert [model["id"] for model in answer["data"]] == ["ranker"]
