@@ -10,10 +10,14 @@ import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import numpy as np
+from safetensors.numpy import save_file
+
 from genserve.export import export_model
 from genserve.export.export_options import SilentProgress
 
 NAME = "scripted"
+ADAPTER = f"{NAME}_adapter"
 # The models for coding agents, whose first prompts have up to 20,000 tokens: see `build_agent_models`.
 STRICT, SMALL = f"{NAME}_strict", f"{NAME}_24k"
 _CONTEXT_TOKENS = {NAME: 131072, STRICT: 131072, SMALL: 24000}
@@ -33,6 +37,8 @@ _TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>"
 def build_scripted_model(repository: Path, *, tokenizer: Path, name: str = NAME) -> None:
     """Write the stages of the model into a repository if they are missing, and rewrite their sources.
 
+    A model of the name NAME gets an adapter, of the name ADAPTER.
+
     Args:
         repository: the folder of the repository.
         tokenizer: the folder of the default model's tokenizer stage, whose vocabulary has ChatML's tokens.
@@ -49,6 +55,8 @@ def build_scripted_model(repository: Path, *, tokenizer: Path, name: str = NAME)
     template = (_SOURCES / "chat_template.jinja").read_text(encoding="utf-8")
     written = repository / f"{name}_tokenizer" / "1" / "chat_template.jinja"
     written.write_text(_SYSTEM_FIRST + template if name == STRICT else template, encoding="utf-8")
+    if name == NAME:
+        _write_adapter(repository / ADAPTER)
 
 
 def build_agent_models(repository: Path, *, tokenizer: Path) -> None:
@@ -80,3 +88,18 @@ def _write_checkpoint(folder: Path, *, tokenizer: Path, context_tokens: int) -> 
     shutil.copytree(tokenizer, folder, dirs_exist_ok=True)
     shutil.copy(_SOURCES / "chat_template.jinja", folder)
     (folder / "tokenizer.json").write_text(json.dumps(contents), encoding="utf-8")
+
+
+def _write_adapter(folder: Path) -> None:
+    """Write a random adapter of the model `NAME`."""
+    random = np.random.default_rng(0)
+    module = "base_model.model.model.layers.0.self_attn.q_proj"
+    shapes = {f"{module}.lora_A.weight": (4, 64), f"{module}.lora_B.weight": (64, 4)}
+    tensors = {name: random.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}
+    version = folder / "1"
+    version.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, version / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    (version / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    base = f'parameters {{ key: "base_model" value: {{ string_value: "{NAME}" }} }}\n'
+    (folder / "config.pbtxt").write_text(f'backend: "adapter"\n{base}', encoding="utf-8")

@@ -17,6 +17,9 @@ from contextlib import contextmanager, suppress
 from errno import EFBIG, EILSEQ, EINVAL
 from pathlib import Path
 
+# Smaller files are edited by people, who would change the copy with the original.
+_MIN_LINKED_BYTES = 2**20
+
 
 def read_regular_file(path: Path, *, max_bytes: int) -> bytes:
     """Read a whole file.
@@ -69,6 +72,18 @@ def _kind(mode: int) -> str:
     if stat.S_ISFIFO(mode):
         return "a FIFO"
     return "a socket" if stat.S_ISSOCK(mode) else "a device"
+
+
+def link_or_copy(source: str | Path, target: str | Path) -> None:
+    """Copy a file; a large one becomes a link to the same data, where the file system can make one."""
+    if os.path.getsize(source) >= _MIN_LINKED_BYTES:    # noqa: PTH202  # a copy_function gets texts
+        try:
+            os.link(source, target, follow_symlinks=True)
+        except OSError:     # of another disk, or a file system without links
+            pass
+        else:
+            return
+    shutil.copy2(source, target)
 
 
 def file_sha256(path: Path) -> str:

@@ -119,6 +119,14 @@ class ExportFlags(_GraphFlags):
             metavar="FOLDER_OR_GGUF",
         ),
     )
+    base: str | None = flag(
+        None,
+        Flag(
+            help="The source is an adapter, a folder of PEFT: it becomes a model that the engine of this one "
+            "runs.",
+            metavar="MODEL",
+        ),
+    )
     allow_pickled_weights: bool = flag(
         False,
         Flag(help="Read PyTorch's .bin files too: only tensors, but such files have run code in the past."),
@@ -128,9 +136,18 @@ class ExportFlags(_GraphFlags):
 def export(flags: ExportFlags) -> None:
     """Convert a checkpoint to a model of the repository, and compare it with its source."""
     from genserve.cli.console import ConsoleProgress
-    from genserve.export import export_model, is_encoder
+    from genserve.export import export_model, is_adapter, is_encoder
 
     repository = flags.model_repository or default_repository()
+    if flags.base is not None:
+        _export_adapter(flags, repository, base=flags.base)
+        return
+    if is_adapter(flags.source):
+        raise ExportError(
+            f"{flags.source} is an adapter",
+            remedy="--base MODEL serves it beside that model of the repository; to merge it, export its base "
+            f"with --adapter {flags.source}",
+        )
     if flags.pooling or is_encoder(flags.source):
         _export_encoder(flags, repository)
         return
@@ -162,6 +179,22 @@ def _default_name(source: str) -> str:
     return name or path.resolve().name.removesuffix(".gguf").lower()
 
 
+def _export_adapter(flags: ExportFlags, repository: Path, *, base: str) -> None:
+    from genserve.export.adapter_model import export_adapter
+
+    folder = Path(flags.source).expanduser().resolve()
+    kept = ("model_repository", "source", "name", "base", "overwrite")
+    if any(getattr(flags, one.name) != one.default for one in fields(flags) if one.name not in kept):
+        raise ExportError(
+            f"{folder.name} is an adapter of {base}, and a flag is for models",
+            remedy="give only --name, --overwrite, and where the adapter goes",
+        )
+    name = flags.name or folder.name.lower()
+    path = export_adapter(folder, repository=repository, name=name, base=base, overwrite=flags.overwrite)
+    print(f"{name}: an adapter of {base}: {display_path(path)}")
+    print(f"next: genserve serve{repository_flag(repository)}")
+
+
 def _export_encoder(flags: ExportFlags, repository: Path) -> None:
     from genserve.backends.libraries import require_export_packages
     from genserve.cli.console import ConsoleProgress
@@ -186,7 +219,7 @@ def _export_encoder(flags: ExportFlags, repository: Path) -> None:
 
 def _require_flags_of_encoders(flags: _GraphFlags, name: str) -> None:
     of_text_models = (
-        "kv_cache", "pipeline_stages", "beside", "file_format", "adapter", "allow_pickled_weights",
+        "kv_cache", "pipeline_stages", "beside", "file_format", "adapter", "base", "allow_pickled_weights",
     )  # fmt: skip
     if any(getattr(flags, one.name) != one.default for one in fields(flags) if one.name in of_text_models):
         raise ExportError(

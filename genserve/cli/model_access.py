@@ -56,10 +56,11 @@ class LocalModel:
     size_bytes: int                     # size of the newest version of each stage, in total
     quality: Quality | None             # None: the graph was not exported by genserve
     missing: tuple[str, ...]            # the stages whose folder or file is missing
+    base: str | None = None             # the model whose adapter it is; None: it is no adapter
 
 
 def local_models(repository: Path) -> list[LocalModel]:
-    """Return the text models of a repository, sorted by name, without loading them.
+    """Return the text models of a repository and their adapters, sorted by name, without loading them.
 
     Raises:
         RepositoryError: the folder does not exist. A missing store has no models.
@@ -69,7 +70,11 @@ def local_models(repository: Path) -> list[LocalModel]:
     if repository == default_repository() and not repository.exists():
         return []
     entries = scan([repository])
-    return [_describe(entry, entries) for entry in entries.values() if _may_generate(entry, entries)]
+    return [
+        _describe(entry, entries) if entry.base_model is None else _describe_adapter(entry, entries)
+        for entry in entries.values()
+        if entry.base_model is not None or _may_generate(entry, entries)
+    ]
 
 
 def choose_model(
@@ -84,7 +89,8 @@ def choose_model(
     """
     models = models or _models_by_name(repository)
     if name is None:
-        name = next(iter(models)) if len(models) == 1 else DEFAULT_MODEL
+        whole = [model.name for model in models.values() if model.base is None]
+        name = whole[0] if len(whole) == 1 else DEFAULT_MODEL
     where, flag = described(repository), repository_flag(repository)
     pull = f"`genserve pull {DEFAULT_MODEL}{flag}`"
     if name not in models and (repository / name).exists():
@@ -271,6 +277,18 @@ def _describe(ensemble: ModelEntry, entries: Mapping[str, ModelEntry]) -> LocalM
         size_bytes=sum(size_bytes(stage.latest_version()) for stage in stages),
         quality=next(filter(None, map(_quality, stages)), None),
         missing=tuple(name for name in names if name not in present),
+    )
+
+
+def _describe_adapter(adapter: ModelEntry, entries: Mapping[str, ModelEntry]) -> LocalModel:
+    base = adapter.base_model or ""
+    needed = {base: base in entries, adapter.name: _has_files(adapter)}
+    return LocalModel(
+        name=adapter.name,
+        size_bytes=size_bytes(adapter.latest_version()) if _has_files(adapter) else 0,
+        quality=None,
+        missing=tuple(name for name, is_there in needed.items() if not is_there),
+        base=adapter.base_model,
     )
 
 

@@ -68,7 +68,8 @@ def _print_local(found: Sequence[LocalModel], *, repository: Path) -> None:
     headings = ("model", "size", "precision", "top-1", "perplexity", "KL", "state")
     table = Table(*headings, box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for model in found:
-        state = f"no weights: {', '.join(model.missing)}" if model.missing else "ready to load"
+        of = "" if model.base is None else f", an adapter of {model.base}"
+        state = f"no weights: {', '.join(model.missing)}" if model.missing else f"ready to load{of}"
         table.add_row(model.name, f"{model.size_bytes / 1e6:.1f} MB", *_quality_cells(model), state)
     print_table(table)
     print(f"\nin {described(repository)}; kernels of this machine: {instruction_set()}")

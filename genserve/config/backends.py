@@ -91,7 +91,8 @@ class BuiltInBackend:
     """A backend that comes with genserve.
 
     Attributes:
-        implementation: "module:class" of its `Backend`, imported when a model needs it.
+        implementation: "module:class" of its `Backend`, imported when a model needs it; empty: the engine of
+            a text model runs its models.
         formats: the kinds of its model files; empty: the backend finds the file itself.
         further_files: the files that it needs beside the model file.
         is_data: whether its files are data, and not code, so that clients may upload them.
@@ -193,6 +194,13 @@ BUILT_IN = {
             "prompts": ParameterType.TEXT,              # what is written before texts: JSON, by their use
             "default_prompt_name": ParameterType.TEXT,  # that of requests which name none
         },
+    ),
+    "adapter": BuiltInBackend(
+        implementation="",
+        formats=(ModelFormat(file_name="adapter_model.safetensors"),),      # PEFT's
+        further_files=("adapter_config.json",),
+        is_data=True,
+        parameters={"base_model": ParameterType.TEXT},      # the ensemble whose adapter it is
     ),
     "fil": BuiltInBackend(
         implementation="genserve.backends.fil:FilBackend",

@@ -246,6 +246,11 @@ class ModelConfig:
     message: Any = field(default=None, repr=False, compare=False)
 
     @property
+    def base_model(self) -> str | None:
+        """The text model whose adapter this is; None: it is no adapter."""
+        return self.parameters.get("base_model") if self.backend == "adapter" else None
+
+    @property
     def is_encoder(self) -> bool:
         """Whether it is a graph from token ids to vectors or scores, whose rows are padded."""
         return self.backend == "onnxruntime" and "pooling" in self.parameters

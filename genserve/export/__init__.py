@@ -15,7 +15,7 @@ from genserve.export.export_options import (
     Progress,
     SilentProgress,
 )
-from genserve.export.exporter import export_model, is_encoder
+from genserve.export.exporter import export_model, is_adapter, is_encoder
 from genserve.export.known_models import (
     KNOWN_ENCODERS,
     KNOWN_MODELS,
@@ -47,6 +47,7 @@ __all__ = [
     "Progress",
     "SilentProgress",
     "export_model",
+    "is_adapter",
     "is_encoder",
     "known_encoder",
     "known_model",

@@ -115,6 +115,12 @@ def export_model(
     return report
 
 
+def is_adapter(source: str) -> bool:
+    """Whether a source is the folder of an adapter of PEFT, without the model that it is for."""
+    folder = Path(source).expanduser()
+    return (folder / "adapter_config.json").is_file() and not (folder / "config.json").exists()
+
+
 def is_encoder(source: str) -> bool:
     """Whether a source is the folder of an encoder, such as BERT, or of any model with a pooling."""
     folder = Path(source).expanduser()

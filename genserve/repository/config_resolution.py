@@ -54,7 +54,7 @@ class ResolvedModel:
     @property
     def runs_in_engine(self) -> bool:
         """Whether a text engine runs the model, and not instances of a backend or an ensemble's graph."""
-        return self.role not in (None, Role.TOKENIZER)
+        return self.role not in (None, Role.TOKENIZER) or self.config.base_model is not None
 
 
 def resolve_model(entry: ModelEntry, validator: Validator, *, options: RepositoryOptions) -> ResolvedModel:
@@ -125,14 +125,15 @@ def _raise(error: ConfigError | None) -> None:
 def _versions(entry: ModelEntry, config: ModelConfig, role: Role | None) -> tuple[int, ...]:
     if entry.is_ensemble and not entry.versions:
         return (1,)     # an ensemble needs no folders
-    if role in (None, Role.TOKENIZER) and entry.wanted_version == -1:
+    is_adapter = entry.base_model is not None       # of which its base has one of a name
+    if role in (None, Role.TOKENIZER) and entry.wanted_version == -1 and not is_adapter:
         return served_versions(config, entry.versions)
     return (int(entry.latest_version().name),)
 
 
 def _complete(message: Any, entry: ModelEntry, *, version: int, options: RepositoryOptions) -> None:
     """Let the backend complete the config from the model's file."""
-    if message.platform == "ensemble" or options.strict_config:
+    if message.platform == "ensemble" or message.backend == "adapter" or options.strict_config:
         return
     backend = find_backend(message.backend, backend_directory=options.backend_directory)
     backend.auto_complete(

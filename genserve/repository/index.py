@@ -36,6 +36,11 @@ class ModelEntry:
         return self.config is not None and self.config.platform == "ensemble"
 
     @property
+    def base_model(self) -> str | None:
+        """The text model whose adapter this is; None: it is no adapter."""
+        return None if self.config is None else self.config.base_model
+
+    @property
     def versions(self) -> tuple[int, ...]:
         """The versions that have a folder, ascending; see `version_folders`."""
         return tuple(version_folders(self.path))
@@ -260,13 +265,20 @@ def _ambiguous(entry: ModelEntry, *, other: Path) -> ModelEntry:
 
 
 def step_models(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> list[ModelEntry]:
-    """Return the models of an ensemble's steps; models that do not exist are left out."""
-    steps = entry.config.ensemble_steps if entry.config else ()
-    return [entries[step.model_name] for step in steps if step.model_name in entries]
+    """Return the models of an ensemble's steps, or an adapter's base, as far as they exist."""
+    names = needed_names(entry.config) if entry.config else ()
+    return [entries[name] for name in names if name in entries]
+
+
+def needed_names(config: ModelConfig) -> tuple[str, ...]:
+    """Return the names of the models of an ensemble's steps, or of an adapter's base."""
+    if config.base_model is not None:
+        return (config.base_model,)
+    return tuple(step.model_name for step in config.ensemble_steps)
 
 
 def all_step_models(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> list[ModelEntry]:
-    """Return the models of the steps of an ensemble and of the ensembles among them."""
+    """Return the models of the steps of an ensemble and of the ensembles among them; see `step_models`."""
     found: dict[str, ModelEntry] = {}
     waiting = step_models(entry, entries)
     while waiting:

@@ -15,7 +15,7 @@ from genserve.config.config_json import read_config_json
 from genserve.config.parse import MAX_NAME_BYTES, config_of
 from genserve.config.schema import new_model_config
 from genserve.errors import InferenceError, RepositoryError, Status
-from genserve.files import staging_folder
+from genserve.files import link_or_copy, staging_folder
 from genserve.repository.index import ModelEntry, not_polled, scan
 
 _WORD_OR_NUMBER = re.compile(r"\w+|\d+\.\d+")
@@ -27,13 +27,14 @@ class LoadRequest:
 
     Attributes:
         config_json: a config as JSON, which replaces the folder's; empty: the folder's config is read.
-        files: the files that replace the folder, by paths like `1/model.py`; None or empty: no change.
+        files: the files that replace the folder, as content or as paths on this machine, by paths like
+            `1/model.py`; None or empty: no change.
         allow_code: whether config and files may make the server run code that is not in the repository.
     """
 
     name: str
     config_json: str = ""
-    files: Mapping[str, bytes] | None = None
+    files: Mapping[str, bytes | Path] | None = None
     allow_code: bool = True
 
     def __post_init__(self) -> None:
@@ -84,12 +85,12 @@ class Upload:
         root: the parent of the model's folder.
     """
 
-    def __init__(self, name: str, files: Mapping[str, bytes]) -> None:
+    def __init__(self, name: str, files: Mapping[str, bytes | Path]) -> None:
         """Write the files.
 
         Args:
             name: the name of the model's folder.
-            files: their content, by their path in the model's folder: `1/model.py`.
+            files: their contents, or where they are, by their path in the model's folder: `1/model.py`.
 
         Raises:
             InferenceError: a path is invalid or leads out of the folder, or two paths conflict.
@@ -104,7 +105,10 @@ class Upload:
             target = self.root / name / path
             try:
                 target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_bytes(content)
+                if isinstance(content, Path):
+                    link_or_copy(content, target)
+                else:
+                    target.write_bytes(content)
             except OSError as error:
                 raise InferenceError(f"the file {path!r} cannot be written: {error.strerror}") from error
 

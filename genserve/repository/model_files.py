@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from genserve.errors import InvalidRequest, ModelNotFound, RepositoryError, suggestion
-from genserve.files import staging_folder
-from genserve.repository.index import ModelEntry
+from genserve.files import link_or_copy, staging_folder
+from genserve.repository.index import ModelEntry, needed_names
 from genserve.repository.text_stages import TextStages
 from genserve.store import described, repository_flag
 
@@ -21,8 +20,6 @@ _CONFIG_PART = re.compile(
     r"""|(?P<begin>\b(?P<field>(?:model_)?name)\s*:\s*["'])(?P<name>[^"'\n]*)(?P<end>["'])"""
     r"""|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'"""
 )
-# Smaller files are edited by people, who would change both models.
-_MIN_LINKED_BYTES = 2**20
 
 
 def require_new_name(name: str, *, entries: Mapping[str, ModelEntry]) -> None:
@@ -61,7 +58,7 @@ def copy_text_model(name: str, stages: TextStages, entries: Mapping[str, ModelEn
     try:
         with staging_folder(root, "copy") as staging:
             for old, new in names.items():
-                shutil.copytree(entries[old].path, staging / new, copy_function=_link_or_copy)
+                shutil.copytree(entries[old].path, staging / new, copy_function=link_or_copy)
                 for config in (staging / new).rglob("*.pbtxt"):
                     config.write_text(_renamed(config.read_text(encoding="utf-8"), names), encoding="utf-8")
             for new in reversed(names.values()):    # the ensemble last, so that it is never incomplete
@@ -76,17 +73,6 @@ def _reason(error: OSError) -> str:
     if isinstance(error, shutil.Error):     # of a copied folder: source, target and reason of each failure
         return str(error.args[0][0][2])
     return error.strerror or str(error)
-
-
-def _link_or_copy(source: str, target: str) -> None:
-    if os.path.getsize(source) >= _MIN_LINKED_BYTES:    # noqa: PTH202  # a copy_function gets texts
-        try:
-            os.link(source, target, follow_symlinks=True)
-        except OSError:     # of another disk, or a file system without links
-            pass
-        else:
-            return
-    shutil.copy2(source, target)
 
 
 def _renamed(config: str, names: Mapping[str, str]) -> str:
@@ -128,17 +114,23 @@ def removed_folders(
             if step in entries and not any(step in steps[other] for other in entries.keys() - removed.keys())
         )
     for name in names:
-        if users := [other for other in entries.keys() - removed.keys() if name in steps[other]]:
+        staying = entries.keys() - removed.keys()
+        if users := [other for other in staying if name in _needed(entries[other])]:
+            relation = "base" if entries[users[0]].base_model else "stage"
             raise InvalidRequest(
-                f"{name!r} is a stage of {', '.join(sorted(users))}",
+                f"{name!r} is a {relation} of {', '.join(sorted(users))}",
                 field="model",
                 remedy=f"`genserve remove {users[0]}{repository_flag(repository)}`",
             )
     return [entries[name].path for name in removed]
 
 
-def _steps(entry: ModelEntry) -> list[str]:
-    return [step.model_name for step in entry.config.ensemble_steps] if entry.config else []
+def _steps(entry: ModelEntry) -> Sequence[str]:
+    return () if entry.base_model else _needed(entry)   # its base is not removed with an adapter
+
+
+def _needed(entry: ModelEntry) -> Sequence[str]:
+    return needed_names(entry.config) if entry.config else ()
 
 
 def delete_folder(folder: Path) -> None:

@@ -14,7 +14,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from genserve.errors import ConfigError, GenserveError, InferenceError, Status
-from genserve.repository.index import ModelEntry, all_step_models, fingerprint, not_polled, scan, step_models
+from genserve.repository.index import (
+    ModelEntry,
+    all_step_models,
+    fingerprint,
+    needed_names,
+    not_polled,
+    scan,
+    step_models,
+)
 from genserve.repository.load_errors import step_error, stopping, unexpected_as_failed
 from genserve.repository.load_request import LoadRequest, Upload
 from genserve.repository.model_loader import ModelLoader
@@ -67,8 +75,10 @@ class _Model:
     Attributes:
         lock: held while the model is loaded or unloaded.
         is_requested: whether the model was loaded for its own sake, not only as a step of an ensemble.
-        waits_for_steps: whether the model is an ensemble that is loaded once all its steps' models are ready.
-        override: an ensemble with the config of a load request.
+        waits_for_steps: whether the model is an ensemble that is loaded once all its steps' models are ready,
+            or an adapter that is loaded once its base is.
+        override: an ensemble or an adapter with the config of a load request.
+        upload: the folder of the files of that request.
         stages: the stages that the engine of this text model answers for.
         loaded: the files that the model was loaded from; None: the model is not loaded, or was loaded with
             the config of a load request.
@@ -81,6 +91,7 @@ class _Model:
     is_requested: bool = False
     waits_for_steps: bool = False
     override: ModelEntry | None = None
+    upload: Upload | None = None
     stages: frozenset[str] = frozenset()
     loaded: _Files | None = None
     polled: _Files | None = None
@@ -136,6 +147,11 @@ class ModelLifecycle:
         """The stages of the text models at the last scan, by name."""
         return self.validator.text_models
 
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        """The bases of the adapters at the last scan, by the adapters' names."""
+        return self.validator.adapters
+
     def load(self, request: LoadRequest) -> None:
         """Load a model; does nothing if it is loaded and its folder has not changed.
 
@@ -166,7 +182,7 @@ class ModelLifecycle:
         steps = {step for served in self._table.of(name) for step in _steps(served)}
         model = self._model(name)
         model.is_requested = model.waits_for_steps = False
-        model.override = None
+        model.override = model.upload = None
         self._unload(name)
         if dependents:
             self._unload_unneeded(steps)
@@ -252,9 +268,12 @@ class ModelLifecycle:
     def _follow_steps(self) -> None:
         """Unload the ensembles with a step that is not ready; load waiting ones whose steps all are.
 
-        As in Triton. Not to be called with the lock of a model.
+        As in Triton. An adapter follows its base in the same way, and is loaded again with it. Not to be
+        called with the lock of a model.
         """
         with self._following:
+            for name in self._table.outdated_adapters():
+                self._model(name).waits_for_steps = True
             while torn := self._table.torn_ensembles():
                 for name in torn:
                     self._model(name).waits_for_steps = True
@@ -263,8 +282,13 @@ class ModelLifecycle:
                 for entry in whole:
                     model = self._model(entry.name)
                     model.waits_for_steps = False
-                    with suppress(GenserveError):
-                        self._load_with_steps(entry, is_override=model.override is not None)
+                    is_override = model.override is not None
+                    try:
+                        self._load_with_steps(entry, is_override=is_override, upload=model.upload)
+                    except GenserveError as error:
+                        if entry.name in self._table.outdated_adapters():   # whose engine ends
+                            self._unload(entry.name)
+                            self._record_error(entry.name, error)
 
     def _waiting(self) -> list[ModelEntry]:
         """Return the ensembles that wait for their steps."""
@@ -276,6 +300,8 @@ class ModelLifecycle:
         """Whether the models of an ensemble's steps are ready, except the stages that load with it."""
         if entry.name in self.text_models:
             return all(self._table.get(step.name, step.wanted_version) for step in self._steps_before(entry))
+        if entry.base_model is not None:
+            return self._table.get(entry.base_model) is not None
         return self._table.has_steps(entry.config)
 
     def _steps_before(self, entry: ModelEntry) -> list[ModelEntry]:
@@ -312,6 +338,7 @@ class ModelLifecycle:
             if not is_override and failed and failed.files == files and failed.ended_s > asked_s:
                 raise failed.error      # the same load has failed while this one waited for it
             answers = all(map(self._table.of, (owner, *model.stages)))
+            answers = answers and owner not in self._table.outdated_adapters()
             if is_override or model.loaded != files or not answers:
                 try:
                     with unexpected_as_failed(owner):
@@ -363,7 +390,8 @@ class ModelLifecycle:
             text = f"load failed for model '{entry.name}': {error.text}\n"
             raise InferenceError(text, remedy=str(error)) from error
         unchanged: list[ModelVersion] = []
-        if model.loaded and not is_override and not is_text_model and not model.stages:
+        is_outdated = entry.name in self._table.outdated_adapters()
+        if model.loaded and not (is_override or is_outdated or is_text_model or model.stages):
             numbers = model.loaded.unchanged_versions(files)
             unchanged = [served for served in self._table.of(entry.name) if served.version in numbers]
         fresh = self._loader.load(entry, validator, unchanged=unchanged, upload=upload)
@@ -378,9 +406,10 @@ class ModelLifecycle:
             self.serve(name, [served for served in fresh if served.name == name])
         model.stages = frozenset(names - {entry.name})
         _log_loaded(entry.name, fresh, seconds=time.monotonic() - started_s)
-        model.override = None
-        if is_override and requested.is_ensemble:
-            self._model(requested.name).override = requested
+        model.override = model.upload = None
+        if is_override and (requested.is_ensemble or requested.base_model):
+            model = self._model(requested.name)
+            model.override, model.upload = requested, upload
 
     def _load_missing_steps(self, entry: ModelEntry) -> None:
         """Load the models of an ensemble's steps that are not ready: all, even if one of them fails."""
@@ -499,5 +528,5 @@ def _runs_in_engine(name: str) -> InferenceError:
     )
 
 
-def _steps(served: ModelVersion) -> list[str]:
-    return [step.model_name for step in served.config.ensemble_steps]
+def _steps(served: ModelVersion) -> tuple[str, ...]:
+    return needed_names(served.config)

@@ -15,7 +15,7 @@ from genserve.batching.model_instance import ModelInstances, group_placements
 from genserve.batching.queue_scheduler import make_scheduler
 from genserve.batching.rate_limiter import RateLimiter, ResourcePermit
 from genserve.config.model_config import EnsembleStep, InstanceGroup, ModelConfig
-from genserve.config.schema import new_model_config
+from genserve.config.schema import model_config, new_model_config
 from genserve.engine.engine_thread import EngineThread
 from genserve.errors import RepositoryError, drop_frames
 from genserve.files import read_regular_text
@@ -121,7 +121,7 @@ class ModelLoader:
         upload: Upload | None,
     ) -> list[ModelVersion]:
         """Load the versions of a model; raises VersionFailed, and what `resolve_model` raises."""
-        model = resolve_model(entry, validator, options=self.options)
+        model = self._like_its_base(resolve_model(entry, validator, options=self.options))
         for warning in model.warnings:
             logger.warning("%s: %s (%s)", warning.where, warning.message, warning.remedy)
         kept = [
@@ -171,6 +171,8 @@ class ModelLoader:
         if model.role is Role.ENSEMBLE:
             return self._text_model(model)
         statistics = ModelStatistics()
+        if model.config.base_model is not None:
+            return [self._adapter(model, version, statistics)]
         if model.runs_in_engine:
             runtime: ModelRuntime = load_logits_stage(
                 self._source(model, version),
@@ -224,6 +226,32 @@ class ModelLoader:
                 statistics=ModelStatistics(),
             ),
         ]
+
+    def _like_its_base(self, model: ResolvedModel) -> ResolvedModel:
+        """Give the config of an adapter the inputs and outputs of its base; other models stay as they are."""
+        if model.config.base_model is None:
+            return model
+        base, message = self._base(model).config.message, new_model_config()
+        message.CopyFrom(model.config.message)
+        for field in ("max_batch_size", "input", "output", "model_transaction_policy"):
+            message.ClearField(field)
+        message.max_batch_size = base.max_batch_size
+        message.input.extend(base.input)
+        message.output.extend(base.output)
+        message.model_transaction_policy.CopyFrom(base.model_transaction_policy)
+        return replace(model, config=model_config(message, name=model.name))
+
+    def _base(self, adapter: ResolvedModel) -> ModelVersion:
+        """Return the base of an adapter, which answers; raises InferenceError."""
+        return self.table.find(adapter.config.base_model or "")
+
+    def _adapter(self, model: ResolvedModel, version: int, statistics: ModelStatistics) -> _Started:
+        """Load an adapter into the engine of its base."""
+        base = self._base(model)
+        assert base.text_model is not None      # or a rule has rejected the adapter
+        text_model = base.text_model.with_adapter(model.name, model.path / str(version))
+        runtime = TextInference(text_model, base.config, statistics=statistics)
+        return _Started(model=model, runtime=runtime, statistics=statistics, text_model=text_model)
 
     def _sources(self, stages: Mapping[str, ResolvedModel]) -> dict[str, ModelSource]:
         return {role: self._source(stage, stage.versions[-1]) for role, stage in stages.items()}

@@ -19,6 +19,7 @@ from genserve.config.parse import ParsedConfig, config_of
 from genserve.errors import ConfigError, RepositoryError
 from genserve.repository.index import ModelEntry, scan, served_versions, unreadable_folder
 from genserve.repository.rules import (
+    adapter_rules,
     config_rules,
     ensemble_rules,
     file_rules,
@@ -74,6 +75,7 @@ LOAD_RULES: Rules[ModelFacts] = (
     file_rules.check_missing_files,
     stage_rules.check_drafts,
     stage_rules.check_stage,
+    adapter_rules.check_adapter,
     size_rules.check_sizes,
 )
 # `genserve check` alone runs these: a load opens the files, and reports the same errors.
@@ -87,6 +89,7 @@ class Validator:
     Attributes:
         entries: all models of the repository, by name.
         text_models: the stages of the text models among them, by name.
+        adapters: the bases of the adapters among them, by name; a base may be missing, or no text model.
     """
 
     def __init__(self, entries: Mapping[str, ModelEntry], *, backend_folders: Iterable[Path] = ()) -> None:
@@ -98,6 +101,9 @@ class Validator:
         """
         self.entries = entries
         self.text_models = text_models(entries)
+        self.adapters = {
+            name: entry.base_model for name, entry in entries.items() if entry.base_model is not None
+        }
         self._backends = known_backends(backend_folders)
         # The diagnostics of the config and of an ensemble's steps by themselves, by model.
         self._polled: dict[str, tuple[tuple[Diagnostic, ...], tuple[Diagnostic, ...]]] = {}

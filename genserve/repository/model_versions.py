@@ -172,7 +172,7 @@ class ModelVersion:
         """Reject new requests, wait for the pending ones, fail the ones that take too long, and close."""
         until_s = time.monotonic() + timeout_s
         if self.text_model is not None:
-            self.text_model.engine.drain(timeout_s=timeout_s)
+            self.text_model.drain(timeout_s=timeout_s)
         with self._idle:
             self._closing = True
             self._idle.wait_for(lambda: not self._pending, timeout=until_s - time.monotonic())
@@ -373,9 +373,26 @@ class ModelTable:
         return all(self.get(step.model_name, step.model_version) for step in steps)
 
     def torn_ensembles(self) -> list[str]:
-        """Return the names of the ensembles that answer, but whose steps do not all; not of text models."""
+        """Return the names of the ensembles that answer, but whose steps do not all; not of text models.
+
+        Adapters whose bases do not answer are among them.
+        """
         alone = [served for served in self.served if served.text_model is None]
-        return [served.name for served in alone if not self.has_steps(served.config)]
+        torn = [served.name for served in alone if not self.has_steps(served.config)]
+        return [*torn, *(adapter.name for adapter, base in self._adapters() if base is None)]
+
+    def outdated_adapters(self) -> list[str]:
+        """Return the names of the adapters whose base has been replaced by the one that answers."""
+        return [
+            adapter.name
+            for adapter, base in self._adapters()
+            if base is not None and adapter.text_model and adapter.text_model.base is not base.text_model
+        ]
+
+    def _adapters(self) -> list[tuple[ModelVersion, ModelVersion | None]]:
+        """Return the adapters that answer, each with the base that answers; None: it does not."""
+        served = self.served
+        return [(one, self.get(one.config.base_model)) for one in served if one.config.base_model is not None]
 
     def _not_found(self, name: str, version: int) -> InferenceError:
         known = [entry.version for entry in self.states(name)]

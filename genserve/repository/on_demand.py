@@ -421,7 +421,10 @@ class OnDemandModels:
         for served in self._table.of(resident.name):
             batching = served.config.sequence_batching
             text_model = served.text_model
-            if served.num_pending or (text_model is not None and text_model.engine.num_accepted):
+            if served.num_pending:
+                return False
+            # The requests of an adapter are uses of it, and its engine is that of its base.
+            if text_model is not None and text_model.base is None and text_model.engine.num_accepted:
                 return False
             if batching is not None and not batching.iterative:     # its sequences have states
                 idle_s = time.monotonic() - resident.used_s
@@ -504,14 +507,16 @@ class OnDemandModels:
         sizes = {model.name: _files_bytes(model) for model in self._with_steps(name)}
         more_bytes = max(0, grown_bytes - _NOISE_BYTES - sum(sizes.values()))
         texts = [served.text_model for served in self._table.of(name) if served.text_model is not None]
-        sizes[name] = sizes.get(name, 0) + sum(text.kv_cache_bytes for text in texts)
+        for text in texts:
+            owner = (text.base or text).name
+            sizes[owner] = sizes.get(owner, 0) + text.kv_cache_bytes
         # Not what it has grown by, of which requests to other models may be the reason.
         self._measured[name] = dict(sizes)
         sizes[name] += more_bytes
         return sizes
 
     def _with_steps(self, name: str) -> list[ModelEntry]:
-        """Return a model, the models of its steps, and the draft models that their engines load."""
+        """Return a model, the models of its steps or its base, and the draft models of their engines."""
         entries, texts = self._lifecycle.entries, self._lifecycle.text_models
         if name not in entries:
             return []

@@ -69,7 +69,7 @@ class Repository(ServedModels):
         name: str,
         *,
         config: str = "",
-        files: Mapping[str, bytes] | None = None,
+        files: Mapping[str, bytes | Path] | None = None,
         allow_code: bool = True,
     ) -> None:
         """See `ServedModels.load`. Raises InferenceError."""
@@ -121,11 +121,11 @@ class Repository(ServedModels):
         # Polling means that somebody changes the files of loaded models.
         ExternalWeights.mapped = self.options.control_mode is not ControlMode.POLL
         wanted = self.lifecycle.owners(self.wanted)
-        alone = [entry for entry in wanted if not entry.is_ensemble]
+        alone = [entry for entry in wanted if not entry.is_ensemble and entry.base_model is None]
         with ThreadPoolExecutor(self.options.load_threads, thread_name_prefix="load") as pool:
             for future in [pool.submit(self.lifecycle.load_noted, entry) for entry in alone]:
                 future.result()
-        for entry in wanted:
+        for entry in sorted(wanted, key=lambda entry: entry.base_model is not None):    # adapters last
             if entry not in alone:
                 self.lifecycle.load_noted(entry)
         self._started = True

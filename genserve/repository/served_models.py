@@ -39,16 +39,18 @@ _MAX_SHOWN = 128    # characters of an unknown name in an error: a client may se
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedModel:
-    """A text model that requests may name.
+    """A text model, or an adapter of one, that requests may name.
 
     Attributes:
         name: its name.
+        base: the name of the model whose adapter it is; None: it is no adapter.
         model: the model; None: it is not loaded.
         loaded: its memory, and until when it is loaded; None: it is not loaded on demand, or not loaded.
-        weights: the folder of the version of its logits stage.
+        weights: the folder of the version of its logits stage, or of the adapter.
     """
 
     name: str
+    base: str | None
     model: TextModel | None
     loaded: LoadedModel | None
     weights: Path
@@ -58,7 +60,10 @@ class ListedModel:
         """The memory that it may take, KV cache included; 0: it is not loaded."""
         if self.loaded is not None:
             return self.loaded.size_bytes
-        return 0 if self.model is None else self.model.weights_bytes + self.model.kv_cache_bytes
+        if self.model is None:
+            return 0
+        cache_bytes = 0 if self.base is not None else self.model.kv_cache_bytes     # its base has it
+        return self.model.weights_bytes + cache_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +129,7 @@ class ServedModels(ABC):
         name: str,
         *,
         config: str = "",
-        files: Mapping[str, bytes] | None = None,
+        files: Mapping[str, bytes | Path] | None = None,
         allow_code: bool = True,
     ) -> None:
         """Load a model on request, or reload it if its folder has changed; see `InferenceServer.load`.
@@ -132,7 +137,8 @@ class ServedModels(ABC):
         Args:
             name: the model's name.
             config: its config as JSON; empty: the config of its folder.
-            files: its files by `<version>/<name>`, instead of its folder; None: its folder.
+            files: its files by `<version>/<name>`, as content or as paths on this machine, instead of its
+                folder; None: its folder.
             allow_code: whether config and files may cause code to run that is not in the repository.
         """
 
@@ -142,26 +148,49 @@ class ServedModels(ABC):
 
     @property
     def text_model_names(self) -> list[str]:
-        """The names of all text models, loaded or not."""
-        return list(self.lifecycle.text_models)
+        """The names of all text models and their adapters, loaded or not."""
+        of_folders = (*self.lifecycle.text_models, *self.lifecycle.adapters)
+        return list(dict.fromkeys((*of_folders, *(model.name for model in self._text_models))))
 
     @property
     def text_models(self) -> list[TextModel]:
-        """The text models that answer."""
+        """The text models that answer, each with an engine of its own: without adapters."""
+        return [model for model in self._text_models if model.base is None]
+
+    @property
+    def adapter_models(self) -> list[TextModel]:
+        """The adapters that answer, which share the engines of their bases."""
+        return [model for model in self._text_models if model.base is not None]
+
+    @property
+    def _text_models(self) -> list[TextModel]:
         return [served.text_model for served in self.table.served if served.text_model is not None]
 
     @property
     def listed_models(self) -> list[ListedModel]:
-        """The text models that requests may name: those that answer, and those that are loaded on demand."""
+        """The text models, then their adapters, that answer or are loaded on demand."""
         loaded = {} if self.on_demand is None else {one.name: one for one in self.on_demand.loaded()}
+        validator = self.lifecycle.validator
+        bases = {**dict.fromkeys(validator.text_models), **validator.adapters}
+        weights = {name: _latest(stages["logits"]) for name, stages in validator.text_models.items()}
+        weights |= {name: _latest(validator.entries[name]) for name in validator.adapters}
+        for model in self.adapter_models:   # also those that only a load request had
+            assert model.base is not None
+            assert model.adapter is not None
+            bases[model.name], weights[model.name] = model.base.name, model.adapter.folder
         listed: list[ListedModel] = []
-        for name, stages in self.lifecycle.text_models.items():
+        for name, base in bases.items():
             served = self.table.get(name)
-            model = served.text_model if served is not None else None
-            if model is not None or self.on_demand is not None:
-                weights = stages["logits"].path / str(max(stages["logits"].versions, default=1))
+            text_model = served.text_model if served is not None else None
+            if text_model is not None or self.on_demand is not None:
                 listed.append(
-                    ListedModel(name=name, model=model, loaded=loaded.get(name), weights=weights)
+                    ListedModel(
+                        name=name,
+                        base=base,
+                        model=text_model,
+                        loaded=loaded.get(name),
+                        weights=weights[name],
+                    )
                 )
         return listed
 
@@ -173,10 +202,9 @@ class ServedModels(ABC):
         listed: list[ListedEncoder] = []
         for name, model in sorted(self._known_encoders().items()):
             if (entry := self.lifecycle.entries.get(model.encoder.model_name)) is not None:
-                weights = entry.path / str(max(entry.versions, default=1))
                 listed.append(
                     ListedEncoder(
-                        model=model, is_ready=name in ready, loaded=loaded.get(name), weights=weights
+                        model=model, is_ready=name in ready, loaded=loaded.get(name), weights=_latest(entry)
                     )
                 )
         return listed
@@ -324,6 +352,12 @@ class ServedModels(ABC):
         last = [unloaded, *self.table.states(name)][-1]
         if last.state in (ModelState.LOADING, ModelState.UNLOADING):
             return ModelNotReady(f"model {name!r} is {last.state.lower()}", remedy="try again in a moment")
+        base = self.lifecycle.adapters.get(name, "")
+        if base in self.lifecycle.text_models and self.table.get(base) is None:
+            return ModelNotReady(
+                f"adapter {name!r} is not ready, because its base {base!r} is not",
+                remedy=f"load it: POST /v2/repository/models/{name}/load",
+            )
         if name in self.lifecycle.errors or last.reason != UNLOADED:
             return ModelNotReady(f"model {name!r} could not be loaded", remedy=SEE_LOG)
         return ModelNotReady(
@@ -334,9 +368,9 @@ class ServedModels(ABC):
         """Return the name of the only text model among the wanted models.
 
         Raises:
-            ModelNotFound: there is not exactly one model.
+            ModelNotFound: there is not exactly one model, not counting the adapters of models.
         """
-        names = [name for name in self.text_model_names if self.wanted is None or name in self.wanted]
+        names = self._wanted(self.lifecycle.text_models) or self._wanted(self.lifecycle.adapters)
         if len(names) != 1:
             raise ModelNotFound(
                 f"the request names no model, and this server has {len(names)}",
@@ -345,9 +379,12 @@ class ServedModels(ABC):
             )
         return names[0]
 
+    def _wanted(self, names: Iterable[str]) -> list[str]:
+        return [name for name in names if self.wanted is None or name in self.wanted]
+
     def text_stages(self, name: str) -> TextStages | None:
-        """Return the stages of a text model, by role; None: the model is not one."""
-        return self.lifecycle.text_models.get(name)
+        """Return the stages of a text model, or of an adapter's base, by role; None: the model is neither."""
+        return self.lifecycle.text_models.get(self.lifecycle.adapters.get(name, name))
 
     def submit(self, inference: Inference) -> None:
         """Run an inference; see `InferenceServer`."""
@@ -375,6 +412,10 @@ def _remedy_of_encoders(known: Sequence[str]) -> str:
     if known:
         return f"models that do: {', '.join(known)}"
     return "load an encoder; `genserve export --pooling last` makes one of a text model (docs/embeddings.md)"
+
+
+def _latest(entry: ModelEntry) -> Path:
+    return entry.path / str(max(entry.versions, default=1))
 
 
 def not_found(name: str, known: list[str]) -> ModelNotFound:

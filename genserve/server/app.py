@@ -18,7 +18,7 @@ from genserve.server.dialects.anthropic import messages
 from genserve.server.dialects.gemini import routes as gemini
 from genserve.server.dialects.ollama import blobs, embed, manage
 from genserve.server.dialects.ollama import routes as ollama
-from genserve.server.dialects.openai import chat, completions, embeddings, responses
+from genserve.server.dialects.openai import adapters, chat, completions, embeddings, responses
 from genserve.server.error_responses import ErrorResponses, document_errors
 from genserve.server.http.sse_response import ClientLeft
 from genserve.server.kserve.routes import ROUTES, KServe, is_kserve
@@ -32,8 +32,8 @@ from genserve.version import __version__
 # Modules with a `router`, in the order of the page at /docs. An unknown path gets the errors of the longest
 # prefix that fits, and TGI is the first without one.
 _DIALECTS = (
-    chat, responses, completions, embeddings, rerank, systemone, messages, gemini, ollama, embed, manage,
-    blobs, tgi, tokenize, router_protocol,
+    chat, responses, completions, embeddings, adapters, rerank, systemone, messages, gemini, ollama, embed,
+    manage, blobs, tgi, tokenize, router_protocol,
 )  # fmt: skip
 _PAGES = (health, bundled_pages, docs_page)
 ROUTERS = tuple(module.router for module in (*_DIALECTS, *_PAGES))

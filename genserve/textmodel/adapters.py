@@ -176,19 +176,25 @@ class Adapters:
             self._metrics.adapters(known=len(self._known))
         return info
 
-    def unload(self, name: str) -> AdapterInfo:
-        """Forget an adapter, and return it; requests that have begun keep it.
+    def unload(self, info: AdapterInfo, *, timeout_s: float = 0.0) -> None:
+        """Forget an adapter, unless another one has its name by now; requests that have begun keep it.
 
-        Raises:
-            ModelNotFound: there is none of this name.
+        Args:
+            info: the adapter, as `load` has returned it.
+            timeout_s: how long to wait for these requests to end.
         """
         with self._changed:
-            info = self._find(name).info
-            del self._known[name]
+            known = self._known.get(info.name)
+            if known is not None and known.info is info:
+                del self._known[info.name]
+                self._metrics.adapters(known=len(self._known))
             self._drop_unknown()
             self._changed.notify_all()
-            self._metrics.adapters(known=len(self._known))
-        return info
+            self._changed.wait_for(lambda: not self._is_used(info), timeout_s)
+
+    def _is_used(self, info: AdapterInfo) -> bool:
+        slot = self._slots.get(info)
+        return slot is not None and slot.num_users > 0
 
     def acquire(self, name: str) -> LoadedAdapter:
         """Return an adapter in memory, which stays there until it is released as often as it was acquired.

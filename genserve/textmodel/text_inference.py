@@ -39,8 +39,8 @@ INPUTS = frozenset({"text_input", "stream", *_PARAMETERS, *_TEXTS})
 OUTPUT = "text_output"
 # Request parameters whose values are JSON.
 _PLUGINS = ("logits_processors", "stop_rules", "output_parser")
-# All request parameters that are read; `priority` is Triton's own.
-_READ = frozenset({*_PLUGINS, "cache_salt", "priority"})
+# All request parameters that are read; `priority` is Triton's own, `lora_name` that of its backend for vLLM.
+_READ = frozenset({*_PLUGINS, "cache_salt", "lora_name", "priority"})
 _SAME_VALUES = "send rows with different values as separate requests"
 
 
@@ -73,8 +73,8 @@ class TextInference:
 
     @property
     def num_waiting(self) -> int:
-        """Inferences that are being prepared, or wait to be scheduled."""
-        return self.text_model.num_waiting
+        """Inferences that are being prepared, or wait to be scheduled; an adapter's count for its base."""
+        return 0 if self.text_model.base is not None else self.text_model.num_waiting
 
     def submit(self, inference: Inference) -> None:
         """Prepare the request on a thread of the model, which submits it to the engine.
@@ -121,7 +121,12 @@ class TextInference:
         streaming = _scalar(inference.inputs, "stream", default=False)
         if streaming and len(prompts) > 1:
             raise InvalidRequest("a streamed request has one text_input", field="stream")
-        prepare = partial(self.text_model.prepare, params=params, arrived_s=reservation.arrived_s)
+        prepare = partial(
+            self.text_model.prepare,
+            params=params,
+            arrived_s=reservation.arrived_s,
+            adapter=_adapter(inference.request.parameters),
+        )
         requests = [replace(prepare(prompt), share=inference.share) for prompt in prompts]
         answer = _Answer(
             inference, requests, engine=self.text_model.engine, output=self._output, streaming=streaming
@@ -241,6 +246,14 @@ def _timeout_us(parameters: Mapping[str, Parameter]) -> int:
     if type(timeout) is not int or timeout < 0:
         raise InvalidRequest("timeout must be a number of microseconds", field="timeout")
     return timeout
+
+
+def _adapter(parameters: Mapping[str, Parameter]) -> str | None:
+    """Return the adapter that a request names, as requests to Triton's backend for vLLM do; None: none."""
+    name = parameters.get("lora_name", "")
+    if not isinstance(name, str):
+        raise InvalidRequest("lora_name must be the name of an adapter", field="lora_name")
+    return name or None
 
 
 def _reject_unread(parameters: Mapping[str, Parameter]) -> None:

@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
+from copy import copy
 from functools import cached_property
+from pathlib import Path
 from typing import Any, TypeVar
 
 from genserve.completion import join_deltas
@@ -20,7 +22,7 @@ from genserve.prompt import Chat, Prompt, Reasoning
 from genserve.sampling.sampling_params import SamplingParams
 from genserve.text.message_parser import MessageParser
 from genserve.text.tokenizer import Tokenizer
-from genserve.textmodel.adapters import Adapters
+from genserve.textmodel.adapters import AdapterInfo, Adapters
 from genserve.textmodel.calibration import Calibration, calibrated_model
 from genserve.textmodel.decoder_stage import Decoding
 from genserve.textmodel.input_processor import InputProcessor
@@ -60,6 +62,8 @@ class TextModel:
         weights_bytes: size of the files of the logits stage.
         adapters: its adapters, which requests choose by name; None: the model runs in other processes.
         disk_cache: its prefix cache on disk, or the prefixes that came with it; None: neither.
+        base: the model whose engine this adapter of it shares; None: this is no adapter.
+        adapter: the adapter that answers; None: the model itself, unless a request names an adapter.
     """
 
     def __init__(
@@ -91,6 +95,8 @@ class TextModel:
         self.disk_cache = disk_cache
         self._calibration = calibration
         self.adapters = adapters
+        self.base: TextModel | None = None
+        self.adapter: AdapterInfo | None = None
         self.inputs = InputProcessor(
             name=name,
             tokenizer=tokenizer,
@@ -102,6 +108,24 @@ class TextModel:
         )
         self._workers = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix=f"prepare-{name}")
         self._compilers = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix=f"compile-{name}")
+
+    def with_adapter(self, name: str, folder: Path) -> TextModel:
+        """Load an adapter; return it as a model of its own, which shares all but the adapter with this one.
+
+        Args:
+            name: the name of the adapter.
+            folder: the folder with its files.
+
+        Raises:
+            RepositoryError: see `Adapters.load`.
+        """
+        assert self.adapters is not None    # the model runs in this process
+        model = copy(self)
+        model.base, model.adapter = self, self.adapters.load(name, folder)
+        model.name, model.loaded_s, model.weights_bytes = name, time.time(), model.adapter.num_bytes
+        model._calibration = None       # it was fitted to the answers of this model
+        model.__dict__.pop("temperatures", None)
+        return model
 
     @property
     def max_length(self) -> int:
@@ -191,7 +215,7 @@ class TextModel:
             prompt: text, token ids or a chat.
             params: the sampling parameters; where one is not stated, the model's default holds.
             num_choices: how many answers the prompt gets.
-            adapter: the name of the adapter that answers; None: the model itself.
+            adapter: the name of the adapter that answers; None: that of this model, or the model itself.
             arrived_s: the time at which `max_time_ms` begins, by the clock of `engine`; None: now.
             return_progress: see `GenerationRequest`.
 
@@ -207,7 +231,7 @@ class TextModel:
             prompt,
             params,
             num_choices=num_choices,
-            adapter=adapter,
+            adapter=adapter or (None if self.adapter is None else self.adapter.name),
             arrived_s=arrived_s,
             return_progress=return_progress,
         )
@@ -296,11 +320,23 @@ class TextModel:
         template = self.tokenizer.chat_template
         return frozenset() if template is None else template.variables
 
+    def drain(self, *, timeout_s: float) -> None:
+        """Wait until every accepted request has ended, at most `timeout_s`; an adapter is unloaded before.
+
+        The requests that still run after that time end as they began, if this is an adapter.
+        """
+        if self.adapter is None or self.adapters is None:
+            self.engine.drain(timeout_s=timeout_s)
+        else:
+            self.adapters.unload(self.adapter, timeout_s=timeout_s)
+
     def close(self) -> None:
-        """End all requests, the engine's thread, and the process of the chat template.
+        """End all requests, the engine's thread, and the process of the chat template; not of an adapter.
 
         Requests that are still being prepared find the engine closed.
         """
+        if self.adapter is not None:
+            return
         self.engine.close()
         self._workers.shutdown(wait=False)
         self._compilers.shutdown(wait=False)

@@ -50,6 +50,18 @@ def chat():
     expect(answer.choices[0].message.role == "assistant", "not of the assistant")
 
 
+@row("chat, an adapter")
+def chat_adapter():
+    name = f"{MODEL}_adapter"
+    if name not in [model.id for model in client.models.list()]:
+        return "the server has none"
+    expect(client.models.retrieve(name).parent == MODEL, "its parent is another model")
+    answer = client.chat.completions.create(model=name, messages=HELLO, max_completion_tokens=16)
+    expect(answer.model == name, f"the answer is of {answer.model}")
+    expect(answer.choices[0].message.content, "the answer is empty")
+    return None
+
+
 @row("chat, streamed")
 def chat_streamed():
     chunks = list(

@@ -136,7 +136,7 @@ class RemoteRepository(ServedModels):
         name: str,
         *,
         config: str = "",
-        files: Mapping[str, bytes] | None = None,
+        files: Mapping[str, bytes | Path] | None = None,
         allow_code: bool = True,
     ) -> None:
         """Reject a load request. Raises InferenceError."""

@@ -78,6 +78,12 @@ def find_models(
     """
     needed = needed or {}
     entries = scan(roots)
+    if adapters := [name for name in names if name in entries and entries[name].base_model]:
+        raise RepositoryError(
+            f"{adapters[0]!r} is an adapter, which a deployment does not serve",
+            remedy="merge it: `genserve export --adapter`",
+        )
+    entries = {name: entry for name, entry in entries.items() if entry.base_model is None}
     validator = Validator(entries)
     texts = validator.text_models
     parts = {part.name for entry in entries.values() for part in step_models(entry, entries)}

@@ -24,6 +24,7 @@ from genserve.files import special_kind
 from genserve.repository.index import links_out, served_versions
 from genserve.repository.rules.facts import FileFacts
 from genserve.textmodel.logits_config import CacheKind, cache_kind, context_length, logits_files
+from genserve.textmodel.peft_adapter import PeftAdapter
 from genserve.textmodel.runtimes.cached_logits import resolve_max_length
 from genserve.textmodel.runtimes.onnx_logits import check_logits_graph, exported_context_length
 
@@ -153,6 +154,8 @@ def _contents(facts: FileFacts, folder: Path) -> Iterator[Diagnostic]:
     try:
         if config.backend == "onnxruntime":
             yield from _onnx_diagnostics(facts, folder)
+        elif config.backend == "adapter":
+            PeftAdapter(folder)
         elif check_files := getattr(find_backend(config.backend), "check_files", None):
             check_files(folder, config)
     except MissingDependency as error:

@@ -62,7 +62,7 @@ class Parameters(DecodingFields):
 
     model_config = ConfigDict(extra="allow")
 
-    adapter_id: str | None = Field(default=None, description="Not supported: there are no adapters.")
+    adapter_id: str | None = Field(default=None, description="The name of an adapter, in place of `model`.")
     best_of: int | None = parameter("best_of", gt=0)
     decoder_input_details: bool | None = Field(
         default=None,
@@ -157,7 +157,6 @@ class Parameters(DecodingFields):
         searching, several = bool(self.use_beam_search), (self.best_of or 1) > 1
         truncated_twice = None not in (self.truncate, self.truncate_prompt_tokens)
         for name, wrong, rule in (
-            ("adapter_id", self.adapter_id is not None, "is not supported"),
             ("do_sample", searching and self.do_sample, "cannot be combined with use_beam_search"),
             ("best_of", several and not searching and not self.draws, "needs do_sample"),
             ("truncate", truncated_twice, "cannot be combined with truncate_prompt_tokens"),
@@ -246,7 +245,7 @@ class _TgiRequest:
 
     @property
     def model_name(self) -> str | None:
-        return self.body.model
+        return self.body.parameters.adapter_id or self.body.model
 
     @property
     def return_progress(self) -> bool | None:
@@ -258,6 +257,8 @@ class _TgiRequest:
 
     def check(self) -> None:
         parameters = self.body.parameters
+        named_twice = bool(parameters.adapter_id and self.body.model)
+        require(not named_twice, "parameters.adapter_id", "cannot be combined with model")
         if self.stream:
             for name, neutral in (("best_of", 1), ("decoder_input_details", False)):
                 if getattr(parameters, name) not in (None, neutral):

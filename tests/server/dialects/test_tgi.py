@@ -129,7 +129,7 @@ def test_neutral_values_of_unsupported_parameters_are_accepted(http):
         ({"inputs": "x", "parameters": {"seed": -1}}, "parameters.seed", 422),
         ({"inputs": "x", "parameters": {"best_of": 0}}, "parameters.best_of", 422),
         ({"inputs": "x", "parameters": {"best_of": 2}}, "parameters.best_of", 422),
-        ({"inputs": "x", "parameters": {"adapter_id": "a"}}, "parameters.adapter_id", 422),
+        ({"inputs": "x", "model": "tiny", "parameters": {"adapter_id": "a"}}, "parameters.adapter_id", 422),
         (
             {"inputs": "x", "parameters": {"truncate": 2, "truncate_prompt_tokens": 3}},
             "parameters.truncate",

@@ -94,10 +94,11 @@ def test_common_fields_are_shown_and_rare_ones_folded(page):
         assert field in page.words
 
 
-# No example has the id of an answer, a key, a model of vectors, or a model to pull; and no model changes.
+# No example has the id of an answer, a key, an adapter, a model of vectors, or one to pull; no model changes.
 _STATUSES = {
     "/v1/chat/completions/control": 404,
     "/v1/usage": 400,
+    **dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"), 404),
     **dict.fromkeys(("/v1/embeddings", "/v1/rerank", "/v1/score", "/api/embed", "/api/embeddings"), 404),
     **dict.fromkeys(("/api/pull", "/api/create", "/api/delete"), 400),
     "/api/copy": 501,

@@ -318,7 +318,10 @@ def _memory(loaded: LoadedModel | None, max_length: int | None) -> dict[str, Any
 def _listed(listed: ListedModel) -> dict[str, Any]:
     model = listed.model
     if model is None:
-        return _row_of_files(listed.name, listed.weights)
+        row = _row_of_files(listed.name, listed.weights)
+        if listed.base is not None:
+            row["details"]["parent_model"] = f"{listed.base}{TAG}"
+        return row
     return _row(
         listed.name, size_bytes=model.weights_bytes, written_s=model.loaded_s, details=_details(model)
     )
@@ -354,7 +357,8 @@ def _row(name: str, *, size_bytes: int, written_s: float, details: Mapping[str, 
 
 
 def _details(model: TextModel) -> dict[str, Any]:
-    return _described(_family(model), model.precision)
+    described = _described(_family(model), model.precision)
+    return described if model.base is None else described | {"parent_model": f"{model.base.name}{TAG}"}
 
 
 def _described(family: str, precision: str) -> dict[str, Any]:

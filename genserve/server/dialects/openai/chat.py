@@ -81,7 +81,7 @@ async def control_answer(body: ControlBody, services: SharedServices) -> dict[st
 @router.get("/models")
 @rules(METADATA)
 async def models(services: SharedServices) -> dict[str, Any]:
-    """List the models that generate text, and those of vectors and scores, with Anthropic's fields, too."""
+    """List the models that generate text, their adapters, and models of vectors, with Anthropic's fields."""
     repository = services.repository
     listed = [_listed(model) for model in repository.listed_models]
     listed += [_encoder(model) for model in repository.listed_encoders]
@@ -278,7 +278,8 @@ def _logprobs(scores: ContentScores | TokenScores, part: Delta | Completion) -> 
 def _listed(listed: ListedModel) -> dict[str, Any]:
     """Return a model that generates text, with its state."""
     if listed.model is None:
-        return _named(listed.name, _written_s(listed.weights)) | _status(listed.loaded)
+        parent = {} if listed.base is None else {"parent": listed.base}
+        return _named(listed.name, _written_s(listed.weights)) | parent | _status(listed.loaded)
     if listed.loaded is None:
         status = {"status": {"value": "loaded", "memory_bytes": listed.memory_bytes}}
     else:
@@ -312,6 +313,7 @@ def _status(loaded: LoadedModel | None) -> dict[str, Any]:
 def _model(model: TextModel) -> dict[str, Any]:
     return {
         **_named(model.name, int(model.loaded_s)),
+        **({} if model.base is None else {"parent": model.base.name}),      # vLLM's
         "max_model_len": model.max_length,
         "default_sampling_params": dict(model.default_sampling_params),
         "chat_sampling_params": chat_sampling_params(model.default_sampling_params),

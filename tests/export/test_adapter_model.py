@@ -1,0 +1,61 @@
+"""`genserve export FOLDER --base MODEL`: an adapter as a model of the repository."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from genserve.cli.model_access import local_models
+from genserve.llm import LLM
+from tests.export.adapters import write_adapter
+from tests.support.command_line import Ended, invoke
+
+
+@pytest.fixture(scope="module")
+def adapter(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapter") / "My-LoRA"
+    return write_adapter(folder, tiny_checkpoint, targets=("q_proj", "down_proj"))
+
+
+@pytest.fixture
+def repository(tiny_repository: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_repository, tmp_path / "repository"))
+
+
+def run(repository: Path, *words: str) -> Ended:
+    return invoke([*words, "--model-repository", str(repository)])
+
+
+def export(source: Path, repository: Path, *flags: str) -> int:
+    return run(repository, "export", str(source), *flags).exit_code
+
+
+def answer(repository: Path, model: str | None) -> str:
+    with LLM(model, model_repository=repository) as llm:
+        return llm.generate("hello there", max_tokens=8, temperature=0).text
+
+
+def test_the_export_is_a_model_that_answers(adapter, repository):
+    assert export(adapter, repository, "--base", "tiny") == 0
+    assert answer(repository, "my-lora") != answer(repository, None) == answer(repository, "tiny")
+    assert run(repository, "check").exit_code == 0
+    listed = {model.name: model.base for model in local_models(repository)}
+    assert listed == {"tiny": None, "my-lora": "tiny"}
+    assert export(adapter, repository, "--base", "tiny") == 1
+    assert export(adapter, repository, "--base", "tiny", "--overwrite") == 0
+
+
+def test_what_is_no_adapter_of_the_base_leaves_the_repository_as_it_was(adapter, repository, tmp_path):
+    before = sorted(repository.rglob("*"))
+    assert export(adapter, repository) == 1
+    assert export(adapter, repository, "--base", "nobody") == 1
+    assert export(adapter, repository, "--base", "tiny", "--name", "tiny", "--overwrite") == 1
+    assert export(adapter, repository, "--base", "tiny", "--precision", "int8") == 1
+    broken = Path(shutil.copytree(adapter, tmp_path / "broken"))
+    config = json.loads((broken / "adapter_config.json").read_text())
+    (broken / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
+    assert export(broken, repository, "--base", "tiny") == 1
+    assert sorted(repository.rglob("*")) == before
