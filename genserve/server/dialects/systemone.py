@@ -1,6 +1,7 @@
 """System One: `/v1/systemone`, typed questions about a state, as TypeSafe, llama.cpp and vLLM write them.
 
-The first question is read alone, so that the others find the state in the prefix cache.
+The questions are one batch for the engine, which computes their state once: a prompt waits for blocks that
+another one is about to compute.
 """
 
 from __future__ import annotations
@@ -175,10 +176,12 @@ async def _read(
             preparing = partial(_prepared, model, body, questions, params, reservation=reservation)
             reads, temperatures = await asyncio.wrap_future(model.run_soon(preparing, compiles=False))
             requests = [request for read in reads.values() for request in read.requests.values()]
-            answers, records = await _next_logprobs(services, model, requests[:1], reservation=reservation)
-        for begin in range(1, len(requests), model.max_num_seqs):
-            some = requests[begin : begin + model.max_num_seqs]
-            more, more_records = await _next_logprobs(services, model, some)
+            size = model.max_num_seqs
+            answers, records = await _next_logprobs(
+                services, model, requests[:size], reservation=reservation
+            )
+        for begin in range(size, len(requests), size):
+            more, more_records = await _next_logprobs(services, model, requests[begin : begin + size])
             answers |= more
             records = [*records, *more_records]
     except Closed:

@@ -125,7 +125,7 @@ def test_an_answer_is_the_same_alone_and_beside_others(server):
 
 
 def test_the_state_is_read_once(server):
-    state = "A long story of its own. " * 20
+    state = "A story of its own. " * 6      # all questions would fit into one step
     usage = ask(server, state=state).json()["usage"]
     block_size = server.model.logits.block_size
     num_state_tokens = len(server.model.encode(state))
@@ -269,3 +269,11 @@ def test_the_sdk_reads_decisions(server):
     assert (urgent.value, urgent.confidence) == (expected["urgent"]["noul"], None)
     assert (anger.value, anger.confidence) == (expected["anger"]["score"], expected["anger"]["confidence"])
     assert (anger.calibrated, anger.temperature) == (False, 1.0)
+
+
+def test_more_questions_than_the_engine_runs_at_a_time_are_answered(server):
+    questions = {f"question {index}": NOUL for index in range(64)}
+    answers = ask(server, questions=questions).json()["answers"]
+    assert len(questions) > server.model.max_num_seqs
+    alone = ask(server, questions={"urgent": NOUL}).json()["answers"]["urgent"]["noul"]
+    assert {answer["noul"] for answer in answers.values()} == {alone}
