@@ -245,7 +245,7 @@ void run_decoder_layer(WeightFormat format, bool parallel, int64_t rows, int64_t
   a.output = a.down = {intermediate, 0, format, Norm::kNone, Activation::kNone, 0, 1e-5f, 0.0f, {}};
   a.inner.activation = Activation::kSilu;
   a.inner.gated = 1;
-  a.attention = {heads, kv_heads, 0, -1, 0.0f, 0.0f, 1e-6f};
+  a.attention = {heads, kv_heads, 0, -1, -1, 0, 0.0f, 0.0f, 1e-6f};
   a.head_dim = dim;
   a.parallel = parallel;
   Error error;
