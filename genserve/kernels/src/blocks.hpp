@@ -115,20 +115,27 @@ struct Codes {
   }
 };
 
+// What the blocks of a head share, of 32 outputs.
+struct Head {
+  f32x16 scales[2], minimums[2];
+};
+
 // The scales of a block: a Format has
 //     kBlocks      the blocks of a head
 //     kHead        its bytes
 //     kScales      the bytes of a block's scales
 //     kSums        1, or 2 if each half of a block has a scale
 //     kOffset      what the sums of products are too large by, times the sum of the inputs
+//     head()       reads a head, once for its blocks
 //     scale(), minimum()     of 16 outputs, the first or the second of the panel
 template <int bits>
 struct HalfScales {  // q4, q5
   typedef Codes<bits, 0> Code;
   static constexpr int kBlocks = 1, kHead = 0, kScales = 128, kSums = 1, kOffset = 0;
   static constexpr bool kMinimum = true;
-  static __attribute__((always_inline)) f32x16 scale(const uint8_t*, const uint8_t* at, int, int group) { return load_half(at + 32 * group); }
-  static __attribute__((always_inline)) f32x16 minimum(const uint8_t*, const uint8_t* at, int group) { return load_half(at + 64 + 32 * group); }
+  static __attribute__((always_inline)) Head head(const uint8_t*) { return {}; }
+  static __attribute__((always_inline)) f32x16 scale(const Head&, const uint8_t* at, int, int group) { return load_half(at + 32 * group); }
+  static __attribute__((always_inline)) f32x16 minimum(const Head&, const uint8_t* at, int group) { return load_half(at + 64 + 32 * group); }
 };
 
 template <int bits>
@@ -136,11 +143,14 @@ struct SuperScales {  // q4k, q5k; their products are exact
   typedef Codes<bits, 0> Code;
   static constexpr int kBlocks = 8, kHead = 128, kScales = 64, kSums = 1, kOffset = 0;
   static constexpr bool kMinimum = true;
-  static __attribute__((always_inline)) f32x16 scale(const uint8_t* head, const uint8_t* at, int, int group) {
-    return load_half(head + 32 * group) * load_uint8(at + 16 * group);
+  static __attribute__((always_inline)) Head head(const uint8_t* at) {
+    return {{load_half(at), load_half(at + 32)}, {load_half(at + 64), load_half(at + 96)}};
   }
-  static __attribute__((always_inline)) f32x16 minimum(const uint8_t* head, const uint8_t* at, int group) {
-    return load_half(head + 64 + 32 * group) * load_uint8(at + 32 + 16 * group);
+  static __attribute__((always_inline)) f32x16 scale(const Head& head, const uint8_t* at, int, int group) {
+    return head.scales[group] * load_uint8(at + 16 * group);
+  }
+  static __attribute__((always_inline)) f32x16 minimum(const Head& head, const uint8_t* at, int group) {
+    return head.minimums[group] * load_uint8(at + 32 + 16 * group);
   }
 };
 
@@ -149,28 +159,32 @@ struct ZeroScales {  // q4z_32, q4z_64, q4z_128
   typedef Codes<4, 0> Code;
   static constexpr int kBlocks = inputs / kBlock, kHead = 128, kScales = 0, kSums = 1, kOffset = 0;
   static constexpr bool kMinimum = true;
-  static __attribute__((always_inline)) f32x16 scale(const uint8_t* head, const uint8_t*, int, int group) { return load_half(head + 32 * group); }
-  static __attribute__((always_inline)) f32x16 minimum(const uint8_t* head, const uint8_t*, int group) {
-    return -load_half(head + 64 + 32 * group) * load_half(head + 32 * group);
+  static __attribute__((always_inline)) Head head(const uint8_t* at) {
+    const f32x16 scales[] = {load_half(at), load_half(at + 32)};
+    return {{scales[0], scales[1]}, {-load_half(at + 64) * scales[0], -load_half(at + 96) * scales[1]}};
   }
+  static __attribute__((always_inline)) f32x16 scale(const Head& head, const uint8_t*, int, int group) { return head.scales[group]; }
+  static __attribute__((always_inline)) f32x16 minimum(const Head& head, const uint8_t*, int group) { return head.minimums[group]; }
 };
 
 struct SixBitScales {  // q6k
   typedef Codes<6, 32> Code;
   static constexpr int kBlocks = 8, kHead = 64, kScales = 64, kSums = 2, kOffset = 32;
   static constexpr bool kMinimum = false;
-  static __attribute__((always_inline)) f32x16 scale(const uint8_t* head, const uint8_t* at, int half, int group) {
-    return load_half(head + 32 * group) * load_int8(at + 32 * half + 16 * group);
+  static __attribute__((always_inline)) Head head(const uint8_t* at) { return {{load_half(at), load_half(at + 32)}, {}}; }
+  static __attribute__((always_inline)) f32x16 scale(const Head& head, const uint8_t* at, int half, int group) {
+    return head.scales[group] * load_int8(at + 32 * half + 16 * group);
   }
-  static __attribute__((always_inline)) f32x16 minimum(const uint8_t*, const uint8_t*, int) { return f32x16{}; }
+  static __attribute__((always_inline)) f32x16 minimum(const Head&, const uint8_t*, int) { return f32x16{}; }
 };
 
 struct EightBitScales {  // q8
   typedef Codes<8, 128> Code;
   static constexpr int kBlocks = 1, kHead = 0, kScales = 64, kSums = 1, kOffset = kInt8Offset;
   static constexpr bool kMinimum = false;
-  static __attribute__((always_inline)) f32x16 scale(const uint8_t*, const uint8_t* at, int, int group) { return load_half(at + 32 * group); }
-  static __attribute__((always_inline)) f32x16 minimum(const uint8_t*, const uint8_t*, int) { return f32x16{}; }
+  static __attribute__((always_inline)) Head head(const uint8_t*) { return {}; }
+  static __attribute__((always_inline)) f32x16 scale(const Head&, const uint8_t* at, int, int group) { return load_half(at + 32 * group); }
+  static __attribute__((always_inline)) f32x16 minimum(const Head&, const uint8_t*, int) { return f32x16{}; }
 };
 
 // The weights of a panel in some blocks, unpacked for the tiles of many rows: a byte per code, and floats.
@@ -186,12 +200,13 @@ struct alignas(64) UnpackedBlocks {
 // Reads the blocks of a panel one after the other, where they are.
 template <class Format>
 struct PackedReader {
-  const uint8_t *at, *head, *scales, *codes;
+  const uint8_t *at, *scales, *codes;
+  Head head{};
 
-  explicit PackedReader(const uint8_t* panel) : at(panel), head(panel) {}
+  explicit PackedReader(const uint8_t* panel) : at(panel) {}
   __attribute__((always_inline)) void open(int64_t block) {
     if (Format::kHead > 0 && block % Format::kBlocks == 0) {
-      head = at;
+      head = Format::head(at);
       at += Format::kHead;
     }
     scales = at;
@@ -279,8 +294,8 @@ struct BlocksFormat {
       for (int64_t block = 0; block < blocks; block++) {
         reader.open(block);
         if (first == 0) {
-          GENSERVE_UNROLL
-          for (int line = 0; line < Format::kScales / 64; line++) ahead.prefetch<kRows>();
+          const bool with_head = Format::kHead > 0 && block % Format::kBlocks == 0;
+          for (int line = 0; line < (Format::kScales + (with_head ? Format::kHead : 0)) / 64; line++) ahead.prefetch();
         }
         GENSERVE_UNROLL
         for (int part = 0; part < Format::kSums; part++) {
@@ -296,7 +311,7 @@ struct BlocksFormat {
             GENSERVE_UNROLL
             for (int g = 0; g < kGroups; g++) {
               const auto codes = Code::weights(reader.code(i, first + g));
-              if (Code::starts_line(i)) ahead.prefetch<kRows>();
+              if (Code::starts_line(i)) ahead.prefetch();
               GENSERVE_UNROLL
               for (int r = 0; r < kRows; r++) sums[r][g] = dot(sums[r][g], codes, number(r, 4 * (size_t)i));
             }
@@ -349,10 +364,11 @@ struct BlocksFormat {
   // The weights of one output of a panel, as floats: the first `count` of its inputs.
   static void read(const void* panel, int output, int64_t count, float* to) {
     const int group = output / kLanes, lane = output % kLanes;
-    const uint8_t *at = static_cast<const uint8_t*>(panel), *head = at;
+    const uint8_t *at = static_cast<const uint8_t*>(panel);
+    Head head{};
     for (int64_t from = 0; from < count; from += kBlock) {
       if (Format::kHead > 0 && from % (kBlock * Format::kBlocks) == 0) {
-        head = at;
+        head = Format::head(at);
         at += Format::kHead;
       }
       const uint8_t* const w = at + Format::kScales + 64 * group;

@@ -543,7 +543,7 @@ struct Int8Format {
           GENSERVE_UNROLL
           for (int g = 0; g < kGroups; g++) {
             weights[g] = int8_weights(load_bytes(w + 128 * c + 64 * g));
-            ahead.prefetch<kRows>();
+            ahead.prefetch();
           }
           GENSERVE_UNROLL
           for (int r = 0; r < kRows; r++) {
@@ -604,7 +604,7 @@ struct BlockFormat {
             GENSERVE_UNROLL
             for (int g = 0; g < kGroups; g++) {
               const u8x64 bytes = load_bytes(w + 64 * g);
-              if (part == 0) ahead.prefetch<kRows>();
+              if (part == 0) ahead.prefetch();
               GENSERVE_UNROLL
               for (int r = 0; r < kRows; r++) {
                 const int32_t inputs = four_bytes(rows.at(r) + 4 * part);
@@ -663,7 +663,7 @@ struct Float32Format {
         GENSERVE_UNROLL
         for (int g = 0; g < kGroups; g++) {
           weights[g] = load(w + kLanes * g);
-          ahead.prefetch<kRows>();
+          ahead.prefetch();
         }
         GENSERVE_UNROLL
         for (int r = 0; r < kRows; r++) {

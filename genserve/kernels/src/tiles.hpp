@@ -25,16 +25,15 @@ GENSERVE_INLINE int32_t four_bytes(const int8_t* from) {
   return v;
 }
 
-// The weights that a tile prefetches. One or two rows alone are bound by memory, and prefetch a little ahead of themselves.
-// Of more rows, each tile prefetches its share of the next panel into the L2 cache; a first tile that prefetched all of it
-// would wait for memory.
+// The weights that a tile prefetches into the L2 cache; the L1 cache keeps the rows. One or two rows alone are bound by
+// memory, and prefetch a little ahead of themselves. Of more rows, each tile prefetches its share of the next panel; a first
+// tile that prefetched all of it would wait for memory.
 struct Ahead {
   const char* at;
   int64_t step;  // for each 64 bytes of the tile's own weights
 
-  template <int kRows>
   __attribute__((always_inline)) void prefetch() {
-    __builtin_prefetch(at, 0, kRows <= 2 ? 3 : 2);
+    __builtin_prefetch(at, 0, 2);
     at += step;
   }
 };
