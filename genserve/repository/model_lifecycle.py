@@ -283,12 +283,13 @@ class ModelLifecycle:
                     model = self._model(entry.name)
                     model.waits_for_steps = False
                     is_override = model.override is not None
-                    try:
+                    with suppress(GenserveError):
                         self._load_with_steps(entry, is_override=is_override, upload=model.upload)
-                    except GenserveError as error:
-                        if entry.name in self._table.outdated_adapters():   # whose engine ends
-                            self._unload(entry.name)
-                            self._record_error(entry.name, error)
+            for name in self._table.outdated_adapters():    # the engine of their old base ends
+                error = self.errors.get(name)
+                self._unload(name)
+                if error is not None:
+                    self.errors[name] = error
 
     def _waiting(self) -> list[ModelEntry]:
         """Return the ensembles that wait for their steps."""

@@ -285,6 +285,20 @@ def test_adapters_follow_their_base(explicit, repository):
     assert answers(explicit) == expected
 
 
+def test_an_adapter_that_does_not_fit_a_new_base_is_not_ready(explicit, repository, adapters):
+    expected = answers(explicit)
+    (repository / "poet" / "1" / "adapter_model.safetensors").write_bytes(b"bad")
+    shutil.rmtree(repository / "pirate")
+    (repository / "tiny_decoder" / "1" / "notes.txt").write_text("new")
+    assert load(explicit, "tiny").status_code == 200
+    body = {"model": "poet", "prompt": PROMPT, "max_tokens": 1}
+    assert explicit.post("/v1/completions", json=body).status_code == 503
+    assert explicit.post("/v1/completions", json={**body, "model": "pirate"}).status_code == 404
+    shutil.copy(adapters["poet"] / "adapter_model.safetensors", repository / "poet" / "1")
+    assert load(explicit, "poet").status_code == 200
+    assert complete(explicit, "poet") == expected[2]
+
+
 def test_loading_an_adapter_loads_its_base(repository):
     with serving(repository, model_control_mode="explicit", load_model=("poet",)) as http:
         assert complete(http, None) == complete(http, "poet") != complete(http, "tiny")
@@ -364,6 +378,8 @@ def test_an_adapter_of_vllms_route_follows_its_base(explicit, repository, adapte
         ({"lora_name": "new"}, 400),
         ({"lora_name": "", "lora_path": "/"}, 400),
         ({"lora_name": "new", "lora_path": "/nowhere"}, 404),
+        ({"lora_name": "new", "lora_path": "x" * 5000}, 404),
+        ({"lora_name": "new", "lora_path": "\0"}, 404),
         ({"lora_name": "tiny", "lora_path": "/", "load_inplace": True}, 400),
     ],
 )

@@ -83,15 +83,22 @@ async def unload_lora_adapter(body: UnloadAdapterBody, services: SharedServices)
 
 def _load(repository: ServedModels, body: LoadAdapterBody) -> None:
     files = {f"1/{name}": Path(body.lora_path) / name for name in (CONFIG, WEIGHTS)}
-    if missing := [file for file in files.values() if not file.is_file()]:
+    if missing := [file.name for file in files.values() if not _is_file(file)]:
         raise ModelNotFound(
-            f"there is no adapter at {body.lora_path[:256]!r}: {missing[0].name} is missing",
+            f"there is no adapter at {body.lora_path[:256]!r}: {missing[0]} is missing, or cannot be read",
             field="lora_path",
             remedy="give a folder of PEFT on the machine of the server",
         )
     base = body.base_model_name or repository.only_text_model_name()
     config = {"backend": "adapter", "parameters": {"base_model": {"string_value": base}}}
     repository.load(body.lora_name, config=json.dumps(config), files=files)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:     # the path is too long, or leads through a folder that this user may not read
+        return False
 
 
 @contextmanager
