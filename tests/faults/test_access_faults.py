@@ -60,6 +60,7 @@ CONTROL = {
     ("POST", "/v2/cudasharedmemory[/region/{region}]/unregister"),
     ("POST", "/api/pull"), ("POST", "/api/push"), ("POST", "/api/create"), ("POST", "/api/copy"),
     ("DELETE", "/api/delete"), ("POST", "/api/blobs/{digest}"),
+    ("POST", "/v1/load_lora_adapter"), ("POST", "/v1/unload_lora_adapter"),
 }  # fmt: skip
 CONTROL_METHODS = {
     "RepositoryModelLoad", "RepositoryModelUnload", "SystemSharedMemoryRegister",
