@@ -16,10 +16,12 @@ from tests.deploy.kubernetes_schemas import documents, problem
 
 ROOT = Path(__file__).parents[2]
 MANIFESTS = ROOT / "charts" / "manifests"
+# Values of Helm charts, and what kustomize reads.
+_NO_MANIFESTS = ("values.yaml", "picker.yaml", "prometheus_adapter.yaml", "kustomization.yaml")
 FILES = [
     path
     for path in sorted([*MANIFESTS.glob("*.yaml"), *(ROOT / "examples" / "kubernetes").glob("*.yaml")])
-    if path.name not in ("values.yaml", "kustomization.yaml")
+    if path.name not in _NO_MANIFESTS
 ]
 
 
