@@ -183,7 +183,7 @@ def _parameters(encoder: Encoder) -> str:
     if encoder.default_prompt_name:
         values["default_prompt_name"] = encoder.default_prompt_name
     return "".join(
-        f'\nparameters {{ key: "{key}" value {{ string_value: {json.dumps(text)} }} }}'
+        f'\nparameters {{ key: "{key}" value {{ string_value: {json.dumps(text, ensure_ascii=False)} }} }}'
         for key, text in values.items()
     )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from genserve.backends.backend import integer_parameter
 from genserve.backends.tokenizer_backend import PAIR, TEXT, read_prompts
 from genserve.config.model_config import ATTENTION_MASK, EnsembleStep, ModelConfig
 from genserve.inference import InferenceRequest
@@ -109,7 +110,7 @@ def encoder_model(
         token_types={one.name: DataType.from_config_name(one.data_type) for one in first.outputs},
         output=outputs[0],
         size=spec.dims[-1] if spec is not None and spec.dims else -1,
-        max_length=int(first.parameters.get("max_length", 0)) or None,
+        max_length=integer_parameter(first.parameters, "max_length", default=0) or None,
         batch_size=max(1, min(first.max_batch_size, second.max_batch_size)),
         prompts=read_prompts(first),
     )

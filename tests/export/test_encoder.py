@@ -165,7 +165,7 @@ def test_layers_behind_the_pooling_and_prompts_of_a_checkpoint(
     write_pooling(source, **{key: name == pooling for name, key in POOLINGS.items()})
     layers = torch.nn.Linear(32, 40, bias=False), torch.nn.Linear(40, 24)
     write_dense(source, *layers, activation=activation)
-    prompts = {"query": 'a "b" | ', "document": "c\n"}
+    prompts = {"query": 'a "b" 🙂 ', "document": "c\n"}
     stated = {"prompts": prompts, "default_prompt_name": "document"}
     (source / "config_sentence_transformers.json").write_text(json.dumps(stated))
     assert exported(source, tmp_path / "repository")["largest_difference"] <= 1e-5

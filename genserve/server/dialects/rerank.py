@@ -94,9 +94,14 @@ class ScoreBody(_ModelBody):
 async def rerank(body: RerankBody, services: SharedServices, request: Request) -> Response:
     """Return the documents with their scores for a query, the best first."""
     texts = [one if isinstance(one, str) else one.text for one in body.documents]
-    pairs = [(body.query, text) for text in texts]
     name, scores, num_tokens = await _scores(
-        body, pairs, services, request, field="documents", kinds=("query", "document")
+        body,
+        [body.query],
+        texts,
+        services,
+        request,
+        fields=("query", "documents"),
+        input_types=("query", "document"),
     )
     best = np.argsort(-scores, kind="stable")[: body.top_n].tolist()
     shows = body.return_documents is not False
@@ -125,16 +130,15 @@ async def score(body: ScoreBody, services: SharedServices, request: Request) -> 
     """Return the scores of pairs of texts, in their order."""
     first = [body.text_1] if isinstance(body.text_1, str) else body.text_1
     second = [body.text_2] if isinstance(body.text_2, str) else body.text_2
-    if len(first) == 1:
-        first = [*first] * len(second)
-    if len(first) != len(second):
+    if len(first) not in (1, len(second)):
         raise InvalidRequest(
             f"text_1 has {len(first)} texts, and text_2 {len(second)}",
             field="text_1",
             remedy="send one text, or as many as text_2 has",
         )
-    pairs = [*zip(first, second, strict=True)]
-    name, scores, num_tokens = await _scores(body, pairs, services, request, field="text_2")
+    name, scores, num_tokens = await _scores(
+        body, first, second, services, request, fields=("text_1", "text_2")
+    )
     return AnswerResponse(
         {
             "id": f"score-{uuid.uuid4().hex}",
@@ -152,27 +156,36 @@ async def score(body: ScoreBody, services: SharedServices, request: Request) -> 
 
 async def _scores(
     body: _ModelBody,
-    pairs: Sequence[tuple[str, str]],
+    first: Sequence[str],
+    second: Sequence[str],
     services: Services,
     request: Request,
     *,
-    field: str,
-    kinds: tuple[str | None, str | None] = (None, None),
+    fields: tuple[str, str],
+    input_types: tuple[str | None, str | None] = (None, None),
 ) -> tuple[str, FloatArray, int]:
     """Return the name of the model, the scores [pairs], and the number of tokens of all texts.
 
-    `kinds`: the uses of the first and the second texts, for which a model of vectors may have prompts.
+    Args:
+        body: the request.
+        first: the first text of each pair, or one for all.
+        second: the second text of each pair.
+        services: the server's services.
+        request: the request over HTTP.
+        fields: the fields of the texts, for errors.
+        input_types: their uses, for which a model of vectors may have prompts.
 
     Raises:
         InvalidRequest: a model of classes has no single score; otherwise see `encode`.
     """
     model = await services.encoder_model(body.model)
-    if not 0 < len(pairs) <= MAX_TEXTS:
+    if not 0 < len(second) <= MAX_TEXTS:
         raise InvalidRequest(
-            f"{field} has {len(pairs):,} texts", field=field, remedy=f"send from 1 to {MAX_TEXTS:,}"
+            f"{fields[1]} has {len(second):,} texts", field=fields[1], remedy=f"send from 1 to {MAX_TEXTS:,}"
         )
     if model.reads_pairs:
-        encoded = await encode(model, pairs, services, request, truncate=body.truncates, field=field)
+        pairs = [*zip(first if len(first) > 1 else [*first] * len(second), second, strict=True)]
+        encoded = await encode(model, pairs, services, request, truncate=body.truncates, field=fields[1])
         if encoded.rows.shape[1:] != (1,):
             raise InvalidRequest(
                 f"model {model.name!r} computes {encoded.rows.shape[1]} numbers for a pair, not one score",
@@ -180,10 +193,12 @@ async def _scores(
                 remedy="ask a reranker, whose graph has one output for a pair",
             )
         return model.name, encoded.rows[:, 0], sum(encoded.num_tokens)
-    prompts = [prompt_of(model, input_type=kind) for kind in kinds]
-    prompted = [(prompts[0] + first, prompts[1] + second) for first, second in pairs]
-    texts = [*dict.fromkeys(text for pair in prompted for text in pair)]    # a query is read once
-    encoded = await encode(model, texts, services, request, truncate=body.truncates, field=field)
-    vectors = dict(zip(texts, normalized(encoded.rows), strict=True))
-    scores = [np.dot(vectors[first], vectors[second]) for first, second in prompted]
-    return model.name, np.array(scores, np.float32), sum(encoded.num_tokens)
+    vectors: list[FloatArray] = []
+    num_tokens = 0
+    for texts, field, input_type in zip((first, second), fields, input_types, strict=True):
+        prompt = prompt_of(model, input_type=input_type)
+        prompted = [prompt + text for text in texts]
+        encoded = await encode(model, prompted, services, request, truncate=body.truncates, field=field)
+        vectors.append(normalized(encoded.rows))
+        num_tokens += sum(encoded.num_tokens)
+    return model.name, np.vecdot(*vectors), num_tokens

@@ -167,7 +167,8 @@ async def _encode(
     tokens = await _tokenized(model, texts, services, truncate=truncate, field=field, running=running)
     num_tokens = tuple(one[ATTENTION_MASK].shape[1] for one in tokens)
     if (logged := CURRENT_REQUEST.get()) is not None:
-        logged.answers = [EncodedAnswer(num_prompt_tokens=count) for count in num_tokens]
+        answers = [EncodedAnswer(num_prompt_tokens=count) for count in num_tokens]
+        logged.answers = [*logged.answers, *answers]
     free = asyncio.Semaphore(_BATCHES_AHEAD * model.batch_size)
 
     async def encode_one(one: Tokens) -> NDArray[Any]:

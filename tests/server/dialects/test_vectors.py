@@ -187,6 +187,19 @@ def test_an_unknown_token_fails_its_own_request_alone(server):
     assert statuses == [200, 500] * 8
 
 
+def test_cosines_have_the_limits_and_fields_of_their_own_texts(http):
+    def param(route: str, **fields: object) -> object:
+        reply = http.post(route, json={"model": "vectors"} | fields)
+        return reply.json()["error"]["param"] if reply.is_error else reply.status_code
+
+    assert param("/v1/rerank", query="sea", documents=["sea", LONG]) == "documents[1]"
+    assert param("/v1/rerank", query=LONG, documents=["sea"]) == "query[0]"
+    assert param("/v1/score", text_1=["sea", "sea", LONG], text_2=["a", "b", "c"]) == "text_1[2]"
+    most = [f"{index}" for index in range(2048)]
+    assert param("/v1/rerank", query="sea", documents=most) == 200
+    assert param("/v1/rerank", query="sea", documents=[*most, "sea"]) == "documents"
+
+
 def test_the_sdk_asks_for_vectors_and_scores(server: LiveServer) -> None:
     scores = [score_of("sea", text) for text in TEXTS]
     with Client(server.url) as client:
@@ -307,6 +320,15 @@ def test_prompts_that_cannot_be_read_fail_the_load(tmp_path, parameters):
         assert "prompts" in str(server.server.services.repository.errors["vectors_tokenizer"])
         answer = httpx2.get(f"{server.url}/v1/models").json()
         assert [model["id"] for model in answer["data"]] == ["ranker"]
+
+
+def test_a_broken_config_hides_no_other_model_on_demand(tmp_path):
+    root = encoder_repository(tmp_path)
+    config = root / "vectors_tokenizer" / "config.pbtxt"
+    config.write_text(config.read_text().replace(f'"{MAX_LENGTH}"', '"many"'))
+    with LiveServer(root, model_control_mode="on-demand") as server:
+        answer = httpx2.get(f"{server.url}/v1/models").json()
+    assert [model["id"] for model in answer["data"]] == ["ranker"]
 
 
 def encoder_weights(server):
