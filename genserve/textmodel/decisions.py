@@ -248,9 +248,11 @@ def prepare_read(
             )
         prompt_ids = first.prompt_token_ids
         labels = tuple(
-            tuple(_label_ids(model.tokenizer, prompt_ids, label) for label in option.labels)
+            # A tokenizer may read two spellings as one.
+            tuple(dict.fromkeys(_label_ids(model.tokenizer, prompt_ids, label) for label in option.labels))
             for option in question.options
         )
+        _require_different(labels)
         requests: dict[TokenIds, GenerationRequest] = {}
         for begun, next_ids in _next_tokens(labels):
             request = model.prepare([*prompt_ids, *begun], params) if begun else first
@@ -304,6 +306,18 @@ def _label_ids(tokenizer: Tokenizer, prompt_ids: TokenIds, label: str) -> TokenI
             remedy="name a model whose chat template ends with a token of its own or a line feed",
         )
     return tuple(behind[len(before) :])
+
+
+def _require_different(labels: Sequence[Sequence[TokenIds]]) -> None:
+    """Raise InvalidRequest if the tokens of a label are those of another one, or begin them."""
+    found = [ids for spellings in labels for ids in spellings]
+    beginnings = {ids[:length] for ids in found for length in range(len(ids))}
+    if len(set(found)) < len(found) or beginnings & set(found):
+        raise InvalidRequest(
+            "the tokenizer reads two options' labels as the same tokens, so the model cannot tell them apart",
+            field="model",
+            remedy="name a model whose tokenizer knows the letters A to Z, the digits, yes and no",
+        )
 
 
 def _next_tokens(labels: Sequence[Sequence[TokenIds]]) -> Iterator[tuple[TokenIds, TokenIds]]:

@@ -220,6 +220,29 @@ def test_a_decoding_loop_must_sample_the_first_token(server, repository, tmp_pat
         assert reply.json()["error"]["param"] == ("model" if status == 400 else None)
 
 
+def with_normalizer(repository: Path, folder: Path, normalizer: dict[str, Any]) -> Path:
+    copied = shutil.copytree(repository, folder)
+    path = copied / "tiny_tokenizer" / "1" / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"normalizer": normalizer}))
+    return copied
+
+
+def test_spellings_that_are_the_same_tokens_count_once(repository, reference, tmp_path):
+    copied = with_normalizer(repository, tmp_path / "repository", {"type": "Lowercase"})
+    with LiveServer(copied) as lower:
+        reply = ask(lower, questions={"urgent": NOUL}).json()
+    yes, no = reference(texts()["urgent"].lower(), ["yes", "no"])
+    assert reply["answers"]["urgent"]["noul"] == pytest.approx(yes / (yes + no), rel=1e-4)
+    assert reply["diagnostics"]["urgent"]["label_mass"] == pytest.approx(yes + no, rel=1e-4)
+
+
+def test_labels_that_are_the_same_tokens_are_rejected(repository, tmp_path):
+    same = {"type": "Replace", "pattern": {"String": "B"}, "content": "A"}
+    with LiveServer(with_normalizer(repository, tmp_path / "repository", same)) as other:
+        reply = ask(other)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "model")
+
+
 def test_a_model_that_cannot_but_reason_is_rejected(repository, tmp_path):
     copied = copy_with_tags(repository, tmp_path / "repository")
     template = CHAT_TEMPLATE.replace("assistant\n", "assistant\n<think>\n")
