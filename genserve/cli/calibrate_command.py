@@ -78,6 +78,10 @@ def calibrate(flags: CalibrateFlags) -> None:
     stages = repository.text_stages(name)
     if stages is None:
         raise RepositoryError(f"{name!r} is not a text model", remedy="see `genserve models`")
+    if base := repository.lifecycle.adapters.get(name):
+        raise RepositoryError(
+            f"{name!r} is an adapter, and has no temperatures of its own", remedy=f"calibrate {base!r}"
+        )
     try:
         with loading(name):
             model = repository.start_text_model(name)
@@ -119,7 +123,7 @@ def read_labelled(path: Path) -> list[LabelledAnswer]:
     except OSError as error:
         raise InvalidRequest(f"{path} cannot be read: {error.strerror}", field="file") from None
     answers: list[LabelledAnswer] = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):    # texts may hold U+2028 as it is
         if not line.strip():
             continue
         try:

@@ -101,8 +101,8 @@ def _replays(roots: Sequence[Path], *, config_name: str) -> dict[str, list[Repla
 
     replays = {}
     options = RepositoryOptions(config_name=config_name, verifies_recordings=False)
-    names = Repository(roots, options=options).lifecycle.text_models
-    for name in names:
+    found = Repository(roots, options=options).lifecycle
+    for name in (*found.text_models, *found.adapters):
         repository = Repository(roots, options=options)
         recordings = read_recordings(repository.lifecycle.entries[name].path)
         if not recordings:

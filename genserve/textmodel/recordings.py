@@ -7,16 +7,19 @@ such as those of `genserve generate --output`.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from genserve.errors import GenserveError, RepositoryError
+from genserve.errors import GenserveError, Overloaded, RepositoryError
 from genserve.files import read_regular_text
 from genserve.textmodel.receipts import first_difference, receipts_in, repeated_request
 from genserve.textmodel.text_model import TextModel
+
+logger = logging.getLogger(__name__)
 
 RECORDINGS_FOLDER = "recordings"
 _MAX_FILE_BYTES = 256 << 20
@@ -64,7 +67,7 @@ def _recordings_of(path: Path) -> Iterator[Recording]:
         raise RepositoryError(f"{path} cannot be read: {error.strerror}") from error
     parts = {path.name: text}
     if path.suffix == ".jsonl":
-        lines = enumerate(text.splitlines(), start=1)
+        lines = enumerate(text.split("\n"), start=1)     # texts may hold U+2028 as it is
         parts = {f"{path.name}:{number}": line for number, line in lines if line.strip()}
     for place, part in parts.items():
         try:
@@ -85,17 +88,25 @@ def replay(model: TextModel, recordings: Sequence[Recording]) -> list[Replay]:
     The logits may differ: only the answers are compared. The first receipt hashes the model's files, for
     about a second per gigabyte.
     """
+    logger.info("model %s: repeating %d recorded answers", model.name, len(recordings))
     with ThreadPoolExecutor(min(_MAX_THREADS, model.max_num_seqs), thread_name_prefix="replay") as threads:
-        differences = threads.map(lambda one: _difference(model, one.receipt), recordings)
-        return [
-            Replay(recording=recording, difference=difference)
-            for recording, difference in zip(recordings, differences, strict=True)
-        ]
+        together = [*threads.map(lambda one: _difference(model, one.receipt), recordings)]
+    replays = []
+    for recording, difference in zip(recordings, together, strict=True):
+        if difference is None:
+            difference = _difference(model, recording.receipt)      # alone
+        if difference is None:
+            difference = "it cannot be repeated: the limits of the queue reject it"
+        replays.append(Replay(recording=recording, difference=difference))
+    return replays
 
 
-def _difference(model: TextModel, then: Mapping[str, Any]) -> str:
+def _difference(model: TextModel, then: Mapping[str, Any]) -> str | None:
+    """Return what is different now; None: the queue has no room beside the other requests."""
     try:
         now = model.repeat(repeated_request(then))
+    except Overloaded:
+        return None
     except GenserveError as error:
         return f"it cannot be repeated: {error.message}"
     digests, recorded = now["digests"], then.get("digests")

@@ -11,8 +11,11 @@ import httpx2
 import numpy as np
 import pytest
 
+from genserve.cli.calibrate_command import read_labelled
+from genserve.errors import RepositoryError
 from genserve.textmodel.calibration import read_calibration
-from tests.support.command_line import invoke
+from tests.export.adapters import write_adapter
+from tests.support.command_line import check_error, invoke
 from tests.support.live_server import LiveServer
 
 CHOICE = {"type": "choice", "criteria": {"sea": None, "hill": None, "town": None}}
@@ -103,6 +106,22 @@ def test_other_files_are_not_calibrated(repository, raw, fits, tmp_path):
     with LiveServer(changed) as server:
         answers = ask(server, "Walk 7")
     assert {(answer["calibrated"], answer["temperature"]) for answer in answers.values()} == {(False, 1.0)}
+
+
+def test_an_adapter_does_not_calibrate_its_base(tiny_repository, tiny_checkpoint, labelled, tmp_path):
+    repository = shutil.copytree(tiny_repository, tmp_path / "repository")
+    adapter = write_adapter(tmp_path / "pirate", tiny_checkpoint, targets=("q_proj",))
+    where = ["--model-repository", str(repository)]
+    assert invoke(["export", str(adapter), "--base", "tiny", *where]).exit_code == 0
+    check_error(invoke(["calibrate", "pirate", str(labelled), *where]), RepositoryError, "adapter")
+    assert read_calibration(repository / "tiny_logits" / "1") is None
+
+
+def test_states_may_hold_other_separators_of_lines(tmp_path):
+    line = {"state": "a\u2028b\u0085c", "questions": QUESTIONS, "answers": {"wet": True}}
+    path = tmp_path / "labelled.jsonl"
+    path.write_text(f"{json.dumps(line, ensure_ascii=False)}\n" * 20)
+    assert [answer.line for answer in read_labelled(path)] == [*range(1, 21)]
 
 
 def test_a_dry_run_writes_nothing(tiny_repository, labelled, tmp_path):

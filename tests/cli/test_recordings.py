@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
 
 from genserve.errors import InferenceError, RepositoryError
 from genserve.llm import LLM
+from tests.export.adapters import write_adapter
 from tests.support.command_line import Ended, check_error, invoke
 from tests.support.live_server import LiveServer
 
@@ -117,14 +119,43 @@ def test_a_file_that_is_no_recording_is_an_error(repository, text):
     check_error(check(repository), RepositoryError, r"recordings/zero\.json")
 
 
+def test_texts_may_hold_other_separators_of_lines(repository):
+    path = repository / "tiny" / "recordings" / "answers.jsonl"
+    rows = [json.loads(line) | {"text": "\u2028\u0085"} for line in path.read_text().split("\n\n")]
+    path.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows))
+    assert check(repository).exit_code == 0
+
+
+def test_a_short_queue_refuses_no_recording(repository):
+    folder = repository / "tiny" / "recordings"
+    line = (folder / "answers.jsonl").read_text().split("\n\n")[0]
+    (folder / "many.jsonl").write_text(f"{line}\n" * 32)
+    with explicit(repository, max_queue_tokens=1) as server:
+        assert state(server) == ("READY", "")
+
+
+def test_answers_of_an_adapter_are_recordings(repository, tiny_checkpoint, tmp_path):
+    adapter = write_adapter(tmp_path / "pirate", tiny_checkpoint, targets=("q_proj", "down_proj"))
+    words = ["export", str(adapter), "--base", "tiny", "--model-repository", str(repository)]
+    assert invoke(words).exit_code == 0
+    with LLM("pirate", model_repository=repository) as llm:
+        told = asdict(llm.chat("Where is it?", **OPTIONS))
+    (repository / "pirate" / "recordings").mkdir()
+    (repository / "pirate" / "recordings" / "told.json").write_text(json.dumps(told))
+    found = json.loads(check(repository, "--json").stdout)["recordings"]
+    assert {"model": "pirate", "place": "told.json", "difference": None} in found
+
+
 def test_a_repository_without_recordings_has_none(tiny_repository):
     ended = check(tiny_repository, "--json")
     assert (ended.exit_code, differences(ended)) == (0, {})
 
 
 @contextmanager
-def explicit(repository: Path) -> Iterator[LiveServer]:
-    with LiveServer(repository, model_control_mode="explicit", load_model=("tiny",)) as server:
+def explicit(repository: Path, **settings: Any) -> Iterator[LiveServer]:
+    with LiveServer(
+        repository, model_control_mode="explicit", load_model=("tiny",), **settings
+    ) as server:
         yield server
 
 
