@@ -21,7 +21,7 @@ from tests.support.scripted_model import scripted_repository
 from tests.support.tiny_llama import tiny_llama_checkpoint
 
 pytestmark = pytest.mark.extended   # test_json_escapes.py checks the grammars without a server
-STRINGS = random_strings(100, seed=1, max_parts=2)
+STRINGS = random_strings(300, seed=1, max_parts=2)
 SCHEMA = {
     "type": "object",
     "properties": {"strings": {"type": "array", "items": {"type": "string"}}},
@@ -56,7 +56,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     from genserve.export import SilentProgress, export_model
 
     folder = tmp_path_factory.mktemp("json")
-    checkpoint = tiny_llama_checkpoint(folder / "checkpoint", context=4096)
+    checkpoint = tiny_llama_checkpoint(folder / "checkpoint", context=8192)
     export_model(
         str(checkpoint), repository=folder / "tiny", name="tiny", precision="fp32", progress=SilentProgress()
     )
