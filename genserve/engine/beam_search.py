@@ -289,6 +289,8 @@ class BeamSearch(SequenceGroup):
         if first is not None:
             for request in (*self.choices, *self.beams):
                 request.num_cached_tokens = first.num_cached_tokens
+            for beam in self.beams:
+                beam.adapter = first.adapter
         log_probs = log_softmax(logits)
         if not np.isfinite(log_probs.max(axis=1)).all():
             return None

@@ -219,7 +219,7 @@ class EngineThread:
             raise
 
     def _set_adapter(self, sequence: TokenSequence) -> None:
-        """Give a sequence, and the beams of its search, the adapter that its request names."""
+        """Give a sequence, and the first beam of its search, the adapter that its request names."""
         name = sequence.request.adapter
         if name is None:
             return

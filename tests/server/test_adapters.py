@@ -21,6 +21,7 @@ NAMES = ("tiny", "pirate", "poet")
 PROMPT = "hello there, how are you? " * 3    # more than a block of the prefix cache
 SAID = "hello there"
 TALK = [{"role": "user", "content": SAID}]
+SEARCH = {"use_beam_search": True, "beam_width": 3}
 TARGETS = ("q_proj", "v_proj", "down_proj")
 
 
@@ -179,8 +180,11 @@ def test_answers_are_those_of_the_merged_export(http, tiny_checkpoint, adapters,
         )
         with LLM(name, model_repository=tmp_path) as llm:
             merged = llm.generate(PROMPT, max_tokens=8, temperature=0).text
-        complete(http, "tiny")      # whose blocks are cached
+            searched = llm.generate(PROMPT, max_tokens=8, **SEARCH).text
+        base = complete(http, "tiny")       # whose blocks are cached
         assert complete(http, name) == merged
+        assert complete(http, name, **SEARCH) == searched
+        assert complete(http, "tiny") == base
 
 
 def test_without_a_model_the_base_answers(http):
@@ -380,10 +384,14 @@ def test_an_adapter_of_vllms_route_follows_its_base(explicit, repository, adapte
         ({"lora_name": "new", "lora_path": "/nowhere"}, 404),
         ({"lora_name": "new", "lora_path": "x" * 5000}, 404),
         ({"lora_name": "new", "lora_path": "\0"}, 404),
+        ({"lora_name": "../new", "lora_path": "{adapter}"}, 400),
+        ({"lora_name": "x" * 300, "lora_path": "{adapter}"}, 400),
         ({"lora_name": "tiny", "lora_path": "/", "load_inplace": True}, 400),
     ],
 )
-def test_vllms_route_rejects_what_it_cannot_load(explicit, fields, status):
+def test_vllms_route_rejects_what_it_cannot_load(explicit, adapters, fields, status):
+    folder = str(adapters["clown"])
+    fields = {name: folder if one == "{adapter}" else one for name, one in fields.items()}
     assert load_adapter(explicit, **fields).status_code == status
 
 
