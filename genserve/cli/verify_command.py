@@ -29,7 +29,12 @@ class VerifyFlags(RepositoryFlags):
         MISSING, Flag(help="JSON file: a receipt, or an answer that has one; -: stdin.", is_argument=True)
     )
     model: str | None = flag(
-        None, Flag(help="Default: the model that the receipt names.", heading="Model", complete=model_names)
+        None,
+        Flag(
+            help="Default: the model or the adapter that the receipt names.",
+            heading="Model",
+            complete=model_names,
+        ),
     )
 
 
@@ -44,8 +49,7 @@ def verify(flags: VerifyFlags) -> None:
 
     try:
         receipt = _read_receipt(flags.file)
-        with_model = flags.model or receipt.get("model")
-        again = _repeated(receipt, name=str(with_model), repository=flags.model_repository)
+        again = _repeated(receipt, name=flags.model, repository=flags.model_repository)
     except GenserveError as error:
         print_error(error)
         raise SystemExit(_NOT_VERIFIED) from None
@@ -93,7 +97,7 @@ def _read_receipt(path: Path) -> Mapping[str, Any]:
 
 
 def _repeated(
-    receipt: Mapping[str, Any], *, name: str, repository: Path | None
+    receipt: Mapping[str, Any], *, name: str | None, repository: Path | None
 ) -> Mapping[str, Any]:
     """Return the receipt of the same request here.
 
@@ -106,6 +110,7 @@ def _repeated(
     from genserve.textmodel.receipts import repeated_request
 
     request = repeated_request(receipt)
+    name = name or request.adapter or str(request.model)
     models = Repository([default_repository() if repository is None else repository])
     try:
         with loading(name):

@@ -144,8 +144,10 @@ class ModelReceipts:
 
 def described(receipt: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a receipt, or the facts of a model, says of the model: digests, precision and KV cache."""
-    digests = receipt.get("digests")
+    digests, adapter = receipt.get("digests"), receipt.get("adapter")
     named = dict(digests) if isinstance(digests, Mapping) else {}
+    if isinstance(adapter, Mapping):
+        named["adapter"] = adapter.get("sha256")
     return named | {name: receipt.get(name) for name in ("precision", "kv_cache")}
 
 
@@ -210,7 +212,7 @@ def repeated_request(receipt: Mapping[str, Any]) -> GenerationRequest:
             params=sampling_params({**receipt["params"], "return_receipt": True}),
             seeds=(seed,),
             begins_reasoning=receipt["begins_reasoning"] is True,
-            adapter=receipt["adapter"]["name"] if "adapter" in receipt else None,
+            adapter=str(receipt["adapter"]["name"]) if "adapter" in receipt else None,
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InvalidRequest(f"the receipt is not complete: {error}", field="receipt") from None

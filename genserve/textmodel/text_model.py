@@ -239,7 +239,10 @@ class TextModel:
     def facts(self) -> dict[str, Any]:
         """Return the fields of receipts that describe this model; see `ModelReceipts.facts`."""
         assert self.builder.receipts is not None    # the model runs in this process
-        return self.builder.receipts.facts(self.logits)
+        facts = self.builder.receipts.facts(self.logits)
+        if self.adapter is not None:
+            facts["adapter"] = {"name": self.adapter.name, "sha256": self.adapter.sha256}
+        return facts
 
     @cached_property
     def temperatures(self) -> Mapping[str, float]:
