@@ -7,7 +7,7 @@ from pathlib import Path
 
 from genserve.errors import ExportError, RepositoryError, suggestion
 from genserve.export.model_folders import ModelFolders, writing_into
-from genserve.files import link_or_copy, staging_folder
+from genserve.files import staging_folder
 from genserve.repository.index import scan
 from genserve.repository.repository import Repository
 from genserve.repository.text_stages import text_models
@@ -51,7 +51,7 @@ def export_adapter(
         made = staging / "made" / name
         (made / "1").mkdir(parents=True)
         for file in (CONFIG, WEIGHTS):
-            link_or_copy(source / file, made / "1" / file)
+            shutil.copy2(source / file, made / "1" / file)     # no link: training writes it in place
         (made / "config.pbtxt").write_text(_config(base), encoding="utf-8")
         _require_fit(made / "1", repository=repository, name=name, base=base)
         if old is not None:

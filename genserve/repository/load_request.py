@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import weakref
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -15,7 +16,7 @@ from genserve.config.config_json import read_config_json
 from genserve.config.parse import MAX_NAME_BYTES, config_of
 from genserve.config.schema import new_model_config
 from genserve.errors import InferenceError, RepositoryError, Status
-from genserve.files import link_or_copy, staging_folder
+from genserve.files import staging_folder
 from genserve.repository.index import ModelEntry, not_polled, scan
 
 _WORD_OR_NUMBER = re.compile(r"\w+|\d+\.\d+")
@@ -106,7 +107,7 @@ class Upload:
             try:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 if isinstance(content, Path):
-                    link_or_copy(content, target)
+                    shutil.copy2(content, target)   # no link: training writes it in place
                 else:
                     target.write_bytes(content)
             except OSError as error:

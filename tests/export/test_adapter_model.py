@@ -38,14 +38,30 @@ def answer(repository: Path, model: str | None) -> str:
         return llm.generate("hello there", max_tokens=8, temperature=0).text
 
 
-def test_the_export_is_a_model_that_answers(adapter, repository):
+def test_the_export_is_a_model_that_answers(adapter, repository, monkeypatch):
+    monkeypatch.setattr("genserve.files._MIN_LINKED_BYTES", 0)
     assert export(adapter, repository, "--base", "tiny") == 0
+    for file in adapter.iterdir():      # which the next training writes in place
+        assert not file.samefile(repository / "my-lora" / "1" / file.name)
     assert answer(repository, "my-lora") != answer(repository, None) == answer(repository, "tiny")
     assert run(repository, "check").exit_code == 0
     listed = {model.name: model.base for model in local_models(repository)}
     assert listed == {"tiny": None, "my-lora": "tiny"}
     assert export(adapter, repository, "--base", "tiny") == 1
     assert export(adapter, repository, "--base", "tiny", "--overwrite") == 0
+
+
+def test_a_receipt_of_an_adapter_is_verified(adapter, repository, tmp_path):
+    assert export(adapter, repository, "--base", "tiny") == 0
+    with LLM("my-lora", model_repository=repository) as llm:
+        usage = llm.generate("hello there", max_tokens=8, temperature=0, return_receipt=True).usage
+    receipt = tmp_path / "receipt.json"
+    receipt.write_text(json.dumps(usage.receipt))
+    assert run(repository, "verify", str(receipt)).exit_code == 0
+    assert run(repository, "verify", str(receipt), "--model", "tiny").exit_code == 2
+    config = repository / "my-lora" / "1" / "adapter_config.json"
+    config.write_text(config.read_text() + " ")     # a digest of the receipt is another one
+    assert run(repository, "verify", str(receipt)).exit_code == 2
 
 
 def test_what_is_no_adapter_of_the_base_leaves_the_repository_as_it_was(adapter, repository, tmp_path):
