@@ -101,7 +101,8 @@ class PeftAdapter:
         shapes = [
             self._tensors[name].shape for part in ("A", "B") if (name := self._name(module, part)) is not None
         ]
-        if len(shapes) != 2 or {len(shape) for shape in shapes} != {2} or shapes[0][0] != shapes[1][1]:
+        is_whole = len(shapes) == 2 and {len(shape) for shape in shapes} == {2}
+        if not is_whole or not shapes[0][0] or shapes[0][0] != shapes[1][1]:
             raise RepositoryError(
                 f"{self._folder / WEIGHTS} does not have two matrices of the same rank for {module!r}",
                 remedy="save the adapter again; distributed training must gather its parts first",
@@ -119,7 +120,7 @@ class PeftAdapter:
         down, up = (self._read(self._name(module, part)) for part in ("A", "B"))
         try:
             scale = scale_of(module, rank, config=self.config)
-        except (AttributeError, KeyError, TypeError, re.error) as error:
+        except (ArithmeticError, AttributeError, KeyError, TypeError, re.error) as error:
             raise RepositoryError(
                 f"{self._folder / CONFIG} does not state lora_alpha or alpha_pattern as PEFT writes them",
                 remedy="download the adapter again",

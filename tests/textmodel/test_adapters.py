@@ -220,6 +220,12 @@ def with_tensor(name: str, *shape: int, value: float = 0.0) -> Callable[[Path], 
     return change
 
 
+def with_no_rank(folder: Path) -> None:
+    module = f"{_LAYER}self_attn.q_proj"
+    with_tensor(f"{module}.lora_A.weight", 0, 64)(folder)
+    with_tensor(f"{module}.lora_B.weight", 64, 0)(folder)
+
+
 def cut(folder: Path) -> None:
     path = folder / "adapter_model.safetensors"
     path.write_bytes(path.read_bytes()[:-8])
@@ -236,6 +242,8 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "bias": (with_tensor(f"{_LAYER}self_attn.q_proj.lora_B.bias", 64), "lora_B.bias"),
     "shape": (with_tensor(f"{_LAYER}self_attn.q_proj.lora_A.weight", 16, 32), "q_proj"),
     "rank": (with_tensor(f"{_LAYER}self_attn.q_proj.lora_A.weight", 7, 64), "same rank"),
+    "no rank": (with_no_rank, "same rank"),
+    "huge alpha": (with_config(lora_alpha=10**400), "lora_alpha"),
     "infinite": (with_tensor(f"{_LAYER}self_attn.q_proj.lora_A.weight", 16, 64, value=np.inf), "finite"),
     "alpha": (with_config(lora_alpha=None), "lora_alpha"),
     "file": (cut, "adapter_model.safetensors"),
