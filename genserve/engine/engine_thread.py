@@ -55,8 +55,8 @@ def no_reasoning(sequence: TokenSequence) -> None:
 class AdapterSource(Protocol):
     """The adapters of a model; see `textmodel.Adapters`."""
 
-    def acquire(self, name: str) -> LogitsAdapter:
-        """Return an adapter in memory, until it is released; may wait for room."""
+    def acquire(self, name: str, *, count: int) -> LogitsAdapter:
+        """Return an adapter in memory, until it is released `count` times; may wait for room."""
 
     def release(self, adapter: Any) -> None:
         """Give an adapter back."""
@@ -203,8 +203,7 @@ class EngineThread:
         made = [self._sequences_of(request) for request in requests]
         sequences = [sequence for choices in made for sequence in choices]
         try:
-            for sequence in sequences:
-                self._set_adapter(sequence)
+            self._set_adapters(sequences)
             if self._engine.disk_cache is not None:
                 self._queue.check(sequences)
                 for choices in made:        # which have the same prompt
@@ -218,16 +217,23 @@ class EngineThread:
                 self._release_adapter(sequence)
             raise
 
-    def _set_adapter(self, sequence: TokenSequence) -> None:
-        """Give a sequence, and the first beam of its search, the adapter that its request names."""
-        name = sequence.request.adapter
-        if name is None:
-            return
-        if self._adapters is None:
-            raise ModelNotFound(f"model {sequence.request.model!r} has no adapter {name!r}")
-        sequence.adapter = self._adapters.acquire(name)
-        for beam in sequence.group.requests:
-            beam.adapter = sequence.adapter
+    def _set_adapters(self, sequences: Sequence[TokenSequence]) -> None:
+        """Give sequences, and the first beams of their searches, the adapters that their requests name.
+
+        Those of one name have the same one, even if it is replaced meanwhile.
+        """
+        named: defaultdict[str, list[TokenSequence]] = defaultdict(list)
+        for sequence in sequences:
+            if sequence.request.adapter is not None:
+                named[sequence.request.adapter].append(sequence)
+        for name, users in named.items():
+            if self._adapters is None:
+                raise ModelNotFound(f"model {users[0].request.model!r} has no adapter {name!r}")
+            adapter = self._adapters.acquire(name, count=len(users))
+            for user in users:
+                user.adapter = adapter
+                for beam in user.group.requests:
+                    beam.adapter = adapter
 
     def _release_adapter(self, sequence: TokenSequence) -> None:
         if sequence.adapter is not None and self._adapters is not None:

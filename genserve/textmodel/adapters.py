@@ -196,8 +196,8 @@ class Adapters:
         slot = self._slots.get(info)
         return slot is not None and slot.num_users > 0
 
-    def acquire(self, name: str) -> LoadedAdapter:
-        """Return an adapter in memory, which stays there until it is released as often as it was acquired.
+    def acquire(self, name: str, *, count: int = 1) -> LoadedAdapter:
+        """Return an adapter in memory, which stays there until it is released `count` times.
 
         If all adapters in memory are in use, it waits for one to be released.
 
@@ -212,7 +212,7 @@ class Adapters:
                 known = self._find(name)
                 slot = self._slots.get(known.info)
                 if slot is not None and slot.adapter is not None:
-                    slot.num_users += 1
+                    slot.num_users += count
                     self._slots.move_to_end(known.info)
                     return slot.adapter
                 if slot is None and self._make_room():
@@ -234,7 +234,7 @@ class Adapters:
             raise
         with self._changed:
             slot.adapter = adapter
-            slot.num_users += 1
+            slot.num_users += count
             self._changed.notify_all()
         return adapter
 

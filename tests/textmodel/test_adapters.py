@@ -418,8 +418,8 @@ def test_every_end_of_a_request_gives_its_adapter_back(
     acquired: list[LoadedAdapter] = []
     acquire = known.acquire
 
-    def counted(name: str) -> LoadedAdapter:
-        acquired.append(acquire(name))
+    def counted(name: str, *, count: int) -> LoadedAdapter:
+        acquired.extend([acquire(name, count=count)] * count)
         return acquired[-1]
 
     monkeypatch.setattr(known, "acquire", counted)
@@ -435,6 +435,30 @@ def test_every_end_of_a_request_gives_its_adapter_back(
     with pytest.raises(Overloaded):
         engine.submit(*[request] * 2000, sink=mock.Mock())
     assert known._slots[info].num_users == 0
+
+
+def test_all_choices_have_the_adapter_that_the_first_one_has(
+    model: TextModel, tiny_adapters: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = model.adapters
+    assert known is not None
+    known.load("a", tiny_adapters[0])
+    acquire = known.acquire
+
+    def replaced(name: str, **options: Any) -> LoadedAdapter:
+        found = acquire(name, **options)
+        known.load(name, tiny_adapters[1])
+        return found
+
+    monkeypatch.setattr(known, "acquire", replaced)
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    request = model.prepare_choices("hello there, " * 8, params, num_choices=2, adapter="a")
+    answers: tuple[list[int], list[int]] = ([], [])
+    with DeltaStream(model.engine, request) as stream:
+        for delta in stream:
+            answers[delta.choice].extend(delta.token_ids)
+    assert answers[0] == answers[1]
+    assert tuple(answers[1]) != answer(model, "a").token_ids
 
 
 def test_an_unloaded_adapter_ends_what_it_began(model: TextModel, tiny_adapters: list[Path]) -> None:
