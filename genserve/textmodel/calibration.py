@@ -68,7 +68,7 @@ def read_calibration(folder: Path) -> Calibration | None:
         return None
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise RepositoryError(
-            f"{path} is not a calibration: {error}", remedy="run `genserve calibrate` again, or delete it"
+            f"{path} is not a calibration: {error}", remedy="delete it, and run `genserve calibrate` again"
         ) from None
 
 
