@@ -32,10 +32,10 @@ class Decision:
     """The answer to a typed question; see `Client.decide`.
 
     Attributes:
-        value: of a choice the likeliest option; of a noul the probability of yes; of a score the expected
-            level, a number between the levels.
-        probabilities: by option; of a noul by "true" and "false", of a score by "0", "1" and so on.
-        confidence: of a choice and a score how far the probabilities are from chance, 0 to 1; None: a noul.
+        value: the likeliest option of a choice, the probability of yes of a noul, or the expected level of
+            a score, a number between the levels.
+        probabilities: by option; a noul has "true" and "false", a score "0", "1" and so on.
+        confidence: how far the probabilities of a choice or a score are from chance, 0 to 1; None: a noul.
         calibrated: whether `genserve calibrate` has fitted `temperature`, by which log-probabilities are
             divided.
         temperature: 1 without a calibration.

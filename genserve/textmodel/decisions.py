@@ -82,8 +82,8 @@ def read_question(question_type: str, *, instructions: Any = None, criteria: Any
     Args:
         question_type: choice, noul or score.
         instructions: the question, a text or JSON.
-        criteria: of a choice, an object with a description, or null, for each option; of a score, a list of
-            its levels; of a noul, an object that may describe `true` and `false`, or None.
+        criteria: an object with a description, or null, for each option of a choice; a list of the levels
+            of a score; an object that may describe `true` and `false` of a noul, or None.
 
     Raises:
         InvalidRequest: `field` is `type`, `instructions` or `criteria`.

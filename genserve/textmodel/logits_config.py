@@ -118,7 +118,7 @@ def version_files(folder: Path) -> Iterator[Path]:
             yield path
 
 
-# Of each file its path, size, time of change and inode.
+# The path of each file, its size, time of change and inode.
 FileStates: TypeAlias = frozenset[tuple[Path, int, int, int]]
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from genserve.kernels.low_rank import LinearShape
 
 _LINEAR = re.compile(r"(layers\.\d+\.)(attention\.qkv|attention\.output|mlp\.inner|mlp\.down)")
-# Of DecoderLayer: the linear layers with the inputs that are their weights, and their attributes.
+# The linear layers of DecoderLayer with the inputs that are their weights, and their attributes.
 _PARTS = (
     ("attention.qkv", 8, "weight_format", "attention_smoothing"),
     ("attention.output", 11, "residual_weight_format", ""),
