@@ -61,6 +61,7 @@ addresses = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"), (s
 for family, address in addresses:
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as connected:
         connected.connect((address, 9))
+        connected.sendmsg([b""])
 with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as unconnected:
     unconnected.sendto(b"", ("192.0.2.2", 9))
 """

@@ -32,10 +32,10 @@ static void record_name(const char *function, const char *name) {
 
 static void record_address(const char *function, const struct sockaddr *address) {
     char text[INET6_ADDRSTRLEN];
+    if (!address)       // of a socket that is connected
+        return;
     const struct in_addr *four = &((const struct sockaddr_in *)address)->sin_addr;
     const struct in6_addr *six = &((const struct sockaddr_in6 *)address)->sin6_addr;
-    if (!address)
-        return;
     if (address->sa_family == AF_INET && (ntohl(four->s_addr) >> 24) != 127)
         record(function, inet_ntop(AF_INET, four, text, sizeof text));
     if (address->sa_family == AF_INET6 && !IN6_IS_ADDR_LOOPBACK(six) &&
