@@ -193,6 +193,7 @@ def _streamed_model(checkpoint: Checkpoint) -> PreTrainedModel:
             start = place.stop
         return outputs
 
+    embedding: Any = model.get_input_embeddings()
     for prefix, module in model.named_modules():
         empties = _stored_tensors(module)
         is_large = any(empty.numel() > _LARGE for empty in empties.values())
@@ -200,7 +201,8 @@ def _streamed_model(checkpoint: Checkpoint) -> PreTrainedModel:
             module.forward = partial(product, module=module, prefix=prefix)     # type: ignore[method-assign]
         elif empties:
             caller = module
-            if is_large and isinstance(module, torch.nn.Embedding):
+            # Embeddings of positions need not be called with ids of rows.
+            if is_large and (module is embedding or prefix.endswith("embed_tokens_per_layer")):
                 module.padding_idx = None   # a row that the text may lack
                 module.register_forward_pre_hook(partial(load_rows, prefix=prefix))
             else:

@@ -96,7 +96,7 @@ def test_a_word_close_to_a_name_is_not_a_question() -> None:
     assert caught.value.remedy.startswith("did you mean smollm2?")
 
 
-@pytest.mark.parametrize("word", ["mistral", "qwen3:0.5b", "./checkpoint", "hf.co/org/name"])
+@pytest.mark.parametrize("word", ["mistral", "qwen3:0.5b", "./checkpoint", "hf.co/org/name/x"])
 def test_a_word_that_looks_like_a_model_is_not_a_question(word: str) -> None:
     with pytest.raises(ModelNotFound, match=re.escape(repr(word))) as caught:
         read_arguments(word, None, known=lambda: NAMES)
@@ -107,7 +107,7 @@ def test_a_word_that_looks_like_a_model_is_not_a_question(word: str) -> None:
 
 
 def test_a_short_name_is_a_model_and_its_family_names_the_sizes() -> None:
-    for word in ("qwen3-0.6b", "qwen3:0.6b"):
+    for word in ("qwen3-0.6b", "qwen3:0.6b", "hf.co/org/name:Q4_K_M"):
         assert read_arguments(word, None, known=lambda: NAMES).model == word
     with pytest.raises(ModelNotFound) as caught:
         read_arguments("llama3.2", None, known=lambda: NAMES)

@@ -71,6 +71,7 @@ class SimulatedTextModel(TextModel):
     def __init__(self, name: str, engine: EngineThread, *, max_length: int) -> None:
         self.name = name
         self.engine = engine
+        self.adapter = self.adapters = None
         self.logits: Any = SimpleNamespace(
             max_length=max_length, context_length=max_length, length_limit=LengthLimit.MODEL
         )
