@@ -17,6 +17,7 @@ from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import TCPServer
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -85,6 +86,10 @@ class MetricsPort(ThreadingHTTPServer):
         self.shutdown()
         self.server_close()
         self._thread.join()
+
+    def server_bind(self) -> None:
+        """Bind the address without asking a name server for its name, as HTTPServer does for CGI."""
+        TCPServer.server_bind(self)
 
     def get_request(self) -> tuple[Any, Any]:
         """Accept a connection."""

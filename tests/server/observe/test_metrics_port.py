@@ -49,6 +49,13 @@ def test_the_metrics_port_serves_only_metrics():
         port.close()
 
 
+def test_the_metrics_port_looks_no_name_up(monkeypatch):
+    names = []
+    monkeypatch.setattr(socket, "getfqdn", names.append)
+    open_port(lambda: b"").close()
+    assert names == []
+
+
 @pytest.fixture(scope="module")
 def contexts() -> tuple[ssl.SSLContext, ssl.SSLContext]:
     """The contexts of a server with a certificate, and of a client that trusts it."""
