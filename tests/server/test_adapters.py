@@ -212,11 +212,15 @@ def test_lists_have_the_adapters_with_their_base(http):
 
 
 def test_statistics_count_an_adapter_under_its_name(http):
-    answer(http, triton, "poet")
-    before = http.get("/v2/models/poet/stats").json()["model_stats"][0]["inference_count"]
-    answer(http, triton, "poet")
-    after = http.get("/v2/models/poet/stats").json()["model_stats"][0]["inference_count"]
-    assert after == before + 1
+    def count(name: str) -> int:
+        return http.get(f"/v2/models/{name}/stats").json()["model_stats"][0]["inference_count"]
+
+    answer(http, triton, "tiny")
+    before = count("poet")
+    for _ in range(3):
+        answer(http, triton, "poet")
+    # An inference is counted after its response is sent, which that of an earlier test may be as well.
+    wait_until(lambda: count("poet") >= before + 3)
 
 
 def listed(http: httpx2.Client) -> dict[str, dict[str, Any]]:
