@@ -24,6 +24,7 @@ from tests.fakes.engines import GatedLogits
 from tests.fakes.logits import PagedLogits, greedy_answer
 from tests.fakes.sequences import made_sequences, request_of, sample_loop, sequence_of
 from tests.fakes.states import RecurrentLogits
+from tests.support.live_server import wait_until
 
 PROMPT = [*range(1, 22)]    # five full blocks of four, and a token
 
@@ -140,6 +141,7 @@ def test_a_state_comes_back_for_blocks_that_stayed_in_memory(tmp_path):
     with Server(tmp_path, model=model) as server:
         server.answer([*range(1, 34)])
         server.answer([60, 61])     # whose states take both slots
+        wait_until(lambda: HEADER_BYTES + 8 in [path.stat().st_size for path in tmp_path.rglob("*.kv")])
         assert server.answer([*range(1, 34)]) == 1
 
 
