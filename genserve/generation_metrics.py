@@ -19,7 +19,7 @@ from genserve.completion import ABORT, ERROR, FinishReason
 from genserve.histogram import Histogram
 
 C = TypeVar("C", bound=Collector)
-# What a scrape of a deployment shows about its replicas: nothing, each replica, or the sum.
+# A scrape of a deployment shows nothing of its replicas, each replica, or their sum.
 Replicas: TypeAlias = Literal["none", "each", "sum"]
 
 _PREFIX = "genserve_"

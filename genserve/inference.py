@@ -144,7 +144,7 @@ class Inference:
     it, an instance executes it. `send`, `fail` and `cancel` are safe from any thread.
 
     Attributes:
-        request: what the requester asked for, unchanged.
+        request: the request as it came; no step changes it.
         on_response: called with each response after the steps of `accept`.
         takes_stream: whether the requester accepts any number of responses; else decoupled models reject it.
         all_read: waits until the requester has read all responses so far; None: it reads them at once.

@@ -73,11 +73,8 @@ class StateSlots:
         """
         slot, dropped = state.slot, None
         if slot == NO_SLOT or keep or self._ref_counts[slot] > 1 or slot in self._blocks:
-            if not self._free:
-                dropped = self._unused_snapshot()
-                assert dropped is not None
-                self.drop(dropped)
-            slot = self._free.pop()
+            slot, dropped = self._allocate()
+            assert slot != NO_SLOT, "sequences hold more than two slots each"
             self._ref_counts[slot] = 1
         state.target = slot
         return dropped
@@ -123,15 +120,10 @@ class StateSlots:
             The slot, which is to be overwritten, or NO_SLOT: requests hold all; and the block whose snapshot
             was dropped for it, if there was one.
         """
-        dropped = None
-        if not self._free:
-            dropped = self._unused_snapshot()
-            if dropped is None:
-                return NO_SLOT, None
-            self.drop(dropped)
-        slot = self._free.pop()
-        self._snapshots[block] = slot
-        self._blocks[slot] = block
+        slot, dropped = self._allocate()
+        if slot != NO_SLOT:
+            self._snapshots[block] = slot
+            self._blocks[slot] = block
         return slot, dropped
 
     def share(self, block: int) -> int:
@@ -165,9 +157,19 @@ class StateSlots:
         free = [slot for slot, count in enumerate(held) if not count and slot not in self._blocks]
         assert sorted(self._free) == free, "the free slots differ from those without a state"
 
-    def _unused_snapshot(self) -> int | None:
-        """Return the block of the least recently used snapshot that no request holds; None: there is none."""
-        return next((block for block, slot in self._snapshots.items() if not self._ref_counts[slot]), None)
+    def _allocate(self) -> tuple[int, int | None]:
+        """Return a free slot, and the block whose snapshot was dropped for it; see `restore`.
+
+        It is the least recently used snapshot that no request holds.
+        """
+        dropped = None
+        if not self._free:
+            unused = (block for block, slot in self._snapshots.items() if not self._ref_counts[slot])
+            dropped = next(unused, None)
+            if dropped is None:
+                return NO_SLOT, None
+            self.drop(dropped)
+        return self._free.pop(), dropped
 
     def _release(self, slot: int) -> None:
         if slot != NO_SLOT:

@@ -576,7 +576,7 @@ class _GraphWriter:
         """Declare the buffers of a layer's cache: the names of its inputs and outputs."""
         attention = self._attention(index)
         if attention.cache_of is not None:
-            # What an earlier layer has written: the order of the nodes follows from these names.
+            # An earlier layer has written these; the order of the nodes follows from their names.
             return [f"present.{attention.cache_of}.{part}" for part in self._parts_of_cache()], []
         scales: Dims = ("num_blocks", "block_size", attention.num_kv_heads)
         values: Dims = (*scales, attention.head_dim)

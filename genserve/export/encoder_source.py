@@ -37,7 +37,7 @@ class Encoder:
         normalizes: whether vectors get the length 1.
         sigmoid: whether a score is mapped to a number from 0 to 1.
         max_length: the most tokens of a text.
-        prompts: what is written before a text, by the use of its vector.
+        prompts: the tokenizer stage writes one before a text, by the use of its vector.
         default_prompt_name: the prompt of requests that name none.
     """
 

@@ -813,8 +813,8 @@ def _keys_and_values(config: Mapping[str, Any], *, parts: slice) -> NDArray[np.i
     return _by_head_of_keys(config, (keys, keys, values, values), parts)
 
 
-# What Qwen 3 Next has in one module, head by head, and Qwen 3.5 in two. The first files had queries, keys,
-# values and gates in one tensor too.
+# Qwen 3 Next has these in one module, head by head, and Qwen 3.5 has them in two. The first files had
+# queries, keys, values and gates in one tensor too.
 _QWEN3_NEXT_PARTS = MappingProxyType(
     {
         "ssm_ba": {

@@ -131,7 +131,7 @@ class _GgufFile(NamedTuple):
 
     Attributes:
         stem: the path without its ending and the number of the part.
-        quantization: what its name tells, lower-case; empty: nothing.
+        quantization: the one that its name tells, lower-case; empty: it tells none.
     """
 
     path: str

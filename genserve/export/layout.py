@@ -37,7 +37,7 @@ _OTHER_PARAMETERS: Mapping[str, tuple[str, int]] = MappingProxyType(
     }
 )
 
-# What the config of the logits stage says for each format.
+# The config of the logits stage has these lines for each format.
 _RUNTIMES: Mapping[ExportFormat, Mapping[str, str]] = MappingProxyType(
     {
         ExportFormat.ONNX: {

@@ -27,7 +27,7 @@ class EncoderModel:
         size: how many numbers a vector has, or the scores of a pair; -1: the config does not say.
         max_length: the most tokens of a text; None: any number.
         batch_size: how many texts one request to a step may have.
-        prompts: what is written before a text, by the use of its vector; the use "" is the default.
+        prompts: one is written before each text, by the use of its vector; the use "" is the default.
     """
 
     name: str

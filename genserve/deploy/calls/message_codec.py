@@ -21,7 +21,7 @@ _ALIGNMENT = 16     # malloc aligns arrays to as many bytes
 _COUNT = struct.Struct("!I")
 _NO_ARRAYS = _COUNT.pack(0)
 
-# What numpy's pickles name: of arrays, of their copies within the pickle, and of scalars.
+# numpy's pickles name these, for arrays, for their copies within the pickle, and for scalars.
 _OF_NUMPY: tuple[Any, ...] = (
     np.ndarray,
     np.dtype,
