@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import error_reference
+import model_tables
 import reference_pages
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -31,7 +32,9 @@ _LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)(#[^)\s]*)?\)")
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages whose source is outside docs/."""
-    for path, text in {**reference_pages.pages(), "errors.md": error_reference.reference()}.items():
+    pages = reference_pages.pages()
+    pages |= {"errors.md": error_reference.reference(), "architectures.md": model_tables.reference()}
+    for path, text in pages.items():
         files.append(File.generated(config, f"reference/{path}", content=text))
     for name, path in PAGES.items():
         text = (ROOT / name).read_text(encoding="utf-8")

@@ -1,10 +1,11 @@
-"""Model tables: writes the tables of docs/models.md and docs/which_model.md.
+"""Model tables: writes tables of docs/models.md and docs/which_model.md, and the reference of architectures.
 
     python scripts/model_tables.py           # write
     python scripts/model_tables.py --check   # exit 1 if a page is out of date
 
 They come from the models with short names, the families, the GGUF architectures, the wrappers, and the
-reasons of refusals for the default configs of all architectures in transformers.
+reasons of refusals for the default configs of all architectures in transformers. The reference is not stored:
+each build of the site reads the code.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-import textwrap
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -131,7 +131,7 @@ def main() -> int:
 
 def derived(text: str) -> str:
     """Return the page with its tables written anew."""
-    made = (available, built, quantized, refused, wrappers)
+    made = (available, refused)
     tables = {table.__name__: table for table in made}
     return _TABLE.sub(lambda found: "\n".join([found[1] + tables[found[2]](), found[3]]), text)
 
@@ -154,6 +154,24 @@ def available() -> str:
     headings = "| name | good for | download | disk | memory | context | licence | source |"
     rule = "| --- | --- | ---: | ---: | ---: | ---: | --- | --- |"
     return "\n".join([headings, rule, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def reference() -> str:
+    """Return the page of the architectures and the quantized weights that are read."""
+    text = [
+        "# Architectures",
+        "`genserve export` builds the graphs of these architectures; [models](../models.md#what-runs) says what "
+        "becomes of others. The last column has the name in GGUF files, if such files are read.",
+        built(),
+        "## Text models of others",
+        "Of these checkpoints, which also have an encoder of images or sound, the text model is exported:",
+        wrappers(),
+        "## Quantized weights",
+        "What is read from safetensors, and what an export with `--precision source` has of it "
+        "([models](../models.md#quantized-checkpoints)).",
+        quantized(),
+    ]
+    return "\n\n".join(text) + "\n"
 
 
 def built() -> str:
@@ -181,7 +199,7 @@ def quantized() -> str:
 
 def wrappers() -> str:
     """Return the list of the architectures whose text model is built."""
-    return textwrap.fill(", ".join(f"`{name}`" for name in sorted(WRAPPERS)), width=138)
+    return ", ".join(f"`{name}`" for name in sorted(WRAPPERS))
 
 
 def refused() -> str:

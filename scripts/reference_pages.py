@@ -138,7 +138,7 @@ def http() -> str:
             section.append(f"```json\n{route.example}\n```")
     text = [
         "# HTTP routes",
-        "What the dialects have in common, and what each ignores and rejects, is in "
+        "What the dialects have in common, and where each differs from its original, is in "
         "[HTTP API](../http_api.md). A running server has the same list at `/docs`, and the document that "
         "it is made from at `/openapi.json`.",
     ]

@@ -1,15 +1,18 @@
-"""What docs/models.md says that runs is what the families, the wrappers and the refusals say."""
+"""What the pages of models say that runs is what the families, the wrappers and the refusals say."""
 
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from genserve.export.families import FAMILIES
+from genserve.export.gguf_architectures import GGUF_ARCHITECTURES
 from genserve.export.quantized_checkpoint import METHODS
+from genserve.export.text_part import WRAPPERS
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,11 +36,16 @@ def test_every_method_of_quantized_weights_is_described(tables: Any) -> None:
     assert tables.QUANTIZED.keys() == METHODS.keys()
 
 
-def test_the_tables_of_what_is_built_are_current(tables: Any) -> None:
+def test_the_reference_has_all_that_is_built(tables: Any) -> None:
+    page = tables.reference()
+    names = [*FAMILIES, *GGUF_ARCHITECTURES, *WRAPPERS, *METHODS]
+    assert [name for name in names if f"`{name}`" not in page] == []
+
+
+def test_the_page_names_the_models_of_every_architecture(tables: Any) -> None:
     page = tables.PAGE.read_text(encoding="utf-8")
-    assert tables.built() in page
-    assert tables.wrappers() in page
-    assert tables.quantized() in page
+    families = {re.match(r"\w+", models)[0] for models in tables.MODELS.values()}
+    assert {family for family in families if family not in page} == set()
 
 
 def test_the_table_of_short_names_is_current(tables: Any) -> None:
