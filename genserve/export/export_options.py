@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 # The name of a model on the Hugging Face hub: ORG/NAME, or ORG/NAME:Q4_K_M for one of its GGUF files.
 HUB_NAME = re.compile(
     r"(?:(?:https://)?(?:hf|huggingface)\.co/)?(?P<name>\w[\w.-]*/(?P<model>[\w.-]+))"
-    r"(?::(?P<quantization>\w+))?"
+    r"(?::(?P<quantization>[\w-]+))?"
 )
 
 Precision = Literal["int8", "int4", "fp16", "fp32", "source"]

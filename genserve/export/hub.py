@@ -17,10 +17,11 @@ from genserve.export.exportable import require_exportable
 _WANTED = ("config.json", "model*.safetensors", "model.safetensors.index.json", *TOKENIZER_FILES)
 _PICKLED = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
 _GGUF = re.compile(
-    r"(?P<stem>(?:.*[-._/])?(?P<quantization>I?Q\d\w*|TQ\d\w*|MXFP4\w*|B?F16|F32)|.*?)"
+    r"(?P<stem>(?:.*?[-._/])?(?P<quantization>(?:UD-)?I?Q\d\w*|TQ\d\w*|MXFP4\w*|B?F16|F32)|.*?)"
     r"(?:-\d{5}-of-\d{5})?\.gguf",
     re.IGNORECASE,
 )
+_DYNAMIC = "ud-"    # before the names of mixtures by Unsloth, which may be left out
 # The quantization of a file that is not named, as llama.cpp chooses it.
 _DEFAULTS = ("q4_k_m", "q8_0")
 
@@ -114,7 +115,8 @@ def _choose(files: Iterable[_GgufFile], wanted: str | None, *, name: str) -> lis
     files = sorted(files, key=lambda file: (len(file.path), file.path))     # the plainest name first
     by_quantization = {file.quantization: file.stem for file in reversed(files)}
     wanted_ones = _DEFAULTS if wanted is None else (wanted.lower(),)
-    stems = [by_quantization[one] for one in wanted_ones if one in by_quantization]
+    named = [name for one in wanted_ones for name in (one, _DYNAMIC + one)]
+    stems = [by_quantization[one] for one in named if one in by_quantization]
     if wanted is None and len(by_quantization) == 1:
         stems = [*by_quantization.values()]
     if not stems:

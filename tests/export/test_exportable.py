@@ -252,7 +252,8 @@ def test_all_files_of_another_model_are_downloaded(hub: Hub) -> None:
 
 _GGUFS = (
     "README.md", "mmproj-Tiny-Q4_K_M.gguf", "Tiny-Q4_K_M.gguf", "UD/Tiny-UD-Q4_K_M.gguf", "Tiny-Q4_K_S.gguf",
-    "Tiny.f16.gguf", "Q5_K_M/Tiny-Q5_K_M-00001-of-00002.gguf", "Q5_K_M/Tiny-Q5_K_M-00002-of-00002.gguf",
+    "Tiny-UD-Q4_K_XL.gguf", "Tiny.f16.gguf",
+    "Q5_K_M/Tiny-Q5_K_M-00001-of-00002.gguf", "Q5_K_M/Tiny-Q5_K_M-00002-of-00002.gguf",
 )
 
 
@@ -262,6 +263,8 @@ _GGUFS = (
     [
         ("", ["Tiny-Q4_K_M.gguf"]),
         (":Q4_K_M", ["Tiny-Q4_K_M.gguf"]),
+        (":UD-Q4_K_M", ["UD/Tiny-UD-Q4_K_M.gguf"]),
+        (":Q4_K_XL", ["Tiny-UD-Q4_K_XL.gguf"]),
         (":q4_k_s", ["Tiny-Q4_K_S.gguf"]),
         (":F16", ["Tiny.f16.gguf"]),
         (":Q5_K_M", [f"Q5_K_M/Tiny-Q5_K_M-0000{part}-of-00002.gguf" for part in (1, 2)]),
