@@ -22,6 +22,7 @@ from genserve.errors import GenserveError
 from genserve.repository.model_lifecycle import ModelLifecycle
 from genserve.server.dialects import generation_handler
 from genserve.server.http import sse_response
+from genserve.server.kserve import inference
 from genserve.server.services import repository_options
 from genserve.settings import ServerSettings
 from tests.support.live_server import LiveServer, wait_until
@@ -95,7 +96,7 @@ class Gate:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
-    for module in (sse_response, generation_handler):
+    for module in (sse_response, generation_handler, inference):
         monkeypatch.setattr(module, "PING_S", 0.1)
     return Gate(monkeypatch)
 
@@ -138,6 +139,7 @@ STREAMS: dict[str, tuple[str, dict[str, Any], str]] = {
         '"done":false',
     ),
     "tgi": ("/generate_stream", {"model": "m1", "inputs": "hello", "parameters": {}}, ": ping"),
+    "kserve": ("/v2/models/m1/generate_stream", {"text_input": "hello", "max_tokens": 3}, ": ping"),
 }
 
 
@@ -149,6 +151,7 @@ ENDS = {
     "gemini-array": "finishReason",
     "ollama": '"done":true',
     "tgi": '"finish_reason"',
+    "kserve": '"text_output"',
 }
 
 

@@ -47,6 +47,7 @@ _NOT_ONE_RESPONSE = (
 
 async def infer(call: KServeCall) -> KServeResponse:
     """Run one inference."""
+    await call.services.use_model(call.model)
     model = call.services.repository.find(call.model, call.version)
     if model.config.decoupled:
         raise InferenceError(
@@ -184,7 +185,14 @@ async def generate(call: KServeCall) -> KServeResponse:
 
 async def generate_stream(call: KServeCall) -> ResponseEvents:
     """Run an inference and send each response as an event."""
-    return ResponseEvents(await _start_generate(call))
+    starting = asyncio.ensure_future(_start_generate(call))
+    try:
+        if not (await asyncio.wait([starting], timeout=PING_S))[1]:
+            starting.result()   # its error decides the status
+    except BaseException:
+        starting.cancel()
+        raise
+    return ResponseEvents(starting)
 
 
 class ResponseEvents:
@@ -193,32 +201,36 @@ class ResponseEvents:
     If there is none by the time of the first ping, the status is 200, and later errors are events.
     """
 
-    def __init__(self, running: WatchedInference) -> None:
-        self._running = running
+    def __init__(self, starting: asyncio.Task[WatchedInference]) -> None:
+        """Take the start of an inference, which may wait until its model is loaded."""
+        self._starting = starting
         self._started = False
         self._sending = asyncio.Lock()
 
     async def __call__(self, _scope: Scope, _receive: Receive, send: Send) -> None:
         """Send the events; the ASGI protocol."""
-        with self._running as running:
-            pinging = asyncio.ensure_future(self._ping(send))
-            try:
+        pinging = asyncio.ensure_future(self._ping(send))
+        try:
+            with await self._starting as running:
                 async for response in running.responses:
                     text, error = await _write(response, running.inference)
                     await self._send(event_of(text), send, *_status(error))
-            except asyncio.CancelledError:
-                stopped = InferenceError("the server has stopped", status=Status.UNAVAILABLE)
-                fail_request(stopped)
-                text = orjson.dumps(kserve_error(stopped))
-                await self._send(event_of(text), send, kserve_status(stopped))
-            finally:
-                pinging.cancel()
-            await self._send(b"", send, 200, more=False)
+        except asyncio.CancelledError:
+            stopped = InferenceError("the server has stopped", status=Status.UNAVAILABLE)
+            await self._send(_error_event(stopped), send, kserve_status(stopped))
+        except GenserveError as error:      # of a load that took longer than the first ping
+            await self._send(_error_event(error), send, *_status(error))
+        finally:
+            pinging.cancel()
+            self._starting.cancel()
+        await self._send(b"", send, 200, more=False)
 
     async def _ping(self, send: Send) -> None:
-        while True:
+        if self._starting.done():
             await asyncio.sleep(PING_S)
+        while True:
             await self._send(PING, send, 200)
+            await asyncio.sleep(PING_S)
 
     async def _send(
         self,
@@ -237,12 +249,18 @@ class ResponseEvents:
 
 
 async def _start_generate(call: KServeCall) -> WatchedInference:
+    await call.services.use_model(call.model)
     model = call.services.repository.find(call.model, call.version)
     body = await call.plain_body()
     request = await offload_if_large(
         len(body) * COST_PER_OBJECT_BYTE, read_generate_body, body, model=model, version=call.version
     )
     return call.start(request)
+
+
+def _error_event(error: GenserveError) -> bytes:
+    fail_request(error)
+    return event_of(orjson.dumps(kserve_error(error)))
 
 
 async def _write(response: InferenceResponse, inference: Inference) -> tuple[bytes, GenserveError | None]:

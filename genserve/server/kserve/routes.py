@@ -181,8 +181,6 @@ class KServe:
         request.model = names.get("model", "")
         call = KServeCall(self._services, self._state, scope=scope, receive=receive, names=names)
         try:
-            if route.rules is _INFER:
-                await self._services.use_model(call.model)
             if route.is_traced and self._state.trace_settings.enabled:
                 return await self._traced(route.handler, call)
             return await route.handler(call)
