@@ -267,6 +267,15 @@ class Decoder:
         return any(layer.mixer is not None for layer in self.layers)
 
     @property
+    def last_writer(self) -> int:
+        """The last layer with keys, values or states of its own; those behind it read caches at most."""
+        return max(
+            index
+            for index, layer in enumerate(self.layers)
+            if layer.mixer is not None or (layer.attention and layer.attention.cache_of is None)
+        )
+
+    @property
     def shares_caches(self) -> bool:
         """Whether a layer attends to the keys and values of an earlier one."""
         return any(attention.cache_of is not None for attention in self.attentions)

@@ -129,17 +129,15 @@ def write_decoder(
     writer.inputs()
     residual = writer.embedding() if writer.is_first else writer.hidden_states()
     for index in part:
-        is_last = index + 1 == len(decoder.layers)
         if decoder.altup is not None:
             residual = writer.altup_layer(residual, index)
-        elif layers.has_decoder_layers and not is_last and writer.is_one_operator(index):
+        elif layers.has_decoder_layers and index != writer.selecting_layer and writer.is_one_operator(index):
             residual = writer.decoder_layer(residual, index)
         else:
             parts = writer.token_mixers(residual, index)
-            if is_last:
-                # After the last keys, values and states, only the rows that reach the head matter.
-                parts = {part: writer.select_rows(x) for part, x in parts.items()}
-                residual = writer.select_rows(residual)
+            if index == writer.selecting_layer:
+                parts = writer.select_rows(parts)
+                residual = writer.selected(residual)
             residual = writer.after_layer(writer.after_token_mixers(parts, residual, index), index)
         after_layer()
     if writer.is_last:
@@ -172,6 +170,14 @@ class _GraphWriter:
     def is_last(self) -> bool:
         """Whether the graph has the head."""
         return self.part.stop == len(self.decoder.layers)
+
+    @property
+    def selecting_layer(self) -> int | None:
+        """The layer after whose token mixers only the rows that reach the head matter; None: it is not here.
+
+        It is the last one that writes keys, values or states; those behind it only read caches.
+        """
+        return max(self.decoder.last_writer, self.part.start) if self.is_last else None
 
     def inputs(self) -> None:
         """Declare the inputs except the cache, and add the tables that all layers share."""
@@ -316,7 +322,7 @@ class _GraphWriter:
         inputs = [
             packed,
             *past[:2],
-            *SEQUENCE_INPUTS,
+            *(self._of_rows(name, index) for name in SEQUENCE_INPUTS),
             *self._attention_constants(index),
             *(past[2:] or ["", ""]),
             "attention_metadata",
@@ -354,13 +360,13 @@ class _GraphWriter:
         return self._add_residual(f"layers.{index}.mlp", inner, mixed, "down")
 
     def altup_layer(self, streams: str, index: int) -> str:
-        """The streams [num_tokens, streams, hidden] after a layer; after the last one, of wanted rows."""
+        """The streams [rows, streams, hidden] after a layer."""
         writer = self._altup()
         predicted, active = writer.predicted(streams, index)
         parts = self.token_mixers(active, index)
-        if index + 1 == len(self.decoder.layers):
-            parts = {mixer: self.select_rows(x) for mixer, x in parts.items()}
-            predicted, active = self.select_rows(predicted), self.select_rows(active)
+        if index == self.selecting_layer:
+            parts = self.select_rows(parts)
+            predicted, active = self.selected(predicted), self.selected(active)
         activated = self.after_token_mixers(parts, active, index)
         corrected, gate_input = writer.corrected(predicted, active, activated, index)
         return writer.with_others(corrected, self._from_per_layer(gate_input, index), index)
@@ -391,8 +397,8 @@ class _GraphWriter:
     def _from_per_layer(self, x: str, index: int) -> str:
         """What the numbers of a layer add to the residual, gated by rows x."""
         part, own = f"layers.{index}.per_layer", f"per_layer.{index}"
-        if index + 1 == len(self.decoder.layers):
-            own = self.select_rows(own)
+        if self.selecting_layer is not None and index >= self.selecting_layer:
+            own = self.selected(own)
         linear = self._linear(x, part, "gate", output="gate", kind="inner")
         gate = self.layers.linear(replace(linear, activation=self.decoder.layers[index].activation))
         gated = self.graph.node("Mul", [gate, own], f"{part}.gated")
@@ -564,9 +570,35 @@ class _GraphWriter:
             smoothing=self.weights.smoothing(name),
         )
 
-    def select_rows(self, x: str) -> str:
-        """The rows of a value [num_tokens, n] whose logits are requested: [num_logits, n]."""
+    def select_rows(self, parts: Mapping[str, str]) -> dict[str, str]:
+        """The parts of a layer for the rows whose logits are requested, which run the rest of the model.
+
+        To the attention behind, each of these rows is a sequence whose last token is new.
+        """
+        if self.decoder.shares_caches:
+            node, constant = self.graph.node, self.graph.constant
+            node("Cast", [self.selected("position_ids")], "past_seqlens.rows", to=TensorProto.INT32)
+            zero, one = constant("rows.zero", np.array(0)), constant("rows.one", np.array(1))
+            stop = node("Add", [node("Size", ["logits_indices"], "rows.count"), one], "rows.stop")
+            edges = node("Range", [zero, stop, one], "rows.edges")
+            node("Cast", [edges], "cumulative_sequence_length.rows", to=TensorProto.INT32)
+            # A row is of the last sequence that does not begin behind it.
+            starts = node("Cast", ["cumulative_sequence_length"], "rows.starts", to=TensorProto.INT64)
+            axis = constant("rows.axis", np.array([1]))
+            column = node("Unsqueeze", ["logits_indices", axis], "rows.column")
+            begun = node("GreaterOrEqual", [column, starts], "rows.begun")
+            begun = node("Cast", [begun], "rows.begun.numbers", to=TensorProto.INT64)
+            count = node("ReduceSum", [begun, axis], "rows.begun.count", keepdims=0)
+            node("Gather", ["block_table", node("Sub", [count, one], "rows.sequences")], "block_table.rows")
+        return {part: self.selected(x) for part, x in parts.items()}
+
+    def selected(self, x: str) -> str:
+        """The rows of a value [num_tokens, ...] whose logits are requested: [num_logits, ...]."""
         return self.graph.node("Gather", [x, "logits_indices"], f"{x}.rows")
+
+    def _of_rows(self, name: str, index: int) -> str:
+        """An input that describes tokens or their sequences, for the rows that a layer runs."""
+        return f"{name}.rows" if self.selecting_layer is not None and index > self.selecting_layer else name
 
     @property
     def _hidden(self) -> Dims:
@@ -710,12 +742,13 @@ class _GraphWriter:
         self.graph.node("Split", [packed, self.graph.constant(f"{part}.sizes", sizes)], *parts, axis=-1)
         for position, name in enumerate(("query", "key")[: len(parts)]):
             if _rotates_first(attention):
-                parts[position] = self._rotated(parts[position], attention, num_heads=heads[name])
+                parts[position] = self._rotated(parts[position], index, num_heads=heads[name])
             if attention.head_norm is not None and not _is_kernel_norm(attention):
                 parts[position] = self._normed_heads(parts[position], f"{part}.{name}_norm", attention)
         if attention.query_scale is not None:
             table = self.query_scales[attention.query_scale]
-            factors = self.graph.node("Gather", [table, "position_ids"], f"{part}.factors")
+            positions = self._of_rows("position_ids", index)
+            factors = self.graph.node("Gather", [table, positions], f"{part}.factors")
             parts[0] = self.graph.node("Mul", [parts[0], factors], f"{part}.scaled")
         prepared = self.graph.node("Concat", parts, f"{part}.prepared", axis=-1)
         if attention.clip is None:
@@ -724,12 +757,13 @@ class _GraphWriter:
         most = self._number(f"{part}.most", attention.clip)
         return self.graph.node("Clip", [prepared, least, most], f"{part}.clipped")
 
-    def _rotated(self, x: str, attention: Attention, *, num_heads: int) -> str:
+    def _rotated(self, x: str, index: int, *, num_heads: int) -> str:
         """Queries or keys [num_tokens, heads * head_dim] with rotary positions."""
+        attention, positions = self._attention(index), self._of_rows("position_ids", index)
         assert attention.rotary is not None
         node, constant, half = self.graph.node, self.graph.constant, len(attention.rotary.frequencies)
         # RotaryEmbedding would do, but its bits depend on the other tokens of the batch.
-        cosines, sines = (self._angles(table, x) for table in self.tables[attention.rotary])
+        cosines, sines = (self._angles(table, positions, x) for table in self.tables[attention.rotary])
         shape = constant(f"{x}.shape", np.array([0, num_heads, attention.head_dim]))
         sizes = [half, half, attention.head_dim - 2 * half]
         parts = [f"{x}.first", f"{x}.second", f"{x}.rest"][: 3 if sizes[2] else 2]
@@ -747,9 +781,9 @@ class _GraphWriter:
         rotated = node("Concat", [*turned, *rest], f"{x}.rotated", axis=-1)
         return node("Reshape", [rotated, constant(f"{x}.flat", np.array([0, -1]))], f"{x}.turned")
 
-    def _angles(self, table: str, x: str) -> str:
+    def _angles(self, table: str, positions: str, x: str) -> str:
         """The rows of a table of cosines or sines for all tokens: [num_tokens, 1, n]."""
-        rows = self.graph.node("Gather", [table, "position_ids"], f"{x}.{table}.tokens")
+        rows = self.graph.node("Gather", [table, positions], f"{x}.{table}.tokens")
         axis = self.graph.constant(f"{x}.{table}.axis", np.array([1]))
         rows = self.graph.node("Unsqueeze", [rows, axis], f"{x}.{table}.rows")
         if self.layers.scheme.activations is np.float32:

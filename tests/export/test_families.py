@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -287,6 +288,43 @@ def test_its_bits_are_the_same_in_any_batch_and_chunks(tmp_path: Path, model: st
         [expected] = alone.run([Row(ids)], length=len(ids))
         for length, logits in found.items():
             assert logits[index].tobytes() == expected.tobytes(), length
+
+
+@pytest.mark.parametrize("model", ["gemma3n", "gemma4"])
+def test_layers_without_a_cache_of_their_own_run_only_the_tokens_with_logits(
+    tmp_path: Path, model: str
+) -> None:
+    graph = write_graph(tiny_checkpoint(tmp_path / "checkpoint", **TINY_MODELS[model]), tmp_path / "graph")
+    path = graph.folder / graph.export_format.file_name
+    nodes = onnx.load(path, load_external_data=False).graph.node
+    gathered = [node.output[0] for node in nodes if "logits_indices" in node.input]
+    inputs = {output: node.input for node in nodes for output in node.output if output not in gathered}
+    found = {"layers.2.attention.heads": set(), "layers.3.attention.qkv": set(), "logits": set()}
+    for start, seen in found.items():
+        left = [start]
+        while left:
+            value = left.pop()
+            if value not in seen and not value.startswith("present."):
+                seen.add(value)
+                left += inputs.get(value, [])
+    assert {start: "input_ids" in seen for start, seen in found.items()} == {
+        "layers.2.attention.heads": True,
+        "layers.3.attention.qkv": False,
+        "logits": False,
+    }
+
+    model_of = partial(graph.logits, max_num_seqs=3, max_length=128)
+    texts, lengths = [random_ids(length, seed=length) for length in (90, 31, 70)], (60, 31, 1)
+    wanted = [0, 59, 60, 89, 91]
+    pool, whole = BlockPool(model_of(num_threads=2), seed=1), BlockPool(model_of())
+    logits = pool.logits(rows := [Row(ids) for ids in texts], lengths=lengths, wanted=wanted)
+    everything = np.concatenate(whole.forward([Row(ids) for ids in texts], lengths=lengths))
+    assert logits.tobytes() == everything[wanted].tobytes()
+    # Further tokens read what tokens without logits have written.
+    logits = pool.logits([rows[0], rows[2]], lengths=(30, 69), wanted=[29, 98])
+    for found_logits, ids in zip(logits, (texts[0], texts[2]), strict=True):
+        [expected] = BlockPool(model_of()).run([Row(ids)], length=len(ids))
+        assert found_logits.tobytes() == expected[-1].tobytes()
 
 
 def test_keys_of_layers_that_share_a_cache_are_ignored(tmp_path: Path) -> None:
