@@ -76,7 +76,7 @@ def read_gguf(path: Path, *, source: str) -> Checkpoint:
             f"{path} is not a readable GGUF file: {error}", remedy="download it again"
         ) from error
     name = str(file.metadata.get("general.architecture"))
-    header = GgufHeader(architecture=name, metadata=file.metadata, tensors=file.tensors)
+    header = GgufHeader(architecture=name, metadata=file.metadata, tensors=dict(_unpacked(file.tensors)))
     _reject_unknown(header, source=source)
     translation = GGUF_ARCHITECTURES[name]
     try:
@@ -213,7 +213,7 @@ def _tensors(
         num_layers=header["block_count"],
         has_two_norms=header.has("attn_norm_2.weight"),
     )
-    for own_name, tensor in _unpacked(header.tensors):
+    for own_name, tensor in header.tensors.items():
         if own_name.startswith(_ROTARY) or ".nextn." in own_name:
             continue
         module, _, part = own_name.rpartition(".")
@@ -250,13 +250,11 @@ def _unpacked(tensors: Mapping[str, GgufTensor]) -> Iterator[tuple[str, GgufTens
         if ".ffn_gate_up_exps." not in name:
             yield name, tensor
             continue
-        count, both, inputs = tensor.shape
-        flat = replace(tensor, shape=(count * both, inputs))
-        rows = np.arange(count * both).reshape(count, 2, -1)
+        count, both, *inputs = tensor.shape
+        halves = tensor.blocks.reshape(count, 2, -1, tensor.blocks.shape[-1])
         for index, part in enumerate(("gate", "up")):
-            half = flat.rows(rows[:, index].reshape(-1))
-            own = name.replace("gate_up", part)
-            yield own, replace(half, shape=(count, both // 2, inputs))
+            shape = (count, both // 2, *inputs)
+            yield name.replace("gate_up", part), replace(tensor, shape=shape, blocks=halves[:, index])
 
 
 def _folder_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:

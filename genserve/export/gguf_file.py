@@ -38,22 +38,23 @@ class GgufTensor:
 
     shape: tuple[int, ...]
     kind: GGMLQuantizationType
-    blocks: NDArray[np.uint8]       # [blocks, bytes of a block], a view of the file
+    blocks: NDArray[np.uint8]       # [..., bytes of a block], a view of the file
 
     def rows(self, index: slice | NDArray[np.int64]) -> GgufTensor:
         """Return some of the rows, in any order, in the same number format. A block is within a row."""
         rows = self.blocks.reshape(self.shape[0], -1)[index]
-        blocks = rows.reshape(-1, self.blocks.shape[1])
+        blocks = rows.reshape(-1, self.blocks.shape[-1])
         return replace(self, shape=(len(rows), *self.shape[1:]), blocks=blocks)
 
     def read(self) -> FloatArray:
         """Return the tensor as float32, writable."""
-        num_blocks, block = len(self.blocks), prod(self.shape) // len(self.blocks)
+        blocks = self.blocks.reshape(-1, self.blocks.shape[-1])
+        num_blocks, block = len(blocks), prod(self.shape) // len(blocks)
         values: FloatArray = np.empty((num_blocks, block), np.float32)
         for start in range(0, num_blocks, _BLOCKS):
             part = slice(start, start + _BLOCKS)
             # Pass one row, since the package handles 16 rows at a time.
-            values[part] = dequantize(self.blocks[part].reshape(1, -1), self.kind).reshape(-1, block)
+            values[part] = dequantize(blocks[part].reshape(1, -1), self.kind).reshape(-1, block)
         return values.reshape(self.shape)
 
 

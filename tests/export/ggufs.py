@@ -71,6 +71,7 @@ def write_gguf(
     pre: str = "smollm",
     kind: str | Callable[[str], str] = "F32",
     whole: bool = False,
+    fused: bool = False,
     **metadata: Any,
 ) -> Path:
     """Write the checkpoint in `folder`.
@@ -83,6 +84,7 @@ def write_gguf(
             tensor's name; others are F32. The package gguf does not quantize to k-quants, so that these have
             random codes of about the same size.
         whole: leaves together what the first converters of an architecture did not take apart.
+        fused: joins gates and values of experts, as the converter's `--fuse-gate-up-exps` does.
         metadata: adds or replaces fields: strings, booleans, numbers or lists of them; None leaves one out.
     """
     config = AutoConfig.from_pretrained(folder)
@@ -92,7 +94,11 @@ def write_gguf(
     for name, value in (fields | metadata).items():
         _add(writer, name, value)
     _add_tokenizer(writer, folder, pre=pre, replaced=metadata)
-    for name, tensor in _tensors(folder, config, architecture=architecture, whole=whole).items():
+    tensors = _tensors(folder, config, architecture=architecture, whole=whole)
+    for name in [name for name in tensors if fused and name.endswith(".ffn_gate_exps.weight")]:
+        halves = [tensors.pop(name.replace("gate", part)) for part in ("gate", "up")]
+        tensors[name.replace("gate", "gate_up")] = np.concatenate(halves, axis=1)
+    for name, tensor in tensors.items():
         number = GGMLQuantizationType[kind if isinstance(kind, str) else kind(name)]
         block, _ = gguf.GGML_QUANT_SIZES[number]
         if tensor.ndim < 2 or tensor.shape[-1] % block or "ffn_gate_inp" in name:

@@ -137,6 +137,37 @@ def test_the_tensors_that_older_files_have_whole_are_read(
     assert np.array_equal(found, expected)
 
 
+@pytest.mark.parametrize(
+    "model",
+    with_extended(
+        [
+            "ernie4_5_moe", "glm4_moe", "gpt_oss", "granitemoe_shared", "lfm2_moe", "llama4", "minimax_m2",
+            "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe",
+        ],
+        always={"gpt_oss"},
+    ),
+)  # fmt: skip
+def test_gates_and_values_of_experts_may_be_one_tensor(tmp_path: Path, model: str) -> None:
+    folder = tiny_checkpoint(tmp_path / "tiny", **(TINY_MODELS | _CONVERTED)[model])
+    sources = [write_gguf(folder, tmp_path / "f32.gguf", fused=True), folder]
+    graphs = [write_graph(each, tmp_path / str(index)) for index, each in enumerate(sources)]
+    logits = [logits_of(graph.logits(max_num_seqs=1, max_length=64), range(3, 64)) for graph in graphs]
+    assert np.array_equal(*logits)
+
+    found, expected = (
+        read_checkpoint(
+            write_gguf(folder, tmp_path / f"{fused}.gguf", kind="Q8_0", fused=fused), source="tiny"
+        )
+        for fused in (True, False)
+    )
+    assert found.tensor_names == expected.tensor_names
+    assert found.num_bytes == expected.num_bytes
+    for name in expected.tensor_names:
+        stored = [file.load_stored(name) for file in (found, expected)]
+        rows = [each and each.rows.whole().tobytes() for each in stored]
+        assert rows[0] == rows[1], name
+
+
 def test_the_parts_of_a_quantized_tensor_keep_its_codes(tmp_path: Path) -> None:
     folder = tiny_checkpoint(tmp_path / "tiny", **(TINY_MODELS | _CONVERTED)["qwen3_next"])
     file = read_checkpoint(write_gguf(folder, tmp_path / "tiny.gguf", kind="Q8_0"), source="tiny")
