@@ -54,6 +54,33 @@ VARIABLES = {
     "`genserve deploy ray`.",
     "NO_COLOR": "Any value: no colours in the terminal.",
 }
+# The keys of the documents that commands print with --json.
+DOCUMENTS = {
+    "models":
+        "`model_repository`, `models`: `name`, `size_bytes`, `missing` (stages without files), "
+        "`quality` or `null`: `precision`, `kv_cache`, `top1_agreement`, `perplexity_ratio`, "
+        "`divergence`",
+    "models --available":
+        "`machine`: `bytes_per_s`, `operations_per_s`; `models`: `name`, `source`, `licence`, "
+        "`is_gated`, `good_for`, `parameters`, `context_length`, `download_bytes`, `disk_bytes`, "
+        "`memory_bytes`, `estimated_tokens_per_s`, `estimated_tokens_per_s_of_32`, `was_run`, "
+        "`is_installed`; `encoders`: `name`, `source`, `licence`, `good_for`, `parameters`, "
+        "`max_length`, `size`, `download_bytes`, `disk_bytes`, `is_installed`",
+    "models --url": "`url`, `models`: `name`, `default_sampling_params`",
+    "check":
+        "`models` (names), `num_errors`, `num_warnings`, `diagnostics`: `model`, `severity`, "
+        "`path`, `line`, `column`, `message`, `remedy`",
+    "generate":
+        "`model`, `text`, `token_ids`, `finish_reason`, `stop_reason`, `usage`, and what was "
+        "requested: `logprobs`, `top_logprobs`, `prompt_logprobs`",
+    "bench":
+        "`url`, `backend`, `model`, `seed`, `burstiness`, `goodput_limits_ms`, `is_interrupted`, "
+        "`runs`: the figures of each load by [vLLM's names](../benchmarking.md#reports)",
+    "tune":
+        "`model`, `objective`, `max_inter_token_ms`, `meets_max_inter_token_ms`, `measurements` "
+        "(one is `is_best`, one may be `is_current`), `stolen_share`, `is_interrupted`, `changes`: "
+        "`path`, `diff`; `is_written`",
+}
 _NO_LIMIT = 2**31 - 1
 # A sampling parameter is described once.
 _SAMPLING = "[sampling parameters](sampling.md)"
@@ -87,6 +114,11 @@ def cli() -> str:
             head = ["" if heading == "Options" else f"**{heading}**"]
             rows = [(_names(each), _values(each), _default(each), _help(each)) for each in found]
             text += [*head, _table(("", "values", "default", "effect"), rows)]
+    text += [
+        "## JSON documents",
+        "What commands print with `--json` ([the command line](../cli.md#json)).",
+        _table(("command", "keys"), [(_code(name), keys) for name, keys in DOCUMENTS.items()]),
+    ]
     return _page(text)
 
 
