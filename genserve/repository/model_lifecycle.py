@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from genserve.config.diagnostics import first_error
 from genserve.errors import ConfigError, GenserveError, InferenceError, Status
 from genserve.repository.index import (
     ModelEntry,
@@ -386,6 +387,8 @@ class ModelLifecycle:
         is_broken = is_text_model and entry.name not in validator.text_models
         if is_broken or (upload is not None and (is_text_model or is_logits_stage(entry.config))):
             raise _runs_in_engine(entry.name)
+        if not is_text_model:
+            self._require_sound_stages(entry, validator)
         self._load_missing_steps(entry)
         if (error := validator.step_error(entry)) is not None:     # the ensemble gets no version in the index
             text = f"load failed for model '{entry.name}': {error.text}\n"
@@ -411,6 +414,12 @@ class ModelLifecycle:
         if is_override and (requested.is_ensemble or requested.base_model):
             model = self._model(requested.name)
             model.override, model.upload = requested, upload
+
+    def _require_sound_stages(self, entry: ModelEntry, validator: Validator) -> None:
+        """Raise if an ensemble is no text model any more for an error in one of its steps: its engine stays."""
+        for step in step_models(entry, self.entries) if self._model(entry.name).stages else ():
+            if (error := first_error(validator.diagnostics(step))) is not None:
+                raise step_error(entry.name, step, not_polled(step.name, remedy=str(error))) from error
 
     def _load_missing_steps(self, entry: ModelEntry) -> None:
         """Load the models of an ensemble's steps that are not ready: all, even if one of them fails."""

@@ -196,6 +196,29 @@ def test_polling_reports_a_failed_reload_until_the_old_file_is_put_back(tmp_path
         assert repository.find("one") is served     # nothing was loaded
 
 
+@pytest.mark.parametrize("content", ["nonsense (", 'backend: "nobody"', 'backend: "onnxruntime"'])
+@pytest.mark.parametrize("stage", ["tokenizer", "logits", "decoder"])
+def test_a_text_model_outlives_a_broken_config_of_a_stage(
+    tiny_repository: Path, tmp_path: Path, stage: str, content: str
+) -> None:
+    root = shutil.copytree(tiny_repository, tmp_path / "models")
+    file = root / f"tiny_{stage}" / "config.pbtxt"
+    old = shutil.copy2(file, tmp_path / "old")
+    with opened(root, mode=ControlMode.POLL, poll_s=3600) as repository:
+        served = repository.text_model("tiny")
+        for is_broken in (True, False):
+            if is_broken:
+                file.write_text(content)
+            else:
+                shutil.copy2(old, file)
+            assert repository.lifecycle.follow_folders()
+            repository.lifecycle.follow_folders()
+            assert ("the last load has failed" in index(repository)["tiny"][1]) is is_broken
+            assert repository.state is ModelState.READY
+            assert repository.text_model("tiny") is served
+        assert not repository.errors
+
+
 def test_polling_unloads_what_another_scan_has_missed_first(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "models", "one")
     write_model(tmp_path / "models", "two")
