@@ -416,7 +416,7 @@ class ModelLifecycle:
             model.override, model.upload = requested, upload
 
     def _require_sound_stages(self, entry: ModelEntry, validator: Validator) -> None:
-        """Raise if an ensemble is no text model any more for an error in one of its steps: its engine stays."""
+        """Raise if an ensemble is no text model any more for an error in a step, so that its engine stays."""
         for step in step_models(entry, self.entries) if self._model(entry.name).stages else ():
             if (error := first_error(validator.diagnostics(step))) is not None:
                 raise step_error(entry.name, step, not_polled(step.name, remedy=str(error))) from error
