@@ -12,7 +12,8 @@ import argparse
 import json
 from pathlib import Path
 
-from genserve.export.checkpoint_reader import locate, read_checkpoint
+from genserve.export.checkpoint_reader import read_checkpoint
+from genserve.export.hub import locate
 from genserve.export.pulling import cache_folder, fetch_gguf
 from genserve.export.source_model import source_model
 
