@@ -17,6 +17,9 @@ from genserve.deploy.ingress import ingress_server
 from genserve.deploy.replica.model_replica import ModelReplica
 from genserve.deploy.replica.replica_load import ReplicaLoad
 from genserve.engine.engine_thread import EngineThread
+from genserve.llm import LLM
+from genserve.textmodel.calibration import Calibration, calibrated_model, write_calibration
+from genserve.textmodel.receipts import described
 from tests.fakes.local_replicas import LocalReplicas, LossyReplicas
 from tests.support.answer_timings import without_timings
 from tests.support.live_ingress import LiveIngress
@@ -32,6 +35,7 @@ VOLATILE = re.compile(
     r'|time_per_token|total_time|validation_time|load_duration|modified_at|expires_at|seed)"'
     r': ?("[^"]*"|[\d.]+)'
 )
+NOUL = {"type": "noul", "instructions": "?"}
 OLLAMA = {"temperature": 0, "num_predict": 8}
 GREEDY = {"temperature": 0, "max_tokens": 8}
 
@@ -43,6 +47,10 @@ def repository(tmp_path_factory: pytest.TempPathFactory, tiny_repository: Path) 
     shutil.copytree(tiny_repository, repository)
     with (repository / "tiny_logits" / "config.pbtxt").open("a") as config:
         config.write('parameters [ { key: "speculation" value: { string_value: "none" } } ]\n')
+    with LLM("tiny", model_repository=repository) as llm:
+        facts = calibrated_model(described(llm._model.facts()))
+    calibration = Calibration(temperatures={"noul": 2.5}, model=facts)
+    write_calibration(repository / "tiny_logits" / "1", calibration, fits={})
     return repository
 
 
@@ -110,6 +118,7 @@ REQUESTS: list[tuple[str, Any]] = [
     ("/v1/messages/count_tokens", {"messages": CHAT, "model": "tiny"}),
     ("/api/chat", {"messages": CHAT, "stream": False, "model": "tiny", "options": OLLAMA}),
     ("/api/generate", {"prompt": "x", "stream": False, "model": "tiny", "options": OLLAMA}),
+    ("/v1/systemone", {"state": "x", "questions": {"a": NOUL}}),
     ("/generate", {"inputs": "Hello", "parameters": {"max_new_tokens": 8, "details": True}}),
     ("/generate_stream", {"inputs": "Hello", "parameters": {"max_new_tokens": 8}}),
     ("/tokenize", {"prompt": "Hello"}),
@@ -180,6 +189,12 @@ def test_a_receipt_is_that_of_the_replica(
     assert resumed["token_ids"] == whole["token_ids"]
     # A second replica has not seen the logits of the first, which may have ended the answer.
     assert resumed["logits_sha256"] in (None, whole["logits_sha256"])
+
+
+def test_decisions_are_calibrated(ingress: httpx2.Client) -> None:
+    reply = ingress.post("/v1/systemone", json={"state": "x", "questions": {"a": NOUL}})
+    answer = reply.json()["answers"]["a"]
+    assert (answer["calibrated"], answer["temperature"]) == (True, 2.5)
 
 
 @pytest.mark.parametrize("path", PATHS)

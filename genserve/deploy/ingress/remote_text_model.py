@@ -63,7 +63,7 @@ def load_remote_text_model(
         builder=builder,
         rejections=metrics.rejections,
     )
-    return TextModel(
+    model = TextModel(
         name=name,
         tokenizer=loaded,
         engine=engine,
@@ -73,6 +73,8 @@ def load_remote_text_model(
         default_sampling_params=described.default_sampling_params,
         weights_bytes=described.weights_bytes,
     )
+    model.temperatures = described.temperatures  # a replica has compared the files
+    return model
 
 
 def _check_same(folder: Path, described: StageFolder) -> None:

@@ -67,6 +67,7 @@ class TextDescription:
     vocab_size: int
     metadata: Mapping[str, str]  # the metadata of the logits stage's file
     default_sampling_params: Mapping[str, Any]
+    temperatures: Mapping[str, float]  # see `TextModel.temperatures`
     weights_bytes: int
 
 
@@ -205,6 +206,7 @@ def _text(served: ModelVersion, repository: Repository) -> TextDescription | Non
         vocab_size=model.logits.vocab_size,
         metadata=dict(model.logits.metadata),
         default_sampling_params=dict(model.default_sampling_params),
+        temperatures=dict(model.temperatures),
         weights_bytes=model.weights_bytes,
     )
 
