@@ -150,9 +150,15 @@ def fit_temperature(logprobs: Logprobs, labels: Sequence[int]) -> float:
     The likelihood is concave in 1 / temperature, so there is one minimum; it is sought between
     `MIN_TEMPERATURE` and `MAX_TEMPERATURE`.
     """
+    options = np.full((len(logprobs), max(map(len, logprobs))), -np.inf)
+    for row, one in zip(options, logprobs, strict=True):
+        row[: len(one)] = one
+    chosen = options[np.arange(len(labels)), labels]
 
     def loss(log_temperature: float) -> float:
-        return _mean_loss(logprobs, labels, temperature=math.exp(log_temperature))
+        temperature = math.exp(log_temperature)
+        losses = np.logaddexp.reduce(options / temperature, axis=1) - chosen / temperature
+        return float(np.mean(losses))
 
     ratio = (math.sqrt(5) - 1) / 2
     low, high = math.log(MIN_TEMPERATURE), math.log(MAX_TEMPERATURE)
@@ -168,14 +174,6 @@ def fit_temperature(logprobs: Logprobs, labels: Sequence[int]) -> float:
             right = low + ratio * (high - low)
             at_right = loss(right)
     return min(max(math.exp((low + high) / 2), MIN_TEMPERATURE), MAX_TEMPERATURE)
-
-
-def _mean_loss(logprobs: Logprobs, labels: Sequence[int], *, temperature: float) -> float:
-    losses = [
-        np.logaddexp.reduce(one / temperature) - one[label] / temperature
-        for one, label in zip(logprobs, labels, strict=True)
-    ]
-    return float(np.mean(losses))
 
 
 def calibration_error(logprobs: Logprobs, labels: Sequence[int]) -> float:
