@@ -89,16 +89,17 @@ class Conversion:
         require_cache(kv_cache, export_format)
         require_stages(pipeline_stages, export_format, decoder=decoder)
         resolved = resolve_precision(precision, export_format, checkpoint)
-        if decoder.num_experts and export_format is ExportFormat.ONNX and resolved == "fp16":
-            raise ExportError(
-                "a graph in fp16 has no experts",
-                remedy="leave --precision out: the default, int8, has them; fp32 has them too",
-            )
         is_torchscript = export_format is ExportFormat.TORCHSCRIPT
         if (resolved == "fp16" or is_torchscript) and (kind := decoder.kind_of_own_operators) is not None:
             raise ExportError(
                 f"{export_format.label if is_torchscript else 'a graph in fp16'} has no layers {kind}",
                 remedy="export it to ONNX in int8, the default, or in another precision but fp16",
+            )
+        if decoder.num_experts and resolved == "fp16" and not is_torchscript:
+            raise ExportError(
+                "a graph in fp16 has no experts",
+                remedy="leave --precision out: the default, int8, has them; or write --format torchscript, "
+                "which has them in fp16, on a GPU too",
             )
         layout = ModelLayout(
             folders=folders,

@@ -253,8 +253,10 @@ def test_hybrids_reject_what_their_mixers_do_not_support(
 
 def test_experts_in_fp16_are_refused(tmp_path: Path) -> None:
     source = tiny_checkpoint(tmp_path / "checkpoint", **TINY_MODELS["qwen3_moe"])
-    with pytest.raises(ExportError, match="fp16 has no experts"):
+    with pytest.raises(ExportError, match="fp16 has no experts") as caught:
         conversion_of(source, precision="fp16")
+    assert "--format torchscript" in caught.value.remedy
+    conversion_of(source, precision="fp16", export_format=ExportFormat.TORCHSCRIPT)
 
 
 @pytest.mark.parametrize(
