@@ -39,7 +39,7 @@ class Part:
 
     name: str
     arithmetic: str                         # "float32" or "int8"
-    weight_bytes: int = 0                   # read once per step
+    weight_bytes: int = 0                   # read once per step; of experts, those of one row
     operations_per_row: int = 0
     cache_bytes_per_token: int = 0          # read once per row and token of its context
     operations_per_token: int = 0           # per row and token of its context
@@ -66,6 +66,8 @@ def read_parts(path: Path) -> list[Part]:
 def _products(node: Any, initializers: Mapping[str, Any]) -> Iterator[tuple[int, Part]]:
     """Yield the products of rows with weights, each with its number of columns."""
     attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+    if node.op_type == "Experts":
+        yield from _experts(node, attributes, initializers)
     indices = [i for i in WEIGHTS.get(node.op_type, ()) if node.input[i] in initializers]
     for number, index in enumerate(indices):
         weights = initializers[node.input[index]]
@@ -86,6 +88,30 @@ def _products(node: Any, initializers: Mapping[str, Any]) -> Iterator[tuple[int,
                 _bytes(initializers[name]) for name in node.input[index : index + 2] if name in initializers
             ),
             operations_per_row=2 * inputs * columns,
+        )
+
+
+def _experts(
+    node: Any, attributes: Mapping[str, Any], initializers: Mapping[str, Any]
+) -> Iterator[tuple[int, Part]]:
+    """Yield the products of a row with the router, the experts that it chooses, and the shared expert."""
+    hidden, intermediate = attributes["hidden_size"], attributes["intermediate_size"]
+    gates, shared = 2 if attributes["gated"] else 1, attributes.get("shared_size", 0)
+    count, chosen = attributes["num_experts"], attributes["top_k"]
+    for inputs, columns, experts, num_read, names in (
+        (hidden, count + attributes.get("shared_score", 0), 1, 1, node.input[1:2]),
+        (hidden, gates * intermediate, count, chosen, (node.input[2], node.input[4])),
+        (intermediate, hidden, count, chosen, (node.input[3], node.input[5])),
+        (hidden, gates * shared, 1, 1, node.input[12:14]),
+        (shared, hidden, 1, 1, node.input[15:17]),
+    ):
+        is_float = attributes.get("weight_format", b"float32") == b"float32"
+        num_bytes = sum(_bytes(initializers[name]) for name in names if name in initializers)
+        yield columns, Part(
+            name=node.op_type,
+            arithmetic="float32" if is_float else "int8",
+            weight_bytes=num_bytes * num_read // experts,
+            operations_per_row=2 * inputs * columns * num_read,
         )
 
 

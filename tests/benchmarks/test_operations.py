@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.operations import Machine, Part, read_parts
 from genserve.export import Precision, SilentProgress, export_model
+from tests.export.tiny_models import TINY_MODELS
+from tests.export.tiny_models import tiny_checkpoint as checkpoint_of
 
 TOKENS = 24
 
@@ -71,3 +73,15 @@ def test_the_floor_is_the_longer_one_of_reading_and_computing() -> None:
     )
     assert part.floor_s(machine, rows=1, context=0) == 0.5             # 50 bytes
     assert part.floor_s(machine, rows=2, context=100) == 40.4          # 404 operations
+
+
+def test_a_row_reads_the_experts_that_it_chooses(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 96, "mlp_only_layers": [], "num_hidden_layers": 3}
+    layers = []
+    for chosen in (1, 3):
+        config = TINY_MODELS["qwen3_moe"] | sizes | {"num_experts_per_tok": chosen}
+        source = checkpoint_of(tmp_path / f"source{chosen}", **config)
+        layers.append(parts_of(source, tmp_path / f"repository{chosen}", "fp32")[1])
+    weights = 3 * 2 * 3 * 64 * 96   # of two experts in three layers, each with three matrices
+    assert layers[1].weight_bytes - layers[0].weight_bytes == 4 * weights
+    assert layers[1].operations_per_row - layers[0].operations_per_row == 2 * weights

@@ -103,6 +103,18 @@ def test_the_bits_of_a_row_depend_on_it_alone(isa: str, formats: tuple[str, str]
     assert together[order].tobytes() == compute(case, x[order], x[order], isa=isa).tobytes()
 
 
+@pytest.mark.parametrize("isa", instruction_sets())
+@pytest.mark.parametrize("kinds", [("Q4_K", "Q6_K"), ("Q5_0", "Q8_0")])
+def test_panels_that_few_rows_read_together_have_the_bits_of_one(isa: str, kinds: tuple[str, str]) -> None:
+    """Experts of one or two rows multiply four panels at a time, if each thread gets eight."""
+    case = make_case(ROUTINGS["softmax"], kinds=kinds, hidden=512, intermediate=256, biases=True)
+    x = rows(40, 512)
+    together = compute(case, x, x, isa=isa)
+    for few in (1, 2, 5):
+        parts = [compute(case, x[i : i + few], x[i : i + few], isa=isa, threads=2) for i in range(0, 40, few)]
+        assert together.tobytes() == np.concatenate(parts).tobytes()
+
+
 def test_a_row_that_is_not_finite_changes_no_other_row() -> None:
     case, x = make_case(ROUTINGS["groups by their two best"]), rows(9)
     before = compute(case, x)

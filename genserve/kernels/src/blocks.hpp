@@ -25,7 +25,7 @@
 //
 //     (sum of code * q, times the scale of the row's block) * scale      and      (sum of the inputs) * minimum
 //
-// in one chain of floats, in the order of the inputs. One or two rows read a panel where it is. For more rows its codes are
+// in one chain of floats, in the order of the inputs. One or two tiles read a panel where it is. For more its codes are
 // unpacked once to bytes, a few blocks at a time, which stay in the cache while all rows are multiplied.
 #pragma once
 
@@ -203,7 +203,7 @@ struct PackedReader {
   const uint8_t *at, *scales, *codes;
   Head head{};
 
-  explicit PackedReader(const uint8_t* panel) : at(panel) {}
+  explicit PackedReader(const uint8_t* panel = nullptr) : at(panel) {}
   __attribute__((always_inline)) void open(int64_t block) {
     if (Format::kHead > 0 && block % Format::kBlocks == 0) {
       head = Format::head(at);
@@ -271,12 +271,75 @@ struct BlocksFormat {
     return reader.at;
   }
 
+  // Prefetches as many lines as the scales of a block and its head have.
+  static __attribute__((always_inline)) void prefetch_scales(int64_t block, Ahead& ahead) {
+    const bool with_head = Format::kHead > 0 && block % Format::kBlocks == 0;
+    for (int line = 0; line < (Format::kScales + (with_head ? Format::kHead : 0)) / 64; line++) ahead.prefetch();
+  }
+
+  // Adds the products of the next block of a panel and kRows rows to the totals of kGroups groups, from group `first` on.
+  template <class Reader, int kRows, int kGroups>
+  static __attribute__((always_inline)) void add_block(Reader& reader, int64_t block, int first,
+                                                       const RowPointers<int8_t, kRows>& rows, Ahead& ahead,
+                                                       f32x16 (&totals)[kRows][kGroups]) {
+    constexpr int kSteps = kBlock / 4 / Format::kSums;  // whose products share a scale
+    const auto number = [&](int r, size_t offset) __attribute__((always_inline)) { return four_bytes(rows.at(r) + offset); };
+    const auto value = [&](int r, size_t offset) __attribute__((always_inline)) {
+      return broadcast(__builtin_bit_cast(float, number(r, offset)));
+    };
+    constexpr size_t kStarts = offsetof(BlockOfRow, starts);
+    reader.open(block);
+    GENSERVE_UNROLL
+    for (int part = 0; part < Format::kSums; part++) {
+      typename Code::Sums sums[kRows][kGroups];
+      GENSERVE_UNROLL
+      for (int r = 0; r < kRows; r++) {
+        const int32_t start = Code::kStart < 0 ? Code::kPlainStart : number(r, kStarts + 4 * (size_t)(Code::kStart + part));
+        GENSERVE_UNROLL
+        for (int g = 0; g < kGroups; g++) first_sums(sums[r][g], start);
+      }
+      GENSERVE_UNROLL
+      for (int i = part * kSteps; i < (part + 1) * kSteps; i++) {
+        GENSERVE_UNROLL
+        for (int g = 0; g < kGroups; g++) {
+          const auto codes = Code::weights(reader.code(i, first + g));
+          if (Code::starts_line(i)) ahead.prefetch();
+          GENSERVE_UNROLL
+          for (int r = 0; r < kRows; r++) sums[r][g] = dot(sums[r][g], codes, number(r, 4 * (size_t)i));
+        }
+      }
+      GENSERVE_UNROLL
+      for (int g = 0; g < kGroups; g++) {
+        const f32x16 scale = reader.scale(part, first + g);
+        GENSERVE_UNROLL
+        for (int r = 0; r < kRows; r++) {
+          f32x16 scaled;
+          if constexpr (Code::kIn16Bits && Code::kWideStart < 0) {
+            scaled = __builtin_convertvector((i32x16)in_32_bits(sums[r][g]), f32x16) * value(r, offsetof(BlockOfRow, scale));
+          } else {
+            const int32_t start = Code::kWideStart < 0 ? 0 : number(r, kStarts + 4 * (size_t)Code::kWideStart);
+            const f32x16 exact = (f32x16)in_32_bits(sums[r][g], start);
+            scaled = fma(exact, value(r, offsetof(BlockOfRow, scale)), value(r, offsetof(BlockOfRow, correction)));
+          }
+          totals[r][g] = fma(scaled, scale, totals[r][g]);
+        }
+      }
+    }
+    if constexpr (Format::kMinimum) {
+      GENSERVE_UNROLL
+      for (int g = 0; g < kGroups; g++) {
+        const f32x16 minimum = reader.minimum(first + g);
+        GENSERVE_UNROLL
+        for (int r = 0; r < kRows; r++) totals[r][g] = fma(value(r, offsetof(BlockOfRow, sum)), minimum, totals[r][g]);
+      }
+    }
+  }
+
   // Adds the products of some blocks and kRows rows to y. `x` is the first row, and a row has `blocks_of_row` blocks.
   template <int kRows, class Reader>
   static void tile(const Reader& weights, const BlockOfRow* x, int64_t blocks_of_row, int64_t blocks, Ahead ahead,
                    Outputs* y) {
     constexpr int kGroups = groups_of(kRows);
-    constexpr int kSteps = kBlock / 4 / Format::kSums;  // whose products share a scale
     for (int first = 0; first < 2; first += kGroups) {
       Reader reader = weights;
       f32x16 totals[kRows][kGroups];
@@ -286,67 +349,47 @@ struct BlocksFormat {
         for (int g = 0; g < kGroups; g++) totals[r][g] = y[r][first + g];
       }
       RowPointers<int8_t, kRows> rows(x->q, blocks_of_row * (int64_t)sizeof(BlockOfRow));
-      const auto number = [&](int r, size_t offset) __attribute__((always_inline)) { return four_bytes(rows.at(r) + offset); };
-      const auto value = [&](int r, size_t offset) __attribute__((always_inline)) {
-        return broadcast(__builtin_bit_cast(float, number(r, offset)));
-      };
-      constexpr size_t kStarts = offsetof(BlockOfRow, starts);
       for (int64_t block = 0; block < blocks; block++) {
-        reader.open(block);
-        if (first == 0) {
-          const bool with_head = Format::kHead > 0 && block % Format::kBlocks == 0;
-          for (int line = 0; line < (Format::kScales + (with_head ? Format::kHead : 0)) / 64; line++) ahead.prefetch();
-        }
-        GENSERVE_UNROLL
-        for (int part = 0; part < Format::kSums; part++) {
-          typename Code::Sums sums[kRows][kGroups];
-          GENSERVE_UNROLL
-          for (int r = 0; r < kRows; r++) {
-            const int32_t start = Code::kStart < 0 ? Code::kPlainStart : number(r, kStarts + 4 * (size_t)(Code::kStart + part));
-            GENSERVE_UNROLL
-            for (int g = 0; g < kGroups; g++) first_sums(sums[r][g], start);
-          }
-          GENSERVE_UNROLL
-          for (int i = part * kSteps; i < (part + 1) * kSteps; i++) {
-            GENSERVE_UNROLL
-            for (int g = 0; g < kGroups; g++) {
-              const auto codes = Code::weights(reader.code(i, first + g));
-              if (Code::starts_line(i)) ahead.prefetch();
-              GENSERVE_UNROLL
-              for (int r = 0; r < kRows; r++) sums[r][g] = dot(sums[r][g], codes, number(r, 4 * (size_t)i));
-            }
-          }
-          GENSERVE_UNROLL
-          for (int g = 0; g < kGroups; g++) {
-            const f32x16 scale = reader.scale(part, first + g);
-            GENSERVE_UNROLL
-            for (int r = 0; r < kRows; r++) {
-              f32x16 scaled;
-              if constexpr (Code::kIn16Bits && Code::kWideStart < 0) {
-                scaled = __builtin_convertvector((i32x16)in_32_bits(sums[r][g]), f32x16) * value(r, offsetof(BlockOfRow, scale));
-              } else {
-                const int32_t start = Code::kWideStart < 0 ? 0 : number(r, kStarts + 4 * (size_t)Code::kWideStart);
-                const f32x16 exact = (f32x16)in_32_bits(sums[r][g], start);
-                scaled = fma(exact, value(r, offsetof(BlockOfRow, scale)), value(r, offsetof(BlockOfRow, correction)));
-              }
-              totals[r][g] = fma(scaled, scale, totals[r][g]);
-            }
-          }
-        }
-        if constexpr (Format::kMinimum) {
-          GENSERVE_UNROLL
-          for (int g = 0; g < kGroups; g++) {
-            const f32x16 minimum = reader.minimum(first + g);
-            GENSERVE_UNROLL
-            for (int r = 0; r < kRows; r++) totals[r][g] = fma(value(r, offsetof(BlockOfRow, sum)), minimum, totals[r][g]);
-          }
-        }
+        if (first == 0) prefetch_scales(block, ahead);
+        add_block(reader, block, first, rows, ahead, totals);
         rows.advance(sizeof(BlockOfRow));
       }
       GENSERVE_UNROLL
       for (int r = 0; r < kRows; r++) {
         GENSERVE_UNROLL
         for (int g = 0; g < kGroups; g++) y[r][first + g] = totals[r][g];
+      }
+    }
+  }
+
+  // Multiplies one or two rows by kPanelsTogether panels of `bytes` side by side, because a core reads several streams of
+  // memory faster than one: y [panels][rows]. `next` is the first of the panels that are read afterwards.
+  template <int kRows>
+  static void multiply_panels(const uint8_t* panels, int64_t bytes, const BlockOfRow* x, int64_t blocks,
+                              const uint8_t* next, Outputs (*y)[kFewRows]) {
+    constexpr int64_t kAheadBlocks = 2, kAhead = Format::kHead + kAheadBlocks * (Format::kScales + Code::kBytes);
+    PackedReader<Format> readers[kPanelsTogether];
+    Ahead ahead[kPanelsTogether];
+    f32x16 totals[kPanelsTogether][kRows][2] = {};
+    GENSERVE_UNROLL
+    for (int p = 0; p < kPanelsTogether; p++) {
+      readers[p] = PackedReader<Format>(panels + p * bytes);
+      ahead[p] = {reinterpret_cast<const char*>(panels) + p * bytes + kAhead, 64};
+    }
+    RowPointers<int8_t, kRows> rows(x->q, blocks * (int64_t)sizeof(BlockOfRow));
+    for (int64_t block = 0; block < blocks; block++) {
+      GENSERVE_UNROLL
+      for (int p = 0; p < kPanelsTogether; p++) {
+        if (block == blocks - kAheadBlocks) ahead[p].at = reinterpret_cast<const char*>(next) + p * bytes;
+        prefetch_scales(block, ahead[p]);
+        add_block(readers[p], block, 0, rows, ahead[p], totals[p]);
+      }
+      rows.advance(sizeof(BlockOfRow));
+    }
+    GENSERVE_UNROLL
+    for (int p = 0; p < kPanelsTogether; p++) {
+      for (int r = 0; r < kRows; r++) {
+        for (int g = 0; g < 2; g++) y[p][r][g] = totals[p][r][g];
       }
     }
   }

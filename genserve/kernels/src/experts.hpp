@@ -378,6 +378,9 @@ class Experts {
       starts_ = scratch_.take<int64_t>((size_t)a_.router.num_experts + 1);
       row_chunks_ = (num_rows_ + 3) / 4;
       slot_chunks_ = (slots_ + 3) / 4;
+      const int64_t mean_rows = slots_ / a_.router.num_experts, inner_panels = inner_sizes_.panels * a_.router.top_k;
+      inner_together_ = panels_together(a_.inner.weight_format, mean_rows, inner_panels, num_threads);
+      down_together_ = panels_together(a_.down.weight_format, mean_rows, down_sizes_.panels, num_threads);
       return true;
     }
 
@@ -393,10 +396,8 @@ class Experts {
         for (int64_t row = 4 * chunk; row < smaller(4 * chunk + 4, num_rows_); row++) prepare(row);
       });
       team.wait(2, row_chunks_, none);
-      const int64_t chunks = num_groups_ * inner_sizes_.panels;
-      team.take_ranges(3, chunks, index, num_threads_, [&](int64_t chunk) {
-        multiply_inner(groups_[chunk / inner_sizes_.panels], chunk % inner_sizes_.panels);
-      });
+      const int64_t inner_chunks = chunks_of(inner_sizes_, inner_together_), chunks = num_groups_ * inner_chunks;
+      team.take_ranges(3, chunks, index, num_threads_, [&](int64_t chunk) { multiply_inner(chunk, inner_chunks); });
       team.wait(3, chunks, none);
       if (!down_as_they_are_) {
         team.take(4, slot_chunks_, [&](int64_t chunk) {
@@ -406,7 +407,9 @@ class Experts {
         });
         team.wait(4, slot_chunks_, none);
       }
-      team.take(5, down_sizes_.panels, [&](int64_t panel) { multiply_down(panel); });
+      team.take(5, chunks_of(down_sizes_, down_together_), [&](int64_t chunk) {
+        multiply_down(chunk * down_together_, smaller((chunk + 1) * down_together_, down_sizes_.panels));
+      });
     }
 
    private:
@@ -450,47 +453,74 @@ class Experts {
       for (int64_t j = 1; j < a_.router.top_k; j++) inner_rows_.copy(slots[0], slots[j]);
     }
 
-    void multiply_inner(const Group& group, int64_t panel) {
-      const int64_t width = a_.inner.gated ? kLanes : kPanel, at = panel * width;
+    static int64_t chunks_of(const LinearSizes& sizes, int64_t together) { return (sizes.panels + together - 1) / together; }
+
+    // Multiplies panels [first, end) of an expert by the rows of a group, and calls finish(panel, row, height, outputs).
+    // `next` is the panel of all experts' that is read afterwards.
+    template <class Finish>
+    void multiply(const LinearAttributes& a, const LinearSizes& sizes, const Tensor& weight, const Tensor& scales,
+                  const PreparedRows& prepared, const Group& group, int64_t first, int64_t end, int64_t next, Finish&& finish,
+                  const float* values = nullptr) {
+      const int64_t start = group.expert * sizes.panels;
+      const int64_t rows = group.to - group.from;
+      if (end - first == kPanelsTogether && rows <= kFewRows) {
+        const uint8_t* const panels = weight.as<uint8_t>();
+        return multiply_panels_of_blocks(a.weight_format, panels + (start + first) * sizes.panel_bytes, sizes.panel_bytes,
+                                         prepared.blocks_from(group.from), sizes.blocks, rows,
+                                         panels + next * sizes.panel_bytes,
+                                         [&](int i, const Outputs* y) { finish(first + i, int64_t{0}, (int)rows, y); });
+      }
+      for (int64_t panel = first; panel < end; panel++) {
+        multiply_rows(a, sizes, weight, scales, prepared, group.from, rows, start + panel,
+                      [&](int64_t row, int height, const Outputs* y) { finish(panel, row, height, y); }, values);
+      }
+    }
+
+    void multiply_inner(int64_t chunk, int64_t chunks) {
+      const auto panel_of = [&](int64_t number) { return number % chunks * inner_together_; };
+      const Group& group = groups_[chunk / chunks];
+      const int64_t last = num_groups_ * chunks - 1, after = smaller(chunk + 1, last);
+      const int64_t first = panel_of(chunk), end = smaller(first + inner_together_, inner_sizes_.panels);
+      multiply(a_.inner, inner_sizes_, in_.inner_weight, in_.inner_scales, inner_rows_, group, first, end,
+               groups_[after / chunks].expert * inner_sizes_.panels + panel_of(after),
+               [&](int64_t panel, int64_t row, int height, const Outputs* y) { finish_inner(group, panel, row, height, y); });
+    }
+
+    void finish_inner(const Group& group, int64_t panel, int64_t row, int height, const Outputs* y) {
+      const int64_t width = a_.inner.gated ? kLanes : kPanel, outputs = inner_sizes_.outputs;
       const float* bias = in_.inner_bias.present()
                               ? in_.inner_bias.as<float>() + group.expert * a_.inner.out_features
                               : nullptr;
-      const int64_t outputs = inner_sizes_.outputs;
-      multiply_rows(a_.inner, inner_sizes_, in_.inner_weight, in_.inner_scales, inner_rows_, group.from,
-                    group.to - group.from, group.expert * inner_sizes_.panels + panel,
-                    [&](int64_t row, int height, const Outputs* y) {
-        for (int64_t i = 0; i < width / kLanes; i++) {
-          const int64_t first = at + i * kLanes, count = outputs - first;
-          if (count <= 0) break;
-          for (int r = 0; r < height; r++) {
-            f32x16 v = y[r][i], up = y[r][1];
-            if (a_.scales_inputs) {  // the products are linear in what they read
-              v *= weight_of_[group.from + row + r];
-              up *= weight_of_[group.from + row + r];
-            }
-            if (bias != nullptr) {
-              v += load_first(bias + first, count);
-              if (a_.inner.gated) up += load_first(bias + outputs + first, count);
-            }
-            if (a_.inner.activation == Activation::kClampedSwiglu) {
-              v = clamped_swiglu(v, up);
-            } else {
-              v = activate(a_.inner.activation, v);
-              if (a_.inner.gated) v *= up;
-            }
-            store_first(expanded_ + (group.from + row + r) * outputs + first, v, count);
+      for (int64_t i = 0; i < width / kLanes; i++) {
+        const int64_t first = panel * width + i * kLanes, count = outputs - first;
+        if (count <= 0) break;
+        for (int r = 0; r < height; r++) {
+          f32x16 v = y[r][i], up = y[r][1];
+          if (a_.scales_inputs) {  // the products are linear in what they read
+            v *= weight_of_[group.from + row + r];
+            up *= weight_of_[group.from + row + r];
           }
+          if (bias != nullptr) {
+            v += load_first(bias + first, count);
+            if (a_.inner.gated) up += load_first(bias + outputs + first, count);
+          }
+          if (a_.inner.activation == Activation::kClampedSwiglu) {
+            v = clamped_swiglu(v, up);
+          } else {
+            v = activate(a_.inner.activation, v);
+            if (a_.inner.gated) v *= up;
+          }
+          store_first(expanded_ + (group.from + row + r) * outputs + first, v, count);
         }
-      });
+      }
     }
 
-    // The residual, the shared expert and the experts' outputs, in this order.
-    void multiply_down(int64_t panel) {
-      const int64_t hidden = a_.down.out_features, at = panel * kPanel;
-      const int64_t halves = hidden - at > kLanes ? 2 : 1;
+    // The residual, the shared expert and the experts' outputs, in this order, of panels [from, end).
+    void multiply_down(int64_t from, int64_t end) {
+      const int64_t hidden = a_.down.out_features;
       for (int64_t row = 0; row < num_rows_; row++) {
-        for (int64_t i = 0; i < halves; i++) {
-          const int64_t first = at + i * kLanes, count = hidden - first, place = row * hidden + first;
+        for (int64_t first = from * kPanel; first < smaller(end * kPanel, hidden); first += kLanes) {
+          const int64_t count = hidden - first, place = row * hidden + first;
           f32x16 v{};
           if (in_.residual.present()) v = load_first(in_.residual.as<float>() + place, count);
           if (shared_ != nullptr) v = fma(weight_of_shared(row), load_first(shared_ + place, count), v);
@@ -499,21 +529,27 @@ class Experts {
       }
       for (int64_t g = 0; g < num_groups_; g++) {
         const Group& group = groups_[g];
-        const float* bias = in_.down_bias.present() ? in_.down_bias.as<float>() + group.expert * hidden : nullptr;
-        multiply_rows(a_.down, down_sizes_, in_.down_weight, in_.down_scales, down_rows_, group.from,
-                      group.to - group.from, group.expert * down_sizes_.panels + panel,
-                      [&](int64_t row, int height, const Outputs* y) {
-          for (int r = 0; r < height; r++) {
-            const int64_t slot = group.from + row + r;
-            for (int64_t i = 0; i < halves; i++) {
-              const int64_t first = at + i * kLanes, count = hidden - first;
-              float* to = y_ + row_of_[slot] * hidden + first;
-              const f32x16 v = bias == nullptr ? y[r][i] : y[r][i] + load_first(bias + first, count);
-              const float weight = a_.scales_inputs ? 1.0f : weight_of_[slot];
-              store_first(to, fma(weight, v, load_first(to, count)), count);
-            }
-          }
-        }, down_as_they_are_ ? expanded_ : nullptr);
+        const int64_t next = g + 1 < num_groups_ ? groups_[g + 1].expert * down_sizes_.panels + from
+                                                 : groups_[0].expert * down_sizes_.panels + end;
+        multiply(a_.down, down_sizes_, in_.down_weight, in_.down_scales, down_rows_, group, from, end, next,
+                 [&](int64_t panel, int64_t row, int height, const Outputs* y) { finish_down(group, panel, row, height, y); },
+                 down_as_they_are_ ? expanded_ : nullptr);
+      }
+    }
+
+    void finish_down(const Group& group, int64_t panel, int64_t row, int height, const Outputs* y) {
+      const int64_t hidden = a_.down.out_features;
+      const float* bias = in_.down_bias.present() ? in_.down_bias.as<float>() + group.expert * hidden : nullptr;
+      for (int r = 0; r < height; r++) {
+        const int64_t slot = group.from + row + r;
+        for (int64_t i = 0; i < kPanel / kLanes; i++) {
+          const int64_t first = panel * kPanel + i * kLanes, count = hidden - first;
+          if (count <= 0) break;
+          float* to = y_ + row_of_[slot] * hidden + first;
+          const f32x16 v = bias == nullptr ? y[r][i] : y[r][i] + load_first(bias + first, count);
+          const float weight = a_.scales_inputs ? 1.0f : weight_of_[slot];
+          store_first(to, fma(weight, v, load_first(to, count)), count);
+        }
       }
     }
 
@@ -534,6 +570,7 @@ class Experts {
     int num_threads_ = 1;
     bool down_as_they_are_ = false;        // the rows of `down` are read without preparation
     int64_t row_chunks_ = 0, slot_chunks_ = 0, num_groups_ = 0;
+    int64_t inner_together_ = 1, down_together_ = 1;  // panels that a thread multiplies side by side
     Scratch scratch_;
     float* expanded_ = nullptr;            // [slots, intermediate]
     float* choices_ = nullptr;

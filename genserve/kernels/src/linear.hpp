@@ -163,6 +163,11 @@ struct LinearSizes {
   }
 };
 
+// The panels that a thread multiplies side by side: one, or kPanelsTogether by few rows, if all threads get some.
+inline int64_t panels_together(WeightFormat format, int64_t rows, int64_t panels, int threads) {
+  return rows <= kFewRows && in_blocks(format) && panels >= 2 * kPanelsTogether * threads ? kPanelsTogether : 1;
+}
+
 // Whether all required weights are given; in a graph, some may only come with the rows.
 inline bool has_weights(const LinearAttributes& a, const LinearInputs& in) {
   const bool scales = a.weight_format != WeightFormat::kFloat32 && !in_blocks(a.weight_format);
@@ -713,7 +718,7 @@ inline void multiply_panel_of_blocks(const uint8_t* weights, int64_t panel_bytes
   const auto height_of = [&](int64_t row, int64_t tile) { return (int)((rows - row + tiles - tile - 1) / (tiles - tile)); };
   if (tiles <= kPackedTiles) {
     const typename Format::FromPacked packed(weights);
-    const bool alone = rows <= 2;
+    const bool alone = rows <= kFewRows;
     for (int64_t tile = 0, row = 0; tile < tiles; tile++) {
       const int height = height_of(row, tile);
       before(row, height);
@@ -740,6 +745,20 @@ inline void multiply_panel_of_blocks(const uint8_t* weights, int64_t panel_bytes
     }
     weights = next;
   }
+}
+
+// Multiplies kPanelsTogether panels in a format of blocks.hpp by few rows: finish(panel, outputs) for each panel.
+template <class Finish>
+inline void multiply_panels_of_blocks(WeightFormat format, const uint8_t* panels, int64_t bytes, const BlockOfRow* x,
+                                      int64_t blocks, int64_t rows, const uint8_t* next, Finish&& finish) {
+  static_assert(kFewRows == 2);
+  Outputs y[kPanelsTogether][kFewRows];
+  with_blocks(format, [&](auto blocks_format) {
+    typedef decltype(blocks_format) Format;
+    if (rows == 1) return Format::template multiply_panels<1>(panels, bytes, x, blocks, next, y);
+    Format::template multiply_panels<2>(panels, bytes, x, blocks, next, y);
+  });
+  for (int panel = 0; panel < kPanelsTogether; panel++) finish(panel, y[panel]);
 }
 
 // What a tile prefetches: its share of what is read next.
@@ -813,7 +832,8 @@ class Linear {
     row_groups_ = (num_rows_ + kChunkRows - 1) / kChunkRows;
     // A chunk has about 64 KiB of weights, to be worth its overhead, but each thread gets several.
     panels_of_chunk_ = smaller(65536 / sizes_.panel_bytes, sizes_.panels / (8 * num_threads));
-    if (panels_of_chunk_ < 1) panels_of_chunk_ = 1;
+    together_ = panels_together(a_.weight_format, num_rows_, sizes_.panels, num_threads);
+    panels_of_chunk_ = panels_of_chunk_ < 1 ? together_ : (panels_of_chunk_ + together_ - 1) / together_ * together_;
     panel_chunks_ = (sizes_.panels + panels_of_chunk_ - 1) / panels_of_chunk_ * row_groups_;
     return true;
   }
@@ -831,7 +851,14 @@ class Linear {
     team.take_ranges(1, panel_chunks_, index, num_threads_, [&](int64_t chunk) {
       const int64_t group = chunk % row_groups_, first = chunk / row_groups_ * panels_of_chunk_;
       const int64_t from = num_rows_ * group / row_groups_, to = num_rows_ * (group + 1) / row_groups_;
-      for (int64_t p = first; p < smaller(first + panels_of_chunk_, sizes_.panels); p++) multiply_panel(p, from, to);
+      const int64_t end = smaller(first + panels_of_chunk_, sizes_.panels);
+      for (int64_t p = first; p < end;) {
+        if (together_ > 1 && p + together_ <= end && multiply_panels(p)) {
+          p += together_;
+        } else {
+          multiply_panel(p++, from, to);
+        }
+      }
     });
   }
 
@@ -912,7 +939,7 @@ class Linear {
     const char* next = weights + part.bytes;
     for (int64_t row = 0; tiles > 0; tiles--, next += step * (part.bytes / 64)) {
       Ahead ahead{next, step};
-      if (num_rows_ <= 2) ahead = {weights + 4096, 64};
+      if (num_rows_ <= kFewRows) ahead = {weights + 4096, 64};
       if (from > 0) ahead = {weights, 0};  // the first group of rows has prefetched it
       const int height = (int)((to - from - row + tiles - 1) / tiles);
       prefetch_rows(place, from + row, height);
@@ -936,6 +963,22 @@ class Linear {
     multiply_panel_of_blocks<Format>(weights, part.bytes, prepared_.blocks_from(from), sizes_.blocks, to - from, share,
                                      before, y);
     finish(place, from, (int)(to - from), y);
+  }
+
+  // Multiplies kPanelsTogether panels from `first` on by few rows, if they have one format.
+  bool multiply_panels(int64_t first) {
+    const Panels& part = sizes_.part_of(first);
+    if (&sizes_.part_of(first + kPanelsTogether - 1) != &part) return false;
+    const int rows = (int)num_rows_;
+    for (int i = 0; i < kPanelsTogether; i++) {
+      if (adapters_.any()) adapters_.prefetch(first + i);
+      prefetch_rows(place_of(part, first + i), 0, rows);
+    }
+    const uint8_t* const panels = in_.weight.as<uint8_t>() + part.offset + (first - part.start) * part.bytes;
+    multiply_panels_of_blocks(part.format, panels, part.bytes, prepared_.blocks_from(0), sizes_.blocks, rows,
+                              panels + kPanelsTogether * part.bytes,
+                              [&](int i, Outputs* y) { finish(place_of(part, first + i), 0, rows, y); });
+    return true;
   }
 
   // Prefetches what finish() writes of y and reads of the residual, which may be another page of memory for each row.
@@ -1001,6 +1044,7 @@ class Linear {
   int64_t row_chunks_ = 0;
   int64_t row_groups_ = 0;    // of up to kChunkRows rows
   int64_t panels_of_chunk_ = 0;
+  int64_t together_ = 1;      // panels that are multiplied side by side
   int64_t panel_chunks_ = 0;
   int64_t low_chunks_ = 0;
   float* low_ = nullptr;      // A x: [rows, most ranks]
@@ -1043,7 +1087,7 @@ inline void multiply_rows(const LinearAttributes& a, const LinearSizes& sizes, c
     int64_t tiles = (count + Format::kRowsOfTile - 1) / Format::kRowsOfTile;
     for (int64_t row = 0; tiles > 0; tiles--) {
       const int height = (int)((count - row + tiles - 1) / tiles);
-      const Ahead ahead{weights + (count <= 2 ? 4096 : 0), count <= 2 ? 64 : 0};
+      const Ahead ahead{weights + (count <= kFewRows ? 4096 : 0), count <= kFewRows ? 64 : 0};
       multiply<Format>(height, rows, row, weights, panel_scales, ahead, y);
       finish(row, height, y);
       row += height;

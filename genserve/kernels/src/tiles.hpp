@@ -6,6 +6,8 @@
 namespace genserve {
 
 constexpr int kPanel = 32;  // outputs of a panel
+constexpr int kFewRows = 2;  // so few are bound by memory
+constexpr int kPanelsTogether = 4;  // panels in the formats of blocks.hpp that few rows are multiplied by, side by side
 
 // The rows for a tile: int8 with scales and sums, or floats.
 struct InputRows {
@@ -40,6 +42,6 @@ struct Ahead {
 
 // The groups of 16 outputs that a tile computes together. With one or two rows these are all, so that weights are read in
 // the order of memory.
-constexpr int groups_of(int rows) { return rows <= 2 ? 2 : kGroupsOfTile; }
+constexpr int groups_of(int rows) { return rows <= kFewRows ? 2 : kGroupsOfTile; }
 
 }  // namespace genserve
