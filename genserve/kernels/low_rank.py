@@ -20,10 +20,13 @@ from genserve.kernels import library_path
 from genserve.kernels.packing import PANEL
 
 _LANES = 16
-_RANKS = 4      # ranks are padded to a multiple of it
+_RANKS = 4      # those of a part are padded to a multiple of it
+_INPUTS = 64    # those of rows in 8 bits are padded to a multiple of it
+_MOST = 127     # of an int8
+_OFFSET = 128   # a matrix in int8 is stored with it, as uint8
 
-_TYPES = {"float32": 1, "float16": 10}      # ONNX's numbers
-_GROUP = np.dtype([("first", "u4"), ("begin", "u2"), ("end", "u2")])
+_TYPES = {"float32": 1, "uint8": 2}     # ONNX's numbers
+_GROUP = np.dtype([("scale", "f4"), ("first", "u4"), ("begin", "u2"), ("end", "u2")])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,13 +37,13 @@ class LinearShape:
         in_features: inputs.
         outputs: the outputs of each segment; of a gated layer gates and values together.
         gated: whether the outputs are gates followed by the values that they scale.
-        dtype: the type of an adapter's matrices; fp16 is as exact as any quantized weight.
+        in_int8: whether an adapter's matrices are in int8, as beside all quantized weights; else in float32.
     """
 
     in_features: int
     outputs: tuple[int, ...]
     gated: bool = False
-    dtype: type[np.float16 | np.float32] = np.float16
+    in_int8: bool = True
 
     @property
     def out_features(self) -> int:
@@ -112,9 +115,9 @@ class _Adapters(ctypes.Structure):
 class PackedLayer:
     """The adapter of one layer, as the operators read it."""
 
-    down: NDArray[np.float16 | np.float32]
+    down: NDArray[np.uint8 | np.float32]
     factors: NDArray[np.float32]
-    up: NDArray[np.float16 | np.float32]
+    up: NDArray[np.uint8 | np.float32]
     groups: NDArray[Any]
 
     @property
@@ -128,8 +131,9 @@ def pack_layer(shape: LinearShape, parts: Sequence[LowRankPart]) -> PackedLayer:
     starts = [0]
     for part in parts:
         starts.append(starts[-1] + -(-len(part.down) // _RANKS) * _RANKS)
-    rank = starts[-1]
-    down = np.zeros((rank, -(-shape.in_features // _LANES) * _LANES), np.float32)
+    rank = -(-starts[-1] // _LANES) * _LANES if shape.in_int8 else starts[-1]
+    multiple = _INPUTS if shape.in_int8 else _LANES
+    down = np.zeros((rank, -(-shape.in_features // multiple) * multiple), np.float32)
     up = np.zeros((shape.out_features + 1, rank), np.float32)   # with a row for padding
     ranges = np.zeros((shape.out_features + 1, 2), np.int64)    # the ranks that change an output
     for part, start, end in zip(parts, starts, starts[1:], strict=False):
@@ -137,27 +141,33 @@ def pack_layer(shape: LinearShape, parts: Sequence[LowRankPart]) -> PackedLayer:
         down[start : start + len(part.down), : shape.in_features] = part.down
         up[outputs, start : start + part.up.shape[1]] = part.up
         ranges[outputs] = start, end
-    down_factors, up_factors = _powers_of_two(down, axis=1), _powers_of_two(up, axis=0)
-    down /= down_factors[:, None]
-    up /= up_factors
+    factors = np.ones(rank, np.float32)
+    if shape.in_int8:
+        factors = _divide_by_largest(up, axis=0) * _divide_by_largest(down, axis=1) / np.float32(_MOST)
     groups_of_outputs = shape.groups()
     changed = ranges[groups_of_outputs]                         # [groups, 16, 2]
     begin = np.where(changed[..., 1] > 0, changed[..., 0], rank).min(axis=1)
     end = changed[..., 1].max(axis=1)
     begin = np.minimum(begin, end)
-    counts = end - begin
+    ranks_of_line = _RANKS if shape.in_int8 else 1
+    counts = (end - begin) // ranks_of_line
     first = np.concatenate([[0], np.cumsum(counts)])
-    lines = np.zeros((first[-1], _LANES), shape.dtype)
+    lines = np.zeros((first[-1], _LANES, ranks_of_line), np.float32)
+    groups = np.ones(len(counts), _GROUP)
+    groups["first"], groups["begin"], groups["end"] = first[:-1], begin, end
     for start, stop in {*zip(begin.tolist(), end.tolist(), strict=True)}:
         chosen = np.flatnonzero((begin == start) & (end == stop))
-        where = first[chosen][:, None] + np.arange(stop - start)
-        lines[where] = up[groups_of_outputs[chosen]][:, :, start:stop].transpose(0, 2, 1)
-    groups = np.zeros(len(counts), _GROUP)
-    groups["first"], groups["begin"], groups["end"] = first[:-1], begin, end
-    blocks = down.reshape(rank // _RANKS, _RANKS, -1, _LANES).transpose(0, 2, 1, 3)
-    return PackedLayer(
-        np.ascontiguousarray(blocks, shape.dtype), down_factors * up_factors, lines, groups
-    )
+        own = up[groups_of_outputs[chosen]][:, :, start:stop]
+        if shape.in_int8 and stop > start:
+            groups["scale"][chosen] = _divide_by_largest(own, axis=(1, 2)) / np.float32(_MOST)
+        own = own.reshape(len(chosen), _LANES, -1, ranks_of_line)
+        where = first[chosen][:, None] + np.arange(own.shape[2])
+        lines[where] = own.transpose(0, 2, 1, 3)
+    if not shape.in_int8:
+        blocks = down.reshape(rank // _RANKS, _RANKS, -1, _LANES).transpose(0, 2, 1, 3)
+        return PackedLayer(np.ascontiguousarray(blocks), factors, lines, groups)
+    blocks = down.reshape(rank // _LANES, _LANES, -1, _RANKS).transpose(0, 2, 1, 3)
+    return PackedLayer(_in_int8(blocks), factors, _in_int8(lines), groups)
 
 
 class PackedAdapter:
@@ -218,9 +228,9 @@ class LayerNames:
         described = []
         for own in kept[:2]:
             order = np.argsort(own, kind="stable").astype(np.int32)
-            order = np.ascontiguousarray(order[np.count_nonzero(own < 0) :])
             kept.append(order)
-            described.append(_AdapterRows(len(own), own.ctypes.data, order.ctypes.data, len(order)))
+            num_adapted = np.count_nonzero(own >= 0)
+            described.append(_AdapterRows(len(own), own.ctypes.data, order.ctypes.data, num_adapted))
         tables = (ctypes.c_void_p * len(adapters))(*(ctypes.addressof(each.table) for each in adapters))
         call = _Adapters(
             len(self._digests),
@@ -237,11 +247,18 @@ class LayerNames:
             library.genserve_use_adapters(None)
 
 
-def _powers_of_two(values: NDArray[np.float32], *, axis: int) -> NDArray[np.float32]:
-    """Return powers of two by which the largest magnitudes are at most 1."""
-    _, exponents = np.frexp(np.abs(values).max(axis=axis))
-    factors: NDArray[np.float32] = np.ldexp(np.float32(1), exponents)
-    return factors
+def _divide_by_largest(values: NDArray[np.float32], *, axis: int | tuple[int, ...]) -> NDArray[np.float32]:
+    """Divide in place by the largest magnitudes along some axes, and return these; 1 in place of zeros."""
+    largest = np.abs(values).max(axis=axis, keepdims=True)
+    largest[largest == 0] = 1
+    values /= largest
+    squeezed: NDArray[np.float32] = np.squeeze(largest, axis)
+    return squeezed
+
+
+def _in_int8(values: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """Return values between -1 and 1 as `dot()` of the kernels reads them, C-contiguous."""
+    return np.ascontiguousarray(np.rint(values * _MOST) + _OFFSET, np.uint8)
 
 
 def _padded(values: NDArray[np.int64], multiple: int, *, fill: int) -> NDArray[np.int64]:
@@ -259,5 +276,4 @@ def with_types(library: ctypes.CDLL) -> ctypes.CDLL:
     library.genserve_name_digest.argtypes = [ctypes.c_char_p]
     library.genserve_use_adapters.restype = None
     library.genserve_use_adapters.argtypes = [ctypes.c_void_p]
-    return library
     return library

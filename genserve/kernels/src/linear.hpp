@@ -433,16 +433,6 @@ class PreparedRows {
     }
   }
 
-  // Returns x [in_features] after the norm, for which `to` has room; x itself without one.
-  const float* normed(const float* x, float* to) const {
-    switch (a_.norm) {
-      case Norm::kNone: return x;
-      case Norm::kRms: return normed<Norm::kRms>(x, to);
-      case Norm::kLayer: return normed<Norm::kLayer>(x, to);
-    }
-    return x;
-  }
-
   // Copies a row that is prepared.
   void copy(int64_t from, int64_t to) {
     const auto copy_row = [&](auto* values, size_t count) {
@@ -473,14 +463,6 @@ class PreparedRows {
   int8_t* q() const { return reinterpret_cast<int8_t*>(values_); }
   float* values() const { return reinterpret_cast<float*>(values_); }
   BlockOfRow* blocks() const { return reinterpret_cast<BlockOfRow*>(values_); }
-
-  template <Norm norm>
-  const float* normed(const float* x, float* to) const {
-    const int64_t n = a_.in_features;
-    const NormedRow<norm> row(x, in_.norm_weight.as<float>(), in_.norm_bias.as<float>(), n, a_.epsilon);
-    for (int64_t i = 0; i < n; i += kLanes) store_first(to + i, row.get(i, n - i), n - i);
-    return to;
-  }
 
   template <Norm norm>
   void prepare(int64_t row, const float* x) {
@@ -794,7 +776,10 @@ class Linear {
         adapters_(adapters),
         y_(y),
         num_rows_(inputs.x.shape[0]),
-        prepared_(attributes, inputs, sizes_) {}
+        prepared_(attributes, inputs, sizes_),
+        in_int8_(int8_block(attributes)),
+        int8_sizes_(in_int8_),
+        prepared_int8_(in_int8_, inputs, int8_sizes_) {}
 
   // Computes y from checked inputs.
   bool compute(const Threads& threads, Error& error) {
@@ -819,16 +804,16 @@ class Linear {
     num_threads_ = num_threads;
     as_they_are_ = a_.weight_format == WeightFormat::kFloat32 && a_.norm == Norm::kNone;
     const int64_t prepared = as_they_are_ ? 0 : num_rows_;
-    const int64_t adapted = adapters_.num_adapted();
-    const size_t low = adapted > 0 ? (size_t)(num_rows_ * adapters_.most_ranks()) : 0;
-    const size_t normed = a_.norm == Norm::kNone ? 0 : (size_t)(adapted * a_.in_features);
-    scratch_.open(prepared_.bytes(prepared) + Scratch::bytes_of<float>(low) + Scratch::bytes_of<float>(normed));
+    const bool any = adapters_.any();
+    rounds_again_ = any && (a_.weight_format == WeightFormat::kInt4Block || in_blocks(a_.weight_format));
+    const int64_t rounded = rounds_again_ ? num_rows_ : 0;
+    const size_t low = any ? (size_t)(num_rows_ * adapters_.most_ranks()) : 0;
+    scratch_.open(prepared_.bytes(prepared) + prepared_int8_.bytes(rounded) + Scratch::bytes_of<float>(low));
     if (!scratch_) return error.set("out of memory for %lld rows", (long long)num_rows_);
     prepared_.open(scratch_, prepared);
+    prepared_int8_.open(scratch_, rounded);
     low_ = scratch_.take<float>(low);
-    normed_ = scratch_.take<float>(normed);
-    low_chunks_ = (adapted + kLowRankRows - 1) / kLowRankRows;
-    row_chunks_ = as_they_are_ ? 0 : (num_rows_ + 3) / 4;
+    row_chunks_ = as_they_are_ && !any ? 0 : (num_rows_ + kRowsOfChunk - 1) / kRowsOfChunk;
     row_groups_ = (num_rows_ + kChunkRows - 1) / kChunkRows;
     // A chunk has about 64 KiB of weights, to be worth its overhead, but each thread gets several.
     panels_of_chunk_ = smaller(65536 / sizes_.panel_bytes, sizes_.panels / (8 * num_threads));
@@ -840,13 +825,11 @@ class Linear {
 
   // Both phases. `weights` are prefetched while the thread waits for the rows of others.
   void work(Team team, size_t index, Prefetch& weights) {
-    if (row_chunks_ + low_chunks_ > 0) {
-      team.take(0, row_chunks_ + low_chunks_, [&](int64_t chunk) {
-        if (chunk < low_chunks_) return project_down(chunk * kLowRankRows);
-        chunk -= low_chunks_;
-        prepare(4 * chunk, smaller(4 * chunk + 4, num_rows_));
+    if (row_chunks_ > 0) {
+      team.take(0, row_chunks_, [&](int64_t chunk) {
+        prepare(kRowsOfChunk * chunk, smaller(kRowsOfChunk * (chunk + 1), num_rows_));
       });
-      team.wait(0, row_chunks_ + low_chunks_, weights);
+      team.wait(0, row_chunks_, weights);
     }
     team.take_ranges(1, panel_chunks_, index, num_threads_, [&](int64_t chunk) {
       const int64_t group = chunk % row_groups_, first = chunk / row_groups_ * panels_of_chunk_;
@@ -874,38 +857,55 @@ class Linear {
   }
 
  private:
-  // Normalises and quantizes rows [from, to) of x.
-  void prepare(int64_t from, int64_t to) {
-    for (int64_t row = from; row < to; row++) prepared_.prepare(row, in_.x.as<float>() + row * a_.in_features);
+  static constexpr int64_t kRowsOfChunk = 4;
+
+  // The rows that adapters in int8 multiply where the weights of the layer are not of 8 bits.
+  static LinearAttributes int8_block(const LinearAttributes& attributes) {
+    LinearAttributes own = attributes;
+    own.weight_format = WeightFormat::kInt8Block;
+    for (Segment& each : own.more) each = {};
+    return own;
   }
 
-  // Computes A x of the rows with an adapter from place `first` on, whose adapters may differ.
-  void project_down(int64_t first) {
-    const int64_t end = smaller(first + kLowRankRows, adapters_.num_adapted());
-    const float* x[kLowRankRows];
-    float* low[kLowRankRows];
-    for (int64_t place = first; place < end;) {
-      const int32_t adapter = adapters_.adapter_of(adapters_.row(place));
-      const LowRank& low_rank = adapters_.of_row(adapters_.row(place));
+  // Normalises and quantizes rows [from, to) of x, in the order of their adapters, and computes A x.
+  void prepare(int64_t from, int64_t to) {
+    const bool any = adapters_.any();
+    for (int64_t place = from; place < to; place++) {
+      const int64_t row = any ? adapters_.row(place) : place;
+      const float* const x = in_.x.as<float>() + row * a_.in_features;
+      if (!as_they_are_) prepared_.prepare(row, x);
+      if (rounds_again_ && place >= adapters_.num_plain()) prepared_int8_.prepare(row, x);
+    }
+    if (!any) return;
+    for (int64_t place = from < adapters_.num_plain() ? adapters_.num_plain() : from; place < to;) {
+      int64_t rows[kLowRankRows];
       int count = 0;
-      for (; place < end && adapters_.adapter_of(adapters_.row(place)) == adapter; place++, count++) {
-        const int64_t row = adapters_.row(place);
-        x[count] = prepared_.normed(in_.x.as<float>() + row * a_.in_features, normed_ + place * a_.in_features);
-        low[count] = low_ + row * adapters_.most_ranks();
+      const int32_t adapter = adapters_.adapter_of(adapters_.row(place));
+      for (; place < to && count < kLowRankRows && adapters_.adapter_of(adapters_.row(place)) == adapter; place++) {
+        rows[count++] = adapters_.row(place);
       }
-      project_down<kLowRankRows>(count, low_rank, x, low);
+      project_down<kLowRankRows>(count, adapters_.of_row(rows[0]), rows);
     }
   }
 
   template <int kRows>
-  void project_down(int count, const LowRank& adapter, const float* const* x, float* const* low) {
+  void project_down(int count, const LowRank& adapter, const int64_t* rows) {
     if constexpr (kRows > 1) {
-      if (count < kRows) return project_down<kRows - 1>(count, adapter, x, low);
+      if (count < kRows) return project_down<kRows - 1>(count, adapter, rows);
     }
-    with_type(adapter, [&](auto type) {
-      genserve::project_down<kRows, decltype(type)>(adapter, a_.in_features, x, low);
-    });
+    if (adapter.is_float()) {
+      const float* const values = as_they_are_ ? in_.x.as<float>() : prepared_.from(0).values;
+      const float* x[kRows];
+      float* low[kRows];
+      for (int r = 0; r < kRows; r++) x[r] = values + rows[r] * a_.in_features, low[r] = low_of(rows[r]);
+      return genserve::project_down<kRows>(adapter, a_.in_features, x, low);
+    }
+    LowBlock* low[kRows];
+    for (int r = 0; r < kRows; r++) low[r] = reinterpret_cast<LowBlock*>(low_of(rows[r]));
+    genserve::project_down<kRows>(adapter, (rounds_again_ ? prepared_int8_ : prepared_).from(0), rows, low);
   }
+
+  float* low_of(int64_t row) const { return low_ + row * adapters_.most_ranks(); }
 
   void multiply_panel(int64_t panel, int64_t from, int64_t to) {
     if (adapters_.any()) adapters_.prefetch(panel);
@@ -999,13 +999,13 @@ class Linear {
       if (adapters_.adapter_of(row + r) < 0) continue;
       const LowRank& adapter = adapters_.of_row(row + r);
       if (adapter.rank == 0) continue;
-      const float* const low = low_ + (row + r) * adapters_.most_ranks();
-      with_type(adapter, [&](auto type) {
-        for (int group = 0; group < 2; group++) {
-          const LowRankGroup& changed = adapter.groups[2 * outputs.panel + group];
-          y[r][group] += genserve::project_up<decltype(type)>(adapter, changed, low);
-        }
-      });
+      const float* const low = low_of(row + r);
+      const LowRankGroup* const changed = adapter.groups + 2 * outputs.panel;
+      for (int group = 0; group < 2; group++) {
+        y[r][group] += adapter.is_float()
+                           ? genserve::project_up(adapter, changed[group], low)
+                           : genserve::project_up(adapter, changed[group], reinterpret_cast<const LowBlock*>(low));
+      }
     }
   }
 
@@ -1046,11 +1046,13 @@ class Linear {
   int64_t panels_of_chunk_ = 0;
   int64_t together_ = 1;      // panels that are multiplied side by side
   int64_t panel_chunks_ = 0;
-  int64_t low_chunks_ = 0;
-  float* low_ = nullptr;      // A x: [rows, most ranks]
-  float* normed_ = nullptr;   // the rows with an adapter, after a norm
+  bool rounds_again_ = false;  // rows for adapters in int8
+  float* low_ = nullptr;       // A x: [rows, most ranks], or LowBlocks of as many bytes
   Scratch scratch_;
   PreparedRows prepared_;
+  const LinearAttributes in_int8_;
+  const LinearSizes int8_sizes_;
+  PreparedRows prepared_int8_;
 };
 
 // ------------------------------------------------------------------------------------------- stacked weights

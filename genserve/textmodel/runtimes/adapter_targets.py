@@ -126,7 +126,7 @@ def _of_linear(
         in_features=inputs,
         outputs=_segments(weight_format, outputs),
         gated=gated,
-        dtype=np.float32 if weight_format == "float32" else np.float16,
+        in_int8=weight_format != "float32",
     )
     return {
         f"{layer}{role}": AdapterTarget(
