@@ -116,6 +116,11 @@ class Engine:
         return self._scheduler.num_waiting
 
     @property
+    def is_without_adapters(self) -> bool:
+        """See `Scheduler`."""
+        return self._scheduler.is_without_adapters
+
+    @property
     def num_running(self) -> int:
         """How many requests hold blocks of the KV cache."""
         return self._scheduler.num_running

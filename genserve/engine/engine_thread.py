@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 # How long a step may wait for loops over logits that always resume, as a share of the last decode step.
 _GATHER_SHARE = 0.5
 _GATHER_SHARE_WITH_SEQUENCES = 0.1
+_ADAPTER_WAIT_S = 1.0       # so often the thread shows that it does not hang while all wait for adapters
 
 
 # Makes the token sequences of a request, one for each choice.
@@ -55,8 +56,13 @@ def no_reasoning(sequence: TokenSequence) -> None:
 class AdapterSource(Protocol):
     """The adapters of a model; see `textmodel.Adapters`."""
 
-    def acquire(self, name: str, *, count: int) -> LogitsAdapter:
-        """Return an adapter in memory, until it is released `count` times; may wait for room."""
+    def acquire(
+        self, name: str, *, count: int, priority: int, on_change: Callable[[], None]
+    ) -> LogitsAdapter:
+        """Return an adapter, which will be in memory, until it is released `count` times; does not wait.
+
+        `on_change` is called, on any thread, when it is in memory or cannot be.
+        """
 
     def release(self, adapter: Any) -> None:
         """Give an adapter back."""
@@ -229,7 +235,12 @@ class EngineThread:
         for name, users in named.items():
             if self._adapters is None:
                 raise ModelNotFound(f"model {users[0].request.model!r} has no adapter {name!r}")
-            adapter = self._adapters.acquire(name, count=len(users))
+            adapter = self._adapters.acquire(
+                name,
+                count=len(users),
+                priority=users[0].priority,
+                on_change=self._queue.adapters_changed,
+            )
             for user in users:
                 user.adapter = adapter
                 for beam in user.group.requests:
@@ -317,6 +328,8 @@ class EngineThread:
             for one in self._open_of(arrivals.ending_reasoning):
                 if isinstance(one, TokenSequence):
                     self._end_reasoning(one)
+        if arrivals.adapters_changed or arrivals.sequences:
+            self._reject_without_adapter()
 
     def _pop_arrivals(self) -> Arrivals[TokenSequence]:
         # All of them are open before the engine has one, so that each ends if the engine fails.
@@ -352,13 +365,17 @@ class EngineThread:
             self._add_arrivals()
 
     def _wait_for_slot(self) -> None:
-        """Wait until a reserved slot is free, or a sequence that waits for it has to end."""
+        """Wait until a reserved slot is free or an adapter in memory, or a sequence has to end."""
         now_s = self._engine.clock()
         ends_s = min(self._engine.next_deadline_s, self._queue.next_overdue_s)
-        self._queue.wait_for_change(max(0.0, min(self._engine.reserved_s, ends_s - now_s)))
+        most_s = _ADAPTER_WAIT_S if self._engine.is_without_adapters else self._engine.reserved_s
+        self._queue.wait_for_change(max(0.0, min(most_s, ends_s - now_s)))
 
     def _step(self) -> bool:
-        """Run a step; False if there are requests, but all slots are reserved for paused loops."""
+        """Run a step; False if there are requests, but none of them can be computed now.
+
+        All slots are reserved for paused loops, or all requests wait for adapters.
+        """
         started_s = time.monotonic()
         result = self._engine.step()
         if result is None:
@@ -395,6 +412,17 @@ class EngineThread:
         if overdue:
             self._engine.remove(sequence for sequence, _ in overdue)
             self._deliver(overdue, now_s=self._engine.clock())
+
+    def _reject_without_adapter(self) -> None:
+        """End the sequences whose adapters cannot be had."""
+        rejected = [
+            (sequence, error)
+            for sequence in self._open_sequences()
+            if sequence.adapter is not None and (error := sequence.adapter.error) is not None
+        ]
+        if rejected:
+            self._engine.remove(sequence for sequence, _ in rejected)
+            self._deliver(rejected, now_s=self._engine.clock())
 
     def _outputs(self, result: StepResult, now_s: float) -> list[SequenceOutput]:
         outputs: list[SequenceOutput] = [

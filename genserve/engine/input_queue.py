@@ -29,6 +29,7 @@ class Arrivals(Generic[SequenceT]):
     cancelled: set[GenerationRequest | LogitsRequest] = field(default_factory=set)
     ending_reasoning: set[GenerationRequest] = field(default_factory=set)
     stored: list[StoredBlocks] = field(default_factory=list)
+    adapters_changed: bool = False      # one that sequences wait for is in memory, or never will be
 
     @property
     def num_requests(self) -> int:
@@ -293,6 +294,12 @@ class InputQueue(Generic[SequenceT]):
             self._arrivals.cancelled.add(request)
             self._changed.notify()
 
+    def adapters_changed(self) -> None:
+        """Have the engine's thread look for sequences that need not wait for their adapter any more."""
+        with self._lock:
+            self._arrivals.adapters_changed = True
+            self._changed.notify()
+
     def end_reasoning(self, request: GenerationRequest) -> None:
         """End the reasoning of the open sequences of a request at their next token."""
         with self._lock:
@@ -326,12 +333,18 @@ class InputQueue(Generic[SequenceT]):
             return not self._closing
 
     def wait_for_change(self, seconds: float, *, num_awaited: int = 1) -> None:
-        """Wait for `num_awaited` arrivals, a cancellation or the end of the thread, at most `seconds`."""
+        """Wait for `num_awaited` arrivals, a change of adapters, a cancellation or the end of the thread.
+
+        It waits for `seconds` at most.
+        """
         with self._lock:
             self._num_awaited = num_awaited
             self._changed.wait_for(
                 lambda: (
-                    self._arrivals.num_requests >= num_awaited or self._arrivals.cancelled or self._closing
+                    self._arrivals.num_requests >= num_awaited
+                    or self._arrivals.adapters_changed
+                    or self._arrivals.cancelled
+                    or self._closing
                 ),
                 seconds,
             )

@@ -9,6 +9,7 @@ from typing import Protocol, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from genserve.errors import GenserveError
 from genserve.sampling.logits_array import LogitsArray, TokenArray
 
 IndexArray = NDArray[np.int32]
@@ -20,6 +21,14 @@ class LogitsAdapter(Protocol):
     @property
     def sha256(self) -> str:
         """The digest of its files; other weights have another one."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its weights are in memory; its sequences wait until they are."""
+
+    @property
+    def error(self) -> GenserveError | None:
+        """Why its weights will never be in memory; None: they are, or will be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -122,6 +122,11 @@ class Scheduler:
         return len(self.waiting)
 
     @property
+    def is_without_adapters(self) -> bool:
+        """Whether groups wait, and all that do wait for their adapters."""
+        return bool(self.waiting) and not self._ready()
+
+    @property
     def num_running(self) -> int:
         """How many requests hold blocks."""
         return sum(len(group.requests) for group in self.running)
@@ -159,8 +164,8 @@ class Scheduler:
         output = SchedulerOutput()
         prompts: list[SequenceGroup] = []
         compete = self._shares.have_competition
-        if compete and self.waiting:
-            self._preempt_for_share(output, num_slots=self._max_num_seqs - num_reserved)
+        if compete and (ready := self._ready()):
+            self._preempt_for_share(output, ready, num_slots=self._max_num_seqs - num_reserved)
         num_preempted = output.num_preempted
         self._schedule_running(output, prompts)
         if prompts or self.waiting:
@@ -188,12 +193,22 @@ class Scheduler:
         assert all(r.num_pending >= 1 for r in running), "a running request has nothing to compute"
         self._kv.check_integrity([*running, *(r for group in self.waiting for r in group.requests)])
 
-    def _preempt_for_share(self, output: SchedulerOutput, *, num_slots: int) -> None:
-        """Preempt groups for the next waiting one, if its key is due their slots and blocks.
+    def _ready(self) -> list[SequenceGroup]:
+        """Return the waiting groups, but for those whose adapters are not in memory."""
+        return [
+            group
+            for group in self.waiting
+            if all(request.adapter is None or request.adapter.is_ready for request in group.requests)
+        ]
+
+    def _preempt_for_share(
+        self, output: SchedulerOutput, ready: Sequence[SequenceGroup], *, num_slots: int
+    ) -> None:
+        """Preempt groups for the next of the ready ones, if its key is due their slots and blocks.
 
         None is preempted unless the slots that its key is due are enough for it.
         """
-        group = next(self._shares.in_turn(self.waiting))
+        group = next(self._shares.in_turn(ready))
         next_victim = partial(self._shares.next_victim, group, num_slots=num_slots)
         left, victims = [*self.running], []
         while num_slots - sum(each.num_seqs for each in left) < group.num_seqs:
@@ -262,15 +277,17 @@ class Scheduler:
         """Admit waiting groups if they may, append them to the prompts, and schedule the prompts."""
         num_slots = max(0, self._max_num_seqs - num_reserved - sum(group.num_seqs for group in self.running))
         num_sharing = 0
-        if self.waiting and may_admit:
-            budget = self._prompt_budget(output, [*prompts, *self.waiting[:num_slots]])
-            num_sharing = self._admit(output, prompts, budget=budget, num_slots=num_slots)
+        ready = self._ready()
+        if ready and may_admit:
+            budget = self._prompt_budget(output, [*prompts, *ready[:num_slots]])
+            num_sharing = self._admit(output, ready, prompts, budget=budget, num_slots=num_slots)
         if prompts and self._shares.have_competition:
             self._schedule_by_share(output, prompts)
         elif prompts:
             # Some of the waiting groups have started (a few as decodes), and some wait for a shared prefix.
-            num_others = min(len(self.waiting) - num_sharing, num_slots - len(output.started))
-            budget = self._prompt_budget(output, [*prompts, *self.waiting[: max(0, num_others)]])
+            left = [group for group in ready if group.status is not RequestStatus.RUNNING]
+            num_others = min(len(left) - num_sharing, num_slots - len(output.started))
+            budget = self._prompt_budget(output, [*prompts, *left[: max(0, num_others)]])
             self._schedule_prompts(output, prompts, budget=budget)
 
     def _schedule_by_share(self, output: SchedulerOutput, prompts: list[SequenceGroup]) -> None:
@@ -321,9 +338,15 @@ class Scheduler:
         return min(left, int(share * max(_MIN_DOUBLING_TOKENS, doubling)))
 
     def _admit(
-        self, output: SchedulerOutput, prompts: list[SequenceGroup], *, budget: int, num_slots: int
+        self,
+        output: SchedulerOutput,
+        ready: Sequence[SequenceGroup],
+        prompts: list[SequenceGroup],
+        *,
+        budget: int,
+        num_slots: int,
     ) -> int:
-        """Admit waiting groups while slots, blocks and tokens of the budget remain.
+        """Admit ready groups while slots, blocks and tokens of the budget remain.
 
         A group whose next block another one is about to compute waits for that block. A long prompt waits
         while the step has two prompts of its key that it does not finish; shorter ones of the same priority
@@ -342,9 +365,9 @@ class Scheduler:
         }
         lowest_priority = None
         num_sharing = 0
-        waiting: Iterable[SequenceGroup] = self.waiting
+        waiting: Iterable[SequenceGroup] = ready
         if num_slots and self._shares.have_competition:
-            waiting = self._shares.in_turn(waiting)
+            waiting = self._shares.in_turn(ready)
         for group in list(islice(waiting, self._max_num_seqs)):
             if lowest_priority is not None and group.priority > lowest_priority:
                 return num_sharing

@@ -8,16 +8,19 @@ dropped for another.
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 import threading
 import time
+from bisect import insort
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from genserve.errors import ModelFailed, ModelNotFound, Overloaded, RepositoryError
+from genserve.errors import SEE_LOG, GenserveError, ModelFailed, ModelNotFound, RepositoryError
 from genserve.files import file_sha256
 from genserve.generation_metrics import GenerationMetrics
 from genserve.kernels.low_rank import LowRankPart, PackedAdapter, pack_layer
@@ -27,8 +30,9 @@ from genserve.textmodel.runtimes.adapter_targets import AdapterTarget
 from genserve.textmodel.runtimes.onnx_logits import LogitsGraph, OnnxLogits
 from genserve.textmodel.runtimes.pipeline_logits import PipelineLogits
 
+logger = logging.getLogger(__name__)
+
 MAX_LOADED = 32     # adapters in memory, unless the config says otherwise
-_MAX_WAIT_S = 60.0
 
 # The modules of transformers' models by the parts of a layer whose weights they have unchanged.
 _LLAMA = {
@@ -92,28 +96,59 @@ class AdapterInfo:
     loaded_s: float
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LoadedAdapter:
-    """An adapter in memory; implements `engine.LogitsAdapter`.
+@dataclass(slots=True, eq=False)
+class _Slot:
+    """The memory of an adapter; `graphs` has its weights for each graph, once a thread has packed them."""
+
+    graphs: Sequence[PackedAdapter] | None = None
+    error: GenserveError | None = None      # why they cannot be packed
+    users: list[AcquiredAdapter] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class AcquiredAdapter:
+    """An adapter that sequences use or wait for; implements `engine.LogitsAdapter`.
 
     Attributes:
         info: the adapter.
-        graphs: its weights for each graph of the logits.
+        num_users: how many sequences have not released it.
+        priority: those with the lowest value get room first.
+        on_change: called when its weights are in memory, or cannot be.
     """
 
     info: AdapterInfo
-    graphs: Sequence[PackedAdapter]
+    num_users: int
+    priority: int
+    on_change: Callable[[], None]
+    slot: _Slot | None = None               # None: it waits for room
+    is_gone: bool = False                   # it was unloaded or replaced before it had room
 
     @property
     def sha256(self) -> str:
         """See `LogitsAdapter`."""
         return self.info.sha256
 
+    @property
+    def is_ready(self) -> bool:
+        """See `LogitsAdapter`."""
+        return self.slot is not None and self.slot.graphs is not None
 
-@dataclass(slots=True)
-class _Slot:
-    adapter: LoadedAdapter | None = None    # None: a thread is packing it
-    num_users: int = 0
+    @property
+    def error(self) -> GenserveError | None:
+        """See `LogitsAdapter`."""
+        if self.is_gone:
+            return ModelNotFound(
+                f"the adapter {self.info.name!r} was unloaded or replaced while the request waited for it",
+                remedy="send the request again if the adapter is loaded",
+            )
+        return None if self.slot is None else self.slot.error
+
+    @property
+    def graphs(self) -> Sequence[PackedAdapter]:
+        """Its weights for each graph of the logits, which are in memory."""
+        assert self.slot is not None
+        assert self.slot.graphs is not None
+        return self.slot.graphs
 
 
 @dataclass(slots=True)
@@ -123,7 +158,7 @@ class _Known:
 
 
 class Adapters:
-    """The adapters of one text model. Its methods are safe from any thread, and may read files."""
+    """The adapters of one text model. Its methods are safe from any thread; `load` reads files."""
 
     def __init__(
         self,
@@ -142,6 +177,8 @@ class Adapters:
         # Guarded by the condition. The least recently used slot is the first.
         self._known: dict[str, _Known] = {}
         self._slots: OrderedDict[AdapterInfo, _Slot] = OrderedDict()
+        self._waiting: list[AcquiredAdapter] = []       # for room: by priority, then by arrival
+        self._packing = ThreadPoolExecutor(1, thread_name_prefix=f"adapters-{model}")
 
     def __contains__(self, name: object) -> bool:
         return name in self._known
@@ -169,10 +206,9 @@ class Adapters:
         info, packed = self._read(name, folder)
         with self._changed:
             self._known[name] = _Known(info, states)
-            self._drop_unknown()
-            if self._make_room():
+            self._update()
+            if not self._waiting and self._make_room():
                 self._slots[info] = _Slot(packed)
-            self._changed.notify_all()
             self._metrics.adapters(known=len(self._known))
         return info
 
@@ -188,62 +224,53 @@ class Adapters:
             if known is not None and known.info is info:
                 del self._known[info.name]
                 self._metrics.adapters(known=len(self._known))
-            self._drop_unknown()
-            self._changed.notify_all()
+            self._update()
             self._changed.wait_for(lambda: not self._is_used(info), timeout_s)
 
     def _is_used(self, info: AdapterInfo) -> bool:
         slot = self._slots.get(info)
-        return slot is not None and slot.num_users > 0
+        return slot is not None and bool(slot.users)
 
-    def acquire(self, name: str, *, count: int = 1) -> LoadedAdapter:
-        """Return an adapter in memory, which stays there until it is released `count` times.
+    def acquire(
+        self,
+        name: str,
+        *,
+        count: int = 1,
+        priority: int = 0,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> AcquiredAdapter:
+        """Return an adapter, which is kept in memory until it is released `count` times.
 
-        If all adapters in memory are in use, it waits for one to be released.
+        It may be read from its files first, and waits for room while all adapters in memory are in use.
+        Adapters get room, and those in memory new users, in the order of arrival, so that none waits forever.
+
+        Args:
+            name: the adapter.
+            count: the number of sequences that use it.
+            priority: those with the lowest value come first.
+            on_change: called on any thread, and without waiting, when it is in memory or cannot be.
 
         Raises:
             ModelNotFound: there is no adapter of this name.
-            ModelFailed: its files have changed since it was loaded.
-            Overloaded: none was released for a minute.
         """
-        deadline_s = time.monotonic() + _MAX_WAIT_S
         with self._changed:
-            while True:
-                known = self._find(name)
-                slot = self._slots.get(known.info)
-                if slot is not None and slot.adapter is not None:
-                    slot.num_users += count
-                    self._slots.move_to_end(known.info)
-                    return slot.adapter
-                if slot is None and self._make_room():
-                    slot = self._slots[known.info] = _Slot()
-                    break
-                if not self._changed.wait(deadline_s - time.monotonic()):
-                    raise Overloaded(
-                        f"model {self._model!r} has {self._max_loaded} adapters in memory; all are in use",
-                        remedy="try again later, or raise max_loaded_adapters in the config.pbtxt of its "
-                        "logits stage",
-                        retry_after_s=_MAX_WAIT_S,
-                    )
-        try:
-            adapter = self._pack_again(known)
-        except BaseException:
-            with self._changed:
-                del self._slots[known.info]
-                self._changed.notify_all()
-            raise
-        with self._changed:
-            slot.adapter = adapter
-            slot.num_users += count
-            self._changed.notify_all()
-        return adapter
+            acquired = AcquiredAdapter(
+                info=self._find(name).info, num_users=count, priority=priority, on_change=on_change
+            )
+            insort(self._waiting, acquired, key=lambda each: each.priority)
+            self._update()
+        return acquired
 
-    def release(self, adapter: LoadedAdapter) -> None:
-        """Give back an adapter that was acquired."""
+    def release(self, acquired: AcquiredAdapter) -> None:
+        """Give an adapter back for one sequence."""
         with self._changed:
-            self._slots[adapter.info].num_users -= 1
-            self._drop_unknown()
-            self._changed.notify_all()
+            acquired.num_users -= 1
+            if not acquired.num_users:
+                if acquired.slot is not None:
+                    acquired.slot.users.remove(acquired)
+                elif not acquired.is_gone:
+                    self._waiting.remove(acquired)
+            self._update()
 
     def _find(self, name: str) -> _Known:
         known = self._known.get(name)
@@ -254,29 +281,72 @@ class Adapters:
             )
         return known
 
+    def _update(self) -> None:
+        """Drop the adapters that nobody can use any more, and give room to those that wait."""
+        infos = {known.info for known in self._known.values()}
+        for info in [each for each in self._unused() if each not in infos]:
+            del self._slots[info]
+        for acquired in [each for each in self._waiting if each.info not in infos]:
+            if acquired.info not in self._slots:
+                self._waiting.remove(acquired)
+                acquired.is_gone = True
+                acquired.on_change()
+        while self._waiting and self._give_room(self._waiting[0]):
+            del self._waiting[0]
+        self._changed.notify_all()
+
+    def _give_room(self, acquired: AcquiredAdapter) -> bool:
+        """Have an adapter packed unless it is in memory; False: there is no room."""
+        info = acquired.info
+        slot = self._slots.get(info)
+        if slot is None:
+            if not self._make_room():
+                return False
+            slot = self._slots[info] = _Slot()
+            self._packing.submit(self._fill, slot, self._known[info.name])
+        self._slots.move_to_end(info)
+        slot.users.append(acquired)
+        acquired.slot = slot
+        return True
+
+    def _fill(self, slot: _Slot, known: _Known) -> None:
+        error: GenserveError | None = None
+        try:
+            graphs = self._pack_again(known)
+        except ModelFailed as failure:
+            error = failure
+        except Exception:
+            logger.exception("an adapter was not packed")
+            error = ModelFailed(f"the adapter {known.info.name!r} cannot be read", remedy=SEE_LOG)
+        with self._changed:
+            if error is None:
+                slot.graphs = graphs
+            else:
+                slot.error = error
+                del self._slots[known.info]
+            for user in slot.users:
+                user.on_change()
+            self._update()
+
     def _make_room(self) -> bool:
         """Drop the least recently used adapter that is not in use, if all slots are taken; False: none is."""
         if len(self._slots) < self._max_loaded:
             return True
-        unused = (info for info, slot in self._slots.items() if slot.adapter and not slot.num_users)
-        info = next(unused, None)
+        info = next(self._unused(), None)
         if info is None:
             return False
         del self._slots[info]
         return True
 
-    def _drop_unknown(self) -> None:
-        """Drop the adapters that were unloaded or replaced, and are not in use any more."""
-        infos = {known.info for known in self._known.values()}
-        for info in [each for each, slot in self._slots.items() if slot.adapter and not slot.num_users]:
-            if info not in infos:
-                del self._slots[info]
+    def _unused(self) -> Iterator[AdapterInfo]:
+        """Yield the adapters in memory that are not in use, the least recently used first."""
+        return (info for info, slot in self._slots.items() if slot.graphs is not None and not slot.users)
 
-    def _pack_again(self, known: _Known) -> LoadedAdapter:
+    def _pack_again(self, known: _Known) -> Sequence[PackedAdapter]:
         folder = known.info.folder
         try:
             if _file_states(folder) == known.states:
-                return LoadedAdapter(known.info, self._packed(PeftAdapter(folder)))
+                return self._packed(PeftAdapter(folder))
         except RepositoryError as error:
             raise ModelFailed(error.message, remedy=error.remedy) from error
         raise ModelFailed(
@@ -284,7 +354,7 @@ class Adapters:
             remedy="load it again",
         )
 
-    def _read(self, name: str, folder: Path) -> tuple[AdapterInfo, LoadedAdapter]:
+    def _read(self, name: str, folder: Path) -> tuple[AdapterInfo, Sequence[PackedAdapter]]:
         peft = PeftAdapter(folder)
         packed = self._packed(peft)
         info = AdapterInfo(
@@ -298,10 +368,10 @@ class Adapters:
             sha256=_digest(folder),
             loaded_s=time.time(),
         )
-        return info, LoadedAdapter(info, packed)
+        return info, packed
 
     def _packed(self, peft: PeftAdapter) -> Sequence[PackedAdapter]:
-        graphs, modules = self._graphs(), self._modules()
+        graphs, modules = self.graphs(), self._modules()
         self._metrics.adapter_packed()
         parts: list[dict[str, list[LowRankPart]]] = [{} for _ in graphs]
         for module in peft.modules:
@@ -354,7 +424,8 @@ class Adapters:
             remedy=merge_remedy(),
         )
 
-    def _graphs(self) -> Sequence[LogitsGraph]:
+    def graphs(self) -> Sequence[LogitsGraph]:
+        """Return the graphs of the model; raises RepositoryError if adapters cannot change their layers."""
         if isinstance(self._logits, OnnxLogits | PipelineLogits) and all(
             graph.memory.is_host and graph.adapter_targets for graph in self._logits.graphs
         ):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import queue
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import numpy as np
@@ -26,7 +29,7 @@ from genserve.export.export_options import ExportFormat, Precision
 from genserve.generation_metrics import Metrics
 from genserve.repository.repository import Repository
 from genserve.sampling.sampling_params import SamplingParams
-from genserve.textmodel.adapters import Adapters, LoadedAdapter
+from genserve.textmodel.adapters import AcquiredAdapter, Adapters
 from genserve.textmodel.receipts import repeated_request
 from genserve.textmodel.runtimes.onnx_logits import OnnxLogits
 from genserve.textmodel.runtimes.pipeline_logits import PipelineLogits
@@ -40,6 +43,7 @@ from tests.support.transformers_reference import reference_logits
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 IDS = np.random.default_rng(1).integers(3, 300, 40)
 Logits = NDArray[np.float32]
+T = TypeVar("T")
 
 
 def adapters_of(logits: Any, *, max_loaded: int = 8) -> Adapters:
@@ -51,7 +55,7 @@ def adapters_of(logits: Any, *, max_loaded: int = 8) -> Adapters:
 def forward(
     logits: OnnxLogits,
     rows: Sequence[NDArray[np.int64]],
-    adapters: Sequence[LoadedAdapter | None],
+    adapters: Sequence[AcquiredAdapter | None],
     *,
     chunk: int = 64,
 ) -> list[Logits]:
@@ -78,7 +82,7 @@ def forward(
 
 def loaded(
     base: Path, folder: Path, *adapters: Path, precision: Precision = "fp32", **options: Any
-) -> tuple[OnnxLogits, list[LoadedAdapter]]:
+) -> tuple[OnnxLogits, list[AcquiredAdapter]]:
     written = write_graph(base, folder / "graph", precision=precision, **options)
     logits = written.logits(max_num_seqs=8, max_length=64)
     known = adapters_of(logits)
@@ -373,14 +377,14 @@ def test_the_least_recently_used_adapter_leaves_the_memory(
     packed: list[str] = []
     pack = known._pack_again
 
-    def counted(found: Any) -> LoadedAdapter:
+    def counted(found: Any) -> Any:
         packed.append(found.info.name)
         return pack(found)
 
     monkeypatch.setattr(known, "_pack_again", counted)
 
     def use(name: str) -> None:
-        known.release(known.acquire(name))
+        known.release(acquired(known, name))
 
     for name in ("1", "2", "0", "2", "1", "2"):
         use(name)
@@ -388,25 +392,98 @@ def test_the_least_recently_used_adapter_leaves_the_memory(
     held = known.acquire("2")
     use("0")
     use("1")
-    assert known.acquire("2") is held
+    assert known.acquire("2").graphs is held.graphs
     assert packed == ["0", "1", "0", "1"]
 
 
-def test_a_request_waits_until_an_adapter_is_not_in_use(
-    base: Path, adapters: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def acquired(known: Adapters, name: str) -> AcquiredAdapter:
+    """Return an adapter once it is in memory, or cannot be."""
+    changed = threading.Event()
+    found = known.acquire(name, on_change=changed.set)
+    if not found.is_ready:
+        assert changed.wait(60)
+    return found
+
+
+def test_adapters_get_room_by_priority_and_in_the_order_of_arrival(
+    base: Path, adapters: list[Path], tmp_path: Path
 ) -> None:
     logits = write_graph(base, tmp_path / "graph").logits(max_num_seqs=1, max_length=64)
     known = adapters_of(logits, max_loaded=1)
-    for name in ("a", "b"):
+    for name in "abcd":
         known.load(name, adapters[0])
-    held = known.acquire("a")
-    with ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(known.acquire, "b")
+    held = acquired(known, "a")
+    changes: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def wait_for(name: str, **options: Any) -> AcquiredAdapter:
+        return known.acquire(name, on_change=partial(changes.put, name), **options)
+
+    b, c = wait_for("b"), wait_for("c")
+    again, first, cancelled = wait_for("a"), wait_for("d", priority=-1), wait_for("b")
+    known.release(cancelled)
+    waiting = [first, b, c, again]
+    assert not any(each.is_ready for each in waiting)
+    for each in waiting:
         known.release(held)
-        assert waiting.result().info.name == "b"
-    monkeypatch.setattr("genserve.textmodel.adapters._MAX_WAIT_S", 0.0)
-    with pytest.raises(Overloaded):
-        known.acquire("a")
+        assert changes.get(timeout=60) == each.info.name
+        assert each.is_ready
+        held = each
+    known.release(held)
+    assert changes.empty()
+
+
+def test_an_adapter_that_is_unloaded_or_broken_ends_the_wait_for_it(
+    base: Path, adapters: list[Path], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(adapters[0], tmp_path / "adapter"))
+    logits = write_graph(base, tmp_path / "graph").logits(max_num_seqs=1, max_length=64)
+    known = adapters_of(logits, max_loaded=1)
+    for name in "abc":
+        known.load(name, folder if name == "c" else adapters[0])
+    held = acquired(known, "a")
+    b, c = known.acquire("b"), known.acquire("c")
+    known.unload(known.get("b"))
+    assert isinstance(b.error, ModelNotFound)
+    assert c.error is None
+    known.release(b)
+    (folder / "adapter_model.safetensors").unlink()
+    known.release(held)
+    assert isinstance(acquired(known, "c").error, ModelFailed)
+    assert acquired(known, "a").is_ready
+
+
+def test_requests_that_wait_for_adapters_hold_up_no_other(
+    model: TextModel, tiny_adapters: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = model.adapters
+    assert known is not None
+    monkeypatch.setattr(known, "_max_loaded", 1)
+    for name, folder in zip("ab", tiny_adapters, strict=False):
+        known.load(name, folder)
+    expected = answer(model, "b").token_ids
+    held = acquired(known, "a")
+
+    def open_stream(**params: Any) -> DeltaStream:
+        params = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True} | params
+        request = model.prepare("hello there, " * 8, SamplingParams(**params), adapter="b")
+        return DeltaStream(model.engine, request)
+
+    def soon(work: Callable[[], T]) -> T:
+        return model.run_soon(work, compiles=False).result(timeout=60)
+
+    streams = [soon(open_stream) for _ in range(5)]
+    assert soon(lambda: answer(model, None)).token_ids != expected
+    with soon(partial(open_stream, max_time_ms=1)) as stream:
+        assert not join_deltas(stream).token_ids
+    streams.pop().close()
+    assert not known._slots.keys() & {known.get("b")}
+    known.release(held)
+    for stream in streams:
+        with stream:
+            assert join_deltas(stream).token_ids == expected
+    model.engine.drain(timeout_s=60)
+    assert not known._waiting
+    assert not any(slot.users for slot in known._slots.values())
 
 
 def test_every_end_of_a_request_gives_its_adapter_back(
@@ -415,26 +492,26 @@ def test_every_end_of_a_request_gives_its_adapter_back(
     known, engine = model.adapters, model.engine
     assert known is not None
     info = known.load("a", tiny_adapters[0])
-    acquired: list[LoadedAdapter] = []
+    given: list[AcquiredAdapter] = []
     acquire = known.acquire
 
-    def counted(name: str, *, count: int) -> LoadedAdapter:
-        acquired.extend([acquire(name, count=count)] * count)
-        return acquired[-1]
+    def counted(name: str, *, count: int, **options: Any) -> AcquiredAdapter:
+        given.extend([acquire(name, count=count, **options)] * count)
+        return given[-1]
 
     monkeypatch.setattr(known, "acquire", counted)
     answer(model, "a")
     engine.drain(timeout_s=60)
-    assert (len(acquired), known._slots[info].num_users) == (1, 0)
+    assert (len(given), known._slots[info].users) == (1, [])
     params = SamplingParams(max_tokens=100, ignore_eos=True)
     request = model.prepare_choices("hello", params, num_choices=3, adapter="a")
     with DeltaStream(engine, request) as stream:    # cancelled, unless it ends sooner
         next(stream)
     engine.drain(timeout_s=60)
-    assert (len(acquired), known._slots[info].num_users) == (4, 0)
+    assert (len(given), known._slots[info].users) == (4, [])
     with pytest.raises(Overloaded):
         engine.submit(*[request] * 2000, sink=mock.Mock())
-    assert known._slots[info].num_users == 0
+    assert not known._slots[info].users
 
 
 def test_all_choices_have_the_adapter_that_the_first_one_has(
@@ -445,7 +522,7 @@ def test_all_choices_have_the_adapter_that_the_first_one_has(
     known.load("a", tiny_adapters[0])
     acquire = known.acquire
 
-    def replaced(name: str, **options: Any) -> LoadedAdapter:
+    def replaced(name: str, **options: Any) -> AcquiredAdapter:
         found = acquire(name, **options)
         known.load(name, tiny_adapters[1])
         return found
@@ -488,11 +565,10 @@ def test_files_that_change_are_not_read_again(base: Path, adapters: list[Path], 
     known.load("a", folder)
     known.load("b", adapters[1])
     with_config(lora_alpha=12)(folder)
-    with pytest.raises(ModelFailed):
-        known.acquire("a")
+    assert isinstance(acquired(known, "a").error, ModelFailed)
     before = known.get("a").sha256
     assert known.load("a", folder).sha256 != before
-    known.release(known.acquire("a"))
+    assert acquired(known, "a").is_ready
 
 
 def test_a_receipt_has_the_adapter_and_can_be_repeated(model: TextModel, tiny_adapters: list[Path]) -> None:

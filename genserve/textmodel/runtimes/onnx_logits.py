@@ -179,12 +179,14 @@ class LogitsGraph:
         self, adapters: Sequence[LogitsAdapter | None], batch: ForwardBatch
     ) -> AbstractContextManager[None]:
         """Have the run apply the adapters of a batch."""
-        numbers = {each: number for number, each in enumerate(dict.fromkeys(filter(None, adapters)))}
-        own = [-1 if each is None else numbers[each] for each in adapters]
+        packed = [
+            None if each is None else cast("GraphAdapter", each).graphs[self._stage - 1] for each in adapters
+        ]
+        numbers = {each: number for number, each in enumerate(dict.fromkeys(filter(None, packed)))}
+        own = [-1 if each is None else numbers[each] for each in packed]
         rows = np.repeat(np.array(own, np.int32), np.diff(batch.query_start_loc))
         wanted = batch.logits_indices if len(batch.logits_indices) else np.zeros(1, np.int64)
-        packed = [cast("GraphAdapter", each).graphs[self._stage - 1] for each in numbers]
-        return self.adapter_layers.using(packed, rows, wanted)
+        return self.adapter_layers.using([*numbers], rows, wanted)
 
     def _bind(self, name: str, array: NDArray[Any]) -> None:
         """Bind an input in place; for a graph on a device, this copies its current content."""
